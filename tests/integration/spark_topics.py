@@ -361,3 +361,29 @@ class Elsewhere:
 
     def __getattr__(self, name: str):
         return getattr(self._log, name)
+
+
+EXPRESS = {"engine": "embedded", "express": {"linger_ms": 1, "resort_seconds": 3600}}
+"""Settings of an uploader whose topics with `ack: tiered` have runs, which stay as they are."""
+
+
+def fill_runs(topic: Topic, *sizes: int, first: int = 0) -> None:
+    """So many messages at a time, each time as one run or a few in express objects."""
+    for size in sizes:
+        fill(topic, size, first=first)
+        first += size
+        topic.wait(first - 1, timeout=60)
+
+
+def upload_of(topic: Topic, start: int, end: int) -> tuple[ObjectDescriptor, bytes]:
+    """What the embedded uploader makes of a range: the descriptor and the bytes of the object."""
+    tier = topic.tier
+    source = tier._source()
+    try:
+        made = tier._uploader._make_object(source, start, end)
+    finally:
+        source.close()
+    key = object_key(TopicName.parse(topic.name), made.object_id)
+    data = tier._tiers.objects.read(key, 0, 1 << 30)
+    tier._tiers.objects.delete(key)
+    return made, data

@@ -11,17 +11,20 @@ import ister
 from fault.writer_child import new_seed, say_replay
 from integration.places import flip_byte
 from integration.spark_topics import (
+    EXPRESS,
     PUBLISHED_MS,
     ReadHere,
     SparkPlace,
     fill,
     fill_randomly,
+    fill_runs,
     objects_of,
     rows_in,
     rows_of,
+    upload_of,
     without_spark,
 )
-from ister.bucket.names import object_key
+from ister.bucket.names import EXPRESS_PREFIX, object_key
 from ister.bucket.ownership import OwnedTopic
 from ister.clock import SystemClock
 from ister.errors import CorruptDataError
@@ -64,6 +67,68 @@ def upload_randomly(topic, rng, uploads, *, each=30, **kinds):
     for _ in range(uploads):
         fill_randomly(topic, rng, each, **kinds)
         topic.upload()
+
+
+# -- express runs -------------------------------------------------------------------------------
+
+
+def test_express_runs_become_what_the_uploader_makes_of_the_range(spark, tmp_path):
+    """Goal: after re-sorting on Spark, Danube's tools find what they find after an upload."""
+    with without_spark():
+        place = SparkPlace(tmp_path, uploader=EXPRESS)
+        with place.open() as log:
+            topic = log.topic(A, create=True, ack="tiered")
+            fill_runs(topic, 1, 40, 2, 17)
+            rows, runs = rows_of(topic), objects_of(topic)
+            wanted, data = upload_of(topic, 0, 60)
+            assert {run.format for run in runs} == {"express"}
+            assert spark_rows(spark, place) == rows
+            report = compact(spark, place.config)
+            assert report.ok, report.errors
+            [made] = objects_of(topic)
+            assert path_of(place, made).read_bytes() == data
+            assert (made.format, made.offset_index, made.publish_time_index, made.checksum) == (
+                "dnb1",
+                wanted.offset_index,
+                wanted.publish_time_index,
+                wanted.checksum,
+            )
+            assert made.arrived_ms == runs[-1].arrived_ms
+            assert rows_of(topic) == rows == spark_rows(spark, place)
+
+
+@pytest.mark.nightly
+def test_stream_goes_on_from_its_checkpoint_across_re_sorting(spark, tmp_path):
+    """Goal: a stream sees each message once, although the objects that it has read are gone."""
+    with without_spark():
+        place = SparkPlace(tmp_path / "data", uploader=EXPRESS)
+        with place.open() as log:
+            topic = log.topic(A, create=True, ack="tiered")
+            for number in range(3):
+                fill_runs(topic, 5, 1, 9, first=15 * number)
+                topic.tier.trim()
+                query = (
+                    spark.readStream.format("ister")
+                    .options(config=place.config, topic=A, startingOffsets="earliest")
+                    .option("maxMessagesPerTrigger", "4")
+                    .load()
+                    .select("offset", F.col("payload"))
+                    .writeStream.format("parquet")
+                    .option("path", str(tmp_path / "out"))
+                    .option("checkpointLocation", str(tmp_path / "checkpoint"))
+                    .trigger(availableNow=True)
+                    .start()
+                )
+                assert query.awaitTermination(120)
+                assert query.exception() is None
+                assert compact(spark, place.config, format=("dnb1", "parquet")[number % 2]).ok
+                for path in (tmp_path / "data" / "objects" / EXPRESS_PREFIX).rglob("*.dnbx"):
+                    path.unlink()
+            rows = rows_of(topic)
+    found = spark.read.parquet(str(tmp_path / "out")).orderBy("offset").collect()
+    assert [(row.offset, bytes(row.payload)) for row in found] == [
+        (row.offset, row.payload) for row in rows
+    ]
 
 
 # -- all messages -------------------------------------------------------------------------------

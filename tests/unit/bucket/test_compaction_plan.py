@@ -289,3 +289,31 @@ def test_planning_again_comes_to_an_end(objects, kind, min_objects, shrink):
     else:
         raise AssertionError(f"still merging: {covered(objects)}")
     assert plan(objects, format=kind, min_objects=min_objects) == []
+
+
+# -- express runs -------------------------------------------------------------------------------
+
+
+def runs(*sizes, start=0):
+    return topic(*sizes, start=start, format="express")
+
+
+@pytest.mark.parametrize("format", ["dnb1", "parquet"])
+@pytest.mark.parametrize(
+    ("descriptors", "expected"),
+    [
+        (runs(100), [(0, 10)]),
+        (runs(700), [(0, 10)]),
+        (runs(100, 100), [(0, 20)]),
+        (runs(2, 900, 1), [(0, 10), (10, 20), (20, 30)]),
+    ],
+)
+def test_runs_are_always_worth_it(descriptors, expected, format):
+    assert ranges(plan(descriptors, format=format, min_objects=4)) == expected
+
+
+def test_runs_are_merged_with_small_objects_and_not_with_large_ones():
+    small = [*topic(100), *runs(100, start=10), *topic(100, start=20)]
+    assert ranges(plan(small, min_objects=4)) == [(0, 30)]
+    large = [*topic(499), *runs(20, 20, start=10)]
+    assert ranges(plan(large, min_objects=4)) == [(10, 30)]

@@ -33,7 +33,12 @@ from ister.clock import Clock
 from ister.errors import CorruptDataError, NotFoundError
 from ister.format.arrow.decode import ColumnarDecoder, DecodedFrames
 from ister.format.crc import crc32
-from ister.format.descriptor import FORMAT_PARQUET, ObjectDescriptor, format_checksum
+from ister.format.descriptor import (
+    FORMAT_EXPRESS,
+    FORMAT_PARQUET,
+    ObjectDescriptor,
+    format_checksum,
+)
 from ister.format.frame import (
     FRAME_HEADER_SIZE,
     Corrupt,
@@ -121,21 +126,22 @@ class ObjectChecker:
         """
         key = object_key(self._topic, described.object_id)
         try:
-            info = self._store.stat(key)
+            try:
+                info = self._store.stat(key)
+            except CorruptDataError as error:
+                # The express object ends before the run does.
+                return self._whole_problem(ProblemKind.TRUNCATED, error.message, described)
             if described.format == FORMAT_PARQUET:
                 return self._check_archive(key, info, described)
             return self._check_frames(key, info, described)
         except NotFoundError:
-            return Checked(
-                problems=(
-                    ObjectProblem(
-                        kind=ProblemKind.MISSING,
-                        reason="the object is not in the bucket",
-                        start=described.start,
-                        end=described.end,
-                    ),
-                )
-            )
+            reason = "the object is not in the bucket"
+            return self._whole_problem(ProblemKind.MISSING, reason, described)
+
+    @staticmethod
+    def _whole_problem(kind: str, reason: str, described: ObjectDescriptor) -> Checked:
+        problem = ObjectProblem(kind=kind, reason=reason, start=described.start, end=described.end)
+        return Checked(problems=(problem,))
 
     # -- frames -----------------------------------------------------------------------------
 
@@ -146,7 +152,8 @@ class ObjectChecker:
             return self._map_damage(key, info.size, described, sums)
         problems, right = sums.bad_bodies, None
         if not problems and (problems := sums.compare()):
-            right = replace(self._describe(key, described), etag=info.etag)
+            etag = None if described.format == FORMAT_EXPRESS else info.etag
+            right = replace(self._describe(key, described), etag=etag)
         return Checked(
             bytes=info.size,
             messages=sums.messages - len(sums.bad_bodies),
@@ -310,7 +317,7 @@ class ObjectChecker:
             created_at=described.created_at,
             etag=None,
         )
-        return replace(right, arrival_time_max=described.arrival_time_max)
+        return replace(right, format=described.format, arrival_time_max=described.arrival_time_max)
 
     # -- Parquet ----------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Recreates a lost or damaged object from another copy of its messages.
 
     local files ──────────┐
-    other objects ────────┤
+    other objects, runs ──┤
     the owner, by Flight ─┼─► frames, combined ─► new object ─► read back, checked ─► descriptor
     intact parts of it ───┘
 
@@ -48,7 +48,12 @@ from ister.errors import (
     UnavailableError,
     UnsupportedOperationError,
 )
-from ister.format.descriptor import FORMAT_FRAMES, FORMAT_PARQUET, ObjectDescriptor
+from ister.format.descriptor import (
+    FORMAT_EXPRESS,
+    FORMAT_FRAMES,
+    FORMAT_PARQUET,
+    ObjectDescriptor,
+)
 from ister.format.frame import FrameBatch
 from ister.format.records import TopicRecord
 from ister.model import Codec, TopicName
@@ -87,6 +92,8 @@ class DamagedRange:
     """The lost or damaged object; None if no descriptor has the offsets."""
     others: tuple[tuple[str, int], ...] = ()
     """Objects that may have some of the offsets: names and sizes."""
+    runs: tuple[ObjectDescriptor, ...] = ()
+    """Runs of express objects that may have some of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +236,7 @@ def _sources(place: Place, damaged: DamagedRange) -> Iterator[list[_Source]]:
             if parsed is not None and parsed.start < end and damaged.start < parsed.end:
                 described = _undescribed(object_id, size_bytes, parsed)
                 found.append(_object_source(history, keys, described))
+        found += [_object_source(history, keys, run) for run in damaged.runs]
         with suppress(IsterError):  # it is one source of several
             client = connect(place, damaged.topic)
             broker = BrokerFrames(client, damaged.topic, damaged.incarnation, damaged.epoch)
@@ -361,6 +369,8 @@ class _Repairer:
         if not is_the_owners and (reason := self._differs(made, old)):
             self._discard(made.object_id)
             return RepairResult(reason=f"{', '.join(used)}: {reason}")
+        # A repair must not postpone retention.
+        made = replace(made, arrival_time_max=old.arrived_ms)
         return RepairResult(objects=(made,), sources=used)
 
     def _differs(self, made: ObjectDescriptor, old: ObjectDescriptor) -> str:
@@ -372,7 +382,9 @@ class _Repairer:
             is_same = old.checksum in (None, made.checksum)
             return "" if is_same else f"its checksum is {made.checksum}, not {old.checksum}"
         name = parse_object_id(old.object_id)
-        is_as_uploaded = name is not None and name.tag is None and old.format == FORMAT_FRAMES
+        is_as_uploaded = old.format == FORMAT_EXPRESS or (
+            name is not None and name.tag is None and old.format == FORMAT_FRAMES
+        )
         if made.format != FORMAT_FRAMES or not is_as_uploaded or old.checksum is None:
             return ""
         if made.checksum == old.checksum:

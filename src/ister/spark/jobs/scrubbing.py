@@ -19,13 +19,16 @@ What a crash leaves: objects that no descriptor names. The next run finds what i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 
 from ister import failpoints
+from ister.bucket.rebuild import find_runs
 from ister.config import CloudBackend
-from ister.format.descriptor import decode_descriptor
+from ister.errors import UnsupportedVersionError
+from ister.format.descriptor import ObjectDescriptor, decode_descriptor
 from ister.limits import KIB
 from ister.model import TopicName
 from ister.spark.jobs.balance import run_balanced
@@ -40,6 +43,8 @@ from ister.spark.location import Place
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+_log = logging.getLogger("ister.spark.jobs.scrubbing")
 
 # Topics that change meanwhile are surveyed again.
 _ROUNDS: Final = 3
@@ -89,7 +94,9 @@ def scrub_topics(job: Job, topics: Sequence[str], *, repair: bool = False) -> No
     Raises:
         FencedError: The job's lease has expired.
     """
-    scrubs = [TopicScrub(job, name) for name in topics]
+    # Once for all topics, and only if one has a fault.
+    express_runs = cache(partial(_find_runs, job))
+    scrubs = [TopicScrub(job, name, express_runs) for name in topics]
     pending = [item for item in scrubs if item.survey_again()]
     failpoints.reach("pipeline.after_plan")
     if job.dry_run:
@@ -112,6 +119,15 @@ def scrub_topics(job: Job, topics: Sequence[str], *, repair: bool = False) -> No
 
 
 # -- in a task ------------------------------------------------------------------------------
+
+
+def _find_runs(job: Job) -> dict[TopicName, list[ObjectDescriptor]]:
+    """Reads the footers of all express objects: a topic may need a run that nothing names."""
+    try:
+        return find_runs(job.history.objects, on_damage=lambda error: _log.warning("%s", error))
+    except UnsupportedVersionError as error:
+        _log.warning("express objects are not used for repairs", extra={"error": str(error)})
+        return {}
 
 
 def check_object(place: Place, item: CheckItem) -> Checked:

@@ -8,7 +8,7 @@ again (`object_repair`), faults between descriptors (`topic_survey`), the right 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -91,9 +91,16 @@ class MissingRange:
 class TopicScrub:
     """The scrub of one topic: what was found, and what became of it. Used by one thread."""
 
-    def __init__(self, job: Job, topic: str) -> None:
+    def __init__(
+        self,
+        job: Job,
+        topic: str,
+        express_runs: Callable[[], Mapping[TopicName, Sequence[ObjectDescriptor]]],
+    ) -> None:
+        """Takes a topic; `express_runs` finds the runs of all express objects."""
         self._job = job
         self.topic = topic
+        self._express_runs = express_runs
         self._name = TopicName.parse(topic)
         self._catalog = job.catalog(topic)
         self.survey: Survey | None = None
@@ -239,7 +246,7 @@ class TopicScrub:
     def _judge_object(self, item: BadObject, files: list[tuple[int, int]]) -> None:
         described = item.entry.described
         others = self._ranges(self._candidates(described.start, described.end, item))
-        have = [*files, *others]
+        have = [*files, *others, *self._run_ranges(described.start, described.end, item)]
         for finding in item.findings:
             if item.right is not None:
                 finding.repairable = True
@@ -262,7 +269,7 @@ class TopicScrub:
         finding = missing.finding
         start, end = finding.start or 0, finding.end
         candidates = self._candidates(start, end, None)
-        have = [*files, *self._ranges(candidates)]
+        have = [*files, *self._ranges(candidates), *self._run_ranges(start, end, None)]
         if end is None:
             finding.repairable = any(low <= start < high for low, high in have)
         else:
@@ -333,6 +340,28 @@ class TopicScrub:
         found.sort(key=lambda item: (item[0].endswith(".parquet"), item[0]))
         return tuple(dict.fromkeys(found))[:_CANDIDATES_MAX]
 
+    def _runs(
+        self, start: int, end: int | None, but: BadObject | None
+    ) -> tuple[ObjectDescriptor, ...]:
+        """Returns express runs that may have offsets of a range, named by a descriptor or not."""
+        record = self._surveyed().record
+        limit = 1 << 63 if end is None else end
+        name = None if but is None else but.entry.described.object_id
+        return tuple(
+            run
+            for run in self._express_runs().get(self._name, ())
+            if run.start < limit
+            and start < run.end
+            and run.incarnation == record.incarnation
+            and epoch_floor(record, run.end) <= run.epoch <= record.epoch
+            and run.object_id != name
+        )[:_CANDIDATES_MAX]
+
+    def _run_ranges(
+        self, start: int, end: int | None, but: BadObject | None
+    ) -> list[tuple[int, int]]:
+        return [(run.start, run.end) for run in self._runs(start, end, but)]
+
     @staticmethod
     def _missing_from(
         have: Sequence[tuple[int, int]], start: int, end: int
@@ -351,24 +380,13 @@ class TopicScrub:
         for item in self.bad:
             described = item.entry.described
             if item.right is None:
-                others = self._candidates(described.start, described.end, item)
-                found.append(
-                    (self._damaged_range(described.start, described.end, others, described), item)
-                )
+                found.append((self._damaged_range(described.start, described.end, item), item))
         for missing in self.missing_ranges:
             start, end = missing.finding.start or 0, missing.finding.end
-            found.append(
-                (self._damaged_range(start, end, self._candidates(start, end, None), None), missing)
-            )
+            found.append((self._damaged_range(start, end, None), missing))
         return found
 
-    def _damaged_range(
-        self,
-        start: int,
-        end: int | None,
-        others: tuple[tuple[str, int], ...],
-        old: ObjectDescriptor | None,
-    ) -> DamagedRange:
+    def _damaged_range(self, start: int, end: int | None, item: BadObject | None) -> DamagedRange:
         survey = self._surveyed()
         return DamagedRange(
             topic=self.topic,
@@ -378,8 +396,9 @@ class TopicScrub:
             start=start,
             end=end,
             reach=survey.current or 0,
-            old=old,
-            others=others,
+            old=None if item is None else item.entry.described,
+            others=self._candidates(start, end, item),
+            runs=self._runs(start, end, item),
         )
 
     def _surveyed(self) -> Survey:
