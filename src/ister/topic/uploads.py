@@ -35,7 +35,7 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.checkpoint import UploaderCheckpoint
-from ister.format.descriptor import ObjectDescriptor
+from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor
 from ister.format.frame import FrameBatch
 from ister.model import AckLevel
 from ister.retry import backoff_seconds
@@ -450,6 +450,9 @@ class TopicUploads:
         self._plan_runs_anew(plan)
         self.owned.refresh()
         self._advance(min(self.owned.tiered, self._wal.synced))
+        last = self.owned.last
+        if last is not None and last.format == FORMAT_EXPRESS:
+            self.sorter.note(last)  # it may be this run: the answer to its commit was lost
 
     def take_run_failure(self, error: IsterError, plan: int) -> None:
         """Takes note of an error of an express object; whoever writes it decides when to retry."""
