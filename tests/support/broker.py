@@ -114,6 +114,9 @@ def settings_of(
         del tree["storage"]["uploader"]
     if mode == "memory":
         tree["storage"] = {"mode": mode}
+    if mode == "bucket":
+        stores = {"cloud": {"backend": "memory"}, "metadata": {"backend": "memory"}}
+        tree["storage"] = {"mode": mode, **stores}
     for key, value in (settings or {}).items():
         part = tree.setdefault(key, {})
         for name, content in value.items():

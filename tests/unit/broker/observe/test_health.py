@@ -18,7 +18,7 @@ from ister.errors import UnavailableError
 from ister.limits import GIB, MIB
 from ister.metadata.base import Put
 from ister.metadata.memory import MemoryMetadata
-from ister.model import TopicState
+from ister.model import AckLevel, TopicState
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from support.broker import a_broker, a_record, eventually, run
 
@@ -352,6 +352,30 @@ def test_disk_below_its_watermark_stops_appends_and_says_so(tmp_path, monkeypatc
             assert "resume at" in check.words
             assert "storage.disk.min_free" in check.hint
             assert broker.health.is_ready, "consumers are served"
+
+    run(scenario())
+
+
+def test_memory_of_a_broker_without_a_disk_is_told(tmp_path):
+    settings = {"storage": {"bucket": {"memory_max_bytes": MIB}, "uploader": {"engine": "none"}}}
+
+    async def scenario():
+        async with a_broker(tmp_path, settings, mode="bucket") as (broker, _, _):
+            health, log = broker.health, broker.health._log
+            check = found(health, "memory")
+            assert (check.state, check.hint) == ("ok", None)
+            assert not [one for one in health.checks() if one.name == "disk"]
+            topic = (await broker.topics.get_or_create(NAME, is_reliable=True)).topic
+            while not log.room.memory.is_full:
+                topic.wal.wait(topic.append(bytes(64 * 1024)), AckLevel.SYNCED)
+            check = found(health, "memory")
+            assert check.state == "bad"
+            assert check.words.startswith("producers are held until uploads catch up: ")
+            assert "storage.bucket.memory_max_bytes" in check.hint
+            assert health.is_ready, "consumers are served"
+            await asyncio.to_thread(topic.upload)
+            await eventually(lambda: not log.room.memory.is_full)
+            assert found(health, "memory").state == "ok"
 
     run(scenario())
 

@@ -3,7 +3,10 @@
 import os
 import socket
 
+import pytest
+
 from ister.broker.rpc.forward_socket import SocketFile
+from ister.errors import ConfigError
 from ister.wire import ister_api
 from support.broker import a_broker, run
 
@@ -30,6 +33,13 @@ def test_a_temporary_place_is_removed(tmp_path, monkeypatch):
     place.close()
     place.close()
     assert not os.listdir(tmp_path)
+
+
+def test_place_that_cannot_be_made_is_refused_with_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match="needs a directory for a socket") as refused:
+        SocketFile(None)
+    assert "TMPDIR" in refused.value.hint
 
 
 def test_a_broker_replaces_the_socket_of_a_killed_one_and_removes_its_own(tmp_path):
