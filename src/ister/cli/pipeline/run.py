@@ -124,6 +124,7 @@ def _show(options: argparse.Namespace) -> int:
     export_minutes = pipeline.export.every_minutes if pipeline.export.to is not None else None
     seconds = {
         "tier": uploader.interval_seconds if is_tiered else None,
+        "resort": uploader.express.resort_seconds if is_tiered else None,
         "compact": _seconds(pipeline.compact.every_minutes),
         "export": _seconds(export_minutes),
         "scrub": _seconds(pipeline.scrub.every_minutes),

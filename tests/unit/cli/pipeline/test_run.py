@@ -40,6 +40,7 @@ def test_dry_run_says_what_would_be_done_and_how_often(config, capsys):
     fields = json.loads(capsys.readouterr().out)
     assert {name: job["every_seconds"] for name, job in fields["jobs"].items()} == {
         "tier": 10,
+        "resort": 300,
         "compact": None,
         "export": None,
         "scrub": 86400,
