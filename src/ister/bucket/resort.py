@@ -197,7 +197,9 @@ def resort(
         made = _make(owned, runs, frames, maker=maker, store=store, chunk_bytes=chunk_bytes)
     failpoints.reach("express.after_resort")
     if not owned.swap(old, made, until=until, also=[presence], stays=stays):
-        _discard(store, topic, made)
+        there = owned.catalog.find(made.start)
+        if there is None or there.object_id != made.object_id:
+            _discard(store, topic, made)
         return None
     _log.info(
         "re-sorted",

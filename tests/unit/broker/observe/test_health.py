@@ -163,7 +163,7 @@ def test_uploads_that_fail_are_bad_after_a_while(tmp_path, monkeypatch):
         async with a_broker(tmp_path) as (broker, _, _):
             topic, health = await a_topic(broker), broker.health
             assert found(health, "uploads").state == "ok"
-            topic.topic.tier.last_error = UnavailableError("the bucket does not answer")
+            topic.topic.tier.upload_error = UnavailableError("the bucket does not answer")
             await health.probe.record_lags()
             check = found(health, "uploads")
             assert check.state == "attention"
@@ -171,7 +171,7 @@ def test_uploads_that_fail_are_bad_after_a_while(tmp_path, monkeypatch):
             assert "secret" not in found(health, "uploads", names=False).words
             health.probe.failing_since -= 3600
             assert found(health, "uploads").state == "bad"
-            topic.topic.tier.last_error = None
+            topic.topic.tier.upload_error = None
             await health.probe.record_lags()
             assert health.probe.failing_since is None
             assert found(health, "uploads").state == "ok"

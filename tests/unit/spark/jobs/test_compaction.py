@@ -448,7 +448,7 @@ def test_damaged_topic_fails_alone_and_stays_as_it_was(stage):
 def test_commit_whose_outcome_is_unknown_leaves_the_merged_object(stage, monkeypatch):
     stage.fill(A, 4)
 
-    def swap(self, old, new, *, until):
+    def swap(self, old, new, **arguments):
         raise UnavailableError("no answer")
 
     monkeypatch.setattr(OwnedTopic, "swap", swap)
@@ -461,8 +461,8 @@ def test_object_that_a_lost_answer_has_committed_is_not_removed(stage, monkeypat
     rows = stage.fill(A, 4)
     original = OwnedTopic.swap
 
-    def swap(self, old, new, *, until):
-        assert original(self, old, new, until=until)
+    def swap(self, old, new, **arguments):
+        assert original(self, old, new, **arguments)
         return False
 
     monkeypatch.setattr(OwnedTopic, "swap", swap)
