@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
@@ -16,7 +17,7 @@ from ister.metadata.memory import MemoryMetadata
 from ister.model import TopicName
 from ister.topic.resorting import RunSorter
 from support.express import Shared
-from support.machine import eventually
+from support.machine import Task, eventually
 from support.memory_fs import SimulatedCrash
 from support.tiers import PREFIX, Pipeline, Site
 
@@ -631,6 +632,30 @@ def test_idle_topics_are_sorted_by_the_log():
         for topic in topics:
             assert [m.payload for m in topic.read(start=0, end=1)] == [b"message 0"]
         eventually(lambda: not log._background._with_runs)
+
+
+@pytest.mark.parametrize("is_diskless", [False, True])
+def test_stream_across_swaps_sees_each_message_once(is_diskless):
+    """Goal: while runs are committed and re-sorted, a reader has them all, in order."""
+    count = 120
+    with Site(clock=SystemClock()) as site:
+        storage = {
+            "uploader": {"express": {"resort_seconds": 1, "linger_ms": 5}},
+            "cloud": {"backend": "memory"} if is_diskless else {},
+        }
+        open_log = site.open_diskless if is_diskless else site.open
+        topic = open_log(background=True, storage=storage).topic(
+            str(NAME), create=True, ack="tiered"
+        )
+        reader = Task(
+            lambda: list(islice(topic.read(start=0, follow=True, timeout=60), count)),
+        )
+        for number in range(count):
+            topic.wait(topic.append(b"message %d" % number), timeout=30)
+        seen = [(message.offset, message.payload) for message in reader.result()]
+        assert seen == list(enumerate(payloads(count)))
+        eventually(lambda: settled(site))
+        assert [m.payload for m in topic.read(start=0, end=count)] == payloads(count)
 
 
 def test_pipeline_keeps_the_log_from_it_unless_it_leaves_topics_behind(monkeypatch):
