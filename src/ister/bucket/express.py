@@ -10,7 +10,7 @@ Every topic's part of a transaction has the conditions of a commit of its own: i
 pointer. If one of them does not hold, the topics of that transaction are committed one by one, so a
 topic that was lost to another owner fails alone. Each transaction also requires the lease that this
 process had when it began to write the object: objects of a process whose lease has ended can be
-removed, because none of them can become part of a topic any more.
+removed, because none of them can become part of a topic any more. Then all of them fail at once.
 
 What a crash leaves: an express object of which no run, or some runs, are part of their topics.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -27,7 +27,14 @@ from ister import failpoints
 from ister.bucket.names import express_key
 from ister.bucket.object_maker import ObjectSummary
 from ister.bucket.ownership import OwnedTopic
-from ister.errors import CommitUnknownError, ConflictError, FencedError, IsterError, check
+from ister.errors import (
+    CommitUnknownError,
+    ConflictError,
+    FencedError,
+    IsterError,
+    UnavailableError,
+    check,
+)
 from ister.format.crc import Buffer
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor, RunId
 from ister.format.express import (
@@ -40,6 +47,7 @@ from ister.format.express import (
 from ister.format.frame import FrameBatch
 from ister.limits import KIB
 from ister.metadata.base import Compare, MetadataStore, Operation
+from ister.metadata.checks import holds
 from ister.objectstore.base import ObjectInfo, ObjectStore
 
 _log = logging.getLogger("ister.bucket.express")
@@ -170,9 +178,10 @@ def _commit(
         revision = None
         try:
             if joint:
-                revision = store.transact(compares, operations)
-        except CommitUnknownError:
-            pass  # the next attempt, topic by topic, finds out
+                with suppress(CommitUnknownError):  # the next attempt, topic by topic, finds out
+                    revision = store.transact(compares, operations)
+            if revision is None and not holds(presence, store.get(presence.key)):
+                raise UnavailableError("the lease ended while an express object was written")
         except IsterError as error:
             return [(run, error.again()) for run in runs]
         if revision is not None:

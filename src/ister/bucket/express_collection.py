@@ -104,7 +104,7 @@ def collect_express(
     )
     try:
         found = ExpressCollection()
-        collector = _Collector(objects, metadata, root_prefix, clock=clock, metrics=metrics)
+        collector = _Collector(objects, metadata, root_prefix, fence, clock=clock, metrics=metrics)
         # In this order; see the module's header.
         listed = list(objects.list(EXPRESS_PREFIX))
         running = _running_processes(metadata, root_prefix) - {process}
@@ -119,7 +119,6 @@ def collect_express(
         ]
         found.kept = len(listed) - len(candidates)
         for at in range(0, len(candidates), _BATCH):
-            fence.renew()
             for info in collector.unneeded(candidates[at : at + _BATCH], found):
                 found.removed.append(info.key)
                 found.removed_bytes += info.size
@@ -160,6 +159,7 @@ class _Collector:
         objects: ObjectStore,
         metadata: MetadataStore,
         root_prefix: str,
+        fence: Fence,
         *,
         clock: Clock,
         metrics: Metrics,
@@ -167,6 +167,8 @@ class _Collector:
         self._objects = objects
         self._metadata = metadata
         self._root = root_prefix
+        self._fence = fence
+        self._renew_at = clock.boottime()
         self._clock = clock
         self._metrics = metrics
 
@@ -176,6 +178,7 @@ class _Collector:
         """The objects of a batch without a run that is needed; counts the others."""
         footers: dict[str, list[ExpressRun]] = {}
         for info in batch:
+            self._keep()
             try:
                 footers[info.key] = read_footer(self._objects, info)
             except NotFoundError:
@@ -188,6 +191,7 @@ class _Collector:
                 by_topic.setdefault(topic, []).append(run)
         needed: set[str] = set()
         for topic, descriptors in by_topic.items():
+            self._keep()
             needed |= self._needed(topic, descriptors)
         for info in batch:
             has_run = any(run.object_id in needed for _, run in footers.get(info.key, ()))
@@ -195,6 +199,12 @@ class _Collector:
                 yield info
             else:
                 found.kept += 1
+
+    def _keep(self) -> None:
+        """Renews the lease a few times within its time: there may be thousands of topics."""
+        if self._clock.boottime() >= self._renew_at:
+            self._fence.renew()
+            self._renew_at = self._clock.boottime() + _LEASE_SECONDS / 3
 
     def _needed(self, topic: TopicName, runs: Sequence[ObjectDescriptor]) -> set[str]:
         keys = TopicKeys(self._root, topic)

@@ -111,8 +111,8 @@ class OwnedTopic(OwnerTransactions):
         Raises:
             FencedError: Another process owns the topic; nothing was published.
             ConflictError: An earlier commit, whose outcome was unknown, has happened after all, or
-                one in this owner's name, by another process or thread; `tiered` has moved, and the
-                next object begins there.
+                one in this owner's name, or by another thread; `tiered` has moved, and the next
+                object begins there.
             CommitUnknownError: The store's answers were lost, again and again. The same commit may
                 be tried again.
             UnavailableError: The metadata store does not answer.
@@ -122,9 +122,10 @@ class OwnedTopic(OwnerTransactions):
         data = encode_descriptor(descriptor)
         with self.lock:
             self._require_open()
-            if self.last is not None and self.last.end > descriptor.start:
-                # An express object was committed while this one was written.
-                raise ConflictError("another object was committed meanwhile", topic=self.topic)
+            if self.tiered > descriptor.start:
+                # An object of another thread has these offsets: an express object.
+                self.check()
+                raise self._moved()
             check(
                 self.last is None or self.last.end == descriptor.start,
                 f"a commit continues: {descriptor.start} after {self.tiered}",
@@ -139,9 +140,7 @@ class OwnedTopic(OwnerTransactions):
                 # It was committed, and others may have continued from it.
                 self._resync()
                 if self.tiered > descriptor.end:
-                    raise ConflictError(
-                        "another process has committed more objects", topic=self.topic
-                    )
+                    raise self._moved()
                 return
             self.take_commit(descriptor, revision)
 
@@ -164,7 +163,7 @@ class OwnedTopic(OwnerTransactions):
         if self._fence is not None:
             raise self._fence.again()
         if not (is_first if self.last is None else self.last.end == descriptor.start):
-            raise ConflictError("the topic's objects end elsewhere", topic=self.topic)
+            raise self._moved()
         keys = self.catalog.keys
         key = keys.descriptor(descriptor.start)
         return (
@@ -178,6 +177,9 @@ class OwnedTopic(OwnerTransactions):
                 Put(keys.current, encode_current(descriptor.start)),
             ],
         )
+
+    def _moved(self) -> ConflictError:
+        return ConflictError("the topic's objects end elsewhere", topic=self.topic)
 
     def take_commit(self, descriptor: ObjectDescriptor, revision: int) -> None:
         """Takes note of a commit that has succeeded."""

@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from queue import Empty, SimpleQueue
 from typing import Final
 
 from ister import threads
@@ -39,6 +41,7 @@ from ister.errors import (
     ClosedError,
     ConflictError,
     FencedError,
+    InvariantError,
     IsterError,
     UnavailableError,
 )
@@ -49,6 +52,7 @@ from ister.topic.uploads import PlannedRun, TopicUploads
 
 _log = logging.getLogger("ister.topic.express")
 
+_THREAD: Final = "ister-express"
 _RETRY_SECONDS_MIN: Final = 0.25
 _RETRY_SECONDS_MAX: Final = 30.0
 _STEPS: Final = 4
@@ -78,7 +82,9 @@ class Express:
         self._clock = tiers.clock
         self._metrics = tiers.metrics
         self._stopping = threading.Event()
-        self._wake = threading.Event()
+        # Wakes the thread, once. A queue: a signal handler that raises leaves no lock taken.
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+        self._is_awake = False
         # Topics that wait, oldest first; each step on it is a single, atomic operation.
         self._waiting: dict[TopicUploads, None] = {}
         self._later: dict[TopicUploads, float] = {}
@@ -130,15 +136,19 @@ class Express:
     def _note(self, tier: TopicUploads) -> None:
         """Called after every sync: takes no lock."""
         self._waiting.setdefault(tier)
-        if not self._wake.is_set():
-            self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._is_awake:
+            self._is_awake = True
+            self._wakes.put(None)
 
     # -- the thread -------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Ends `run`; objects on their way are completed or fail first."""
         self._stopping.set()
-        self._wake.set()
+        self._wakes.put(None)
 
     def run(self) -> None:
         """Writes objects until `stop`."""
@@ -149,24 +159,26 @@ class Express:
             ThreadPoolExecutor(1, thread_name_prefix="ister-express-commit") as commits,
         ):
             while not self._stopping.is_set():
-                self._wake.wait(_LATER_SECONDS if self._later else None)
+                with suppress(Empty):
+                    self._wakes.get(timeout=_LATER_SECONDS if self._later else None)
                 self._linger(began)
                 slots.acquire()
                 self._back_off()
                 if self._stopping.is_set():
                     return
-                self._wake.clear()
+                # First: who is noted after this wakes the thread again.
+                self._is_awake = False
                 began = self._clock.monotonic()
                 batch = None
                 # An unexpected error must not end the uploads of all topics.
-                with threads.guard("ister-express"):
+                with threads.guard(_THREAD):
                     batch = self.gather()
                 if batch is None:
                     slots.release()
                     continue
                 if self._is_more:
                     began = -float("inf")
-                    self._wake.set()
+                    self._wake()
                 put = puts.submit(self.put, batch)
                 commits.submit(self._finish, put, batch, slots.release)
 
@@ -176,7 +188,7 @@ class Express:
         try:
             self.commit(batch, put.result())
         except Exception as error:  # noqa: BLE001 - must not end the uploads of all topics
-            threads.record("ister-express", error)
+            threads.record(_THREAD, error)
             self.commit(batch, UnavailableError(f"unexpected error: {error!r}"))
         finally:
             on_end()
@@ -239,7 +251,11 @@ class Express:
             except (FencedError, ClosedError):
                 continue
             except IsterError as error:
-                self._put_off(tier, error)
+                self._leave_out(tier, error)
+                continue
+            except Exception as error:  # noqa: BLE001 - the other topics have to be served
+                threads.record(_THREAD, error, topic=tier.owned.topic)
+                self._leave_out(tier, InvariantError(f"unexpected error: {error!r}"))
                 continue
             if planned is not None:
                 batch.planned[tier.owned.topic] = planned
@@ -247,6 +263,8 @@ class Express:
                     self._waiting.setdefault(tier)
                     self._is_more = True
         if not made.runs:
+            if not self._under_way:
+                self._failures = 0  # those that failed are gone, or wait for a time of their own
             return None
         self._under_way.add(made.key)
         return batch
@@ -269,31 +287,53 @@ class Express:
     def commit(self, batch: ExpressBatch, failure: IsterError | None) -> None:
         """Commits an object that was written; `failure` is what `put` returned."""
         began = self._clock.monotonic()
-        runs = batch.made.runs
+        failed: dict[TopicUploads, IsterError] = {}
         try:
             if failure is None and batch.presence is not None:
-                for run, error in commit_runs(self._tiers.metadata, runs, batch.presence):
-                    failure = self._take(run, batch.planned[run.owned.topic], error) or failure
+                for run, error in commit_runs(
+                    self._tiers.metadata, batch.made.runs, batch.presence
+                ):
+                    planned = batch.planned[run.owned.topic]
+                    if (unknown := self._take(run, planned, error)) is not None:
+                        failed[planned.tier] = unknown
                 self._metrics.observe(
                     "express.commit_latency_ms", (self._clock.monotonic() - began) * 1000
                 )
             elif failure is not None:
                 for planned in batch.planned.values():
                     self._fail(planned, failure)
+                    failed[planned.tier] = failure
         finally:
             self._under_way.discard(batch.made.key)
-        if failure is None:
+        self._judge(batch, failed)
+
+    def _judge(self, batch: ExpressBatch, failed: dict[TopicUploads, IsterError]) -> None:
+        """Decides when the topics whose messages are not in the bucket are tried again."""
+        if len(failed) < len(batch.made.runs):
             self._failures = 0
-        elif not self._stopping.is_set():
-            self._failures += 1
-            self._metrics.count("express.errors_total")
-            _log.warning(
-                "express object failed",
-                extra={"object": batch.made.key, "topics": len(runs), "error": str(failure)},
-            )
+        if not failed or self._stopping.is_set():
+            return
+        self._metrics.count("express.errors_total")
+        tier, error = next(iter(failed.items()))
+        _log.warning(
+            "express object failed",
+            extra={
+                "object": batch.made.key,
+                "topics": len(failed),
+                "topic": tier.owned.topic,
+                "error": str(error),
+            },
+        )
+        if len(failed) < len(batch.made.runs):
+            # The stores answer: the errors are about these topics.
+            self._put_off(failed)
+            return
+        self._failures += 1
+        for tier in failed:
+            self._note(tier)
 
     def _take(self, run: Run, planned: PlannedRun, error: IsterError | None) -> IsterError | None:
-        """Takes note of a run's outcome; returns an error that may concern all topics."""
+        """Takes note of a run's outcome; returns an error after which it is tried again."""
         tier = planned.tier
         if error is None:
             tier.take_run(run.descriptor)
@@ -317,14 +357,19 @@ class Express:
     def _fail(self, planned: PlannedRun, error: IsterError) -> None:
         if not self._stopping.is_set():
             planned.tier.take_run_failure(error, planned.plan)
-            self._note(planned.tier)
 
-    def _put_off(self, tier: TopicUploads, error: IsterError) -> None:
-        """Leaves out a topic that cannot be read, for a while."""
+    def _leave_out(self, tier: TopicUploads, error: IsterError) -> None:
+        """Goes on without a topic that cannot be read."""
         if tier.failures == 0:
             _log.warning("not uploaded", extra={"topic": tier.owned.topic, "error": str(error)})
         tier.take_run_failure(error, -1)
-        self._later[tier] = self._clock.monotonic() + _LATER_SECONDS
+        self._put_off([tier])
+
+    def _put_off(self, tiers: Iterable[TopicUploads]) -> None:
+        """Leaves topics with errors of their own out for a while."""
+        at = self._clock.monotonic() + _LATER_SECONDS
+        self._later.update(dict.fromkeys(tiers, at))
+        self._wake()
 
     def _recall(self) -> None:
         now = self._clock.monotonic()

@@ -50,7 +50,7 @@ from ister.config import (
     StorageMode,
     UploaderConfig,
 )
-from ister.errors import ClosedError, ConflictError, IsterError
+from ister.errors import ClosedError, ConflictError, FencedError, IsterError
 from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import TopicName
@@ -284,8 +284,13 @@ class Tiers:
             metrics=self.metrics,
             seen=seen,
         )
-        if owned is not None and (known is None or not known.is_open):
+        if owned is None:
+            return None
+        if known is None or not known.is_open:
             self._save_manifest(name, owned)
+        elif owned.last is None:
+            # The process that made the topic may have been killed before it saved the manifest.
+            self._without_manifest.add(owned.topic)
         return owned
 
     def take_reader_key(self, name: TopicName) -> MemberFence:
@@ -334,14 +339,20 @@ class Tiers:
             _log.warning("manifest not saved", extra={"topic": str(name), "error": str(error)})
 
     def assure_manifest(self, owned: OwnedTopic) -> None:
-        """Saves the manifest of a topic whose messages go into express objects, if it is missing.
+        """Saves the manifest of a topic that goes into express objects, if it may be missing.
 
         Raises:
+            FencedError: The topic is being deleted.
             IsterError: It could not be saved.
         """
-        if owned.topic in self._without_manifest:
+        if owned.topic not in self._without_manifest:
+            return
+        # Under the lock: a deletion, which removes the manifest, is marked before this or after.
+        with owned.lock:
+            if not owned.record.is_open:
+                raise FencedError("the topic is being deleted", topic=owned.topic)
             save_manifest(self.objects, owned.catalog.keys.topic, manifest_of(owned.record))
-            self._without_manifest.discard(owned.topic)
+        self._without_manifest.discard(owned.topic)
 
     def delete(
         self, name: TopicName, owned: OwnedTopic | None, remove_files: Callable[[], None]

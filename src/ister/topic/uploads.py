@@ -266,6 +266,8 @@ class TopicUploads:
     def ended(self) -> Iterator[None]:
         """Stops, and keeps everything that changes objects out while the topic is deleted."""
         self.stop()
+        # A run of it may be on its way, and fail, while this process has the topic open again.
+        self.on_fenced = lambda: None
         with self._trimming, self._uploading:
             yield
 
@@ -430,6 +432,9 @@ class TopicUploads:
             is_first=start == begin and not has_objects,
         )
         self._runs_end, self._runs_place = end, source.place
+        if plan != self._runs_plan:
+            # An earlier run has failed meanwhile, so that this one cannot be committed either.
+            self._runs_end = 0
         return PlannedRun(tier=self, plan=plan, is_all=end >= synced)
 
     def take_run(self, described: ObjectDescriptor) -> None:

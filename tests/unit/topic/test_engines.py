@@ -21,12 +21,12 @@ def site():
         yield site
 
 
-def a_topic(site, engine, *, ack=None):
+def a_topic(site, engine):
     storage = {
         "uploader": {"engine": engine, "interval_seconds": 1},
         "metadata": {"lease_ttl_seconds": LEASE_SECONDS},
     }
-    return site.open(background=True, storage=storage).topic(TEXT, create=True, ack=ack)
+    return site.open(background=True, storage=storage).topic(TEXT, create=True)
 
 
 def append(topic, count=5):
@@ -80,9 +80,9 @@ def kept(site):
 
 @pytest.mark.nightly
 def test_uploads_are_left_to_a_pipeline_and_followed(site, kept):
-    topic = a_topic(site, "auto", ack="tiered")
+    topic = a_topic(site, "auto")
     append(topic)
-    waiter = Task(topic.wait, 4, timeout=30)
+    waiter = Task(topic.wait, 4, "tiered", timeout=30)
     a_while()
     assert made_by(site) == 0
     assert waiter.is_running
