@@ -31,6 +31,7 @@ from ister.errors import (
 )
 from ister.format.descriptor import ObjectDescriptor
 from ister.metrics import Metrics
+from ister.objectstore.slices import with_slices
 from ister.topic.local_tail import LocalTail
 from ister.topic.stores import upload_settings
 from support.memory_fs import MemoryFileSystem, SimulatedCrash
@@ -77,6 +78,8 @@ class Outsider:
         action = world.rng.choices(
             (self.upload, self.merge, self.renew), (5, 9 if leads else 3, 2)
         )[0]
+        if world.sharing is not None and world.sharing.rng.random() < 0.15:
+            action = world.sharing.collect_outside
         world.trace(f"pipeline: {action.__name__}")
         process.had_fault = False
         try:
@@ -240,7 +243,7 @@ class Outsider:
             for described in old:
                 key = object_key(topic, described.object_id)
                 for batch in walk_frames(
-                    world.store,
+                    with_slices(world.store),
                     key,
                     described.start,
                     described.end,

@@ -18,7 +18,8 @@ from tests.sim.world import BrokenPromiseError
 @pytest.fixture
 def world() -> TierWorld:
     """A world with a short bucket retention, in which nothing fails by itself."""
-    world = next(w for w in map(TierWorld, range(100)) if w.expires and w.ack == "synced")
+    worlds = (TierWorld(seed, shares=False) for seed in range(100))
+    world = next(world for world in worlds if world.expires and world.ack == "synced")
     world.fault_rate = 0.0
     return world
 

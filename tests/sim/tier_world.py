@@ -14,6 +14,9 @@ record proves that nothing acknowledged or delivered can be missing (the level i
 owner has marked the topic as idle). Where it may do neither, it serves the history, read-only. A
 subscription is served by whoever has the topic, and its cursor is saved.
 
+In a third of the worlds there are two or three topics, which share express objects
+(`express_part`): every turn is about one of them, and all of them are looked at after it.
+
 In half of the worlds the clock of the machines steps, by minutes to decades, and is set right again
 or confirmed; machines are suspended past their leases, and producers send any publish time. The
 bucket's own clock is right, and so is that of a machine that starts for the first time.
@@ -76,7 +79,12 @@ from ister.errors import (
     WaitsForDiskError,
 )
 from ister.format.crc import crc32
-from ister.format.descriptor import ObjectDescriptor, decode_descriptor, format_checksum
+from ister.format.descriptor import (
+    FORMAT_EXPRESS,
+    ObjectDescriptor,
+    decode_descriptor,
+    format_checksum,
+)
 from ister.format.frame import scan_frames
 from ister.format.records import (
     Progress,
@@ -98,11 +106,13 @@ from ister.topic.reader import Reader
 from ister.topic.topic import Topic
 from support.memory_fs import MemoryFileSystem, SimulatedCrash, _Directory
 from support.memory_store import MemoryObjectStore
+from tests.sim.express_part import Rounds, Sharing, check_footer, read_run
 from tests.sim.outsider import OUTSIDE_POINTS, Outsider
 from tests.sim.world import BrokenPromiseError, InlineSchedule
 
 TOPIC: Final = "/ns/a"
-NAME: Final = TopicName.parse(TOPIC)
+SHARING_SHARE: Final = 0.33
+"""Of the worlds, in which topics share express objects."""
 LEASE_SECONDS: Final = 5
 GRACE_MINUTES: Final = 2
 LEVELS: Final = ("synced", "tiered", "written")
@@ -110,7 +120,9 @@ _RANKS: Final = ("memory", "written", "synced", "tiered")
 _CHANGES: Final = frozenset({"put", "delete", "delete_prefix", "transact"})
 _LATE_SECONDS_MAX: Final = 30.0
 # Batches are no part of these worlds; `tests/unit/topic/test_batches.py` crashes them.
-POINTS = sorted(name for name in failpoints.FAILPOINTS if name.startswith(("tier.", "wal.")))
+PLAIN_POINTS = sorted(name for name in failpoints.FAILPOINTS if name.startswith(("tier.", "wal.")))
+EXPRESS_POINTS = sorted(name for name in failpoints.FAILPOINTS if name.startswith("express."))
+POINTS = [*PLAIN_POINTS, *EXPRESS_POINTS]
 _AROUND_A_COMMIT: Final = (
     "tier.after_claim",
     "tier.before_complete",
@@ -120,6 +132,13 @@ _AROUND_A_COMMIT: Final = (
     "tier.after_mark_deleting",
     "tier.before_swap",
     "tier.after_expire",
+)
+_AROUND_AN_EXPRESS_COMMIT: Final = (
+    "express.before_put",
+    "express.after_put",
+    "express.after_put",
+    "express.before_commit",
+    "express.after_commit",
 )
 # What leads to points that are rarely come by, where a world is made for one.
 _LEADING: Final = {
@@ -131,6 +150,7 @@ _LEADING: Final = {
     "tier.after_remove_local": ("seal",),
     "tier.after_set_aside": ("idle", "upload"),
     "wal.after_remove_file": ("trim", "upload"),
+    "express.after_collect": ("write", "expire", "idle", "collect_express"),
 }
 
 
@@ -386,10 +406,11 @@ class Observer:
         self._check_content(described)
 
     def _check_content(self, described: ObjectDescriptor) -> None:
-        key = object_key(NAME, described.object_id)
-        data = self.peek(key)
-        if data is None:
+        key = object_key(self.keys.topic, described.object_id)
+        found = read_run(self.store, key)
+        if found is None:
             raise BrokenPromiseError(f"{described.object_id} is described and does not exist")
+        whole, data = found
         if len(data) != described.size_bytes:
             raise BrokenPromiseError(f"{described.object_id}: {len(data)} bytes, {described}")
         if described.checksum != format_checksum(crc32(data)):
@@ -404,7 +425,9 @@ class Observer:
         codec = described.codec or Codec.BINCODE2
         for message in MessageBatch(data, scan.starts, ends, described.start, codec):
             self._take_tiered(message.offset, message.payload)
-        self._verified[key] = data
+        if described.format == FORMAT_EXPRESS:
+            check_footer(whole, self.keys.topic, described)
+        self._verified[key] = whole
 
     def _take_tiered(self, offset: int, payload: bytes) -> None:
         promises = self.promises
@@ -420,21 +443,26 @@ class Observer:
         if not self.is_open:
             return
         for described in self.described.values():
-            key = object_key(NAME, described.object_id)
-            data = self.peek(key)
-            if data is not None and data is self._verified.get(key):
+            key = object_key(self.keys.topic, described.object_id)
+            found = read_run(self.store, key)
+            if found is not None and found[0] is self._verified.get(key):
                 continue
             if described.object_id in self.rotten and (
-                data is None or format_checksum(crc32(data)) != described.checksum
+                found is None or format_checksum(crc32(found[1])) != described.checksum
             ):
                 continue
             self._check_content(described)
             self.rotten.discard(described.object_id)
 
-    def peek(self, key: str) -> bytes | None:
-        """An object's bytes, past all faults."""
-        entry = self.store._objects.get(key)
-        return None if entry is None else entry.data
+
+@dataclass
+class View:
+    """A topic of a world, and what is known about it."""
+
+    text: str
+    name: TopicName
+    ack: str
+    seen: Observer
 
 
 class _RightClock:
@@ -461,25 +489,56 @@ class Plan:
     interrupt_in: int = 0
 
 
+@dataclass
+class Opened:
+    """What a process knows of a topic."""
+
+    topic: Topic | None = None
+    current: dict[int, bytes] = field(default_factory=dict)
+    """What this process has appended or found."""
+    readers: list[Reader] = field(default_factory=list)
+    has_cut_expiry: bool = False
+    """Whether an expiry got no answer: what is on record as going may be gone, and is refused
+    to readers."""
+
+
 class Process:
     """One life of a node."""
 
-    def __init__(self, node: Node, plan: Plan) -> None:
+    def __init__(self, node: Node, plan: Plan, at: Callable[[], str] = lambda: TOPIC) -> None:
+        """A process; `at` tells which topic a turn is about."""
         self.node = node
         self.plan = plan
         self.log: Log | None = None
         self.schedule = InlineSchedule()
-        self.topic: Topic | None = None
-        self.current: dict[int, bytes] = {}
-        """What this process has appended or found."""
-        self.readers: list[Reader] = []
+        self.rounds: Rounds | None = None
+        self.states: dict[str, Opened] = {}
+        self._at = at
         self.is_dead = False
         self.had_fault = False
         self.has_unknown = False
         """Whether a change of this life has landed, or may yet land, without anybody knowing."""
-        self.has_cut_expiry = False
-        """Whether an expiry got no answer: what is on record as going may be gone, and is refused
-        to readers."""
+
+    @property
+    def state(self) -> Opened:
+        """What it knows of the topic that this turn is about."""
+        return self.states.setdefault(self._at(), Opened())
+
+    @property
+    def topic(self) -> Topic | None:
+        return self.state.topic
+
+    @property
+    def current(self) -> dict[int, bytes]:
+        return self.state.current
+
+    @property
+    def readers(self) -> list[Reader]:
+        return self.state.readers
+
+    @readers.setter
+    def readers(self, readers: list[Reader]) -> None:
+        self.state.readers = readers
 
 
 @dataclass
@@ -490,17 +549,31 @@ class Node:
     fs: MemoryFileSystem
     process: Process | None = None
     id: str | None = None
-    kill: bool = True
-    """Whether everything since the last check that ended a life was a kill."""
+    cut: set[str] = field(default_factory=set)
+    """Topics that were not checked since a life ended with the power."""
 
 
 class TierWorld:
     """See the module header."""
 
-    def __init__(self, seed: int, *, failpoint: str | None = None) -> None:
+    def __init__(
+        self, seed: int, *, failpoint: str | None = None, shares: bool | None = None
+    ) -> None:
+        """A world.
+
+        Args:
+            seed: Of all chances.
+            failpoint: Where lives end.
+            shares: Whether topics share express objects; by default, the seed tells.
+        """
         self.seed = seed
         self.rng = rng = random.Random(seed)
         self.failpoint = failpoint
+        # Of its own: worlds without express objects are what they were before there were any.
+        share_rng = random.Random(f"express {seed}")
+        if shares is None:
+            is_chosen = share_rng.random() < SHARING_SHARE
+            shares = is_chosen if failpoint is None else failpoint in EXPRESS_POINTS
         self.clock = ManualClock()
         # Of its own: worlds without steps are what they were before there were any.
         self.clock_rng = random.Random(f"clock {seed}")
@@ -527,9 +600,19 @@ class TierWorld:
         # A clock that steps matters where something becomes too old.
         self.expires = self.expires or (self.steps_clock and self.clock_rng.random() < 0.7)
         self.fault_rate = rng.choice((0.0, 0.0, 0.02, 0.08))
-        self.config = self._make_config()
+        self.config = self._make_config(share_rng if shares else None)
         self.nodes = [Node(number, self._make_disk()) for number in range(2)]
-        self.seen = Observer(self.meta, self.store, TopicKeys("/danube", NAME))
+        self.views = [
+            self._make_view(name, ack)
+            for name, ack in zip(
+                ("/ns/a", "/ns/b", "/ns/c")[: share_rng.choice((2, 2, 3)) if shares else 1],
+                (self.ack, share_rng.choice(LEVELS), "tiered"),
+                strict=False,
+            )
+        ]
+        self.at = self.views[0]
+        """The topic that a turn is about."""
+        self.sharing = Sharing(self, share_rng) if shares else None
         self.outsider: Outsider | None = None
         if rng.random() < 0.7 or failpoint in OUTSIDE_POINTS:
             self.outsider = Outsider(self, self._make_outside)
@@ -543,12 +626,34 @@ class TierWorld:
         self.trace: Callable[[str], None] = lambda text: None
         self.store.before = lambda kind, key: self._operation("store", "before", kind)
         self.store.after = self._after_store
-        self.seen.check_age = self._check_expired_age
         self.meta.before = lambda kind, key: self._operation("meta", "before", kind)
         self.meta.after = lambda kind, key: self._operation("meta", "after", kind)
 
-    def _make_config(self) -> Config:
+    @property
+    def seen(self) -> Observer:
+        """What is known of the topic that a turn is about."""
+        return self.at.seen
+
+    def _make_view(self, text: str, ack: str) -> View:
+        name = TopicName.parse(text)
+        seen = Observer(self.meta, self.store, TopicKeys("/danube", name))
+        seen.check_age = self._check_expired_age
+        return View(text, name, ack, seen)
+
+    @contextmanager
+    def _viewing(self, view: View) -> Iterator[None]:
+        before, self.at = self.at, view
+        try:
+            yield
+        finally:
+            self.at = before
+
+    def _make_config(self, share_rng: random.Random | None) -> Config:
         rng = self.rng
+        express: dict[str, object] = {"engine": "none"}
+        if share_rng is not None:
+            is_all = share_rng.random() < 0.6
+            express = {"engine": "auto", "express": {"all_topics": is_all}}
         return load_config(
             {
                 "storage": {
@@ -570,7 +675,7 @@ class TierWorld:
                         ),
                     },
                     "uploader": {
-                        "engine": "none",
+                        **express,
                         "max_object_bytes": rng.choice((4096, 4096, 65536)),
                         "max_object_seconds": rng.choice((1, 30, 300)),
                         "index_every_messages": rng.choice((1, 2, 1000)),
@@ -657,6 +762,10 @@ class TierWorld:
     def _after_store(self, kind: str, key: str) -> None:
         if kind in ("close", "copy", "put"):
             self.made[key] = self.clock.boottime()
+        if self.sharing is not None and kind == "put":
+            self.sharing.note_put(key)
+        if self.sharing is not None and kind == "delete":
+            self.sharing.note_delete(key)
         self._operation("store", "after", kind)
 
     # -- faults -----------------------------------------------------------------------------
@@ -680,7 +789,7 @@ class TierWorld:
         if plan.interrupt_in and self._depth == 0:
             plan.interrupt_in -= 1
             if not plan.interrupt_in:
-                self._interrupt(process)
+                self._interrupt(process, is_putting=kind == "put")
         if self.fault_rate and self.rng.random() < self.fault_rate:
             self._fail(process, where, when, kind)
         if when == "before" and kind == "transact" and self.outsider is not None:
@@ -722,7 +831,7 @@ class TierWorld:
 
         failpoints.arm(name, act)
 
-    def _interrupt(self, process: Process) -> None:
+    def _interrupt(self, process: Process, *, is_putting: bool = False) -> None:
         """Time passes, and the other node has its turn, in the middle of this one's operation."""
         self._depth += 1
         self.trace(f"node {process.node.number}: interrupted")
@@ -730,6 +839,8 @@ class TierWorld:
         is_node = process.node in self.nodes
         other = self.nodes[1 - process.node.number] if is_node else self._whose_turn()
         try:
+            if is_putting and self.sharing is not None:
+                self.sharing.beside(process)
             self.pass_time(self.rng.choice((0.0, 1.0, 7.0, 7.0, 150.0)))
             if is_node and self.outsider is not None:
                 for _ in range(self.rng.randrange(3)):
@@ -740,6 +851,8 @@ class TierWorld:
                 self.pass_time(self.rng.choice((1.0, 150.0, 150.0)))
                 self.turn(other, self.rng.choice((self.collect, self.append, self.upload)))
                 self.turn(other, self.rng.choice((self.collect, self.trim, self.upload)))
+                if self.sharing is not None:
+                    self.turn(other, self.collect_express)
         finally:
             self._depth -= 1
             self.trace(f"node {process.node.number}: goes on")
@@ -783,19 +896,35 @@ class TierWorld:
     def live(self, turns: int) -> None:
         """Lives through `turns` turns, heals, and checks that everything is in order."""
         logging.disable(logging.CRITICAL)
+        if self.sharing is not None:
+            self.sharing.use_transactions(self.sharing.topics_per_transaction)
         try:
             for _ in range(turns):
                 self.turns += 1
                 if self.steps_clock and self.clock_rng.random() < 0.1:
                     self.step_clock()
-                if self.outsider is not None and self.rng.random() < 0.3:
-                    self.outsider.turn()
-                else:
-                    self.turn(self._whose_turn())
+                with self._viewing(self._choose_view()):
+                    if self.outsider is not None and self.rng.random() < 0.3:
+                        self.outsider.turn()
+                    else:
+                        self.turn(self._whose_turn())
+                if self.sharing is not None and self.sharing.rng.random() < 0.1:
+                    self.check_recoverable()
             self.heal()
         finally:
             logging.disable(logging.NOTSET)
             failpoints.disarm()
+            if self.sharing is not None:
+                self.sharing.use_transactions()
+
+    def _choose_view(self) -> View:
+        return self.at if self.sharing is None else self.sharing.rng.choice(self.views)
+
+    def check_recoverable(self) -> None:
+        """Whether everything that is tiered could be recovered from the bucket alone."""
+        with self._quietly():
+            for view in self.views:
+                self.sharing.check_recoverable(view)
 
     def _whose_turn(self) -> Node:
         """Mostly the owner's."""
@@ -835,12 +964,13 @@ class TierWorld:
 
     def look(self) -> None:
         """Compares the stores with what is known."""
-        with self._quietly():
-            self.seen.look(may_expire=self.expires)
-            for node in self.nodes:
-                process = node.process
-                if process is not None and process.topic is not None and self.is_right(process):
-                    _check_order(process.topic, self.seen.end)
+        for view in self.views:
+            with self._quietly(), self._viewing(view):
+                self.seen.look(may_expire=self.expires)
+                for node in self.nodes:
+                    process = node.process
+                    if process is not None and process.topic is not None and self.is_right(process):
+                        _check_order(process.topic, self.seen.end)
 
     def start(self, node: Node) -> None:
         """A process begins, and may end before it has begun."""
@@ -850,7 +980,7 @@ class TierWorld:
             self.set_clock_right()
         elif self.steps_clock and self.clock_rng.random() < 0.2:
             self.step_clock()  # while it did not run
-        process = node.process = Process(node, self._make_plan())
+        process = node.process = self._make_process(node, self._make_plan())
         node.fs.before = lambda kind, path: self._operation("fs", "before", kind)
         self._arm_some(process)
         if self.failpoint is not None and "_cut" in self.failpoint:
@@ -876,18 +1006,24 @@ class TierWorld:
         if wanted is None and self.rng.random() >= 0.4:
             return
         is_crash = wanted is not None or self.rng.random() < 0.6
-        names = POINTS if is_crash else _AROUND_A_COMMIT
+        names = PLAIN_POINTS if is_crash else _AROUND_A_COMMIT
+        if self.sharing is not None and self.sharing.rng.random() < 0.5:
+            names = EXPRESS_POINTS if is_crash else _AROUND_AN_EXPRESS_COMMIT
         if process.node not in self.nodes:
-            names = [name for name in names if name.startswith("tier.")]
+            names = [name for name in names if not name.startswith("wal.")]
         name = wanted or self.rng.choice(names)
         visit = 1 if name in _LEADING or "recovery" in name else self.rng.randrange(1, 4)
         self._arm_failpoint(process, name, visit, is_crash=is_crash)
 
     def _make_outside(self) -> Process:
         """A process of the pipeline, on a machine of its own."""
-        process = Process(Node(len(self.nodes), self._make_disk()), self._make_plan())
+        node = Node(len(self.nodes), self._make_disk())
+        process = self._make_process(node, self._make_plan())
         self._arm_some(process)
         return process
+
+    def _make_process(self, node: Node, plan: Plan) -> Process:
+        return Process(node, plan, lambda: self.at.text)
 
     def _open_log(self, process: Process) -> None:
         process.log = Log(
@@ -900,6 +1036,8 @@ class TierWorld:
             background=False,
         )
         process.node.id = process.log.tiers.membership.node
+        if self.sharing is not None:
+            self.sharing.open(process)
         self._look_at_clock(process)
 
     def _make_plan(self) -> Plan:
@@ -921,9 +1059,10 @@ class TierWorld:
         if self.rng.random() < 0.3:
             node.fs.kill()
         else:
-            node.kill = False
+            node.cut = {view.text for view in self.views}
             node.fs.crash(self.rng)
-        if self.rng.random() < 0.06 and not self.seen.rotten and not self.was_corrected:
+        is_rotten = any(view.seen.rotten for view in self.views)
+        if self.rng.random() < 0.06 and not is_rotten and not self.was_corrected:
             self.trace(f"node {node.number}: its disk is lost")
             node.fs = self._make_disk()
             node.id = None
@@ -983,18 +1122,17 @@ class TierWorld:
         if take_over:
             self.seen.takers.add(node)
         try:
-            topic = process.log.topic(TOPIC, create=True, take_over=take_over)
+            topic = process.log.topic(
+                self.at.text, create=True, ack=self.at.ack, take_over=take_over
+            )
         except NotFoundError:
             if self.seen.record is None or self.seen.record.state != "deleting":
                 raise
-            process.log.delete(TOPIC)
+            process.log.delete(self.at.text)
             raise
         if topic is not process.topic:
             self.takeovers += take_over
-            process.topic = topic
-            process.readers = []
-            process.has_cut_expiry = False
-            process.current = {}
+            process.states[self.at.text] = Opened(topic)
             self.check_opened(process)
         return topic
 
@@ -1008,15 +1146,15 @@ class TierWorld:
             if topic.state is TopicState.QUARANTINED:
                 raise BrokenPromiseError(f"a crash made the topic quarantined: {topic.damage}")
             node = process.node
-            process.current = read_all(topic)
+            process.state.current = read_all(topic)
             self._check_cursor(topic)
             self.seen.promises.check(
                 process.current,
                 first=topic.earliest,
                 next_offset=topic.wal.next,
-                kill=node.kill,
+                kill=self.at.text not in node.cut,
             )
-            node.kill = True
+            node.cut.discard(self.at.text)
 
     def _check_cursor(self, topic: Topic) -> None:
         cursor = self._cursor()
@@ -1055,6 +1193,9 @@ class TierWorld:
             self.close: 0.4,
             self.kill: 0.4,
         }
+        if self.sharing is not None:
+            actions[self.write] = 9
+            actions[self.collect_express] = 1.5
         for action in actions:
             if action.__name__ in _LEADING.get(self.failpoint or "", ()):
                 actions[action] = 8
@@ -1071,6 +1212,8 @@ class TierWorld:
             self.arrived[payload] = self.clock.boottime()
             # Here nobody else does it.
             topic.tier.idle_mark.clear()
+            if self.sharing is not None:
+                self.sharing.incarnations[payload] = topic.tier.owned.record.incarnation
             offset = topic.append(payload, publish_time=publish_time)
             process.current[offset] = payload
             if self.is_right(process):
@@ -1082,7 +1225,11 @@ class TierWorld:
             return
         offset = self.rng.randrange(topic.earliest, topic.wal.next)
         level = self.rng.choice(("synced", "synced", "written", "tiered"))
-        if level == "tiered":
+        if level == "tiered" and topic.tier.is_express:
+            self.sharing.drain(process, rounds_max=3)
+            if topic.watermarks.tiered <= offset:
+                return  # with threads, the caller would wait for another round
+        elif level == "tiered":
             topic.upload()
         topic.wait(offset, level)
         self._note_ack(process, topic, offset, level)
@@ -1118,6 +1265,21 @@ class TierWorld:
         self.look()
         if self.is_right(process) and self.seen.end != target and tiered.end != target:
             raise BrokenPromiseError(f"{tiered}, the bucket: {self.seen.end}, log: {target}")
+
+    def write(self, process: Process) -> None:
+        """Express objects of all topics that the process has open."""
+        topic = self.open_topic(process)
+        if self.sharing.rng.random() < 0.7:
+            self.append(process)
+        topic.flush()
+        self.sharing.write(process)
+
+    def collect_express(self, process: Process) -> None:
+        """Express objects that nobody needs go."""
+        if self.sharing.rng.random() < 0.6:
+            self.pass_time(GRACE_MINUTES * 60 + 5)
+            self.renew(process)
+        self.sharing.collect(process)
 
     def save(self, process: Process) -> None:
         """What is synced shows to others, as it does within a second."""
@@ -1155,7 +1317,7 @@ class TierWorld:
             process.readers.remove(reader)
             self.look()
             kept_from = self.seen.promises.expired
-            if process.has_cut_expiry:
+            if process.state.has_cut_expiry:
                 kept_from = max(kept_from, self.seen.record.expired_before)
             if self.is_right(process) and reader.next_offset >= kept_from:
                 raise
@@ -1190,7 +1352,7 @@ class TierWorld:
             topic = self.open_topic(process, take_over=False)
         except WaitsForDiskError:
             try:
-                topic = process.log.read_only_topic(TOPIC)
+                topic = process.log.read_only_topic(self.at.text)
             except UnavailableError:
                 return  # a claim that was on its way has landed meanwhile
             topic.check()
@@ -1258,13 +1420,13 @@ class TierWorld:
         try:
             topic.tier.expire()
         except UnavailableError:
-            process.has_cut_expiry = True
+            process.state.has_cut_expiry = True
             raise
 
     def collect(self, process: Process) -> None:
         topic = self.open_topic(process)
         for object_id in topic.tier.collect_orphans():
-            made = self.made.get(object_key(NAME, object_id))
+            made = self.made.get(object_key(self.at.name, object_id))
             self._check_age(object_id, made, GRACE_MINUTES * 60)
 
     def rot(self, process: Process) -> None:
@@ -1279,8 +1441,12 @@ class TierWorld:
         if not local or self.seen.rotten:
             return
         described = self.rng.choice(local)
-        key = object_key(NAME, described.object_id)
-        if self.rng.random() < 0.5:
+        key, _, place = object_key(self.at.name, described.object_id).partition("@")
+        if place:
+            # A shared object is not lost as a whole: others may have no copy of their parts.
+            begin = int(place.partition("+")[0])
+            self.store.corrupt(key, begin + self.rng.randrange(described.size_bytes))
+        elif self.rng.random() < 0.5:
             self.store.drop(key)
         else:
             self.store.corrupt(key, self.rng.randrange(described.size_bytes))
@@ -1298,7 +1464,7 @@ class TierWorld:
         epoch = process.topic.tier.owned.epoch
         owed = dict(process.current)
         process.topic.flush()
-        next_offset = process.log.seal(TOPIC)
+        next_offset = process.log.seal(self.at.text)
         self.look()
         if epoch == self.seen.epoch:
             sealed = self.seen.sealed
@@ -1313,7 +1479,7 @@ class TierWorld:
     def delete(self, process: Process) -> None:
         self.open_topic(process)
         epoch = process.topic.tier.owned.epoch
-        process.log.delete(TOPIC)
+        process.log.delete(self.at.text)
         with self._quietly():
             self.look()
             if self.seen.epoch == epoch:
@@ -1323,7 +1489,7 @@ class TierWorld:
         """Nothing is left of a topic but its record."""
         if self.seen.record is not None and self.seen.record.state != "deleted":
             raise BrokenPromiseError(f"deleted, and the record says {self.seen.record}")
-        objects = [i.key for i in self.store.list(f"{TOPICS_PREFIX}ns/a/")]
+        objects = [i.key for i in self.store.list(f"{TOPICS_PREFIX}{self.at.text[1:]}/")]
         keys = [found.key for found in self.meta.range(self.seen.keys.storage)]
         if objects or keys:
             raise BrokenPromiseError(f"deleted, and there is {objects} {keys}")
@@ -1332,8 +1498,10 @@ class TierWorld:
         """The process ends in peace; what it had appended is durable."""
         process.log.close()
         self.look()
-        if self.is_right(process):
-            self.seen.promises.durable.update(process.current)
+        for view in self.views:
+            with self._viewing(view):
+                if self.is_right(process):
+                    self.seen.promises.durable.update(process.current)
         process.is_dead = True
         self.end_life(process.node, is_clean=True)
 
@@ -1358,15 +1526,32 @@ class TierWorld:
         self._check_given_up_files()
         self.pass_time(LEASE_SECONDS + 1)
         with self._quietly():
-            node = next((n for n in self.nodes if n.id and n.id == self.seen.writer), None)
-            topic = self._heal_on(node or self.nodes[0])
-            self._check_bucket(topic)
-            self._check_handover(self.nodes[0] if node is self.nodes[1] else self.nodes[1])
+            homes = [self._home(view) for view in self.views]
+            for view, home in zip(self.views, homes, strict=True):
+                with self._viewing(view):
+                    self._heal_on(home)
+            self._pass_grace()
+            for view, home in zip(self.views, homes, strict=True):
+                with self._viewing(view):
+                    self._check_bucket(home.process.topic)
+            if self.sharing is not None:
+                self.sharing.check_end([n.process for n in self.nodes if n.process is not None])
+                self.check_recoverable()
+            self._check_handovers(homes)
+
+    def _home(self, view: View) -> Node:
+        """The node that wrote a topic last."""
+        writer = view.seen.writer
+        return next((n for n in self.nodes if n.id and n.id == writer), self.nodes[0])
 
     def _check_given_up_files(self) -> None:
         """What a node could not upload is still on its disk, unless that was lost."""
         for node in self.nodes:
-            owed = self.seen.promises.given_up.get(node.id or "", [])
+            owed = [
+                payload
+                for view in self.views
+                for payload in view.seen.promises.given_up.get(node.id or "", [])
+            ]
             data = b"".join(_read_tree(node.fs, "/data/wal/ns")) if owed else b""
             for payload in owed:
                 if payload not in data:
@@ -1374,31 +1559,49 @@ class TierWorld:
                         f"node {node.number} had {payload[:20]!r}, and lost it"
                     )
 
-    def _heal_on(self, node: Node) -> Topic:
-        process = node.process = Process(node, Plan())
-        self._open_log(process)
+    def _heal_on(self, node: Node) -> None:
+        if node.process is None:
+            node.process = self._make_process(node, Plan())
+            self._open_log(node.process)
+        process = node.process
         if self.seen.record is not None and self.seen.record.state == "deleting":
-            process.log.delete(TOPIC)
+            process.log.delete(self.at.text)
             self.look()
             self.check_deleted()
         topic = self.open_topic(process, take_over=True)
         if errors := topic.tier.repair_objects().errors:
             raise BrokenPromiseError(f"not repaired: {errors}")
-        topic.upload()
+        self._upload_all(process, topic)
         for _ in range(3):
             self.append(process)
-        topic.upload()
+        self._upload_all(process, topic)
         self._note_ack(process, topic, topic.wal.next - 1, "tiered")
         marks = topic.watermarks
         if not marks.tiered == marks.synced == marks.next == self.seen.end:
             raise BrokenPromiseError(f"uploads do not catch up: {marks}")
-        return topic
+
+    def _upload_all(self, process: Process, topic: Topic) -> None:
+        if not topic.tier.is_express:
+            topic.upload()
+            return
+        topic.flush()
+        self._advance(2)  # what has failed is tried again by then
+        self.sharing.drain(process)
+        self.look()
+
+    def _pass_grace(self) -> None:
+        # What a clock that was a few hours ahead has dated is kept for as much longer.
+        self._advance(GRACE_MINUTES * 60 + 61 + (20 * 3600 if self.steps_clock else 0))
+
+    def _advance(self, seconds: float) -> None:
+        """Time passes, and every process has its lease again."""
+        self.clock.advance(seconds)
+        for node in self.nodes:
+            if node.process is not None:
+                node.process.log.tiers.membership.renew()
 
     def _check_bucket(self, topic: Topic) -> None:
         """Retention and garbage collection do their work, and history is read from the bucket."""
-        # What a clock that was a few hours ahead has dated is kept for as much longer.
-        self.clock.advance(GRACE_MINUTES * 60 + 61 + (20 * 3600 if self.steps_clock else 0))
-        topic.tier._tiers.membership.renew()
         topic.tier.expire()
         self.look()
         topic.tier.trim()
@@ -1406,27 +1609,38 @@ class TierWorld:
             raise BrokenPromiseError("old files that are in the bucket are not trimmed")
         topic.tier.collect_orphans()
         self.look()
-        described = {object_key(NAME, d.object_id) for d in self.seen.described.values()}
-        garbage = {i.key for i in self.store.list(objects_prefix(NAME))} - described
+        described = {object_key(self.at.name, d.object_id) for d in self.seen.described.values()}
+        garbage = {i.key for i in self.store.list(objects_prefix(self.at.name))} - described
         if garbage:
             raise BrokenPromiseError(f"garbage stays: {garbage}")
         self.seen.promises.check(
             read_all(topic), first=topic.earliest, next_offset=topic.wal.next, kill=True
         )
 
-    def _check_handover(self, other: Node) -> None:
+    def _check_handovers(self, homes: list[Node]) -> None:
         """The other node goes on where this one ends."""
-        owner = next(n for n in self.nodes if n.process is not None).process
-        next_offset = owner.log.seal(TOPIC)
-        self.look()
-        owner.log.close()
-        process = other.process = Process(other, Plan())
-        other.fs.before = lambda kind, path: None
-        self._open_log(process)
-        topic = self.open_topic(process, take_over=False)
-        if topic.append(b"next") != next_offset:
-            raise BrokenPromiseError(f"sealed at {next_offset}, and goes on elsewhere")
-        process.log.close()
+        ends: list[int] = []
+        for view, home in zip(self.views, homes, strict=True):
+            with self._viewing(view):
+                ends.append(home.process.log.seal(view.text))
+                self.look()
+        for node in self.nodes:
+            if node.process is not None:
+                node.process.log.close()
+                node.process = None
+        for view, home, end in zip(self.views, homes, ends, strict=True):
+            with self._viewing(view):
+                other = self.nodes[1 - home.number]
+                if other.process is None:
+                    other.process = self._make_process(other, Plan())
+                    other.fs.before = lambda kind, path: None
+                    self._open_log(other.process)
+                topic = self.open_topic(other.process, take_over=False)
+                if topic.append(b"next") != end:
+                    raise BrokenPromiseError(f"sealed at {end}, and goes on elsewhere")
+        for node in self.nodes:
+            if node.process is not None:
+                node.process.log.close()
 
 
 def _is_merged(described: ObjectDescriptor) -> bool:
@@ -1475,6 +1689,7 @@ def run_seed(
     *,
     turns: int = 40,
     failpoint: str | None = None,
+    shares: bool | None = None,
     trace: Callable[[str], None] | None = None,
 ) -> TierWorld:
     """One world from its beginning to its end.
@@ -1482,13 +1697,14 @@ def run_seed(
     Raises:
         BrokenPromiseError: With the command that shows it again.
     """
-    world = TierWorld(seed, failpoint=failpoint)
+    world = TierWorld(seed, failpoint=failpoint, shares=shares)
     if trace is not None:
         world.trace = trace
     try:
         world.live(turns)
     except (BrokenPromiseError, IsterError) as error:
         extra = f" --failpoint {failpoint}" if failpoint is not None else ""
+        extra += "" if shares is None else " --shares" if shares else " --no-shares"
         raise BrokenPromiseError(
             f"seed {seed}: {error!r}\n"
             f"replay: python -m tests.sim.tier_world {seed} --turns {turns}{extra}"
@@ -1514,12 +1730,14 @@ def main() -> None:
     parser.add_argument("seed", type=int)
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--failpoint", default=None)
+    parser.add_argument("--shares", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--trace", action="store_true", help="show every turn")
     arguments = parser.parse_args()
     world = run_seed(
         arguments.seed,
         turns=arguments.turns,
         failpoint=arguments.failpoint,
+        shares=arguments.shares,
         trace=print if arguments.trace else None,
     )
     print(

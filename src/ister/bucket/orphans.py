@@ -75,7 +75,8 @@ def collect_orphans(
     session = owned.session()
     under_way = (
         (session.object_id, format_pending_id(session.start, session.epoch))
-        if session is not None
+        # One of an earlier owner is over, also if express objects have ended none since.
+        if session is not None and session.epoch >= owned.epoch
         else ()
     )
     now = clock.now_ns() // 1_000_000_000

@@ -4,6 +4,9 @@ Objects go from the oldest on, so that what is left has no hole, and the newest 
 shows where the topic ends. Descriptors go first, in a transaction of the owner's, then the objects;
 a crash in between leaves objects without a descriptor, which garbage collection removes.
 
+A topic that is left with runs of express objects alone is found by its manifest, if the metadata is
+lost. So the manifest is there before the last object of the topic's own goes.
+
 An object's age is the time since its newest message arrived; publish times, which producers set, do
 not matter. An object of unknown age is kept, with all objects after it.
 """
@@ -16,9 +19,10 @@ from collections.abc import Callable, Iterable
 from ister import failpoints
 from ister.bucket.names import object_key
 from ister.bucket.ownership import OwnedTopic
+from ister.bucket.rebuild import load_manifest, manifest_of, save_manifest
 from ister.clock_guard import newest_arrivals
 from ister.errors import IsterError
-from ister.format.descriptor import ObjectDescriptor
+from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor
 from ister.limits import MIB
 from ister.metrics import Metrics
 from ister.objectstore.base import ObjectStore
@@ -78,10 +82,12 @@ def expire(
 
     Raises:
         FencedError: Another process owns the topic; nothing was removed.
-        UnavailableError: The metadata store does not answer.
+        UnavailableError: A store does not answer.
     """
     if not expired:
         return 0
+    if any(described.format != FORMAT_EXPRESS for described in expired):
+        _keep_findable(owned, store)
     removed = 0
     for described in owned.expire(expired):
         try:
@@ -96,3 +102,14 @@ def expire(
     metrics.count("cloud.expired_objects", removed)
     _log.info("expired", extra={"topic": owned.topic, "objects": removed})
     return removed
+
+
+def _keep_findable(owned: OwnedTopic, store: ObjectStore) -> None:
+    """Saves the manifest if it is missing: the process that made the topic may have been killed."""
+    topic = owned.catalog.keys.topic
+    if owned.last is None or owned.last.format != FORMAT_EXPRESS:
+        return
+    # Under the lock: a deletion, which removes the manifest, is marked before this or after.
+    with owned.lock:
+        if owned.record.is_open and load_manifest(store, topic) is None:
+            save_manifest(store, topic, manifest_of(owned.record))

@@ -104,6 +104,15 @@ def test_object_under_way_stays_with_its_pending_name(cluster, owned, object_id)
     assert object_id in cluster.data_keys()
 
 
+def test_object_that_an_earlier_owner_had_under_way_goes(cluster, owned):
+    """Goal: also if no upload has ended its session since, because express objects were made."""
+    session = UploadSession(object_id="data-20-29.dnb1", start=20, end=30, epoch=1, started_at=0)
+    owned.begin(session)
+    put(cluster, session.object_id)
+    cluster.clock.advance(10 * GRACE)
+    assert collect(cluster, owned) == [session.object_id]
+
+
 def test_object_committed_between_listing_and_removal_stays(cluster, owned):
     frames = Frames([b"x"] * 30)
     put(cluster, "data-20-29-2.dnb1")

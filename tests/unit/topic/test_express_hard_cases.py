@@ -290,6 +290,26 @@ def test_process_killed_before_the_manifest_leaves_it_to_the_next(site):
     assert manifest.incarnation == run.incarnation
 
 
+def test_manifest_is_there_before_the_last_object_of_the_topics_own_goes(site):
+    """Goal: a topic without a manifest, whose express objects are what expiry leaves, is found."""
+    limit = {"cloud": {"retention": {"time_minutes": 1}}}
+    shared = Shared(site, topics=1, storage=limit)
+    shared.append(0, b"a")
+    shared.topics[0].upload()
+    # The process that made the topic had been killed before it saved this.
+    site.objects.drop("storage/topics/default/t0/topic.json")
+    site.clock.advance(600)
+    shared.log.tiers.membership.renew()
+    shared.append(0, b"b")
+    shared.express.write_next()
+    assert shared.topics[0].tier.expire() == 1
+    assert shared.formats(0) == [(1, 2, FORMAT_EXPRESS)]
+    name = TopicName.parse("/default/t0")
+    assert name in find_topics(site.objects)
+    incarnation = shared.topics[0].tier.owned.record.incarnation
+    assert load_manifest(site.objects, name).incarnation == incarnation
+
+
 def test_manifest_is_not_saved_into_a_deletion(site, monkeypatch):
     """Goal: a manifest that was missing does not appear when its topic has just been deleted."""
 
