@@ -56,8 +56,8 @@ def test_any_crash_between_the_tiers_leaves_every_promise_kept() -> None:
         takeovers += world.takeovers
     print(
         f"{RUNS} worlds from seed {first}: {crashes} crashes, {faults} faults, "
-        f"{takeovers} take-overs, {messages} messages; {shared} express objects, {removed} removed, "
-        f"{recovered} recoveries"
+        f"{takeovers} take-overs, {messages} messages; {shared} express objects, "
+        f"{removed} removed, {recovered} recoveries"
     )
     assert crashes > RUNS
     assert messages > crashes
