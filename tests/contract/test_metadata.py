@@ -130,6 +130,28 @@ def test_largest_value_is_taken_and_one_more_byte_is_not(store, root):
     assert store.get(f"{root}/b") is None
 
 
+def test_many_keys_are_read_at_once(store, root):
+    names = [f"{root}/{number:03d}" for number in range(300)]
+    for start in range(0, len(names), 100):
+        store.transact([], [Put(name, name.encode()) for name in names[start : start + 100]])
+    absent = [f"{root}/none", f"{root}/00"]
+    found = store.get_many([*names, *absent, names[0]])
+    assert sorted(found) == names
+    assert all(found[name] == store.get(name) for name in (names[0], names[150], names[-1]))
+    assert {key: pair.value for key, pair in found.items()} == {n: n.encode() for n in names}
+    assert store.get_many([]) == {}
+    with pytest.raises(InvalidRequestError):
+        store.get_many([names[0], ""])
+
+
+def test_many_large_values_are_read_at_once(store, root):
+    value = b"x" * VALUE_BYTES_MAX
+    names = [f"{root}/{number}" for number in range(6)]
+    for name in names:  # over gRPC's own limit of 4 MiB
+        store.put(name, value)
+    assert [len(pair.value) for pair in store.get_many(names).values()] == [VALUE_BYTES_MAX] * 6
+
+
 def test_range_of_large_values_is_complete(store, root):
     value = b"x" * VALUE_BYTES_MAX
     for number in range(6):  # over gRPC's own limit of 4 MiB

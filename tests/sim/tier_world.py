@@ -90,7 +90,7 @@ from ister.format.records import (
     Progress,
     SealedState,
     TopicRecord,
-    decode_current,
+    decode_pointer,
     decode_progress,
     decode_sealed,
     decode_topic,
@@ -358,8 +358,10 @@ class Observer:
             now[described.start] = described
         current = self.meta.get(self.keys.current)
         last = max(now, default=None)
-        if current is not None and decode_current(current.value, key=current.key) != last:
-            raise BrokenPromiseError(f"cur is {current.value!r}, the newest object {last}")
+        if current is not None:
+            pointer = decode_pointer(current.value, key=current.key)
+            if last is None or not pointer.names(last, now[last].end):
+                raise BrokenPromiseError(f"cur is {current.value!r}, the newest object {last}")
         before, self.described = self.described, now
         self._look_for_removed(before, now, may_expire=may_expire)
         for start, described in now.items():

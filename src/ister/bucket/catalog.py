@@ -272,27 +272,6 @@ class Catalog:
         return found
 
 
-def list_topics(store: MetadataStore, root_prefix: str) -> list[str]:
-    """The names of all topics that exist, sorted."""
-    return sorted(name for name, exists in list_records(store, root_prefix).items() if exists)
-
-
-def list_records(store: MetadataStore, root_prefix: str) -> dict[str, bool]:
-    """The names of all topics that have a record, and whether each exists (or was deleted)."""
-    prefix = f"{root_prefix}/topics/"
-    names: dict[str, bool] = {}
-    for found in store.range(prefix):
-        namespace, _, topic = found.key.removeprefix(prefix).partition("/")
-        if topic and "/" not in topic:
-            name = str(TopicName(namespace=namespace, topic=topic))
-            try:
-                names[name] = decode_topic(found.value, key=found.key).is_open
-            except CorruptDataError:
-                # It is there; who opens it is told. The others have to be found all the same.
-                names[name] = True
-    return names
-
-
 def list_partitions(store: MetadataStore, root_prefix: str, name: TopicName) -> list[int]:
     """The numbers of a topic's partitions that have a record and exist, sorted."""
     topics = f"{root_prefix}/topics/"

@@ -18,8 +18,6 @@ from enum import StrEnum
 
 import msgspec
 
-from ister.errors import CorruptDataError
-from ister.format.records import decode_owner
 from ister.metadata.base import MetadataStore
 
 
@@ -100,17 +98,4 @@ def read_members(store: MetadataStore, root_prefix: str) -> dict[str, Member]:
         with suppress(msgspec.DecodeError, UnicodeDecodeError):
             member = msgspec.json.decode(item.value, type=Member)
             found[member.node] = member
-    return found
-
-
-def read_owners(store: MetadataStore, root_prefix: str) -> dict[str, str]:
-    """The node that has each topic open, by topic.
-
-    Raises:
-        UnavailableError: The metadata store does not answer.
-    """
-    prefix, found = f"{root_prefix}/cluster/owners", {}
-    for item in store.range(f"{prefix}/"):
-        with suppress(CorruptDataError):
-            found[item.key.removeprefix(prefix)] = decode_owner(item.value, key=item.key).node
     return found

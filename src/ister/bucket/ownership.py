@@ -41,7 +41,7 @@ from ister.format.records import (
     RetiredObjects,
     SealedState,
     UploadSession,
-    decode_current,
+    decode_pointer,
     decode_session,
     encode_current,
     encode_retired,
@@ -174,7 +174,7 @@ class OwnedTopic(OwnerTransactions):
             ],
             [
                 Put(key, encode_descriptor(descriptor)),
-                Put(keys.current, encode_current(descriptor.start)),
+                Put(keys.current, encode_current(descriptor.start, descriptor.end)),
             ],
         )
 
@@ -200,7 +200,7 @@ class OwnedTopic(OwnerTransactions):
                     [self._current_is_known(), Absent(key), *also],
                     [
                         Put(key, data),
-                        Put(keys.current, encode_current(descriptor.start)),
+                        Put(keys.current, encode_current(descriptor.start, descriptor.end)),
                         *ends,
                     ],
                     is_done=lambda: self._holds(key, data),
@@ -312,7 +312,7 @@ class OwnedTopic(OwnerTransactions):
             if is_newest:
                 # The pointer has the start of the newest object.
                 compares.append(self._current_is_known())
-                operations.append(Put(keys.current, encode_current(new.start)))
+                operations.append(Put(keys.current, encode_current(new.start, new.end)))
             failpoints.reach("tier.before_swap")
             try:
                 self._change(compares, operations, is_done=lambda: self._holds(key, data))
@@ -359,12 +359,12 @@ class OwnedTopic(OwnerTransactions):
             self._resync()
             if self.last is None:
                 return False
-            data = encode_current(self.last.start)
+            data = encode_current(self.last.start, self.last.end)
             with suppress(CorruptDataError):
-                if found is not None and (
-                    decode_current(found.value, key=found.key) == self.last.start
-                ):
-                    return False
+                if found is not None:
+                    pointer = decode_pointer(found.value, key=found.key)
+                    if pointer.names(self.last.start, self.last.end):
+                        return False
             # A commit or a merge of the newest one changes the pointer: then it is right by itself.
             try:
                 self._change([self._current_is_known()], [Put(keys.current, data)])

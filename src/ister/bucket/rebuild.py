@@ -665,7 +665,7 @@ def _write(
     for described in objects:
         metadata.put(keys.descriptor(described.start), encode_descriptor(described))
     if objects:
-        metadata.put(keys.current, encode_current(objects[-1].start))
+        metadata.put(keys.current, encode_current(objects[-1].start, objects[-1].end))
     written = metadata.transact([Absent(keys.record)], [Put(keys.record, encode_topic(record))])
     if written is None:
         raise ConflictError("the topic was created meanwhile", topic=str(keys.topic))

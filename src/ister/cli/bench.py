@@ -25,6 +25,7 @@ _BENCHES: Final = {
     "express": "acknowledging messages when they are in the bucket, for many topics at once",
     "history": "reading messages back from objects",
     "catalog": "looking up objects in a short and in a long history",
+    "cycle": "a pipeline cycle over thousands of topics that has nothing to do",
     "chain": "reading from the bucket to the live tail while the topic is written",
     "broker": "a broker: Danube's client, CPU time per message with each gRPC engine, Flight",
     "spark": "topics as Arrow and as Spark's tables, reading and writing",

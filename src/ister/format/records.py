@@ -4,7 +4,7 @@
     /cluster/owners/<ns>/<topic>              OwnerRecord, with the owner's lease
     /cluster/nodes/<node>/process             NodeProcess, with the same lease
     /cluster/nodes/<node>/latest              the instance that had the node last
-    /storage/topics/<ns>/<topic>/objects/cur  {"start": "<20 digits>"}
+    /storage/topics/<ns>/<topic>/objects/cur  CurrentPointer
     /storage/topics/<ns>/<topic>/upload/session   UploadSession
     /storage/topics/<ns>/<topic>/state        SealedState
     /storage/topics/<ns>/<topic>/retired/<object>  RetiredObjects
@@ -20,6 +20,7 @@ from one with a single message; `next_offset` beside it can, and is what counts.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -126,6 +127,19 @@ class NodeProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CurrentPointer:
+    """The newest descriptor of a topic."""
+
+    start: int
+    end: int | None = None
+    """Where its object ends: the topic's `tiered`. None if Danube or an older Ister wrote it."""
+
+    def names(self, start: int, end: int) -> bool:
+        """Whether this is the pointer to the object with these offsets."""
+        return self.start == start and self.end in (None, end)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UploadSession:
     """A running upload: the object that a crash may leave in the bucket."""
 
@@ -228,18 +242,23 @@ def decode_latest(data: bytes, *, key: str) -> str:
     return _decode(_Latest, "node record", data, key).instance
 
 
-def encode_current(start: int) -> bytes:
-    """Encodes the pointer to the newest descriptor, by its start."""
-    return _dump({"start": f"{start:020d}"})
+def encode_current(start: int, end: int | None = None) -> bytes:
+    """Encodes the pointer to the newest descriptor, by its start; `end` is exclusive."""
+    return _dump({"start": f"{start:020d}"} | ({} if end is None else {"next_offset": end}))
 
 
 def decode_current(data: bytes, *, key: str) -> int:
     """Decodes the start of the newest descriptor."""
-    start = _decode(_Current, "pointer", data, key).start
+    return decode_pointer(data, key=key).start
+
+
+def decode_pointer(data: bytes, *, key: str) -> CurrentPointer:
+    """Decodes the pointer to the newest descriptor."""
+    found = _decode(_Current, "pointer", data, key)
     try:
-        return int(start)
+        return CurrentPointer(start=int(found.start), end=found.next_offset)
     except ValueError as error:
-        raise CorruptDataError(f"not a pointer: {start!r}", path=key) from error
+        raise CorruptDataError(f"not a pointer: {found.start!r}", path=key) from error
 
 
 def encode_session(session: UploadSession) -> bytes:
@@ -323,6 +342,7 @@ class _Latest:
 @dataclass(frozen=True, slots=True)
 class _Current:
     start: int | str
+    next_offset: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,19 +381,23 @@ def _decode(kind: type[_Record], what: str, data: bytes, key: str) -> _Record:
         raise CorruptDataError("not JSON", path=key) from error
     if not isinstance(found, dict):
         raise CorruptDataError("not a JSON object", path=key)
-    names = _NAMES.get(kind, {})
-    own = [field.name for field in fields(kind)]
-    values = {
-        name: found.pop(names.get(name, name))
-        for name in own
-        if name != "more" and names.get(name, name) in found
-    }
-    if "more" in own:
+    own, keeps_more = _fields(kind)
+    values = {name: found.pop(stored) for name, stored in own if stored in found}
+    if keeps_more:
         values["more"] = found
     try:
         return msgspec.convert(values, kind, strict=False)
     except (ValueError, OverflowError) as error:
         raise CorruptDataError(f"not a {what}: {error}", path=key) from error
+
+
+@functools.cache
+def _fields(kind: type[DataclassInstance]) -> tuple[tuple[tuple[str, str], ...], bool]:
+    """The fields of a record with their names in JSON, and whether it keeps those of others."""
+    names = _NAMES.get(kind, {})
+    own = [field.name for field in fields(kind)]
+    stored = tuple((name, names.get(name, name)) for name in own if name != "more")
+    return stored, "more" in own
 
 
 def _dump(values: Mapping[str, object]) -> bytes:

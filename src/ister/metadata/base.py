@@ -127,6 +127,14 @@ class MetadataStore(Protocol):
         """Returns a key, or None."""
         ...
 
+    def get_many(self, keys: Sequence[str]) -> dict[str, KeyValue]:
+        """Returns those of some keys that exist, by key.
+
+        For looks at many topics: many keys are read by one request. They are read in groups, each
+        as of one moment; keys of different groups may be read at different moments.
+        """
+        ...
+
     def range(
         self,
         prefix: str,

@@ -61,6 +61,7 @@ from ister.metadata.base import (
     Watch,
 )
 from ister.metadata.checks import (
+    TRANSACTION_PARTS_MAX,
     change_prefix,
     check_lease_time,
     check_put,
@@ -158,6 +159,35 @@ class EtcdMetadata:
         answer = self._read("get", _range_method, request)
         return _key_value(answer.kvs[0]) if answer.kvs else None
 
+    def get_many(self, keys: Sequence[str]) -> dict[str, KeyValue]:
+        encoded = [encode_key(key) for key in dict.fromkeys(keys)]
+        self._check_open()
+        found: dict[str, KeyValue] = {}
+        at, size = 0, TRANSACTION_PARTS_MAX
+        while at < len(encoded):
+            group = encoded[at : at + size]
+            # A transaction that only reads is a linearizable read, and not proposed.
+            request = self._rpc.TxnRequest(
+                success=[
+                    self._rpc.RequestOp(request_range=self._rpc.RangeRequest(key=key))
+                    for key in group
+                ]
+            )
+            try:
+                answer = self._read("get of many keys", _transaction_method, request)
+            except CapacityError:
+                # The answer is over this client's own limit: large values, so fewer of them.
+                if size == 1:
+                    raise
+                size = max(1, size // 8)
+                continue
+            for part in answer.responses:
+                for pair in part.response_range.kvs:
+                    one = _key_value(pair)
+                    found[one.key] = one
+            at += len(group)
+        return found
+
     def range(
         self,
         prefix: str,
@@ -205,7 +235,7 @@ class EtcdMetadata:
             compare=[self._compare(compare) for compare in compares],
             success=[self._operation(operation) for operation in operations],
         )
-        answer = self._write("transaction", lambda endpoint: endpoint.kv.Txn, request)
+        answer = self._write("transaction", _transaction_method, request)
         return int(answer.header.revision) if answer.succeeded else None
 
     def grant_lease(self, ttl_seconds: float) -> Lease:
@@ -619,6 +649,10 @@ def _margin(ttl_seconds: float) -> float:
 
 def _range_method(endpoint: Endpoint) -> Message:
     return endpoint.kv.Range
+
+
+def _transaction_method(endpoint: Endpoint) -> Message:
+    return endpoint.kv.Txn
 
 
 def _key_value(pair: Message) -> KeyValue:

@@ -79,9 +79,9 @@ class MemoryMetadata:
         self.after: Callable[[str, str], None] = _no_fault
         """Called with (kind, key) after each operation that succeeded; may raise anything.
 
-        Kinds: get, range, put, delete, delete_prefix, transact, grant_lease, renew, revoke. The
-        key of a transaction is that of its first operation, or else of its first compare; of a
-        lease, its number.
+        Kinds: get, get_many, range, put, delete, delete_prefix, transact, grant_lease, renew,
+        revoke. The key of a transaction is that of its first operation, or else of its first
+        compare; of several keys, the first; of a lease, its number.
         """
         self.delayed: list[Callable[[], object]] = []
         """Changes whose outcome is unknown and that have not landed, oldest first."""
@@ -102,6 +102,16 @@ class MemoryMetadata:
     def get(self, key: str) -> KeyValue | None:
         encode_key(key)
         return self._read("get", key, lambda: self._find(key))
+
+    def get_many(self, keys: Sequence[str]) -> dict[str, KeyValue]:
+        wanted = dict.fromkeys(keys)
+        for key in wanted:
+            encode_key(key)
+
+        def read() -> dict[str, KeyValue]:
+            return {key: found for key in wanted if (found := self._find(key)) is not None}
+
+        return self._read("get_many", keys[0] if keys else "", read)
 
     def range(
         self,

@@ -174,6 +174,16 @@ class SqliteMetadata:
         with self._reader("get") as connection:
             return self._find(connection, key, encoded, self._clock.boottime())
 
+    def get_many(self, keys: Sequence[str]) -> dict[str, KeyValue]:
+        encoded = {key: encode_key(key) for key in keys}
+        with self._reader("get many") as connection:
+            now = self._clock.boottime()
+            return {
+                key: found
+                for key, value in encoded.items()
+                if (found := self._find(connection, key, value, now)) is not None
+            }
+
     def range(
         self,
         prefix: str,

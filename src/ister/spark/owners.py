@@ -22,7 +22,8 @@ from typing import Final, TypeVar
 
 from ister import forks
 from ister.bucket.catalog import Catalog
-from ister.bucket.members import Member, MemberState, read_members, read_owners
+from ister.bucket.directory import read_owners
+from ister.bucket.members import Member, MemberState, read_members
 from ister.bucket.membership import is_node_running
 from ister.bucket.names import TopicKeys
 from ister.client.flight import FlightClient

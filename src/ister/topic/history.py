@@ -21,8 +21,9 @@ from typing import Final, Self
 import pyarrow as pa
 
 from ister import forks
-from ister.bucket.catalog import Catalog, list_partitions, list_topics
+from ister.bucket.catalog import Catalog, list_partitions
 from ister.bucket.chunks import ObjectPart
+from ister.bucket.directory import list_topics
 from ister.bucket.history_reader import HistoryReader, ReaderSettings
 from ister.bucket.membership import is_node_running
 from ister.bucket.names import TopicKeys, object_key

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Final
 
-from ister.bucket.catalog import list_partitions, list_records
+from ister.bucket.catalog import list_partitions
+from ister.bucket.directory import list_records
 from ister.errors import AlreadyExistsError, IsterError, TopicNameError
 from ister.fs.base import FileSystem
 from ister.model import TopicName

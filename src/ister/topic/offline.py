@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Final, Protocol
 
-from ister.bucket.catalog import Catalog, Subscription, list_topics
+from ister.bucket.catalog import Catalog, Subscription
+from ister.bucket.directory import list_topics
 from ister.bucket.names import TopicKeys
 from ister.clock import SystemClock
 from ister.config import CloudBackend, MetadataBackend, StorageConfig

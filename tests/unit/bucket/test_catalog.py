@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from ister.bucket.catalog import Subscription, list_topics
+from ister.bucket.catalog import Subscription
+from ister.bucket.directory import list_topics
 from ister.bucket.names import TopicKeys
 from ister.errors import CorruptDataError
 from ister.format.descriptor import encode_descriptor

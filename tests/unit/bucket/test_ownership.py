@@ -299,7 +299,8 @@ def test_commits_follow_each_other(cluster):
     assert ranges(cluster) == [(0, 10), (10, 25), (25, 26)]
     assert (owned.tiered, owned.first.end, owned.last.start) == (26, 10, 25)
     assert owned.session() is None
-    assert cluster.metadata.get(cluster.keys.current).value == b'{"start":"%020d"}' % 25
+    current = cluster.metadata.get(cluster.keys.current).value
+    assert current == b'{"start":"%020d","next_offset":26}' % 25
 
 
 @pytest.mark.parametrize(

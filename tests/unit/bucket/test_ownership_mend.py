@@ -18,7 +18,7 @@ def current(cluster):
     return decode_current(found.value, key=found.key)
 
 
-@pytest.mark.parametrize("value", [encode_current(0), b"nonsense", None])
+@pytest.mark.parametrize("value", [encode_current(0), encode_current(20, 40), b"nonsense", None])
 def test_a_wrong_pointer_is_set(cluster, value):
     owned = cluster.filled(Frames([b"x"] * 30), 10, 20, 30)
     if value is None:

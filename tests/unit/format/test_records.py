@@ -19,6 +19,7 @@ from ister.format.records import (
     WriterRecord,
     decode_current,
     decode_owner,
+    decode_pointer,
     decode_progress,
     decode_sealed,
     decode_session,
@@ -104,6 +105,15 @@ def test_pointer_has_twenty_digits_and_comes_back(start):
     data = encode_current(start)
     assert len(json.loads(data)["start"]) == 20
     assert decode_current(data, key=_KEY) == start
+
+
+@given(st.integers(0, 2**63), st.integers(1, 2**62))
+def test_pointer_tells_where_the_newest_object_ends_if_it_was_told(start, length):
+    whole = decode_pointer(encode_current(start, start + length), key=_KEY)
+    assert whole.names(start, start + length)
+    assert not whole.names(start, start + length + 1)
+    # Danube, and an older Ister, write the start alone.
+    assert decode_pointer(b'{"start":"%020d"}' % start, key=_KEY).end is None
 
 
 # -- topics -------------------------------------------------------------------------------------

@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from ister.broker.cluster.assignments import Assignment, Assignments
-from ister.broker.cluster.leader import Leader, Leadership, read_records, takes
+from ister.broker.cluster.leader import Leader, Leadership, takes
 from ister.broker.cluster.members import Members
 from ister.broker.cluster.placement import Placement, rendezvous
-from ister.bucket.members import Member, MemberState, read_owners
+from ister.bucket.directory import read_owners, read_records
+from ister.bucket.members import Member, MemberState
 from ister.clock import Clock
 from ister.config import ClusterConfig
 from ister.errors import (

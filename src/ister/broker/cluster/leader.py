@@ -26,7 +26,8 @@ import msgspec
 from ister.broker.cluster.assignments import NEW, OWNER_DOWN, Assignment, Assignments
 from ister.broker.cluster.members import Members
 from ister.broker.cluster.placement import Move, Placement, plan_moves
-from ister.bucket.members import Member, MemberState, read_owners
+from ister.bucket.directory import read_owners, read_records
+from ister.bucket.members import Member, MemberState
 from ister.bucket.names import TopicKeys
 from ister.clock import Clock
 from ister.config import ClusterConfig
@@ -34,11 +35,10 @@ from ister.errors import (
     CommitUnknownError,
     CorruptDataError,
     NotFoundError,
-    TopicNameError,
     UnavailableError,
 )
-from ister.format.records import TopicRecord, decode_owner, decode_topic
-from ister.metadata.base import Absent, Compare, Delete, MetadataStore, Put, ValueIs
+from ister.format.records import decode_owner
+from ister.metadata.base import Absent, Compare, Delete, Put, ValueIs
 from ister.model import TopicName
 from ister.topic.stores import Tiers
 
@@ -378,18 +378,6 @@ class Leader:
             with suppress(CorruptDataError):
                 return {topic: decode_owner(found.value, key=found.key).node}
         return {}
-
-
-def read_records(store: MetadataStore, root_prefix: str) -> dict[str, TopicRecord]:
-    """The records of all topics that exist, by topic."""
-    prefix, found = f"{root_prefix}/topics", {}
-    for item in store.range(f"{prefix}/"):
-        # What is no topic's, or cannot be read, must not hold up the others.
-        with suppress(CorruptDataError, TopicNameError):
-            record = decode_topic(item.value, key=item.key)
-            if record.is_open:
-                found[str(TopicName.parse(item.key.removeprefix(prefix)))] = record
-    return found
 
 
 def takes(member: Member | None) -> bool:

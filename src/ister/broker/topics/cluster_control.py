@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ister.broker.cluster.leader import read_records
 from ister.broker.cluster.placement import Balance, Move, measure
 from ister.broker.topics.open_topics import ElsewhereError
 from ister.broker.topics.topics import GivenUp, Topics
+from ister.bucket.directory import TopicDirectory
 from ister.bucket.members import Member, MemberState
 from ister.clock import Clock
 from ister.config import Strategy
@@ -307,13 +307,8 @@ class ClusterControl:
             for topic, (known, _) in sorted(assigned.items())
             if topic in owners and known.node != owners[topic] and known.node in live
         ]
-        names = self._find_waiting(owners, live)
-        waiting: list[Waiting] = []
-        for name in names[:_WAITING_MAX]:
-            known = assigned.get(name)
-            found = self._describe_waiting(name, None if known is None else known[0].at)
-            if found is not None:
-                waiting.append(found)
+        since = {topic: known.at for topic, (known, _) in assigned.items()}
+        names, waiting = self._find_waiting(live, since)
         topics: dict[str, int] = dict.fromkeys(live, 0)
         for node in owners.values():
             topics[node] = topics.get(node, 0) + 1
@@ -327,31 +322,40 @@ class ClusterControl:
             waiting_total=len(names) if len(names) > _WAITING_MAX else len(waiting),
         )
 
-    def _find_waiting(self, owners: dict[str, str], live: set[str]) -> Sequence[str]:
-        tiers = self._topics.log.tiers
-        if tiers is None:
-            return []
-        records = read_records(tiers.metadata, tiers.storage.metadata.root_prefix)
-        return sorted(
-            topic
-            for topic, record in records.items()
-            if topic not in owners and record.node and record.node not in live
-        )
+    def _find_waiting(
+        self, live: set[str], since: dict[str, int]
+    ) -> tuple[Sequence[str], list[Waiting]]:
+        """Topics without an owner whose last node is not running, and which of them wait for it.
 
-    def _describe_waiting(self, name: str, since: int | None) -> Waiting | None:
-        """A topic without an owner that waits for a disk; None if it can be claimed."""
+        The others can be claimed: the bucket has everything. At most so many are examined.
+        """
         tiers = self._topics.log.tiers
         if tiers is None:
-            return None
-        try:
-            catalog = tiers.catalog(TopicName.parse(name))
-            record, last = catalog.record(), catalog.last()
-            end = last.end if last is not None else 0
-            if record is None or catalog.sealed() is not None or record[0].is_whole(end):
-                return None
-        except IsterError:
-            return None
-        return Waiting(topic=name, node=record[0].node, offset=end, since=since)
+            return [], []
+        directory = TopicDirectory(tiers.metadata, tiers.storage.metadata.root_prefix)
+        records = {
+            name: entry.record
+            for name, entry in sorted(directory.read().items())
+            if entry.owner is None and entry.record is not None
+        }
+        names = [name for name, one in records.items() if one.node and one.node not in live]
+        examined = names[:_WAITING_MAX]
+        pointers, seals = directory.pointers(examined), directory.seals(examined)
+        waiting: list[Waiting] = []
+        for name in examined:
+            pointer = pointers.get(name)
+            end = pointer.value.end if pointer is not None else 0
+            if end is None:
+                try:
+                    last = tiers.catalog(TopicName.parse(name)).last()
+                except IsterError:
+                    continue
+                end = last.end if last is not None else 0
+            if name not in seals and not records[name].is_whole(end):
+                waiting.append(
+                    Waiting(topic=name, node=records[name].node, offset=end, since=since.get(name))
+                )
+        return names, waiting
 
 
 def broker_number(node: str) -> int:

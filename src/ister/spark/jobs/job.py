@@ -25,8 +25,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ister import failpoints
-from ister.bucket.catalog import Catalog, list_topics
+from ister.bucket.catalog import Catalog
 from ister.bucket.claim import act_outside
+from ister.bucket.directory import TopicDirectory
 from ister.bucket.fence import Fence
 from ister.bucket.names import TopicKeys
 from ister.bucket.ownership import OwnedTopic
@@ -89,7 +90,10 @@ class Job:
         self.progress = progress
         self.clock = clock
         self.metrics = Metrics()
-        self.keys = PipelineKeys(place.config.storage.metadata.root_prefix)
+        root_prefix = place.config.storage.metadata.root_prefix
+        self.keys = PipelineKeys(root_prefix)
+        self.directory = TopicDirectory(store, root_prefix)
+        """All topics; for the thread that runs the job."""
         self.report = JobReport(name, started_at=clock.now_ns() // 1_000_000_000, dry_run=dry_run)
 
     @property
@@ -104,8 +108,7 @@ class Job:
 
     def topics(self, wanted: Sequence[str]) -> list[str]:
         """Returns the existing topics of these names and patterns; see `choose_topics`."""
-        root = self.place.config.storage.metadata.root_prefix
-        return choose_topics(wanted, list_topics(self.store, root))
+        return choose_topics(wanted, sorted(self.directory.read()))
 
     def catalog(self, topic: str) -> Catalog:
         """Returns a topic's records in the metadata store."""

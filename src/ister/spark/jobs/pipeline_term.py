@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ister import threads
+from ister.bucket.directory import TopicDirectory
 from ister.bucket.pipeline import (
     REQUEST_SECONDS_MAX,
     PipelineRequest,
@@ -515,18 +516,29 @@ def measure_lag(place: Place, topics: Sequence[str]) -> int:
     Raises:
         IsterError: It cannot be found out.
     """
+    if not topics:
+        return 0
     history = place.history()
-    total = 0
+    directory = TopicDirectory(history.metadata, place.config.storage.metadata.root_prefix)
+    records = directory.records(topics)
+    durable: dict[str, tuple[int, int]] = {}
     elsewhere: list[str] = []
     for name in topics:
-        topic = history.topic(name)
-        record = topic.record()
+        if name not in records or not (record := records[name].value).is_open:
+            continue  # deleted, or unreadable, which uploads report
         local = place.local_tail(name, record.node, record.incarnation)
         snapshot = local.snapshot() if local is not None else None
         if snapshot is not None:
-            total += max(snapshot.synced - max(topic.tiered, snapshot.trimmed), 0)
+            durable[name] = snapshot.trimmed, snapshot.synced
         elif local is None:
             elsewhere.append(name)
+    total = 0
+    pointers = directory.pointers(durable)
+    for name, (trimmed, synced) in durable.items():
+        end: int | None = 0
+        if name in pointers and (end := pointers[name].value.end) is None:
+            end = history.topic(name).tiered
+        total += max(synced - max(end or 0, trimmed), 0)
     if elsewhere:
         # What cannot be asked for is among the errors of the upload.
         statuses, _ = read_watermarks(place, elsewhere)

@@ -5,6 +5,9 @@
 Owns: what the driver caches of topics between cycles, so that a topic without anything new costs
 one small file; pauses after failures; the report. Does not own: plans and commits (`tiering`).
 
+The metadata of all topics is read at once (`ister.bucket.directory`). Only a topic that has
+something to upload is looked at by itself.
+
 The owner's checkpoint says what is durable, or the owner itself by Flight: each topic's own, found
 in the metadata store. It is not asked where the store shows that the bucket has everything. A topic
 whose owner cannot be asked is an error in the report, and does not hold up others.
@@ -15,14 +18,20 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from ister.bucket.catalog import Catalog
+from ister.bucket.directory import TopicEntry
 from ister.bucket.membership import is_node_running
-from ister.errors import ConflictError, InvariantError, IsterError, WaitsForDiskError
+from ister.errors import (
+    ConflictError,
+    CorruptDataError,
+    InvariantError,
+    IsterError,
+    WaitsForDiskError,
+)
 from ister.format.records import TopicRecord
 from ister.limits import CHECKPOINT_INTERVAL_SECONDS, KIB
 from ister.model import AckLevel
@@ -40,6 +49,7 @@ _POLL_SECONDS: Final = 0.05
 _CATCH_UP_SECONDS: Final = 2 * CHECKPOINT_INTERVAL_SECONDS + 0.5
 _RETRY_SECONDS_MIN: Final = 1.0
 _RETRY_SECONDS_MAX: Final = 60.0
+_ALL_TIERED: Final = "everything is in the bucket"
 
 
 @dataclass(slots=True)
@@ -48,7 +58,9 @@ class Known:
 
     topic: str
     record: TopicRecord | None = None
-    record_at: float = -float("inf")
+    has_owner: bool = False
+    is_stale: bool = False
+    """Whether the record has to be read, and the files located, again."""
     files: LocalTail | None = None
     """The owner's files, if they are on this machine."""
     is_elsewhere: bool = False
@@ -63,6 +75,11 @@ class Known:
     retry_at: float = -float("inf")
     error: ErrorFields | None = None
     """The last failure, as it is in the report."""
+
+    @property
+    def can_be_read(self) -> bool:
+        """Whether its durable offsets can be read: here, or from its owner."""
+        return self.files is not None or self.is_elsewhere
 
 
 class _Span(NamedTuple):
@@ -97,6 +114,8 @@ class TopicBook:
         self._topics: dict[str, Known] = {}
         self._report = job.report
         self._says_all = True
+        self._read_at = -float("inf")
+        self._reads = 0
         self._pause = threading.Event()
 
     @property
@@ -135,75 +154,111 @@ class TopicBook:
             # Its error would otherwise stay in the report.
             self._forget_error(self._topics.pop(name))
         now = self._clock.monotonic()
-        examined: list[Known] = []
-        for name in topics:
-            known = self._topics.setdefault(name, Known(name))
-            if (self._says_all or now >= known.retry_at) and self._find(known, cycle):
-                examined.append(known)
+        known_topics = [self._topics.setdefault(name, Known(name)) for name in topics]
+        looked_at = [one for one in known_topics if self._says_all or now >= one.retry_at]
+        examined = self._find_all(looked_at, now, cycle)
         spans = self._spans(examined, cycle)
+        self._read_pointers([one for one in examined if one.topic in spans], spans)
         wanted: list[tuple[Known, int]] = []
         for known in examined:
             span = spans.get(known.topic)
-            if span is None or (
-                not self._says_all and known.begin is not None and span.synced <= known.begin
-            ):
+            if span is None:
+                continue
+            if known.begin is not None and span.synced <= known.begin:
+                self.say(known, known.begin, known.begin, skipped=_ALL_TIERED)
                 continue
             try:
                 begin = self._read_bucket(known, span)
                 if span.synced <= begin:
-                    self.say(known, begin, begin, skipped="everything is in the bucket")
+                    self.say(known, begin, begin, skipped=_ALL_TIERED)
                 elif interval_seconds is None or self._is_due(known, span, interval_seconds):
                     wanted.append((known, span.synced))
             except IsterError as error:
                 self.fail(known, error, cycle)
         return wanted
 
-    def _find(self, known: Known, cycle: Cycle) -> bool:
-        """Locates a topic's files; returns whether its durable offsets can be read."""
-        now = self._clock.monotonic()
-        if not self._says_all and now - known.record_at < _RECORD_SECONDS:
-            return known.files is not None or known.is_elsewhere
-        try:
-            catalog = self.job.catalog(known.topic)
-            found = catalog.record()
-            if found is None or not found[0].is_open:
-                self.say(known, skipped="the topic was deleted")
-                return False
-            record = found[0]
-            if known.record is None or known.record.incarnation != record.incarnation:
-                known.begin = None
-            known.record, known.record_at = record, now
+    def _find_all(self, looked_at: Sequence[Known], now: float, cycle: Cycle) -> list[Known]:
+        """Reads records and locates files; returns the topics whose durable offsets can be read."""
+        directory = self.job.directory
+        is_stale = any(known.is_stale for known in looked_at)
+        # Listing the topics for this cycle has read the same.
+        is_read = directory.reads > self._reads and not is_stale
+        is_known = not is_stale and all(known.record is not None for known in looked_at)
+        is_recent = is_known and now - self._read_at < _RECORD_SECONDS
+        if is_recent and not is_read and not self._says_all:
+            return [known for known in looked_at if known.can_be_read]
+        entries = directory.entries if is_read else directory.read()
+        self._read_at, self._reads = now, directory.reads
+        found = [known for known in looked_at if self._find(known, entries, cycle)]
+        self._locate_elsewhere([known for known in found if known.files is None], cycle)
+        return [known for known in found if known.can_be_read]
+
+    def _find(self, known: Known, entries: Mapping[str, TopicEntry], cycle: Cycle) -> bool:
+        """Locates a topic's files; returns whether the topic exists and has a readable record."""
+        entry = entries.get(known.topic)
+        known.is_elsewhere = False
+        if entry is None:
+            known.record, known.files, known.begin = None, None, None
+            self.say(known, skipped="the topic was deleted")
+            return False
+        if entry.record is None:
+            self.fail(known, entry.error or CorruptDataError("not a topic record"), cycle)
+            return False
+        record, before = entry.record, known.record
+        if before is None or before.incarnation != record.incarnation:
+            known.begin = None
+        known.has_owner = entry.owner is not None
+        if known.files is None or known.is_stale or before != record:
             known.files = self._place.local_tail(known.topic, record.node, record.incarnation)
-            known.is_elsewhere = known.files is None and self._needs_owner(catalog, record)
-        except IsterError as error:
-            self.fail(known, error, cycle)
-            return False
-        if known.files is None and not known.is_elsewhere:
-            self.say(known, skipped="everything is in the bucket")
-            return False
+        known.record, known.is_stale = record, False
         return True
 
-    def _needs_owner(self, catalog: Catalog, record: TopicRecord) -> bool:
-        """Whether another machine may have messages that the bucket lacks.
+    def _locate_elsewhere(self, away: Sequence[Known], cycle: Cycle) -> None:
+        """Finds out of which topics another machine may have messages that the bucket lacks."""
+        unsure: list[tuple[Known, TopicRecord]] = []
+        for known in away:
+            record = known.record
+            if record is None or not record.lineage:
+                self.say(known, skipped=_ALL_TIERED)
+            elif known.has_owner and (record.ack is AckLevel.TIERED or record.acked_end is None):
+                known.is_elsewhere = True  # producers may wait for the upload
+            else:
+                unsure.append((known, record))
+        directory = self.job.directory
+        seals = directory.seals([known.topic for known, _ in unsure if not known.has_owner])
+        pointers = directory.pointers([known.topic for known, _ in unsure])
+        running: dict[str, bool] = {}
+        for known, record in unsure:
+            pointer = pointers.get(known.topic)
+            try:
+                tiered = pointer.value.end if pointer is not None else 0
+                if tiered is None:
+                    last = self.job.catalog(known.topic).last()
+                    tiered = last.end if last is not None else 0
+                if known.topic in seals or record.is_whole(tiered):
+                    self.say(known, skipped=_ALL_TIERED)
+                    continue
+                if not known.has_owner and record.node not in running:
+                    root = self._storage.metadata.root_prefix
+                    running[record.node] = is_node_running(self.job.store, root, record.node)
+                if not known.has_owner and not running[record.node]:
+                    raise waits_for_disk(known.topic, record.node, tiered)
+                known.is_elsewhere = True
+            except IsterError as error:
+                self.fail(known, error, cycle)
 
-        Raises:
-            WaitsForDiskError: It is not running.
-        """
-        if not record.lineage:
-            return False
-        has_owner = catalog.owner() is not None
-        if has_owner and (record.ack is AckLevel.TIERED or record.acked_end is None):
-            return True  # producers may wait for the upload
-        if not has_owner and catalog.sealed() is not None:
-            return False
-        last = catalog.last()
-        tiered = last.end if last is not None else 0
-        if record.is_whole(tiered):
-            return False
-        root = self._storage.metadata.root_prefix
-        if not has_owner and not is_node_running(self.job.store, root, record.node):
-            raise waits_for_disk(str(catalog.keys.topic), record.node, tiered)
-        return True
+    def _read_pointers(self, examined: Sequence[Known], spans: Mapping[str, _Span]) -> None:
+        """Reads where uploads start, if that is not known, for all topics at once."""
+        unknown = [known for known in examined if self._says_all or known.begin is None]
+        pointers = self.job.directory.pointers([known.topic for known in unknown])
+        for known in unknown:
+            span, pointer = spans[known.topic], pointers.get(known.topic)
+            if pointer is not None:
+                known.begin = pointer.value.end
+            else:
+                # Without objects and without messages there is nothing to upload.
+                is_empty = span.synced <= span.trimmed
+                known.begin = span.trimmed if is_empty else None
 
     def _read_bucket(self, known: Known, span: _Span) -> int:
         """Returns where an upload of a topic starts."""
@@ -245,14 +300,15 @@ class TopicBook:
             try:
                 snapshot = known.files.snapshot()
                 if snapshot is None:
-                    known.record_at = -float("inf")
+                    known.files = None  # located again when records are read
                     self.say(known, skipped="its files are empty")
                     continue
                 spans[known.topic] = _Span(snapshot.trimmed, snapshot.synced)
-                mark = snapshot.end_of_files() if self._says_all else (0, 0)
                 # Without an owner, the checkpoint does not advance any more.
-                if not snapshot.covers(mark) and self.job.catalog(known.topic).owner() is not None:
-                    late.append((known, mark))
+                if self._says_all and known.has_owner:
+                    mark = snapshot.end_of_files()
+                    if not snapshot.covers(mark):
+                        late.append((known, mark))
             except IsterError as error:
                 self.fail(known, error, cycle)
         self._catch_up(late, spans)
@@ -335,7 +391,7 @@ class TopicBook:
         known.retry_at = self._clock.monotonic() + backoff_seconds(
             known.failures, first=_RETRY_SECONDS_MIN, most=most
         )
-        known.record_at = -float("inf")
+        known.is_stale = True
         before = known.error["message"] if known.error is not None else None
         self._forget_error(known)
         self._report.fail(error, known.topic)

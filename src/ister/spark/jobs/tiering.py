@@ -229,7 +229,7 @@ class _Tiering:
             planned_for.incarnation,
             planned_for.node,
         ):
-            known.record_at = -float("inf")
+            known.is_stale = True
             raise FencedError("the topic has a new owner, or was created again, meanwhile")
         known.record = record
         start = owned.tiered if owned.last is not None else None
@@ -321,7 +321,7 @@ class _Tiering:
                 raise
             # Reopened, taken by another node, or deleted: the objects are useless.
             planned.is_stale = True
-            work.known.record_at = -float("inf")
+            work.known.is_stale = True
             self._remove_unless_collected(planned, made)
             return
         except ConflictError:

@@ -34,7 +34,7 @@ from ister.format.manifest import decode_manifest
 from ister.format.records import (
     SealedState,
     TopicRecord,
-    decode_current,
+    decode_pointer,
     decode_retired,
     decode_session,
     decode_writer,
@@ -144,6 +144,8 @@ class Survey:
     superfluous: set[int] = field(default_factory=set)
     """Start offsets of entries whose offsets other entries have."""
     current: int | None = None
+    current_end: int | None = None
+    """Where the pointer says that the newest object ends; None if it does not say."""
     others: list[Other] = field(default_factory=list)
     findings: list[ScrubFinding] = field(default_factory=list)
 
@@ -235,7 +237,7 @@ def _read_current(survey: Survey, found: KeyValue | None) -> int | None:
     if found is None:
         return None
     try:
-        return decode_current(found.value, key=found.key)
+        pointer = decode_pointer(found.value, key=found.key)
     except CorruptDataError as error:
         survey.find(
             "pointer",
@@ -243,6 +245,8 @@ def _read_current(survey: Survey, found: KeyValue | None) -> int | None:
             repairable=True,
         )
         return None
+    survey.current_end = pointer.end
+    return pointer.start
 
 
 def read_pages(catalog: Catalog) -> Iterable[KeyValue]:
@@ -378,6 +382,16 @@ def _check_end(survey: Survey, at: int, sealed: SealedState | None) -> None:
         survey.find(
             "pointer",
             f"the newest object starts at {last}, and the pointer to it is {said}",
+            offset=last,
+            repairable=True,
+        )
+    elif survey.current_end not in (
+        None,
+        *(one.described.end for one in entries if one.described.start == survey.current),
+    ):
+        survey.find(
+            "pointer",
+            f"the pointer to the newest object says that it ends at {survey.current_end}",
             offset=last,
             repairable=True,
         )

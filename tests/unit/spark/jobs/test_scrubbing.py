@@ -18,7 +18,7 @@ from ister.bucket.names import format_object_id
 from ister.config import load_config
 from ister.errors import NotFoundError
 from ister.format.frame import decode_frame, encode_frame, scan_frames
-from ister.format.records import RetiredObjects, encode_retired
+from ister.format.records import RetiredObjects, encode_current, encode_retired
 from ister.objectstore.opendal_store import OpendalStore
 from ister.spark.jobs import scrubbing
 from ister.spark.jobs.object_repair import DamagedRange, epoch_floor, repair_range
@@ -434,6 +434,18 @@ def test_the_pointer_goes_with_a_descriptor_that_is_removed(spark, place, patien
     with patient.metadata() as store:
         found = json.loads(store.get(patient.keys.current).value)
     assert int(found["start"]) == every[-1].start
+
+
+def test_pointer_with_a_wrong_end_is_put_right(spark, place, patient):
+    """Otherwise nobody would look for what is missing behind it."""
+    last = patient.descriptors()[-1]
+    with patient.metadata() as store:
+        store.put(patient.keys.current, encode_current(last.start, last.end + 5))
+    assert named(scrub(spark, place.config)) == [("pointer",)]
+    assert scrub(spark, place.config, repair=True).ok
+    with patient.metadata() as store:
+        found = json.loads(store.get(patient.keys.current).value)
+    assert (int(found["start"]), found["next_offset"]) == (last.start, last.end)
 
 
 def test_a_damaged_archive_is_made_again(spark, place, patient):

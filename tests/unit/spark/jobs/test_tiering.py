@@ -16,13 +16,15 @@ from ister.bucket.egress import EgressLimit
 from ister.bucket.names import TopicKeys
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.pipeline import PipelineKeys
-from ister.clock import ManualClock
+from ister.clock import ManualClock, SystemClock
 from ister.errors import FencedError, IsterError, UnavailableError
-from ister.format.records import decode_topic, encode_topic
+from ister.format.records import decode_topic, encode_current, encode_topic
+from ister.metadata.sqlite import SqliteMetadata
 from ister.model import TopicName
 from ister.spark.jobs import tiering, upload_task
 from ister.spark.jobs.job import open_job
-from ister.spark.jobs.job_report import error_as_fields
+from ister.spark.jobs.job_report import JobReport, error_as_fields
+from ister.spark.jobs.pipeline_term import measure_lag
 from ister.spark.jobs.stop_signals import stop_on_signals
 from ister.spark.jobs.tasks import Done
 from ister.spark.jobs.tier_topics import Cycle, TopicBook
@@ -478,3 +480,100 @@ def test_event_of_the_callers_own_ends_the_loop():
     event = threading.Event()
     with stop_on_signals(event) as stop:
         assert stop is event
+
+
+# -- many topics ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted_calls(monkeypatch):
+    """The requests to the metadata store, by kind, without those of leases."""
+    calls = []
+    with monkeypatch.context() as patched:
+        for kind in ("get", "get_many", "range", "put", "transact"):
+            real = getattr(SqliteMetadata, kind)
+
+            def count(self, *args, real=real, kind=kind, **more):
+                calls.append(kind)
+                return real(self, *args, **more)
+
+            patched.setattr(SqliteMetadata, kind, count)
+        yield calls
+
+
+def make_topics(place, count):
+    with place.open() as log:
+        for number in range(count):
+            topic = log.topic(f"/default/topic-{number:03d}", create=True)
+            fill(topic, 3)
+            topic.upload()
+
+
+@pytest.mark.parametrize("count", [2, 40])
+def test_cycle_without_work_takes_a_few_requests_for_any_number_of_topics(
+    place, tasks, monkeypatch, count
+):
+    make_topics(place, count)
+    clock = ManualClock(now_ms=SystemClock().now_ns() // 1_000_000)
+    with a_job(place, clock=clock) as job, counted_calls(monkeypatch) as calls:
+        report = JobReport("tier")
+
+        def cycle(**more):
+            calls.clear()
+            done = tier_cycle(job, job.topics(["*"]), report=report, **more)
+            assert (done.due, done.failed) == (0, 0)
+            return list(calls)
+
+        # Records and owners; then, once, where each topic's uploads begin.
+        assert cycle(only_due=True) == ["range", "range", "get_many"]
+        assert cycle(only_due=True) == ["range", "range"]
+        calls.clear()
+        assert not tier_cycle(job, sorted(report.topics), only_due=True, report=report).due
+        assert calls == []
+        clock.advance(60)
+        assert cycle(only_due=True) == ["range", "range"]
+        assert cycle() == ["range", "range", "get_many"]
+        assert {fields["end"] for fields in report.topics.values()} == {3}
+        assert len(report.topics) == count
+        calls.clear()
+        assert measure_lag(job.place, job.topics(["*"])) == 0
+        assert set(calls) == {"range", "get_many"}
+        assert len(calls) == 4
+    assert not tasks.items
+
+
+def test_pointers_without_an_end_are_looked_up(place, tasks):
+    """As Danube and an older Ister write them."""
+    make_topics(place, 2)
+    with place.open() as log:
+        fill(log.topic("/default/topic-000"), 2, first=3)
+    with a_job(place) as job:
+        for name in job.topics(["*"]):
+            keys = job.catalog(name).keys
+            job.store.put(keys.current, encode_current(0))
+        assert measure_lag(job.place, job.topics(["*"])) == 2
+        cycle = tier_cycle(job, job.topics(["*"]))
+        assert (cycle.due, cycle.messages, cycle.failed) == (1, 2, 0)
+        assert job.report.topics["/default/topic-001"]["end"] == 3
+    check_chain(place, 5, "/default/topic-000")
+
+
+def test_pointer_that_says_too_little_costs_a_look_and_no_upload(place, tasks):
+    make_topics(place, 1)
+    name = "/default/topic-000"
+    with a_job(place) as job:
+        job.store.put(job.catalog(name).keys.current, encode_current(0, 1))
+        assert tier_cycle(job, [name]).due == 0
+        assert job.report.topics[name]["end"] == 3
+    assert not tasks.items
+
+
+def test_record_that_cannot_be_read_is_an_error_and_others_go_on(place, tasks):
+    make_topics(place, 1)
+    place.fill(A, 5)
+    with a_job(place) as job:
+        job.store.put(job.catalog("/default/topic-000").keys.record, b"?")
+        cycle = tier_cycle(job, job.topics(["*"]))
+        assert (cycle.failed, cycle.messages) == (1, 5)
+        assert [error["topic"] for error in job.report.errors] == ["/default/topic-000"]
+    check_chain(place, 5)
