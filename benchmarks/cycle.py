@@ -41,7 +41,7 @@ from ister.spark.jobs.tiering import tier_cycle
 _TOPICS: Final = 10_000
 _SHARE: Final = 10
 _SECONDS_MAX: Final = 2.0
-_RATIO_MAX: Final = 1.5
+_RATIO_MAX: Final = 2.0
 _ROUNDS: Final = 5
 _BATCH: Final = 40
 _TEMPLATE: Final = "/bench/template"

@@ -13,6 +13,7 @@ express_collection  removal of those that no topic needs
 resort              objects of one topic in the place of its runs in those
 egress              the limit on the upload rate
 catalog             a topic's record and descriptors, read without owning it
+directory           the metadata of many topics at once
 names               names in the bucket and in the metadata store
 history_reader      reads frames back from objects
 chunks              fetches a part of an object, for decoding whole chunks
