@@ -121,6 +121,12 @@ def parse_pending_epoch(object_id: str) -> int | None:
     return int(epoch) if epoch else _FIRST_EPOCH
 
 
+def parse_pending_start(object_id: str) -> int | None:
+    """The first offset of a pending object; None if it is not one."""
+    match = _PENDING_ID.fullmatch(object_id)
+    return None if match is None else int(match.group(1))
+
+
 def objects_prefix(topic: TopicName) -> str:
     """The prefix of the keys of a topic's objects."""
     return f"{TOPICS_PREFIX}{topic.namespace}/{topic.topic}/objects/"

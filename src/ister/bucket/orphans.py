@@ -9,8 +9,9 @@ catalog is read again right before each removal. These objects are kept:
   read;
 - those in a hole of the catalog: their descriptors may be restored.
 
-One owner does this for its topic. Parts of uploads that never completed are invisible to a listing:
-`ister.objectstore` aborts them, or a lifecycle rule of the bucket does.
+One owner does this for its topic (`collect_orphans`); a job does it for topics that no process has
+open (`collect_unowned`), and keeps more. Parts of uploads that never completed are invisible to a
+listing: `ister.objectstore` aborts them, or a lifecycle rule of the bucket does.
 """
 
 from __future__ import annotations
@@ -20,17 +21,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
+from ister import failpoints
 from ister.bucket.names import (
     ObjectName,
     format_pending_id,
+    object_key,
     objects_prefix,
     parse_object_id,
     parse_pending_epoch,
+    parse_pending_start,
     staging_prefix,
 )
 from ister.bucket.ownership import OwnedTopic
 from ister.clock import Clock
 from ister.errors import NotFoundError
+from ister.format.descriptor import parse_run_id
 from ister.format.manifest import decode_manifest
 from ister.format.records import decode_retired, decode_writer
 from ister.limits import MANIFEST_BYTES_MAX
@@ -50,6 +55,8 @@ def collect_orphans(
     metrics: Metrics,
     has_jobs: Callable[[], bool] = lambda: False,
     correct_ms: Callable[[int], int] = lambda time_ms: time_ms,
+    keeps: Callable[[str], bool] = lambda object_id: False,
+    dry_run: bool = False,
 ) -> list[str]:
     """Removes objects of the topic that no descriptor names.
 
@@ -62,6 +69,8 @@ def collect_orphans(
         has_jobs: Whether jobs may be making objects in this owner's name: objects at or after
             the topic's end are kept then.
         correct_ms: Corrects times that were recorded while the clock was wrong.
+        keeps: Whether an object is kept in any case.
+        dry_run: Remove nothing.
 
     Returns:
         Their names.
@@ -80,7 +89,8 @@ def collect_orphans(
         else ()
     )
     now = clock.now_ns() // 1_000_000_000
-    _forget_retired(owned, now)
+    if not dry_run:
+        _forget_retired(owned, now)
     removed: list[str] = []
     for info in list(store.list(prefix)):
         object_id = info.key.removeprefix(prefix)
@@ -92,14 +102,91 @@ def collect_orphans(
             and object_id not in _retired(owned, now)
             and not (_is_ahead(owned, object_id) and has_jobs())
             and _is_still_past(store, info.key, oldest, correct_ms)
+            and not keeps(object_id)
         ):
-            owned.check()
-            store.delete(info.key)
             removed.append(object_id)
-    if removed:
+            if not dry_run:
+                owned.check()
+                store.delete(info.key)
+                failpoints.reach("tier.after_delete_object")
+    if removed and not dry_run:
         metrics.count("cloud.orphans_removed", len(removed))
         _log.info("orphans removed", extra={"topic": owned.topic, "objects": removed})
     return removed
+
+
+def collect_unowned(
+    owned: OwnedTopic,
+    store: ObjectStore,
+    *,
+    grace_seconds: float,
+    clock: Clock,
+    metrics: Metrics,
+    correct_ms: Callable[[int], int] = lambda time_ms: time_ms,
+    dry_run: bool = False,
+) -> list[str]:
+    """Removes objects of a topic that no process has open, and that no descriptor names.
+
+    An owner has compared the catalog with the bucket and its files when it opened the topic; here
+    nobody has. So an object is kept unless each of its offsets has expired, or is in a named object
+    that is in the bucket: metadata that is lost, or older than the bucket, takes no data with it.
+
+    Args:
+        owned: The topic, in the name of its last owner (`ister.bucket.claim.act_outside`).
+        store: Where its objects are.
+        grace_seconds: How long an object without a descriptor is kept.
+        clock: Where time comes from.
+        metrics: What was removed is counted there.
+        correct_ms: Corrects times that were recorded while the clock was wrong.
+        dry_run: Remove nothing.
+
+    Returns:
+        Their names.
+
+    Raises:
+        As `collect_orphans`.
+    """
+    prefix = objects_prefix(owned.catalog.keys.topic)
+    # Listed before the catalog is read: what it names later counts as absent.
+    there = {info.key.removeprefix(prefix) for info in store.list(prefix)}
+    return collect_orphans(
+        owned,
+        store,
+        grace_seconds=grace_seconds,
+        clock=clock,
+        metrics=metrics,
+        correct_ms=correct_ms,
+        keeps=lambda object_id: not _is_held(owned, store, there, object_id),
+        dry_run=dry_run,
+    )
+
+
+def _is_held(owned: OwnedTopic, store: ObjectStore, there: set[str], object_id: str) -> bool:
+    """Whether the topic has all messages of an object without it, or they have expired."""
+    name = parse_object_id(object_id)
+    if name is None:
+        start = parse_pending_start(object_id)
+        return start is not None and start < owned.tiered
+    at = max(name.start, owned.record.expired_before)
+    for described, _ in owned.catalog.descriptors(at, name.end):
+        if described.start > at or not _is_there(owned, store, there, described.object_id):
+            return False
+        at = max(at, described.end)
+    return at >= name.end
+
+
+def _is_there(owned: OwnedTopic, store: ObjectStore, there: set[str], object_id: str) -> bool:
+    """Whether a named object is in the bucket; `there` are those of the topic that were listed."""
+    if object_id in there:
+        return True
+    if parse_run_id(object_id) is None:
+        return False
+    try:
+        store.stat(object_key(owned.catalog.keys.topic, object_id))
+    except NotFoundError:
+        return False
+    there.add(object_id)
+    return True
 
 
 def _retired(owned: OwnedTopic, now: int) -> set[str]:
@@ -177,7 +264,12 @@ JOB_PREFIX: Final = "job-"
 
 
 def sweep_staging(
-    owned: OwnedTopic, objects: ObjectStore, *, grace_seconds: float, clock: Clock
+    owned: OwnedTopic,
+    objects: ObjectStore,
+    *,
+    grace_seconds: float,
+    clock: Clock,
+    dry_run: bool = False,
 ) -> list[str]:
     """Removes old staged files that no unfinished batch needs, and forgets old jobs.
 
@@ -197,7 +289,8 @@ def sweep_staging(
         is_job = found.key.startswith(keys.writer(JOB_PREFIX))
         if is_job and now - record.updated_at > grace_seconds:
             # Done, or killed during its commit: the batch is never asked for again.
-            owned.transact([RevisionIs(found.key, found.revision)], [Delete(found.key)])
+            if not dry_run:
+                owned.transact([RevisionIs(found.key, found.revision)], [Delete(found.key)])
         elif not record.is_done:
             needed.add(record.manifest)
             with suppress(NotFoundError):
@@ -207,7 +300,9 @@ def sweep_staging(
     for info in list(objects.list(staging_prefix(keys.topic))):
         is_old = info.modified_at is not None and now - info.modified_at > grace_seconds
         if is_old and info.key not in needed:
-            owned.check()
-            objects.delete(info.key)
             removed.append(info.key)
+            if not dry_run:
+                owned.check()
+                objects.delete(info.key)
+                failpoints.reach("tier.after_delete_object")
     return removed

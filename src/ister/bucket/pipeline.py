@@ -3,6 +3,8 @@
     <root>/pipeline/lease            the process that uploads; expires with its lease
     <root>/pipeline/jobs/<id>        a running job; expires with its lease
     <root>/pipeline/exports/<id>     a running export into one table; likewise
+    <root>/pipeline/gc               a running `gc`; likewise
+    <root>/pipeline/clock            the clock of the last `gc`, to compare the next one's with
     <root>/pipeline/status           the service's last status
     <root>/pipeline/reports/<job>    the last report of each job
     <root>/pipeline/requests/<job>   a request to run a job now; deleted when the job starts
@@ -42,6 +44,8 @@ class PipelineKeys:
         self._root = f"{root_prefix}/pipeline/"
         self.lease = f"{self._root}lease"
         self.status = f"{self._root}status"
+        self.gc = f"{self._root}gc"
+        self.clock = f"{self._root}clock"
 
     def job(self, id: str) -> str:
         """The key of a running job."""
@@ -59,9 +63,13 @@ class PipelineKeys:
         """The key of a request for a job; with an empty name, the prefix of all requests."""
         return f"{self._root}requests/{job}"
 
-    def has_jobs(self, store: MetadataStore) -> bool:
-        """Whether any job is running, or was less than a lease ago."""
-        return store.get(self.lease) is not None or bool(store.range(self.job(""), limit=1))
+    def has_jobs(self, store: MetadataStore, *, besides: str | None = None) -> bool:
+        """Whether any job is running, or was less than a lease ago; `besides` is the caller's key.
+
+        A `gc`, which makes no objects, does not count.
+        """
+        jobs = [found.key for found in store.range(self.job(""), limit=2)]
+        return store.get(self.lease) is not None or any(key != besides for key in jobs)
 
 
 class PipelineWatch:
@@ -98,7 +106,7 @@ class PipelineWatch:
         return is_running
 
 
-REQUESTED_JOBS: Final = ("tier", "compact", "export", "scrub")
+REQUESTED_JOBS: Final = ("tier", "compact", "export", "gc", "scrub")
 """The jobs that can be requested, most important one first."""
 REQUEST_SECONDS_MAX: Final = 3600
 """Older requests are dropped."""

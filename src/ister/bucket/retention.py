@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Final
 
 from ister import failpoints
 from ister.bucket.names import object_key
@@ -30,6 +33,7 @@ from ister.objectstore.base import ObjectStore
 _log = logging.getLogger("ister.bucket.retention")
 
 _MINUTE_MS = 60_000
+_WALKS_MAX: Final = 5
 
 
 def plan_expiry(
@@ -70,6 +74,26 @@ def plan_expiry(
         expired.append(described)
         excess -= described.size_bytes
     return expired
+
+
+def list_known(owned: OwnedTopic) -> list[ObjectDescriptor] | None:
+    """A topic's objects, ascending; None if they are merged faster than they are read.
+
+    Without their indexes, because a topic may have very many, and without what was committed
+    although the answer was lost: the newest one that is known stays.
+    """
+    for _ in range(_WALKS_MAX):
+        known = owned.tiered
+        found = [
+            replace(described, offset_index=(), publish_time_index=())
+            for described, _ in owned.catalog.descriptors()
+            if described.end <= known
+        ]
+        # Objects that are merged under the walk may come as they were, and merged: their bytes
+        # would count twice.
+        if all(before.end <= after.start for before, after in pairwise(found)):
+            return found
+    return None
 
 
 def expire(

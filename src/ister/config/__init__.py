@@ -50,6 +50,7 @@ from ister.config.loading import (
 from ister.config.pipeline import (
     CompactConfig,
     ExportConfig,
+    GcConfig,
     Keep,
     ObjectFormat,
     PipelineConfig,
@@ -112,6 +113,7 @@ __all__ = [
     "ExportConfig",
     "FailoverConfig",
     "Finalize",
+    "GcConfig",
     "GrpcEngine",
     "JwtConfig",
     "Keep",

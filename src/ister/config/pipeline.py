@@ -100,6 +100,21 @@ class ScrubConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GcConfig:
+    """`pipeline.gc`: when what nobody needs is removed from the bucket."""
+
+    every_minutes: int | None = setting(
+        60,
+        low=1,
+        says="How often expired and orphaned objects of topics that no process has open, and "
+        "express objects that no topic needs, are removed; null turns it off.",
+    )
+    topics: tuple[str, ...] = setting(
+        ("*",), says="Topics: names and patterns; objects of no single topic only with `*`."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
     """`pipeline`: what `ister pipeline run` does, and how often."""
 
@@ -114,4 +129,5 @@ class PipelineConfig:
     )
     compact: CompactConfig = field(default_factory=CompactConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    gc: GcConfig = field(default_factory=GcConfig)
     scrub: ScrubConfig = field(default_factory=ScrubConfig)

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Final
 
 from ister.bucket.check import verify_content, verify_size
 from ister.bucket.names import object_key
 from ister.bucket.orphans import collect_orphans, sweep_staging
 from ister.bucket.pipeline import PipelineKeys
-from ister.bucket.retention import expire, plan_expiry
+from ister.bucket.retention import expire, list_known, plan_expiry
 from ister.config import Verify
 from ister.errors import (
     CorruptDataError,
@@ -43,7 +42,6 @@ _log = logging.getLogger("ister.topic.bucket_link")
 _JOB_GRACE_SECONDS: Final = 3600
 # Number of objects that are checked when a topic is opened.
 _RECENT_OBJECTS: Final = 4
-_WALKS_MAX: Final = 5
 """How often objects are listed again because some were merged meanwhile."""
 
 
@@ -404,7 +402,7 @@ class TopicTier(TopicUploads):
                 return 0
             step = self._tiers.node_clock.check()
             self.owned.check()
-            found = self._all_known()
+            found = list_known(self.owned)
             if found is None:
                 _log.warning("retention waits: objects overlap", extra={"topic": self.owned.topic})
                 return 0
@@ -416,23 +414,6 @@ class TopicTier(TopicUploads):
                 correct_ms=self._tiers.node_clock.correct_ms,
             )
             return expire(self.owned, self._tiers.objects, planned, metrics=self._metrics)
-
-    def _all_known(self) -> list[ObjectDescriptor] | None:
-        """The topic's objects, ascending; None if they are merged faster than they are read."""
-        for _ in range(_WALKS_MAX):
-            known = self.owned.tiered
-            found = [
-                # Without their indexes: a topic may have very many objects. And without what was
-                # committed although the answer was lost: the newest one that is known stays.
-                replace(described, offset_index=(), publish_time_index=())
-                for described, _ in self.owned.catalog.descriptors()
-                if described.end <= known
-            ]
-            # Objects that are merged under the walk may come as they were, and merged: their bytes
-            # would count twice.
-            if all(before.end <= after.start for before, after in pairwise(found)):
-                return found
-        return None
 
     def collect_orphans(self) -> list[str]:
         """Removes objects without a descriptor, after their grace period; returns their names.

@@ -58,7 +58,7 @@ class NodeClock:
             clock,
             mark=self._load(),
             boot=boot_id() if root is not None else "",
-            longest_seconds=_longest_seconds(storage) if storage is not None else 0.0,
+            longest_seconds=longest_seconds(storage) if storage is not None else 0.0,
         )
         self.check()
 
@@ -138,7 +138,8 @@ class NodeClock:
             _log.warning("cannot save the clock mark", extra={"error": str(error)})
 
 
-def _longest_seconds(storage: StorageConfig) -> float:
+def longest_seconds(storage: StorageConfig) -> float:
+    """The longest age limit of the settings."""
     minutes = (
         storage.wal.retention.time_minutes or 0,
         storage.cloud.retention.time_minutes or 0,

@@ -2,12 +2,16 @@
 
 Owns: the list of jobs. Does not own: what is common to their arguments and output (`common`), what
 a job does (`ister.spark.jobs`).
+
+run, status     the pipeline as a service, and what it does
+tier, compact, export, gc, scrub, replay, stats     one job each
+child_process   starts a pipeline beside a broker
 """
 
 from __future__ import annotations
 
 from ister.cli.output import Subparsers, add_command
-from ister.cli.pipeline import compact, export, replay, run, scrub, stats, status, tier
+from ister.cli.pipeline import compact, export, gc, replay, run, scrub, stats, status, tier
 
 __all__ = ["register"]
 
@@ -17,7 +21,7 @@ def register(commands: Subparsers) -> None:
     parser = add_command(
         commands,
         "pipeline",
-        help="upload, merge, check, export and replay topics with Spark",
+        help="upload, merge, check, clean up, export and replay topics with Spark",
         description="Jobs on Spark: on this machine by default, on a cluster with --master. "
         "Each can be stopped at any time and run again.",
         examples=(
@@ -27,5 +31,5 @@ def register(commands: Subparsers) -> None:
         ),
     )
     jobs = parser.add_subparsers(metavar="JOB", required=True)
-    for job in (run, status, tier, compact, export, scrub, replay, stats):
+    for job in (run, status, tier, compact, export, gc, scrub, replay, stats):
         job.register(jobs)

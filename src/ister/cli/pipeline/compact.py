@@ -26,7 +26,6 @@ _COLUMNS: Final = (
     ("new_bytes", "new size"),
     ("removed_messages", "messages removed"),
     ("skipped", "skipped"),
-    ("collected", "old objects removed"),
 )
 
 

@@ -127,6 +127,7 @@ def _show(options: argparse.Namespace) -> int:
         "resort": uploader.express.resort_seconds if is_tiered else None,
         "compact": _seconds(pipeline.compact.every_minutes),
         "export": _seconds(export_minutes),
+        "gc": _seconds(pipeline.gc.every_minutes),
         "scrub": _seconds(pipeline.scrub.every_minutes),
     }
     if options.json:

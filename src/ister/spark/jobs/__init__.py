@@ -1,4 +1,4 @@
-"""The pipeline: jobs that move, merge, check, export and replay topics, on Spark.
+"""The pipeline: jobs that move, merge, check, clean up, export and replay topics, on Spark.
 
     driver: plan ─► tasks: bytes become objects and files ─► driver: commit, under the job's lease
 
@@ -9,6 +9,7 @@ tiering, tier_topics, upload_task            `tier`
 compaction, merge_task, latest_per_key       `compact`
 resorting                                    express runs, within `run`
 exporting, export_round, export_task         `export`
+collecting, collect_task                     `gc`
 scrubbing, topic_scrub, topic_survey, object_check, object_repair    `scrub`
 replaying, replay_plan, replay_run, replay_task, replay_sql, transforms    `replay`
 statistics, topic_stats                      `stats`
@@ -25,6 +26,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from ister.spark.jobs.collecting import gc
     from ister.spark.jobs.compaction import compact
     from ister.spark.jobs.exporting import export
     from ister.spark.jobs.job_report import JobReport
@@ -39,6 +41,7 @@ __all__ = [
     "JobReport",
     "compact",
     "export",
+    "gc",
     "open_session",
     "replay",
     "run",
@@ -52,6 +55,7 @@ _HOMES: Final = {
     "JobReport": "job_report",
     "compact": "compaction",
     "export": "exporting",
+    "gc": "collecting",
     "open_session": "session",
     "replay": "replaying",
     "run": "service",

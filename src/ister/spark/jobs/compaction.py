@@ -24,8 +24,8 @@ Readers continue: a reader looks up the object of an offset again when one is go
 stay for `grace_minutes`.
 
 What a crash leaves: topics with some groups merged, objects that no descriptor names, and staged
-offsets. The latter two are removed when they are old enough, by the topic's owner, or by the next
-run if the topic has no owner.
+offsets. The latter two are removed when they are old enough, by the topic's owner, or by `gc` if
+the topic has none.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from ister import failpoints
 from ister.bucket.compaction_plan import MergeGroup, PlanSettings, plan_compaction
 from ister.bucket.express_collection import stays_by_age
-from ister.bucket.names import object_key, objects_prefix, parse_object_id, staging_prefix
-from ister.bucket.orphans import collect_orphans
+from ister.bucket.names import object_key, staging_prefix
 from ister.bucket.ownership import OwnedTopic
 from ister.config import Keep, ObjectFormat
 from ister.errors import (
@@ -64,7 +63,6 @@ from ister.spark.jobs.job_report import ErrorFields, JobReport, error_as_fields
 from ister.spark.jobs.merge_task import MergeItem, merge
 from ister.spark.jobs.progress import JobProgress
 from ister.spark.jobs.tasks import Done, run_tasks
-from ister.spark.tables.ranges import normalise, subtract
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -180,8 +178,8 @@ def compact(
 
     Returns:
         For each topic `objects` and `bytes` that were merged, the number and size of new objects
-        (`merged`, `new_bytes`), `removed_messages`, groups that changed meanwhile (`skipped`) and
-        old objects that were removed (`collected`). A failing topic is in `errors`; others go on.
+        (`merged`, `new_bytes`), `removed_messages`, and groups that changed meanwhile (`skipped`).
+        A failing topic is in `errors`; others go on.
 
     Raises:
         InvalidRequestError: A setting is invalid.
@@ -278,13 +276,10 @@ class _Compaction:
         self._run_id = secrets.token_hex(8)
 
     def run(self, topics: Sequence[str]) -> None:
-        """Removes leftovers, then merges until there is nothing left to merge."""
+        """Merges until there is nothing left to merge."""
         job = self._job
         for topic in topics:
             job.report.add(topic, objects=0, merged=0, bytes=0)
-            if not job.dry_run and self._planner is None:
-                with self._own_failure(topic):
-                    self._collect(topic)
         pending = list(topics)
         for number in range(_ROUNDS_MAX):
             job.check()
@@ -541,57 +536,7 @@ class _Compaction:
                 extra={"topic": plan.name, "object": made.object_id, "error": str(error)},
             )
 
-    # -- garbage ----------------------------------------------------------------------------
-
-    def _collect(self, topic: str) -> None:
-        """Removes what earlier merges left, if the topic has no owner to do it.
-
-        Only if the catalog has every offset that any object has: otherwise the next owner, or
-        `ister recover`, still needs those objects.
-        """
-        job = self._job
-        catalog = job.catalog(topic)
-        if catalog.owner() is not None:
-            return
-        store, name = job.history.objects, TopicName.parse(topic)
-        owned = job.act(topic)
-        prefix = objects_prefix(name)
-        # Listed before the catalog is read: objects that are committed meanwhile are in it.
-        there = [info.key.removeprefix(prefix) for info in store.list(prefix)]
-        covered = normalise((d.start, d.end) for d, _ in catalog.descriptors())
-        floor = owned.record.expired_before
-        for object_id in there:
-            parsed = parse_object_id(object_id)
-            if parsed is not None and subtract(
-                normalise([(max(parsed.start, floor), parsed.end)]), covered
-            ):
-                _log.info("not collected", extra={"topic": topic, "object": object_id})
-                return
-        try:
-            removed = collect_orphans(
-                owned,
-                store,
-                grace_seconds=self._orphan_grace_seconds,
-                clock=job.clock,
-                metrics=job.metrics,
-            )
-        except FencedError:
-            job.fence.check()
-            return  # the topic has an owner now, which collects by itself
-        if removed:
-            job.report.add(topic, collected=len(removed))
-        self._sweep_staged(name)
-
-    def _sweep_staged(self, topic: TopicName) -> None:
-        """Removes offsets that killed runs staged."""
-        from ister.spark.jobs.latest_per_key import STAGED_PREFIX  # noqa: PLC0415 - numpy
-
-        objects = self._job.history.objects
-        oldest = self._job.clock.now_ns() / 1e9 - self._orphan_grace_seconds
-        for info in list(objects.list(staging_prefix(topic))):
-            is_old = info.modified_at is not None and info.modified_at < oldest
-            if is_old and info.key.startswith(staging_prefix(topic) + STAGED_PREFIX):
-                objects.delete(info.key)
+    # -- staged offsets ---------------------------------------------------------------------
 
     @property
     def _staged_name(self) -> str:

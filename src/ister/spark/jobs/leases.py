@@ -79,10 +79,9 @@ class LeaseKeeper:
                 clock=self._clock,
             )
         except ConflictError as error:
+            what = "pipeline" if about["job"] in ("run", "tier") else f"{about['job']} job"
             raise ConflictError(
-                f"another {about['job']} job is running{self._describe_holder(key)}"
-                if topic is not None
-                else f"another pipeline is running{self._describe_holder(key)}",
+                f"another {what} is running{self._describe_holder(key)}",
                 topic=topic,
                 path=key,
                 hint="wait until it ends; after a crash its lease expires within "

@@ -1,8 +1,8 @@
 """One term of the pipeline: from taking the lease until it is lost, or the service is stopped.
 
-    tier, every second or so                                         ─┐
-    resort, scheduled; compact, export, scrub, scheduled or on request ─┼─ three threads
-    status, reports, and stops while Spark works                     ─┘
+    tier, every second or so                                  ─┐
+    resort, compact, export, gc, scrub: scheduled or requested ─┼─ three threads
+    status, reports, and stops while Spark works              ─┘
 
 Owns: when each job runs, requests, the status. Does not own: the lease (`job`), what jobs do.
 
@@ -37,6 +37,8 @@ from ister import threads
 from ister.bucket.directory import TopicDirectory
 from ister.bucket.pipeline import (
     REQUEST_SECONDS_MAX,
+    REQUESTED_JOBS,
+    PipelineKeys,
     PipelineRequest,
     read_requests,
     take_request,
@@ -83,6 +85,8 @@ class SlowJob:
     name: str
     every_seconds: float
     work: Callable[[Job], object]
+    key: Callable[[PipelineKeys], str] | None = None
+    """The key that only one such job may hold at a time; None for a key of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +263,7 @@ class PipelineTerm:
             try:
                 if self._clock.monotonic() >= look_at:
                     look_at = self._clock.monotonic() + self._settings.request_seconds
-                    request = self._take_request(("compact", "export", "scrub"))
+                    request = self._take_request(REQUESTED_JOBS[1:])
                     if request is not None:
                         self._run_requested(request)
                         look_at = -float("inf")  # another one may be waiting
@@ -291,7 +295,13 @@ class PipelineTerm:
         error: str | None = None
         is_cut_off = False
         try:
-            with open_job(slow.name, self._job.spark, self._job.place, clock=self._clock) as job:
+            with open_job(
+                slow.name,
+                self._job.spark,
+                self._job.place,
+                exclusive=None if slow.key is None else slow.key(self._job.keys),
+                clock=self._clock,
+            ) as job:
                 with self._lock:
                     self._slow = job
                 try:

@@ -1,4 +1,4 @@
-"""`run`: the pipeline as a service: tiers, re-sorts, compacts, exports and scrubs until stopped.
+"""`run`: the pipeline as a service, which runs its jobs until it is stopped.
 
     standby ─► lease ─► a term (`pipeline_term`) ─► lease lost, or stop
        ▲                                                 │
@@ -136,6 +136,13 @@ def _export(job: Job, pipeline: PipelineConfig, topics: Sequence[str] | None) ->
     export_topics(job, ExportSettings.from_config(pipeline.export), topics=wanted)
 
 
+def _gc(job: Job, pipeline: PipelineConfig, topics: Sequence[str] | None) -> None:
+    from ister.spark.jobs.collecting import collect_topics  # noqa: PLC0415
+
+    wanted = topics or pipeline.gc.topics
+    collect_topics(job, job.topics(wanted), is_everything="*" in wanted)
+
+
 def _scrub(job: Job, pipeline: PipelineConfig, topics: Sequence[str] | None) -> None:
     from ister.spark.jobs.scrubbing import scrub_topics  # noqa: PLC0415
 
@@ -146,6 +153,7 @@ def _scrub(job: Job, pipeline: PipelineConfig, topics: Sequence[str] | None) -> 
 _WORKS: Final[dict[str, Callable[[Job, PipelineConfig, Sequence[str] | None], None]]] = {
     "compact": _compact,
     "export": _export,
+    "gc": _gc,
     "scrub": _scrub,
 }
 
@@ -169,6 +177,7 @@ def slow_jobs(pipeline: PipelineConfig) -> list[SlowJob]:
     minutes = {
         "compact": pipeline.compact.every_minutes,
         "export": pipeline.export.every_minutes if pipeline.export.to is not None else None,
+        "gc": pipeline.gc.every_minutes,
         "scrub": pipeline.scrub.every_minutes,
     }
     return [
@@ -203,6 +212,7 @@ def _job(pipeline: PipelineConfig, name: str, topics: Sequence[str] | None) -> S
         name=name,
         every_seconds=float("inf"),
         work=lambda job: _WORKS[name](job, pipeline, topics),
+        key=(lambda keys: keys.gc) if name == "gc" else None,
     )
 
 

@@ -43,6 +43,7 @@ def test_dry_run_says_what_would_be_done_and_how_often(config, capsys):
         "resort": 300,
         "compact": None,
         "export": None,
+        "gc": 3600,
         "scrub": 86400,
     }
     options = options_of("--config", config, "--dry-run")

@@ -381,11 +381,14 @@ def replace_engine(config):
 
 def test_jobs_that_the_settings_ask_for():
     for pipeline, expected in [
-        ({}, {"compact": 3600, "scrub": 86400}),
-        ({"compact": {"every_minutes": None}, "scrub": {"every_minutes": 2}}, {"scrub": 120}),
+        ({}, {"compact": 3600, "gc": 3600, "scrub": 86400}),
+        (
+            {"compact": {"every_minutes": None}, "scrub": {"every_minutes": 2}},
+            {"gc": 3600, "scrub": 120},
+        ),
         (
             {"export": {"to": "/lake/{topic}", "every_minutes": 5}},
-            {"compact": 3600, "export": 300, "scrub": 86400},
+            {"compact": 3600, "export": 300, "gc": 3600, "scrub": 86400},
         ),
     ]:
         with case(pipeline, expected):

@@ -6,7 +6,7 @@ import { h } from "./dom.js";
 import { badge, command, empty, facts, panel, table, topicLink } from "./parts.js";
 import { bytes, count, moment, plural, sentence, span } from "./words.js";
 
-const JOBS = ["tier", "resort", "compact", "export", "scrub", "replay", "stats"];
+const JOBS = ["tier", "resort", "compact", "export", "gc", "scrub", "replay", "stats"];
 
 const seconds = (value) => (typeof value === "number" ? value * 1000 : null);
 

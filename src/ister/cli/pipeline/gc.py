@@ -1,0 +1,90 @@
+"""`ister pipeline gc`: removes what nobody needs from the bucket.
+
+Owns: arguments, and how the result is shown. Does not own: what is removed
+(`ister.spark.jobs.collecting`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Final
+
+from ister.cli.output import Subparsers, add_command, format_bytes
+from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from ister.spark.jobs.job_report import JobReport
+
+_COLUMNS: Final = (
+    ("topic", "topic"),
+    ("objects", "objects"),
+    ("expired", "expired"),
+    ("orphans", "orphans"),
+    ("staged", "staged files"),
+    ("skipped", "skipped"),
+)
+
+
+def register(jobs: Subparsers) -> None:
+    """Adds the job to the parser."""
+    parser = add_command(
+        jobs,
+        "gc",
+        help="remove what nobody needs from the bucket",
+        description="For topics that no process has open: removes objects that bucket retention "
+        "does not keep, objects without a descriptor, and staged files, after their grace period. "
+        "Owners do this for their own topics. Unless --topics is given, also removes unfinished "
+        "uploads of processes that have ended, and express objects that no topic needs.\n\n"
+        "One gc runs at a time. Nothing is deleted by age while the clock is not trusted.",
+        examples=(
+            "ister pipeline gc --config ister.yml --dry-run",
+            "ister pipeline gc --data ./ister-data --json",
+        ),
+    )
+    add_job_arguments(parser)
+    parser.add_argument(
+        "--confirm-clock",
+        action="store_true",
+        help="accept this machine's clock as right, after it was set or has been off for long",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    reports: list[JobReport] = []
+
+    def work(spark: SparkSession, place: JobLocation, bar: Bar) -> JobReport:
+        from ister.spark.jobs.collecting import gc  # noqa: PLC0415 - loads Spark
+
+        reports.append(
+            gc(
+                spark,
+                place.config,
+                broker=place.broker,
+                topics=options.topics,
+                dry_run=options.dry_run,
+                confirm_clock=options.confirm_clock,
+                progress=bar,
+            )
+        )
+        return reports[-1]
+
+    code = run_job(options, "gc", work, columns=_COLUMNS)
+    if reports and not options.json:
+        _print_rest(reports[-1])
+    return code
+
+
+def _print_rest(report: JobReport) -> None:
+    """What belongs to no single topic."""
+    more = report.more
+    print(f"topics left to their owners: {more.get('open_topics', 0)}")
+    if "stale_uploads" in more:
+        print(f"unfinished uploads removed: {more['stale_uploads']}")
+    if "express_objects" in more:
+        size = more["express_bytes"]
+        shown = format_bytes(size) if isinstance(size, int) else size
+        verb = "that would be removed" if report.dry_run else "removed"
+        print(f"express objects {verb}: {more['express_objects']} ({shown})")

@@ -1,0 +1,409 @@
+"""`gc`: removes what nobody needs from the bucket, for topics that no process has open.
+
+    metadata: topics without an owner ─► tasks: look ─► driver: expire, collect, sweep
+                                                    └─► once for all: parts, express objects
+
+Owns: which topics, and in which order. Does not own: what expires (`ister.bucket.retention`), what
+is garbage (`ister.bucket.orphans`, `ister.bucket.express_collection`), whether the clock is trusted
+(`ister.clock_guard`), the looking (`collect_task`).
+
+The owner of a topic does all of this for its topic by itself. One `gc` runs at a time, by a leased
+key; collecting express objects has another one, which brokers take as well.
+
+Invariants:
+
+- a topic is changed in the name of its last owner, and only while it has the record that was read
+  before its owner's key was found absent: a process that opens it in the middle changes the record,
+  and `gc` leaves the topic alone;
+- an object goes only if no descriptor names it, its grace is over, and each of its offsets has
+  expired or is in a named object that is in the bucket;
+- a look of a task removes nothing and decides nothing: a topic that seems to have something to do
+  is examined again by the driver;
+- nothing is deleted by age while the clock is not trusted, which is an error of the job. The mark
+  to compare it with is in the metadata store, so that it covers every machine that runs `gc`.
+
+A topic that could not be examined is an error; the others go on.
+
+What a crash leaves: objects without descriptors, which the next run removes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from ister import failpoints
+from ister.bucket.express_collection import collect_express
+from ister.bucket.orphans import collect_unowned, sweep_staging
+from ister.bucket.ownership import OwnedTopic
+from ister.bucket.pipeline import PipelineKeys
+from ister.bucket.retention import expire, list_known, plan_expiry
+from ister.clock_guard import ClockGuard, ClockMark, ClockStep
+from ister.errors import (
+    ConflictError,
+    FencedError,
+    InvariantError,
+    IsterError,
+    NotFoundError,
+    UnavailableError,
+)
+from ister.fs.local import boot_id
+from ister.limits import MIB
+from ister.metadata.base import Put
+from ister.spark.jobs.collect_task import GcItem, TopicLook, look_at_topic
+from ister.spark.jobs.job import (
+    Job,
+    JobConfig,
+    TopicNames,
+    find_job_place,
+    open_job,
+    parse_topics,
+)
+from ister.spark.jobs.job_report import JobReport
+from ister.spark.jobs.progress import JobProgress
+from ister.spark.jobs.tasks import Done, run_tasks
+from ister.topic.node_clock import longest_seconds
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_log = logging.getLogger("ister.spark.jobs.collecting")
+
+# About as much as a look costs: tasks get some dozens of topics each.
+_LOOK_WEIGHT: Final = MIB
+# A job commits what its tasks have made within minutes; and nobody writes a part for this long.
+_GRACE_SECONDS_MIN: Final = 3600
+
+
+def gc(
+    spark: SparkSession,
+    config: JobConfig = None,
+    *,
+    broker: str | None = None,
+    topics: TopicNames = None,
+    dry_run: bool = False,
+    confirm_clock: bool = False,
+    progress: JobProgress | None = None,
+) -> JobReport:
+    """Removes what nobody needs from the bucket, for topics that no process has open.
+
+    These are objects that bucket retention does not keep, objects without a descriptor, staged
+    rows and offsets; and, unless `topics` are given, unfinished uploads of processes that have
+    ended, and express objects that no topic needs.
+
+    Args:
+        spark: A classic session.
+        config: Where the log is; see `open_job`.
+        broker: A broker's Flight address, which provides the settings if `config` is None.
+        topics: Names and patterns; all topics by default.
+        dry_run: Only report what would be removed.
+        confirm_clock: Accept this machine's clock as right, although it was not trusted.
+        progress: Receives the job's progress.
+
+    Returns:
+        For each topic that no process has open the number of its `objects`, and of `expired`,
+        `orphans` and `staged` files that were removed. The report's `open_topics` counts topics
+        that were left to their owners, `stale_uploads` unfinished uploads, `express_objects` and
+        `express_bytes` express objects that were removed.
+
+    Raises:
+        NotFoundError: A topic does not exist.
+        ConflictError: Another `gc` is running.
+        FencedError: The job's lease has expired; what was removed is gone.
+        UnavailableError: A store does not respond.
+    """
+    place = find_job_place(config, broker)
+    keys = PipelineKeys(place.config.storage.metadata.root_prefix)
+    wanted = parse_topics(topics)
+    with open_job(
+        "gc",
+        spark,
+        place,
+        dry_run=dry_run,
+        progress=progress,
+        # A dry run needs no exclusive lease.
+        exclusive=None if dry_run else keys.gc,
+    ) as job:
+        collect_topics(
+            job, job.topics(wanted), is_everything=topics is None, confirm_clock=confirm_clock
+        )
+        return job.report
+
+
+def collect_topics(
+    job: Job, topics: Sequence[str], *, is_everything: bool = True, confirm_clock: bool = False
+) -> None:
+    """Collects garbage within a job; the result is in its report.
+
+    Args:
+        job: Holds the key of `gc`, unless it is a dry run.
+        topics: Names of topics, as `Job.topics` has just listed them.
+        is_everything: Whether to collect what belongs to no single topic, too.
+        confirm_clock: Accept the clock as right.
+
+    Raises:
+        FencedError: The job's lease has expired.
+        UnavailableError: The metadata store does not respond.
+    """
+    clock = JobClock(job)
+    if confirm_clock:
+        clock.confirm()
+    _Collection(job, clock).run(topics, is_everything=is_everything)
+    clock.save()
+
+
+class JobClock:
+    """Whether the clock of a job's driver is trusted, compared with the drivers before it."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        found = job.store.get(job.keys.clock)
+        self._guard = ClockGuard(
+            job.clock,
+            mark=None if found is None else ClockMark.decode(found.value),
+            boot=boot_id(),
+            longest_seconds=longest_seconds(job.place.config.storage),
+        )
+
+    def check(self) -> ClockStep | None:
+        """Compares the clocks; returns the step that suspends deletion by age, or None."""
+        return self._guard.check()
+
+    def confirm(self) -> None:
+        """Accepts the current time as right."""
+        self._guard.confirm()
+
+    def correct_ms(self, time_ms: int) -> int:
+        """Corrects a time that was recorded while the clock was wrong."""
+        return self._guard.correct(time_ms)
+
+    def save(self) -> None:
+        """Saves the mark for the next driver, unless it is a dry run."""
+        job = self._job
+        if not job.dry_run:
+            data = self._guard.mark().encode()
+            job.store.transact([job.fence.compare], [Put(job.keys.clock, data)])
+
+
+class _Collection:
+    """One run of the job. Used by one thread."""
+
+    def __init__(self, job: Job, clock: JobClock) -> None:
+        self._job = job
+        self._clock = clock
+        storage = job.place.config.storage
+        self._retention = storage.cloud.retention
+        self._objects = job.history.objects
+        self._grace_seconds: float = storage.cloud.orphan_grace_minutes * 60
+        if job.keys.has_jobs(job.store, besides=job.fence.key):
+            # Their objects have no descriptors until they are committed.
+            self._grace_seconds = max(self._grace_seconds, _GRACE_SECONDS_MIN)
+
+    def run(self, topics: Sequence[str], *, is_everything: bool) -> None:
+        """Looks at all topics, and then acts on those that need it."""
+        job = self._job
+        step = self._clock.check()
+        if step is not None:
+            job.report.fail(
+                UnavailableError(
+                    f"the clock of this machine is not trusted: {step.reason} "
+                    f"({step.seconds:+.0f} s); nothing is deleted by age",
+                    hint="correct the clock, or confirm it with `ister pipeline gc "
+                    "--confirm-clock`",
+                )
+            )
+        unowned = self._find_unowned(topics)
+        busy = self._look(unowned, is_trusted=step is None)
+        failpoints.reach("pipeline.after_plan")
+        job.progress.begin("collecting", len(busy), "topics")
+        try:
+            for topic in busy:
+                job.check()
+                try:
+                    self._collect(topic)
+                except (FencedError, InvariantError):
+                    raise
+                except IsterError as error:
+                    job.report.fail(error, topic)
+                job.progress.advance(1, topic)
+        finally:
+            job.progress.end()
+        if is_everything and self._clock.check() is None:
+            job.check()
+            self._collect_parts()
+            self._collect_express()
+
+    # -- looking ----------------------------------------------------------------------------
+
+    def _find_unowned(self, topics: Sequence[str]) -> list[str]:
+        """Returns the topics that no process has open; the others are left to their owners."""
+        job, entries = self._job, self._job.directory.entries
+        unowned: list[str] = []
+        for name in topics:
+            entry = entries.get(name)
+            if entry is None or entry.owner is not None:
+                continue
+            if entry.error is not None:
+                job.report.of(name)
+                job.report.fail(entry.error, name)
+            else:
+                unowned.append(name)
+        job.report.more["open_topics"] = sum(
+            1 for name in topics if name in entries and entries[name].owner is not None
+        )
+        return unowned
+
+    def _look(self, topics: Sequence[str], *, is_trusted: bool) -> list[str]:
+        """Has tasks look at topics; returns those that seem to have something to do."""
+        job, retention = self._job, self._retention
+        now_ms = job.clock.now_ns() // 1_000_000
+        items = [
+            GcItem(
+                topic=topic,
+                now_ms=now_ms,
+                grace_seconds=self._grace_seconds if is_trusted else None,
+                time_minutes=retention.time_minutes if is_trusted else None,
+                size_mb=retention.size_mb,
+            )
+            for topic in topics
+        ]
+        busy: list[str] = []
+        job.progress.begin("looking", len(items), "topics")
+        try:
+            for done in run_tasks(
+                job.spark,
+                items,
+                partial(look_at_topic, job.place),
+                weigh=lambda item: _LOOK_WEIGHT,
+                name="ister gc",
+            ):
+                if self._take(done):
+                    busy.append(done.item.topic)
+                job.progress.advance(1, done.item.topic)
+        finally:
+            job.progress.end()
+        return sorted(busy)
+
+    def _take(self, done: Done[GcItem, TopicLook]) -> bool:
+        """Takes a task's result; returns whether the topic seems to have something to do."""
+        job, topic = self._job, done.item.topic
+        if done.result is None:
+            error = done.error or {}
+            if error.get("code") == NotFoundError.code and job.catalog(topic).record() is None:
+                return False  # deleted meanwhile
+            job.report.of(topic)
+            job.report.fail(error, topic)
+            return False
+        job.report.add(topic, objects=done.result.objects, expired=0, orphans=0, staged=0)
+        return done.result.is_busy
+
+    # -- collecting -------------------------------------------------------------------------
+
+    def _collect(self, topic: str) -> None:
+        """Removes what a topic does not need, unless it has an owner by now."""
+        job = self._job
+        try:
+            owned = job.act(topic)
+        except NotFoundError:
+            return  # deleted meanwhile
+        # After its record was read: whoever claims the topic later changes the record.
+        if owned.catalog.owner() is not None:
+            job.report.of(topic)["skipped"] = "a process has opened the topic"
+            return
+        failpoints.reach("pipeline.before_commit")
+        try:
+            self._expire(topic, owned)
+            self._collect_orphans(topic, owned)
+        except FencedError:
+            job.fence.check()
+            job.report.of(topic)["skipped"] = "a process has opened the topic, or deleted it"
+            return
+        failpoints.reach("pipeline.after_commit")
+
+    def _expire(self, topic: str, owned: OwnedTopic) -> None:
+        job, retention = self._job, self._retention
+        if retention.time_minutes is None and retention.size_mb is None:
+            return
+        known = list_known(owned)
+        if known is None:
+            raise ConflictError(
+                "the topic's objects are merged faster than they can be read",
+                topic=topic,
+                hint="the next run tries again",
+            )
+        planned = plan_expiry(
+            known,
+            now_ms=job.clock.now_ns() // 1_000_000,
+            time_minutes=retention.time_minutes if self._clock.check() is None else None,
+            size_mb=retention.size_mb,
+            correct_ms=self._clock.correct_ms,
+        )
+        if not job.dry_run:
+            expire(owned, self._objects, planned, metrics=job.metrics)
+        job.report.add(topic, expired=len(planned))
+
+    def _collect_orphans(self, topic: str, owned: OwnedTopic) -> None:
+        job = self._job
+        if self._clock.check() is not None:
+            return
+        removed = collect_unowned(
+            owned,
+            self._objects,
+            grace_seconds=self._grace_seconds,
+            clock=job.clock,
+            metrics=job.metrics,
+            correct_ms=self._clock.correct_ms,
+            dry_run=job.dry_run,
+        )
+        job.report.add(topic, orphans=len(removed))
+        staged = sweep_staging(
+            owned,
+            self._objects,
+            grace_seconds=self._grace_seconds,
+            clock=job.clock,
+            dry_run=job.dry_run,
+        )
+        job.report.add(topic, staged=len(staged))
+
+    # -- what belongs to no single topic ----------------------------------------------------
+
+    def _collect_parts(self) -> None:
+        """Removes unfinished uploads of processes that have ended."""
+        job = self._job
+        if job.dry_run:
+            return  # what they are is found by removing them
+        try:
+            removed = self._objects.remove_stale_parts(max(self._grace_seconds, _GRACE_SECONDS_MIN))
+        except IsterError as error:
+            job.report.fail(error)
+        else:
+            job.report.more["stale_uploads"] = removed
+
+    def _collect_express(self) -> None:
+        """Removes express objects that no topic needs, unless a broker is doing that."""
+        job = self._job
+        try:
+            found = collect_express(
+                self._objects,
+                job.store,
+                job.place.config.storage.metadata.root_prefix,
+                grace_seconds=self._grace_seconds,
+                clock=job.clock,
+                metrics=job.metrics,
+                correct_ms=self._clock.correct_ms,
+                dry_run=job.dry_run,
+            )
+        except (ConflictError, FencedError) as error:
+            # Somebody does it; the job's own lease is checked below.
+            _log.info("express objects left to another process", extra={"error": str(error)})
+            job.fence.check()
+            return
+        except IsterError as error:
+            job.report.fail(error)
+            return
+        job.report.more["express_objects"] = len(found.removed)
+        job.report.more["express_bytes"] = found.removed_bytes
+        for damage in found.errors:
+            job.report.fail(damage)

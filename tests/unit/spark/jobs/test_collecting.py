@@ -1,0 +1,509 @@
+"""`gc` with tasks in this process: what goes, what stays, who else is at it, and crashes.
+
+What has to be there is checked without the code of the job: the descriptors are read as JSON from
+the metadata store, and each has to have its file with its size.
+"""
+
+import json
+import os
+from contextlib import contextmanager
+
+import pytest
+
+import ister
+from integration.spark_topics import SparkPlace, fill, rows_in, without_spark
+from ister import failpoints
+from ister.bucket.names import TopicKeys, objects_prefix, staging_prefix
+from ister.bucket.pipeline import PipelineKeys
+from ister.clock import ManualClock, SystemClock
+from ister.errors import ConflictError, IsterError, NotFoundError
+from ister.format.records import encode_current
+from ister.metadata.base import Delete
+from ister.model import TopicName
+from ister.spark.jobs.collecting import collect_topics, gc
+from ister.spark.jobs.compaction import compact
+from ister.spark.jobs.job import open_job
+from support.loops import case
+from support.spark_here import SparkHere
+
+A, B = "/default/a", "/default/b"
+SPARK = SparkHere()
+KEYS = PipelineKeys("/danube")
+HOUR = 3600
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    with without_spark():
+        yield
+    failpoints.disarm()
+
+
+class Stage:
+    """A data directory, whose topics nobody has open unless a test opens them."""
+
+    def __init__(self, root, **storage):
+        cloud = {"orphan_grace_minutes": 0, **storage.pop("cloud", {})}
+        self.place = SparkPlace(root, cloud=cloud, **storage)
+        self.clock = ManualClock(now_ms=SystemClock().now_ns() // 1_000_000)
+
+    def fill(self, name=A, uploads=4, *, each=40):
+        with self.place.open() as log:
+            topic = log.topic(name, create=True)
+            first = topic.next_offset
+            for number in range(uploads):
+                fill(topic, each, first=first + number * each)
+                topic.upload()
+
+    def merge(self, name=A):
+        """Four objects that one has replaced: garbage."""
+        self.fill(name)
+        done = compact(
+            SPARK, self.place.config, topics=name, target_mb=1, min_objects=2, grace_minutes=0
+        )
+        assert done.ok
+        assert len(self.stored(name)) == 5
+
+    def gc(self, **more):
+        return gc(SPARK, self.place.config, **more)
+
+    def gc_at(self, *, dry_run=False, **more):
+        """Runs it by this stage's own clock."""
+        with open_job(
+            "gc",
+            SPARK,
+            self.place.config,
+            dry_run=dry_run,
+            exclusive=KEYS.gc,
+            clock=self.clock,
+        ) as job:
+            collect_topics(job, job.topics(["*"]), **more)
+        return job.report
+
+    @contextmanager
+    def metadata(self):
+        with open_job("test", SPARK, self.place.config) as job:
+            yield job.store
+
+    def rows(self, name=A):
+        with ister.open_history(self.place.config) as history:
+            return rows_in(history.topic(name).read_arrow().read_all())
+
+    def stored(self, name=A):
+        """The names of the files of a topic's objects, sorted."""
+        folder = self.place.root / "objects" / objects_prefix(TopicName.parse(name))
+        return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+    def named(self, name=A):
+        """The objects that descriptors name, sorted; each has to be there."""
+        prefix = TopicKeys("/danube", TopicName.parse(name)).objects
+        with ister.open_history(self.place.config) as history:
+            found = [json.loads(item.value) for item in history.metadata.range(prefix)]
+        described = [one for one in found if "object_id" in one]
+        folder = self.place.root / "objects" / objects_prefix(TopicName.parse(name))
+        for one in described:
+            assert (folder / one["object_id"]).stat().st_size == one["size"], one["object_id"]
+        return sorted(one["object_id"] for one in described)
+
+    def everything(self):
+        """All of the bucket and of the metadata, but for the pipeline's keys."""
+        files = sorted(self.place.root.glob("objects/**/*"))
+        with ister.open_history(self.place.config) as history:
+            keys = [
+                (item.key, item.value)
+                for item in history.metadata.range("/danube/")
+                if not item.key.startswith("/danube/pipeline/")
+            ]
+        return [(str(f), f.read_bytes()) for f in files if f.is_file()], keys
+
+
+@pytest.fixture
+def stage(tmp_path):
+    return Stage(tmp_path)
+
+
+def age(path, seconds):
+    found = path.stat()
+    os.utime(path, (found.st_atime - seconds, found.st_mtime - seconds))
+
+
+# -- orphans ------------------------------------------------------------------------------------
+
+
+def test_objects_that_were_merged_go_and_the_topic_stays(stage):
+    stage.merge(A)
+    stage.merge(B)
+    rows = stage.rows()
+    report = stage.gc()
+    assert report.ok, report.errors
+    assert report.job == "gc"
+    for name in (A, B):
+        assert report.topics[name]["orphans"] == 4
+        assert stage.stored(name) == stage.named(name)
+    assert stage.rows() == rows
+    again = stage.gc()
+    assert again.ok
+    assert again.topics[A] == {"topic": A, "objects": 1, "expired": 0, "orphans": 0, "staged": 0}
+
+
+def test_dry_run_tells_the_same_and_changes_nothing(stage):
+    stage.merge()
+    before = stage.everything()
+    told = stage.gc(dry_run=True)
+    assert stage.everything() == before
+    done = stage.gc()
+    assert told.topics == done.topics
+    assert (told.dry_run, told.topics[A]["orphans"]) == (True, 4)
+
+
+def test_objects_stay_for_their_grace(tmp_path):
+    stage = Stage(tmp_path, cloud={"orphan_grace_minutes": 60})
+    stage.merge()
+    before = stage.stored()
+    assert stage.gc().topics[A]["orphans"] == 0
+    assert stage.stored() == before
+    for name in before:
+        if name not in stage.named():
+            age(stage.place.root / "objects" / objects_prefix(TopicName.parse(A)) / name, 2 * HOUR)
+    assert stage.gc().topics[A]["orphans"] == 4
+    assert stage.stored() == stage.named()
+
+
+def test_young_objects_stay_while_other_jobs_run(stage):
+    stage.merge()
+    with open_job("compact", SPARK, stage.place.config):
+        assert stage.gc().topics[A]["orphans"] == 0
+        assert len(stage.stored()) == 5
+    assert stage.gc().topics[A]["orphans"] == 4
+
+
+def test_orphans_of_a_killed_merge_go(stage):
+    stage.fill()
+    failpoints.arm("pipeline.before_commit", die)
+    with pytest.raises(KilledError):
+        compact(SPARK, stage.place.config, target_mb=1, min_objects=2)
+    failpoints.disarm()
+    assert len(stage.stored()) == 5
+    assert stage.gc().topics[A]["orphans"] == 1
+    assert stage.stored() == stage.named()
+
+
+def test_object_that_the_catalog_has_forgotten_stays(stage):
+    """Goal: metadata that is lost or old takes no data with it."""
+    stage.merge()
+    stage.fill(uploads=1)
+    (last,) = [name for name in stage.named() if name.startswith("data-160-")]
+    keys = TopicKeys("/danube", TopicName.parse(A))
+    with stage.metadata() as store:
+        store.transact([], [Delete(keys.descriptor(160))])
+        store.put(keys.current, encode_current(0, 160))
+    report = stage.gc()
+    assert report.topics[A]["orphans"] == 4
+    assert stage.stored() == sorted([*stage.named(), last])
+
+
+def test_object_stays_whose_successors_are_not_in_the_bucket(stage):
+    """Goal: an older copy of the metadata names objects that are gone, and the merged one stays."""
+    stage.fill()
+    with ister.open_history(stage.place.config) as history:
+        before = history.metadata.range("/danube/storage/")
+    compact(SPARK, stage.place.config, target_mb=1, min_objects=2, grace_minutes=0)
+    (merged,) = stage.named()
+    assert stage.gc().topics[A]["orphans"] == 4
+    with stage.metadata() as store:
+        store.delete_prefix(TopicKeys("/danube", TopicName.parse(A)).storage)
+        for item in before:
+            store.put(item.key, item.value)
+    report = stage.gc()
+    assert report.topics[A]["orphans"] == 0
+    assert stage.stored() == [merged]
+
+
+def test_objects_ahead_of_the_topic_stay_for_its_next_owner(stage):
+    """They may be all that is left of messages whose disk is lost."""
+    stage.fill(uploads=1)
+    folder = stage.place.root / "objects" / objects_prefix(TopicName.parse(A))
+    ahead = ("data-40-79.dnb1", "data-40-pending-1.dnb1", "data-20-60.dnb1")
+    behind = "data-0-pending-1.dnb1"
+    for name in (*ahead, behind):
+        (folder / name).write_bytes(b"x")
+        age(folder / name, HOUR)
+    assert stage.gc().topics[A]["orphans"] == 1
+    assert stage.stored() == sorted([*stage.named(), *ahead])
+
+
+# -- retention ----------------------------------------------------------------------------------
+
+
+def test_objects_expire_by_age(tmp_path):
+    stage = Stage(tmp_path, cloud={"retention": {"time_minutes": 60}})
+    stage.fill()
+    rows = stage.rows()
+    assert stage.gc_at().topics[A]["expired"] == 0
+    stage.clock.advance(2 * HOUR)
+    told = stage.gc_at(dry_run=True)
+    assert told.topics[A]["expired"] == 3
+    assert stage.rows() == rows
+    report = stage.gc_at()
+    assert report.ok, report.errors
+    assert report.topics[A]["expired"] == 3
+    # The newest one always stays: it shows where the topic ends.
+    assert stage.stored() == stage.named()
+    assert len(stage.named()) == 1
+    assert stage.rows() == rows[120:]
+    with stage.place.open() as log:
+        assert log.topic(A).next_offset == 160
+
+
+def test_objects_expire_by_size(tmp_path):
+    stage = Stage(
+        tmp_path,
+        cloud={"retention": {"size_mb": 1}},
+        uploader={"max_object_bytes": 1 << 30},
+        wal={"rotate_max_bytes": 1 << 22},
+    )
+    with stage.place.open() as log:
+        topic = log.topic(A, create=True)
+        for _ in range(4):
+            topic.append_many([b"x" * 100_000] * 5)
+            topic.flush()
+            topic.upload()
+    report = stage.gc()
+    assert report.topics[A]["expired"] == 2
+    assert stage.stored() == stage.named()
+    assert [one["offset"] for one in map(row_as_dict, stage.rows())] == list(range(10, 20))
+
+
+def row_as_dict(row):
+    return row._asdict() if hasattr(row, "_asdict") else {"offset": row[1]}
+
+
+def test_clock_that_is_not_trusted_deletes_nothing_by_age(tmp_path):
+    stage = Stage(tmp_path, cloud={"retention": {"time_minutes": 60}})
+    stage.merge(B)
+    stage.fill(A)
+    stage.clock.advance(1)
+    before = {name: stage.stored(name) for name in (A, B)}
+    with case("the first run has nothing to compare with"):
+        assert stage.gc_at(dry_run=True).ok
+        with stage.metadata() as store:
+            assert store.get(KEYS.clock) is None
+    # What the first run collects is young by its clock.
+    stage.clock.jump_wall(-3 * HOUR * 1000)
+    assert stage.gc_at().ok
+    assert {name: stage.stored(name) for name in (A, B)} == before
+    stage.clock.jump_wall(6 * HOUR * 1000)
+    for _ in range(2):
+        report = stage.gc_at()
+        assert [error["code"] for error in report.errors] == ["UNAVAILABLE"]
+        assert "--confirm-clock" in report.errors[0]["hint"]
+        assert {name: stage.stored(name) for name in (A, B)} == before
+        assert "stale_uploads" not in report.more
+    report = stage.gc_at(confirm_clock=True)
+    assert report.ok
+    assert report.topics[A]["expired"] == 3
+    assert report.topics[B]["orphans"] == 4
+    assert stage.gc_at().ok
+
+
+# -- staged files, unfinished uploads, express objects ---------------------------------------------
+
+
+def test_staged_files_and_unfinished_uploads_go(stage):
+    stage.fill()
+    objects = stage.place.root / "objects"
+    staged = objects / staging_prefix(TopicName.parse(A), "job-1", 0) / "rows.arrow"
+    part = objects / ".tmp" / "left"
+    for path in (staged, part):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+        age(path, 2 * HOUR)
+    told = stage.gc(dry_run=True)
+    assert (told.topics[A]["staged"], "stale_uploads" in told.more) == (1, False)
+    assert staged.exists()
+    assert part.exists()
+    report = stage.gc()
+    assert (report.topics[A]["staged"], report.more["stale_uploads"]) == (1, 1)
+    assert not staged.exists()
+    assert not part.exists()
+
+
+def test_express_objects_that_no_topic_needs_go(tmp_path):
+    stage = Stage(tmp_path, ack="tiered", uploader={"engine": "embedded"})
+    with stage.place.open() as log:
+        for name in (A, B):
+            topic = log.topic(name, create=True)
+            topic.wait(topic.append(b"x"), "tiered")
+    shared = stage.place.root / "objects" / "storage" / "express"
+    before = sorted(path for path in shared.rglob("*") if path.is_file())
+    assert before
+    report = stage.gc()
+    assert report.ok, report.errors
+    assert report.more["express_objects"] == 0
+    assert sorted(path for path in shared.rglob("*") if path.is_file()) == before
+    with stage.place.open() as log:
+        for name in (A, B):
+            log.delete(name)
+    told = stage.gc(dry_run=True)
+    assert told.more["express_objects"] == len(before)
+    assert all(path.exists() for path in before)
+    assert stage.gc(topics="*").more.get("express_objects") is None, "topics were named"
+    assert stage.gc().more["express_objects"] == len(before)
+    assert not [path for path in shared.rglob("*") if path.is_file()]
+
+
+# -- others -------------------------------------------------------------------------------------
+
+
+def test_topic_that_a_process_has_open_is_left_to_it(stage):
+    stage.merge(A)
+    stage.merge(B)
+    with stage.place.open() as log:
+        topic = log.topic(A)
+        report = stage.gc()
+        assert report.more["open_topics"] == 1
+        assert list(report.topics) == [B]
+        assert len(stage.stored(A)) == 5
+        assert len(topic.tier.collect_orphans()) == 4
+    assert stage.stored(B) == stage.named(B)
+
+
+@pytest.mark.parametrize(
+    "point", ["pipeline.after_plan", "pipeline.before_commit", "tier.after_delete_object"]
+)
+def test_topic_that_is_opened_in_the_middle_is_left_alone(tmp_path, point):
+    stage = Stage(tmp_path)
+    stage.merge()
+    rows = stage.rows()
+    logs = []
+
+    def open_it():
+        if not logs:
+            logs.append(stage.place.open())
+            logs[0].topic(A)
+
+    failpoints.arm(point, open_it)
+    try:
+        report = stage.gc()
+        failpoints.disarm()
+        assert report.ok, report.errors
+        assert "opened the topic" in report.topics[A]["skipped"]
+        gone = 1 if point == "tier.after_delete_object" else 0
+        assert len(stage.stored()) == 5 - gone
+        assert len(logs[0].topic(A).tier.collect_orphans()) == 4 - gone
+    finally:
+        for log in logs:
+            log.close()
+    assert stage.stored() == stage.named()
+    assert stage.rows() == rows
+
+
+def test_one_runs_at_a_time(stage):
+    stage.merge()
+    with open_job("gc", SPARK, stage.place.config, exclusive=KEYS.gc):
+        with pytest.raises(ConflictError, match="another gc job is running"):
+            stage.gc()
+        assert stage.gc(dry_run=True).topics[A]["orphans"] == 4
+    assert len(stage.stored()) == 5
+
+
+def test_lease_that_is_lost_ends_the_job(stage):
+    stage.merge()
+
+    def lose():
+        with stage.metadata() as store:
+            store.delete(KEYS.gc)
+
+    failpoints.arm("pipeline.before_commit", lose)
+    with pytest.raises(IsterError, match="lease"):
+        stage.gc()
+    assert len(stage.stored()) == 5
+
+
+def test_topic_that_cannot_be_examined_is_an_error_and_others_go_on(stage):
+    stage.merge(A)
+    stage.merge(B)
+    keys = TopicKeys("/danube", TopicName.parse(A))
+    with stage.metadata() as store:
+        value = store.get(keys.descriptor(0)).value
+        store.put(keys.descriptor(0), b"?")
+    report = stage.gc()
+    assert not report.ok
+    assert [error["topic"] for error in report.errors] == [A]
+    assert len(stage.stored(A)) == 5
+    assert report.topics[B]["orphans"] == 4
+    with stage.metadata() as store:
+        store.put(keys.descriptor(0), value)
+        record = store.get(keys.record).value
+        store.put(keys.record, b"?")
+    report = stage.gc()
+    assert [error["topic"] for error in report.errors] == [A]
+    with stage.metadata() as store:
+        store.put(keys.record, record)
+    assert stage.gc().topics[A]["orphans"] == 4
+
+
+def test_topic_that_does_not_exist_is_refused(stage):
+    stage.fill()
+    with pytest.raises(NotFoundError):
+        stage.gc(topics="/default/none")
+
+
+# -- crashes ------------------------------------------------------------------------------------
+
+
+class KilledError(BaseException):
+    """Ends the job as a signal does; nothing is caught on the way."""
+
+
+def die():
+    raise KilledError
+
+
+STEPS = {
+    "pipeline.after_lease": 1,
+    "pipeline.after_plan": 1,
+    "pipeline.before_commit": 2,
+    "tier.after_expire": 2,
+    "tier.after_delete_object": 10,
+    "pipeline.after_commit": 2,
+    "pipeline.before_report": 1,
+}
+
+
+def kill_at(point, visit):
+    left = [visit]
+
+    def count():
+        left[0] -= 1
+        if left[0] == 0:
+            die()
+
+    failpoints.arm(point, count)
+
+
+@pytest.mark.parametrize(
+    ("point", "visit"),
+    [(point, visit) for point, most in STEPS.items() for visit in {1, most}],
+)
+def test_killed_anywhere_nothing_live_is_gone_and_the_next_run_completes_it(tmp_path, point, visit):
+    stage = Stage(tmp_path, cloud={"retention": {"time_minutes": 60}})
+    for name in (A, B):
+        stage.merge(name)
+        stage.fill(name, uploads=2)
+    rows = {name: stage.rows(name) for name in (A, B)}
+    stage.clock.advance(2 * HOUR)
+    kill_at(point, visit)
+    with pytest.raises(KilledError):
+        stage.gc_at()
+    failpoints.disarm()
+    for name in (A, B):
+        assert set(stage.named(name)) <= set(stage.stored(name))
+        left = stage.rows(name)
+        assert left == rows[name][-len(left) :]
+        assert len(left) >= 40, "the newest object stays"
+    report = stage.gc_at()
+    assert report.ok, report.errors
+    for name in (A, B):
+        assert stage.stored(name) == stage.named(name)
+        assert stage.rows(name) == rows[name][-40:]
