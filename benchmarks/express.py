@@ -6,7 +6,8 @@ the same size through the same client, and one etcd transaction.
 
 - latency: single messages at random moments, acknowledged at `tiered`;
 - topics: a thousand topics with a message a second each: puts per second, latency, memory;
-- throughput: 64 producers, each with a topic of its own and four batches in flight;
+- throughput: 64 producers, each with a topic of its own and four batches of 256 KiB in flight, with
+  messages of 16 KiB and of 1 KiB, and without local files (`storage.mode: bucket`);
 - slow: the same producers on a store whose puts take two seconds: what was acknowledged is read
   back afterwards, and memory does not grow.
 
@@ -46,7 +47,7 @@ _SENDS: Final = 60
 _TOPICS: Final = 1_000
 _TOPICS_SECONDS: Final = 30
 _PRODUCERS: Final = 64
-_BATCH_MESSAGES: Final = 256
+_BATCH_BYTES: Final = 256 * KIB
 _BATCHES_IN_FLIGHT: Final = 4
 _THROUGHPUT_SECONDS: Final = 15
 _SLOW_PUT_SECONDS: Final = 2.0
@@ -70,13 +71,15 @@ class _Place:
     metadata: MetadataStore
     endpoint: str
 
-    def config(self, part: str) -> Config:
+    def config(self, part: str, *, is_diskless: bool = False) -> Config:
         """Settings of a log of its own."""
+        wal = {} if is_diskless else {"dir": self.run.path(f"{self.name}-{part}-wal")}
         return load_config(
             {
                 "storage": {
+                    "mode": "bucket" if is_diskless else "wal_cloud",
                     "ack": "tiered",
-                    "wal": {"dir": self.run.path(f"{self.name}-{part}-wal")},
+                    "wal": wal,
                     "cloud": {**self.cloud, "root": f"{self.cloud['root']}/{part}"},
                     "metadata": {
                         "backend": "etcd",
@@ -260,28 +263,33 @@ def _written(log: Log) -> tuple[int, int]:
 
 def _measure_throughput(place: _Place) -> None:
     seconds = place.run.scaled(_THROUGHPUT_SECONDS, at_least=3)
-    place.run.say(f"{place.name}: throughput")
     rounds = place.run.scaled(20, at_least=5)
-    bare = _time_bare(place, _OBJECT_BYTES, rounds)
-    with Log(place.config("throughput")) as log:
-        seen = asyncio.run(_send_batches(log, seconds))
-    bare += _time_bare(place, _OBJECT_BYTES, rounds)
-    place.run.add(
-        f"{place.name}_{_PRODUCERS}_producers",
-        seen.bytes / MIB / seen.elapsed,
-        "MiB/s",
-        limit=_OBJECT_BYTES / MIB / median(bare),
-        limit_name=f"puts of {_OBJECT_BYTES // MIB} MiB, each with a transaction",
-        at_least=_THROUGHPUT_MIN,
-        on="ratio",
-        note=f"ack p50 {median(seen.seconds) * 1000:.0f} ms",
-    )
+    for part, message_bytes, is_diskless in (
+        ("", 16 * KIB, False),
+        ("_1kib", KIB, False),
+        ("_diskless", 16 * KIB, True),
+    ):
+        place.run.say(f"{place.name}: throughput{part}")
+        bare = _time_bare(place, _OBJECT_BYTES, rounds)
+        with Log(place.config(f"throughput{part}", is_diskless=is_diskless)) as log:
+            seen = asyncio.run(_send_batches(log, seconds, message_bytes))
+        bare += _time_bare(place, _OBJECT_BYTES, rounds)
+        place.run.add(
+            f"{place.name}_{_PRODUCERS}_producers{part}",
+            seen.bytes / MIB / seen.elapsed,
+            "MiB/s",
+            limit=_OBJECT_BYTES / MIB / median(bare),
+            limit_name=f"puts of {_OBJECT_BYTES // MIB} MiB, each with a transaction",
+            at_least=_THROUGHPUT_MIN,
+            on="ratio",
+            note=f"ack p50 {median(seen.seconds) * 1000:.0f} ms, growth {seen.growth_mib:.0f} MiB",
+        )
 
 
-async def _send_batches(log: Log, seconds: float) -> _Seen:
+async def _send_batches(log: Log, seconds: float, message_bytes: int) -> _Seen:
     """Producers with a topic each, which have a few batches in flight."""
     topics = [log.topic(f"/bench/p{number}", create=True) for number in range(_PRODUCERS)]
-    batch = [os.urandom(KIB) for _ in range(_BATCH_MESSAGES)]
+    batch = [os.urandom(message_bytes) for _ in range(_BATCH_BYTES // message_bytes)]
     seen, began = _Seen(), time.perf_counter()
 
     async def produce(topic: Topic) -> None:
@@ -294,7 +302,7 @@ async def _send_batches(log: Log, seconds: float) -> _Seen:
             await topic.aio.wait(offsets[-1])
             seen.seconds.append(elapsed())
             seen.messages += len(batch)
-            seen.bytes += len(batch) * KIB
+            seen.bytes += _BATCH_BYTES
 
     async def watch_memory() -> None:
         await asyncio.sleep(seconds / 2)
@@ -321,7 +329,7 @@ def _measure_slow(place: _Place) -> None:
     config = place.config("slow")
     store: ObjectStore = _SlowStore(open_objects(config.storage, SystemClock()))
     with Log(config, objects=store) as log:
-        seen = asyncio.run(_send_batches(log, seconds))
+        seen = asyncio.run(_send_batches(log, seconds, KIB))
         found = sum(
             batch.num_rows
             for number in range(_PRODUCERS)
