@@ -229,6 +229,7 @@ def test_pipeline_without_one_says_what_to_start(shop, open_page):
         "tier",
         "compact",
         "export",
+        "gc",
         "scrub",
         "replay",
         "stats",

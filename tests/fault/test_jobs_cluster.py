@@ -20,6 +20,7 @@ _ORDER = (
     "tier",
     "export to parquet",
     "compact",
+    "gc",
     "scrub",
     "compact to parquet",
     "export to iceberg",

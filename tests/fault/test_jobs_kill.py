@@ -51,6 +51,7 @@ _DRIVER: dict[str, dict[str, int]] = {
     "export to parquet": _JOB | _COMMIT | _TABLE | {"export.after_publish": 6},
     "export to iceberg": _JOB | _COMMIT | _TABLE,
     "export to delta": _JOB | _COMMIT | _TABLE,
+    "gc": _JOB | _COMMIT | {"tier.after_delete_object": 4},
     "scrub": _JOB | _COMMIT | {"scrub.before_repair": 1, "scrub.after_repair": 1},
     "replay": _JOB
     | _COMMIT
@@ -75,6 +76,7 @@ _TASK: dict[str, tuple[str, ...]] = {
     "export to parquet": _RUN,
     "export to iceberg": _RUN,
     "export to delta": _RUN,
+    "gc": _RUN,
     "scrub": _RUN + _MAKE,
     "replay": _RUN,
     "stats": _RUN,
@@ -96,7 +98,6 @@ _ELSEWHERE = {
     "tier.after_checkpoint": "uploads of the owner",
     "tier.after_expire": "retention",
     "tier.after_mark_deleting": "a topic is deleted",
-    "tier.after_delete_object": "retention, and a topic that is deleted",
     "tier.after_seal": "a topic is handed over",
     "tier.after_remove_local": "a topic is handed over",
     "tier.after_replace": "`ister repair`; `scrub` commits between its own steps",
@@ -110,6 +111,7 @@ _SLEEPS = {
     "export to parquet": "export.before_table_commit",
     "export to iceberg": "export.before_table_commit",
     "export to delta": "export.before_table_commit",
+    "gc": "pipeline.before_commit",
     "scrub": "pipeline.before_commit",
     "replay": "pipeline.before_commit",
 }

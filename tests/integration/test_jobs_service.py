@@ -154,7 +154,7 @@ def test_service_uploads_for_a_log_and_gives_uploads_back(spark, place):
             )
             assert status["state"] == "running"
             assert status["memory"]["jvm_rss_bytes"] > 10**8
-            assert set(status["jobs"]) == {"resort", "compact", "scrub"}
+            assert set(status["jobs"]) == {"resort", "compact", "gc", "scrub"}
             # What somebody asks for does not wait for its time, which is hours away.
             for job, topics in (("scrub", [A]), ("tier", None)):
                 writer.ask(job, topics)
