@@ -227,6 +227,7 @@ def test_pipeline_without_one_says_what_to_start(shop, open_page):
     assert "ister pipeline run" in page.locator("main").inner_text()
     assert texts(page, "section[aria-labelledby=jobs] tbody th") == [
         "tier",
+        "resort",
         "compact",
         "export",
         "gc",
