@@ -322,6 +322,8 @@ class Sharing:
         found = read_run(self._world.store, object_key(topic, described.object_id))
         data = b"" if found is None else found[1]
         scan = scan_frames(data, expected_offset=described.start)
+        if not scan.starts:
+            return {}  # half-written, and not committed
         ends = [*scan.starts[1:], scan.end]
         codec = described.codec or Codec.BINCODE2
         return {

@@ -93,23 +93,6 @@ def test_a_crash_at_every_failpoint_leaves_every_promise_kept(name: str) -> None
     assert hits >= HITS_PER_FAILPOINT
 
 
-@pytest.mark.sim
-@pytest.mark.parametrize(
-    "seed",
-    [
-        # An object that an earlier owner had under way stayed for good, because express objects
-        # end no upload session.
-        2,
-        # A topic whose maker was killed before it saved the manifest was left, by expiry, with
-        # express objects alone.
-        262,
-        296,
-    ],
-)
-def test_worlds_whose_express_objects_once_broke_a_promise(seed: int) -> None:
-    run_seed(seed, shares=True)
-
-
 # -- one situation, every operation ---------------------------------------------------------
 
 

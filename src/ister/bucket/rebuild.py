@@ -274,14 +274,22 @@ def _open_archive(store: ObjectStore, key: str, size_bytes: int) -> ArchiveReade
 
 
 def _without_fenced(names: list[ObjectName]) -> list[ObjectName]:
-    """Leaves out objects that overlap one of a later epoch: their owner had been fenced."""
+    """Leaves out objects that overlap one of a later epoch: their owner had been fenced.
+
+    A merged object that is left out proves nothing about earlier epochs: it has messages of theirs.
+    """
     kept: list[ObjectName] = []
     later: list[tuple[int, int]] = []  # what later epochs cover: disjoint, ascending
     for epoch in sorted({name.epoch for name in names}, reverse=True):
         group = [name for name in names if name.epoch == epoch]
-        kept += [name for name in group if not _overlaps(later, name)]
-        later = _merge([*later, *((name.start, name.end) for name in group)])
+        rest = {name for name in group if _overlaps(later, name)}
+        kept += [name for name in group if name not in rest]
+        later = _merge([*later, *_ranges(n for n in group if not (n in rest and _is_merged(n)))])
     return kept
+
+
+def _is_merged(name: ObjectName) -> bool:
+    return name.tag is not None and name.format != FORMAT_EXPRESS
 
 
 def _overlaps(ranges: list[tuple[int, int]], name: ObjectName) -> bool:

@@ -76,6 +76,21 @@ def test_repaired_object_takes_the_place_of_the_old_one():
     assert (no, gaps) == ([(10, 20, 1)], [])
 
 
+def test_merged_object_that_is_left_out_excludes_nothing():
+    """Goal: one that was never committed overlaps what a later owner has merged, and what precedes.
+
+    Left out with it, the oldest messages would be lost.
+    """
+    names = [
+        name(0, 1, 3),
+        replace(name(0, 4, 4), tag="00000001"),
+        replace(name(1, 4, 7), tag="00000002"),
+    ]
+    yes, no, gaps = choose_objects(names)
+    assert yes == [names[0], names[2]]
+    assert (no, gaps) == ([names[1]], [])
+
+
 def test_of_two_from_one_offset_the_one_that_gets_further_is_taken():
     # A cycle was given up after its upload, and the next one was planned differently.
     yes, no, gaps = chosen((0, 10), (0, 14), (10, 20), (20, 40))

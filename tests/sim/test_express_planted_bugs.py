@@ -1,0 +1,253 @@
+"""Bugs planted into express objects on purpose, each of which the worlds have to catch.
+
+Each entry loses a run, removes an object too early, or commits what it must not. Proof that the
+worlds of `tier_world` in which topics share objects (`express_part`) can fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+import ister.bucket.express
+import ister.bucket.express_collection
+import ister.bucket.rebuild
+import ister.topic.express
+import ister.topic.stores
+from ister.bucket.express import Run
+from ister.bucket.express_collection import collect_express, read_footer
+from ister.bucket.membership import Membership
+from ister.bucket.ownership import OwnedTopic
+from ister.errors import CommitUnknownError, UnavailableError
+from ister.format.descriptor import RunId
+from ister.format.express import encode_footer
+from ister.format.records import decode_retired
+from ister.objectstore.slices import SlicedStore
+from ister.topic.express import Express
+from tests.sim.test_tier_planted_bugs import (
+    a_swap_forgets_the_pointer,
+    a_swap_leaves_the_last_one,
+)
+from tests.sim.tier_world import find_break, run_seed
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+SEEDS_MAX = 400
+TURNS = 80
+
+
+# -- lost runs ------------------------------------------------------------------------------
+
+
+def a_run_is_left_out_of_the_commit(patch: pytest.MonkeyPatch) -> None:
+    real = ister.bucket.express.commit_runs
+
+    def commit_runs(store, runs, presence):
+        yield from real(store, runs[:-1], presence)
+        yield runs[-1], None
+
+    patch.setattr(ister.topic.express, "commit_runs", commit_runs)
+
+
+def a_run_is_left_out_of_the_footer(patch: pytest.MonkeyPatch) -> None:
+    def encode(name, runs, position):
+        return encode_footer(name, runs[:-1] if len(runs) > 1 else runs, position)
+
+    patch.setattr(ister.bucket.express, "encode_footer", encode)
+
+
+def every_run_begins_at_the_beginning(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        ister.bucket.express, "RunId", lambda name, position, length: RunId(name, 0, length)
+    )
+
+
+def acknowledged_when_the_object_was_put(patch: pytest.MonkeyPatch) -> None:
+    real = Express.put
+
+    def put(self: Express, batch):
+        error = real(self, batch)
+        if error is None:
+            for run in batch.made.runs:
+                batch.planned[run.owned.topic].tier.take_run(run.descriptor)
+        return error
+
+    patch.setattr(Express, "put", put)
+
+
+def a_failed_commit_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
+    real = Express._take
+
+    def take(self: Express, run, planned, error):
+        return real(self, run, planned, None if isinstance(error, UnavailableError) else error)
+
+    patch.setattr(Express, "_take", take)
+
+
+def a_topic_that_was_lost_is_acknowledged_with_the_others(patch: pytest.MonkeyPatch) -> None:
+    """What a transaction was refused for is not looked at."""
+    patch.setattr(ister.bucket.express, "_commit_alone", lambda run, presence: None)
+
+
+def a_lost_answer_counts_as_a_commit(patch: pytest.MonkeyPatch) -> None:
+    real = ister.bucket.express._commit
+
+    def commit(store, runs, presence):
+        class Sure:
+            get = store.get
+
+            @staticmethod
+            def transact(compares, operations):
+                try:
+                    return store.transact(compares, operations)
+                except CommitUnknownError:
+                    return store.revision
+
+        return real(Sure, runs, presence)
+
+    patch.setattr(ister.bucket.express, "_commit", commit)
+
+
+def a_run_follows_one_that_was_lost(patch: pytest.MonkeyPatch) -> None:
+    """As the topic's first object, because it has none yet."""
+    patch.setattr(
+        ister.bucket.express,
+        "Run",
+        lambda owned, descriptor, is_first: Run(owned, descriptor, is_first=True),
+    )
+
+
+def a_topic_has_no_manifest(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ister.topic.stores, "save_manifest", lambda *_: None)
+
+
+def recovery_does_not_know_runs(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ister.bucket.rebuild, "_name_runs", lambda topic, runs: {})
+
+
+def recovery_takes_runs_of_a_deleted_topic(patch: pytest.MonkeyPatch) -> None:
+    real = ister.bucket.rebuild._name_runs
+
+    def name_runs(topic, runs):
+        newest = max(runs, key=lambda run: run.epoch, default=None)
+        return real(topic, [replace(run, incarnation=newest.incarnation) for run in runs])
+
+    patch.setattr(ister.bucket.rebuild, "_name_runs", name_runs)
+
+
+# -- commits --------------------------------------------------------------------------------
+
+
+def _without(patch: pytest.MonkeyPatch, is_left_out: Callable[[object, OwnedTopic], bool]) -> None:
+    real = OwnedTopic.prepare_commit
+
+    def prepare(self: OwnedTopic, descriptor, *, is_first):
+        compares, operations = real(self, descriptor, is_first=is_first)
+        return [c for c in compares if not is_left_out(c, self)], operations
+
+    patch.setattr(OwnedTopic, "prepare_commit", prepare)
+
+
+def a_shared_commit_forgets_the_record(patch: pytest.MonkeyPatch) -> None:
+    _without(patch, lambda compare, owned: compare.key == owned.catalog.keys.record)
+
+
+def a_shared_commit_forgets_the_pointer(patch: pytest.MonkeyPatch) -> None:
+    _without(patch, lambda compare, owned: compare.key == owned.catalog.keys.current)
+
+
+def a_process_that_is_back_commits_what_it_put_before(patch: pytest.MonkeyPatch) -> None:
+    """Its object may have been removed meanwhile."""
+    patch.setattr(Membership, "presence", lambda self: self.is_here)
+
+
+# -- early collection -----------------------------------------------------------------------
+
+
+def collection_looks_at_one_run(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        ister.bucket.express_collection,
+        "read_footer",
+        lambda store, info: read_footer(store, info)[:1],
+    )
+
+
+def collection_forgets_the_readers_of_replaced_runs(patch: pytest.MonkeyPatch) -> None:
+    def decode(value, *, key):
+        return replace(decode_retired(value, key=key), until=0)
+
+    patch.setattr(ister.bucket.express_collection, "decode_retired", decode)
+
+
+def collection_takes_nobody_for_running(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        ister.bucket.express_collection, "_running_processes", lambda metadata, prefix: set()
+    )
+
+
+def collection_removes_what_is_under_way(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Express, "is_under_way", lambda self, key: False)
+
+
+def collection_waits_for_no_reader(patch: pytest.MonkeyPatch) -> None:
+    def collect(*arguments, grace_seconds, **settings):
+        return collect_express(*arguments, grace_seconds=0, **settings)
+
+    patch.setattr(ister.topic.express, "collect_express", collect)
+
+
+def collection_takes_what_was_not_committed_yet(patch: pytest.MonkeyPatch) -> None:
+    """By the descriptors alone: whoever is about to commit is not asked, nor its lease."""
+
+    def is_needed(run, record, *, described, last, kept):
+        return run.object_id in kept
+
+    patch.setattr(ister.bucket.express_collection, "is_needed", is_needed)
+    collection_takes_nobody_for_running(patch)
+    collection_removes_what_is_under_way(patch)
+
+
+def expiry_removes_the_whole_object(patch: pytest.MonkeyPatch) -> None:
+    """A run's object goes with it, and the runs of others."""
+
+    def delete(self: SlicedStore, key: str) -> None:
+        self._store.delete(key.partition("@")[0])
+
+    patch.setattr(SlicedStore, "delete", delete)
+
+
+PLANTS: list[Plant] = [
+    a_run_is_left_out_of_the_commit,
+    a_run_is_left_out_of_the_footer,
+    every_run_begins_at_the_beginning,
+    acknowledged_when_the_object_was_put,
+    a_failed_commit_is_acknowledged,
+    a_topic_that_was_lost_is_acknowledged_with_the_others,
+    a_lost_answer_counts_as_a_commit,
+    a_run_follows_one_that_was_lost,
+    a_topic_has_no_manifest,
+    recovery_does_not_know_runs,
+    recovery_takes_runs_of_a_deleted_topic,
+    a_shared_commit_forgets_the_record,
+    a_shared_commit_forgets_the_pointer,
+    a_process_that_is_back_commits_what_it_put_before,
+    collection_looks_at_one_run,
+    collection_forgets_the_readers_of_replaced_runs,
+    collection_takes_nobody_for_running,
+    collection_removes_what_is_under_way,
+    collection_waits_for_no_reader,
+    collection_takes_what_was_not_committed_yet,
+    expiry_removes_the_whole_object,
+    a_swap_forgets_the_pointer,
+    a_swap_leaves_the_last_one,
+]
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_worlds_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    seed = find_break(range(SEEDS_MAX), lambda seed: run_seed(seed, turns=TURNS, shares=True))
+    print(f"{plant.__name__}: caught by seed {seed}")
+    assert seed is not None
