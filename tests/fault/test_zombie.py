@@ -108,8 +108,10 @@ def replaced_while_stopped(directory, history, child, etcd=None):
     log = ister.open(settings_of(directory, "b", etcd))
     try:
         committed = log.tiers.catalog(TopicName.parse(TOPIC)).last()
+        # On a busy machine, the lease may end before the log is open.
+        is_soon = time.monotonic() - stopped_at < (TTL if etcd is None else ETCD_TTL) / 3
         topic, refusals = take_over(log)
-        assert refusals, "the owner had a lease"
+        assert refusals or not is_soon, "the owner had a lease"
         start = topic.watermarks.next
         before = epochs(topic)
         adopted = [at for at, _ in before if committed is None or at >= committed.end]

@@ -74,7 +74,7 @@ class _Nodes:
             tiers._ahead.shutdown(wait=True, cancel_futures=True)
         tiers.metadata.close()
         tiers.objects.close()
-        log._directory_lock.release()
+        log._directories.unlock()
 
 
 class Place(_Nodes):
