@@ -128,6 +128,15 @@ def load_manifest(store: ObjectStore, topic: TopicName) -> Manifest | None:
         return None
 
 
+def has_manifest(store: ObjectStore, topic: TopicName) -> bool:
+    """Whether a topic has a manifest, damaged or not: its deletion removes it."""
+    try:
+        store.stat(manifest_key(topic))
+    except NotFoundError:
+        return False
+    return True
+
+
 def find_topics(store: ObjectStore) -> dict[TopicName, list[ObjectInfo]]:
     """Every topic that has something in the bucket, with its objects (not its manifest)."""
     found: dict[TopicName, list[ObjectInfo]] = {}
@@ -578,9 +587,14 @@ def rebuild_topic(
         else:
             named[name] = info
     manifest = load_manifest(store, topic)
+    is_damaged = manifest is None and has_manifest(store, topic)
+    if is_damaged:
+        report.errors.append(
+            CorruptDataError("the topic's manifest is damaged", path=manifest_key(topic))
+        )
     if manifest is not None:
         incarnation = manifest.incarnation
-    elif named and runs:
+    elif runs and (named or is_damaged):
         incarnation = max(runs, key=lambda run: run.epoch).incarnation
     else:
         incarnation = secrets.token_hex(8)

@@ -37,7 +37,7 @@ from ister.bucket.names import (
 )
 from ister.bucket.object_maker import ObjectMaker, UploadSettings
 from ister.bucket.ownership import OwnedTopic, resume_delete
-from ister.bucket.rebuild import load_manifest, manifest_of, save_manifest
+from ister.bucket.rebuild import has_manifest, manifest_of, save_manifest
 from ister.bucket.upload import Uploader
 from ister.clock import Clock
 from ister.config import (
@@ -318,7 +318,7 @@ class Tiers:
         """Refuses to create a topic whose history is in the bucket."""
         if self._has_any(objects_prefix(name)) or (
             # Its messages may be in express objects alone; a deletion removes the manifest.
-            self._has_any(EXPRESS_PREFIX) and load_manifest(self.objects, name) is not None
+            self._has_any(EXPRESS_PREFIX) and has_manifest(self.objects, name)
         ):
             raise ConflictError(
                 "the bucket has objects of this topic, and the metadata store does not know it",

@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 
 import ister
-from ister.bucket.names import EXPRESS_PREFIX
+from ister.bucket.names import EXPRESS_PREFIX, manifest_key
 from ister.bucket.rebuild import find_runs, find_topics, rebuild_topic
 from ister.errors import CapacityError, FencedError, PermissionDeniedError, UnavailableError
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
@@ -466,6 +466,20 @@ def test_topic_made_again_has_its_own_messages_alone(shared):
     assert len(report.left_out) == 1
 
 
+def test_damaged_manifest_hides_no_messages(shared):
+    shared.append(0, b"a", b"b")
+    shared.express.write_next()
+    key = manifest_key(TopicName.parse("/default/t0"))
+    shared.site.objects.put(key, b"{}")
+    report, _ = rebuild(shared.site)
+    assert [(d.start, d.end) for d in report.objects] == [(0, 2)]
+    assert [d.incarnation for d in report.objects] == [
+        shared.topics[0].tier.owned.record.incarnation
+    ]
+    assert report.left_out == []
+    assert [error.path for error in report.errors] == [key]
+
+
 def test_damaged_footer_is_told(shared):
     shared.append(0, b"a")
     shared.express.write_next()
@@ -496,6 +510,9 @@ def test_topic_whose_messages_are_in_express_objects_alone_is_not_forgotten(site
     site.kill(shared.log)
     site.metadata.delete_prefix(PREFIX)
     other = site.open("b")
+    with pytest.raises(Exception, match="ister recover"):
+        other.topic("/default/t0", create=True, ack="tiered")
+    site.objects.put(manifest_key(TopicName.parse("/default/t0")), b"{}")
     with pytest.raises(Exception, match="ister recover"):
         other.topic("/default/t0", create=True, ack="tiered")
 
