@@ -1,15 +1,15 @@
-"""`ister bench cycle`: a cycle of the pipeline over thousands of topics that has nothing to do.
+"""`ister bench cycle`: a pipeline cycle over thousands of topics with nothing to upload.
 
 Every topic has a record, an owner, an object and local files; everything is in the bucket. Records
 and files are copies of those of one topic that was written and uploaded. Metadata is in etcd: one
 member, on loopback, in the run's directory.
 
-Measured are the first cycle of a pipeline, which knows nothing; a later one, which lists the topics
-again; one in between, which reads checkpoints alone; and `tier` once, which also waits for what the
-owners are about to sync. Spark does not run: a cycle without anything to do starts no task.
+Measures the first cycle of a pipeline; a later one, which lists the topics again; one in between,
+which reads only checkpoints; and `tier` once, which also waits for what the owners are about to
+sync. Spark does not run: a cycle with nothing to upload starts no task.
 
-The limit is the time that etcd takes to send all records and owners. Costs have to be linear at
-most: a figure per topic stands beside the same with a tenth of the topics.
+The limit is the time that etcd takes to send all records and owners. The time per topic is compared
+with a tenth of the topics: it must not grow with their number.
 """
 
 from __future__ import annotations

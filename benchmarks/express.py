@@ -1,7 +1,7 @@
-"""`ister bench express`: acknowledged when the message is in the bucket, for many topics at once.
+"""`ister bench express`: the ack level `tiered` with many topics.
 
 Each figure is measured on a directory (`fs`) and on S3 (rclone, a process on loopback), with the
-metadata in etcd, and stands beside a loop without Ister in the same run: a bare put of an object of
+metadata in etcd. It is compared with a loop without Ister in the same run: a put of an object of
 the same size through the same client, and one etcd transaction.
 
 - latency: single messages at random moments, acknowledged at `tiered`;

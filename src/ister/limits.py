@@ -47,7 +47,7 @@ DESCRIPTOR_BYTES_MAX: Final = 64 * KIB
 """A descriptor's JSON. etcd keeps every value in memory on every node."""
 
 EXPRESS_FOOTER_BYTES_MAX: Final = 64 * MIB
-"""The footer of an express object: a hundred thousand topics."""
+"""Largest footer of an express object: room for a hundred thousand topics."""
 
 MANIFEST_BYTES_MAX: Final = 64 * MIB
 """The list of a batch's staged files: half a million of them."""

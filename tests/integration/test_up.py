@@ -176,7 +176,7 @@ def test_uploads_go_on_without_the_pipeline_and_it_comes_back(tmp_path):
             within=SECONDS,
         )
         said = running.events()
-        assert "the pipeline ended; uploads are embedded until it is back" in said
+        assert "the pipeline ended; the broker uploads until it is back" in said
         assert "no pipeline: this process uploads" in said
         eventually(lambda: running.events().count("running") == 2)
 

@@ -586,8 +586,8 @@ def test_log_without_files_keeps_lower_limits():
 @each(
     ("change", "key", "hint"),
     [
-        ({"ack": "synced"}, "storage.ack is 'synced'", "means 'tiered'"),
-        ({"wal": {"dir": "/x"}}, "storage.wal.dir is set", "remove it"),
+        ({"ack": "synced"}, "storage.ack is 'synced'", "implies 'tiered'"),
+        ({"wal": {"dir": "/x"}}, "storage.wal.dir is set", "remove storage.wal.dir"),
         ({"cloud": {"backend": "fs"}}, "storage.cloud.root is not set", "use backend s3"),
         ({"metadata": {}}, "storage.metadata.backend is 'sqlite'", "use backend 'etcd'"),
         ({"uploader": {"engine": "spark"}}, "storage.uploader.engine is 'spark'", "'auto'"),

@@ -8,9 +8,9 @@ owner_transactions  the transactions behind that
 fence               the leased key that a job's changes require
 upload              the upload cycle: plan, make, commit
 object_maker        makes one object of a range of frames
-express             objects that topics share: make, commit, read the footer
-express_collection  removal of those that no topic needs
-resort              objects of one topic in the place of its runs in those
+express             express objects: make, commit, read the footer
+express_collection  removes express objects that no topic needs
+resort              re-sorts a topic's runs into an object of the topic
 egress              the limit on the upload rate
 catalog             a topic's record and descriptors, read without owning it
 directory           the metadata of many topics at once

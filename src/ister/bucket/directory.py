@@ -1,18 +1,18 @@
-"""What the metadata store knows about many topics at once.
+"""Reads the metadata of many topics at once.
 
     records, owners             whole prefixes, in pages, as of one revision each
     pointers, seals             by key, a hundred in a request
 
-Owns: decoded values, for as long as their keys do not change. Does not own: what is known of one
-topic (`catalog`), and what is done about it.
+Owns: a cache of decoded values, valid until their keys change. Does not own: the metadata of one
+topic (`catalog`), and changes to it.
 
-A look at thousands of topics costs a number of requests that is a hundredth of theirs. Descriptors
-are never read here: each may have 64 KiB, and they are as many as there are objects. A topic's
-`tiered` is in the pointer to its newest descriptor (`CurrentPointer.end`), which every commit
-writes in the same transaction; where Danube or an older Ister wrote it, `Catalog.last` tells.
+Reading thousands of topics takes about one request per hundred topics. Descriptors are never read
+here: there is one for each object, of up to 64 KiB. A topic's `tiered` is in the pointer to its
+newest descriptor (`CurrentPointer.end`), which every commit writes in the same transaction. If
+Danube or an older Ister wrote the pointer, `Catalog.last` returns it.
 
-Everything read here is true of the past. What is done about it is decided by a transaction that
-requires the record to be unchanged (`ister.bucket.ownership`).
+Everything read here may be outdated. Changes are made by transactions that require the record to be
+unchanged (`ister.bucket.ownership`).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class Read(Generic[_Value]):
-    """A key as it was read."""
+    """A decoded value and the revision of its key."""
 
     value: _Value
     revision: int
-    """Of its last change: a marker that tells whether it has changed since."""
+    """The key's revision; a different one means that the key has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class TopicEntry:
 
     name: str
     revision: int
-    """Of its record."""
+    """The revision of its record."""
     record: TopicRecord | None
     """None if it cannot be decoded; `error` says why."""
     error: CorruptDataError | None = None
@@ -85,13 +85,13 @@ class TopicDirectory:
         Raises:
             UnavailableError: The metadata store does not answer.
         """
-        # Records first: a topic that is claimed in between shows its owner.
+        # Records first, so that a topic that is claimed in between shows its owner.
         records = _range(self._store, self._root + _RECORDS, self._known)
         owners = _range(self._store, self._root + _OWNERS, self._known)
         found: dict[str, TopicEntry] = {}
         for name, item in records.items():
             owner = owners.get(name)
-            # Revisions tell whether anything has changed: decoding takes longer than reading.
+            # Decoding takes longer than reading, so values with known revisions are kept.
             mark = owner.revision if owner is not None else 0
             known = self._known.get(name)
             if known is None or known[1].revision != item.revision or known[0] != mark:
@@ -105,7 +105,7 @@ class TopicDirectory:
         return found
 
     def records(self, names: Iterable[str]) -> dict[str, Read[TopicRecord]]:
-        """Reads the records of some topics; those that can be read, of existing topics or not.
+        """Reads the records of some topics, deleted ones included; leaves unreadable ones out.
 
         Raises:
             UnavailableError: The metadata store does not answer.
@@ -113,7 +113,7 @@ class TopicDirectory:
         return self._get(names, lambda keys: keys.record, decode_topic)
 
     def pointers(self, names: Iterable[str]) -> dict[str, Read[CurrentPointer]]:
-        """Reads the pointers to the newest objects of topics; those that can be read.
+        """Reads the pointers to the newest objects of topics; leaves unreadable ones out.
 
         Raises:
             UnavailableError: The metadata store does not answer.
@@ -121,7 +121,7 @@ class TopicDirectory:
         return self._get(names, lambda keys: keys.current, decode_pointer)
 
     def seals(self, names: Iterable[str]) -> dict[str, Read[SealedState]]:
-        """Reads the seals of those topics that were handed over and have no new owner yet.
+        """Reads the seals of topics; only topics that were handed over and not claimed have one.
 
         Raises:
             UnavailableError: The metadata store does not answer.
@@ -139,7 +139,7 @@ class TopicDirectory:
         if not wanted:
             return values
         for item in self._store.get_many(list(wanted)).values():
-            # Who looks at the topic itself is told.
+            # Opening the topic reports the damage.
             with suppress(CorruptDataError):
                 value = decode(item.value, key=item.key)
                 if value is not None:
@@ -163,7 +163,7 @@ def list_records(store: MetadataStore, root_prefix: str) -> dict[str, bool]:
     names: dict[str, bool] = {}
     for name, item in _range(store, root_prefix + _RECORDS).items():
         entry = _entry(name, item, None)
-        # A record that cannot be read is there; who opens the topic is told.
+        # A record that cannot be read counts as existing; opening the topic reports the damage.
         names[name] = entry.record is None or entry.record.is_open
     return names
 
@@ -188,11 +188,11 @@ def read_owners(store: MetadataStore, root_prefix: str) -> dict[str, str]:
 
 
 def _range(store: MetadataStore, prefix: str, known: Container[str] = ()) -> dict[str, KeyValue]:
-    """The keys of topics below a prefix, by the topic's name; `known` are names."""
+    """The keys of topics below a prefix, by topic; names in `known` are not parsed again."""
     found: dict[str, KeyValue] = {}
     for item in store.range(f"{prefix}/"):
         name = item.key.removeprefix(prefix)
-        # What is no topic's must not hold up the others.
+        # An invalid key must not block the others.
         with suppress(TopicNameError):
             if name not in known:
                 TopicName.parse(name)

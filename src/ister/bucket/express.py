@@ -1,16 +1,16 @@
-"""Express objects: one object for many topics, committed for about 40 of them at a time.
+"""Express objects: one object for many topics, committed for up to 40 of them at a time.
 
     runs of frames ─► one put ─► transactions, each with the descriptors of some topics
 
-Owns: how an express object is made, committed, and its footer read. Does not own: which topics and
-ranges (`ister.topic.express`), its bytes (`ister.format.express`), its removal
+Owns: making and committing an express object, and reading its footer. Does not own: which topics
+and ranges (`ister.topic.express`), its bytes (`ister.format.express`), its removal
 (`express_collection`), reading its runs (a run is read like any object of frames).
 
-Every topic's part of a transaction has the conditions of a commit of its own: its record and its
-pointer. If one of them does not hold, the topics of that transaction are committed one by one, so a
-topic that was lost to another owner fails alone. Each transaction also requires the lease that this
-process had when it began to write the object: objects of a process whose lease has ended can be
-removed, because none of them can become part of a topic any more. Then all of them fail at once.
+A transaction requires of each topic what a commit of one topic requires: its record and its
+pointer. If one of them has changed, the topics of that transaction are committed one by one, so a
+topic that another owner has taken fails alone. Each transaction also requires the lease that this
+process had when it began to write the object. So objects of a process whose lease has ended can be
+removed: none of them can become part of a topic any more. If the lease has ended, all topics fail.
 
 What a crash leaves: an express object of which no run, or some runs, are part of their topics.
 """
@@ -59,7 +59,7 @@ _TAIL_BYTES: Final = 64 * KIB
 
 
 class Run(NamedTuple):
-    """A topic's frames in an express object under way."""
+    """A topic's frames in an express object that is being made."""
 
     owned: OwnedTopic
     descriptor: ObjectDescriptor
@@ -68,7 +68,7 @@ class Run(NamedTuple):
 
 
 class ExpressObject:
-    """An express object under way, in memory. Used by one thread at a time."""
+    """An express object that is being made, in memory. Used by one thread at a time."""
 
     def __init__(self, name: str, *, index_every_messages: int, created_at: int) -> None:
         """An empty object.
@@ -81,7 +81,7 @@ class ExpressObject:
         self.key = express_key(name)
         self.runs: list[Run] = []
         self.size_bytes = 0
-        """Of the runs."""
+        """Total size of the runs."""
         self._name = name
         self._every = index_every_messages
         self._created_at = created_at
@@ -100,7 +100,7 @@ class ExpressObject:
 
         Args:
             owned: The topic.
-            start: Where its newest object ends, or a run that is on its way.
+            start: The end of its newest object, or of its newest run that is not committed yet.
             frames: From `start` on, at least one.
             arrived_ms: The latest possible arrival time of the last of them; None if unknown.
             is_first: Whether the topic has no objects, and begins at `start`.
@@ -161,7 +161,7 @@ def _commit(
     store: MetadataStore, runs: Sequence[Run], presence: Compare
 ) -> list[tuple[Run, IsterError | None]]:
     with ExitStack() as held:
-        # In the order of their names; nobody else holds more than one.
+        # In the order of names. No other code holds more than one of these locks.
         for run in runs:
             held.enter_context(run.owned.lock)
         compares: list[Compare] = [presence]
@@ -209,7 +209,7 @@ def read_footer(store: ObjectStore, info: ObjectInfo) -> list[ExpressRun]:
 
     Raises:
         NotFoundError: There is no such object.
-        CorruptDataError: It is not one, or damaged.
+        CorruptDataError: It is not an express object, or it is damaged.
         UnsupportedVersionError: A newer Ister wrote it.
         UnavailableError: The store does not answer.
     """

@@ -4,18 +4,18 @@
 
 An express object is removed as a whole, when none of its runs is needed. A run is needed
 
-- while its topic has a descriptor that names it, or one that was replaced lately (`retired`);
-- where the metadata store may have forgotten it: it does not know the topic, or not the epoch; it
-  has a hole there; or the run continues the topic, and no later owner has decided otherwise.
+- while a descriptor of its topic names it, or one that was replaced lately did (`retired`);
+- if the metadata store may be older than the run: it does not have the topic or the epoch, its
+  descriptors have a hole there, or the run continues the topic and no later owner has committed.
 
-Objects of a process that still runs are left to that process: it knows which of them it is about to
-commit. No other process can commit them (`express.commit_runs` requires the lease under which they
-were written), so those of processes whose lease has ended change no more. The order matters: what
-was listed before the process was found to have ended is committed by now, or never will be. So no
-clock decides about messages; the grace period is for readers.
+A process that still runs removes its own objects: it knows which of them it is about to commit. No
+other process can commit them (`express.commit_runs` requires the lease under which they were
+written), so objects of a process whose lease has ended are final. The order matters: an object that
+was listed before its process was found to have ended is committed by then, or never will be. So
+leases, not clocks, decide which messages are needed; the grace period is for readers.
 
-One actor at a time does this, by a leased key. What a crash leaves: objects that the next run
-removes.
+One process at a time does this, by a leased key. What a crash leaves: objects that the next
+collection removes.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class ExpressCollection:
     """Keys; with a dry run, those that would be removed."""
     removed_bytes: int = 0
     kept: int = 0
-    """Objects that are needed, young, or of a process that runs."""
+    """Objects that are needed, within the grace period, or of a process that runs."""
     errors: list[IsterError] = field(default_factory=list)
-    """Of objects that cannot be read; they are kept."""
+    """Errors of objects that cannot be read; these objects are kept."""
 
 
 def collect_express(
@@ -80,8 +80,8 @@ def collect_express(
     Args:
         objects: The bucket.
         metadata: The metadata store.
-        root_prefix: Of its keys.
-        grace_seconds: How long an object is kept in any case, for those who read it.
+        root_prefix: The prefix of its keys.
+        grace_seconds: The grace period: how long an object is kept for its readers in any case.
         clock: Where time comes from.
         metrics: What was removed is counted there.
         process: The caller's process, if it writes express objects: its own are collected, too.
@@ -138,7 +138,7 @@ def collect_express(
 
 
 def _process_of(key: str) -> str | None:
-    """The process that wrote an express object; None if the key is not that of one."""
+    """The process that wrote an express object; None if the key is not an express object's."""
     name = key.removeprefix(EXPRESS_PREFIX)
     return name.split("/")[1] if is_express_name(name) else None
 
@@ -201,7 +201,7 @@ class _Collector:
                 found.kept += 1
 
     def _keep(self) -> None:
-        """Renews the lease a few times within its time: there may be thousands of topics."""
+        """Renews the lease when a third of its time is over: there may be thousands of topics."""
         if self._clock.boottime() >= self._renew_at:
             self._fence.renew()
             self._renew_at = self._clock.boottime() + _LEASE_SECONDS / 3
@@ -237,11 +237,11 @@ class _Collector:
 def stays_by_age(
     described: ObjectDescriptor, *, now: float, grace_seconds: float, wanted_seconds: float
 ) -> bool:
-    """Whether a replaced run stays for its readers although nothing says so (`retired`).
+    """Whether a replaced run is kept for its readers without a `retired` record.
 
-    An express object stays for `grace_seconds` in any case, and runs are replaced soon after they
-    were written. So most of them need no record of their own, of which there would be very many:
-    one for each swap, with the names of a hundred runs, for as long as the grace lasts.
+    An express object is kept for `grace_seconds` in any case, and runs are replaced soon after they
+    were written. So most swaps need no such record. There would be very many: one for each swap,
+    with the names of up to a hundred runs, for the whole grace period.
 
     Args:
         described: The object that is replaced.
@@ -264,11 +264,11 @@ def is_needed(
     """Whether a topic needs a run, or may need it.
 
     Args:
-        run: As the footer has it.
-        record: Of its topic; None if the metadata store does not know the topic.
+        run: Its descriptor in the footer.
+        record: The topic's record; None if the metadata store does not have the topic.
         described: The topic's objects in the run's range, ascending.
         last: The topic's newest object.
-        kept: Names of objects that descriptors have, or that are kept for readers.
+        kept: Names of objects that have a descriptor, or that are kept for readers.
     """
     if record is None or run.epoch > record.epoch:
         return True  # the metadata store may be an older copy

@@ -3,11 +3,11 @@
     <root>/cluster/brokers/<node>        Member, as JSON; under the broker's lease
     <root>/cluster/owners/<ns>/<topic>   the node that has a topic open
 
-Owns: what an entry says, and reading all of them, by any process: brokers, and Spark, which finds
-the broker of each topic here. Does not own: writing an entry (`ister.broker.cluster.members`), the
-lease (`membership`).
+Owns: the content of an entry, and reading all entries. Brokers read them, and Spark, to find the
+broker of each topic. Does not own: writing an entry (`ister.broker.cluster.members`), the lease
+(`membership`).
 
-A broker that has died is listed until its lease ends, and a topic has its owner for as long.
+A broker that has died is listed, and owns its topics, until its lease ends.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Member:
 
 
 def member_key(root_prefix: str, node: str) -> str:
-    """The key of a broker's entry; with an empty node, what the keys of all entries begin with."""
+    """The key of a broker's entry; with an empty node, the prefix of all entries."""
     return f"{root_prefix}/cluster/brokers/{node}"
 
 

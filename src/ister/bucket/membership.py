@@ -176,9 +176,9 @@ class Membership:
         return ValueIs(self._key, self._value)
 
     def presence(self) -> Compare:
-        """A compare that fails from the moment on at which the lease ends, for good.
+        """Returns a compare that holds as long as the current lease does.
 
-        `is_here` holds again after this process has rejoined; this does not.
+        Unlike `is_here`, it does not hold again after this process has rejoined.
 
         Raises:
             UnavailableError: The metadata store does not answer, or the lease has ended.
@@ -283,7 +283,7 @@ class Membership:
     def _remember(self, instance: str) -> bool:
         """Records an instance in the directory; returns whether that succeeded."""
         if not self._directory.is_lasting:
-            return False  # a node that nobody can have again needs no key that stays
+            return False  # no later process has this node, so it needs no lasting key
         try:
             self._directory.remember(instance)
         except (CapacityError, DiskError) as error:

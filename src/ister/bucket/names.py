@@ -12,8 +12,8 @@
 `end` in a name is inclusive, as Danube's is, and converted here. The epoch in the name is what
 keeps an owner that was fenced, and writes on without knowing, away from its successor's objects.
 
-An express object is named after the process that writes it, which is random, and its sequence, so
-that no name is used twice. Where an object is a run of one, the run's place follows its name:
+An express object is named after the random id of the process that writes it and a sequence number,
+so that no name is used twice. A run has the express object's name and its place in it:
 `<name>@<position>+<length>`.
 
 The tag of a merged object is random: two runs that merge the same objects never write to the same

@@ -84,7 +84,7 @@ def collect_orphans(
     session = owned.session()
     under_way = (
         (session.object_id, format_pending_id(session.start, session.epoch))
-        # One of an earlier owner is over, also if express objects have ended none since.
+        # A session of an earlier owner is over; commits of express objects do not end it.
         if session is not None and session.epoch >= owned.epoch
         else ()
     )
@@ -127,9 +127,9 @@ def collect_unowned(
 ) -> list[str]:
     """Removes objects of a topic that no process has open, and that no descriptor names.
 
-    An owner has compared the catalog with the bucket and its files when it opened the topic; here
-    nobody has. So an object is kept unless each of its offsets has expired, or is in a named object
-    that is in the bucket: metadata that is lost, or older than the bucket, takes no data with it.
+    Unlike `collect_orphans`, it does not rely on an owner that has compared the catalog with the
+    bucket and its files. An object is kept unless each of its offsets has expired, or is in a named
+    object that is in the bucket. So lost or outdated metadata deletes no messages.
 
     Args:
         owned: The topic, in the name of its last owner (`ister.bucket.claim.act_outside`).

@@ -179,10 +179,10 @@ class OwnedTopic(OwnerTransactions):
         )
 
     def _moved(self) -> ConflictError:
-        return ConflictError("the topic's objects end elsewhere", topic=self.topic)
+        return ConflictError("the topic's newest object has changed", topic=self.topic)
 
     def take_commit(self, descriptor: ObjectDescriptor, revision: int) -> None:
-        """Takes note of a commit that has succeeded."""
+        """Records a commit that has succeeded."""
         self._current_revision = revision
         self.last = descriptor
         if self.first is None:

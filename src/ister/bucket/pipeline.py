@@ -64,9 +64,9 @@ class PipelineKeys:
         return f"{self._root}requests/{job}"
 
     def has_jobs(self, store: MetadataStore, *, besides: str | None = None) -> bool:
-        """Whether any job is running, or was less than a lease ago; `besides` is the caller's key.
+        """Whether a job has a lease; the caller's own key, `besides`, does not count.
 
-        A `gc`, which makes no objects, does not count.
+        Nor does `gc`, which makes no objects.
         """
         jobs = [found.key for found in store.range(self.job(""), limit=2)]
         return store.get(self.lease) is not None or any(key != besides for key in jobs)

@@ -179,7 +179,7 @@ def find_runs(
 def _name_runs(
     topic: TopicName, runs: Iterable[ObjectDescriptor]
 ) -> dict[ObjectName, tuple[ObjectInfo, ObjectDescriptor]]:
-    """Runs by names that are unlike each other, each with what a listing would say of it."""
+    """Runs by unique names, each with the `ObjectInfo` that a listing would return."""
     named: dict[ObjectName, tuple[ObjectInfo, ObjectDescriptor]] = {}
     for run in runs:
         name = ObjectName(

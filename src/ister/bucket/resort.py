@@ -1,4 +1,4 @@
-"""Re-sorts express runs: one object of frames in the place of neighbouring runs of a topic.
+"""Re-sorts express runs: one object of frames replaces neighbouring runs of a topic.
 
     n/p/17.dnbx@0+4100 ────┐
     n/p/18.dnbx@880+4100 ──┼─► frames, checked ─► data-0-299-c1f0a2b3c.dnb1 ─► read back ─► swap
@@ -8,21 +8,23 @@ Owns: which runs go together, their frames, the new object, its swap by the topi
 own: when it happens and for which topic (`ister.topic.resorting`), how an object is made
 (`object_maker`). A pipeline plans the same groups and makes the objects in tasks (`merge`).
 
-The new object has the bytes and the index that an upload of the range would have given it. Its name
-has a random tag, as that of a merged object has, and not the name that an upload would choose:
+The new object has the bytes and the index of an upload of the range. Its name has a random tag,
+like that of a merged object, for two reasons:
 
 - another engine, a task that Spark has given up, or a later attempt may write the same range at the
-  same time. With one name for all, removing the object of the one that lost would remove the
-  committed one; so would a collection of orphans that found an earlier attempt's object;
-- the recovery of metadata believes in an untagged object by its name. One that was never finished
-  would hide the runs; a tagged one is read first.
+  same time. If they used the same name, the one that commits second would delete the committed
+  object when it removes its own; so would a collection of orphans that has listed an earlier
+  attempt;
+- metadata recovery trusts an object without a tag by its name, and reads a tagged one first. An
+  unfinished object without a tag would hide the runs.
 
-Every frame is checked, and every run's checksum, wherever frames come from: the new object has what
-was acknowledged. Its arrival time is that of its newest run, so retention is not postponed.
+Every frame and every run's checksum is checked, from local files and from the bucket: the new
+object has what was acknowledged. Its arrival time is that of its newest run, so retention is not
+postponed.
 
 Invariants: an object is read back before its swap. The swap is one transaction, so a topic has
 either the runs or the object. It requires the lease that this process had before it wrote the
-object: one whose lease has ended may find that its object was collected.
+object: after that lease has ended, the object may have been collected as an orphan.
 
 What a crash leaves: an object that no descriptor names.
 """
@@ -60,7 +62,7 @@ from ister.objectstore.base import ObjectStore
 _log = logging.getLogger("ister.bucket.resort")
 
 _SETTLED: Final = 16
-"""So many objects in a row that are not runs: those before them are not, either."""
+"""After this many objects in a row that are not runs, older objects are not searched."""
 _WINDOW: Final = 64
 _GROWTH: Final = 4
 
@@ -74,7 +76,7 @@ class RunGroup(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Of the object."""
+        """Size of the new object."""
         return sum(run.size_bytes for run in self.runs)
 
 
@@ -84,12 +86,12 @@ def plan_resort(
     *,
     is_due: Callable[[ObjectDescriptor], bool],
 ) -> Iterator[RunGroup]:
-    """Groups of runs, oldest first: what an upload would put into one object.
+    """Yields groups of runs, oldest first, each within the limits of one object.
 
     Args:
-        descriptors: Of a topic, ascending; read only as far as groups are asked for.
+        descriptors: A topic's, ascending; read only as far as groups are consumed.
         settings: The limits of an object.
-        is_due: Whether a run has waited long enough: the oldest one of the newest group.
+        is_due: Whether a run has waited long enough; called with the oldest run of the last group.
     """
     group: list[ObjectDescriptor] = []
     size = 0
@@ -119,8 +121,8 @@ def plan_resort(
 def find_first_run(catalog: Catalog, last: ObjectDescriptor | None) -> int | None:
     """The start of the oldest run of a topic, searched from the newest object; None without runs.
 
-    Runs are re-sorted oldest first, so the search ends at a few objects without a run among them.
-    `ister pipeline compact` finds runs behind them, because it reads all descriptors.
+    Runs are re-sorted oldest first, so the search ends after a few objects in a row that are not
+    runs. `ister pipeline compact` finds runs before these, because it reads all descriptors.
 
     Args:
         catalog: The topic's.
@@ -159,14 +161,14 @@ def resort(
     stays: Callable[[ObjectDescriptor], bool],
     presence: Compare,
 ) -> ObjectDescriptor | None:
-    """Puts one object of frames in the place of runs.
+    """Replaces runs by one object of frames.
 
     Args:
         owned: The topic.
         old: The runs, ascending, each with its key's revision.
-        maker: Of the topic's objects.
+        maker: Makes the topic's objects.
         store: The bucket.
-        local: Opens the frames from local files, each run's checked; None without such files.
+        local: Reads and checks the runs' frames from local files; None if these do not have them.
         chunk_bytes: How much is read from the bucket at once.
         until: As for `OwnedTopic.swap`.
         stays: As for `OwnedTopic.swap`.
@@ -190,7 +192,8 @@ def resort(
             made = _make(owned, runs, local(), maker=maker, store=store, chunk_bytes=chunk_bytes)
         except (CorruptDataError, NotFoundError, OffsetOutOfRangeError) as error:
             _log.info(
-                "runs are read from the bucket", extra={"topic": owned.topic, "error": str(error)}
+                "local files unusable; reading runs from the bucket",
+                extra={"topic": owned.topic, "error": str(error)},
             )
     if made is None:
         frames = bucket_frames(topic, runs, store=store, chunk_bytes=chunk_bytes)
@@ -202,7 +205,7 @@ def resort(
             _discard(store, topic, made)
         return None
     _log.info(
-        "re-sorted",
+        "runs re-sorted",
         extra={
             "topic": owned.topic,
             "object": made.object_id,
@@ -233,10 +236,10 @@ def _make(
         arrived_ms=find_newest_arrival(runs),
     )
     try:
-        # The checksum of the last run is compared when its frames are over.
+        # Exhausting the iterator compares the checksum of the last run.
         if next(frames, None) is not None:
             raise InvariantError("runs have more frames than offsets")
-        # Their object goes some day, and then this is the only copy.
+        # Once the express objects are removed, this object is the only copy.
         key = object_key(topic, made.object_id)
         verify_content(store, key, made, chunk_bytes=chunk_bytes)
     except (CorruptDataError, NotFoundError):
@@ -246,7 +249,7 @@ def _make(
 
 
 def _discard(store: ObjectStore, topic: TopicName, made: ObjectDescriptor) -> None:
-    """Removes an object that has not become part of its topic; no other has its name."""
+    """Removes an object that was not committed; its name is used by no other object."""
     with suppress(IsterError):  # else it is collected
         store.delete(object_key(topic, made.object_id))
 
@@ -284,7 +287,7 @@ def bucket_frames(
     """
     for run in runs:
         if run.codec is None:
-            raise InvariantError(f"a run without a codec: {run.object_id}")
+            raise InvariantError(f"run without a codec: {run.object_id}")
         try:
             yield from read_frames(topic, run, run.codec, store=store, chunk_bytes=chunk_bytes)
         except (CorruptDataError, NotFoundError) as error:

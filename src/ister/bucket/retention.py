@@ -4,8 +4,8 @@ Objects go from the oldest on, so that what is left has no hole, and the newest 
 shows where the topic ends. Descriptors go first, in a transaction of the owner's, then the objects;
 a crash in between leaves objects without a descriptor, which garbage collection removes.
 
-A topic that is left with runs of express objects alone is found by its manifest, if the metadata is
-lost. So the manifest is there before the last object of the topic's own goes.
+If metadata is lost, a topic that has only runs in express objects is found by its manifest. So the
+manifest is saved before the last object of the topic itself is removed.
 
 An object's age is the time since its newest message arrived; publish times, which producers set, do
 not matter. An object of unknown age is kept, with all objects after it.

@@ -22,15 +22,15 @@ _BENCHES: Final = {
     "a pause",
     "readers": "memory of a hundred lagging readers",
     "upload": "uploading a backlog of one topic and of a hundred, with memory",
-    "express": "acknowledging messages when they are in the bucket, for many topics at once",
+    "express": "ack level tiered with many topics: latency, uploads, throughput and memory",
     "history": "reading messages back from objects",
     "catalog": "looking up objects in a short and in a long history",
-    "cycle": "a pipeline cycle over thousands of topics that has nothing to do",
+    "cycle": "a pipeline cycle over thousands of topics with nothing to upload",
     "chain": "reading from the bucket to the live tail while the topic is written",
     "broker": "a broker: Danube's client, CPU time per message with each gRPC engine, Flight",
     "spark": "topics as Arrow and as Spark's tables, reading and writing",
     "jobs": "the pipeline's jobs on Spark: tier, compact, export and scrub, and their memory",
-    "up": "`ister up`: until it serves, memory and CPU time of the idle pipeline, until it ends",
+    "up": "`ister up`: time to start and to stop, memory and CPU time of the idle pipeline",
 }
 
 

@@ -1,4 +1,4 @@
-"""`ister serve`: runs a broker until it is stopped. `ister up` is the same with a pipeline.
+"""`ister serve`: runs a broker until it is stopped. `ister up` also runs a pipeline.
 
 Owns: arguments, signals, and the greeting. SIGTERM and SIGINT stop it in order; a second one stops
 it at once. Does not own: the process that runs the pipeline (`pipeline.child_process`).
@@ -62,7 +62,7 @@ def register(commands: Subparsers) -> None:
 
 
 def add_broker_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what every command that runs a broker takes."""
+    """Adds the arguments of every command that runs a broker."""
     place = parser.add_mutually_exclusive_group()
     place.add_argument(
         "--config", metavar="FILE", help=f"config file (default: ${CONFIG_VARIABLE})"
@@ -100,11 +100,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 class PipelineWish(Enum):
-    """Whether a pipeline is started beside the broker."""
+    """Whether the command also runs a pipeline."""
 
     NONE = "none"
     OPTIONAL = "optional"
-    """If Java and PySpark are there; otherwise the broker says what is missing, and runs alone."""
+    """Without Java or PySpark, says what is missing and runs the broker alone."""
     REQUIRED = "required"
 
 
@@ -166,7 +166,7 @@ def run_broker(options: argparse.Namespace, wish: PipelineWish) -> int:
             _greet(config, listening)
         if obstacle is not None:
             what = f"{obstacle.message} ({obstacle.hint})"
-            _show_state(f"off, uploads are embedded: {what}", as_log=options.json)
+            _show_state(f"off, the broker uploads: {what}", as_log=options.json)
         pipeline = _start_pipeline(options, config, listening) if has_pipeline else None
         await waiting
         if pipeline is not None:
@@ -202,7 +202,7 @@ def _start_pipeline(
 
 
 def _show_state(state: str, *, as_log: bool) -> None:
-    """Tells the state of the pipeline: in a line on standard output, or in the log."""
+    """Shows the state of the pipeline: in a line on standard output, or in the log."""
     if as_log:
         _log.info("pipeline", extra={"state": state})
         return

@@ -1,6 +1,6 @@
-"""`ister up`: a broker with its pipeline on Spark, in one command; one Ctrl-C stops both.
+"""`ister up`: runs a broker and the pipeline on Spark; one Ctrl-C stops both.
 
-Owns: its help. Does not own: the broker's process (`serve`), the pipeline's (`pipeline`).
+Owns: its help. Does not own: the broker's process (`serve`), the pipeline's process (`pipeline`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ def register(commands: Subparsers) -> None:
         commands,
         "up",
         help="run a broker and the pipeline on Spark",
-        description="Runs a broker as `ister serve` does, and starts the pipeline (`ister pipeline "
-        "run`) in the background, in a small Spark session on this machine. The broker serves at "
-        "once and never waits for Spark: it uploads by itself until the pipeline runs, and "
-        "whenever it does not. A pipeline that dies is restarted. Without Java or pyspark the "
-        "broker says so and runs alone. SIGTERM or Ctrl-C stops both in order.",
+        description="Runs a broker like `ister serve`, and the pipeline (`ister pipeline run`) in "
+        "the background, in a small Spark session on this machine. The broker serves at once and "
+        "never waits for Spark: while the pipeline does not run, the broker uploads. A pipeline "
+        "that dies is restarted. Without Java or pyspark, one line says what is missing and the "
+        "broker runs alone. SIGTERM or Ctrl-C stops the pipeline, then the broker.",
         examples=(
             "ister up",
             "ister up --data-dir /var/lib/ister",

@@ -87,7 +87,7 @@ def find_contradictions(
 def _find_diskless_contradictions(
     storage: StorageConfig, *, has_ack: bool
 ) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
-    """What mode `bucket` cannot do, because it keeps nothing on disk."""
+    """Yields settings that contradict mode `bucket`, which keeps nothing on disk."""
     cloud, metadata = storage.cloud, storage.metadata
     if has_ack and storage.ack is not AckLevel.TIERED:
         yield (
@@ -95,7 +95,7 @@ def _find_diskless_contradictions(
             ConfigError(
                 f"storage.ack is {storage.ack.value!r}, and storage.mode 'bucket' keeps messages "
                 "only in the bucket",
-                hint="remove it, which means 'tiered', or use mode 'wal_cloud'",
+                hint="remove storage.ack (mode 'bucket' implies 'tiered'), or use mode 'wal_cloud'",
             ),
         )
     if storage.wal.dir is not None:
@@ -103,16 +103,17 @@ def _find_diskless_contradictions(
             ("storage.wal.dir", "storage.mode"),
             ConfigError(
                 "storage.mode is 'bucket', which keeps no local files, and storage.wal.dir is set",
-                hint="remove it, or use mode 'wal_cloud'",
+                hint="remove storage.wal.dir, or use mode 'wal_cloud'",
             ),
         )
     if cloud.root is None and cloud.backend in (CloudBackend.FS, CloudBackend.LOCAL):
         yield (
             ("storage.cloud.root", "storage.cloud.backend", "storage.mode"),
             ConfigError(
-                f"storage.cloud.root is not set, and mode 'bucket' with backend "
-                f"{cloud.backend.value!r} has no directory to put it in",
-                hint="use backend s3, gcs or azblob, or set a directory that all brokers share",
+                "storage.cloud.root is not set, and has no default with storage.mode 'bucket' and "
+                f"storage.cloud.backend {cloud.backend.value!r}",
+                hint="use backend s3, gcs or azblob, or set storage.cloud.root to a directory that "
+                "all brokers share",
             ),
         )
     if metadata.backend is MetadataBackend.SQLITE and metadata.path is None:
@@ -128,8 +129,8 @@ def _find_diskless_contradictions(
         yield (
             ("storage.uploader.engine", "storage.mode"),
             ConfigError(
-                "storage.uploader.engine is 'spark', and with storage.mode 'bucket' brokers upload "
-                "themselves: producers wait for it",
+                "storage.uploader.engine is 'spark', and with storage.mode 'bucket' each broker "
+                "uploads its own topics",
                 hint="use engine 'auto'",
             ),
         )
@@ -199,7 +200,7 @@ def _keep_only_copies(config: Config, tree: Tree) -> Config:
 
 
 def _keep_small(config: Config) -> Config:
-    """Without a disk, messages are acknowledged in the bucket, and what is in memory is bounded."""
+    """Settings of mode `bucket`: ack level `tiered`, and small files, caches and buffers."""
     storage = config.storage
     memory, wal, uploader = storage.bucket.memory_max_bytes, storage.wal, storage.uploader
     file_bytes = max(_BYTES_MIN, memory // _FILE_SHARE)

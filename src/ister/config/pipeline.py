@@ -101,16 +101,18 @@ class ScrubConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcConfig:
-    """`pipeline.gc`: when what nobody needs is removed from the bucket."""
+    """`pipeline.gc`: when expired and orphaned objects are removed from the bucket."""
 
     every_minutes: int | None = setting(
         60,
         low=1,
-        says="How often expired and orphaned objects of topics that no process has open, and "
-        "express objects that no topic needs, are removed; null turns it off.",
+        says="How often to remove expired and orphaned objects of topics that no process has open, "
+        "and express objects that no topic needs; null turns it off.",
     )
     topics: tuple[str, ...] = setting(
-        ("*",), says="Topics: names and patterns; objects of no single topic only with `*`."
+        ("*",),
+        says="Topics: names and patterns; express objects and unfinished uploads are removed only "
+        "with `*`.",
     )
 
 

@@ -21,7 +21,7 @@ class StorageMode(StrEnum):
     MEMORY = "memory"
     """Nothing is kept on disk."""
     BUCKET = "bucket"
-    """A bucket without local files: memory until the upload."""
+    """A bucket without local files; messages are in memory until they are uploaded."""
 
     @property
     def has_bucket(self) -> bool:
@@ -94,7 +94,7 @@ class WalRetentionConfig:
     """`storage.wal.retention`: when local files are removed.
 
     With a bucket, only files that were uploaded are removed. With `local_only`, a file is the only
-    copy: only limits that are set explicitly apply. With mode `bucket` none of this applies.
+    copy: only limits that are set explicitly apply. Not used with mode `bucket`.
     """
 
     check_interval_minutes: int = setting(
@@ -191,17 +191,17 @@ class WalConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpressConfig:
-    """`storage.uploader.express`: objects that topics share, so that `tiered` is reached soon."""
+    """`storage.uploader.express`: express objects, which topics share to be tiered sooner."""
 
     all_topics: bool = setting(
         False,
-        says="Whether all topics share express objects; else those with the ack level `tiered`.",
+        says="Whether all topics share express objects, not only those with ack level `tiered`.",
     )
     linger_ms: int = setting(
         250,
         low=1,
         high=60_000,
-        says="Shortest time between the starts of two express objects.",
+        says="Minimum time between the starts of two express objects; less if `max_bytes` wait.",
     )
     max_bytes: int = setting(
         8 * MIB,
@@ -213,8 +213,8 @@ class ExpressConfig:
         300,
         low=1,
         high=86_400,
-        says="Age at which a topic's messages in express objects are written to an object of its "
-        "own; earlier when they fill one, or are in 100 express objects.",
+        says="Age at which a topic's runs in express objects are re-sorted into an object of the "
+        "topic; sooner if they fill an object, or if there are 100.",
     )
 
 
@@ -416,9 +416,9 @@ class BucketConfig:
     memory_max_bytes: int = setting(
         256 * MIB,
         low=MIB,
-        says="Memory of all topics together for messages on their way to the bucket; beyond that "
-        "producers wait, or are refused as `buffer_full` says. Up to half of it also keeps "
-        "uploaded messages for readers. One topic's backlog may take a quarter of it.",
+        says="Memory for messages on their way to the bucket, all topics together; when it is "
+        "full, producers wait or are refused, as `wal.buffer_full` says. Up to half of it keeps "
+        "uploaded messages for readers. The backlog of one topic takes at most a quarter.",
     )
 
 

@@ -9,7 +9,7 @@ body_parts      parts of a body, without decoding all of it
 checkpoint      checkpoints of the log and the uploader
 sparse_index    the index beside each file
 descriptor      what makes an object part of a topic
-express         objects that topics share: runs and footer
+express         express objects: runs and footer
 archive, archive_writer    Parquet objects
 records         records in the metadata store
 staged_rows     rows on their way from Spark to a topic

@@ -20,9 +20,9 @@ left out on purpose: `latest-per-key`. Then `messages` is less than the range ha
 search by time begins at the last entry below the wanted one. Both lists have at most
 `OBJECT_INDEX_ENTRIES_MAX` entries, which keeps a descriptor below `DESCRIPTOR_BYTES_MAX`.
 
-The bytes of an object of the format `express` are a run within an object that many topics share
-(`ister.format.express`). Its JSON has the shared object's name in `object_id`, and the run's
-`position` and `length` in it; in code, `object_id` names all three: `<name>@<position>+<length>`.
+A descriptor of the format `express` describes a run in an express object, which many topics share
+(`ister.format.express`). Its JSON has the express object's name in `object_id`, and the run's
+`position` and `length` in it; in code, `object_id` has all three: `<name>@<position>+<length>`.
 Positions of its index count from the run's first byte.
 
 Producers set publish times. `arrival_time_max` is when the newest message arrived, by the clock of
@@ -47,7 +47,7 @@ FORMAT_FRAMES: Final = "dnb1"
 FORMAT_PARQUET: Final = "parquet"
 """A Parquet file; see `ister.format.archive`."""
 FORMAT_EXPRESS: Final = "express"
-"""Frames, as a run within an object that topics share; see `ister.format.express`."""
+"""Frames, as a run in an express object; see `ister.format.express`."""
 _FORMATS: Final = (FORMAT_FRAMES, FORMAT_PARQUET, FORMAT_EXPRESS)
 KEPT_LATEST: Final = "latest-per-key"
 """Of an object that has only the latest message of each key."""
@@ -62,7 +62,7 @@ class RunId(NamedTuple):
     """The parts of the `object_id` of an `express` descriptor."""
 
     name: str
-    """Of the shared object."""
+    """The express object's name."""
     position: int
     length: int
 
@@ -71,13 +71,13 @@ class RunId(NamedTuple):
 
 
 def parse_run_id(object_id: str) -> RunId | None:
-    """Takes the `object_id` of an `express` descriptor apart; None for other objects."""
+    """Splits the `object_id` of an `express` descriptor; None for other objects."""
     match = _RUN_ID.fullmatch(object_id)
     return None if match is None else RunId(match[1], int(match[2]), int(match[3]))
 
 
 def is_express_name(name: str) -> bool:
-    """Whether a shared object may have this name: `<node>/<process>/<sequence>.dnbx`."""
+    """Whether an express object can have this name: `<node>/<process>/<sequence>.dnbx`."""
     return _EXPRESS_NAME.fullmatch(name) is not None
 
 
@@ -252,7 +252,7 @@ def descriptor_of(fields: Mapping[str, object], *, path: str) -> ObjectDescripto
         else run is not None and run.length == descriptor.size_bytes
     )
     if descriptor.start >= descriptor.end or not has_name:
-        raise CorruptDataError("a descriptor with an invalid range or name", path=path)
+        raise CorruptDataError("descriptor with an invalid range or name", path=path)
     return descriptor
 
 

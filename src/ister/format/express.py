@@ -11,7 +11,7 @@ Numbers of the trailer are little endian. A run in the footer has the fields of 
 its topic: metadata can be rebuilt from footers alone. Runs follow each other from position 0 on,
 without anything in between; the last one ends where the footer begins.
 
-The footer's crc is checked before the version, so a damaged object is never taken for a newer one.
+The footer's crc is checked before the version: damage is never mistaken for a newer version.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def decode_footer(data: bytes, place: FooterPlace, *, path: str) -> tuple[str, l
         ]
     except (ValueError, TypeError, KeyError, RecursionError, TopicNameError) as error:
         raise CorruptDataError(
-            f"damaged express object: not a footer: {error!r}", path=path
+            f"damaged express object: invalid footer: {error!r}", path=path
         ) from error
     position = 0
     for run in runs:

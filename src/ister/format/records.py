@@ -135,7 +135,7 @@ class CurrentPointer:
     """Where its object ends: the topic's `tiered`. None if Danube or an older Ister wrote it."""
 
     def names(self, start: int, end: int) -> bool:
-        """Whether this is the pointer to the object with these offsets."""
+        """Whether it points to the object with these offsets."""
         return self.start == start and self.end in (None, end)
 
 

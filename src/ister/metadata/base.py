@@ -130,8 +130,8 @@ class MetadataStore(Protocol):
     def get_many(self, keys: Sequence[str]) -> dict[str, KeyValue]:
         """Returns those of some keys that exist, by key.
 
-        For looks at many topics: many keys are read by one request. They are read in groups, each
-        as of one moment; keys of different groups may be read at different moments.
+        Reads many keys with one request, in groups. The keys of a group are read at one moment;
+        different groups may be read at different moments.
         """
         ...
 

@@ -166,7 +166,7 @@ class EtcdMetadata:
         at, size = 0, TRANSACTION_PARTS_MAX
         while at < len(encoded):
             group = encoded[at : at + size]
-            # A transaction that only reads is a linearizable read, and not proposed.
+            # A transaction that only reads is a linearizable read; Raft need not agree on it.
             request = self._rpc.TxnRequest(
                 success=[
                     self._rpc.RequestOp(request_range=self._rpc.RangeRequest(key=key))

@@ -1,11 +1,11 @@
-"""Parts of objects as objects of their own, for those who read them.
+"""Slices: parts of objects that are read like objects.
 
     storage/express/<node>/<process>/<sequence>.dnbx@<position>+<length>
 
-A key with such an ending names bytes of the object before the `@`. `read` and `stat` treat them as
-a whole object: positions count from the slice's first byte, and its size is its length. A slice is
-never written, and deleting one does nothing: the object has other parts, and is removed as a whole
-when none of them is needed (`ister.bucket.express_collection`).
+A key that ends like this names a slice of the object before the `@`. `read` and `stat` treat it
+like a whole object: positions count from its first byte, and its size is its length. A slice is
+never written, and deleting one does nothing: the object is removed as a whole when no topic needs
+any part of it (`ister.bucket.express_collection`).
 
 All other keys are passed on as they are.
 """
@@ -40,14 +40,14 @@ class SlicedStore:
         return repr(self._store)
 
     def open_writer(self, key: str, *, chunk_bytes: int, concurrent_parts: int) -> ObjectWriter:
-        """Begins an object, which is not a slice."""
+        """Begins an object; the key must not name a slice."""
         _refuse_slice(key)
         return self._store.open_writer(
             key, chunk_bytes=chunk_bytes, concurrent_parts=concurrent_parts
         )
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
-        """Stores an object, which is not a slice."""
+        """Stores an object; the key must not name a slice."""
         _refuse_slice(key)
         self._store.put(key, data, if_absent=if_absent)
 
@@ -59,7 +59,7 @@ class SlicedStore:
         return self._store.read(found.key, found.position + start, size) if size > 0 else b""
 
     def stat(self, key: str) -> ObjectInfo:
-        """What the store says about an object or a slice.
+        """Returns size, etag and time of an object or a slice.
 
         Raises:
             NotFoundError: There is no such object.
@@ -70,8 +70,8 @@ class SlicedStore:
         info = self._store.stat(found.key)
         if info.size < found.position + found.length:
             raise CorruptDataError(
-                f"the object has {info.size} bytes and should have "
-                f"{found.position + found.length} at least",
+                f"the object has {info.size} bytes and should have at least "
+                f"{found.position + found.length}",
                 path=key,
             )
         return replace(info, key=key, size=found.length)
@@ -81,7 +81,7 @@ class SlicedStore:
         return self._store.list(prefix)
 
     def copy(self, source: str, target: str) -> None:
-        """Copies an object; a slice has to be read and written."""
+        """Copies an object; the source must not name a slice."""
         _refuse_slice(source)
         self._store.copy(source, target)
 
@@ -91,20 +91,20 @@ class SlicedStore:
             self._store.delete(key)
 
     def probe(self) -> Capabilities:
-        """Tries what the store can do."""
+        """Finds out what the store supports."""
         return self._store.probe()
 
     def remove_stale_parts(self, older_than_seconds: float) -> int:
-        """Removes what writers of killed processes have left."""
+        """Removes unfinished uploads of processes that have ended; returns their number."""
         return self._store.remove_stale_parts(older_than_seconds)
 
     def close(self) -> None:
-        """Lets go of connections. May be called twice."""
+        """Closes connections. May be called twice."""
         self._store.close()
 
 
 def with_slices(store: ObjectStore) -> ObjectStore:
-    """The store, with keys that may name slices."""
+    """Returns the store, wrapped so that keys may name slices."""
     return store if isinstance(store, SlicedStore) else SlicedStore(store)
 
 
@@ -115,4 +115,4 @@ def _parse(key: str) -> _Slice | None:
 
 def _refuse_slice(key: str) -> None:
     if _parse(key) is not None:
-        raise UnsupportedOperationError("a part of an object is only read", path=key)
+        raise UnsupportedOperationError("a slice cannot be written or copied", path=key)

@@ -15,7 +15,7 @@ cursors          a stream's position as a subscription's cursor
 sink             the writers of `df.write` and `df.writeStream`
 row_staging      rows staged in the bucket by write tasks
 location         where a log's data is, as sent to workers
-owners           which broker has a topic, and asking it
+owners           finds the broker that has a topic, and calls it
 workers          tuning of Python workers
 payload, avro    payloads as columns and back
 jobs             the pipeline

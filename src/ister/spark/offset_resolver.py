@@ -13,10 +13,10 @@ lower: a power cut may undo what is merely written, and a micro-batch that is in
 not change. Where the level is `tiered`, it is `tiered`: another node may continue from there, so
 such a topic has no tail.
 
-The broker that has a topic is found in the metadata store, topic by topic (`owners`). None is asked
-where the bucket has everything: a topic that was handed over, rebuilt by `ister recover`, or whose
-record proves it. If the node that has the tail is not running, and its files are not here, the
-topic ends at `tiered` until it is, and a warning says so.
+The broker that has a topic is found in the metadata store, topic by topic (`owners`). No broker is
+contacted if the bucket has everything: a topic that was handed over, rebuilt by `ister recover`, or
+whose record shows it. If the node that has the tail is not running, and its files are not here, the
+topic ends at `tiered` until the node is back, and a warning says so.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Head(TopicHead):
 
     @property
     def cut_error(self) -> WaitsForDiskError | None:
-        """What is not seen of the topic, and why; None if everything is."""
+        """The error about messages that cannot be read; None if all can."""
         return waits_for_disk(self.topic, self.node, self.tiered) if self.is_cut else None
 
 

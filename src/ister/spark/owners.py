@@ -1,15 +1,15 @@
-"""Finds the broker that has a topic, by the metadata store, and asks it.
+"""Finds the broker that has a topic in the metadata store, and calls it.
 
     owner key ─► the owner's entry ─► its Flight address ─► a client, shared by the process
     no owner ──► the node with the newest files, if it is up; any broker, if the bucket has all
 
 Owns: which addresses may have a topic, and trying them in turn. Does not own: connections
-(`location`), how long a call is repeated: a call that fails with an UnavailableError looks the
-owner up again when it is repeated, in the driver and in tasks.
+(`location`), and how long a call is retried. A retry after an UnavailableError looks up the owner
+again, on the driver and in tasks.
 
-Addresses that options name (`broker`) are tried, too: the owner's own address may not be reachable
-from here, and an owner that is not a broker (a log that another process has open) has no entry. One
-that does not have the topic says so, and the next one is asked.
+Addresses in the option `broker` are tried, too: the owner's own address may not be reachable from
+here, and an owner that is not a broker (a log that another process has open) has no entry. If a
+broker does not have the topic, the next address is tried.
 """
 
 from __future__ import annotations
@@ -42,39 +42,39 @@ from ister.wire.contract import TopicStatus
 _MEMBERS_SECONDS: Final = 1.0
 # An address that did not answer comes last for this long: trying it may take half a minute.
 _SILENT_SECONDS: Final = 60.0
-# A broker that is cut off must not hold up the others for longer.
+# A broker that is cut off must not delay the others for longer.
 _MANY_SECONDS: Final = 10.0
 
 NOT_SERVED: Final = (
     "messages that are not in the bucket yet are on another machine, and the process that has them "
     "is not a broker"
 )
-"""The message of errors about a topic that nobody can be asked for."""
+"""The message of errors about a topic whose owner has no Flight address."""
 
 _Answer = TypeVar("_Answer")
 
 _lock = threading.Lock()
 _members: dict[bytes, tuple[float, dict[str, Member]]] = {}
 _silent: dict[str, float] = {}
-# Nodes that have been brokers: without an entry, such a node is ending or has lost its lease.
+# Nodes that were brokers: without an entry, such a node is stopping or has lost its lease.
 _brokers_seen: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The process that has a topic, or that should have it, as the metadata store says."""
+    """The process that has a topic, or should have it, according to the metadata store."""
 
     node: str | None
     """The node that has the topic open, or has its newest files; None for any broker."""
     addresses: tuple[str, ...]
-    """Flight addresses to ask, in turn; none if the owner is not a broker and none is given."""
+    """Flight addresses to try in turn; empty if the owner is not a broker and none is given."""
     waits: WaitsForDiskError | None = None
-    """Set if nobody has the topic open, and messages that are not in the bucket may be on the disk
-    of a node that is not running: nobody else has them."""
+    """Set if no process has the topic open, and messages that are not in the bucket may be on the
+    disk of a node that is not running."""
 
 
 def find_owner(place: Place, topic: str) -> Owner:
-    """Finds out which addresses may have a topic.
+    """Finds the addresses that may have a topic.
 
     Raises:
         UnavailableError: The metadata store does not answer, or the owner has no address at the
@@ -95,7 +95,7 @@ def ask(place: Place, topic: str, call: Callable[[FlightClient], _Answer]) -> _A
 
     Raises:
         UnavailableError: It does not answer, it is down, or the topic is on its way to another one;
-            whether `call` was executed is not known. Repeated, it looks for the owner again.
+            it is not known whether `call` was executed. A retry looks up the owner again.
         As `call`.
     """
     owner = find_owner(place, topic)
@@ -108,7 +108,7 @@ def ask_any(place: Place, call: Callable[[FlightClient], _Answer]) -> _Answer:
     """Calls any broker: one that options name, or one that is up.
 
     Raises:
-        UnavailableError: None answers, or there is none.
+        UnavailableError: No broker answers, or none is known.
         As `call`.
     """
     try:
@@ -121,10 +121,10 @@ def ask_any(place: Place, call: Callable[[FlightClient], _Answer]) -> _Answer:
 def ask_first(
     addresses: Iterable[str], call: Callable[[FlightClient], _Answer], *, topic: str | None = None
 ) -> _Answer:
-    """Calls brokers in turn, until one has what is asked for.
+    """Calls brokers in turn until one succeeds.
 
     Raises:
-        UnavailableError: None has it now.
+        UnavailableError: No broker has the topic now.
         As `call`, from the first address.
     """
     first: IsterError | None = None
@@ -146,7 +146,7 @@ def ask_first(
 
 
 def connect(place: Place, topic: str) -> FlightClient:
-    """Returns the client of the broker that has a topic, which has answered.
+    """Returns the client of the broker that has a topic, after a first call succeeded.
 
     Raises:
         As `ask`.
@@ -167,7 +167,7 @@ def check_has(client: FlightClient, topic: str) -> FlightClient:
 def read_watermarks(
     place: Place, topics: Iterable[str]
 ) -> tuple[dict[str, TopicStatus], dict[str, IsterError]]:
-    """Asks the brokers of many topics, each broker once; returns what failed by topic.
+    """Reads the watermarks of many topics, with one call per broker; returns errors by topic.
 
     Raises:
         UnavailableError: The metadata store does not answer.
@@ -231,7 +231,7 @@ def _find(place: Place, topic: str) -> tuple[str | None, list[str]]:
             if is_node_running(history.metadata, root, record.node):
                 return record.node, []
             raise waits_for_disk(topic, record.node, tiered)
-    # Any broker may open it: the one that should have it does, others refuse.
+    # Any broker may be called: the one that the topic is assigned to opens it, others refuse.
     return None, [member.flight_url for member in _listening(_read_members(place).values())]
 
 
@@ -242,7 +242,7 @@ def _address_of(place: Place, node: str, topic: str) -> list[str]:
             return [member.flight_url]
     if node in _brokers_seen and not place.brokers:
         raise UnavailableError(
-            f"the broker of node {node} is ending, or has lost its lease", topic=topic
+            f"the broker of node {node} is stopping, or has lost its lease", topic=topic
         )
     return []
 
@@ -259,7 +259,7 @@ def waits_for_disk(topic: str, node: str, tiered: int) -> WaitsForDiskError:
 
 
 def is_down(waits: WaitsForDiskError) -> UnavailableError:
-    """The same as an error that is retried: the node may come back soon."""
+    """Returns an error that is retried, because the node may come back soon."""
     return UnavailableError(waits.message, topic=waits.topic, offset=waits.offset, hint=waits.hint)
 
 
@@ -294,7 +294,7 @@ def _with_given(place: Place, found: list[str]) -> tuple[str, ...]:
 
 
 def _in_order(*groups: Iterable[str]) -> tuple[str, ...]:
-    """All addresses, each once; those that lately did not answer come last."""
+    """All addresses, each once; those that did not answer lately come last."""
     now = SystemClock.monotonic()
     every = list(dict.fromkeys(address for group in groups for address in group))
     with _lock:
@@ -302,7 +302,7 @@ def _in_order(*groups: Iterable[str]) -> tuple[str, ...]:
 
 
 def _is_silence(error: IsterError, address: str) -> bool:
-    """Whether a broker did not answer: errors that it has sent do not begin with its address."""
+    """Whether a broker did not answer; errors that it sends do not begin with its address."""
     return isinstance(error, UnavailableError) and error.message.startswith(address)
 
 

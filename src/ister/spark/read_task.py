@@ -9,8 +9,8 @@ Owns: the source of each offset when the task runs, which may differ from the pl
 have been compacted, the tail uploaded and trimmed, the topic moved to another broker, messages
 expired. Does not own: the plan.
 
-The plan names the broker that has the tail. If it does not, the topic's owner is looked up again,
-for as long as a broker may take to come back: the tail is either in the bucket or on its disk.
+The plan names the broker that has the tail. If it does not answer, the topic's owner is looked up
+again, for as long as a broker may take to come back: the tail is in the bucket or on its disk.
 
 Invariant: a task returns exactly the offsets of the plan, in order, also if data moved meanwhile,
 except for those that compaction removed. An offset that no source has ends the task with
@@ -206,7 +206,7 @@ class _SliceReader:
                 if is_tail and owner.waits is not None:
                     raise is_down(owner.waits)
                 if not owner.addresses:
-                    # A broker that had the tail may be about to enter itself again.
+                    # A broker that had the tail may be about to register again.
                     self._waits_for_owner = is_tail and self._identity.broker is not None
                     return
                 client = ask_first(owner.addresses, partial(check_has, topic=topic), topic=topic)

@@ -15,8 +15,8 @@ partitioned         a partitioned topic
 time_search         finds an offset by publish time
 
 uploads             when a topic is uploaded, the upload, how far it is behind
-express             uploads of topics that share objects
-resorting           when these messages become objects of their topic
+express             uploads of topics that share express objects
+resorting           re-sorts a topic's runs in express objects
 idle_mark           records that the bucket has everything, while a topic is idle
 upload_plan         which objects an upload would make
 pace                slows uploads down beside a busy producer
@@ -26,7 +26,7 @@ local_trim          runs that without a bucket
 background          the threads: lease, uploads, retention
 disk                free space: the watermark for appends, and the reserve
 memory_guard        bounds the memory of a log without local files
-room                both of them, for one log
+room                the disk guard and the memory guard of one log
 
 opening             opens a topic with a bucket
 read_only           the history of a topic that waits for another node's disk

@@ -62,8 +62,8 @@ class TopicTier(TopicUploads):
     def trim(self) -> int:
         """Removes the local files that retention does not keep, once the bucket certainly has them.
 
-        File by file: a file that passed its check is removed even if a later one fails. Files in
-        memory are none of retention's: `drop_tiered` removes them.
+        File by file: a file that passed its check is removed even if a later one fails. Retention
+        does not apply to files in memory: `drop_tiered` removes them.
 
         Returns:
             How many.
@@ -237,7 +237,7 @@ class TopicTier(TopicUploads):
             IsterError: An object is bad and could not be uploaded again.
         """
         if self._tiers.is_diskless:
-            # A committed descriptor is the proof: nothing that was acknowledged is here alone.
+            # A committed descriptor is enough: everything acknowledged is in the bucket, too.
             return
         content = self._tiers.storage.wal.retention.verify is Verify.CONTENT
         assured = set() if assured is None else assured

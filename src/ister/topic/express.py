@@ -3,22 +3,21 @@
     synced ─► noted ─► one object of all noted topics ─► put ─► commit ─► `tiered` rises
 
 Owns: which topics wait, when the next object is written, and retries. Does not own: the objects and
-their commit (`ister.bucket.express`), what becomes of a topic's watermarks (`uploads`), the thread
-(`background`).
+their commit (`ister.bucket.express`), a topic's watermarks (`uploads`), the thread (`background`).
 
-An object begins at least `linger_ms` after the one before it, or as soon as `max_bytes` wait: a
-message that comes after a pause is not delayed, and the number of objects does not depend on that
-of topics. Topics take turns: each gets an even share of the room that is left, and those for which
-there is none are the first of the next object, which follows without a pause.
+An object begins at least `linger_ms` after the one before it, or as soon as `max_bytes` wait. So a
+message after a pause is not delayed, and the number of objects does not depend on the number of
+topics. Each topic gets an equal share of the space that is left in the object. Topics that do not
+fit come first in the next object, which follows without a pause.
 
-Two objects may be on their way, and are committed in their order: the next one is put while the
-first one is. If the first one fails, a run of the second one that continues it cannot be committed
-either, and both are planned anew. Objects are in memory, so memory is bounded by three times
-`max_bytes` and the largest message. If the bucket is slow, objects are larger and messages wait
-longer; producers are held back by the upload lag (`storage.uploader.max_lag_bytes`), as with other
-uploads.
+Two objects may be written at once; they are committed in order. If the first one fails, runs of the
+second one that continue it cannot be committed either, and both are planned again. Objects are in
+memory, so memory is bounded by three times `max_bytes` and the largest message. If the bucket is
+slow, objects are larger and messages wait longer; the upload lag holds producers back
+(`storage.uploader.max_lag_bytes`), as with other uploads.
 
-What a crash leaves: objects that are part of no topic, or of some; and messages in local files.
+What a crash leaves: objects of which no run, or some runs, are part of their topics; and messages
+in local files.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ _THREAD: Final = "ister-express"
 _RETRY_SECONDS_MIN: Final = 0.25
 _RETRY_SECONDS_MAX: Final = 30.0
 _STEPS: Final = 4
-"""How often it is checked within `linger_ms` whether `max_bytes` wait."""
+"""Number of checks within `linger_ms` whether `max_bytes` wait."""
 _LATER_SECONDS: Final = 1.0
-"""How long a topic with an error of its own is left out."""
+"""How long a topic with an error of its own is skipped."""
 
 _ON_THEIR_WAY_MAX: Final = 2
 """Objects that are put or committed at once."""
@@ -66,7 +65,7 @@ _ON_THEIR_WAY_MAX: Final = 2
 
 @dataclass(slots=True)
 class ExpressBatch:
-    """An object on its way, and the topics whose messages it has."""
+    """An object that is being written or committed, and its topics' plans."""
 
     made: ExpressObject
     planned: dict[str, PlannedRun] = field(default_factory=dict)
@@ -117,7 +116,7 @@ class Express:
         except (ConflictError, FencedError, ClosedError):
             return None
         except IsterError as error:
-            _log.warning("express objects not collected", extra={"error": str(error)})
+            _log.warning("collecting express objects failed", extra={"error": str(error)})
             return None
 
     def add(self, tier: TopicUploads) -> None:
@@ -166,7 +165,7 @@ class Express:
                 self._back_off()
                 if self._stopping.is_set():
                     return
-                # First: who is noted after this wakes the thread again.
+                # Reset first: a topic that is noted after this wakes the thread again.
                 self._is_awake = False
                 began = self._clock.monotonic()
                 batch = None
@@ -216,7 +215,7 @@ class Express:
     # -- one object -------------------------------------------------------------------------
 
     def write_next(self) -> bool:
-        """Writes and commits one object for the topics that wait; whether some are left.
+        """Writes and commits one object; returns whether topics are left for another one.
 
         Errors are recorded with the topics, which wait again.
         """
@@ -227,7 +226,7 @@ class Express:
         return self._is_more and not self._failures
 
     def gather(self) -> ExpressBatch | None:
-        """Makes the next object of what the waiting topics have synced; None if that is nothing."""
+        """Makes an object of what the waiting topics have synced; None if there is nothing."""
         membership = self._tiers.membership
         name = express_name(membership.node, membership.instance, next(self._sequence))
         made = ExpressObject(
@@ -244,7 +243,7 @@ class Express:
             if room <= 0:
                 self._is_more = True
                 break
-            # First: what is synced after this is noted again.
+            # Removed first: messages that are synced after this note the topic again.
             self._waiting.pop(tier, None)
             try:
                 planned = tier.add_run(made, max(1, room // (len(waiting) - number)))
@@ -308,7 +307,7 @@ class Express:
         self._judge(batch, failed)
 
     def _judge(self, batch: ExpressBatch, failed: dict[TopicUploads, IsterError]) -> None:
-        """Decides when the topics whose messages are not in the bucket are tried again."""
+        """Schedules the retry of topics whose runs were not committed."""
         if len(failed) < len(batch.made.runs):
             self._failures = 0
         if not failed or self._stopping.is_set():
@@ -333,7 +332,7 @@ class Express:
             self._note(tier)
 
     def _take(self, run: Run, planned: PlannedRun, error: IsterError | None) -> IsterError | None:
-        """Takes note of a run's outcome; returns an error after which it is tried again."""
+        """Records a run's outcome; returns the error if the run has to be retried."""
         tier = planned.tier
         if error is None:
             tier.take_run(run.descriptor)
@@ -359,14 +358,14 @@ class Express:
             planned.tier.take_run_failure(error, planned.plan)
 
     def _leave_out(self, tier: TopicUploads, error: IsterError) -> None:
-        """Goes on without a topic that cannot be read."""
+        """Skips a topic that cannot be read, and retries it later."""
         if tier.failures == 0:
-            _log.warning("not uploaded", extra={"topic": tier.owned.topic, "error": str(error)})
+            _log.warning("topic skipped", extra={"topic": tier.owned.topic, "error": str(error)})
         tier.take_run_failure(error, -1)
         self._put_off([tier])
 
     def _put_off(self, tiers: Iterable[TopicUploads]) -> None:
-        """Leaves topics with errors of their own out for a while."""
+        """Skips topics with errors of their own for a while."""
         at = self._clock.monotonic() + _LATER_SECONDS
         self._later.update(dict.fromkeys(tiers, at))
         self._wake()

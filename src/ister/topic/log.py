@@ -81,7 +81,7 @@ class Log:
 
         Args:
             config: The settings.
-            fs: Where files live; as `ister.topic.directories.open_root` says by default.
+            fs: The file system; by default the one that `open_root` chooses.
             clock: Where time comes from; the machine's by default.
             scheduler: Who commits in the background; threads of this log's own by default.
             objects: Where objects live; the store that the settings name by default.
@@ -535,7 +535,7 @@ class Log:
             if self._topics.get(topic.name) is topic:
                 del self._topics[topic.name]
         if self.is_diskless:
-            # Nothing acknowledged is in them alone, and the memory is everyone's.
+            # Everything acknowledged is in the bucket, and other topics need the memory.
             self._remove_files(TopicName.parse(topic.name))
 
     def repair(self, name: str, *, content: bool = True) -> Repaired:

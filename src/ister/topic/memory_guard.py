@@ -2,19 +2,19 @@
 
     used ≤ 1/2 of the limit    uploaded messages stay, for readers near the tail
     used > 1/2                 uploads start at once, and uploaded files are dropped
-    used > the limit           appends of every topic are held until 7/8: they wait, or are refused
-                               as `storage.wal.buffer_full` says
+    used > the limit           appends of every topic wait, or are refused, until 7/8 are used
+                               (`storage.wal.buffer_full`)
 
 Owns: the hold `memory` on every topic, and one thread that drops files. Does not own: how files are
 removed (`bucket_link`, `ister.wal`), uploads (`background`), the caches of topics.
 
-A file is dropped when committed descriptors cover all of it. Its objects are not read back, as
-those of a local file are: producers were answered when the descriptor was committed, and from then
-on the bucket's copy counts. Files that are not uploaded are never dropped, so while the bucket does
+A file is dropped when committed descriptors cover all of it. Its objects are not read back, unlike
+those of a file on disk: producers were answered when the descriptor was committed, and from then on
+the bucket's copy counts. Files that are not uploaded are never dropped, so while the bucket does
 not answer, memory fills up to the limit and appends are held.
 
-The hold begins in the write that exceeds the limit. What exceeds it is the rest of that write and
-what the append buffers held at that moment. A crash leaves nothing.
+The hold begins in the write that exceeds the limit, so the limit is exceeded by the rest of that
+write and by what the append buffers hold at that moment. A crash leaves nothing.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class MemoryGuard:
                 count = self.free()
             if not self.is_pressed():
                 self._is_wanted.clear()
-                # A write in between found it set.
+                # A write in between has found the event set, and did not set it.
                 if self.is_pressed():
                     self._is_wanted.set()
             self._stopping.wait(_PAUSE_SECONDS if count else _PAUSE_SECONDS_BLOCKED)
@@ -175,7 +175,7 @@ class MemoryGuard:
         """Drops uploaded files until enough memory is free; returns their number."""
         count = 0
         topics = self._topics()
-        # Another topic comes first each time: readers of the same ones must not always lose.
+        # Another topic comes first each time, so that not always the same readers lose files.
         first = self._turn % len(topics) if topics else 0
         for topic in topics[first:] + topics[:first]:
             if self._stopping.is_set() or not self.is_pressed():
@@ -187,7 +187,10 @@ class MemoryGuard:
                 continue
             except IsterError as error:
                 self._metrics.count("retention.errors_total")
-                _log.warning("files kept", extra={"topic": topic.name, "error": str(error)})
+                _log.warning(
+                    "dropping uploaded files failed",
+                    extra={"topic": topic.name, "error": str(error)},
+                )
         self._let_go()
         return count
 

@@ -161,7 +161,7 @@ def _path(log: Log, name: TopicName) -> str | None:
 def _is_ours(log: Log, catalog: Catalog, node: str) -> bool:
     """Whether a topic is repaired although it was not named.
 
-    A node without local files is new with each process: topics that nobody has open are its.
+    Each process without local files is a new node, so it repairs all topics without an owner.
     """
     return catalog.owner() is None if log.is_diskless else _is_of_node(catalog, node)
 

@@ -1,17 +1,16 @@
-"""Re-sorting of one topic: when its express runs become an object of its own, and retries.
+"""Re-sorting of one topic: when its express runs become an object of the topic, and retries.
 
     run committed ─► noted ─► due: by number, size or age ─► one object ─► swap ─► the next group
 
-Owns: what waits, when it is due, where frames come from: from local files while those have them,
-else from the bucket. Does not own: the object and the swap (`ister.bucket.resort`), threads and
-turns (`background`).
+Owns: which runs wait, when they are due, and the source of their frames: local files as long as
+these have them, else the bucket. Does not own: the object and the swap (`ister.bucket.resort`),
+threads and the order of topics (`background`).
 
-The oldest runs come first, one group at a time. What waits is known from the commits of this
-process and from the catalog, which each turn reads from the first run on: a pipeline may have
-re-sorted them.
+The oldest runs come first, one group at a time. Waiting runs are known from the commits of this
+process and from the catalog, which is read again each time: a pipeline may have re-sorted them.
 
-A run that cannot be read again and again is passed over, so that it holds up no other one; a repair
-puts an object of frames in its place.
+A run that repeatedly cannot be read is skipped, so that it does not block the others; a repair
+replaces it by an object of frames.
 
 What a crash leaves: an object that no descriptor names. The next process finds the runs.
 """
@@ -43,8 +42,8 @@ _log = logging.getLogger("ister.topic.resorting")
 _RETRY_SECONDS_MIN: Final = 1.0
 _RETRY_SECONDS_MAX: Final = 60.0
 _FAILURES_MAX: Final = 3
-"""Failures of a run before it is passed over."""
-# A pipeline may be slow to start, and slow once.
+"""Failures of a run before it is skipped."""
+# A pipeline may take a while to start, and be slow now and then.
 _PATIENCE_SECONDS: Final = 60.0
 
 
@@ -91,9 +90,9 @@ class RunSorter:
         self._failures = 0
         self._retry_at = -float("inf")
         self.last_error: IsterError | None = None
-        """Why the last attempt failed; None after one that did not."""
+        """Why the last attempt failed; None if it succeeded."""
         self.since: float | None = None
-        """The monotonic second since when the oldest run waits; None without runs."""
+        """Monotonic time since which the oldest run waits; None without runs."""
         self.on_runs: Callable[[], None] = lambda: None
         """Called when there may be runs and there were none before."""
         last = owned.last
@@ -102,7 +101,7 @@ class RunSorter:
             self.since = self._clock.monotonic()
 
     def note(self, run: ObjectDescriptor) -> None:
-        """Takes note of a run that was committed."""
+        """Records a run that was committed."""
         with self._lock:
             self._noted += 1
             self._count += 1
@@ -118,7 +117,7 @@ class RunSorter:
         return self.since is not None
 
     def is_due(self, now: float) -> bool:
-        """Whether runs should be re-sorted: enough of them wait, or the oldest one waits long."""
+        """Whether runs should be re-sorted now: by their number, size or age."""
         since = self.since
         if since is None or now < self._retry_at or self._owned.is_fenced or self._is_stopping():
             return False
@@ -129,7 +128,7 @@ class RunSorter:
         )
 
     def is_left_behind(self, now: float) -> bool:
-        """Whether a pipeline that should re-sort this topic has not done so for far too long."""
+        """Whether the pipeline has not re-sorted this topic for far too long."""
         ttl = self._tiers.storage.metadata.lease_ttl_seconds
         patience = max(_PATIENCE_SECONDS, 4 * ttl, 3 * self._resort_seconds)
         return self.since is not None and now - self.since > patience
@@ -200,7 +199,7 @@ class RunSorter:
         return made
 
     def _walk(self, revisions: dict[int, int]) -> Iterator[ObjectDescriptor]:
-        """The objects from the first run on, without runs that are passed over."""
+        """Yields the objects from the first run on, without runs that are skipped."""
         owned = self._owned
         if self._begin is None:
             owned.refresh()
@@ -215,7 +214,7 @@ class RunSorter:
                 yield described
 
     def _expect(self, group: RunGroup | None, noted: int) -> None:
-        """Records what waits now; `noted` are the runs that were known before the catalog was."""
+        """Records which runs wait; `noted` is the count of runs before the catalog was read."""
         with self._lock:
             if group is not None:
                 self._count, self._size_bytes = len(group.runs), group.size_bytes
@@ -235,7 +234,7 @@ class RunSorter:
         self._retry_at = self._clock.monotonic() + pause
         self._metrics.count("express.resort_errors_total")
         _log.warning(
-            "not re-sorted",
+            "re-sorting failed",
             extra={"topic": self._owned.topic, "error": str(error), "retry_seconds": pause},
         )
         if isinstance(error, CorruptDataError | NotFoundError) and self._failures >= _FAILURES_MAX:
@@ -279,8 +278,8 @@ def _frames_of(reader: WalReader, run: ObjectDescriptor, bytes_max: int) -> Iter
         at = batch.next_offset
     if run.checksum != format_checksum(crc):
         raise CorruptDataError(
-            f"the local files have a run with the checksum {format_checksum(crc)}, "
-            f"and the bucket one with {run.checksum}",
+            f"the run has checksum {format_checksum(crc)} in local files and {run.checksum} in the "
+            "bucket",
             path=run.object_id,
             offset=run.start,
         )

@@ -29,7 +29,7 @@ class Room:
         retire: Callable[[Topic], bool],
         metrics: Metrics,
     ) -> None:
-        """Measures the disks, if the log has a `root`; for the rest see the two guards."""
+        """Takes the arguments of the two guards; `root` is None for a log without files."""
         self.disk: DiskGuard | None = None
         """Watches free disk space; None for a log without files."""
         self.memory: MemoryGuard | None = None

@@ -339,7 +339,7 @@ class Tiers:
             _log.warning("manifest not saved", extra={"topic": str(name), "error": str(error)})
 
     def assure_manifest(self, owned: OwnedTopic) -> None:
-        """Saves the manifest of a topic that goes into express objects, if it may be missing.
+        """Saves the manifest of a topic that shares express objects, if it may be missing.
 
         Raises:
             FencedError: The topic is being deleted.
@@ -422,7 +422,7 @@ class Tiers:
         )
 
     def wait_for_egress(self, size_bytes: int, is_stopping: Callable[[], bool]) -> None:
-        """Waits until so many bytes may be uploaded.
+        """Waits until the rate limit allows an upload of `size_bytes`.
 
         Raises:
             ClosedError: `is_stopping` returned True.

@@ -16,7 +16,7 @@ from ister.topic.survey_object import ObjectSurvey
 
 
 def survey_express(file: File, listing: Listing) -> list[ObjectSurvey]:
-    """What each run of an express object promises and holds.
+    """Compares each run of an express object with what the footer promises.
 
     Raises:
         CorruptDataError: It is not an express object, or its footer is damaged.
@@ -74,4 +74,4 @@ class _RunFile:
         """Does nothing: the object's file is the caller's."""
 
     def _refuse(self) -> NoReturn:
-        raise UnsupportedOperationError("an object is only read here", path=self.path)
+        raise UnsupportedOperationError("the object is open for reading only", path=self.path)

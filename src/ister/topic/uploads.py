@@ -4,8 +4,8 @@ Only synced messages are uploaded, and `tiered` moves over a gapless prefix. One
 time. A process whose lease is not certainly valid acknowledges nothing.
 
 Messages of a topic that shares express objects (`ister.topic.express`) are uploaded with those of
-others, as soon as they are synced; `upload` does it by an object of its own, for callers that want
-that. If both happen at once, one of them commits.
+other topics, as soon as they are synced; `upload` still writes an object of this topic alone. If
+both happen at once, one of them commits.
 
 A pipeline may upload in this owner's name: `follow` reads what it has committed. If both upload at
 once, one of them commits, and the other one continues from there.
@@ -82,7 +82,7 @@ class PlannedRun:
     tier: TopicUploads
     plan: int
     is_all: bool
-    """Whether nothing else was synced."""
+    """Whether it has all messages that were synced."""
 
 
 class TopicUploads:
@@ -115,7 +115,7 @@ class TopicUploads:
         self._behind_since: float | None = None
         self._failures = 0
         self.upload_error: IsterError | None = None
-        """Why the last upload failed; None after one that did not."""
+        """Why the last upload failed; None if it succeeded."""
         self.is_wanted = False
         """Whether a caller waits for `tiered`."""
         self.is_submitted = False
@@ -188,7 +188,7 @@ class TopicUploads:
 
     @property
     def last_error(self) -> IsterError | None:
-        """Why the last upload, or re-sorting, failed; None after one that did not."""
+        """Why the last upload or re-sorting failed; None if both succeeded."""
         return self.upload_error or self.sorter.last_error
 
     @property
@@ -438,7 +438,7 @@ class TopicUploads:
         return PlannedRun(tier=self, plan=plan, is_all=end >= synced)
 
     def take_run(self, described: ObjectDescriptor) -> None:
-        """Takes note of a run that was committed."""
+        """Records a run that was committed."""
         self._failures = 0
         self.upload_error = None
         self._lag_base -= described.size_bytes
@@ -460,7 +460,7 @@ class TopicUploads:
             self.sorter.note(last)  # it may be this run: the answer to its commit was lost
 
     def take_run_failure(self, error: IsterError, plan: int) -> None:
-        """Takes note of an error of an express object; whoever writes it decides when to retry."""
+        """Records the error of a run; `ister.topic.express` decides when to retry."""
         self._plan_runs_anew(plan)
         self.upload_error = error
         self._failures += 1
@@ -651,7 +651,7 @@ class TopicUploads:
 
 
 def _fetch_sound(source: WalReader, start: int, end: int, bytes_max: int) -> list[FrameBatch]:
-    """The next frames of a range, about so many bytes; if a later one is damaged, those before it.
+    """The next frames of a range, about `bytes_max`; only those before a damaged one.
 
     Raises:
         CorruptDataError: The first frame is damaged.

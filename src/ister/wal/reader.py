@@ -119,7 +119,7 @@ class WalReader:
         self._known: tuple[int, int, int] | None = None
 
     def start_at(self, offset: int, place: tuple[int, int]) -> None:
-        """Gives a hint where a frame is, as the `place` of another reader said."""
+        """Takes a hint where the frame with `offset` is: the `place` of an earlier reader."""
         self._known = (offset, *place)
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ def test_what_is_missing_is_said_in_one_line_and_the_broker_runs(tmp_path):
     assert code == 0, log
     assert said.startswith("Ister is ready.\n")
     [line] = [line for line in (said + log).splitlines() if "pipeline" in line]
-    assert line.startswith("pipeline: off, uploads are embedded: ")
+    assert line.startswith("pipeline: off, the broker uploads: ")
     assert line.endswith("pyspark is not installed (pip install 'ister[spark]')")
     assert (tmp_path / "ister-data" / "wal").is_dir()
 

@@ -362,7 +362,7 @@ class BrokerHealth:
             name="memory",
             state="bad",
             words=f"producers are held until uploads catch up: {used}",
-            hint="the limit is storage.bucket.memory_max_bytes; find out why uploads are slow",
+            hint="find out why uploads are slow, or raise storage.bucket.memory_max_bytes",
         )
 
     def _check_disk(self, stalled: int) -> Iterator[Check]:

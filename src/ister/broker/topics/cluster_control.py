@@ -327,7 +327,7 @@ class ClusterControl:
     ) -> tuple[Sequence[str], list[Waiting]]:
         """Topics without an owner whose last node is not running, and which of them wait for it.
 
-        The others can be claimed: the bucket has everything. At most so many are examined.
+        The others can be claimed: the bucket has everything. Examines at most `_WAITING_MAX`.
         """
         tiers = self._topics.log.tiers
         if tiers is None:

@@ -1,17 +1,17 @@
-"""A pipeline beside a broker, for `ister up` and `ister serve --pipeline`: a process, restarted.
+"""Runs the pipeline of `ister up` and `ister serve --pipeline` as a child process of the broker.
 
     broker is ready ─► ister pipeline run ─► it dies ─► a pause ─► ister pipeline run …
-    broker ends ─► SIGTERM, and SIGKILL if that is not enough; then the JVM, if it is still there
+    broker stops ─► SIGTERM, then SIGKILL after a while; then the JVM, if it still runs
 
-Owns: the process, its Spark settings, and what of its output is shown. Does not own: what it does;
-it holds the pipeline's lease like any other.
+Owns: the process, its Spark settings, and which of its output is shown. Does not own: the pipeline,
+which takes the lease like any other.
 
-A process of its own: Spark's JVM and its workers take memory and time that a broker must not wait
-for. If it dies, the broker uploads itself. It runs in a session of its own: Ctrl-C reaches the
-broker alone, which ends the pipeline first, so that its last messages are uploaded.
+The pipeline is a process because a broker must not wait for Spark's JVM and workers. If it dies,
+the broker uploads. It has a process group of its own, so Ctrl-C reaches only the broker, which
+stops the pipeline first and then uploads the last messages.
 
-What a crash of the broker leaves: nothing for long. The pipeline ends within seconds once its
-parent is gone (`--ends-with-parent`), and the JVM when its standard input is closed.
+What a crash of the broker leaves: the pipeline, for a few seconds. It ends when its parent is gone
+(`--ends-with-parent`), and the JVM when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _STATES: Final = {logs.PIPELINE_STARTED: RUNNING, logs.PIPELINE_STANDBY: _STANDB
 _JAVA_MIN: Final = 17
 _MASTER: Final = "local[2]"
 _CONF: Final = {
-    # Little memory, for days: the heap returns what it does not need, and the compiler of short
-    # runs is enough for a driver whose work is done by Python.
+    # Keeps memory low for days: the heap shrinks when it is not needed, and the first-tier JIT
+    # compiler is enough for a driver whose work is done by Python.
     "spark.driver.memory": "512m",
     "spark.driver.extraJavaOptions": "-Xms64m -XX:+UseSerialGC -XX:MinHeapFreeRatio=20 "
     "-XX:MaxHeapFreeRatio=40 -XX:TieredStopAtLevel=1",
     "spark.sql.shuffle.partitions": "4",
-    # Python workers that wait for more work: no more than work at once.
+    # Idle Python workers: no more than the number of tasks that run at once.
     "spark.python.factory.idleWorkerMaxPoolSize": "2",
 }
 
@@ -68,18 +68,19 @@ _ERROR_MAX: Final = 300
 
 
 def find_obstacle(config: Config) -> ConfigError | None:
-    """Returns why there can be no pipeline here: no PySpark, no Java, no shared bucket."""
+    """Returns why no pipeline can run here (PySpark, Java or the bucket is missing), or None."""
     storage = config.storage
     if not storage.mode.has_bucket:
         return ConfigError(
-            f"storage.mode is {storage.mode}, which has no bucket", hint="storage.mode: wal_cloud"
+            f"storage.mode is {storage.mode}, which has no bucket",
+            hint="set storage.mode: wal_cloud",
         )
     if storage.cloud.backend is CloudBackend.MEMORY or (
         storage.metadata.backend is MetadataBackend.MEMORY
     ):
         return ConfigError(
-            "another process cannot use a store in memory",
-            hint="storage.cloud.backend: fs or s3, storage.metadata.backend: sqlite or etcd",
+            "the bucket or the metadata store is in memory",
+            hint="use storage.cloud.backend fs or s3, and storage.metadata.backend sqlite or etcd",
         )
     if importlib.util.find_spec("pyspark") is None:
         return ConfigError("pyspark is not installed", hint="pip install 'ister[spark]'")
@@ -96,7 +97,7 @@ def find_obstacle(config: Config) -> ConfigError | None:
 
 
 def _java_version(path: str) -> int | None:
-    """Reads the major version from Java's own files; None if they do not tell."""
+    """Reads the major version from Java's file `release`; None if it cannot be read."""
     release = os.path.join(os.path.dirname(os.path.realpath(path)), "..", "release")
     try:
         with open(release, encoding="utf-8", errors="replace") as file:
@@ -111,8 +112,8 @@ def make_command(
 ) -> list[str]:
     """Returns the command line of the pipeline.
 
-    `place` are the arguments that say where the log is, `flight` is where the broker's Flight
-    listens, `host:port`. Spark settings in the config replace those here.
+    `place` are the arguments that locate the log, `flight` is the broker's Flight address,
+    `host:port`. Spark settings in the config override the ones here.
     """
     host, _, port = flight.rpartition(":")
     if host in ("0.0.0.0", "[::]"):  # noqa: S104 - what it listens on, not where it is
@@ -123,14 +124,14 @@ def make_command(
     return [
         *(sys.executable, "-m", "ister.cli.main", "pipeline", "run", *place),
         *("--broker", f"{scheme}{host}:{port}", "--master", _MASTER, *conf),
-        # At least INFO: the events that tell its state are of that level.
+        # At least INFO, the level of the events that show its state.
         *("--json", "--log-level", "DEBUG" if log_level == "DEBUG" else "INFO"),
         *("--ends-with-parent", str(os.getpid())),
     ]
 
 
 class PipelineBeside:
-    """See the module header. `start` and `stop` may be called on any thread."""
+    """Runs the pipeline as a child process, and restarts it. Thread-safe."""
 
     def __init__(
         self,
@@ -139,9 +140,9 @@ class PipelineBeside:
         show_state: Callable[[str], None] = lambda state: None,
         pause_seconds: float = _PAUSE_SECONDS,
     ) -> None:
-        """Takes the command line.
+        """Takes the command line of the pipeline.
 
-        `show_state` is called with `starting …`, `running` and so on, on a thread of this object.
+        `show_state` is called with each new state, such as `running`, on a thread of this object.
         """
         self._command = list(command)
         self._show_state = show_state
@@ -151,21 +152,21 @@ class PipelineBeside:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._error: str | None = None
-        """The last thing the process said that may be why it ended."""
+        """The last output of the process that may say why it ended."""
         self.starts = 0
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """The process id; None if the process does not run."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
     def start(self) -> None:
-        """Starts it, and again whenever it ends."""
+        """Starts the pipeline, and restarts it whenever it ends."""
         self._thread = threads.start("ister-pipeline-beside", self._keep)
 
     def stop(self) -> None:
-        """Ends it, and waits until it, and its JVM, are gone. May be called twice."""
+        """Stops the pipeline, and waits until it and its JVM have ended. May be called twice."""
         self._stopping.set()
         with self._lock:
             process = self._process
@@ -191,7 +192,7 @@ class PipelineBeside:
             failures = 0 if time.monotonic() - began > _HEALTHY_SECONDS else failures + 1
             pause = backoff_seconds(failures + 1, first=self._pause, most=_PAUSE_SECONDS_MAX)
             _log.warning(
-                "the pipeline ended; uploads are embedded until it is back",
+                "the pipeline ended; the broker uploads until it is back",
                 extra={"code": code, "error": self._error, "pause_seconds": round(pause, 1)},
             )
             self._stopping.wait(pause)
@@ -217,7 +218,7 @@ class PipelineBeside:
         assert output is not None  # noqa: S101 - a pipe was asked for
         reader = threads.start("ister-pipeline-output", self._read, output)
         code = process.wait()
-        # The JVM and its workers follow it. None of them may stay, least of all beside new ones.
+        # The JVM and its workers should end with it; none may be left beside those of a restart.
         _end_group(process.pid)
         reader.join(_POLL_SECONDS * 20)
         return code
@@ -227,12 +228,12 @@ class PipelineBeside:
     def _read(self, output: IO[bytes]) -> None:
         with output:
             while line := output.readline(_LINE_BYTES_MAX):
-                # Whatever it says: a pipe that is not read would block the pipeline.
+                # Goes on after any error: a pipe that is not read would block the pipeline.
                 with threads.guard("ister-pipeline-output"):
                     self._take(line.decode(errors="replace").strip())
 
     def _take(self, line: str) -> None:
-        """Takes a line: a record of its log, its report, or one of Spark's own."""
+        """Handles a line: a record of the pipeline's log, its report, or output of Spark."""
         try:
             record = json.loads(line)
         except ValueError:
@@ -244,7 +245,7 @@ class PipelineBeside:
         elif errors := record.get("errors"):
             self._error = str(errors[0].get("message"))[:_ERROR_MAX]
         elif (event := record.get("event")) in _STATES:
-            self._error = None  # what Spark says as it starts is not why it ends
+            self._error = None  # Spark's output during the start does not explain a later end
             self._show_state(_STATES[event])
         elif event is not None:
             level = logging.getLevelNamesMapping().get(str(record.get("level")), logging.INFO)
@@ -273,7 +274,7 @@ def _end_group(group: int) -> None:
 
 
 def _has_processes(group: int) -> bool:
-    """Returns whether a process of a group runs; one that nobody has collected yet does not."""
+    """Returns whether a process of a group runs; zombies do not count."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:

@@ -44,8 +44,8 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, topics: bool = True) -
     parser.add_argument(
         "--broker",
         metavar="HOST:PORT",
-        help="Flight addresses of brokers, comma-separated: provide the settings if --data and "
-        "--config are missing (default: the brokers in the metadata store)",
+        help="Flight addresses of brokers, comma-separated; they provide the settings if neither "
+        "--data nor --config is given (default: the brokers in the metadata store)",
     )
     if topics:
         parser.add_argument(

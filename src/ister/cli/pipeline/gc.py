@@ -1,4 +1,4 @@
-"""`ister pipeline gc`: removes what nobody needs from the bucket.
+"""`ister pipeline gc`: removes expired and orphaned objects from the bucket.
 
 Owns: arguments, and how the result is shown. Does not own: what is removed
 (`ister.spark.jobs.collecting`).
@@ -32,11 +32,11 @@ def register(jobs: Subparsers) -> None:
     parser = add_command(
         jobs,
         "gc",
-        help="remove what nobody needs from the bucket",
-        description="For topics that no process has open: removes objects that bucket retention "
-        "does not keep, objects without a descriptor, and staged files, after their grace period. "
-        "Owners do this for their own topics. Unless --topics is given, also removes unfinished "
-        "uploads of processes that have ended, and express objects that no topic needs.\n\n"
+        help="remove expired and orphaned objects from the bucket",
+        description="For topics that no process has open: removes objects beyond bucket retention, "
+        "and, after the grace period, objects without a descriptor and staged files. Owners do "
+        "this for their own topics. Unless --topics is given, also removes unfinished uploads of "
+        "processes that have ended, and express objects that no topic needs.\n\n"
         "One gc runs at a time. Nothing is deleted by age while the clock is not trusted.",
         examples=(
             "ister pipeline gc --config ister.yml --dry-run",
@@ -47,7 +47,7 @@ def register(jobs: Subparsers) -> None:
     parser.add_argument(
         "--confirm-clock",
         action="store_true",
-        help="accept this machine's clock as right, after it was set or has been off for long",
+        help="accept this machine's clock as right after it was set or the machine was off",
     )
     parser.set_defaults(run=_run)
 
@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _print_rest(report: JobReport) -> None:
-    """What belongs to no single topic."""
+    """Prints the totals, and what belongs to no single topic."""
     more = report.more
     print(f"topics left to their owners: {more.get('open_topics', 0)}")
     if "stale_uploads" in more:

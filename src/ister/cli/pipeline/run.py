@@ -51,6 +51,7 @@ What it does besides, and how often, is in the config:
   pipeline:
     compact: {every_minutes: 60}
     export: {to: /lake/{topic}, format: delta, every_minutes: 15}
+    gc: {every_minutes: 60}
     scrub: {every_minutes: 1440}
 """
 
@@ -60,8 +61,9 @@ def register(jobs: Subparsers) -> None:
     parser = add_command(
         jobs,
         "run",
-        help="run the pipeline as a service: tier, compact, export and scrub",
-        description="Tiers, compacts, exports and scrubs as configured, until it is stopped.",
+        help="run the pipeline as a service: tier, compact, export, gc and scrub",
+        description="Tiers, re-sorts, compacts, exports, collects garbage and scrubs as "
+        "configured, until it is stopped.",
         examples=(
             "ister pipeline run --config ister.yml",
             "ister pipeline run --config ister.yml --master spark://host:7077 --broker host:6651",

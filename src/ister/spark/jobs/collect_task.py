@@ -1,7 +1,7 @@
-"""Looks at one topic for `gc`: whether there may be anything to remove. Runs in a task.
+"""Checks for `gc` whether a topic may have anything to remove. Runs in a task.
 
-Owns: nothing; it only reads. It errs on the safe side: what it calls busy, the driver examines
-again (`collecting`), and what it takes for clean stays for the next run.
+Owns: nothing; it only reads. Mistakes do no harm: the driver examines a busy topic again
+(`collecting`), and what a task misses stays until the next `gc`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ister.spark.location import Place
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcItem:
-    """A topic to look at. Pickled to a task."""
+    """A topic to check. Pickled to a task."""
 
     topic: str
     now_ms: int
@@ -32,7 +32,7 @@ class GcItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicLook:
-    """What was found."""
+    """The result of a check."""
 
     objects: int
     """Objects that descriptors name."""
@@ -41,7 +41,7 @@ class TopicLook:
 
 
 def look_at_topic(place: Place, item: GcItem) -> TopicLook:
-    """Looks at a topic.
+    """Checks whether a topic may have anything to remove.
 
     Raises:
         NotFoundError: It was deleted.
@@ -56,7 +56,7 @@ def look_at_topic(place: Place, item: GcItem) -> TopicLook:
     prefix = objects_prefix(name)
     if item.grace_seconds is not None:
         oldest = item.now_ms / 1000 - item.grace_seconds
-        # Listed before the catalog is read: objects that are committed meanwhile are in it.
+        # Listed before the catalog is read, so that it has objects that are committed meanwhile.
         old = [
             info.key.removeprefix(prefix)
             for info in history.objects.list(prefix)

@@ -1,30 +1,29 @@
-"""`gc`: removes what nobody needs from the bucket, for topics that no process has open.
+"""`gc`: removes expired and orphaned objects of topics that no process has open.
 
-    metadata: topics without an owner ─► tasks: look ─► driver: expire, collect, sweep
-                                                    └─► once for all: parts, express objects
+    metadata: topics without an owner ─► tasks: check ─► driver: expire, collect, sweep
+                                                     └─► once for all: parts, express objects
 
 Owns: which topics, and in which order. Does not own: what expires (`ister.bucket.retention`), what
 is garbage (`ister.bucket.orphans`, `ister.bucket.express_collection`), whether the clock is trusted
-(`ister.clock_guard`), the looking (`collect_task`).
+(`ister.clock_guard`), the check of a topic (`collect_task`).
 
-The owner of a topic does all of this for its topic by itself. One `gc` runs at a time, by a leased
-key; collecting express objects has another one, which brokers take as well.
+The owner of a topic does all of this itself. One `gc` runs at a time, by a leased key; collecting
+express objects has a second key, which brokers take as well.
 
 Invariants:
 
 - a topic is changed in the name of its last owner, and only while it has the record that was read
   before its owner's key was found absent: a process that opens it in the middle changes the record,
   and `gc` leaves the topic alone;
-- an object goes only if no descriptor names it, its grace is over, and each of its offsets has
-  expired or is in a named object that is in the bucket;
-- a look of a task removes nothing and decides nothing: a topic that seems to have something to do
-  is examined again by the driver;
-- nothing is deleted by age while the clock is not trusted, which is an error of the job. The mark
-  to compare it with is in the metadata store, so that it covers every machine that runs `gc`.
+- an object is removed only if no descriptor names it, its grace period is over, and each of its
+  offsets has expired or is in a named object that is in the bucket;
+- a task removes nothing: the driver examines a topic again if a task finds something to remove;
+- nothing is deleted by age while the clock is not trusted, which is an error of the job. The clock
+  is compared with a mark in the metadata store, which covers every machine that runs `gc`.
 
-A topic that could not be examined is an error; the others go on.
+A topic that could not be examined is reported as an error; the others continue.
 
-What a crash leaves: objects without descriptors, which the next run removes.
+What a crash leaves: objects without descriptors, which the next `gc` removes.
 """
 
 from __future__ import annotations
@@ -71,9 +70,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ister.spark.jobs.collecting")
 
-# About as much as a look costs: tasks get some dozens of topics each.
+# About what the check of a topic costs: tasks get some dozens of topics each.
 _LOOK_WEIGHT: Final = MIB
-# A job commits what its tasks have made within minutes; and nobody writes a part for this long.
+# Jobs commit what their tasks have made within minutes, and no part takes this long to write.
 _GRACE_SECONDS_MIN: Final = 3600
 
 
@@ -87,16 +86,16 @@ def gc(
     confirm_clock: bool = False,
     progress: JobProgress | None = None,
 ) -> JobReport:
-    """Removes what nobody needs from the bucket, for topics that no process has open.
+    """Removes expired and orphaned objects of topics that no process has open.
 
-    These are objects that bucket retention does not keep, objects without a descriptor, staged
-    rows and offsets; and, unless `topics` are given, unfinished uploads of processes that have
-    ended, and express objects that no topic needs.
+    Removes objects beyond bucket retention, objects without a descriptor, staged rows and offsets;
+    and, unless `topics` are given, unfinished uploads of processes that have ended, and express
+    objects that no topic needs.
 
     Args:
         spark: A classic session.
         config: Where the log is; see `open_job`.
-        broker: A broker's Flight address, which provides the settings if `config` is None.
+        broker: Flight addresses of brokers, which provide the settings if `config` is None.
         topics: Names and patterns; all topics by default.
         dry_run: Only report what would be removed.
         confirm_clock: Accept this machine's clock as right, although it was not trusted.
@@ -202,7 +201,7 @@ class _Collection:
             self._grace_seconds = max(self._grace_seconds, _GRACE_SECONDS_MIN)
 
     def run(self, topics: Sequence[str], *, is_everything: bool) -> None:
-        """Looks at all topics, and then acts on those that need it."""
+        """Checks all topics, and collects in those with something to remove."""
         job = self._job
         step = self._clock.check()
         if step is not None:
@@ -256,7 +255,7 @@ class _Collection:
         return unowned
 
     def _look(self, topics: Sequence[str], *, is_trusted: bool) -> list[str]:
-        """Has tasks look at topics; returns those that seem to have something to do."""
+        """Checks topics in tasks; returns those that may have something to remove."""
         job, retention = self._job, self._retention
         now_ms = job.clock.now_ns() // 1_000_000
         items = [
@@ -287,7 +286,7 @@ class _Collection:
         return sorted(busy)
 
     def _take(self, done: Done[GcItem, TopicLook]) -> bool:
-        """Takes a task's result; returns whether the topic seems to have something to do."""
+        """Records a task's result; returns whether the topic may have something to remove."""
         job, topic = self._job, done.item.topic
         if done.result is None:
             error = done.error or {}
@@ -331,7 +330,7 @@ class _Collection:
             raise ConflictError(
                 "the topic's objects are merged faster than they can be read",
                 topic=topic,
-                hint="the next run tries again",
+                hint="the next `gc` tries again",
             )
         planned = plan_expiry(
             known,
@@ -373,7 +372,7 @@ class _Collection:
         """Removes unfinished uploads of processes that have ended."""
         job = self._job
         if job.dry_run:
-            return  # what they are is found by removing them
+            return  # the store cannot list them without removing them
         try:
             removed = self._objects.remove_stale_parts(max(self._grace_seconds, _GRACE_SECONDS_MIN))
         except IsterError as error:
@@ -396,7 +395,7 @@ class _Collection:
                 dry_run=job.dry_run,
             )
         except (ConflictError, FencedError) as error:
-            # Somebody does it; the job's own lease is checked below.
+            # Another process collects, or this job's own lease has expired: checked below.
             _log.info("express objects left to another process", extra={"error": str(error)})
             job.fence.check()
             return

@@ -184,7 +184,7 @@ class ExportRound:
                 exports.append(item)
                 wanted = self._settings.end
                 if head.cut_error and not (isinstance(wanted, int) and wanted <= head.end):
-                    # What the bucket has is exported all the same.
+                    # The bucket's part was exported.
                     raise head.cut_error
         return exports
 

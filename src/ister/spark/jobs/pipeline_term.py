@@ -550,7 +550,7 @@ def measure_lag(place: Place, topics: Sequence[str]) -> int:
             end = history.topic(name).tiered
         total += max(synced - max(end or 0, trimmed), 0)
     if elsewhere:
-        # What cannot be asked for is among the errors of the upload.
+        # Topics that cannot be reached are among the errors of the upload.
         statuses, _ = read_watermarks(place, elsewhere)
         total += sum(max(status.synced - status.tiered, 0) for status in statuses.values())
     return total

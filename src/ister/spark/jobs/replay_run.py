@@ -234,7 +234,7 @@ class ReplayRun:
     def _make_plan(self, head: Head) -> ReplayPlan:
         request = self._request
         if head.cut_error and not (isinstance(request.end, int) and request.end <= head.end):
-            # The plan is kept: what that disk has would never be replayed.
+            # Fails: the plan is kept, so messages on that disk would never be replayed.
             raise head.cut_error
         start, end = self._resolve(head)
         boundaries, size = self._cut(head, start, end)

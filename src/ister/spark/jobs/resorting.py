@@ -1,9 +1,9 @@
-"""`resort`: what `run` does about express runs while it holds the lease, every few minutes.
+"""`resort`: re-sorts express runs every few minutes, while `run` holds the lease.
 
-    records ─► topics that share express objects ─► groups of runs that are due ─► as `compact`
+    records ─► topics that share express objects ─► groups of runs that are due ─► compaction
 
 Owns: which topics and runs. Does not own: which runs go together (`ister.bucket.resort`), tasks and
-swaps (`compaction`). Groups are those that a topic's owner would make, and so are the objects.
+swaps (`compaction`). Groups and objects are the same as those of a topic's owner.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def resort_topics(job: Job) -> None:
 def _find_topics(job: Job) -> list[str]:
     """The topics that share express objects, sorted.
 
-    Runs of topics that did so once are left to `compact`, which reads all descriptors.
+    Runs of topics that no longer share them are left to `compact`, which reads all descriptors.
     """
     storage = job.place.config.storage
     prefix = f"{storage.metadata.root_prefix}/topics/"
     found: list[str] = []
     for item in job.store.range(prefix):
         namespace, _, topic = item.key.removeprefix(prefix).partition("/")
-        with suppress(CorruptDataError):  # a topic whose owner is told
+        with suppress(CorruptDataError):  # opening the topic reports it
             record = decode_topic(item.value, key=item.key)
             is_express = storage.uploader.express.all_topics or record.ack is AckLevel.TIERED
             if record.is_open and is_express and topic and "/" not in topic:

@@ -113,7 +113,7 @@ def _plan(job: Job, name: str, *, include_tail: bool) -> _Planned:
         try:
             head = resolver.heads(catches_up=True)[name]
         except InvalidRequestError as error:
-            # The bucket's part is counted all the same.
+            # The bucket's part is still counted.
             has_tail = False
             job.report.fail(error, name)
     if not has_tail:

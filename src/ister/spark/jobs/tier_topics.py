@@ -5,12 +5,12 @@
 Owns: what the driver caches of topics between cycles, so that a topic without anything new costs
 one small file; pauses after failures; the report. Does not own: plans and commits (`tiering`).
 
-The metadata of all topics is read at once (`ister.bucket.directory`). Only a topic that has
-something to upload is looked at by itself.
+The metadata of all topics is read at once (`ister.bucket.directory`). Only topics with something to
+upload are examined one by one.
 
-The owner's checkpoint says what is durable, or the owner itself by Flight: each topic's own, found
-in the metadata store. It is not asked where the store shows that the bucket has everything. A topic
-whose owner cannot be asked is an error in the report, and does not hold up others.
+The owner's checkpoint says what is durable, or the owner itself by Flight, found in the metadata
+store. It is not contacted if the store shows that the bucket has everything. A topic whose owner
+cannot be reached is an error in the report, and does not delay the others.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class TopicBook:
         return True
 
     def _locate_elsewhere(self, away: Sequence[Known], cycle: Cycle) -> None:
-        """Finds out of which topics another machine may have messages that the bucket lacks."""
+        """Finds the topics of which another machine may have messages that the bucket lacks."""
         unsure: list[tuple[Known, TopicRecord]] = []
         for known in away:
             record = known.record
@@ -386,7 +386,7 @@ class TopicBook:
         """Records a failure of a topic, which is retried after a pause."""
         cycle.failed += 1
         known.failures += 1
-        # Whether a node is back is quickly found out, and its producers may wait.
+        # Checking whether a node is back is cheap, and its producers may wait.
         most = _RECORD_SECONDS if isinstance(error, WaitsForDiskError) else _RETRY_SECONDS_MAX
         known.retry_at = self._clock.monotonic() + backoff_seconds(
             known.failures, first=_RETRY_SECONDS_MIN, most=most

@@ -391,7 +391,7 @@ def _check_end(survey: Survey, at: int, sealed: SealedState | None) -> None:
     ):
         survey.find(
             "pointer",
-            f"the pointer to the newest object says that it ends at {survey.current_end}",
+            f"the pointer to the newest object has the wrong end {survey.current_end}",
             offset=last,
             repairable=True,
         )
