@@ -71,6 +71,7 @@ class MemoryGuard:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._is_full = False
+        self._is_applied = False  # whether all topics are held
         self._turn = 0
         self._stopping = threading.Event()
         self._is_wanted = threading.Event()
@@ -125,7 +126,8 @@ class MemoryGuard:
         """Called by the thread that writes, with its topic's commit lock held."""
         if used_bytes > self._keep_bytes and not self._is_wanted.is_set():
             self._is_wanted.set()
-        if used_bytes > self.limit_bytes and not self._is_full:
+        # Waits while another thread applies the hold: else this topic would write on meanwhile.
+        if used_bytes > self.limit_bytes and not self._is_applied:
             self._hold()
 
     def _hold(self) -> None:
@@ -135,6 +137,7 @@ class MemoryGuard:
             self._is_full = True
             for topic in self._topics():
                 self._apply(topic)
+            self._is_applied = True
         self._metrics.count("memory.full_total")
         _log.warning("appends held", extra={"error": str(self.error())})
 
@@ -143,7 +146,7 @@ class MemoryGuard:
         with self._lock:
             if not self._is_full or self.used_bytes > self._resume_bytes:
                 return
-            self._is_full = False
+            self._is_full = self._is_applied = False
             for topic in self._topics():
                 self._apply(topic)
         _log.info("appends resumed", extra={"used_bytes": self.used_bytes})
