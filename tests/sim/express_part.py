@@ -2,8 +2,8 @@
 
 In such a world the nodes write two or three topics, of which at least one shares express objects.
 Objects are gathered, put and committed one after the other or two at a time; any process that has
-garbage to look for collects, also in the middle of its own writing. A pipeline merges runs, and
-collects as well.
+garbage to look for collects, also in the middle of its own writing. Owners re-sort their runs into
+objects of the topic; a pipeline merges runs, and collects as well.
 
 What is checked beside the promises of each topic, at the moment at which it happens (`Sharing`):
 
@@ -15,7 +15,8 @@ What is checked beside the promises of each topic, at the moment at which it hap
 - every committed run is in its object's footer, with its topic and its offsets;
 - from the bucket alone, everything that is tiered can be recovered, and no run of a topic of the
   same name that was deleted;
-- when the faults are over, everything is tiered, and objects that nobody needs go.
+- when the faults are over, everything is tiered, objects that nobody needs go, and re-sorting
+  leaves no run and no express object.
 
 Nothing here uses the code under test, except to decode records; footers are read by hand.
 """
@@ -52,7 +53,7 @@ from support.memory_store import MemoryObjectStore
 from tests.sim.world import BrokenPromiseError
 
 if TYPE_CHECKING:
-    from tests.sim.tier_world import Process, TierWorld, View
+    from tests.sim.tier_world import Node, Process, TierWorld, View
 
 _TRAILER: Final = struct.Struct("<QQII8s")
 _NODES: Final = "/danube/cluster/nodes/"
@@ -150,6 +151,7 @@ class Sharing:
         """By payload: the topic that it was sent to."""
         self.removed = 0
         self.recovered = 0
+        self.resorted = 0
         real = world.meta._apply
 
         def apply(operations: Sequence[Operation]) -> None:
@@ -193,6 +195,12 @@ class Sharing:
     def collect(self, process: Process) -> None:
         """Garbage goes; what goes is checked when it does."""
         process.rounds.express.collect()
+
+    def resort(self, topic: Topic, *, groups_max: int) -> None:
+        """Some of a topic's runs become objects of its own."""
+        while groups_max and topic.tier.resort() is not None:
+            self.resorted += 1
+            groups_max -= 1
 
     def beside(self, process: Process) -> None:
         """What another thread of a process does while it writes an object."""
@@ -258,15 +266,12 @@ class Sharing:
         self.removed += 1
         with world._quietly():
             world.meta.get(_NODES)
-        now = (world.clock.now_ns() // 1_000_000 - world.wrong_ms) / 1000
         for at, entry in world.meta._entries.items():
             if _is_descriptor(at) and json.loads(entry.value)["object_id"] == name:
                 raise BrokenPromiseError(f"{key} was removed, and {at} names it")
-            if "/retired/" in at:
-                retired = decode_retired(entry.value, key=at)
-                is_kept = any(one.partition("@")[0] == name for one in retired.objects)
-                if is_kept and retired.until > now + STEP_SECONDS + 1:
-                    raise BrokenPromiseError(f"{key} was removed, and readers may need it")
+        # Smaller steps of the clock than these are corrections.
+        if name in self._kept_for_readers(STEP_SECONDS + 1):
+            raise BrokenPromiseError(f"{key} was removed, and readers may need it")
         grace_minutes = world.config.storage.cloud.orphan_grace_minutes
         world._check_age(key, world.made.get(key), grace_minutes * 60)
         writer = name.split("/")[1]
@@ -277,6 +282,22 @@ class Sharing:
                 raise BrokenPromiseError(f"{key} was removed while it is committed")
         elif writer in self._running():
             raise BrokenPromiseError(f"{key} was removed, and its process runs")
+
+    def _kept_for_readers(self, margin_seconds: float) -> set[str]:
+        """The objects of runs that were replaced and have to stay for so much longer."""
+        world = self._world
+        now = (world.clock.now_ns() // 1_000_000 - world.wrong_ms) / 1000
+        found = [
+            decode_retired(entry.value, key=key)
+            for key, entry in world.meta._entries.items()
+            if "/retired/" in key
+        ]
+        return {
+            run.partition("@")[0]
+            for retired in found
+            for run in retired.objects
+            if retired.until > now + margin_seconds
+        }
 
     # -- what the bucket alone has ----------------------------------------------------------
 
@@ -339,7 +360,8 @@ class Sharing:
                 found = process.rounds.express.collect()
             if found is None or found.errors:
                 raise BrokenPromiseError(f"express objects are not collected: {found}")
-        needed = {
+        # A clock that was wrong may have dated them years ahead.
+        needed = self._kept_for_readers(0) | {
             described.object_id.partition("@")[0]
             for view in world.views
             for described in view.seen.described.values()
@@ -348,6 +370,20 @@ class Sharing:
         garbage = [name for name in there if name.endswith(".dnbx") and name not in needed]
         if garbage:
             raise BrokenPromiseError(f"express objects that nobody needs: {garbage}")
+
+    def check_resort(self, homes: Sequence[Node]) -> None:
+        """After a while there are no runs any more, and no express objects."""
+        world = self._world
+        world._advance(world.config.storage.uploader.express.resort_seconds + 1)
+        for view, home in zip(world.views, homes, strict=True):
+            with world._viewing(view):
+                self.resort(home.process.topic, groups_max=1000)
+                world.look()
+                runs = [d for d in view.seen.described.values() if d.format == FORMAT_EXPRESS]
+                if runs:
+                    raise BrokenPromiseError(f"not re-sorted: {runs}")
+        world._pass_grace()
+        self.check_end([node.process for node in world.nodes if node.process is not None])
 
 
 def _is_descriptor(key: str) -> bool:

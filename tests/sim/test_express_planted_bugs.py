@@ -7,28 +7,34 @@ worlds of `tier_world` in which topics share objects (`express_part`) can fail.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 
 import ister.bucket.express
 import ister.bucket.express_collection
+import ister.bucket.ownership
 import ister.bucket.rebuild
+import ister.bucket.resort
 import ister.topic.express
 import ister.topic.stores
 from ister.bucket.express import Run, commit_runs
 from ister.bucket.express_collection import collect_express, read_footer
 from ister.bucket.membership import Membership
 from ister.bucket.ownership import OwnedTopic
-from ister.errors import CommitUnknownError, UnavailableError
-from ister.format.descriptor import RunId
+from ister.errors import CommitUnknownError, CorruptDataError, UnavailableError
+from ister.format.descriptor import RunId, decode_descriptor
 from ister.format.express import encode_footer
 from ister.format.records import decode_retired
+from ister.metadata.base import Delete, Put
+from ister.metadata.memory import MemoryMetadata
 from ister.objectstore.slices import SlicedStore
 from ister.topic.express import Express
+from support.memory_fs import SimulatedCrash
 from support.scale import nightly
-from support.tiers import TTL_SECONDS, Cluster, Pipeline, a_descriptor
+from support.tiers import TTL_SECONDS, Cluster, Pipeline, Site, a_descriptor
 from tests.sim.test_tier_planted_bugs import (
     a_swap_forgets_the_pointer,
     a_swap_leaves_the_last_one,
@@ -36,6 +42,7 @@ from tests.sim.test_tier_planted_bugs import (
 from tests.sim.tier_world import find_break, run_seed
 from tests.sim.world import BrokenPromiseError
 from tests.unit.bucket.test_express import Node, topic_name
+from tests.unit.topic.test_express import Shared
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 SEEDS_MAX = 400
@@ -221,7 +228,41 @@ def expiry_removes_the_whole_object(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SlicedStore, "delete", delete)
 
 
+# -- re-sorting -----------------------------------------------------------------------------
+
+
+def a_re_sort_forgets_a_run(patch: pytest.MonkeyPatch) -> None:
+    """The object ends with the last run but one, and takes the place of all of them."""
+    real = ister.bucket.resort._make
+
+    def make(owned, runs, frames, **settings):
+        return real(owned, runs[:-1] if len(runs) > 1 else runs, frames, **settings)
+
+    patch.setattr(ister.bucket.resort, "_make", make)
+    patch.setattr(ister.bucket.resort, "InvariantError", CorruptDataError)
+    patch.setattr(ister.bucket.ownership, "check", lambda holds, what: None)
+
+
+def half_a_swap(patch: pytest.MonkeyPatch) -> None:
+    """The new object takes its place in one transaction, and the runs go in the next one."""
+    real = MemoryMetadata.transact
+
+    def transact(self: MemoryMetadata, compares, operations):
+        parts = [
+            [one for one in operations if isinstance(one, Put)],
+            [one for one in operations if isinstance(one, Delete) and "/objects/" in one.key],
+        ]
+        if not all(parts) or not all("/storage/" in one.key for one in operations):
+            return real(self, compares, operations)
+        revision = real(self, compares, parts[0])
+        return revision if revision is None else real(self, [], parts[1])
+
+    patch.setattr(MemoryMetadata, "transact", transact)
+
+
 PLANTS: list[Plant] = [
+    a_re_sort_forgets_a_run,
+    half_a_swap,
     a_run_is_left_out_of_the_commit,
     a_run_is_left_out_of_the_footer,
     every_run_begins_at_the_beginning,
@@ -241,23 +282,26 @@ PLANTS: list[Plant] = [
     collection_waits_for_no_reader,
     collection_takes_what_was_not_committed_yet,
     expiry_removes_the_whole_object,
-    a_swap_forgets_the_pointer,
-    a_swap_leaves_the_last_one,
 ]
+
+# Planted into the tiers, too.
+OF_SWAPS: list[Plant] = [a_swap_forgets_the_pointer, a_swap_leaves_the_last_one]
 
 
 # Many worlds pass before one comes by these.
 RARE: list[Plant] = [
-    collection_waits_for_no_reader,
+    half_a_swap,
+    a_run_follows_one_that_was_lost,
+    recovery_takes_runs_of_a_deleted_topic,
+    collection_looks_at_one_run,
     collection_removes_what_is_under_way,
-    collection_forgets_the_readers_of_replaced_runs,
 ]
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize(
     "plant",
-    [nightly(plant) if plant in RARE else plant for plant in PLANTS],
+    [nightly(plant) if plant in RARE else plant for plant in [*PLANTS, *OF_SWAPS]],
     ids=lambda plant: plant.__name__,
 )
 def test_worlds_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +311,7 @@ def test_worlds_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seed is not None
 
 
-# -- ways that no world comes by: the lease, the record and the pointer each forbid them ----------
+# -- ways that worlds hardly come by --------------------------------------------------------
 
 
 def commit_before_the_topic_is_known_to_be_lost() -> None:
@@ -313,9 +357,53 @@ def commit_behind_a_merge() -> None:
     assert [cluster.catalog(topic_name(n)).last().end for n in (0, 2)] == [7, 7]
 
 
+def kill_a_re_sort_at_any_operation() -> None:
+    """Three runs become one object, and the process ends before each of its operations in turn.
+
+    Raises:
+        BrokenPromiseError: The topic has not all of its messages, or some of them twice.
+    """
+    for number in count(1):
+        with Site() as site:
+            shared = Shared(site, topics=1)
+            for payload in (b"a", b"b", b"c"):
+                shared.append(0, payload)
+                shared.express.write_next()
+            site.clock.advance(600)
+            shared.log.tiers.membership.renew()
+            left = number
+
+            def end(kind: str, key: str) -> None:
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    raise SimulatedCrash(kind)
+
+            site.metadata.before = site.metadata.after = end
+            site.objects.before = site.objects.after = end
+            with suppress(SimulatedCrash):
+                shared.topics[0].tier.resort()
+            site.metadata.before = site.metadata.after = lambda kind, key: None
+            site.objects.before = site.objects.after = lambda kind, key: None
+            keys = shared.topics[0].tier.owned.catalog.keys
+            found = site.metadata.range(keys.objects, end=keys.objects_end)
+            described = [decode_descriptor(one.value, key=one.key) for one in found]
+            ranges = [(one.start, one.end) for one in described]
+            if ranges not in ([(0, 1), (1, 2), (2, 3)], [(0, 3)]):
+                raise BrokenPromiseError(f"killed at operation {number}: {ranges}")
+            reader = shared.log.tiers.reader(shared.topics[0].tier.owned.catalog)
+            batches = [reader.fetch(at, at + 1, bytes_max=1) for at in range(3)]
+            reader.close()
+            assert [batch.next_offset for batch in batches] == [1, 2, 3]
+            if left > 0:
+                assert ranges == [(0, 3)]
+                return
+
+
 BY_SITUATIONS: dict[Plant, Callable[[], None]] = {
     a_shared_commit_forgets_the_record: commit_before_the_topic_is_known_to_be_lost,
     a_shared_commit_forgets_the_pointer: commit_behind_a_merge,
+    half_a_swap: kill_a_re_sort_at_any_operation,
 }
 
 

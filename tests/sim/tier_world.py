@@ -151,6 +151,8 @@ _LEADING: Final = {
     "tier.after_set_aside": ("idle", "upload"),
     "wal.after_remove_file": ("trim", "upload"),
     "express.after_collect": ("write", "expire", "idle", "collect_express"),
+    "express.before_resort": ("write", "resort"),
+    "express.after_resort": ("write", "resort"),
 }
 
 
@@ -655,7 +657,11 @@ class TierWorld:
         express: dict[str, object] = {"engine": "none"}
         if share_rng is not None:
             is_all = share_rng.random() < 0.6
-            express = {"engine": "auto", "express": {"all_topics": is_all}}
+            resort_seconds = share_rng.choice((1, 1, 30, 300))
+            express = {
+                "engine": "auto",
+                "express": {"all_topics": is_all, "resort_seconds": resort_seconds},
+            }
         return load_config(
             {
                 "storage": {
@@ -843,6 +849,7 @@ class TierWorld:
         try:
             if is_putting and self.sharing is not None:
                 self.sharing.beside(process)
+                self.look()
             self.pass_time(self.rng.choice((0.0, 1.0, 7.0, 7.0, 150.0)))
             if is_node and self.outsider is not None:
                 for _ in range(self.rng.randrange(3)):
@@ -1196,8 +1203,9 @@ class TierWorld:
             self.kill: 0.4,
         }
         if self.sharing is not None:
-            actions[self.write] = 9
+            actions[self.write] = 14
             actions[self.collect_express] = 1.5
+            actions[self.resort] = 4
         for action in actions:
             if action.__name__ in _LEADING.get(self.failpoint or "", ()):
                 actions[action] = 8
@@ -1275,6 +1283,16 @@ class TierWorld:
             self.append(process)
         topic.flush()
         self.sharing.write(process)
+
+    def resort(self, process: Process) -> None:
+        """Runs become objects of their topic."""
+        topic = self.open_topic(process)
+        try:
+            self.sharing.resort(topic, groups_max=self.sharing.rng.randrange(1, 4))
+        except CorruptDataError:
+            # Where local files do not have the whole group, a damaged run waits for a repair.
+            if not self.seen.rotten:
+                raise
 
     def collect_express(self, process: Process) -> None:
         """Express objects that nobody needs go."""
@@ -1538,6 +1556,7 @@ class TierWorld:
                     self._check_bucket(home.process.topic)
             if self.sharing is not None:
                 self.sharing.check_end([n.process for n in self.nodes if n.process is not None])
+                self.sharing.check_resort(homes)
                 self.check_recoverable()
             self._check_handovers(homes)
 

@@ -1,0 +1,231 @@
+"""kill -9 of a process whose topics share express objects, with and without its disk.
+
+Topics have the ack level `tiered`: what was acknowledged is in the bucket, whichever of the points
+around an express object, its commits, re-sorting or a collection the process died at. So every
+other time its disk is lost as well, and another node claims the topics.
+"""
+
+import json
+import random
+import shutil
+import signal
+import time
+
+import pytest
+
+import ister
+from fault.oracle import History
+from fault.tier_checks import check_catalog, memory_directory, read_bucket, tier_settings
+from fault.tier_child import TierChild
+from fault.writer_child import new_seed, say_replay
+from ister.bucket.names import EXPRESS_PREFIX
+from ister.failpoints import FAILPOINTS
+from support.scale import scaled
+
+TIERED = frozenset({"tiered"})
+SWAPS = ["tier.before_swap", "tier.after_swap"]
+POINTS = [*sorted(point for point in FAILPOINTS if point.startswith("express.")), *SWAPS]
+# Twice of what a process takes to start, to have objects to re-sort, and to come by.
+PATIENCE_SECONDS = 30.0
+TOPICS = 4
+
+
+@pytest.fixture
+def tmp_path():
+    """In memory; see there."""
+    with memory_directory() as directory:
+        yield directory
+
+
+class Series:
+    """Processes one after the other, on machines that come and go, over one bucket."""
+
+    def __init__(self, directory, seed: int) -> None:
+        self.directory = directory
+        self.seed = seed
+        self.chance = random.Random(f"{seed}/express")
+        self.history = History()
+        self.lost_disks = 0
+        self.did: dict[str, int] = {}
+        self._lives = 0
+        self._node = 0
+
+    @property
+    def settings(self) -> dict:
+        """Short times: everything is re-sorted and collected as soon as it may be."""
+        return tier_settings(
+            self.directory,
+            node=f"node-{self._node}",
+            ack="tiered",
+            uploader={"express": {"linger_ms": 5, "max_bytes": 65536, "resort_seconds": 1}},
+            cloud={"orphan_grace_minutes": 0},
+            metadata={"lease_ttl_seconds": 2},
+        )
+
+    def child(self, failpoints: str | None = None) -> TierChild:
+        """The next process."""
+        self._lives += 1
+        return TierChild(
+            self.settings,
+            self.history,
+            failpoints=failpoints,
+            mode="share",
+            topics=TOPICS,
+            session=f"c{self._lives}",
+            seed=self.seed,
+            tiered_share=1.0,
+            pause_ms=2,
+        )
+
+    def note(self, child: TierChild) -> None:
+        """Takes in what a process has done; errors are none of its business."""
+        assert not child.errors, child.errors
+        for what, count in child.did.items():
+            self.did[what] = self.did.get(what, 0) + count
+
+    def lose_disk(self) -> None:
+        """The machine is gone, and another one takes its place."""
+        shutil.rmtree(self.directory / f"node-{self._node}")
+        self._node += 1
+        self.lost_disks += 1
+
+    def check(self) -> None:
+        """Opens the log, which may have to wait for the lease, and compares all topics."""
+        with ister.open(self.settings) as log:
+            for name in self.history.topics():
+                topic = claim(log, name)
+                assert not topic.damage, topic.damage
+                topic.flush()
+                if topic.wal.next:
+                    topic.wait(topic.wal.next - 1, timeout=60)
+                found = [(m.offset, m.payload) for m in topic.read("earliest")]
+                report = self.history.check(name, found, survives=TIERED, first=topic.earliest)
+                assert report.is_clean, str(report)
+                assert found == list(read_bucket(topic)), "the bucket has something else"
+                check_catalog(topic)
+
+
+def claim(log: ister.Log, name: str) -> ister.Topic:
+    """Opens a topic as soon as the lease of its last owner has ended."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return log.topic(name, create=True)
+        except ister.ConflictError:
+            assert time.monotonic() < deadline, f"{name} has an owner still"
+            time.sleep(0.05)
+
+
+def kill_at(series: Series, point: str, *, loses_disk: bool) -> None:
+    """A process that dies at a point, and what is there afterwards."""
+    visit = series.chance.randint(1, 3)
+    with series.child(f"{point}=kill@{visit}") as child:
+        assert not child.listen(PATIENCE_SECONDS), f"{point} was not reached {visit} times"
+        assert child.ended() == -signal.SIGKILL, child.complaints()
+    series.note(child)
+    if loses_disk:
+        series.lose_disk()
+    series.check()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("group", range(3))
+def test_kill_at_every_failpoint_loses_nothing_acknowledged(tmp_path, request, group):
+    """Goal: each point is reached, and after a death at it nothing acknowledged is missing.
+
+    Method: a third of the points, one after the other over the same bucket; every other time the
+    disk is lost as well.
+    """
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    series = Series(tmp_path, seed)
+    for number, point in enumerate(POINTS[group::3]):
+        kill_at(series, point, loses_disk=number % 2 == 0)
+    assert series.lost_disks
+    assert series.history.acks > 10
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("loses_disk", [False, True])
+def test_many_kills_at_every_failpoint_lose_nothing_acknowledged(tmp_path, request, loses_disk):
+    """The same with every point on each way, again and again."""
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    for number in range(scaled(1, 6)):
+        series = Series(tmp_path / str(number), seed + number)
+        (tmp_path / str(number)).mkdir()
+        for point in POINTS:
+            kill_at(series, point, loses_disk=loses_disk)
+
+
+def kill_cycles(series: Series, cycles: int) -> None:
+    """Processes that are each killed at a random moment; now and then their disk is lost."""
+    for cycle in range(cycles):
+        with series.child() as child:
+            assert child.listen(PATIENCE_SECONDS, until="ready"), child.complaints()
+            child.listen(series.chance.uniform(0.1, 1.5))
+            assert child.kill() == -signal.SIGKILL, child.complaints()
+        series.note(child)
+        if series.chance.random() < 0.3:
+            series.lose_disk()
+        # Now and then the next process has to cope by itself.
+        if series.chance.random() < 0.5 or cycle == cycles - 1:
+            series.check()
+
+
+def run_cycles(tmp_path, request, cycles: int, rounds: int) -> None:
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    for number in range(rounds):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        series = Series(directory, seed + number)
+        kill_cycles(series, cycles)
+        assert series.history.acks > 5 * cycles, "hardly anything was acknowledged"
+        assert series.did.get("resort", 0) >= cycles, "hardly anything was re-sorted"
+        assert series.did.get("collect", 0) >= cycles, "hardly anything was collected"
+        told = {"seed": seed + number, "acked": series.history.acks, "disks": series.lost_disks}
+        print(json.dumps({"test": "kill -9 with express objects", **told, **series.did}))
+
+
+@pytest.mark.timeout(300)
+def test_repeated_kill_loses_nothing_acknowledged(tmp_path, request):
+    """Goal: nothing acknowledged is lost, doubled or changed by kill -9, with or without the disk.
+
+    Method: processes that produce into four topics, re-sort, collect, trim and read, each killed
+    after 0.1 to 1.5 s.
+    """
+    run_cycles(tmp_path, request, 4, 1)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_many_kills_lose_nothing_acknowledged(tmp_path, request):
+    """The same in many directories of 20 kills each."""
+    run_cycles(tmp_path, request, 20, scaled(2, 10))
+
+
+def test_garbage_of_killed_processes_goes(tmp_path, request):
+    """Goal: when the processes are gone, only what a descriptor names is left."""
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    series = Series(tmp_path, seed)
+    for point in ("express.after_put", "express.before_commit"):
+        kill_at(series, point, loses_disk=False)
+    with ister.open(series.settings) as log:
+        names = set()
+        for name in series.history.topics():
+            topic = claim(log, name)
+            # A later owner's object has its offsets; until then the catalog may be an older copy.
+            topic.wait(topic.append(b"last"), timeout=60)
+            catalog = topic.tier.owned.catalog
+            names |= {d.object_id.partition("@")[0] for d, _ in catalog.descriptors()}
+        # The grace period is nothing, and still over: a file's time is not finer than this.
+        time.sleep(0.02)
+        deadline = time.monotonic() + 60
+        while log._background._express.collect() is None:
+            assert time.monotonic() < deadline, "a collection has not ended"
+            time.sleep(0.1)  # a process may have been killed in the middle of one
+        there = [info.key for info in log.tiers.objects.list(EXPRESS_PREFIX)]
+        assert {key.removeprefix(EXPRESS_PREFIX) for key in there} <= names
