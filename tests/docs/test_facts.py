@@ -11,6 +11,7 @@ import shlex
 import pytest
 import yaml
 from tests.sim import fork_world, test_clone_world, test_cluster_world, test_disk_world
+from tests.sim import test_express_planted_bugs as in_express_objects
 from tests.sim import test_planted_bugs as in_the_log
 from tests.sim import test_tier_planted_bugs as in_the_tiers
 from tools import reference
@@ -138,15 +139,16 @@ def test_planted_bugs_are_counted_right():
     counts = (
         len(in_the_log.BY_CRASHES) + len(in_the_log.BY_FAULTS),
         len(in_the_tiers.BY_WORLDS) + 2,
+        len({*in_express_objects.PLANTS, *in_express_objects.BY_SITUATIONS}),
         len(test_disk_world.PLANTED),
         len(test_clone_world.PLANTS),
         len(fork_world.PLANTED),
         len(test_cluster_world.PLANTS),
     )
-    log, tiers, disks, copies, forks, clusters = counts
+    log, tiers, express, disks, copies, forks, clusters = counts
     said = (
         f"{sum(counts)} bugs put in on purpose are each caught: {log} in the log, {tiers} in the "
-        f"tiers, {disks} on full disks, {copies} with copied disks, {forks} with forks, "
-        f"{clusters} in clusters"
+        f"tiers, {express} in express objects, {disks} on full disks, {copies} with copied disks, "
+        f"{forks} with forks, {clusters} in clusters"
     )
     assert said in (ROOT / "docs" / "TESTING.md").read_text()
