@@ -34,13 +34,13 @@ from typing import TYPE_CHECKING, Final
 
 import ister.bucket.express
 from ister.bucket.express_collection import collect_express
-from ister.bucket.names import EXPRESS_PREFIX, TopicKeys, object_key
+from ister.bucket.names import EXPRESS_PREFIX, TopicKeys, manifest_key, object_key
 from ister.bucket.rebuild import find_runs, find_topics, rebuild_topic
 from ister.clock_guard import STEP_SECONDS
 from ister.errors import ClosedError, ConflictError, FencedError, IsterError, UnavailableError
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor
 from ister.format.frame import scan_frames
-from ister.format.records import decode_retired
+from ister.format.records import decode_retired, decode_topic
 from ister.metadata.base import Operation, Put
 from ister.metadata.memory import MemoryMetadata
 from ister.metrics import Metrics
@@ -149,6 +149,8 @@ class Sharing:
         """By key: the revision of its process's key when it was put."""
         self.incarnations: dict[bytes, str] = {}
         """By payload: the topic that it was sent to."""
+        self.lost_manifests: set[TopicName] = set()
+        """Of topics whose manifest a deletion of their predecessor has removed."""
         self.removed = 0
         self.recovered = 0
         self.resorted = 0
@@ -240,6 +242,7 @@ class Sharing:
 
     def note_put(self, key: str) -> None:
         """An object was put."""
+        self.lost_manifests -= {v.name for v in self._world.views if key == manifest_key(v.name)}
         if key.startswith(EXPRESS_PREFIX):
             with self._world._quietly():
                 self._world.meta.get(_NODES)  # leases that are over end here
@@ -260,6 +263,11 @@ class Sharing:
 
     def note_delete(self, key: str) -> None:
         """An object was removed."""
+        for view in self._world.views:
+            found = self._world.meta._entries.get(view.seen.keys.record)
+            is_open = found is not None and decode_topic(found.value, key="").is_open
+            if key == manifest_key(view.name) and is_open:
+                self.lost_manifests.add(view.name)
         if not key.startswith(EXPRESS_PREFIX) or key not in self.puts:
             return
         world, name = self._world, key.removeprefix(EXPRESS_PREFIX)
@@ -280,7 +288,8 @@ class Sharing:
         if rounds is not None and rounds.express._tiers.membership.instance == writer:
             if key in rounds.under_way:
                 raise BrokenPromiseError(f"{key} was removed while it is committed")
-        elif writer in self._running():
+        elif self.puts[key] is not None and self._running().get(writer) == self.puts[key]:
+            # One that has lost its lease since, and is back, cannot commit the object.
             raise BrokenPromiseError(f"{key} was removed, and its process runs")
 
     def _kept_for_readers(self, margin_seconds: float) -> set[str]:
@@ -310,6 +319,8 @@ class Sharing:
         store = with_slices(world.store)
         found = find_topics(store)
         owed = {o: p for o, p in seen.promises.tiered.items() if o >= seen.promises.expired}
+        if topic not in found and topic in self.lost_manifests:
+            return  # until its owner looks for it
         if owed and topic not in found:
             raise BrokenPromiseError(f"{topic} cannot be found without metadata")
         report = rebuild_topic(

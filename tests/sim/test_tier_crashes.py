@@ -61,7 +61,7 @@ def test_any_crash_between_the_tiers_leaves_every_promise_kept() -> None:
     )
     assert crashes > RUNS
     assert messages > crashes
-    assert shared > removed > RUNS / 10
+    assert shared >= removed > RUNS / 10
     assert recovered > RUNS / 10
 
 

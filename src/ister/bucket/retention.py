@@ -22,7 +22,7 @@ from typing import Final
 from ister import failpoints
 from ister.bucket.names import object_key
 from ister.bucket.ownership import OwnedTopic
-from ister.bucket.rebuild import load_manifest, manifest_of, save_manifest
+from ister.bucket.rebuild import has_manifest, manifest_of, save_manifest
 from ister.clock_guard import newest_arrivals
 from ister.errors import IsterError
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor
@@ -111,7 +111,7 @@ def expire(
     if not expired:
         return 0
     if any(described.format != FORMAT_EXPRESS for described in expired):
-        _keep_findable(owned, store)
+        keep_findable(owned, store)
     removed = 0
     for described in owned.expire(expired):
         try:
@@ -128,12 +128,19 @@ def expire(
     return removed
 
 
-def _keep_findable(owned: OwnedTopic, store: ObjectStore) -> None:
-    """Saves the manifest if it is missing: the process that made the topic may have been killed."""
+def keep_findable(owned: OwnedTopic, store: ObjectStore) -> None:
+    """Saves the manifest of a topic that may have runs of express objects alone, if it is missing.
+
+    The process that made the topic may have been killed; or a deletion of the topic's predecessor,
+    which was paused for long, has removed the manifest.
+
+    Raises:
+        UnavailableError: The store does not answer.
+    """
     topic = owned.catalog.keys.topic
     if owned.last is None or owned.last.format != FORMAT_EXPRESS:
         return
     # Under the lock: a deletion, which removes the manifest, is marked before this or after.
     with owned.lock:
-        if owned.record.is_open and load_manifest(store, topic) is None:
+        if owned.record.is_open and not has_manifest(store, topic):
             save_manifest(store, topic, manifest_of(owned.record))

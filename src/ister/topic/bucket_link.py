@@ -21,7 +21,7 @@ from ister.bucket.check import verify_content, verify_size
 from ister.bucket.names import object_key
 from ister.bucket.orphans import collect_orphans, sweep_staging
 from ister.bucket.pipeline import PipelineKeys
-from ister.bucket.retention import expire, list_known, plan_expiry
+from ister.bucket.retention import expire, keep_findable, list_known, plan_expiry
 from ister.config import Verify
 from ister.errors import (
     CorruptDataError,
@@ -418,7 +418,7 @@ class TopicTier(TopicUploads):
     def collect_orphans(self) -> list[str]:
         """Removes objects without a descriptor, after their grace period; returns their names.
 
-        Staged rows that no batch needs are removed, too.
+        Staged rows that no batch needs are removed, too, and a missing manifest is saved.
         """
         with self._uploading:
             if self._stopping.is_set() or self._tiers.node_clock.check() is not None:
@@ -431,6 +431,7 @@ class TopicTier(TopicUploads):
             if has_jobs():
                 # Its objects have no descriptors until it commits them.
                 grace_seconds = max(grace_seconds, _JOB_GRACE_SECONDS)
+            keep_findable(self.owned, objects)
             return [
                 *collect_orphans(
                     self.owned,

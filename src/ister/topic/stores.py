@@ -37,7 +37,7 @@ from ister.bucket.names import (
 )
 from ister.bucket.object_maker import ObjectMaker, UploadSettings
 from ister.bucket.ownership import OwnedTopic, resume_delete
-from ister.bucket.rebuild import has_manifest, manifest_of, save_manifest
+from ister.bucket.rebuild import has_manifest, load_manifest, manifest_of, save_manifest
 from ister.bucket.upload import Uploader
 from ister.clock import Clock
 from ister.config import (
@@ -384,7 +384,11 @@ class Tiers:
         for info in list(self.objects.list(staging_prefix(name))):
             self.objects.delete(info.key)
         owned.check()
-        self.objects.delete(manifest_key(name))
+        # Another process may have finished this deletion and created the topic again. One that
+        # was paused right here removes the new manifest, which the new owner saves again.
+        manifest = load_manifest(self.objects, name)
+        if manifest is None or manifest.incarnation == owned.record.incarnation:
+            self.objects.delete(manifest_key(name))
         remove_files()
         self.membership.remove(owned)
         owned.finish_delete()

@@ -11,7 +11,7 @@ from tests.unit.topic.test_express import Shared
 from ister import threads
 from ister.bucket.names import EXPRESS_PREFIX
 from ister.bucket.rebuild import find_runs, find_topics, load_manifest
-from ister.errors import ConflictError, CorruptDataError, UnavailableError
+from ister.errors import ConflictError, CorruptDataError, FencedError, UnavailableError
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
 from ister.model import TopicName
 from ister.topic.express import Express
@@ -308,6 +308,35 @@ def test_manifest_is_there_before_the_last_object_of_the_topics_own_goes(site):
     assert name in find_topics(site.objects)
     incarnation = shared.topics[0].tier.owned.record.incarnation
     assert load_manifest(site.objects, name).incarnation == incarnation
+
+
+def test_deletion_that_was_paused_leaves_the_manifest_of_the_next_topic_of_that_name(site):
+    """Goal: messages in express objects of the new topic are found without metadata."""
+    first = Shared(site, topics=1)
+    first.append(0, b"old")
+    name = TopicName.parse("/default/t0")
+
+    def replace(kind, key):
+        if kind == "read" and key.endswith("topic.json"):
+            quiet(site.objects)
+            site.clock.advance(60)
+            second = site.open("b")
+            second.delete("/default/t0")
+            second.topic("/default/t0", create=True, ack="tiered")
+
+    site.objects.before = replace
+    with pytest.raises(FencedError):
+        first.log.delete("/default/t0")
+    record, _ = site.catalog(name).record()
+    assert load_manifest(site.objects, name).incarnation == record.incarnation
+
+
+def test_manifest_that_is_gone_comes_back_with_the_next_collection(shared):
+    shared.append(0, b"a")
+    shared.express.write_next()
+    shared.site.objects.drop("storage/topics/default/t0/topic.json")
+    shared.topics[0].tier.collect_orphans()
+    assert TopicName.parse("/default/t0") in find_topics(shared.site.objects)
 
 
 def test_manifest_is_not_saved_into_a_deletion(site, monkeypatch):
