@@ -54,7 +54,7 @@ from tests.sim.tier_world import find_break, run_seed
 from tests.sim.world import BrokenPromiseError
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-SEEDS_MAX = 500
+SEEDS_MAX = 3000
 TURNS = 80
 _RECORDS = "/danube/topics/"
 
