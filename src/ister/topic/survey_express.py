@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
-
 from ister.bucket.names import ObjectName
-from ister.errors import UnsupportedOperationError
-from ister.format.crc import Buffer
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor, parse_run_id
 from ister.format.express import TRAILER_BYTES, decode_footer, decode_trailer
 from ister.fs.base import File
 from ister.topic.survey import Listing, survey_frames
-from ister.topic.survey_object import ObjectSurvey
+from ister.topic.survey_object import ObjectSurvey, ReadOnlyFile
 
 
 def survey_express(file: File, listing: Listing) -> list[ObjectSurvey]:
@@ -41,7 +36,7 @@ def survey_express(file: File, listing: Listing) -> list[ObjectSurvey]:
     return surveys
 
 
-class _RunFile:
+class _RunFile(ReadOnlyFile):
     """A run of an object as a file that can be read."""
 
     def __init__(self, file: File, run: ObjectDescriptor) -> None:
@@ -57,21 +52,3 @@ class _RunFile:
 
     def size(self) -> int:
         return self._size
-
-    def write_at(self, position: int, buffers: Sequence[Buffer]) -> None:
-        self._refuse()
-
-    def truncate(self, size: int) -> None:
-        self._refuse()
-
-    def allocate(self, size: int) -> None:
-        self._refuse()
-
-    def sync(self) -> None:
-        self._refuse()
-
-    def close(self) -> None:
-        """Does nothing: the object's file is the caller's."""
-
-    def _refuse(self) -> NoReturn:
-        raise UnsupportedOperationError("the object is open for reading only", path=self.path)

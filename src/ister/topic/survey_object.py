@@ -125,7 +125,31 @@ def survey_object(file: File, listing: Listing) -> ObjectSurvey:
     return ObjectSurvey(archive, expected, FORMAT_PARQUET, archive.kept)
 
 
-class _ObjectFile:
+class ReadOnlyFile:
+    """The part of a file that changes it, refused: for objects and runs, which are only read."""
+
+    path: str
+
+    def write_at(self, position: int, buffers: Sequence[Buffer]) -> None:
+        self._refuse()
+
+    def truncate(self, size: int) -> None:
+        self._refuse()
+
+    def allocate(self, size: int) -> None:
+        self._refuse()
+
+    def sync(self) -> None:
+        self._refuse()
+
+    def close(self) -> None:
+        """Does nothing: the caller closes what is behind it."""
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedOperationError("an object is only read here", path=self.path)
+
+
+class _ObjectFile(ReadOnlyFile):
     """An object as a file that can be read."""
 
     def __init__(self, store: ObjectStore, key: str) -> None:
@@ -141,21 +165,3 @@ class _ObjectFile:
         if self._size is None:
             self._size = self._store.stat(self._key).size
         return self._size
-
-    def write_at(self, position: int, buffers: Sequence[Buffer]) -> None:
-        self._refuse()
-
-    def truncate(self, size: int) -> None:
-        self._refuse()
-
-    def allocate(self, size: int) -> None:
-        self._refuse()
-
-    def sync(self) -> None:
-        self._refuse()
-
-    def close(self) -> None:
-        """Does nothing: the caller closes the store."""
-
-    def _refuse(self) -> NoReturn:
-        raise UnsupportedOperationError("an object is only read here", path=self.path)
