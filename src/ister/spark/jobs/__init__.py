@@ -14,7 +14,8 @@ scrubbing, topic_scrub, topic_survey, object_check, object_repair    `scrub`
 replaying, replay_plan, replay_run, replay_task, replay_sql, transforms    `replay`
 statistics, topic_stats                      `stats`
 service, pipeline_term, schedules            `run`: all of them as a service
-job, job_report, leases, progress, tasks, balance, session, memory, stop_signals    what jobs share
+job, job_report, leases, progress, memory, stop_signals    what jobs share
+session, runners, tasks, balance             where and how their tasks run
 
     from ister.spark import jobs
     report = jobs.tier(spark, "ister.yml")

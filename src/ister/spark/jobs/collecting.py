@@ -31,7 +31,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ister import failpoints
 from ister.bucket.express_collection import collect_express
@@ -62,11 +62,9 @@ from ister.spark.jobs.job import (
 )
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.progress import JobProgress
+from ister.spark.jobs.runners import Executors
 from ister.spark.jobs.tasks import Done, run_tasks
 from ister.topic.node_clock import longest_seconds
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 _log = logging.getLogger("ister.spark.jobs.collecting")
 
@@ -77,7 +75,7 @@ _GRACE_SECONDS_MIN: Final = 3600
 
 
 def gc(
-    spark: SparkSession,
+    spark: Executors,
     config: JobConfig = None,
     *,
     broker: str | None = None,
@@ -93,7 +91,7 @@ def gc(
     objects that no topic needs.
 
     Args:
-        spark: A classic session.
+        spark: A session, classic or Connect; None for a dry run, which runs in this process.
         config: Where the log is; see `open_job`.
         broker: Flight addresses of brokers, which provide the settings if `config` is None.
         topics: Names and patterns; all topics by default.

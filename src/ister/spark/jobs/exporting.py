@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 from ister.config import ExportConfig, TableFormat
 from ister.errors import FencedError, InvalidRequestError, IsterError
@@ -42,9 +42,7 @@ from ister.spark.jobs.export_round import ExportRound
 from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.progress import JobProgress
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+from ister.spark.jobs.runners import Executors
 
 _log = logging.getLogger("ister.spark.jobs.export")
 
@@ -101,7 +99,7 @@ class ExportSettings:
 
 
 def export(
-    spark: SparkSession,
+    spark: Executors,
     config: JobConfig = None,
     *,
     broker: str | None = None,
@@ -127,7 +125,7 @@ def export(
     """Exports topics into tables, each offset once, also across runs.
 
     Args:
-        spark: A classic session.
+        spark: A session, classic or Connect; None for a dry run, which runs in this process.
         config: Where the log is; see `open_job`.
         broker: Flight addresses of brokers; see `open_job`.
         topics: Names and patterns; all topics by default.

@@ -18,8 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Required, TypedDict
 
 import pyarrow as pa
-from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-from pyspark.errors import PySparkException
 
 from ister import failpoints
 from ister.bucket.names import TopicKeys
@@ -369,7 +367,9 @@ class ReplayRun:
                     name=f"ister replay: {start} up to {end}",
                 )
             )
-        except (PySparkException, Py4JError) as error:
+        except IsterError:
+            raise
+        except Exception as error:
             raise UnavailableError(
                 f"Spark failed on messages {start} to {end}: {_first_line(error)}",
                 topic=self._request.source,

@@ -34,14 +34,12 @@ from ister.spark.jobs.pipeline_term import (
     TermSettings,
     TierCycle,
     TierTotals,
-    is_spark_stopped,
 )
+from ister.spark.jobs.runners import Executors, runner_of
 from ister.spark.jobs.stop_signals import stop_on_signals
 from ister.spark.location import Place
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from ister.spark.jobs.tier_topics import Cycle
 
 _log = logging.getLogger("ister.spark.jobs.service")
@@ -50,7 +48,7 @@ _LOOKS_PER_LEASE: Final = 5
 
 
 def run(
-    spark: SparkSession,
+    spark: Executors,
     config: JobConfig = None,
     *,
     broker: str | None = None,
@@ -64,7 +62,7 @@ def run(
     session are cancelled.
 
     Args:
-        spark: A classic session.
+        spark: A session, classic or Connect.
         config: Where the log is; see `open_job`. Its setting `pipeline` says what to run.
         broker: Flight addresses of brokers; see `open_job`.
         stop: Stops it; so do SIGINT and SIGTERM, if this is called on the main thread.
@@ -224,7 +222,7 @@ class Service:
 
     def __init__(
         self,
-        spark: SparkSession,
+        spark: Executors,
         place: Place,
         *,
         tier: TierCycle | None,
@@ -244,7 +242,7 @@ class Service:
         between upload cycles, `status_seconds` between status records, `request_seconds` between
         looks for requests.
         """
-        self._spark = spark
+        self._spark = runner_of(spark)
         self._place = place
         self._settings = TermSettings(
             tier=tier,
@@ -289,7 +287,7 @@ class Service:
                     _log.info(logs.PIPELINE_STANDBY, extra={"error": str(error)})
                 is_waiting = True
             except UnavailableError as error:
-                if is_spark_stopped(self._spark):
+                if self._spark.is_stopped:
                     raise
                 _log.warning("pipeline cannot run now", extra={"error": str(error)})
                 self._last_error = {"code": error.code, "message": error.message}
