@@ -1,7 +1,11 @@
 """The job `export`: topics become tables, each offset once.
 
 Owns: the settings, and rounds of an export that runs until it is stopped. Does not own: a round
-(`export_round`), tables and their commits (`ister.spark.tables`), what a task does (`export_task`).
+(`export_round`) and its commits (`export_commit`), tables (`ister.spark.tables`), what a task does
+(`export_task`).
+
+A round commits once to each table, whatever the number of topics, and not at all if there is
+nothing new. Only a large backlog takes more commits, each of about a gigabyte per slot.
 
 Exactly once rests on two mechanisms. Only one export of a topic into a table runs at a time: it
 holds a leased key. And the table's own commit records the ranges of offsets and refuses those it
@@ -200,6 +204,7 @@ def _repeat(
                 if report is not None:
                     job.report.started_at = report.started_at
                     job.report.topics.update(report.topics)
+                    job.report.more.update(report.more)
                 report = job.report
                 while True:
                     # What failed is tried again, and reported again if it fails again.
