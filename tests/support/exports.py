@@ -139,6 +139,17 @@ def offsets_in(root: Path, format: str, name: str = "orders") -> list[int]:
     return read_table(root, format, name).column("offset").to_pylist()
 
 
+def commits_in(root: Path, format: str, name: str = "orders") -> int:
+    """How many commits of exports a table has got, counted without Ister."""
+    place = Path(where(root, format, name))
+    if format == "parquet":
+        return len(list(place.glob("_ister/commits/*.json")))
+    if format == "delta":
+        return sum("ister.commit-id" in item for item in DeltaTable(place).history())
+    with iceberg_catalog(root) as catalog:
+        return len(catalog.load_table(f"default.{name}").snapshots())
+
+
 @contextmanager
 def iceberg_catalog(root: Path, warehouse: str = "iceberg"):
     """The catalog that an export makes by default."""
@@ -163,6 +174,7 @@ __all__ = [
     "SparkHere",
     "add_rows",
     "adding",
+    "commits_in",
     "iceberg_catalog",
     "offsets_in",
     "part_of",

@@ -22,6 +22,7 @@ from typing import Final
 from ister import failpoints
 from ister.bucket.fence import Fence
 from ister.errors import CommitUnknownError, ConflictError, InvariantError, IsterError
+from ister.spark.jobs.export_schema import PayloadSchema
 from ister.spark.jobs.export_task import Exported, ExportItem, TableOutput
 from ister.spark.jobs.job import Job
 from ister.spark.jobs.job_report import error_as_fields
@@ -44,11 +45,8 @@ class Destination:
     letters: Table | None
     output: TableOutput | None = None
     letters_output: TableOutput | None = None
-    members: tuple[Member, ...] | None = None
     coverage: Coverage = field(default_factory=Coverage)
     lettered: Coverage = field(default_factory=Coverage)
-    schema_id: str = ""
-    """What dead letters are recorded under, beside the topic."""
     exports: list[TopicExport] = field(default_factory=list)
     items_left: int = 0
     """Tasks that are not finished."""
@@ -75,7 +73,13 @@ class TopicExport:
 
     head: Head
     destination: Destination
+    schema: PayloadSchema | None
+    """None leaves payloads as they are."""
     fences: Sequence[Fence] = ()
+    output: TableOutput | None = None
+    """The table, with the columns of this topic."""
+    members: tuple[Member, ...] | None = None
+    """The columns of payloads, with the table's types."""
     missing: Ranges = ()
     partitions: Sequence[Partition] = ()
     done: list[tuple[ExportItem, Exported]] = field(default_factory=list)
@@ -100,7 +104,8 @@ class TopicExport:
     @property
     def letters_incarnation(self) -> str:
         """What dead letters are recorded under: the topic, and the schema."""
-        return f"{self.head.incarnation}{LETTERS_MARK}{self.destination.schema_id}"
+        schema_id = "" if self.schema is None else self.schema.id
+        return f"{self.head.incarnation}{LETTERS_MARK}{schema_id}"
 
 
 LETTERS_MARK: Final = "@"

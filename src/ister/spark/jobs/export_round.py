@@ -11,7 +11,6 @@ for the guarantees.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
@@ -39,6 +38,7 @@ from ister.spark.jobs.export_commit import (
     TableCommitter,
     TopicExport,
 )
+from ister.spark.jobs.export_schema import PayloadSchemas, add_columns, layout_of
 from ister.spark.jobs.export_task import ExportItem, TableOutput, export_item
 from ister.spark.jobs.job import Job
 from ister.spark.jobs.leases import LeaseKeeper
@@ -46,8 +46,8 @@ from ister.spark.jobs.tasks import run_tasks
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.options import ReadOptions
 from ister.spark.planner import plan
-from ister.spark.tables.columns import ENVELOPE, ENVELOPE_WITHOUT_PAYLOAD, LETTERS
-from ister.spark.tables.json_schema import Member, columns_of, load_schema, with_types
+from ister.spark.tables.columns import LETTERS
+from ister.spark.tables.json_schema import with_types
 from ister.spark.tables.opening import TablePlace, dead_letters_name, open_table, table_name
 from ister.spark.tables.ranges import (
     ANY_INCARNATION,
@@ -86,13 +86,7 @@ class ExportRound:
             catalog=settings.catalog,
             storage_options=settings.storage_options,
         )
-        self._members: tuple[Member, ...] | None = None
-        self._schema_id = ""
-        if settings.schema is not None:
-            schema = load_schema(settings.schema)
-            self._members = columns_of(schema)
-            canonical = json.dumps(schema, sort_keys=True).encode()
-            self._schema_id = hashlib.sha256(canonical).hexdigest()[:16]
+        self._schemas = PayloadSchemas(job, settings)
         self._destinations: dict[str, Destination] = {}
         self._committer = TableCommitter(job)
         self._fences: dict[str, Fence] = {}
@@ -134,8 +128,7 @@ class ExportRound:
         for destination in self._destinations.values():
             exports, destination.exports = destination.exports, []
             try:
-                if exports:
-                    self._refresh(destination, leases)
+                exports = self._refresh(destination, exports, leases)
             except InvariantError:
                 raise
             except IsterError as error:
@@ -155,12 +148,15 @@ class ExportRound:
 
     def _add(self, head: Head, leases: LeaseKeeper) -> None:
         """Adds a topic to its table, with the right to export it."""
+        schema = self._schemas.of(head.topic)
         destination = self._destination(head.topic)
         fences: list[Fence] = []
         if not self._job.dry_run:
             names = self._exclusive_names(destination, head.topic)
             fences = [self._take(leases, name, head.topic) for name in names]
-        destination.exports.append(TopicExport(head=head, destination=destination, fences=fences))
+        destination.exports.append(
+            TopicExport(head=head, destination=destination, schema=schema, fences=fences)
+        )
 
     def _heads(self, topics: Sequence[str]) -> tuple[OffsetResolver, list[Head]]:
         """Returns what topics hold; a topic that fails does not stop the others."""
@@ -196,7 +192,7 @@ class ExportRound:
         if known is None:
             clock = self._job.clock
             letters = None
-            if self._members is not None:
+            if self._schemas.is_typed:
                 given = settings.dead_letters
                 other = None if given is None else table_name(given, topic, settings.format)
                 where = dead_letters_name(name, other)
@@ -205,7 +201,6 @@ class ExportRound:
                 name=name,
                 table=open_table(name, self._place, clock=clock),
                 letters=letters,
-                schema_id=self._schema_id,
             )
             self._check_apart(known)
             self._destinations[name] = known
@@ -241,28 +236,48 @@ class ExportRound:
                 names.append(f"{table.location}\n{topic}")
         return names
 
-    def _refresh(self, destination: Destination, leases: LeaseKeeper) -> None:
-        """Opens a table for this round, and reads which offsets it has."""
-        if destination.output is None and not self._job.dry_run:
-            wanted = ENVELOPE
-            if self._members is not None:
-                typed = [(member.column, member.kind.type) for member in self._members]
-                wanted = pa.schema([*ENVELOPE_WITHOUT_PAYLOAD, *pa.schema(typed)])
-            layout = destination.table.open(wanted)
-            if self._members is not None:
-                destination.members = with_types(self._members, layout.schema)
-            if destination.letters is not None:
-                letters = destination.letters.open(LETTERS)
-                target = destination.letters.target(self._run)
-                destination.letters_output = TableOutput(target=target, layout=letters)
-            target = destination.table.target(self._run)
-            destination.output = TableOutput(target=target, layout=layout)
+    def _refresh(
+        self, destination: Destination, exports: Sequence[TopicExport], leases: LeaseKeeper
+    ) -> list[TopicExport]:
+        """Opens a table for this round, and reads which offsets it has.
+
+        Returns the exports whose columns the table can have.
+        """
+        fitting: list[TopicExport] = []
+        wanted = pa.schema([])
+        for export in exports:
+            with self._job.own_failure(export.topic):
+                wanted = add_columns(wanted, export.schema, topic=export.topic)
+                fitting.append(export)
+        if not fitting:
+            return fitting
+        if not self._job.dry_run:
+            self._open(destination, fitting, wanted)
             for table in destination.tables:
                 leases.renew_also(partial(table.renew, self._run))
         destination.coverage = retry_unavailable(destination.table.coverage)
         if destination.letters is not None:
             destination.lettered = retry_unavailable(destination.letters.coverage)
         self._check_kinds(destination)
+        return fitting
+
+    def _open(
+        self, destination: Destination, exports: Sequence[TopicExport], wanted: pa.Schema
+    ) -> None:
+        """Opens a table, and tells what tasks write to it."""
+        layout = destination.table.open(wanted)
+        if destination.letters is not None:
+            letters = destination.letters.open(LETTERS)
+            target = destination.letters.target(self._run)
+            destination.letters_output = TableOutput(target=target, layout=letters)
+        target = destination.table.target(self._run)
+        destination.output = TableOutput(target=target, layout=layout)
+        for export in exports:
+            export.output = destination.output
+            if export.schema is not None:
+                own = layout_of(layout, export.schema.columns.names)
+                export.output = TableOutput(target=target, layout=own)
+                export.members = with_types(export.schema.members, layout.schema)
 
     def _check_kinds(self, destination: Destination) -> None:
         """Checks that a table has only rows, or only dead letters."""
@@ -423,7 +438,7 @@ class ExportRound:
 
     def _items(self, export: TopicExport) -> Iterator[ExportItem]:
         destination, head = export.destination, export.head
-        if destination.output is None:
+        if export.output is None:
             return
         identities = {head.topic: head.identity}
         lettered = destination.lettered.of(head.topic, export.letters_incarnation)
@@ -433,8 +448,8 @@ class ExportRound:
                 topic=head.topic,
                 partition=partition,
                 identities=identities,
-                table=destination.output,
-                members=destination.members,
+                table=export.output,
+                members=export.members,
                 letters=destination.letters_output,
                 lettered=intersect(lettered, ranges),
                 file_mb=self._settings.file_mb,

@@ -140,7 +140,8 @@ def export(
             go into one table.
         format: `parquet`, `iceberg` or `delta`.
         schema: A JSON Schema, or the path of one: its properties become columns instead of
-            `payload`, and messages that do not fit become dead letters.
+            `payload`, and messages that do not fit become dead letters. `registry` stands for the
+            newest version of each topic's own schema in the schema registry.
         catalog: Properties of an Iceberg catalog; by default one in SQLite, in the warehouse.
         storage_options: Options for a table in a bucket, as in `storage.cloud.options`; by default
             the log's own, if its bucket is of the same kind.
