@@ -49,7 +49,7 @@ from ister.spark.jobs.transforms import Transform
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.options import ReadOptions
 from ister.spark.read_task import ReadTask
-from ister.spark.row_staging import StagedRowFiles, remove_staged
+from ister.spark.row_staging import StagedRowFile, remove_staged
 from ister.spark.rows import check_write_schema, row_schema
 from ister.spark.sink import StagedRows
 
@@ -129,7 +129,7 @@ class SqlReplay:
             raise self._failed(error, start, end) from error
         objects = self._place.history().objects
         files = decode_manifest(objects.read(listing, 0, MANIFEST_BYTES_MAX), key=listing)
-        remove_staged(objects, [StagedFile(key=listing, rows=0, size_bytes=0)])
+        remove_staged(objects, [listing])
         return list(files)
 
     @contextmanager
@@ -249,7 +249,7 @@ def _make_sink(name: str, task: ReadTask, rows: Transform) -> type[DataSource]:
         def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
             context = TaskContext.get()
             objects = task.place.history().objects
-            with StagedRowFiles(objects, self._writer, self._batch) as staging:
+            with StagedRowFile(objects, self._writer, self._batch) as staging:
                 for batch in iterator:
                     for part in rows.apply(batch) if batch.num_rows else ():
                         staging.add(rows.target, part)
@@ -263,7 +263,7 @@ def _make_sink(name: str, task: ReadTask, rows: Transform) -> type[DataSource]:
         def abort(self, messages: list[WriterCommitMessage | None]) -> None:
             objects = task.place.history().objects
             for message in _staged(messages):
-                remove_staged(objects, (file for _, file in message.files))
+                remove_staged(objects, (file.key for _, file in message.files))
 
     class Sink(DataSource):
         @classmethod
