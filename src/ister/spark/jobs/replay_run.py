@@ -326,7 +326,8 @@ class ReplayRun:
         if ahead is None or ahead.cancel():
             return
         with suppress(IsterError, TaskFailedError):
-            remove_staged(self._place.history().objects, ahead.result().files)
+            files = ahead.result().files
+            remove_staged(self._place.history().objects, (file.key for file in files))
 
     def _stage_chunk(self, number: int, start: int, end: int) -> _Staged:
         pause = threading.Event()
@@ -381,7 +382,7 @@ class ReplayRun:
         errors = [one.error for one in done if one.error is not None]
         files = [file for _, part_files in results for file in part_files]
         if errors:
-            remove_staged(self._place.history().objects, files)
+            remove_staged(self._place.history().objects, (file.key for file in files))
             raise TaskFailedError(errors[0])
         return _Staged(
             number=number, read=sum(read for read, _ in results), bytes=size, files=tuple(files)

@@ -39,7 +39,7 @@ from ister.spark.jobs.transforms import Transform
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.options import ReadOptions
 from ister.spark.read_task import ReadTask
-from ister.spark.row_staging import StagedRowFiles
+from ister.spark.row_staging import StagedRowFile
 from ister.spark.rows import check_write_schema, row_schema
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def _stage(
     task: ReadTask, rows: Transform, writer: str, number: int, batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
     """Stages the rows of a partition; yields the list of files."""
-    with StagedRowFiles(task.place.history().objects, writer, number) as staging:
+    with StagedRowFile(task.place.history().objects, writer, number) as staging:
         for batch in batches:
             for part in rows.apply(batch) if batch.num_rows else ():
                 staging.add(rows.target, part)
