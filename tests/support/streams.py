@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from pyspark.sql.streaming.datasource import ReadLimit
 
 import ister
 from ister.bucket.catalog import Subscription
 from ister.bucket.retention import expire
 from ister.spark.batch import PlannedPartition
+from ister.spark.compat import ReadLimit
 from ister.spark.offsets import StreamOffset
 from ister.spark.options import ReadOptions
 from ister.spark.rows import row_schema

@@ -7,6 +7,7 @@ source           the data source: chooses readers and writers
 options          the options, checked
 rows             the schema: columns and their Spark types
 batch, stream    the readers of `spark.read` and `spark.readStream`
+pushdown         a batch reader that takes filters
 offset_resolver  which topics, and where each begins and ends now
 planner          ranges become partitions; does no I/O
 read_task        what a read task does
@@ -17,6 +18,7 @@ row_staging      rows staged in the bucket by write tasks
 location         where a log's data is, as sent to workers
 owners           finds the broker that has a topic, and calls it
 workers          tuning of Python workers
+compat           differences between Spark versions
 payload, avro    payloads as columns and back
 jobs             the pipeline
 tables           export targets: Parquet, Iceberg, Delta

@@ -7,42 +7,27 @@ Spark asks for partitions once per DataFrame, so every action on one DataFrame s
 messages; a new `load()` sees newer ones. Nothing is kept between two scans: unions, self-joins and
 repeated actions of one DataFrame read the same range each time.
 
-Filter pushdown of Spark 4.3 leaks from one scan of a DataFrame into the next. The default reader
-does not offer it; `PushdownReader` does, if the option `pushdown` is set.
+Filter pushdown is in `pushdown`: Spark gives the filters of one scan of a DataFrame to the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pyarrow as pa
-from pyspark.sql.datasource import (
-    DataSourceReader,
-    EqualTo,
-    GreaterThan,
-    GreaterThanOrEqual,
-    In,
-    InputPartition,
-    LessThan,
-    LessThanOrEqual,
-)
+from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
 from ister.errors import DataGapError, InvalidRequestError, NotFoundError
-from ister.positions import EPOCH
 from ister.retry import retry_unavailable
+from ister.spark.compat import arrow_schema_of
 from ister.spark.location import find_place
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.options import ReadOptions
 from ister.spark.planner import Partition, TopicRange, plan
 from ister.spark.read_task import ReadTask, TopicIdentity
-from ister.spark.rows import arrow_schema_of, check_read_schema
-
-if TYPE_CHECKING:
-    from pyspark.sql.datasource import Filter
+from ister.spark.rows import check_read_schema
 
 START_REMEDY: Final = "; failOnDataLoss=false starts at the earliest message"
 
@@ -78,10 +63,10 @@ def read_rows(
     """Reads a partition as batches of the Arrow schema that Spark expects. Called in a task."""
     if not isinstance(partition, PlannedPartition):
         return  # what Spark makes of an empty list of partitions
-    arrow_schema = arrow_schema_of(schema)
+    expected = arrow_schema_of(schema)
     for batch in task.read(partition.partition, partition.identities):
         if batch.num_rows:
-            yield pa.RecordBatch.from_arrays(batch.columns, schema=arrow_schema)
+            yield pa.RecordBatch.from_arrays(batch.columns, schema=expected)
 
 
 class TopicReader:
@@ -162,62 +147,3 @@ class BatchReader(TopicReader, DataSourceReader):
                 )
             end = start  # times need not rise with offsets: nothing lies between the two
         return resolver.range_of(head, start, end)
-
-
-class PushdownReader(BatchReader):
-    """A batch reader whose range is narrowed by the filters that Spark pushes down.
-
-    For a DataFrame that is scanned once: with `spark.sql.python.filterPushdown.enabled` Spark 4.3
-    gives the filters of one scan to the other scans of the same DataFrame.
-    """
-
-    def __init__(self, options: ReadOptions, schema: StructType) -> None:
-        super().__init__(options, schema)
-        self._offsets_from = 0
-        self._offsets_before: int | None = None
-        self._topics: set[str] | None = None
-        self._time_from_ms: int | None = None
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
-        """Takes what narrows the range. Spark applies every filter again, so none is dropped."""
-        for item in filters:
-            name = ".".join(getattr(item, "attribute", ()))
-            value: object = getattr(item, "value", None)
-            if name == "topic" and isinstance(item, EqualTo | In):
-                wanted = set(item.value) if isinstance(item, In) else {item.value}
-                self._topics = wanted if self._topics is None else self._topics & wanted
-            elif name == "offset" and isinstance(value, int):
-                self._push_offset(item, value)
-            elif (
-                name == "publish_time"
-                and isinstance(item, GreaterThan | GreaterThanOrEqual)
-                and isinstance(value, datetime)
-                and value.tzinfo is not None
-            ):
-                time_ms = (value - EPOCH) // timedelta(milliseconds=1)
-                self._time_from_ms = max(time_ms, self._time_from_ms or 0)
-        return filters
-
-    def _push_offset(self, item: Filter, value: int) -> None:
-        before = self._offsets_before
-        if isinstance(item, GreaterThan | GreaterThanOrEqual | EqualTo):
-            start = value + 1 if isinstance(item, GreaterThan) else value
-            self._offsets_from = max(self._offsets_from, start)
-        if isinstance(item, LessThan | LessThanOrEqual | EqualTo):
-            end = value if isinstance(item, LessThan) else value + 1
-            self._offsets_before = end if before is None else min(before, end)
-
-    def _range(self, resolver: OffsetResolver, head: Head) -> TopicRange:
-        whole = super()._range(resolver, head)
-        if self._topics is not None and head.topic not in self._topics:
-            return replace(whole, end=whole.start, tiered=whole.start, descriptors=())
-        start = max(whole.start, self._offsets_from)
-        if self._time_from_ms is not None:
-            # All messages before the first match are older; Spark drops older ones after it.
-            found = resolver.find_time(head, self._time_from_ms)
-            start = max(start, whole.end if found is None else found)
-        end = whole.end
-        if self._offsets_before is not None:
-            end = min(end, self._offsets_before)
-        start = min(start, whole.end)
-        return resolver.range_of(head, start, max(start, end))

@@ -14,7 +14,6 @@ from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import (
     BinaryType,
     ByteType,
@@ -109,11 +108,6 @@ def _is_same(given: DataType, wanted: DataType) -> bool:
             and given.valueContainsNull
         )
     return type(given) is type(wanted)
-
-
-def arrow_schema_of(schema: StructType) -> pa.Schema:
-    """Returns the Arrow schema that Spark expects of a source's batches."""
-    return to_arrow_schema(schema, timezone="UTC")
 
 
 def check_write_schema(schema: StructType, *, needs_topic: bool) -> None:

@@ -29,17 +29,14 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark import TaskContext
-from pyspark.sql.datasource import (
-    DataSourceArrowWriter,
-    DataSourceStreamArrowWriter,
-    WriterCommitMessage,
-)
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from ister.bucket.orphans import JOB_PREFIX
 from ister.errors import InvalidRequestError
 from ister.format.manifest import StagedFile
 from ister.model import TopicName
+from ister.spark.compat import DataSourceStreamArrowWriter
 from ister.spark.location import Place, find_place
 from ister.spark.options import WriteOptions
 from ister.spark.row_staging import (

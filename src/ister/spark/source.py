@@ -15,6 +15,7 @@ from pyspark.sql.types import StructType
 
 from ister.errors import IsterError
 from ister.extras import missing_extra
+from ister.spark.compat import HAS_PUSHDOWN, require_spark
 from ister.spark.options import ReadOptions, WriteOptions
 
 if TYPE_CHECKING:
@@ -43,16 +44,16 @@ class IsterDataSource(DataSource):
                 options = ReadOptions.parse(self.options, is_streaming=True)
             except IsterError:
                 raise error from None
+        _check_version(options)
         schema: StructType = _load("rows").row_schema(options.columns)
         return schema
 
     def reader(self, schema: StructType) -> BatchReader:
         """Returns the reader for `spark.read`."""
         options = ReadOptions.parse(self.options, is_streaming=False)
-        batch = _load("batch")
-        reader: BatchReader = (batch.PushdownReader if options.pushdown else batch.BatchReader)(
-            options, schema
-        )
+        _check_version(options)
+        kind = _load("pushdown").PushdownReader if options.pushdown else _load("batch").BatchReader
+        reader: BatchReader = kind(options, schema)
         return reader
 
     def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802 - here: Spark's names
@@ -72,6 +73,11 @@ class IsterDataSource(DataSource):
         options = WriteOptions.parse(self.options, is_streaming=True)
         writer: StreamWriter = _load("sink").StreamWriter(options, schema, overwrite=overwrite)
         return writer
+
+
+def _check_version(options: ReadOptions) -> None:
+    if options.pushdown:
+        require_spark("4.1", "the option pushdown", is_met=HAS_PUSHDOWN)
 
 
 def _load(name: str) -> ModuleType:

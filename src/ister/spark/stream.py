@@ -32,14 +32,6 @@ from dataclasses import replace
 from typing import Final
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import (
-    ReadAllAvailable,
-    ReadLimit,
-    ReadMaxBytes,
-    ReadMaxRows,
-    ReadMinRows,
-    SupportsTriggerAvailableNow,
-)
 from pyspark.sql.types import StructType
 
 from ister.clock import SystemClock
@@ -52,6 +44,14 @@ from ister.errors import (
 )
 from ister.retry import retry_unavailable
 from ister.spark.batch import START_REMEDY, TopicReader
+from ister.spark.compat import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    ReadMinRows,
+    SupportsTriggerAvailableNow,
+)
 from ister.spark.cursors import hold_cursors
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.offsets import StreamOffset, TopicOffset, advance, check_loss

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 
 import ister
 from fault.tier_checks import memory_directory
@@ -32,6 +31,7 @@ from ister.errors import (
 )
 from ister.metadata.sqlite import SqliteMetadata
 from ister.spark import location, read_task, stream
+from ister.spark.compat import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 from ister.spark.offset_resolver import OffsetResolver
 from ister.spark.offsets import StreamOffset
 from servers.flight import READ, FlightProcess, FlightTopics
