@@ -117,29 +117,30 @@ class BatchReader(TopicReader, DataSourceReader):
                     raise
 
     def _plan(self, resolver: OffsetResolver, found: dict[str, Head]) -> list[InputPartition]:
-        self._options.starting_offsets.check_known("startingOffsets", found)
-        self._options.ending_offsets.check_known("endingOffsets", found)
+        self._options.check_topics(found)
         ranges = retry_unavailable(lambda: [self._range(resolver, head) for head in found.values()])
         return self._partitions(ranges, found.values())
 
     def _range(self, resolver: OffsetResolver, head: Head) -> TopicRange:
         options = self._options
+        start_ms, end_ms = options.start_time_ms(head.topic), options.end_time_ms(head.topic)
         start = resolver.resolve(
             head,
             "startingOffsets",
             options.starting_offsets.of(head.topic),
-            time_ms=options.starting_timestamp_ms,
+            time_ms=start_ms,
+            must_match=options.time_must_match,
             remedy=START_REMEDY,
         )
         end = resolver.resolve(
             head,
             "endingOffsets",
             options.ending_offsets.of(head.topic),
-            time_ms=options.ending_timestamp_ms,
+            time_ms=end_ms,
             remedy=START_REMEDY,
         )
         if start > end:
-            if options.starting_timestamp_ms is None and options.ending_timestamp_ms is None:
+            if start_ms is None and end_ms is None:
                 raise InvalidRequestError(
                     f"the range is reversed: it starts at {start} and ends at {end}",
                     topic=head.topic,

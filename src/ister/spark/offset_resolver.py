@@ -35,7 +35,7 @@ from ister.errors import (
 from ister.format.records import TopicRecord
 from ister.limits import KIB
 from ister.model import AckLevel
-from ister.partitions import base_of_partition
+from ister.partitions import base_of_partition, partition_name
 from ister.spark.location import Place
 from ister.spark.offsets import TopicHead
 from ister.spark.options import OffsetWord, ReadOptions
@@ -107,6 +107,8 @@ class OffsetResolver:
                     hint=_known(existing),
                 )
             return matching
+        if self._options.assigned:
+            return self._assigned(set(existing), must_exist=must_exist)
         parts: dict[str, list[str]] = {}
         for name in existing:
             if (parent := base_of_partition(name)) is not None:
@@ -120,6 +122,23 @@ class OffsetResolver:
                 )
             wanted.update(found)
         return sorted(wanted)
+
+    def _assigned(self, existing: set[str], *, must_exist: bool) -> list[str]:
+        """Returns the partitions that the option `assign` names."""
+        found: list[str] = []
+        for topic, number in self._options.assigned:
+            name = partition_name(topic, number)
+            if name in existing:
+                found.append(name)
+            elif number == 0 and topic in existing:
+                found.append(topic)
+            elif must_exist:
+                raise NotFoundError(
+                    f"topic {topic} has no partition {number}",
+                    topic=topic,
+                    hint=_known(sorted(existing)),
+                )
+        return sorted(found)
 
     def heads(self, *, catches_up: bool = False, must_exist: bool = True) -> dict[str, Head]:
         """Returns what each topic holds now.
@@ -268,6 +287,7 @@ class OffsetResolver:
         wanted: int | OffsetWord,
         *,
         time_ms: int | None = None,
+        must_match: bool = False,
         remedy: str = "",
     ) -> int:
         """Resolves one end of a range in one topic.
@@ -277,14 +297,22 @@ class OffsetResolver:
             option: The name of the option or argument, for errors.
             wanted: An offset, or an end of the topic.
             time_ms: Instead of it: the first message published at or after this time.
+            must_match: Raise if no message is that new, instead of returning the end.
             remedy: What to do about messages that are no longer kept, for the error.
 
         Raises:
             OffsetOutOfRangeError: The offset is beyond the topic's end.
             DataGapError: The messages are no longer kept, and `failOnDataLoss` is set.
+            InvalidRequestError: With `must_match`: no message is that new.
         """
         if time_ms is not None:
             found = self.find_time(head, time_ms)
+            if found is None and must_match:
+                raise InvalidRequestError(
+                    f"no message was published at or after the starting time, {time_ms} ms",
+                    topic=head.topic,
+                    hint="startingOffsetsByTimestampStrategy=latest starts at the end",
+                )
             return head.end if found is None else found
         if wanted == "earliest":
             return head.earliest

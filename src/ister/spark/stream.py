@@ -12,6 +12,10 @@ Invariants, each of which Spark leaves to the source:
   nothing new;
 - a store that does not respond for a while ends no query.
 
+`minMessagesPerTrigger` holds a micro-batch back. The time since the last one is known to this
+process only: a query that was just started takes what is there, as Kafka's source does, so that
+restarts never add to the delay. `availableNow` waits for nothing.
+
 `commit` lags one batch behind, and may come only when the query restarts: it moves the cursor of
 the option `subscription`, which holds retention, and nothing else.
 
@@ -45,6 +49,7 @@ from ister.spark.compat import (
     ReadLimit,
     ReadMaxBytes,
     ReadMaxRows,
+    ReadMinRows,
     SupportsTriggerAvailableNow,
 )
 from ister.spark.cursors import hold_cursors
@@ -71,6 +76,7 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
         self._seen_at = -float("inf")
         self._pause = _POLL_SECONDS
         self._held_at = -float("inf")
+        self._triggered_at = -float("inf")
         self._warned: set[str] = set()
 
     # -- positions --------------------------------------------------------------------------
@@ -82,7 +88,7 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
             # The end that `availableNow` froze is also where `latest` is.
             must_exist = self._options.fail_on_data_loss
             found = self._frozen or retry_unavailable(lambda: resolver.heads(must_exist=must_exist))
-            self._options.starting_offsets.check_known("startingOffsets", found)
+            self._options.check_topics(found)
             self._remember(found)
             self._initial = retry_unavailable(
                 lambda: StreamOffset(
@@ -97,7 +103,8 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
             head,
             "startingOffsets",
             self._options.starting_offsets.of(head.topic),
-            time_ms=self._options.starting_timestamp_ms,
+            time_ms=self._options.start_time_ms(head.topic),
+            must_match=self._options.time_must_match,
             remedy=START_REMEDY,
         )
         return TopicOffset(
@@ -110,6 +117,8 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
             return ReadMaxRows(self._options.max_messages_per_trigger)
         if self._options.max_bytes_per_trigger is not None:
             return ReadMaxBytes(self._options.max_bytes_per_trigger)
+        if self._options.min_messages_per_trigger is not None:
+            return ReadMinRows(self._options.min_messages_per_trigger)
         return ReadAllAvailable()
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
@@ -153,10 +162,24 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
         }
         ends = {name: head.end for name, head in found.items()}
         if not isinstance(limit, ReadAllAvailable):
+            if self._waits_for_more(starts, ends):
+                return previous
             ends = self._limit(found, starts, ends)
         end = advance(checked, found, ends)
         # Nothing new after the lost data: the checkpoint stays until there is.
-        return previous if end is checked else end
+        if end is checked:
+            return previous
+        self._triggered_at = self._now()
+        return end
+
+    def _waits_for_more(self, starts: Mapping[str, int], ends: Mapping[str, int]) -> bool:
+        """Whether a micro-batch is held back until there are more messages, or time has passed."""
+        least = self._options.min_messages_per_trigger
+        if least is None or self._frozen is not None:
+            return False
+        if self._now() - self._triggered_at >= self._options.max_trigger_delay_ms / 1000:
+            return False
+        return sum(max(0, end - starts[name]) for name, end in ends.items()) < least
 
     def _limit(
         self, found: Mapping[str, Head], starts: Mapping[str, int], ends: dict[str, int]
