@@ -68,7 +68,7 @@ class _CountingRunner(SparkHere):
 
 @pytest.mark.parametrize(("gib", "tasks"), [(0, 2), (2, 2), (4, 4), (12, 6)])
 def test_there_are_few_tasks_until_there_is_much_to_do(gib, tasks):
-    runner, weight = _CountingRunner(), gib * GIB // 12
+    runner, weight = _CountingRunner(), -(-gib * GIB // 12)
     done = run_balanced(
         runner, list(range(12)), partial(_double, -1), weigh=lambda item: weight, name="test"
     )
