@@ -13,11 +13,10 @@ from ister.cli.output import Subparsers, add_command, format_bytes
 from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from ister.spark.jobs.job_report import JobReport
+    from ister.spark.jobs.runners import TaskRunner
 
-_COLUMNS: Final = (
+COLUMNS: Final = (
     ("topic", "topic"),
     ("objects", "objects"),
     ("expired", "expired"),
@@ -25,6 +24,7 @@ _COLUMNS: Final = (
     ("staged", "staged files"),
     ("skipped", "skipped"),
 )
+"""What the report's table shows: (field, title)."""
 
 
 def register(jobs: Subparsers) -> None:
@@ -55,7 +55,7 @@ def register(jobs: Subparsers) -> None:
 def _run(options: argparse.Namespace) -> int:
     reports: list[JobReport] = []
 
-    def work(spark: SparkSession, place: JobLocation, bar: Bar) -> JobReport:
+    def work(spark: TaskRunner, place: JobLocation, bar: Bar) -> JobReport:
         from ister.spark.jobs.collecting import gc  # noqa: PLC0415 - loads Spark
 
         reports.append(
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
         )
         return reports[-1]
 
-    code = run_job(options, "gc", work, columns=_COLUMNS)
+    code = run_job(options, "gc", work, columns=COLUMNS)
     if reports and not options.json:
         _print_rest(reports[-1])
     return code

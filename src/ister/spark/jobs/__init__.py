@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ister.spark.jobs.job_report import JobReport
     from ister.spark.jobs.replaying import replay
     from ister.spark.jobs.scrubbing import scrub
-    from ister.spark.jobs.service import run
+    from ister.spark.jobs.service import run, run_once
     from ister.spark.jobs.session import open_session
     from ister.spark.jobs.statistics import stats
     from ister.spark.jobs.tiering import tier
@@ -46,6 +46,7 @@ __all__ = [
     "open_session",
     "replay",
     "run",
+    "run_once",
     "scrub",
     "stats",
     "tier",
@@ -60,6 +61,7 @@ _HOMES: Final = {
     "open_session": "session",
     "replay": "replaying",
     "run": "service",
+    "run_once": "service",
     "scrub": "scrubbing",
     "stats": "statistics",
     "tier": "tiering",
