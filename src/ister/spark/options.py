@@ -26,12 +26,11 @@ from typing import Final, Literal, Self, TypeAlias, TypeVar
 
 from ister.client.flight import parse_brokers
 from ister.errors import InvalidRequestError, TopicNameError
-from ister.limits import KIB, MIB
+from ister.limits import KIB
 from ister.model import COLUMNS, AckLevel, Codec, TopicName
 from ister.partitions import base_of_partition
 from ister.positions import EPOCH, parse_time
 
-SPLIT_BYTES_DEFAULT: Final = 64 * MIB
 """A task costs 40-80 ms before it reads a byte; reading this much takes about a second."""
 
 SPLIT_BYTES_MIN: Final = 64 * KIB
@@ -59,7 +58,7 @@ READ_OPTIONS: Final[Mapping[str, str]] = {
     "maxMessagesPerTrigger": "maximum messages in a micro-batch, over all topics (stream only)",
     "maxBytesPerTrigger": "approximate bytes in a micro-batch, over all topics (stream only)",
     "minPartitions": "minimum number of partitions, if the indexes allow it",
-    "splitBytes": "approximate bytes in a partition (default: 64 MiB)",
+    "splitBytes": "approximate bytes in a partition, before compression (default: up to 64 MiB)",
     "columns": "columns to read, separated by commas (default: all)",
     "pushdown": "let Spark push filters down; for a DataFrame that is scanned once (batch only; "
     "default: false)",
@@ -187,7 +186,8 @@ class ReadOptions:
     max_bytes_per_trigger: int | None = None
     """A soft limit; if both are given, both apply."""
     min_partitions: int | None = None
-    split_bytes: int = SPLIT_BYTES_DEFAULT
+    split_bytes: int | None = None
+    """None: the default, and less where that leaves a small cluster idle."""
     columns: tuple[str, ...] | None = None
     """None for all, or for those of the user's schema."""
     pushdown: bool = False
@@ -239,7 +239,7 @@ class ReadOptions:
             max_messages_per_trigger=given.get("maxMessagesPerTrigger", _as_count),
             max_bytes_per_trigger=given.get("maxBytesPerTrigger", _as_size),
             min_partitions=given.get("minPartitions", _as_count),
-            split_bytes=given.get("splitBytes", _as_split_bytes) or SPLIT_BYTES_DEFAULT,
+            split_bytes=given.get("splitBytes", _as_split_bytes),
             columns=given.get("columns", _as_columns),
             pushdown=given.flag("pushdown", default=False),
             fail_on_data_loss=given.flag("failOnDataLoss", default=True),

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 _VIEW: Final = "messages"
 _TEXT: Final = "text"
-_SPLIT_BYTES: Final = 64 * 1024 * 1024
 _OWN_ERROR: Final = re.compile(r"[A-Za-z_.]*(Error|Exception): (?!Job aborted)")
 # What looks at each row by itself; the two that end with `Relation` are the view.
 _ROW_BY_ROW: Final = frozenset(
@@ -219,7 +218,7 @@ def _make_source(name: str, task: ReadTask, options: ReadOptions, head: Head) ->
 
         def partitions(self) -> Sequence[InputPartition]:
             found = OffsetResolver(task.place, read_options).range_of(head, self._start, self._end)
-            return plan_partitions([found], [head], split_bytes=_SPLIT_BYTES)
+            return plan_partitions([found], [head])
 
         def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
             return read_rows(task, partition, self._schema)
