@@ -163,9 +163,9 @@ def plan(
     groups: list[_Group] = []
     shared: list[_Group] = []
     for pieces in topics.values():
-        *own, last = _divide_topic(pieces, scale) or [None]
-        groups += own
-        shared += [last] if last is not None else []
+        divided = _divide_topic(pieces, scale)
+        groups += divided[:-1]
+        shared += divided[-1:]
     least = (min_partitions or 1) - len(groups)
     groups += _spread(shared, scale, least)
     if min_partitions is not None and len(groups) < min_partitions:

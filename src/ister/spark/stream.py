@@ -221,16 +221,25 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
         if options.max_messages_per_trigger is not None:
             ends = limit_messages(starts, ends, options.max_messages_per_trigger)
         if options.max_bytes_per_trigger is not None:
-            resolver, most = self._resolver(), options.max_bytes_per_trigger
-            ranges = retry_unavailable(
-                lambda: [
-                    resolver.range_of(head, starts[name], ends[name])
-                    for name, head in found.items()
-                    if starts[name] < ends[name]
-                ]
-            )
-            ends = ends | limit_bytes(ranges, most)
+            most, wanted = options.max_bytes_per_trigger, ends
+            ends = ends | retry_unavailable(lambda: self._limit_bytes(found, starts, wanted, most))
         return ends
+
+    def _limit_bytes(
+        self,
+        found: Mapping[str, Head],
+        starts: Mapping[str, int],
+        ends: Mapping[str, int],
+        max_bytes: int,
+    ) -> dict[str, int]:
+        """Reads descriptors only as far as the batch goes, however much is pending."""
+        resolver = self._resolver()
+        ranges = [
+            resolver.range_of(head, starts[name], ends[name], is_partial=True)
+            for name, head in found.items()
+            if starts[name] < ends[name]
+        ]
+        return limit_bytes(ranges, max_bytes)
 
     def reportLatestOffset(self) -> dict[str, object] | None:  # noqa: N802
         """Returns the topics' ends: `latestOffset` in a query's progress, to compute its lag."""

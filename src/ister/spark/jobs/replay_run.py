@@ -364,7 +364,7 @@ class ReplayRun:
                     spark,
                     items,
                     work.stage,
-                    weigh=lambda item: item.partition.bytes,
+                    weigh=lambda item: item.partition.weight,
                     name=f"ister replay: {start} up to {end}",
                 )
             )

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 _VIEW: Final = "messages"
 _TEXT: Final = "text"
-_SPLIT_BYTES: Final = 64 * 1024 * 1024
 _OWN_ERROR: Final = re.compile(r"[A-Za-z_.]*(Error|Exception): (?!Job aborted)")
 
 _ANALYSED: Final = re.compile(r"== Analyzed Logical Plan ==\n(.*?)\n\n== ", re.DOTALL)
@@ -141,7 +140,7 @@ class SqlReplay:
     def _result(self, head: Head, start: int, end: int) -> DataFrame:
         schema = row_schema(self._task.columns)
         found = OffsetResolver(self._task.place, self._options).range_of(head, start, end)
-        parts = plan_partitions([found], [head], split_bytes=_SPLIT_BYTES)
+        parts = plan_partitions([found], [head])
         read = partial(read_rows, self._task, schema=schema)
         messages = map_bundles(self._session, read, parts, schema).withColumn(
             _TEXT, functions.col("payload").cast("string")
