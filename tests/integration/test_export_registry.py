@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from danube import DispatchStrategy
 from danube.schema import SchemaType
 
 from ister.spark.jobs import export
@@ -20,7 +21,9 @@ AVRO = {"type": "record", "name": "R", "fields": [{"name": "id", "type": "long"}
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory):
-    with BrokerProcess(tmp_path_factory.mktemp("broker")) as broker:
+    directory = tmp_path_factory.mktemp("broker")
+    cloud = {"backend": "fs", "root": str(directory / "objects")}
+    with BrokerProcess(directory, settings={"storage": {"cloud": cloud}}) as broker:
         yield broker
     _close_all()
 
@@ -39,6 +42,7 @@ async def _register(session, subject, definition, kind=SchemaType.JSON_SCHEMA):
 
 async def _send(session, topic, payloads, subject=None):
     builder = session.client.new_producer().with_topic(topic).with_name(f"p{topic[9:]}")
+    builder.with_dispatch_strategy(DispatchStrategy.RELIABLE)
     if subject is not None:
         builder.with_schema_subject(subject)
     producer = builder.build()

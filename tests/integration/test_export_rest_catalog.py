@@ -77,7 +77,7 @@ def test_the_command(place, server):
     arguments = ["pipeline", "export", "--config", place.config, "--format", "iceberg"]
     catalog = ["--catalog", "type=rest", "--catalog", f"uri={server.url}"]
     done = subprocess.run(
-        [sys.executable, "-m", "ister", *arguments, "--to", TABLE, *catalog, "--json"],
+        [sys.executable, "-m", "ister.cli.main", *arguments, "--to", TABLE, *catalog, "--json"],
         capture_output=True,
         timeout=300,
         check=True,
