@@ -121,7 +121,7 @@ class StagedRowFile:
         self._key = f"{shared_staging_prefix(writer, batch)}{secrets.token_hex(12)}.rows"
         self._writer: ObjectWriter | None = None
         self._position = 0
-        self._waiting: dict[str, list[pa.RecordBatch]] = {}
+        self._waiting: dict[str, list[tuple[pa.RecordBatch, int]]] = {}
         self._waiting_bytes = 0
         self._segments: list[StagedSegment] = []
 
@@ -141,12 +141,17 @@ class StagedRowFile:
             for segment in self._segments
         ]
 
-    def add(self, topic: str, rows: pa.RecordBatch) -> None:
-        """Adds rows of the staged schema."""
+    def add(self, topic: str, rows: pa.RecordBatch, size_bytes: int | None = None) -> None:
+        """Adds rows of the staged schema.
+
+        `size_bytes` is about their size: Arrow takes longer to compute that of a few rows, a slice,
+        than everything else that is done with them.
+        """
         if not rows.num_rows:
             return
-        self._waiting.setdefault(topic, []).append(rows)
-        self._waiting_bytes += rows.nbytes
+        size = rows.nbytes if size_bytes is None else size_bytes
+        self._waiting.setdefault(topic, []).append((rows, size))
+        self._waiting_bytes += size
         if self._waiting_bytes >= _WAITING_BYTES:
             self._flush()
 
@@ -200,18 +205,18 @@ class StagedRowFile:
             remove_staged(self._store, [self._key])
 
 
-def _in_blocks(batches: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _in_blocks(waiting: list[tuple[pa.RecordBatch, int]]) -> Iterator[pa.RecordBatch]:
     """Joins small batches: each block costs a few hundred bytes and a call."""
     few: list[pa.RecordBatch] = []
     size = 0
-    for batch in batches:
-        if few and size + batch.nbytes > _BLOCK_BYTES:
-            yield pa.concat_batches(few) if len(few) > 1 else few[0]
+    for batch, batch_bytes in waiting:
+        if few and size + batch_bytes > _BLOCK_BYTES:
+            yield pa.concat_batches(few)
             few, size = [], 0
         few.append(batch)
-        size += batch.nbytes
+        size += batch_bytes
     if few:
-        yield pa.concat_batches(few) if len(few) > 1 else few[0]
+        yield pa.concat_batches(few)
 
 
 def check_rows(topic: str, rows: pa.RecordBatch, *, payload_bytes_max: int) -> None:

@@ -88,10 +88,12 @@ class _Writer:
                 staged = to_staged(rows, self._options.producer_name)
                 parts = list(self._by_topic(rows, staged))
                 check_parts(parts, staged, payload_bytes_max=payload_bytes_max)
+                row_bytes = staged.nbytes / max(staged.num_rows, 1)
                 for topic, part in parts:
                     names = self._partitions.get(topic) or [topic]
                     for number, share in split_rows(part, len(names)):
-                        staging.add(names[number], share)
+                        size = int(row_bytes * share.num_rows)
+                        staging.add(names[number], share, size)
         partition = context.partitionId() if context is not None else 0
         return StagedRows(partition=partition, query=query, files=staging.files)
 
