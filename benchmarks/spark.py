@@ -61,7 +61,9 @@ try:
     from ister.bucket.chunks import ObjectPart
     from ister.format.arrow.decode import ColumnarDecoder, FrameFeed
     from ister.format.arrow.encode import EncodedFrames, encode_frames
-    from ister.spark.batch import PlannedPartition
+    from ister.spark.batch import BatchReader, PlannedPartition
+    from ister.spark.options import ReadOptions
+    from ister.spark.rows import row_schema
     from ister.spark.source import IsterDataSource
 except ImportError as error:
     raise missing_extra("ister bench spark", "spark", error) from error
@@ -478,10 +480,15 @@ def _measure_scan(run: Run, spark: SparkSession, sizes: _Sizes, message_bytes: i
     )
 
 
+def _reader_of(options: Mapping[str, str]) -> BatchReader:
+    return IsterDataSource(dict(options)).reader(
+        row_schema(ReadOptions.parse(options, is_streaming=False).columns)
+    )
+
+
 def _plan(options: Mapping[str, str]) -> list[list[int]]:
     """How many rows there are in each batch of each partition of a scan."""
-    source = IsterDataSource(dict(options))
-    reader = source.reader(source.schema())
+    reader = _reader_of(options)
     return [[batch.num_rows for batch in reader.read(part)] for part in reader.partitions()]
 
 
@@ -574,8 +581,7 @@ def _measure_memory(run: Run, spark: SparkSession, sizes: _Sizes, report: str) -
 
 
 def _check_one_object(options: Mapping[str, str]) -> None:
-    source = IsterDataSource(dict(options))
-    parts = source.reader(source.schema()).partitions()
+    parts = _reader_of(options).partitions()
     check(
         len(parts) == 1
         and isinstance(parts[0], PlannedPartition)

@@ -33,6 +33,7 @@ from ister.spark.planner import (
     plan,
 )
 from ister.spark.read_task import ReadTask, TopicIdentity
+from ister.spark.row_shape import RowShape
 from ister.spark.rows import check_read_schema
 
 START_REMEDY: Final = "; failOnDataLoss=false starts at the earliest message"
@@ -73,32 +74,38 @@ def plan_partitions(
 
 
 def read_rows(
-    task: ReadTask, partition: InputPartition, schema: StructType
+    task: ReadTask, partition: InputPartition, schema: StructType, shape: RowShape | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Reads a partition as batches of the Arrow schema that Spark expects. Called in a task."""
+    """Reads a partition as batches of the Arrow schema that Spark expects. Called in a task.
+
+    `shape` makes the columns of the schema, if they are not those of messages.
+    """
     if not isinstance(partition, PlannedPartition):
         return  # what Spark makes of an empty list of partitions
     expected = arrow_schema_of(schema)
     for batch in task.read(partition.partition, partition.identities):
         if batch.num_rows:
-            yield pa.RecordBatch.from_arrays(batch.columns, schema=expected)
+            columns = batch.columns if shape is None else shape.apply(batch)
+            yield pa.RecordBatch.from_arrays(columns, schema=expected)
 
 
 class TopicReader:
     """What batches and streams share: options, schema, and the reading of a partition."""
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
+        check_read_schema(schema, options)
         self._options = options
         self._schema = schema
+        self._shape = RowShape(schema, options.payload_errors)
         self._task = ReadTask(
             place=find_place(options.config, options.brokers),
-            columns=check_read_schema(schema, options.columns),
+            columns=self._shape.columns,
             fail_on_data_loss=options.fail_on_data_loss,
         )
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Reads the rows of a partition. Called in a task."""
-        return read_rows(self._task, partition, self._schema)
+        return read_rows(self._task, partition, self._schema, self._shape)
 
     def _resolver(self) -> OffsetResolver:
         return OffsetResolver(self._task.place, self._options)

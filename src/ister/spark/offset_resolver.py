@@ -38,7 +38,8 @@ from ister.model import AckLevel
 from ister.partitions import base_of_partition, partition_name
 from ister.spark.location import Place
 from ister.spark.offsets import TopicHead
-from ister.spark.options import OffsetWord, ReadOptions
+from ister.spark.option_values import OffsetWord
+from ister.spark.options import ReadOptions
 from ister.spark.owners import NOT_SERVED, Owner, ask, ask_first, find_owner, waits_for_disk
 from ister.spark.planner import TopicRange
 from ister.spark.read_task import TopicIdentity

@@ -45,7 +45,8 @@ from ister.spark.jobs.replay_task import ReplayPart, ReplayTask
 from ister.spark.jobs.tasks import run_tasks
 from ister.spark.jobs.transforms import Transform
 from ister.spark.offset_resolver import Head, OffsetResolver
-from ister.spark.options import OffsetsOption, ReadOptions
+from ister.spark.option_values import OffsetsOption
+from ister.spark.options import ReadOptions
 from ister.spark.planner import plan
 from ister.spark.read_task import ReadTask
 from ister.spark.row_staging import Committer, remove_staged
