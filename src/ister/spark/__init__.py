@@ -5,7 +5,10 @@
 
 source           the data source: chooses readers and writers
 options          the options, checked
+option_values    the forms of their values
 rows             the schema: columns and their Spark types
+row_shape        columns that messages do not have: text and JSON payloads, headers
+payload_schema   the type of a JSON payload, also from the schema registry
 batch, stream    the readers of `spark.read` and `spark.readStream`
 pushdown         a batch reader that takes filters
 offset_resolver  which topics, and where each begins and ends now
@@ -13,6 +16,8 @@ planner          ranges become partitions; does no I/O
 read_task        what a read task does
 offsets          a stream's offset in its checkpoint
 cursors          a stream's position as a subscription's cursor
+lag              how far a streaming query is behind
+views            topics as views in SQL
 sink             the writers of `df.write` and `df.writeStream`
 row_staging      rows staged in the bucket by write tasks
 location         where a log's data is, as sent to workers
@@ -29,14 +34,15 @@ session whose workers were started before.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
 
 from ister.extras import missing_extra
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-try:
+    from ister.spark.lag import OffsetsBehind, offsets_behind
     from ister.spark.payload import (
         from_avro_payload,
         from_json_payload,
@@ -44,19 +50,45 @@ try:
         to_json_payload,
     )
     from ister.spark.source import IsterDataSource
-except ImportError as error:
-    raise missing_extra("ister.spark", "spark", error) from error
+    from ister.spark.views import register_views
 
 __all__ = [
     "IsterDataSource",
+    "OffsetsBehind",
     "from_avro_payload",
     "from_json_payload",
+    "offsets_behind",
     "register",
+    "register_views",
     "to_avro_payload",
     "to_json_payload",
 ]
 
+# Each is loaded when it is asked for: a dry run of a job does without PySpark.
+_HOMES: Final = {
+    "IsterDataSource": "source",
+    "OffsetsBehind": "lag",
+    "from_avro_payload": "payload",
+    "from_json_payload": "payload",
+    "offsets_behind": "lag",
+    "register_views": "views",
+    "to_avro_payload": "payload",
+    "to_json_payload": "payload",
+}
+
 
 def register(spark: SparkSession) -> None:
     """Registers `format("ister")` in a session."""
+    from ister.spark.source import IsterDataSource  # noqa: PLC0415 - loads PySpark
+
     spark.dataSource.register(IsterDataSource)
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(f"{__name__}.{home}"), name)
+    except ImportError as error:
+        raise missing_extra("ister.spark", "spark", error) from error

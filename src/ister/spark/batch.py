@@ -25,8 +25,15 @@ from ister.spark.compat import arrow_schema_of
 from ister.spark.location import find_place
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.options import ReadOptions
-from ister.spark.planner import Partition, TopicRange, plan
+from ister.spark.planner import (
+    SLOTS_ASSUMED,
+    SPLIT_BYTES_DEFAULT,
+    Partition,
+    TopicRange,
+    plan,
+)
 from ister.spark.read_task import ReadTask, TopicIdentity
+from ister.spark.row_shape import RowShape
 from ister.spark.rows import check_read_schema
 
 START_REMEDY: Final = "; failOnDataLoss=false starts at the earliest message"
@@ -48,42 +55,57 @@ def plan_partitions(
     ranges: Sequence[TopicRange],
     heads: Iterable[Head],
     *,
-    split_bytes: int,
+    split_bytes: int | None = None,
     min_partitions: int | None = None,
 ) -> list[InputPartition]:
-    """Plans ranges of topics as the partitions that Spark hands to its tasks."""
+    """Plans ranges of topics as the partitions that Spark hands to its tasks.
+
+    A given `split_bytes` counts as it is. The default is made smaller for a read that would leave
+    some of a few slots idle.
+    """
     identities = {head.topic: head.identity for head in heads}
-    planned = plan(ranges, split_bytes=split_bytes, min_partitions=min_partitions)
+    planned = plan(
+        ranges,
+        split_bytes=SPLIT_BYTES_DEFAULT if split_bytes is None else split_bytes,
+        min_partitions=min_partitions,
+        slots=SLOTS_ASSUMED if split_bytes is None else None,
+    )
     return [PlannedPartition(partition, identities) for partition in planned]
 
 
 def read_rows(
-    task: ReadTask, partition: InputPartition, schema: StructType
+    task: ReadTask, partition: InputPartition, schema: StructType, shape: RowShape | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Reads a partition as batches of the Arrow schema that Spark expects. Called in a task."""
+    """Reads a partition as batches of the Arrow schema that Spark expects. Called in a task.
+
+    `shape` makes the columns of the schema, if they are not those of messages.
+    """
     if not isinstance(partition, PlannedPartition):
         return  # what Spark makes of an empty list of partitions
     expected = arrow_schema_of(schema)
     for batch in task.read(partition.partition, partition.identities):
         if batch.num_rows:
-            yield pa.RecordBatch.from_arrays(batch.columns, schema=expected)
+            columns = batch.columns if shape is None else shape.apply(batch)
+            yield pa.RecordBatch.from_arrays(columns, schema=expected)
 
 
 class TopicReader:
     """What batches and streams share: options, schema, and the reading of a partition."""
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
+        check_read_schema(schema, options)
         self._options = options
         self._schema = schema
+        self._shape = RowShape(schema, options.payload_errors)
         self._task = ReadTask(
             place=find_place(options.config, options.brokers),
-            columns=check_read_schema(schema, options.columns),
+            columns=self._shape.columns,
             fail_on_data_loss=options.fail_on_data_loss,
         )
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Reads the rows of a partition. Called in a task."""
-        return read_rows(self._task, partition, self._schema)
+        return read_rows(self._task, partition, self._schema, self._shape)
 
     def _resolver(self) -> OffsetResolver:
         return OffsetResolver(self._task.place, self._options)
@@ -117,29 +139,30 @@ class BatchReader(TopicReader, DataSourceReader):
                     raise
 
     def _plan(self, resolver: OffsetResolver, found: dict[str, Head]) -> list[InputPartition]:
-        self._options.starting_offsets.check_known("startingOffsets", found)
-        self._options.ending_offsets.check_known("endingOffsets", found)
+        self._options.check_topics(found)
         ranges = retry_unavailable(lambda: [self._range(resolver, head) for head in found.values()])
         return self._partitions(ranges, found.values())
 
     def _range(self, resolver: OffsetResolver, head: Head) -> TopicRange:
         options = self._options
+        start_ms, end_ms = options.start_time_ms(head.topic), options.end_time_ms(head.topic)
         start = resolver.resolve(
             head,
             "startingOffsets",
             options.starting_offsets.of(head.topic),
-            time_ms=options.starting_timestamp_ms,
+            time_ms=start_ms,
+            must_match=options.time_must_match,
             remedy=START_REMEDY,
         )
         end = resolver.resolve(
             head,
             "endingOffsets",
             options.ending_offsets.of(head.topic),
-            time_ms=options.ending_timestamp_ms,
+            time_ms=end_ms,
             remedy=START_REMEDY,
         )
         if start > end:
-            if options.starting_timestamp_ms is None and options.ending_timestamp_ms is None:
+            if start_ms is None and end_ms is None:
                 raise InvalidRequestError(
                     f"the range is reversed: it starts at {start} and ends at {end}",
                     topic=head.topic,

@@ -58,6 +58,7 @@ __all__ = [
     "ReadLimit",
     "ReadMaxBytes",
     "ReadMaxRows",
+    "ReadMinRows",
     "SupportsTriggerAvailableNow",
     "arrow_schema_of",
     "arrow_type_of",
@@ -84,6 +85,7 @@ try:
         ReadLimit,
         ReadMaxBytes,
         ReadMaxRows,
+        ReadMinRows,
         SupportsTriggerAvailableNow,
     )
 
@@ -112,6 +114,12 @@ except ImportError:
         """At most so many bytes."""
 
         max_bytes: int
+
+    @dataclass
+    class ReadMinRows(ReadLimit):  # type: ignore[no-redef]
+        """At least so many messages."""
+
+        min_rows: int
 
     class SupportsTriggerAvailableNow:  # type: ignore[no-redef]
         """A stream reader that can freeze its end."""

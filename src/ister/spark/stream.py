@@ -19,6 +19,10 @@ query tells its position first, by planning from its last end to that same end, 
 there is nothing to read in between, whatever `from` says. If it asks for an end before that, there
 is no checkpoint, and the position is the initial one.
 
+`minMessagesPerTrigger` holds a micro-batch back. The time since the last one is known to this
+process only: a query that was just started takes what is there, as Kafka's source does, so that
+restarts never add to the delay. `availableNow` waits for nothing.
+
 `commit` lags one batch behind, and may come only when the query restarts: it moves the cursor of
 the option `subscription`, which holds retention, and nothing else.
 
@@ -54,6 +58,7 @@ from ister.spark.compat import (
     ReadLimit,
     ReadMaxBytes,
     ReadMaxRows,
+    ReadMinRows,
     SupportsTriggerAvailableNow,
 )
 from ister.spark.cursors import hold_cursors
@@ -81,6 +86,7 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
         self._seen_at = -float("inf")
         self._pause = _POLL_SECONDS
         self._held_at = -float("inf")
+        self._triggered_at = -float("inf")
         self._warned: set[str] = set()
 
     # -- positions --------------------------------------------------------------------------
@@ -92,7 +98,7 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
             # The end that `availableNow` froze is also where `latest` is.
             must_exist = self._options.fail_on_data_loss
             found = self._frozen or retry_unavailable(lambda: resolver.heads(must_exist=must_exist))
-            self._options.starting_offsets.check_known("startingOffsets", found)
+            self._options.check_topics(found)
             self._remember(found)
             self._initial = retry_unavailable(
                 lambda: StreamOffset(
@@ -107,7 +113,8 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
             head,
             "startingOffsets",
             self._options.starting_offsets.of(head.topic),
-            time_ms=self._options.starting_timestamp_ms,
+            time_ms=self._options.start_time_ms(head.topic),
+            must_match=self._options.time_must_match,
             remedy=START_REMEDY,
         )
         return TopicOffset(
@@ -120,6 +127,8 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
             return ReadMaxRows(self._options.max_messages_per_trigger)
         if self._options.max_bytes_per_trigger is not None:
             return ReadMaxBytes(self._options.max_bytes_per_trigger)
+        if self._options.min_messages_per_trigger is not None:
+            return ReadMinRows(self._options.min_messages_per_trigger)
         return ReadAllAvailable()
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
@@ -186,10 +195,24 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
         }
         ends = {name: head.end for name, head in found.items()}
         if not isinstance(limit, ReadAllAvailable):
+            if self._waits_for_more(starts, ends):
+                return previous
             ends = self._limit(found, starts, ends)
         end = advance(checked, found, ends)
         # Nothing new after the lost data: the checkpoint stays until there is.
-        return previous if end is checked else end
+        if end is checked:
+            return previous
+        self._triggered_at = self._now()
+        return end
+
+    def _waits_for_more(self, starts: Mapping[str, int], ends: Mapping[str, int]) -> bool:
+        """Whether a micro-batch is held back until there are more messages, or time has passed."""
+        least = self._options.min_messages_per_trigger
+        if least is None or self._frozen is not None:
+            return False
+        if self._now() - self._triggered_at >= self._options.max_trigger_delay_ms / 1000:
+            return False
+        return sum(max(0, end - starts[name]) for name, end in ends.items()) < least
 
     def _limit(
         self, found: Mapping[str, Head], starts: Mapping[str, int], ends: dict[str, int]
@@ -198,16 +221,25 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
         if options.max_messages_per_trigger is not None:
             ends = limit_messages(starts, ends, options.max_messages_per_trigger)
         if options.max_bytes_per_trigger is not None:
-            resolver, most = self._resolver(), options.max_bytes_per_trigger
-            ranges = retry_unavailable(
-                lambda: [
-                    resolver.range_of(head, starts[name], ends[name])
-                    for name, head in found.items()
-                    if starts[name] < ends[name]
-                ]
-            )
-            ends = ends | limit_bytes(ranges, most)
+            most, wanted = options.max_bytes_per_trigger, ends
+            ends = ends | retry_unavailable(lambda: self._limit_bytes(found, starts, wanted, most))
         return ends
+
+    def _limit_bytes(
+        self,
+        found: Mapping[str, Head],
+        starts: Mapping[str, int],
+        ends: Mapping[str, int],
+        max_bytes: int,
+    ) -> dict[str, int]:
+        """Reads descriptors only as far as the batch goes, however much is pending."""
+        resolver = self._resolver()
+        ranges = [
+            resolver.range_of(head, starts[name], ends[name], is_partial=True)
+            for name, head in found.items()
+            if starts[name] < ends[name]
+        ]
+        return limit_bytes(ranges, max_bytes)
 
     def reportLatestOffset(self) -> dict[str, object] | None:  # noqa: N802
         """Returns the topics' ends: `latestOffset` in a query's progress, to compute its lag."""
