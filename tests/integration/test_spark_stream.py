@@ -363,8 +363,8 @@ def test_available_now_that_begins_at_the_end_beside_a_producer(home, stream, se
     home.append(A, 5)
     query = stream(startingOffsets="latest")
     with producing(home, pause_seconds=0.002):
-        query.run(query.each(seen))
-        query.run(query.each(seen))
+        for _ in range(2):
+            wait(query.start(query.each(seen), availableNow=True))
     query.run(query.each(seen))
     offsets = offsets_of(seen.rows)
     with home.open() as log:
