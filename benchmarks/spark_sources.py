@@ -33,6 +33,7 @@ from ister.spark.options import ReadOptions, WriteOptions
 from ister.spark.rows import row_schema
 from ister.spark.sink import BatchWriter
 from ister.spark.source import IsterDataSource
+from ister.spark.workers import spare_collector
 
 PRODUCER: Final = "orders-service-7f9c"
 _FIRST_TIME_US: Final = 1_700_000_000_000_000
@@ -136,6 +137,8 @@ class _NullReader(DataSourceReader):
         )
         for count in self._plan[partition.value]:
             yield rows.slice(0, count)
+        # As Ister's tasks do: otherwise a full collection after each task counts as Spark's cost.
+        spare_collector()
 
 
 # -- Ister, watched -------------------------------------------------------------------------
