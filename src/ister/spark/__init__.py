@@ -35,7 +35,7 @@ session whose workers were started before.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from ister.extras import missing_extra
 
@@ -78,17 +78,24 @@ _HOMES: Final = {
 
 
 def register(spark: SparkSession) -> None:
-    """Registers `format("ister")` in a session."""
-    from ister.spark.source import IsterDataSource  # noqa: PLC0415 - loads PySpark
+    """Registers `format("ister")` in a session.
 
-    spark.dataSource.register(IsterDataSource)
+    Raises:
+        ConfigError: PySpark is older than 4.0, or missing.
+    """
+    source = cast("type[IsterDataSource]", _load("IsterDataSource"))
+    spark.dataSource.register(source)
 
 
 def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _load(name)
+
+
+def _load(name: str) -> object:
     try:
-        return getattr(import_module(f"{__name__}.{home}"), name)
+        import_module(f"{__name__}.compat")  # which refuses a Spark that is too old
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     except ImportError as error:
         raise missing_extra("ister.spark", "spark", error) from error

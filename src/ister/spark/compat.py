@@ -73,7 +73,8 @@ try:
 except ImportError as error:
     raise ConfigError(
         f'format("ister") and the jobs need Spark 4.0 or later; this is Spark {SPARK_VERSION}',
-        hint="older versions can read the Parquet objects of compacted topics: spark.read.parquet",
+        hint="older versions can read what `ister pipeline export` writes, and Parquet objects of "
+        "compacted topics: spark.read.parquet",
     ) from error
 
 HAS_PUSHDOWN: Final = hasattr(datasource.DataSourceReader, "pushFilters")
@@ -191,8 +192,7 @@ def arrow_type_of(kind: DataType) -> pa.DataType:
         )
     if isinstance(kind, StructType):
         return pa.struct(list(arrow_schema_of(kind)))
-    # A string with a length or a collation is a subclass, or an instance, of Spark's string.
-    found = next((arrow for base, arrow in _ARROW.items() if isinstance(kind, base)), None)
+    found = _ARROW.get(type(kind))
     if found is None:
         raise UnsupportedOperationError(f"{kind.simpleString()} has no Arrow type here")
     return found

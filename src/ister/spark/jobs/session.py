@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from ister import threads
@@ -77,12 +78,15 @@ def open_session(
         is_short: Whether the JVM is to start fast rather than to run fast.
 
     Raises:
-        ConfigError: PySpark is missing, the master is invalid, or this process has a session.
+        ConfigError: PySpark is missing or too old, the master is invalid, or this process has a
+            session.
         UnavailableError: Spark does not start; without Java, for example.
     """
     try:
         from pyspark.errors import PySparkException  # noqa: PLC0415 - an extra
         from pyspark.sql import SparkSession  # noqa: PLC0415
+
+        import_module("ister.spark.compat")  # which refuses a Spark that is too old
     except ImportError as error:
         raise missing_extra("`ister pipeline`", "spark", error) from error
     if SparkSession.getActiveSession() is not None:
