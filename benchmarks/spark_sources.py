@@ -28,8 +28,9 @@ from ister import kernels
 from ister.format.arrow.schema import arrow_schema
 from ister.model import COLUMNS
 from ister.spark.batch import BatchReader
+from ister.spark.compat import arrow_schema_of
 from ister.spark.options import ReadOptions, WriteOptions
-from ister.spark.rows import arrow_schema_of, row_schema
+from ister.spark.rows import row_schema
 from ister.spark.sink import BatchWriter
 from ister.spark.source import IsterDataSource
 

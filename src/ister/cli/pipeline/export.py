@@ -90,7 +90,8 @@ def _add_table_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schema",
         metavar="FILE",
-        help="JSON Schema file; its properties become columns instead of the payload",
+        help="JSON Schema file; its properties become columns instead of the payload; "
+        "'registry' for each topic's registered schema",
     )
     parser.add_argument(
         "--catalog",

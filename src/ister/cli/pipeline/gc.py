@@ -36,7 +36,8 @@ def register(jobs: Subparsers) -> None:
         description="For topics that no process has open: removes objects beyond bucket retention, "
         "and, after the grace period, objects without a descriptor and staged files. Owners do "
         "this for their own topics. Unless --topics is given, also removes unfinished uploads of "
-        "processes that have ended, and express objects that no topic needs.\n\n"
+        "processes that have ended, express objects and staged files of Spark's sink that no topic "
+        "needs.\n\n"
         "One gc runs at a time. Nothing is deleted by age while the clock is not trusted.",
         examples=(
             "ister pipeline gc --config ister.yml --dry-run",
@@ -80,11 +81,13 @@ def _run(options: argparse.Namespace) -> int:
 def _print_rest(report: JobReport) -> None:
     """Prints the totals, and what belongs to no single topic."""
     more = report.more
+    verb = "that would be removed" if report.dry_run else "removed"
     print(f"topics left to their owners: {more.get('open_topics', 0)}")
     if "stale_uploads" in more:
         print(f"unfinished uploads removed: {more['stale_uploads']}")
     if "express_objects" in more:
         size = more["express_bytes"]
         shown = format_bytes(size) if isinstance(size, int) else size
-        verb = "that would be removed" if report.dry_run else "removed"
         print(f"express objects {verb}: {more['express_objects']} ({shown})")
+    if more.get("shared_staged_files"):
+        print(f"staged files of the sink {verb}: {more['shared_staged_files']}")

@@ -8,7 +8,7 @@ pipeline <job>`. All of them are safe to kill at any moment and to run again.
 tiering, tier_topics, upload_task            `tier`
 compaction, merge_task, latest_per_key       `compact`
 resorting                                    express runs, within `run`
-exporting, export_round, export_task         `export`
+exporting, export_round, export_schema, export_task, export_commit    `export`
 collecting, collect_task                     `gc`
 scrubbing, topic_scrub, topic_survey, object_check, object_repair    `scrub`
 replaying, replay_plan, replay_run, replay_task, replay_sql, transforms    `replay`

@@ -67,6 +67,12 @@ class JobReport:
             for name, number in numbers.items():
                 fields[name] = _as_int(fields.get(name)) + number
 
+    def count(self, **numbers: int) -> None:
+        """Adds to numbers of the job as a whole, each of which starts at 0."""
+        with self._lock:
+            for name, number in numbers.items():
+                self.more[name] = _as_int(self.more.get(name)) + number
+
     def fail(
         self, error: IsterError | Mapping[str, str | int | None], topic: str | None = None
     ) -> None:

@@ -45,7 +45,8 @@ from ister.spark.jobs.replay_task import ReplayPart, ReplayTask
 from ister.spark.jobs.tasks import run_tasks
 from ister.spark.jobs.transforms import Transform
 from ister.spark.offset_resolver import Head, OffsetResolver
-from ister.spark.options import OffsetsOption, ReadOptions
+from ister.spark.option_values import OffsetsOption
+from ister.spark.options import ReadOptions
 from ister.spark.planner import plan
 from ister.spark.read_task import ReadTask
 from ister.spark.row_staging import Committer, remove_staged
@@ -326,7 +327,8 @@ class ReplayRun:
         if ahead is None or ahead.cancel():
             return
         with suppress(IsterError, TaskFailedError):
-            remove_staged(self._place.history().objects, ahead.result().files)
+            files = ahead.result().files
+            remove_staged(self._place.history().objects, (file.key for file in files))
 
     def _stage_chunk(self, number: int, start: int, end: int) -> _Staged:
         pause = threading.Event()
@@ -363,7 +365,7 @@ class ReplayRun:
                     spark,
                     items,
                     work.stage,
-                    weigh=lambda item: item.partition.bytes,
+                    weigh=lambda item: item.partition.weight,
                     name=f"ister replay: {start} up to {end}",
                 )
             )
@@ -381,7 +383,7 @@ class ReplayRun:
         errors = [one.error for one in done if one.error is not None]
         files = [file for _, part_files in results for file in part_files]
         if errors:
-            remove_staged(self._place.history().objects, files)
+            remove_staged(self._place.history().objects, (file.key for file in files))
             raise TaskFailedError(errors[0])
         return _Staged(
             number=number, read=sum(read for read, _ in results), bytes=size, files=tuple(files)

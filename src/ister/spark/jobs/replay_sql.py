@@ -39,7 +39,7 @@ from ister.spark.jobs.transforms import Transform
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.options import ReadOptions
 from ister.spark.read_task import ReadTask
-from ister.spark.row_staging import StagedRowFiles
+from ister.spark.row_staging import StagedRowFile
 from ister.spark.rows import check_write_schema, row_schema
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 _VIEW: Final = "messages"
 _TEXT: Final = "text"
-_SPLIT_BYTES: Final = 64 * 1024 * 1024
 _OWN_ERROR: Final = re.compile(r"[A-Za-z_.]*(Error|Exception): (?!Job aborted)")
 
 _ANALYSED: Final = re.compile(r"== Analyzed Logical Plan ==\n(.*?)\n\n== ", re.DOTALL)
@@ -141,7 +140,7 @@ class SqlReplay:
     def _result(self, head: Head, start: int, end: int) -> DataFrame:
         schema = row_schema(self._task.columns)
         found = OffsetResolver(self._task.place, self._options).range_of(head, start, end)
-        parts = plan_partitions([found], [head], split_bytes=_SPLIT_BYTES)
+        parts = plan_partitions([found], [head])
         read = partial(read_rows, self._task, schema=schema)
         messages = map_bundles(self._session, read, parts, schema).withColumn(
             _TEXT, functions.col("payload").cast("string")
@@ -219,7 +218,7 @@ def _stage(
     task: ReadTask, rows: Transform, writer: str, number: int, batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
     """Stages the rows of a partition; yields the list of files."""
-    with StagedRowFiles(task.place.history().objects, writer, number) as staging:
+    with StagedRowFile(task.place.history().objects, writer, number) as staging:
         for batch in batches:
             for part in rows.apply(batch) if batch.num_rows else ():
                 staging.add(rows.target, part)

@@ -201,7 +201,7 @@ def _count(job: Job, planned: Mapping[str, _Planned]) -> None:
             job.spark,
             items,
             partial(count_messages, job.place),
-            weigh=lambda item: item.partition.bytes,
+            weigh=lambda item: item.partition.weight,
             name="ister stats",
         ):
             item = done.item
