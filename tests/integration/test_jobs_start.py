@@ -41,7 +41,7 @@ def test_every_job_runs_through_spark_connect(tmp_path):
     topics = found.pop("topics")
     assert found == {
         "tier": [40],
-        "stats": [120, 6],
+        "stats": [120, 5],
         "sample": 10,
         "replay sql": [60, 6],
         "replay": [120],
@@ -63,9 +63,9 @@ def test_jobs_do_the_same_on_classic_and_connect(tmp_path):
 
 
 def run(place, *words, **environment):
+    program = "import sys; from ister.cli.main import main; sys.exit(main())"
     return subprocess.run(
-        [sys.executable, "-c", "import sys; from ister.cli.main import main; sys.exit(main())"]
-        + ["pipeline", *words, "--config", place.config],
+        [sys.executable, "-c", program, "pipeline", *words, "--config", place.config],
         capture_output=True,
         text=True,
         timeout=200,
