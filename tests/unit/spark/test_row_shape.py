@@ -6,6 +6,7 @@ from datetime import UTC, date, datetime
 from decimal import Decimal
 
 import pytest
+from ister.broker.schemas.kinds import ValidationPolicy
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
@@ -22,7 +23,6 @@ from pyspark.sql.types import (
 )
 
 from fault.tier_checks import memory_directory
-from ister.broker.schemas.kinds import ValidationPolicy
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.clock import SystemClock
 from ister.config import load_config

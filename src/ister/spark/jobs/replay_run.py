@@ -111,6 +111,13 @@ class ReplayRun:
 
     def run(self) -> None:
         """Replays what is not in the target yet; the result is in the job's report."""
+        try:
+            self._run()
+        finally:
+            if self._sql is not None:
+                self._sql.close()
+
+    def _run(self) -> None:
         request, job = self._request, self._job
         head = self._head(catches_up=True)
         self._transform.check()

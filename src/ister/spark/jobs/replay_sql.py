@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -135,7 +136,8 @@ class SqlReplay:
 
     def close(self) -> None:
         """Drops the view."""
-        self._session.catalog.dropTempView(_VIEW)
+        with suppress(Exception):  # Spark has stopped
+            self._session.catalog.dropTempView(_VIEW)
 
     def _result(self, head: Head, start: int, end: int) -> DataFrame:
         schema = row_schema(self._task.columns)
