@@ -30,7 +30,7 @@ from ister.model import COLUMNS
 from ister.spark.batch import BatchReader
 from ister.spark.options import ReadOptions, WriteOptions
 from ister.spark.rows import arrow_schema_of, row_schema
-from ister.spark.sink import BatchWriter
+from ister.spark.sink import BatchWriter, StagedRows
 from ister.spark.source import IsterDataSource
 
 PRODUCER: Final = "orders-service-7f9c"
@@ -208,6 +208,9 @@ class _WatchedWriter(BatchWriter):
             seconds=elapsed(),
             waiting_seconds=waiting.seconds,
             cpu_seconds=time.process_time() - cpu,
+            files=len({file.key for _, file in message.files})
+            if isinstance(message, StagedRows)
+            else 0,
         )
         return message
 
