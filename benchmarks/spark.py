@@ -58,6 +58,7 @@ try:
         time_work,
     )
     from benchmarks.spark_sources import NullSource, WatchedSource, make_rows, read_notes
+    from benchmarks.spark_topics import measure_topics
     from ister.bucket.chunks import ObjectPart
     from ister.format.arrow.decode import ColumnarDecoder, FrameFeed
     from ister.format.arrow.encode import EncodedFrames, encode_frames
@@ -89,6 +90,8 @@ _WRITE_TARGET: Final = 0.5
 _GROWTH_TARGET_MIB: Final = 200.0
 _WRITE_COLUMNS: Final = "publish_time,producer_name,payload"
 _WRITE_PARTITIONS: Final = 4
+_TOPICS_SHARE: Final = 8
+"""How much less is written into many topics: most of that time is per topic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -427,6 +430,13 @@ def _be_spark(directory: str, told: str, output: TextIO) -> None:
             *(
                 lambda size=size: _measure_write(run, spark, sizes, size, report)
                 for size in _MESSAGE_SIZES
+            ),
+            lambda: measure_topics(
+                run,
+                spark,
+                rounds=sizes.rounds,
+                written_bytes=sizes.written_bytes // _TOPICS_SHARE,
+                report=report,
             ),
         ]
         for measure in measurements:

@@ -31,7 +31,7 @@ from ister.spark.batch import BatchReader
 from ister.spark.compat import arrow_schema_of
 from ister.spark.options import ReadOptions, WriteOptions
 from ister.spark.rows import row_schema
-from ister.spark.sink import BatchWriter
+from ister.spark.sink import BatchWriter, StagedRows
 from ister.spark.source import IsterDataSource
 from ister.spark.workers import spare_collector
 
@@ -212,6 +212,9 @@ class _WatchedWriter(BatchWriter):
             seconds=elapsed(),
             waiting_seconds=waiting.seconds,
             cpu_seconds=time.process_time() - cpu,
+            files=len({file.key for _, file in message.files})
+            if isinstance(message, StagedRows)
+            else 0,
         )
         return message
 

@@ -182,6 +182,7 @@ class SparkPlace:
         """What the topic's owner does once in a while; set `cloud.orphan_grace_minutes` to 0."""
         with self.open() as log:
             log.topic(name).tier.collect_orphans()
+            log.topic(name).tier.collect_shared_staging()
 
 
 # -- topics -------------------------------------------------------------------------------------
