@@ -8,6 +8,7 @@ owner_transactions  the transactions behind that
 fence               the leased key that a job's changes require
 upload              the upload cycle: plan, make, commit
 object_maker        makes one object of a range of frames
+footers             reads the footers of shared objects
 express             express objects: make, commit, read the footer
 express_collection  removes express objects that no topic needs
 resort              re-sorts a topic's runs into an object of the topic
@@ -22,6 +23,7 @@ compaction_plan     which objects are worth merging
 merge               makes one object of several
 retention           which objects expire, and their removal
 orphans             objects without a descriptor, and their removal
+shared_staging      staged files of several topics, and their removal
 rebuild             metadata from the bucket alone
 cursors             cursors beyond the end of a topic that lost messages
 pipeline            the pipeline's keys, lease, requests and status

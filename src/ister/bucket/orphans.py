@@ -94,7 +94,7 @@ def collect_orphans(
     removed: list[str] = []
     for info in list(store.list(prefix)):
         object_id = info.key.removeprefix(prefix)
-        if object_id in under_way or not _is_past(info, oldest, correct_ms):
+        if object_id in under_way or not is_past(info, oldest, correct_ms):
             continue
         # In this order: a merge between the two questions shows in the second one.
         if (
@@ -209,7 +209,8 @@ def _forget_retired(owned: OwnedTopic, now: int) -> None:
             owned.transact([RevisionIs(found.key, found.revision)], [Delete(found.key)])
 
 
-def _is_past(info: ObjectInfo, oldest: float, correct_ms: Callable[[int], int]) -> bool:
+def is_past(info: ObjectInfo, oldest: float, correct_ms: Callable[[int], int]) -> bool:
+    """Whether an object is known to be older than a time, in seconds."""
     return info.modified_at is not None and correct_ms(int(info.modified_at * 1000)) < oldest * 1000
 
 
@@ -224,7 +225,7 @@ def _is_still_past(
 ) -> bool:
     """Whether an object is still as old as listed: a job may have written it again meanwhile."""
     try:
-        return _is_past(store.stat(key), oldest, correct_ms)
+        return is_past(store.stat(key), oldest, correct_ms)
     except NotFoundError:
         return False
 

@@ -34,14 +34,14 @@ session whose workers were started before.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
 
 from ister.extras import missing_extra
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-try:
     from ister.spark.lag import OffsetsBehind, offsets_behind
     from ister.spark.payload import (
         from_avro_payload,
@@ -51,8 +51,6 @@ try:
     )
     from ister.spark.source import IsterDataSource
     from ister.spark.views import register_views
-except ImportError as error:
-    raise missing_extra("ister.spark", "spark", error) from error
 
 __all__ = [
     "IsterDataSource",
@@ -66,7 +64,31 @@ __all__ = [
     "to_json_payload",
 ]
 
+# Each is loaded when it is asked for: a dry run of a job does without PySpark.
+_HOMES: Final = {
+    "IsterDataSource": "source",
+    "OffsetsBehind": "lag",
+    "from_avro_payload": "payload",
+    "from_json_payload": "payload",
+    "offsets_behind": "lag",
+    "register_views": "views",
+    "to_avro_payload": "payload",
+    "to_json_payload": "payload",
+}
+
 
 def register(spark: SparkSession) -> None:
     """Registers `format("ister")` in a session."""
+    from ister.spark.source import IsterDataSource  # noqa: PLC0415 - loads PySpark
+
     spark.dataSource.register(IsterDataSource)
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(f"{__name__}.{home}"), name)
+    except ImportError as error:
+        raise missing_extra("ister.spark", "spark", error) from error

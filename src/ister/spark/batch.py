@@ -25,7 +25,13 @@ from ister.spark.compat import arrow_schema_of
 from ister.spark.location import find_place
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.options import ReadOptions
-from ister.spark.planner import Partition, TopicRange, plan
+from ister.spark.planner import (
+    SLOTS_ASSUMED,
+    SPLIT_BYTES_DEFAULT,
+    Partition,
+    TopicRange,
+    plan,
+)
 from ister.spark.read_task import ReadTask, TopicIdentity
 from ister.spark.row_shape import RowShape
 from ister.spark.rows import check_read_schema
@@ -49,12 +55,21 @@ def plan_partitions(
     ranges: Sequence[TopicRange],
     heads: Iterable[Head],
     *,
-    split_bytes: int,
+    split_bytes: int | None = None,
     min_partitions: int | None = None,
 ) -> list[InputPartition]:
-    """Plans ranges of topics as the partitions that Spark hands to its tasks."""
+    """Plans ranges of topics as the partitions that Spark hands to its tasks.
+
+    A given `split_bytes` counts as it is. The default is made smaller for a read that would leave
+    some of a few slots idle.
+    """
     identities = {head.topic: head.identity for head in heads}
-    planned = plan(ranges, split_bytes=split_bytes, min_partitions=min_partitions)
+    planned = plan(
+        ranges,
+        split_bytes=SPLIT_BYTES_DEFAULT if split_bytes is None else split_bytes,
+        min_partitions=min_partitions,
+        slots=SLOTS_ASSUMED if split_bytes is None else None,
+    )
     return [PlannedPartition(partition, identities) for partition in planned]
 
 

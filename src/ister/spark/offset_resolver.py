@@ -340,8 +340,13 @@ class OffsetResolver:
         _log.warning("messages skipped", extra={"error": str(gone)})
         return head.earliest
 
-    def range_of(self, head: Head, start: int, end: int) -> TopicRange:
-        """Returns a range of a topic, with the objects that overlap it."""
+    def range_of(self, head: Head, start: int, end: int, *, is_partial: bool = False) -> TopicRange:
+        """Returns a range of a topic, with the objects that overlap it.
+
+        With `is_partial` they are read while they are consumed, once: for one who may stop early.
+        """
+        topic = self._topic(head)
+        read = topic.walk_descriptors if is_partial else topic.descriptors
         tiered = min(head.tiered, end)
         tail, whole_tail = end - max(start, head.tiered), head.end - head.tiered
         return TopicRange(
@@ -350,7 +355,7 @@ class OffsetResolver:
             start=start,
             end=end,
             tiered=max(tiered, start),
-            descriptors=self._topic(head).descriptors(start, tiered),
+            descriptors=read(start, tiered),
             tail_bytes=head.tail_bytes * tail // whole_tail if tail > 0 and whole_tail > 0 else 0,
         )
 

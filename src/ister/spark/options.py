@@ -22,7 +22,6 @@ from functools import partial
 from typing import Final, Literal, Self, TypeVar
 
 from ister.errors import InvalidRequestError
-from ister.limits import MIB
 from ister.model import COLUMNS, AckLevel, Codec
 from ister.partitions import base_of_partition, partition_name
 from ister.spark.option_values import (
@@ -54,9 +53,6 @@ from ister.spark.option_values import (
     refuse_twice,
     refuse_word,
 )
-
-SPLIT_BYTES_DEFAULT: Final = 64 * MIB
-"""A task costs 40-80 ms before it reads a byte; reading this much takes about a second."""
 
 COMMIT_TIMEOUT_SECONDS_DEFAULT: Final = 60.0
 """How long a sink waits for the log's lock, or for the broker."""
@@ -116,7 +112,7 @@ READ_OPTIONS: Final[Mapping[str, str]] = {
     "maxTriggerDelay": "how long to wait for minMessagesPerTrigger, such as 30s or 15m (stream "
     "only; default: 15m)",
     "minPartitions": "minimum number of partitions, if the indexes allow it",
-    "splitBytes": "approximate bytes in a partition (default: 64 MiB)",
+    "splitBytes": "approximate bytes in a partition, before compression (default: up to 64 MiB)",
     "columns": "columns to read, separated by commas (default: all)",
     "includeHeaders": "add a column headers: the attributes in the form of Kafka's headers "
     "(default: false)",
@@ -240,7 +236,8 @@ class ReadOptions:
     max_trigger_delay_ms: int = TRIGGER_DELAY_MS_DEFAULT
     """How long a stream waits for `min_messages_per_trigger`."""
     min_partitions: int | None = None
-    split_bytes: int = SPLIT_BYTES_DEFAULT
+    split_bytes: int | None = None
+    """None: the default, and less where that leaves a small cluster idle."""
     columns: tuple[str, ...] | None = None
     """None for all, or for those of the user's schema."""
     include_headers: bool = False
@@ -305,7 +302,7 @@ class ReadOptions:
             min_messages_per_trigger=given.get("minMessagesPerTrigger", as_count),
             max_trigger_delay_ms=given.trigger_delay_ms(),
             min_partitions=given.get("minPartitions", as_count),
-            split_bytes=given.get("splitBytes", as_split_bytes) or SPLIT_BYTES_DEFAULT,
+            split_bytes=given.get("splitBytes", as_split_bytes),
             columns=given.get("columns", as_columns),
             include_headers=given.flag("includeHeaders", default=False),
             payload_format=payload_format,

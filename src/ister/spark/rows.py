@@ -223,8 +223,11 @@ def check_write_schema(schema: StructType, *, needs_topic: bool) -> None:
 def to_staged(batch: pa.RecordBatch, producer_name: str | None) -> pa.RecordBatch:
     """Converts a batch that Spark passes to a sink to the staged columns and types.
 
+    A row with a routing key and without a payload becomes a tombstone: a message with an empty
+    payload, which ends its key when a topic is compacted to the latest message of each key.
+
     Raises:
-        InvalidRequestError: A value does not fit.
+        InvalidRequestError: A value does not fit, or a row has neither payload nor routing key.
     """
     columns: list[pa.Array] = []
     for name in STAGED_COLUMNS:
@@ -240,4 +243,18 @@ def to_staged(batch: pa.RecordBatch, producer_name: str | None) -> pa.RecordBatc
         if name == "producer_name" and producer_name is not None:
             column = pc.fill_null(column, producer_name)
         columns.append(column)
+    at = STAGED_COLUMNS.index("payload")
+    columns[at] = _with_tombstones(columns[at], columns[STAGED_COLUMNS.index("routing_key")])
     return pa.RecordBatch.from_arrays(columns, schema=STAGED_SCHEMA)
+
+
+def _with_tombstones(payloads: pa.Array, keys: pa.Array) -> pa.Array:
+    if not payloads.null_count:
+        return payloads
+    refused = pc.and_(payloads.is_null(), keys.is_null())
+    if (row := pc.index(refused, True).as_py()) >= 0:
+        raise InvalidRequestError(
+            f"row {row} has neither a payload nor a routing_key",
+            hint="a null payload is a tombstone, which needs a key; an empty payload is b''",
+        )
+    return pc.fill_null(payloads, pa.scalar(b"", payloads.type))

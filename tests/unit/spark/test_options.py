@@ -13,7 +13,6 @@ from ister.limits import GIB, KIB, MIB
 from ister.model import COLUMNS, AckLevel, Codec
 from ister.spark.options import (
     READ_OPTIONS,
-    SPLIT_BYTES_DEFAULT,
     WRITE_OPTIONS,
     OffsetsOption,
     ReadOptions,
@@ -60,7 +59,7 @@ def test_defaults_of_a_batch():
         starting_offsets=OffsetsOption(otherwise="earliest"),
         ending_offsets=OffsetsOption(otherwise="latest"),
     )
-    assert batch().split_bytes == SPLIT_BYTES_DEFAULT == 64 * MIB
+    assert batch().split_bytes is None
     assert (batch().pushdown, batch().fail_on_data_loss, batch().include_tail) == (
         False,
         True,

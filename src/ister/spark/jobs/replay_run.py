@@ -18,8 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Required, TypedDict
 
 import pyarrow as pa
-from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-from pyspark.errors import PySparkException
 
 from ister import failpoints
 from ister.bucket.names import TopicKeys
@@ -329,7 +327,8 @@ class ReplayRun:
         if ahead is None or ahead.cancel():
             return
         with suppress(IsterError, TaskFailedError):
-            remove_staged(self._place.history().objects, ahead.result().files)
+            files = ahead.result().files
+            remove_staged(self._place.history().objects, (file.key for file in files))
 
     def _stage_chunk(self, number: int, start: int, end: int) -> _Staged:
         pause = threading.Event()
@@ -366,11 +365,13 @@ class ReplayRun:
                     spark,
                     items,
                     work.stage,
-                    weigh=lambda item: item.partition.bytes,
+                    weigh=lambda item: item.partition.weight,
                     name=f"ister replay: {start} up to {end}",
                 )
             )
-        except (PySparkException, Py4JError) as error:
+        except IsterError:
+            raise
+        except Exception as error:
             raise UnavailableError(
                 f"Spark failed on messages {start} to {end}: {_first_line(error)}",
                 topic=self._request.source,
@@ -382,7 +383,7 @@ class ReplayRun:
         errors = [one.error for one in done if one.error is not None]
         files = [file for _, part_files in results for file in part_files]
         if errors:
-            remove_staged(self._place.history().objects, files)
+            remove_staged(self._place.history().objects, (file.key for file in files))
             raise TaskFailedError(errors[0])
         return _Staged(
             number=number, read=sum(read for read, _ in results), bytes=size, files=tuple(files)
