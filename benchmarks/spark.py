@@ -48,6 +48,7 @@ from ister.model import Codec
 try:
     from pyspark.sql import SparkSession
 
+    from benchmarks.spark_pending import OBJECTS, describe_objects, measure_triggers
     from benchmarks.spark_process import (
         check_java,
         hand_over,
@@ -56,7 +57,6 @@ try:
         run_process,
         time_work,
     )
-    from benchmarks.spark_pending import OBJECTS, describe_objects, measure_triggers
     from benchmarks.spark_sources import NullSource, WatchedSource, make_rows, read_notes
     from ister.bucket.chunks import ObjectPart
     from ister.format.arrow.decode import ColumnarDecoder, FrameFeed

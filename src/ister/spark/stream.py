@@ -153,7 +153,7 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
 
     def _own_position(self) -> dict[str, object]:
         if self._position is None:
-            if not isinstance(self.getDefaultReadLimit(), ReadAllAvailable):
+            if isinstance(self.getDefaultReadLimit(), ReadMaxRows | ReadMaxBytes):
                 _log.warning(
                     "availableNow reads one limited batch: Spark %s does not run several",
                     SPARK_VERSION,
