@@ -67,6 +67,7 @@ def _use(spark: SparkSession, config: str, directory: str) -> dict[str, object]:
     if query.isActive or query.exception() is not None:
         raise RuntimeError(f"the stream has not ended well: {query.exception()}")
     found["batches"] = len(query.recentProgress)
+    found["behind"] = [offsets_behind(report)[0].total for report in query.recentProgress]
     return found
 
 

@@ -196,7 +196,7 @@ _CALLS_IT: Final = "Ister calls it"
 _KAFKA: Final = "kafka."
 _TABLE_HINT: Final = (
     "Spark does not pass the options of a table; set them in the query: SELECT * FROM t WITH "
-    "(config = './data', topic = '/default/orders')"
+    "(config = './data', topic = '/default/orders'), INSERT INTO t WITH (...) SELECT ..."
 )
 _KAFKA_HINT: Final = (
     "it configures Kafka's client, which Ister does not use: stores and limits are in the file "
@@ -491,6 +491,8 @@ class _Given:
                 hint="load(path) and save(path) mean the same as the option config: set one",
             )
         brokers = self.get("broker", as_brokers) or ()
+        if not self._texts:
+            raise InvalidRequestError("no option is given", hint=_TABLE_HINT)
         if config is None and path is None and not brokers:
             raise InvalidRequestError(
                 "neither config nor broker is given",

@@ -93,15 +93,19 @@ def register_views(
     wanted = _name_views([topic for topic in topics if parsed.matches(topic)], database)
 
     spark.sql(f"CREATE DATABASE IF NOT EXISTS `{database}`")
-    spark.sql(f"CREATE TABLE IF NOT EXISTS `{database}`.`{_TABLE}` USING ister")
+    table = f"`{database}`.`{_TABLE}`"
+    spark.sql(f"CREATE TABLE IF NOT EXISTS {table} USING ister")
     log = parsed.config or ",".join(parsed.brokers)
     for view, topic in wanted.items():
-        reads = {**given, "topic": topic}
-        clause = ", ".join(f"`{name}` = {_quote(text)}" for name, text in reads.items())
         spark.sql(
-            f"CREATE OR REPLACE VIEW {view} COMMENT {_quote(f'topic {topic}')} "
-            f"TBLPROPERTIES ({_quote(_TOPIC)} = {_quote(topic)}, {_quote(_LOG)} = {_quote(log)}) "
-            f"AS SELECT * FROM `{database}`.`{_TABLE}` WITH ({clause})"  # noqa: S608 - quoted
+            " ".join(
+                [
+                    f"CREATE OR REPLACE VIEW {view}",
+                    f"COMMENT {_quote(f'topic {topic}')}",
+                    f"TBLPROPERTIES ({_pairs({_TOPIC: topic, _LOG: log})})",
+                    f"AS SELECT * FROM {table} WITH ({_pairs({**given, 'topic': topic})})",  # noqa: S608 - quoted
+                ]
+            )
         )
     _drop_views(spark, database, keeps=set(topics), log=log)
     return wanted
@@ -138,3 +142,7 @@ def _drop_views(spark: SparkSession, database: str, *, keeps: set[str], log: str
 
 def _quote(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _pairs(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{_quote(name)} = {_quote(text)}" for name, text in values.items())
