@@ -10,7 +10,7 @@ from pathlib import Path
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from ister.spark import register_views
+from ister.spark import offsets_behind, register_views
 
 TOPIC = "/default/a"
 
