@@ -708,8 +708,8 @@ def test_read_options_are_refused_with_a_clear_text(spark, shared, options, text
         ({"topic": A, "startingOffsets": '{"/default/b": 1}'}, ["not in the option topic"]),
         ({"topic": A, "startingTimestamp": "2026-01-01T00:00:00"}, ["has no time zone"]),
         (
-            {"topic": A, "startingTimestamp": TIME, "startingOffsets": "earliest"},
-            ["both startingTimestamp and startingOffsets are given"],
+            {"topic": A, "subscribe": A},
+            ["both topic and subscribe are given", "they mean the same"],
         ),
         (
             {"topic": A, "startingTimestamp": "9", "endingTimestamp": "3"},
@@ -765,7 +765,7 @@ def test_place_that_is_none_is_refused(spark, tmp_path):
     [
         ("offset INT", ["the column offset is bigint, not int"]),
         ("offset BIGINT, value BINARY", ["there is no column 'value'", "payload"]),
-        ("payload STRING", ["the column payload is binary, not string", "cast"]),
+        ("payload INT", ["the column payload is binary, not int", "cast"]),
     ],
 )
 def test_users_schema_of_other_columns_is_refused(spark, shared, schema, texts):

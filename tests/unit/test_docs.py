@@ -73,7 +73,7 @@ def test_spark_lists_the_names_of_the_kafka_source() -> None:
     text = (ROOT / "docs" / "SPARK.md").read_text()
     table = text.split("## Coming from Kafka")[1].split("## Where rows come from")[0]
     for alias, name in ALIASES.items():
-        (row,) = [line for line in table.splitlines() if line.startswith("|") and alias in line]
+        (row,) = [line for line in table.splitlines() if f"`{alias}`" in line]
         assert f"`{name}`" in row
 
 
