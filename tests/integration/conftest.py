@@ -27,7 +27,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On another Spark version, of `test_spark_versions`: what uses Spark; everything in nightly."""
+    """For `test_spark_versions`: the tests that use Spark; all of them in nightly."""
     if IS_NIGHTLY or "ISTER_EXPECTS_SPARK" not in os.environ:
         return
     left_out = [item for item in items if "spark" not in getattr(item, "fixturenames", ())]
