@@ -373,7 +373,7 @@ class AdminCalls(ClusterCalls):
             )
 
     async def failure_policy(self, topic: str, subscription: str) -> FailurePolicy:
-        """Returns the failure policy of a subscription.
+        """Returns the failure policy of a subscription, or the one that is stored for it.
 
         Raises:
             NotFoundError: There is no such topic or subscription.
@@ -399,10 +399,10 @@ class AdminCalls(ClusterCalls):
     async def set_failure_policy(
         self, topic: str, subscription: str, policy: FailurePolicy
     ) -> None:
-        """Changes the failure policy of a subscription.
+        """Changes the failure policy of a subscription; of one to come, it is stored for it.
 
         Raises:
-            NotFoundError: There is no such topic or subscription.
+            NotFoundError: There is no such topic.
             IsterError: It is refused, or no broker has answered in time.
         """
         for name in await self._partitions(topic):
@@ -426,8 +426,10 @@ class AdminCalls(ClusterCalls):
     async def set_max_unacked_messages(self, topic: str, subscription: str, messages: int) -> None:
         """Changes the maximum of unacknowledged messages per consumer.
 
+        That of a subscription that does not exist yet is stored for it.
+
         Raises:
-            NotFoundError: There is no such topic or subscription.
+            NotFoundError: There is no such topic.
             IsterError: It is refused, or no broker has answered in time.
         """
         for name in await self._partitions(topic):

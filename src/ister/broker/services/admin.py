@@ -10,21 +10,21 @@ that is the value of these digits; requests may have either.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Final, NoReturn, Protocol
 
 import grpc
 from google.protobuf.message import Message
 
-from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.rpc.handlers import Refused
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.services.consumer import KINDS
 from ister.broker.topics.cluster_control import ClusterControl, broker_number
-from ister.broker.topics.served_topic import AnySubscription
+from ister.broker.topics.served_topic import AnySubscription, ServedTopic
 from ister.broker.topics.tasks import run_to_completion
 from ister.broker.topics.topics import Topics
 from ister.errors import (
@@ -418,7 +418,7 @@ class TopicAdminService(_Service):
         """Removes a subscription without consumers."""
         self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         topic = await self._topics.get(request.topic)
-        self._check_use(topic.subscription(request.subscription), topic.name)
+        self._may_use(topic)(topic.subscription(request.subscription))
         try:
             await topic.unsubscribe(request.subscription)
         except ConflictError as error:
@@ -428,22 +428,19 @@ class TopicAdminService(_Service):
     async def SetSubscriptionFailurePolicy(
         self, request: danube_admin.SetSubscriptionFailurePolicyRequest, context: object
     ) -> danube_admin.SubscriptionResponse:
-        """Changes what happens to messages that fail; in force at once."""
+        """Changes what happens to messages that fail; in force at once.
+
+        The policy of a subscription that does not exist is stored, and in force when it does.
+        """
         self._check(Permission.MANAGE_TOPIC, topic=request.topic)
-        subscription = await self._reliable(request)
-        self._check_use(subscription, request.topic)
+        topic = await self._reliable(request)
         policy = _parse_policy(request.failure_policy)
         if policy.dead_letter_topic == request.topic:
             raise InvalidRequestError("a topic cannot be its own dead-letter topic")
         if policy.dead_letter_topic is not None:
             # The broker publishes there on behalf of the caller.
             self._check(Permission.PRODUCE, topic=policy.dead_letter_topic)
-            found = self._topics.find_open(policy.dead_letter_topic)
-            if found is not None and not found.is_reliable:
-                raise InvalidRequestError(
-                    "the dead-letter topic is not reliable: it stores no messages"
-                )
-        await subscription.set_policy(policy)
+        await topic.configure(request.subscription, policy=policy, check=self._may_use(topic))
         return danube_admin.SubscriptionResponse(success=True)
 
     async def GetSubscriptionFailurePolicy(
@@ -451,8 +448,8 @@ class TopicAdminService(_Service):
     ) -> danube_admin.GetSubscriptionFailurePolicyResponse:
         """What happens to messages that fail."""
         self._check(Permission.LOOKUP, topic=request.topic)
-        subscription = await self._reliable(request)
-        policy = subscription.stored.policy
+        settings = await (await self._reliable(request)).settings(request.subscription)
+        policy = settings.policy
         return danube_admin.GetSubscriptionFailurePolicyResponse(
             failure_policy=danube_admin.SubscriptionFailurePolicy(
                 max_redelivery_count=policy.max_redelivery_count,
@@ -463,20 +460,23 @@ class TopicAdminService(_Service):
                 dead_letter_topic=policy.dead_letter_topic,
                 poison_policy=_POISONS.index(policy.poison),
             ),
-            subscription_type=KINDS.index(subscription.kind),
+            # Danube's answer for one that does not exist is 0, too.
+            subscription_type=KINDS.index(settings.kind) if settings.kind is not None else 0,
         )
 
     async def SetSubscriptionDispatchConfig(
         self, request: danube_admin.SetSubscriptionDispatchConfigRequest, context: object
     ) -> danube_admin.SubscriptionResponse:
-        """Changes how many messages a consumer may have unacknowledged; in force at once."""
+        """Changes how many messages a consumer may have unacknowledged; in force at once.
+
+        That of a subscription that does not exist is stored, and in force when it does.
+        """
         self._check(Permission.MANAGE_TOPIC, topic=request.topic)
-        subscription = await self._reliable(request)
-        self._check_use(subscription, request.topic)
+        topic = await self._reliable(request)
         window = request.dispatch_config.max_unacked_messages
         if not 1 <= window <= _WINDOW_MAX:
             raise InvalidRequestError(f"max_unacked_messages is from 1 to {_WINDOW_MAX}")
-        await subscription.set_window(window)
+        await topic.configure(request.subscription, window=window, check=self._may_use(topic))
         return danube_admin.SubscriptionResponse(success=True)
 
     async def GetSubscriptionDispatchConfig(
@@ -484,24 +484,24 @@ class TopicAdminService(_Service):
     ) -> danube_admin.GetSubscriptionDispatchConfigResponse:
         """How many messages a consumer may have unacknowledged."""
         self._check(Permission.LOOKUP, topic=request.topic)
-        subscription = await self._reliable(request)
+        settings = await (await self._reliable(request)).settings(request.subscription)
         return danube_admin.GetSubscriptionDispatchConfigResponse(
             dispatch_config=danube_admin.SubscriptionDispatchConfig(
-                max_unacked_messages=subscription.window
+                max_unacked_messages=settings.window
             )
         )
 
-    def _check_use(self, subscription: AnySubscription, topic: str) -> None:
-        self._guard.check_subscription(current_principal(), subscription, topic=topic)
+    def _may_use(self, topic: ServedTopic) -> Callable[[AnySubscription], None]:
+        """Returns a check whether the caller may use a subscription."""
+        return partial(self._guard.check_subscription, current_principal(), topic=topic.name)
 
-    async def _reliable(self, request: _OfSubscription) -> Dispatcher:
+    async def _reliable(self, request: _OfSubscription) -> ServedTopic:
         topic = await self._topics.get(request.topic)
-        subscription = topic.subscription(request.subscription)
-        if not isinstance(subscription, Dispatcher):
+        if not topic.is_reliable:
             raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION, f"topic {topic.name} is not reliable"
             )
-        return subscription
+        return topic
 
 
 def _delivery(*, is_reliable: bool) -> str:

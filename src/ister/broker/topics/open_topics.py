@@ -433,22 +433,16 @@ class OpenTopics(TopicNames):
                 raise
             await self.peers.publish_dead_letter(error.member, name, message)
             return
-        await self._take_dead_letter(topic, message)
+        await topic.publish_dead_letter(message)
 
     async def take_dead_letter(self, name: str, message: StreamMessage) -> None:
         """Publishes a dead letter of another broker.
 
         Raises:
-            ConflictError: The topic is not reliable.
-            As `get_or_create`, and `ServedTopic.publish`.
+            As `get_or_create`, and `ServedTopic.publish_dead_letter`.
         """
         topic = await self.get_or_create(name, is_reliable=True, is_implied=False)
-        await self._take_dead_letter(topic, message)
-
-    async def _take_dead_letter(self, topic: ServedTopic, message: StreamMessage) -> None:
-        if not topic.is_reliable:
-            raise ConflictError("the dead-letter topic is not reliable", topic=topic.name)
-        await topic.publish(message)
+        await topic.publish_dead_letter(message)
 
 
 def _as_wanted(topic: ServedTopic, ack: AckLevel | None, codec: Codec | None) -> ServedTopic:
