@@ -655,6 +655,7 @@ def _calls(topic, namespace):
         ),
         ("manage_topic", admin, "UnloadTopic", name),
         ("manage_topic", admin, "DeleteTopic", name),
+        ("manage_topic", "ister.Admin", "DeletePartition", ister_api.TopicName(topic=topic)),
         (
             "manage_schema",
             "danube_schema.SchemaRegistry",
@@ -682,6 +683,8 @@ def _calls(topic, namespace):
             ),
         ),
         ("manage_cluster", "danube_admin.SecurityAdmin", "ListRoles", danube_admin.Empty()),
+        ("manage_cluster", "danube_admin.ClusterAdmin", "ClusterStatus", danube_admin.Empty()),
+        ("manage_cluster", "danube_admin.ClusterAdmin", "AddNode", danube_admin.AddNodeRequest()),
         ("manage_cluster", "danube_admin.SecurityAdmin", "ListAllBindings", danube_admin.Empty()),
     ]
 

@@ -229,12 +229,26 @@ class AdminCalls(ClusterCalls):
 
         Raises:
             NotFoundError: There is none.
+            ConflictError: It is a partition, which cannot be deleted alone.
             IsterError: It is refused, or no broker has answered in time.
         """
-        for name in await self._partitions(topic):
-            request = wire.danube_admin.TopicRequest(name=name)
+        names = await self._partitions(topic)
+        if names == [topic]:
+            # The broker refuses to delete a partition.
             await self._network.call(
-                wire.services.TopicAdmin.DeleteTopic, request, topic=name, done_before=NotFoundError
+                wire.services.TopicAdmin.DeleteTopic,
+                wire.danube_admin.TopicRequest(name=topic),
+                topic=topic,
+                done_before=NotFoundError,
+            )
+            return
+        # Each at its own broker: that cannot forward a caller's certificate to the others.
+        for name in names:
+            await self._network.call(
+                wire.services.Admin.DeletePartition,
+                wire.ister_api.TopicName(topic=name),
+                topic=name,
+                done_before=NotFoundError,
             )
 
     async def unload_topic(self, topic: str) -> None:

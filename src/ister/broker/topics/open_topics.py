@@ -94,6 +94,7 @@ class OpenTopics(TopicNames):
         root = config.storage.metadata.root_prefix
         super().__init__(log, BrokerRecords(metadata, root_prefix=root), config=config)
         self.admission = Admission(schemas)
+        self._schemas = schemas
         self.cluster = cluster
         self.peers: Peers | None = None
         """Calls other brokers; None while the broker starts."""

@@ -560,7 +560,6 @@ class ServedTopic:
         *,
         policy: FailurePolicy | None = None,
         window: int | None = None,
-        check: Callable[[AnySubscription], None] = lambda found: None,
     ) -> None:
         """Changes the failure policy or the window of a subscription; in force at once.
 
@@ -570,14 +569,12 @@ class ServedTopic:
             name: The subscription's name.
             policy: The failure policy; None leaves it as it is.
             window: `max_unacked_messages`; None leaves it as it is.
-            check: Called with a subscription that exists; raises if the caller may not use it.
 
         Raises:
             As `SubscriptionStore.plan` and `SubscriptionStore.save_options`.
         """
         async with self._subscribing:
-            found = self.subscriptions.get(name)
-            if found is None:
+            if name not in self.subscriptions:
                 await asyncio.to_thread(
                     self._context.store.plan,
                     self.parsed,
@@ -587,7 +584,6 @@ class ServedTopic:
                     owned=self.owned,
                 )
                 return
-            check(found)
             found = self.reliable_subscription(name)
             if policy is not None:
                 await found.set_policy(policy)
