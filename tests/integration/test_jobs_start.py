@@ -27,7 +27,7 @@ def jobs(directory, kind):
         [sys.executable, str(script), str(directory), kind],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=560,
         # Any free port instead of a fixed one.
         env={**ENVIRONMENT, "SPARK_TESTING": "1"},
         check=False,
@@ -36,6 +36,7 @@ def jobs(directory, kind):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.timeout(600)
 def test_every_job_runs_through_spark_connect(tmp_path):
     found = jobs(tmp_path / "connect", "connect")
     topics = found.pop("topics")
@@ -58,6 +59,7 @@ def test_every_job_runs_through_spark_connect(tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 def test_jobs_do_the_same_on_classic_and_connect(tmp_path):
     assert jobs(tmp_path / "classic", "classic") == jobs(tmp_path / "connect", "connect")
 
@@ -68,7 +70,7 @@ def run(place, *words, **environment):
         [sys.executable, "-c", program, "pipeline", *words, "--config", place.config],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         env={**ENVIRONMENT, **environment},
         check=False,
     )

@@ -303,11 +303,14 @@ class Committer:
         appended = self._commit_by_brokers(by_brokers) if by_brokers else {}
         if here:
             appended |= self._commit_here({topic: staged[topic] for topic in here})
+        self._remove_files(staged)
+        return appended
+
+    def _remove_files(self, staged: Mapping[str, StagedBatch]) -> None:
         remove_staged(
             self.place.history().objects,
             (file.key for batch in staged.values() for file in batch.files),
         )
-        return appended
 
     def _topics_here(self, staged: Iterable[str]) -> list[str]:
         """Returns the topics that no broker appends to."""
@@ -381,10 +384,12 @@ class Committer:
                 self._sweep_shared(log, first)
         return appended
 
-    def _check_topics(self, staged: Iterable[str], existing: Collection[str]) -> None:
+    def _check_topics(self, staged: Mapping[str, StagedBatch], existing: Collection[str]) -> None:
         """Checks for missing topics before the first one is written."""
         missing = [topic for topic in staged if topic not in existing]
         if missing and not self.creates:
+            # No topic was begun with these files, so that no later commit needs them.
+            self._remove_files(staged)
             raise NotFoundError(
                 f"topic {missing[0]} does not exist",
                 topic=missing[0],
