@@ -156,7 +156,7 @@ def test_unknown_option_is_refused_with_the_nearest():
         ("kafka.bootstrap.servers", "set config (a data directory or an ister.yml) or broker"),
         ("kafka.sasl.mechanism", "it configures Kafka's client, which Ister does not use"),
         ("kafka.group.id", "a stream's position is in its checkpoint"),
-        ("maxRecordsPerPartition", "splitBytes bounds what a task reads"),
+        ("maxRecordsPerPartition", "use splitBytes, which limits the bytes"),
         ("zzzzzz", "known: topic, topicPattern, assign, config"),
         ("checkpointlocation", "unknown option 'checkpointlocation'"),
     ]:

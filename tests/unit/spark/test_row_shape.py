@@ -103,7 +103,7 @@ def test_payload_that_is_not_utf8_is_null_with_a_reason(home):
         (1, None, "not UTF-8: byte 1"),
         (2, "two", None),
     ]
-    with pytest.raises(InvalidRequestError, match=r"not of its format: not UTF-8: byte 1") as error:
+    with pytest.raises(InvalidRequestError, match=r"invalid payload: not UTF-8: byte 1") as error:
         read(home, payloadFormat="text", payloadErrors="fail", columns="payload")
     assert (error.value.topic, error.value.offset) == (A, 1)
 
@@ -247,7 +247,7 @@ def test_schema_and_options_must_agree(home):
         (with_payload(BinaryType(), error), {}, "payload_error is for a payload that is text"),
         (StructType([error]), {}, "payload_error is for a payload that is text"),
         (with_payload(StringType(), error), {"payloadErrors": "fail"}, "payload_error is for"),
-        (StructType([StructField("payload", ORDER, nullable=False)]), {}, "may be null, as json"),
+        (StructType([StructField("payload", ORDER, nullable=False)]), {}, "omit NOT NULL"),
         (row_schema(["offset"]), {"columns": "payload"}, "name different columns"),
     ]:
         with case(schema, options, text), pytest.raises(InvalidRequestError, match=text):
