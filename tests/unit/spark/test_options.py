@@ -503,7 +503,7 @@ def test_offsets_that_mean_nothing_are_refused():
         ("[1]", ("startingOffsets is '[1]'",)),
         ('{"/default/a": 1', ("earliest, latest, or JSON",)),
         ("[" * 100_000, ("earliest, latest, or JSON",)),
-        ('{"/default/a": -3}', ("startingOffsets has -3 for a topic", "-2 or earliest")),
+        ('{"/default/a": -3}', ("startingOffsets has -3 for a topic", "earliest (or -2)")),
         ('{"/default/a": 9223372036854775808}', ("has 9223372036854775808 for a topic",)),
         ('{"/default/a": 1.0}', ("has 1.0 for a topic",)),
         ('{"/default/a": true}', ("has True for a topic",)),

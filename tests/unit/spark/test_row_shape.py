@@ -343,7 +343,9 @@ def test_attributes_as_headers(home):
 def test_table_with_options_explains_itself(home):
     created = {"owner": "me", "provider": "ister"}
     assert IsterDataSource(created).schema() == row_schema(None)
-    with pytest.raises(UnsupportedOperationError, match=r"'topic'.*without OPTIONS.*WITH \(config"):
+    with pytest.raises(
+        UnsupportedOperationError, match=r": topic; .*without OPTIONS.*WITH \(config"
+    ):
         IsterDataSource(created | {"topic": A, "option.topic": A}).schema()
     with pytest.raises(IsterError, match=r"no option is given.*SELECT \* FROM t WITH"):
         IsterDataSource({}).reader(row_schema(None))
