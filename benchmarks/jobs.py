@@ -70,7 +70,7 @@ _SCRUBBED_TOPICS: Final = 4
 _SCRUBBED_BYTES: Final = GIB
 """Of each topic: a Spark job takes tenths of a second, in which a gigabyte is read."""
 _MANY_BYTES: Final = 64 * KIB
-"""Of each of the topics whose commits are counted."""
+"""The size of each of the topics whose commits are counted."""
 _WARM_UP_BYTES: Final = 2 * MIB
 _WARM_UP: Final = "/default/warm"
 _ROUNDS: Final = 5

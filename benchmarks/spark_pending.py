@@ -1,4 +1,4 @@
-"""What a trigger costs a stream that is far behind; part of `ister bench spark`, without Spark.
+"""What a trigger of a stream costs that is far behind; part of `ister bench spark`, without Spark.
 
     latestOffset ─► partitions ─► latestOffset ─► …      for 400 and for 4,000 pending objects
 
@@ -40,7 +40,7 @@ _PUTS: Final = 100
 
 
 def describe_objects(directory: str, topic: str, count: int) -> None:
-    """Gives an existing, empty topic descriptors of so many objects of 1 MiB each."""
+    """Stores descriptors of `count` objects of 1 MiB each for an existing, empty topic."""
     with open_history(directory) as history:
         incarnation = history.topic(topic).record().incarnation
     name = TopicName.parse(topic)
@@ -75,7 +75,7 @@ def describe_objects(directory: str, topic: str, count: int) -> None:
 
 
 def run_triggers(directory: str, topic: str, *, triggers: int = _TRIGGERS) -> float:
-    """The processor time of some triggers at the beginning of a topic, in seconds."""
+    """Returns the processor time of triggers at the beginning of a topic, in seconds."""
     options = ReadOptions.parse(
         {
             "config": directory,

@@ -32,7 +32,7 @@ _COLUMNS: Final = "offset,publish_time,producer_name,payload"
 def measure_topics(
     run: Run, spark: SparkSession, *, rounds: int, written_bytes: int, report: str
 ) -> None:
-    """The same rows into many new topics, against few of them."""
+    """Compares a write of rows into many new topics with one into few."""
     batches = max(1, written_bytes // _MESSAGE_BYTES // _BATCH_ROWS // _TASKS)
     count = _TASKS * batches * _BATCH_ROWS
     source = spark.read.format(NullSource.name()).options(

@@ -12,8 +12,9 @@ The query that is ported counts the clicks on each page:
         .load()
     )
 
-Three lines are different here: the format, the place of the data, and the topic's name, which has a
-namespace. The other options are the same. A `select` gives the columns Kafka's names.
+Three lines are different here: the format, the option that says where the data is, and the topic's
+name, which has a namespace. The other options are the same. A `select` gives the columns Kafka's
+names.
 
     python examples/spark_from_kafka.py [DIRECTORY]
 """
@@ -40,7 +41,7 @@ os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 
 
 def publish(directory: str) -> None:
-    """Fifty clicks in each of two partitions."""
+    """Publishes fifty clicks in each of two partitions."""
     with ister.open(directory) as log:
         for partition in range(2):
             topic = log.topic(f"{TOPIC}-part-{partition}", create=True)
@@ -53,7 +54,7 @@ def publish(directory: str) -> None:
 
 
 def read(spark: SparkSession, directory: str) -> DataFrame:
-    """The stream, with the columns of the Kafka source."""
+    """Returns the stream, with the columns of the Kafka source."""
     messages = (
         spark.readStream.format("ister")
         .option("config", directory)
@@ -94,7 +95,7 @@ def run(clicks: DataFrame, checkpoint: str) -> None:
     )
     query.awaitTermination()
     for progress in query.recentProgress:
-        # Kafka has maxOffsetsBehindLatest and so on in `metrics`; Spark asks Python for none.
+        # With Kafka these numbers are in `metrics`, which Spark has for Java sources only.
         (behind,) = offsets_behind(progress)
         print(f"{progress['numInputRows']} clicks, {behind.total} behind, at most {behind.max}")
     print("by page:", dict(sorted(by_page.items())))

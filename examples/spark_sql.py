@@ -27,20 +27,20 @@ os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 
 
 def publish(directory: str) -> None:
-    """A thousand orders, and one message that is none."""
+    """Publishes a thousand orders, and one message that is not an order."""
     with ister.open(directory) as log:
         topic = log.topic("/default/orders", create=True)
         for number in range(1000):
             order = {"order": number, "shop": SHOPS[number % 3], "amount": number % 39 + 0.25}
             topic.append(json.dumps(order).encode())
             if number == 599:
-                topic.upload()  # by itself it would happen within ten seconds
+                topic.upload()  # would also happen by itself, within ten seconds
         topic.append(b"no order at all")
 
 
 def ask(spark: SparkSession, directory: str) -> None:
     """Queries the orders in the payloads, and a view of the topic."""
-    # Typed: the payload is a struct. Messages that are no orders stay, with a reason.
+    # The payload as a struct. A message that is not an order is kept: null, with the reason.
     orders = (
         spark.read.format("ister")
         .option("config", directory)
@@ -60,7 +60,7 @@ def ask(spark: SparkSession, directory: str) -> None:
         GROUP BY shop ORDER BY shop
     """).show()
 
-    print("Messages that are no orders:")
+    print("Messages that are not orders:")
     spark.sql("""
         SELECT offset, payload_error FROM orders WHERE payload_error IS NOT NULL
     """).show(truncate=False)
@@ -68,8 +68,8 @@ def ask(spark: SparkSession, directory: str) -> None:
     # A view for each topic: `ister.default_orders`, with the columns of a message.
     register_views(spark, directory)
 
-    # Spark reads a topic from its beginning to its end unless options say otherwise. A range that
-    # options name is cut out before anything is fetched.
+    # `ister.messages` is the table behind the views. A range that options name is cut out before
+    # anything is fetched.
     print("From offset 900 on:")
     spark.sql(f"""
         SELECT count(*), min(offset), max(offset) FROM ister.messages WITH (

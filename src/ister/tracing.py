@@ -122,7 +122,7 @@ def start(service: str, environment: Mapping[str, str]) -> None:
 
 
 def is_wanted(environment: Mapping[str, str]) -> bool:
-    """Returns whether the environment says where spans go."""
+    """Returns whether the environment turns tracing on, with an endpoint for spans."""
     exporters = (environment.get("OTEL_TRACES_EXPORTER") or "otlp").split(",")
     return (
         any(environment.get(name) for name in _ENDPOINTS)

@@ -136,7 +136,7 @@ def test_spark_sql(tmp_path):
             for shop, amounts in sorted(amounts_by_shop(orders).items())
         ),
     ]
-    assert rows_of_table(printed, "Messages that are no orders:") == [
+    assert rows_of_table(printed, "Messages that are not orders:") == [
         ["offset", "payload_error"],
         ["1000", "not JSON: Expecting value at 0"],
     ]

@@ -13,7 +13,7 @@ _TAIL_BYTES: Final = 64 * KIB
 
 
 def read_end(store: ObjectStore, info: ObjectInfo, kind: FooterKind) -> tuple[bytes, FooterPlace]:
-    """The bytes of an object's footer, not checked yet, and what the trailer says about them.
+    """Returns the bytes of an object's footer, not checked yet, and its place from the trailer.
 
     Raises:
         NotFoundError: There is no such object.

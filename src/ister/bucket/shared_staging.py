@@ -1,4 +1,4 @@
-"""Staged files with rows of several topics: who still needs them, and their removal.
+"""Staged files with rows of several topics: which topics still need them, and their removal.
 
     file ─► footer: its topics ─► the writer's record in each ─► manifest: does it name the file?
 
@@ -36,7 +36,7 @@ _log = logging.getLogger("ister.bucket.shared_staging")
 
 
 def read_segments(store: ObjectStore, info: ObjectInfo) -> list[StagedSegment]:
-    """The segments of a staged file, by topic.
+    """Returns the segments of a staged file, by topic.
 
     Raises:
         NotFoundError: There is no such file.
@@ -48,14 +48,16 @@ def read_segments(store: ObjectStore, info: ObjectInfo) -> list[StagedSegment]:
 
 
 class StagedNeeds:
-    """Which staged files unfinished batches need. Used by one thread, for a moment.
+    """Finds out which staged files unfinished batches need. Not thread-safe.
+
+    What it has read is cached: use a new one for each sweep.
 
     Args:
         objects: The bucket.
         metadata: The metadata store.
         root_prefix: The prefix of its keys.
-        jobs_before: Batches of jobs that were begun before this time, in seconds, are not finished
-            any more; None if all are.
+        jobs_before: Batches of jobs whose record is older than this time, in seconds since the
+            epoch, are abandoned and need no files; None if no batch is abandoned.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class StagedNeeds:
         self._known: dict[tuple[str, str], frozenset[str]] = {}
 
     def has(self, info: ObjectInfo) -> bool:
-        """Whether an unfinished batch of any topic needs a file.
+        """Returns whether an unfinished batch of any topic needs a file.
 
         Raises:
             As `read_segments`; CorruptDataError also if a record or a manifest cannot be read.
@@ -121,10 +123,10 @@ def collect_shared_staging(
 ) -> list[str]:
     """Removes old staged files that no unfinished batch of any topic needs.
 
-    A file whose footer cannot be read is kept: nobody knows whose rows it has.
+    A file whose footer cannot be read is kept: its topics are not known.
 
     Returns:
-        Their keys.
+        The keys of the removed files.
 
     Raises:
         UnavailableError: A store does not answer; files that were not checked stay.

@@ -78,7 +78,7 @@ class ExportConfig:
         None,
         is_path=True,
         says="File with a JSON Schema whose properties become columns, or `registry` for each "
-        "topic's registered schema; without one, the envelope's.",
+        "topic's registered schema; without it, the payload is one column.",
     )
     catalog: Mapping[str, str] = setting(
         {},

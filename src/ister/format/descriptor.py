@@ -16,7 +16,7 @@ An object of the format `parquet` has an index entry for each row group (or for 
 and so on), at the position of its first page. `kept` is there only if messages of the range were
 left out on purpose: `latest-per-key`. Then `messages` is less than the range has offsets.
 `uncompressed_size` is the size of its row groups before compression, as Parquet's footer has it;
-an Ister that did not know it left it out.
+it is missing if an earlier Ister wrote the object.
 
 `publish_time_index[i]` is the highest publish time of all messages before `offset_index[i]`, so a
 search by time begins at the last entry below the wanted one. Both lists have at most

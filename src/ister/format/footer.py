@@ -1,4 +1,4 @@
-"""Footers: the end of an object that says what is in it.
+"""Footers: the table of contents at the end of an object.
 
     … │ footer │ trailer
 
@@ -7,7 +7,7 @@
 Numbers are little endian; a magic has eight bytes. The footer's crc is checked before the version:
 damage is never mistaken for a newer version.
 
-Owns: the trailer. Does not own: what is in a footer (`express`, `staged_rows`).
+Owns: the trailer. Does not own: what is in a footer (`express`, `staged_file`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FooterPlace(NamedTuple):
 
 
 class FooterKind(NamedTuple):
-    """A kind of objects that end with a footer."""
+    """A kind of object that ends with a footer."""
 
     magic: bytes
     version: int
@@ -41,13 +41,13 @@ class FooterKind(NamedTuple):
     """Names the object in errors: "an express object"."""
 
     def encode(self, footer: bytes, position: int) -> bytes:
-        """The end of an object, from `position` on: the footer and the trailer."""
+        """Returns the end of an object, from `position` on: the footer and the trailer."""
         check(len(footer) <= self.bytes_max, f"a footer of {len(footer)} bytes")
         trailer = _TRAILER.pack(position, len(footer), crc32(footer), self.version, self.magic)
         return footer + trailer
 
     def find(self, data: bytes, size_bytes: int, *, path: str) -> FooterPlace:
-        """Reads the last bytes of an object of `size_bytes`.
+        """Parses the trailer, which is `data`, of an object of `size_bytes`.
 
         Raises:
             CorruptDataError: It is something else, or it is damaged; names `path`.
@@ -82,5 +82,5 @@ class FooterKind(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Names the object without its article."""
+        """The object's name, without an article."""
         return self.what.split(" ", 1)[1]

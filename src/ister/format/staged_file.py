@@ -5,8 +5,9 @@
     footer        JSON: {"topics": {"/default/a": [[position, length, rows], …], …}}
     trailer       see `ister.format.footer`; its magic is "ISTERSTG"
 
-A task writes one file. Whoever reads rows knows their segments already (`ister.format.manifest`).
-The footer is for whoever removes the file: it may go when no topic in it has a batch that needs it.
+A task writes one file. A reader of rows gets their segments from a manifest
+(`ister.format.manifest`). The footer is needed to remove the file: it may be removed when no topic
+in it has a batch that needs it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class StagedSegment(NamedTuple):
 
 
 def encode_footer(segments: Iterable[StagedSegment], position: int) -> bytes:
-    """The footer and the trailer of a staged file whose segments end at `position`."""
+    """Returns the footer and the trailer of a staged file whose segments end at `position`."""
     topics: dict[str, list[list[int]]] = {}
     for segment in segments:
         place = [segment.position, segment.length, segment.rows]
@@ -43,7 +44,7 @@ def encode_footer(segments: Iterable[StagedSegment], position: int) -> bytes:
 
 
 def decode_footer(data: bytes, place: FooterPlace, *, path: str) -> list[StagedSegment]:
-    """The segments of a staged file, by topic.
+    """Returns the segments of a staged file, by topic.
 
     Raises:
         CorruptDataError: The footer is damaged; names `path`.

@@ -4,10 +4,10 @@
     df.write / writeStream ──► options ─► tasks: staged rows ─► commit ─► the topic, once
 
 source           the data source: chooses readers and writers
-options          the options, checked
-option_values    the forms of their values
+options          parses and checks the options
+option_values    parses their values
 rows             the schema: columns and their Spark types
-row_shape        columns that messages do not have: text and JSON payloads, headers
+row_shape        derived columns: text and JSON payloads, headers
 payload_schema   the type of a JSON payload, also from the schema registry
 batch, stream    the readers of `spark.read` and `spark.readStream`
 pushdown         a batch reader that takes filters
@@ -28,8 +28,8 @@ payload, avro    payloads as columns and back
 jobs             the pipeline
 tables           export targets: Parquet, Iceberg, Delta
 
-Spark finds the format by itself if `ister` is installed (`pyspark_ister`); `register` is for a
-session whose workers were started before.
+Spark finds the format by itself if `ister` is installed (`pyspark_ister`); `register` registers it
+explicitly in one session.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ __all__ = [
     "to_json_payload",
 ]
 
-# Each is loaded when it is asked for: a dry run of a job does without PySpark.
+# Each is imported on first use: a dry run of a job needs no PySpark.
 _HOMES: Final = {
     "IsterDataSource": "source",
     "OffsetsBehind": "lag",
@@ -95,7 +95,7 @@ def __getattr__(name: str) -> object:
 
 def _load(name: str) -> object:
     try:
-        import_module(f"{__name__}.compat")  # which refuses a Spark that is too old
+        import_module(f"{__name__}.compat")  # raises for a Spark that is too old
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     except ImportError as error:
         raise missing_extra("ister.spark", "spark", error) from error

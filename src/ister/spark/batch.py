@@ -60,8 +60,8 @@ def plan_partitions(
 ) -> list[InputPartition]:
     """Plans ranges of topics as the partitions that Spark hands to its tasks.
 
-    A given `split_bytes` counts as it is. The default is made smaller for a read that would leave
-    some of a few slots idle.
+    A given `split_bytes` is used as it is. The default is reduced for a read that would otherwise
+    have fewer partitions than a small cluster has slots.
     """
     identities = {head.topic: head.identity for head in heads}
     planned = plan(
@@ -78,7 +78,7 @@ def read_rows(
 ) -> Iterator[pa.RecordBatch]:
     """Reads a partition as batches of the Arrow schema that Spark expects. Called in a task.
 
-    `shape` makes the columns of the schema, if they are not those of messages.
+    `shape` derives the columns of the schema, if they are not those of messages.
     """
     if not isinstance(partition, PlannedPartition):
         return  # what Spark makes of an empty list of partitions

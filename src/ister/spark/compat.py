@@ -1,7 +1,7 @@
 """What differs between the Spark versions that Ister supports: 4.0, 4.1, 4.2 and 4.3.
 
-Owns: names that only some versions have, and what stands in for them; the Arrow types of Spark's
-types, for which PySpark has no public function. Does not own: what readers and writers do.
+Owns: substitutes for names that only some versions have; the Arrow types of Spark's types, for
+which PySpark has no public function. Does not own: what readers and writers do.
 
 Other modules of `ister.spark` import from here what only some versions have, and otherwise use
 public names of PySpark alone. What came when:
@@ -9,9 +9,9 @@ public names of PySpark alone. What came when:
     4.1  filter pushdown; `arrow_udf`
     4.2  limits of a stream (`latestOffset` with a start), several batches of `availableNow`
 
-A class that stands in for a missing one makes a reader or writer definable; that Spark does not
-call its methods. Older versions call `latestOffset` without a start: `ister.spark.stream` knows its
-position itself.
+A reader or writer can inherit from the substitute of a missing class; a Spark without the class
+does not call its methods. Before 4.2 Spark calls `latestOffset` without a start, and
+`ister.spark.stream` keeps the position.
 """
 
 from __future__ import annotations
@@ -102,23 +102,23 @@ except ImportError:
 
     @dataclass
     class ReadAllAvailable(ReadLimit):  # type: ignore[no-redef]
-        """Everything."""
+        """No limit: everything that is there."""
 
     @dataclass
     class ReadMaxRows(ReadLimit):  # type: ignore[no-redef]
-        """At most so many messages."""
+        """A limit: at most `max_rows` messages."""
 
         max_rows: int
 
     @dataclass
     class ReadMaxBytes(ReadLimit):  # type: ignore[no-redef]
-        """At most so many bytes."""
+        """A limit: at most `max_bytes` bytes."""
 
         max_bytes: int
 
     @dataclass
     class ReadMinRows(ReadLimit):  # type: ignore[no-redef]
-        """At least so many messages."""
+        """A minimum: at least `min_rows` messages."""
 
         min_rows: int
 
@@ -140,15 +140,15 @@ else:
 
 
 def require_spark(version: str, what: str, *, is_met: bool) -> None:
-    """Refuses what this Spark cannot do.
+    """Raises an error if this version of Spark lacks a feature.
 
     Args:
-        version: The first version that can.
-        what: What it is, as the beginning of a sentence.
-        is_met: Whether this Spark can.
+        version: The first version that has the feature.
+        what: The feature, as the subject of a sentence.
+        is_met: Whether this version has it.
 
     Raises:
-        UnsupportedOperationError: It cannot.
+        UnsupportedOperationError: This version lacks the feature.
     """
     if not is_met:
         raise UnsupportedOperationError(
@@ -176,10 +176,10 @@ _ARROW: Final[dict[type[DataType], pa.DataType]] = {
 
 
 def arrow_type_of(kind: DataType) -> pa.DataType:
-    """Returns the Arrow type that Spark takes and gives for a type; times are in UTC.
+    """Returns the Arrow type in which Spark exchanges a Spark type; timestamps are in UTC.
 
     Raises:
-        UnsupportedOperationError: It is a type that neither messages nor Avro have.
+        UnsupportedOperationError: Neither messages nor Avro have this type.
     """
     if isinstance(kind, DecimalType):
         return pa.decimal128(kind.precision, kind.scale)
@@ -194,12 +194,12 @@ def arrow_type_of(kind: DataType) -> pa.DataType:
         return pa.struct(list(arrow_schema_of(kind)))
     found = _ARROW.get(type(kind))
     if found is None:
-        raise UnsupportedOperationError(f"{kind.simpleString()} has no Arrow type here")
+        raise UnsupportedOperationError(f"{kind.simpleString()} has no Arrow type in Ister")
     return found
 
 
 def arrow_schema_of(schema: StructType) -> pa.Schema:
-    """Returns the Arrow schema of rows that Spark takes and gives."""
+    """Returns the Arrow schema in which Spark exchanges rows."""
     return pa.schema(
         [_field(field.name, field.dataType, nullable=field.nullable) for field in schema.fields]
     )
@@ -223,15 +223,15 @@ def with_arrow_column(
 ) -> DataFrame:
     """Adds a column that a function computes from Arrow arrays, a batch at a time.
 
-    Spark 4.0 has no such function of columns. There a step over whole rows computes it, which
-    reads every column, and behind which a watermark of `df` is not known any more.
+    Spark 4.0 has no `arrow_udf`. There `mapInArrow` computes the column, which reads every column
+    of `df` and loses its watermark.
 
     Args:
-        df: The rows, a stream or not.
-        name: Of the new column; `df` has none of this name.
+        df: The rows, of a batch or a stream.
+        name: The new column's name, which no column of `df` has.
         function: Called in tasks with an array for each argument; returns one of the same length.
         kind: The type of the column.
-        *arguments: What the function is called with.
+        *arguments: The columns to pass to the function.
     """
     if hasattr(F, "arrow_udf"):
         return df.withColumn(name, F.arrow_udf(function, kind)(*arguments))

@@ -1,6 +1,6 @@
 """How far a streaming query is behind: from the progress that Spark reports.
 
-Owns: the reading of a progress report. Spark asks a Python data source for no metrics (4.0 to 4.3:
+Owns: how a progress report is read. Spark asks a Python data source for no metrics (4.0 to 4.3:
 `metrics` in a progress is always empty), but reports the end of each micro-batch and, from 4.2 on,
 the end of the topics beside it.
 """
@@ -27,33 +27,38 @@ class OffsetsBehind:
 
     @property
     def total(self) -> int:
-        """Over all topics."""
+        """Unread messages of all topics."""
         return sum(self.by_topic.values())
 
     @property
     def max(self) -> int:
-        """Of the topic that is farthest behind: Kafka's `maxOffsetsBehindLatest`."""
+        """Unread messages of the topic with the most; Kafka's `maxOffsetsBehindLatest`."""
         return max(self.by_topic.values(), default=0)
 
     @property
     def min(self) -> int:
-        """Of the topic that is least behind: Kafka's `minOffsetsBehindLatest`."""
+        """Unread messages of the topic with the fewest; Kafka's `minOffsetsBehindLatest`."""
         return min(self.by_topic.values(), default=0)
 
     @property
     def avg(self) -> float:
-        """Over the topics: Kafka's `avgOffsetsBehindLatest`."""
+        """Average number of unread messages of a topic; Kafka's `avgOffsetsBehindLatest`."""
         return self.total / len(self.by_topic) if self.by_topic else 0.0
 
 
 def offsets_behind(
     progress: StreamingQueryProgress | Mapping[str, object] | str | None,
 ) -> list[OffsetsBehind]:
-    """Returns how far each source of `format("ister")` is behind, in the order of the query.
+    """Returns how many messages each source of `format("ister")` in a query has not read.
+
+    Before Spark 4.2 a progress does not say where topics end, and all numbers are 0.
 
     Args:
-        progress: `query.lastProgress`, `event.progress` of a listener, or its JSON; None, which
-            Spark returns before the first micro-batch, has no sources.
+        progress: `query.lastProgress`, `event.progress` of a listener, or its JSON; or None, as
+            before the first micro-batch.
+
+    Returns:
+        An entry for each such source, in the order of the query's sources; none for None.
     """
     found: list[OffsetsBehind] = []
     for source in _sources(progress):
@@ -83,7 +88,7 @@ def _sources(
 
 
 def _offset(value: object) -> StreamOffset | None:
-    """Returns an offset of this source; None if it is one of another."""
+    """Parses an offset of `format("ister")`; None if another source wrote it."""
     try:
         if isinstance(value, str):
             return StreamOffset.from_json_text(value)

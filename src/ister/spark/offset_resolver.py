@@ -343,7 +343,8 @@ class OffsetResolver:
     def range_of(self, head: Head, start: int, end: int, *, is_partial: bool = False) -> TopicRange:
         """Returns a range of a topic, with the objects that overlap it.
 
-        With `is_partial` they are read while they are consumed, once: for one who may stop early.
+        With `is_partial` their descriptors are read lazily, and only once: for a caller that may
+        stop early.
         """
         topic = self._topic(head)
         read = topic.walk_descriptors if is_partial else topic.descriptors

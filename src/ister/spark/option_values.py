@@ -1,6 +1,6 @@
 """Values of options: texts as numbers, sizes, times, durations, offsets and words.
 
-Owns: the forms that a text may have, the bounds, and the words of the errors. Does not own: which
+Owns: the syntax of values, their bounds, and the error texts. Does not own: which
 options there are, and what they are for (`options`). Nothing here does I/O.
 
 A function `as_…` takes the option's name, for errors, and its text.
@@ -37,7 +37,7 @@ PAYLOAD_ERROR: Final = "payload_error"
 """The column that says why a payload is null."""
 
 READABLE_COLUMNS: Final = (*COLUMNS, HEADERS, PAYLOAD_ERROR)
-"""The columns that a read can have: those of a message, and two that are derived."""
+"""The columns that a read can have: those of a message, and two derived ones."""
 
 OffsetWord: TypeAlias = Literal["earliest", "latest"]
 """An end of a topic."""
@@ -106,7 +106,7 @@ class ByTopic(Generic[_Value]):
         """Checks that all named topics and partitions were found.
 
         Raises:
-            InvalidRequestError: One was not.
+            InvalidRequestError: One was not found.
         """
         found = set(topics)
         known = found | {base for topic in found if (base := base_of_partition(topic)) is not None}
@@ -142,7 +142,7 @@ TimesOption: TypeAlias = ByTopic[int]
 
 
 def refuse_twice(name: str, items: Iterable[str]) -> None:
-    """Refuses a list that names something twice."""
+    """Raises an error if a list names something twice."""
     seen: set[str] = set()
     for item in items:
         if item in seen:
@@ -153,15 +153,17 @@ def refuse_twice(name: str, items: Iterable[str]) -> None:
 def refuse_word(
     name: str, value: int | OffsetWord, refused: OffsetWord | None, *, topic: str | None = None
 ) -> None:
-    """Refuses an end of a topic at which a batch would be empty."""
+    """Raises an error for `earliest` or `latest` where it makes a batch empty."""
     if refused is not None and value == refused:
         raise InvalidRequestError(
-            f"{name} of a batch cannot be {refused}", topic=topic, hint="there is nothing to read"
+            f"{name} of a batch cannot be {refused}",
+            topic=topic,
+            hint="the batch would be empty; use an offset, or omit the option",
         )
 
 
 def check_order(starting: OffsetsOption, ending: OffsetsOption) -> None:
-    """Refuses a range that is reversed in a topic."""
+    """Raises an error if a topic's range ends before it starts."""
     for topic in starting.names():
         start, end = starting.of(topic), ending.of(topic)
         if isinstance(start, int) and isinstance(end, int) and start > end:
@@ -233,12 +235,10 @@ def as_size(name: str, text: str) -> int:
 
 
 def as_split_bytes(name: str, text: str) -> int:
-    """A number of bytes that is worth a task."""
+    """A number of bytes that is enough for a task."""
     size = as_size(name, text)
     if size < SPLIT_BYTES_MIN:
-        raise InvalidRequestError(
-            f"{name} is {size}", hint=f"at least {SPLIT_BYTES_MIN}: each task has a cost"
-        )
+        raise InvalidRequestError(f"{name} is {size}", hint=f"use at least {SPLIT_BYTES_MIN} bytes")
     return size
 
 
@@ -269,7 +269,7 @@ def as_subscription(name: str, text: str) -> str:
     """The name of a subscription."""
     if _SUBSCRIPTION.fullmatch(text) is None:
         raise InvalidRequestError(
-            f"{name} is {text!r}", hint="it has 1 to 120 ASCII letters, digits, '_' and '-'"
+            f"{name} is {text!r}", hint="use 1 to 120 ASCII letters, digits, '_' and '-'"
         )
     return text
 
@@ -299,10 +299,10 @@ def as_word(kind: type[_Word], name: str, text: str) -> _Word:
 
 
 def as_time_ms(name: str, text: str) -> int:
-    """Milliseconds since the epoch, of a time between two of them the later one.
+    """A time in milliseconds since the epoch, rounded up.
 
-    Both ends mean the first message published at or after the time, and messages know
-    milliseconds: rounding up keeps that meaning.
+    A start and an end both mean the first message published at or after the time. Publish times are
+    whole milliseconds, so rounding up does not change which message that is.
     """
     if _DIGITS.fullmatch(text):
         time_ms = int(text)
@@ -318,13 +318,13 @@ def as_time_ms(name: str, text: str) -> int:
     if not 0 <= time_ms <= _TIME_MS_MAX:
         raise InvalidRequestError(
             f"{name} is {text!r}",
-            hint="it lies between 1970 and 9999, and a bare number counts milliseconds",
+            hint="use a time between 1970 and 9999; a bare number counts milliseconds",
         )
     return time_ms
 
 
 def as_duration_ms(name: str, text: str) -> int:
-    """Milliseconds of a text such as `15m`; without a unit, as in Spark, it counts milliseconds."""
+    """A duration such as `15m`, in milliseconds, which are also the default unit as in Spark."""
     match = _DURATION.fullmatch(text)
     found = int(match[1]) * _DURATION_UNITS[(match[2] or "ms").lower()] if match else 0
     if not 1 <= found <= _DURATION_MS_MAX:
@@ -407,7 +407,9 @@ def _as_members(name: str, text: str, *, hint: str) -> list[tuple[str, object]]:
 def _as_partition(name: str, topic: str, number: object) -> int:
     if isinstance(number, bool) or _PARTITION.fullmatch(str(number)) is None:
         raise InvalidRequestError(
-            f"{name} has the partition {number!r}", topic=topic, hint="a number from 0 on"
+            f"{name} has the partition {number!r}",
+            topic=topic,
+            hint="use a partition's number, from 0",
         )
     return int(str(number))
 
@@ -425,7 +427,7 @@ def _as_offset(name: str, topic: str, value: object) -> int | OffsetWord:
     raise InvalidRequestError(
         f"{name} has {value!r} for a topic",
         topic=topic,
-        hint="an offset from 0 on, -2 or earliest, -1 or latest",
+        hint="use an offset, earliest (or -2), or latest (or -1)",
     )
 
 

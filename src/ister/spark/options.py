@@ -4,11 +4,11 @@ Owns: the names and defaults of all options, and which of them go together. Does
 of values (`option_values`); what exists (topics, offsets, files); nothing here does I/O, so a wrong
 option is refused before anything is opened.
 
-Names are those of Spark's Kafka source where it has one, or its name is another name for ours
-(`ALIASES`). Spark passes options as lower-case text
-and ignores misspelt ones; so names are compared without regard to case, errors use the proper
-spelling, and an option that is unknown, empty, or of the other direction or mode is refused. The
-results can be pickled: Spark sends them to its workers.
+An option that Spark's Kafka source has, too, has the same name here, or accepts that name as an
+alias (`ALIASES`). Spark passes options as lower-case text and ignores misspelt ones; so names are
+compared without regard to case, errors use the proper spelling, and an option that is unknown,
+empty, or of the other direction or mode is refused. The results can be pickled: Spark sends them to
+its workers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ TRIGGER_DELAY_MS_DEFAULT: Final = 15 * 60_000
 
 
 class PayloadFormat(StrEnum):
-    """What the column `payload` is."""
+    """How the column `payload` is read."""
 
     BINARY = "binary"
     TEXT = "text"
@@ -70,7 +70,7 @@ class PayloadFormat(StrEnum):
 
 
 class PayloadErrors(StrEnum):
-    """What becomes of a payload that is not of its format."""
+    """What to do with a payload that is not valid text or JSON."""
 
     NULL = "null"
     COLUMN = "column"
@@ -78,7 +78,7 @@ class PayloadErrors(StrEnum):
 
 
 class TimeStrategy(StrEnum):
-    """What a start is for which no message is new enough."""
+    """Where to start if no message is as new as the starting time."""
 
     ERROR = "error"
     LATEST = "latest"
@@ -87,8 +87,8 @@ class TimeStrategy(StrEnum):
 READ_OPTIONS: Final[Mapping[str, str]] = {
     "topic": "topics to read: /namespace/topic names, separated by commas",
     "topicPattern": "regular expression that matches whole topic names",
-    "assign": "partitions to read, JSON of numbers by topic; a topic without partitions has the "
-    "partition 0",
+    "assign": "partitions to read, as JSON of partition numbers per topic; a topic without "
+    "partitions has partition 0",
     "config": "path of an ister.yml or of a data directory; load(path) sets it, too",
     "broker": "Flight addresses of brokers, host:port, separated by commas (default: those in the "
     "metadata store)",
@@ -116,19 +116,19 @@ READ_OPTIONS: Final[Mapping[str, str]] = {
     "columns": "columns to read, separated by commas (default: all)",
     "includeHeaders": "add a column headers: the attributes in the form of Kafka's headers "
     "(default: false)",
-    "payloadFormat": "what the column payload is: binary, text (a string in UTF-8), or json (a "
-    "struct by payloadSchema) (default: binary, or by the type of payload in a given schema)",
+    "payloadFormat": "format of payloads: binary, text (UTF-8, as a string), or json (as a struct; "
+    "see payloadSchema) (default: the one for the type of payload in a given schema, or binary)",
     "payloadSchema": "fields of a JSON payload: DDL such as 'id BIGINT, note STRING', a JSON "
     "Schema, or registry for the topic's schema in the schema registry",
-    "payloadErrors": "what becomes of a payload that is not of its format: null, column (null, and "
-    "the reason in a column payload_error), or fail (default: null)",
+    "payloadErrors": "what to do with a payload that is not valid text or JSON: null, column "
+    "(null, with the reason in a column payload_error), or fail (default: null)",
     "pushdown": "let Spark push filters down; for a DataFrame that is scanned once (batch only; "
     "default: false)",
     "failOnDataLoss": "fail if messages to read are gone; otherwise log a warning and continue "
     "(default: true)",
     "includeTail": "also read what is not in the bucket yet (default: true)",
-    "subscription": "subscription whose cursor shows the stream's position and holds retention "
-    "(stream only)",
+    "subscription": "subscription whose cursor follows the stream, so that local files are kept "
+    "until they are read (stream only)",
 }
 """The options of a read, each with a description."""
 
@@ -186,7 +186,7 @@ _FOREIGN_NAMES: Final[Mapping[str, str]] = {
     "service.url": "Ister calls it broker",
     "maxrowspertrigger": "Ister calls it maxMessagesPerTrigger",
     "predefinedsubscription": "Ister calls it subscription",
-    "maxrecordsperpartition": "splitBytes bounds what a task reads",
+    "maxrecordsperpartition": "use splitBytes, which limits the bytes that a task reads",
     "groupidprefix": "a stream's position is in its checkpoint; subscription shows it to others",
     "kafka.group.id": "a stream's position is in its checkpoint; subscription shows it to others",
     "kafka.bootstrap.servers": "Ister does not read from Kafka's brokers: set config (a data "
@@ -225,10 +225,10 @@ class ReadOptions:
     ending_timestamp_ms: int | None = None
     """Takes precedence over `ending_offsets`."""
     starting_times: TimesOption = field(default_factory=ByTopic)
-    """Come between `starting_timestamp_ms` and `starting_offsets`."""
+    """Take precedence over `starting_offsets`, but not over `starting_timestamp_ms`."""
     ending_times: TimesOption = field(default_factory=ByTopic)
     time_must_match: bool = False
-    """Whether a starting time that no message has reached is an error, and not the end."""
+    """Whether to fail if no message is as new as the starting time, or else start at the end."""
     max_messages_per_trigger: int | None = None
     max_bytes_per_trigger: int | None = None
     """A soft limit; if both are given, both apply."""
@@ -237,7 +237,7 @@ class ReadOptions:
     """How long a stream waits for `min_messages_per_trigger`."""
     min_partitions: int | None = None
     split_bytes: int | None = None
-    """None: the default, and less where that leaves a small cluster idle."""
+    """None: the default, or less if that would leave a small cluster partly idle."""
     columns: tuple[str, ...] | None = None
     """None for all, or for those of the user's schema."""
     include_headers: bool = False
@@ -553,33 +553,34 @@ class _Given:
         return TRIGGER_DELAY_MS_DEFAULT if found is None else found
 
     def payload(self) -> tuple[PayloadFormat | None, str | None, PayloadErrors]:
-        """Returns the format of payloads, their schema, and what becomes of others."""
+        """Returns `payloadFormat`, `payloadSchema` and `payloadErrors`."""
         form = self.get("payloadFormat", partial(as_word, PayloadFormat))
         schema = self.get("payloadSchema", as_text)
         if schema is not None and form is None:
             form = PayloadFormat.JSON
         if schema is not None and form is not PayloadFormat.JSON:
             raise InvalidRequestError(
-                f"payloadSchema is given, and payloadFormat is {form}", hint="payloadFormat=json"
+                f"payloadSchema is given, and payloadFormat is {form}",
+                hint="set payloadFormat to json, or omit payloadSchema",
             )
         errors = self.get("payloadErrors", partial(as_word, PayloadErrors))
         if errors is not None and form is PayloadFormat.BINARY:
             raise InvalidRequestError(
                 "payloadErrors is given, and payloadFormat is binary",
-                hint="bytes are of no format; text and json may be wrong",
+                hint="set payloadFormat to text or json, or omit payloadErrors",
             )
         return form, schema, errors or PayloadErrors.NULL
 
 
 def _check_named(name: str, found: ByTopic[_Value], topics: tuple[str, ...]) -> None:
-    """Refuses JSON that names a topic which the option `topic` does not."""
+    """Raises an error if JSON names a topic that the option `topic` does not."""
     for topic in found.topics():
         # The name of a partitioned topic stands for its partitions.
         if topics and topic not in topics and base_of_partition(topic) not in topics:
             raise InvalidRequestError(
                 f"{name} names a topic that is not in the option topic",
                 topic=topic,
-                hint=f"it reads {', '.join(topics)}",
+                hint=f"the option topic names {', '.join(topics)}",
             )
 
 

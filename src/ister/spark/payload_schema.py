@@ -5,7 +5,7 @@
                     registry                   the newest version of the topic's schema
 
 Owns: how the option `payloadSchema` becomes a type. Does not own: the registry's records
-(`ister.topic.schema_records`); which values fit (`row_shape`).
+(`ister.topic.schema_records`); how payloads are parsed (`row_shape`).
 Runs on the driver. Only `registry` does I/O.
 """
 
@@ -54,7 +54,7 @@ def payload_type(options: ReadOptions) -> DataType | str | None:
     """Returns the type of the column `payload`, or its DDL; None for binary.
 
     Raises:
-        InvalidRequestError: There is no schema for JSON, or it is not one of an object.
+        InvalidRequestError: `payloadSchema` is missing, or is not the schema of an object.
         NotFoundError: With `registry`: a topic does not exist, or has no schema.
         UnavailableError: With `registry`: the metadata store does not respond.
     """
@@ -66,7 +66,7 @@ def payload_type(options: ReadOptions) -> DataType | str | None:
     if text is None:
         raise InvalidRequestError(
             "payloadFormat is json, and payloadSchema is not set",
-            hint="DDL such as 'id BIGINT, note STRING', a JSON Schema, or registry",
+            hint="set it to DDL such as 'id BIGINT, note STRING', a JSON Schema, or registry",
         )
     if text.lower() == _REGISTRY:
         place = find_place(options.config, options.brokers)
@@ -91,7 +91,7 @@ def _find_json_schema(place: Place, topic: str) -> dict[str, object]:
         raise InvalidRequestError(
             f"the topic's schema {found.subject!r} is {found.schema_type}, not a JSON Schema",
             topic=topic,
-            hint="from_avro_payload(df, schema) reads Avro",
+            hint="for Avro, use from_avro_payload(df, schema)",
         )
     schema: dict[str, object] = json.loads(found.definition)
     return schema

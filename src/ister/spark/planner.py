@@ -14,9 +14,9 @@ An object is cut at entries of its index only, which are where frames begin: a t
 the middle of an object finds a frame there, and two tasks do not read the same bytes. An object in
 Parquet is cut between row groups. What is not tiered has no index and is cut by offsets.
 
-Partitions are sized by weight: the bytes that a task has to decode, which of Parquet are those
-before compression, and a fixed number of bytes for every slice but the first, because opening an
-object takes time too. A topic that is heavier than one partition is divided in its order into
+Partitions are sized by weight: the bytes that a task has to decode (those of Parquet before
+compression), and a fixed number of bytes for every slice but the first, because opening an object
+takes time, too. A topic that is heavier than one partition is divided in its order into
 partitions of its own. Its last one and all small topics are spread over the other partitions, the
 heaviest first, each into the lightest partition.
 
@@ -53,12 +53,12 @@ from ister.limits import KIB, MIB
 SPLIT_BYTES_DEFAULT: Final = 64 * MIB
 """About what a partition weighs."""
 SLOTS_ASSUMED: Final = 8
-"""How many tasks a cluster is taken to run at once if nobody says."""
+"""Number of tasks that a cluster is assumed to run at once, if it is not known."""
 
 _OPEN_BYTES: Final = 256 * KIB
 """What opening an object weighs. The first byte of a GET comes after 10 to 20 ms from a bucket, and
-after half a millisecond of processor time from a directory; a task decodes 1 to 2 MiB in the one,
-and 50 KiB in the other. A task costs some 50 ms itself. With this weight it opens at most 256 small
+after half a millisecond of processor time from a directory; in that time a task decodes 1 to
+2 MiB, or 50 KiB. A task costs some 50 ms itself. With this weight it opens at most 256 small
 objects, which takes a few seconds at worst and twice its own cost at best."""
 _OPENS_MAX: Final = SPLIT_BYTES_DEFAULT // _OPEN_BYTES
 """Where the target is small, opening weighs this part of it: tasks still take small objects."""
@@ -149,7 +149,7 @@ def plan(
     Args:
         ranges: One for each topic, or several that ascend.
         split_bytes: About what a partition weighs.
-        min_partitions: At least so many partitions, where the indexes allow it.
+        min_partitions: The minimum number of partitions, where the indexes allow it.
         slots: How many tasks run at once: a target below `split_bytes` gives each of them
             something to do, if there is enough.
 
@@ -210,7 +210,7 @@ def limit_messages(
 def limit_bytes(ranges: Sequence[TopicRange], max_bytes: int) -> dict[str, int]:
     """How far a micro-batch goes in each topic if it may read about so many bytes in all.
 
-    Topics get shares in proportion to the bytes that they have pending, of objects by the size of
+    Topics get shares in proportion to their pending bytes, which for objects are estimated from
     the first one's messages; what a topic does not need of its share goes to the others. A topic
     goes up to the last index entry within its share, in the tail by the average size of a message,
     and at least one index block (or one message of the tail) far: a limit slows a stream and never
@@ -223,7 +223,7 @@ def limit_bytes(ranges: Sequence[TopicRange], max_bytes: int) -> dict[str, int]:
 
     Raises:
         DataGapError: Offsets of a range are in none of its objects; names the first such gap. Gaps
-            behind the batch are not looked for.
+            after the batch are not detected.
     """
     by_topic: dict[str, list[TopicRange]] = {}
     for item in ranges:
@@ -292,7 +292,7 @@ class _ObjectPiece:
 
     @property
     def weight(self) -> int:
-        """Its share of what the object has to be decoded to."""
+        """Its share of the object's bytes before compression."""
         if self.descriptor.format != FORMAT_PARQUET:
             return self.bytes
         return self.bytes * self._object_weight // max(self.descriptor.size_bytes, 1)
@@ -302,7 +302,7 @@ class _ObjectPiece:
         return max(weigh(self.descriptor, FORMAT_FRAMES), 1)
 
     def _to_bytes(self, weight: int) -> int:
-        """How many of its bytes have this weight; at least one."""
+        """Converts a weight to a number of its bytes; at least one."""
         if self.descriptor.format != FORMAT_PARQUET:
             return max(weight, 1)
         return max(weight * self.descriptor.size_bytes // self._object_weight, 1)
@@ -499,7 +499,7 @@ def _gap(item: TopicRange, start: int, end: int) -> DataGapError:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """What partitions are measured by."""
+    """The weight that partitions may have, and what opening an object adds to it."""
 
     target: int
     """The most that a partition should weigh."""
@@ -654,7 +654,7 @@ def _share(weights: Mapping[str, int], amount: int) -> dict[str, int]:
 
 
 class _Pending:
-    """What a topic has pending, taken from its start on."""
+    """The pending messages of a topic, which a micro-batch takes from the start on."""
 
     def __init__(self, ranges: Sequence[TopicRange]) -> None:
         self._ranges = ranges
@@ -677,7 +677,7 @@ class _Pending:
         return self._first.end_of_first()
 
     def estimate(self) -> int:
-        """About how many bytes are left; of objects behind the next one, by their messages."""
+        """Estimates the bytes that are left; objects after the next one by their messages."""
         piece = self._piece
         if piece is None:
             return 0
@@ -686,7 +686,7 @@ class _Pending:
         return piece.bytes + objects * piece.bytes // (piece.end - piece.start) + tails
 
     def take(self, share: int) -> None:
-        """Goes as far as another `share` bytes last."""
+        """Takes up to `share` more bytes."""
         self.unused += share
         while (piece := self._piece) is not None:
             if piece.bytes > self.unused:

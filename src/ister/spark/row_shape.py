@@ -1,14 +1,14 @@
-"""The columns of a read that are not as messages have them: text and JSON payloads, headers.
+"""Columns that are derived from those of messages: text and JSON payloads, headers.
 
     columns of messages ─► RowShape, in the task ─► the columns of the schema
     payload, binary        text: a string · json: a struct · payload_error: why it is null
     attributes             headers: as the Kafka source has them
 
-Owns: which of a message's columns a read needs, and how the others follow from them. Does not own:
-the schema (`rows`), the parsing of JSON (`tables.json_rows`).
+Owns: which of a message's columns a read needs, and how columns are derived from them. Does not
+own: the schema (`rows`), the parsing of JSON (`tables.json_rows`).
 
-A payload that is not of its format never loses its row: it is null, with the reason in the column
-`payload_error` if the read has one, or fails the task with the message's offset. An empty JSON
+A row with an invalid payload is never dropped: the payload is null, with the reason in the column
+`payload_error` if the read has one, or the task fails and names the message's offset. An empty JSON
 payload is a tombstone: null, and no error.
 """
 
@@ -62,7 +62,7 @@ _FORMS: Final[dict[type[DataType], Form]] = {
 
 
 class RowShape:
-    """Makes the columns of a schema out of those of messages. Pickled to tasks."""
+    """Converts the columns of messages to those of a read's schema. Can be pickled."""
 
     def __init__(self, schema: StructType, errors: PayloadErrors) -> None:
         self._names = tuple(schema.names)
@@ -82,7 +82,7 @@ class RowShape:
 
     @property
     def is_parsed(self) -> bool:
-        """Whether payloads are read as something."""
+        """Whether payloads are parsed, as text or JSON."""
         return self._is_text or self._parser is not None
 
     def apply(self, batch: pa.RecordBatch) -> list[pa.Array]:
@@ -100,7 +100,7 @@ class RowShape:
         return [found[name] for name in self._names]
 
     def _parse(self, payloads: pa.Array) -> tuple[pa.Array, list[tuple[int, str]]]:
-        """Returns a value for each payload, and place and reason of those that are null."""
+        """Returns a value for each payload, and the index and reason of each invalid one."""
         if self._parser is None:
             return _to_text(payloads)
         is_empty = pc.equal(pc.fill_null(pc.binary_length(payloads), 0), 0)
@@ -125,17 +125,18 @@ class RowShape:
 
 
 def members_of(schema: StructType, path: str = "") -> tuple[Member, ...]:
-    """Returns the properties that JSON of a Spark schema has.
+    """Returns the JSON properties that the fields of a Spark schema are read from.
 
     Raises:
-        InvalidRequestError: A field has a type that JSON is not read as, or may not be null.
+        InvalidRequestError: A field has an unsupported type, or is NOT NULL.
     """
     found: list[Member] = []
     for field in schema.fields:
         name = f"{path}.{field.name}" if path else field.name
         if not field.nullable:
             raise InvalidRequestError(
-                f"the field {name} of the payload may be null", hint="omit NOT NULL"
+                f"the field {name} of the payload is NOT NULL, and JSON may lack it",
+                hint="omit NOT NULL",
             )
         found.append(Member(field.name, field.name, _value_type(field.dataType, name)))
     if not found:
@@ -152,8 +153,8 @@ def _value_type(kind: DataType, path: str) -> ValueType:
     form = _FORMS.get(type(kind))
     if form is None:
         raise InvalidRequestError(
-            f"the field {path} of the payload is {kind.simpleString()}",
-            hint="from_json_payload(df, schema) reads every type that Spark's from_json has",
+            f"the field {path} of the payload has the unsupported type {kind.simpleString()}",
+            hint="use from_json_payload(df, schema), which has the types of Spark's from_json",
         )
     return ValueType(form, arrow)
 
@@ -183,16 +184,16 @@ def _reasons(rows: int, bad: list[tuple[int, str]]) -> pa.Array:
 
 def _refuse(found: dict[str, pa.Array], number: int, reason: str) -> NoReturn:
     raise InvalidRequestError(
-        f"a payload is not of its format: {reason}",
+        f"invalid payload: {reason}",
         topic=found["topic"][number].as_py(),
         offset=found["offset"][number].as_py(),
-        hint="payloadErrors=column keeps the row, with a null payload and the reason",
+        hint="with payloadErrors=column the row is kept, with a null payload and the reason",
     )
 
 
 def _headers(attributes: pa.Array) -> pa.Array:
     """Attributes as Kafka's headers: a list of names and bytes, null where there are none."""
-    whole = pa.concat_arrays([attributes])  # without an offset, so that its parts fit together
+    whole = pa.concat_arrays([attributes])  # a slice's keys and items would not match its offsets
     kind = arrow_type_of(HEADERS_TYPE)
     pairs = pa.StructArray.from_arrays(
         [whole.keys, whole.items.cast(pa.binary())], fields=list(kind.value_type)

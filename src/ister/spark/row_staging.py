@@ -6,8 +6,8 @@
 Owns: the staged file of a task, the choice of the appender, how many topics are committed at once.
 Does not own: how a batch is appended once (`ister.topic.batches`), what rows are.
 
-Each topic's broker appends, if there are brokers: the metadata store has them, or options name
-them. A topic that moves meanwhile is appended to where it is then. Without brokers, and for a topic
+If there are brokers, in the metadata store or named by options, each topic's broker appends its
+rows; if a topic moves meanwhile, its new broker does. Without brokers, and for a topic
 whose newest files are on this machine while nobody has it open, the driver opens the log, which
 takes the lock of its directory for the duration of the commit (and waits for it, because another
 commit, or a killed driver, may hold it).
@@ -113,7 +113,7 @@ class StagedRowFile:
     """One task's file, with segments of many topics; a context manager. Used by one thread.
 
     Rows wait in memory, up to a bound, so that a segment has many of them. On exit the file is
-    complete; if an exception ends it, it is not left. Without rows there is no file.
+    complete, or removed if there was an exception. Without rows there is no file.
     """
 
     def __init__(self, store: ObjectStore, writer: str, batch: int) -> None:
@@ -127,7 +127,7 @@ class StagedRowFile:
 
     @property
     def files(self) -> list[tuple[str, StagedFile]]:
-        """Topic and segment, in the order of the rows of each topic; complete after the exit."""
+        """Pairs of topic and segment, in the order of a topic's rows; complete after the exit."""
         return [
             (
                 segment.topic,
@@ -144,8 +144,8 @@ class StagedRowFile:
     def add(self, topic: str, rows: pa.RecordBatch, size_bytes: int | None = None) -> None:
         """Adds rows of the staged schema.
 
-        `size_bytes` is about their size: Arrow takes longer to compute that of a few rows, a slice,
-        than everything else that is done with them.
+        `size_bytes` is an estimate of their size. Pass it for a slice: to compute it, Arrow takes
+        longer than everything else that is done with a few rows.
         """
         if not rows.num_rows:
             return
@@ -170,7 +170,7 @@ class StagedRowFile:
             self._abort()
 
     def _flush(self) -> None:
-        """Writes what waits, topic by topic."""
+        """Writes the waiting rows, a segment for each topic."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
         for topic, batches in waiting.items():
             start, rows = self._position, 0
@@ -242,7 +242,7 @@ def check_rows(topic: str, rows: pa.RecordBatch, *, payload_bytes_max: int) -> N
 def check_parts(
     parts: Sequence[tuple[str, pa.RecordBatch]], rows: pa.RecordBatch, *, payload_bytes_max: int
 ) -> None:
-    """Checks rows that are divided among topics, like `check_rows`, all at once if they are valid.
+    """Checks the rows of several topics, like `check_rows`, but in one pass if all are valid.
 
     Args:
         parts: Topics and their rows.
@@ -432,7 +432,7 @@ class Committer:
             )
 
     def _sweep_shared(self, log: Log, topic: str) -> None:
-        """Removes old staged files that topics share; any topic may ask for that."""
+        """Removes old staged files that topics share, through any one of them."""
         tier = log.topic(topic).tier
         if tier is not None:
             tier.collect_shared_staging()
@@ -443,8 +443,8 @@ def _commit_at_once(
 ) -> dict[str, _Result]:
     """Calls `work` for all topics, for up to `_TOPICS_AT_ONCE` of each group at once.
 
-    `work` gets a topic, and a function that raises when another topic has failed: to be called
-    before something is tried again.
+    `work` gets a topic, and a function that raises if another topic has failed: to be called
+    before each attempt of work that is retried.
 
     Raises:
         Exception: The first that was raised. Topics that were begun by then are finished.

@@ -83,7 +83,7 @@ def row_schema(columns: Sequence[str] | None) -> StructType:
 
 
 def read_schema(options: ReadOptions, payload: DataType | str | None) -> StructType | str:
-    """Returns the schema of a read that the user has given none for.
+    """Returns the schema of a read for which the user gave none.
 
     Args:
         options: Name the columns.
@@ -112,8 +112,8 @@ def check_read_schema(schema: StructType, options: ReadOptions) -> None:
     """Checks a user's schema.
 
     Raises:
-        InvalidRequestError: A column does not exist or has another type, or the options say
-            something else.
+        InvalidRequestError: A column does not exist or has another type, or the schema
+            contradicts the options.
     """
     names: list[str] = []
     for field in schema.fields:
@@ -158,7 +158,10 @@ def _check_payload(field: StructField, options: ReadOptions) -> None:
             hint="binary is BINARY, text is STRING, json is STRUCT<...>",
         )
     if not field.nullable and found is not PayloadFormat.BINARY:
-        raise InvalidRequestError(f"the column payload may be null, as {found}")
+        raise InvalidRequestError(
+            f"the column payload is NOT NULL, and an invalid {found} payload is null",
+            hint="omit NOT NULL",
+        )
 
 
 def _is_same(given: DataType, wanted: DataType) -> bool:
@@ -255,6 +258,6 @@ def _with_tombstones(payloads: pa.Array, keys: pa.Array) -> pa.Array:
     if (row := pc.index(refused, True).as_py()) >= 0:
         raise InvalidRequestError(
             f"row {row} has neither a payload nor a routing_key",
-            hint="a null payload is a tombstone, which needs a key; an empty payload is b''",
+            hint="a null payload is a tombstone and needs a routing_key; b'' is an empty message",
         )
     return pc.fill_null(payloads, pa.scalar(b"", payloads.type))

@@ -38,7 +38,7 @@ class IsterDataSource(DataSource):
         return "ister"
 
     def schema(self) -> StructType | str:
-        """Returns the columns of a row, or those that options name.
+        """Returns the schema of a read: all columns of a message, or those that options name.
 
         Called by `load()`, so that invalid options are refused there, not at the first row; and by
         `CREATE TABLE`, whose options Spark passes here only, and not to a reader.
@@ -92,10 +92,10 @@ def _check_table(options: Mapping[str, str]) -> None:
     given = sorted(name for name in map(str.lower, options) if name in known)
     if given:
         raise UnsupportedOperationError(
-            f"Spark does not pass the options of a table to a Python data source: {given}",
+            f"Spark does not pass options of a table to a Python source: {', '.join(given)}",
             hint="create the table without OPTIONS, and set them in the query: SELECT * FROM t "
-            "WITH (config = './data', topic = '/default/orders'); or create a view of that; "
-            "ister.spark.register_views(spark, config) does it for all topics",
+            "WITH (config = './data', topic = '/default/orders'), or in a view; "
+            "ister.spark.register_views(spark, config) creates a view for each topic",
         )
 
 

@@ -155,7 +155,8 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
         if self._position is None:
             if isinstance(self.getDefaultReadLimit(), ReadMaxRows | ReadMaxBytes):
                 _log.warning(
-                    "availableNow reads one limited batch: Spark %s does not run several",
+                    "with a limit, trigger(availableNow=True) reads one batch only in Spark %s; "
+                    "run the query again for the rest",
                     SPARK_VERSION,
                 )
             return self.initialOffset()
@@ -305,8 +306,8 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
             if self._position not in (None, end):
                 raise UnsupportedOperationError(
                     "Spark asked for the end of a batch before it told the query's position",
-                    hint="turn spark.sql.streaming.triggerAvailableNowWrapper.enabled off, or use "
-                    "Spark 4.2 or later",
+                    hint="set spark.sql.streaming.triggerAvailableNowWrapper.enabled to false, or "
+                    "use Spark 4.2 or later",
                 )
             self._position = end
             return []
@@ -325,7 +326,7 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
 
     def _check_contiguous(self, start: StreamOffset, batch: StreamOffset) -> None:
         if not start.ranges() or not self._options.fail_on_data_loss:
-            return  # where the first batch begins, its end says; losses may be skipped
+            return  # the end of the first batch has its start; losses may be skipped
         for name, place in batch.topics.items():
             before = start.topics.get(name)
             if before is None or before.incarnation != place.incarnation:

@@ -7,9 +7,9 @@ Owns: the statements that create and drop these views, and their names. Does not
 reads (`batch`).
 
 Spark plans a read once for each table that it resolves, and keeps the plan with the DataFrame: a
-temporary view of a DataFrame stays at its first scan (Spark 4.1 and later). A view of SQL text is
-resolved for every query, the table in it too, and options in `WITH` reach the reader. A catalog of
-its own (`ister.default.orders`) would need classes in Java.
+temporary view of a DataFrame stays at its first scan (Spark 4.1 and later). A view that is
+defined in SQL is resolved for every query, with its table, and options in `WITH` reach the reader.
+A catalog of its own (`ister.default.orders`) would need classes in Java.
 
 What a crash leaves: some of the views; another call creates the rest.
 """
@@ -35,8 +35,8 @@ _TOPIC: Final = "ister.topic"
 _LOG: Final = "ister.log"
 _DATABASE: Final = re.compile(r"[A-Za-z0-9_]+")
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_]")
-# The table has the columns of messages; a view is what has others.
-_OF_THE_TABLE: Final = frozenset(
+# Options that change the columns. All views share one table, which has those of messages.
+_COLUMN_OPTIONS: Final = frozenset(
     {"columns", "includeheaders", "payloadformat", "payloadschema", "payloaderrors"}
 )
 
@@ -50,21 +50,22 @@ def register_views(
     database: str = "ister",
     options: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Creates a view for each topic, and drops those of topics that do not exist any more.
+    """Creates a view for each topic, and drops the views of deleted topics.
 
-    A query on such a view reads everything that is there when the query starts. Call it again for
-    topics that were created since. A partitioned topic is one view.
+    A query on such a view reads everything that is there when the query starts. Call this again to
+    add topics that were created since. A partitioned topic is one view.
 
     Args:
         spark: The session, classic or Spark Connect.
         config: A data directory or an ister.yml, as in the option of that name.
-        broker: Brokers, as in the option of that name.
+        broker: Flight addresses of brokers, as in the option of that name.
         pattern: A regular expression for whole names of topics.
         database: The database of the views, which is created if it does not exist.
         options: More options of a read, such as `startingTimestamp` or `includeTail`.
 
     Returns:
-        The topics by the names of their views; `/default/orders` is the view `default_orders`.
+        The topics by the names of their views, with the database; `/default/orders` has the view
+        `default_orders`.
 
     Raises:
         ConflictError: Two topics would have the same view.
@@ -73,7 +74,8 @@ def register_views(
     """
     if _DATABASE.fullmatch(database) is None:
         raise InvalidRequestError(
-            f"database is {database!r}", hint="ASCII letters, digits and '_', without a catalog"
+            f"invalid database name {database!r}",
+            hint="use ASCII letters, digits and '_', without a catalog",
         )
     given = dict(options or {})
     if config is not None:
@@ -81,10 +83,10 @@ def register_views(
     if broker is not None:
         given["broker"] = broker
     for name in given:
-        if name.lower() in _OF_THE_TABLE:
+        if name.lower() in _COLUMN_OPTIONS:
             raise InvalidRequestError(
-                f"the option {name} changes the columns, which the views have from a table",
-                hint="create a table with these columns, and a view of it; see docs/SPARK.md",
+                f"the option {name} changes the columns, and all views share one table",
+                hint="create a table with these columns and a view of it, as in docs/SPARK.md",
             )
     parsed = ReadOptions.parse({**given, "topicPattern": pattern}, is_streaming=False)
     place = find_place(parsed.config, parsed.brokers)
@@ -119,7 +121,7 @@ def _name_views(topics: list[str], database: str) -> dict[str, str]:
         other = next((known for known in found if known.lower() == view.lower()), None)
         if other is not None:
             raise ConflictError(
-                f"{found[other]} and {topic} would both be the view {view}",
+                f"{found[other]} and {topic} would both have the view {view}",
                 hint="narrow the pattern, or use two databases",
             )
         found[view] = topic

@@ -446,7 +446,7 @@ class _Appending:
             raise CorruptDataError("a staged file has fewer rows than it should", path=file.key)
 
     def _read_blocks(self, file: StagedFile) -> Iterator[tuple[bytes, memoryview]]:
-        """The headers and bodies of a file's blocks, several of them with each read."""
+        """Yields the header and body of each block of a file; one read returns several blocks."""
         at = file.position or 0
         end = at + file.size_bytes
         data = memoryview(b"")

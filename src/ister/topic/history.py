@@ -272,7 +272,7 @@ class HistoryTopic:
         return [described for described, _ in self.catalog.descriptors(start, end)]
 
     def walk_descriptors(self, start: int, end: int) -> Iterator[ObjectDescriptor]:
-        """The objects with offsets in a range, ascending, read while they are consumed."""
+        """Yields the objects with offsets in a range, ascending; reads their descriptors lazily."""
         if start < end:
             for described, _ in self.catalog.descriptors(start, end, is_partial=True):
                 yield described

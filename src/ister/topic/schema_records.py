@@ -199,7 +199,7 @@ class RegisteredSchema:
 def read_topic_schema(
     metadata: MetadataStore, root_prefix: str, topic: str
 ) -> RegisteredSchema | None:
-    """Returns the registered schema of a topic, or of the topic of a partition; None without one.
+    """Returns the registered schema of a topic or partition; None if there is none.
 
     Raises:
         TopicNameError: The name is invalid.

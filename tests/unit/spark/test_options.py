@@ -156,7 +156,7 @@ def test_unknown_option_is_refused_with_the_nearest():
         ("kafka.bootstrap.servers", "set config (a data directory or an ister.yml) or broker"),
         ("kafka.sasl.mechanism", "it configures Kafka's client, which Ister does not use"),
         ("kafka.group.id", "a stream's position is in its checkpoint"),
-        ("maxRecordsPerPartition", "splitBytes bounds what a task reads"),
+        ("maxRecordsPerPartition", "use splitBytes, which limits the bytes"),
         ("zzzzzz", "known: topic, topicPattern, assign, config"),
         ("checkpointlocation", "unknown option 'checkpointlocation'"),
     ]:
@@ -503,7 +503,7 @@ def test_offsets_that_mean_nothing_are_refused():
         ("[1]", ("startingOffsets is '[1]'",)),
         ('{"/default/a": 1', ("earliest, latest, or JSON",)),
         ("[" * 100_000, ("earliest, latest, or JSON",)),
-        ('{"/default/a": -3}', ("startingOffsets has -3 for a topic", "-2 or earliest")),
+        ('{"/default/a": -3}', ("startingOffsets has -3 for a topic", "earliest (or -2)")),
         ('{"/default/a": 9223372036854775808}', ("has 9223372036854775808 for a topic",)),
         ('{"/default/a": 1.0}', ("has 1.0 for a topic",)),
         ('{"/default/a": true}', ("has True for a topic",)),

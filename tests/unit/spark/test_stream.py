@@ -1053,7 +1053,7 @@ def test_older_spark_reads_one_limited_batch_with_available_now(home, older_quer
     with caplog.at_level(logging.WARNING, "ister.spark.stream"):
         runs = [running.available_now() for _ in range(4)]
     assert [len(rows) for run in runs for rows in run] == [4, 4, 2]
-    assert "availableNow reads one limited batch" in caplog.text
+    assert "reads one batch only in Spark" in caplog.text
     caplog.clear()
     unlimited = older_query(startingOffsets="earliest")
     assert unlimited.available_now() == [rows_of(A, range(10))]

@@ -103,14 +103,15 @@ def run_job(
     is_short: bool = True,
     is_lasting: bool = False,
 ) -> int:
-    """Runs a job and prints its report; the exit code.
+    """Runs a job and prints its report; returns the exit code.
 
-    Spark is started when the job first needs it. A dry run does without, in this process.
+    Spark is started when the job first needs it. A dry run needs none: its tasks run in this
+    process.
 
     Args:
         options: The arguments.
         job: Its name.
-        work: The job itself; takes where tasks run, the place and the progress bar.
+        work: The job itself; takes a runner, the place and the progress bar.
         columns: What of a topic's report is shown in the table: (field, title); fields that end
             with `bytes` are shown as sizes.
         needs_spark: Whether a dry run needs Spark, too.
@@ -152,7 +153,7 @@ def open_runner(
     is_short: bool = True,
     is_eager: bool = False,
 ) -> Iterator[TaskRunner]:
-    """Opens where a command's tasks run, and traces what is done meanwhile.
+    """Opens the runner of a command's tasks, and traces what is done meanwhile.
 
     Args:
         options: The arguments.
@@ -178,7 +179,7 @@ def open_runner(
 
         runner: TaskRunner = LocalRunner() if is_here else SparkRunner(open_spark)
         if not is_here and (is_eager or tracing.is_wanted(os.environ)):
-            # Before spans are sent: the thread that does would start in the JVM's fork, too.
+            # Before tracing: its thread would start in the process forked for the JVM, too.
             runner.session()
         tracing.start("ister-pipeline", os.environ)
         try:

@@ -90,8 +90,8 @@ def _add_table_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schema",
         metavar="FILE",
-        help="JSON Schema file; its properties become columns instead of the payload; "
-        "'registry' for each topic's registered schema",
+        help="JSON Schema file, or 'registry' for each topic's registered schema; the schema's "
+        "properties become columns instead of the payload",
     )
     parser.add_argument(
         "--catalog",

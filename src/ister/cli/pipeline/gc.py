@@ -36,8 +36,8 @@ def register(jobs: Subparsers) -> None:
         description="For topics that no process has open: removes objects beyond bucket retention, "
         "and, after the grace period, objects without a descriptor and staged files. Owners do "
         "this for their own topics. Unless --topics is given, also removes unfinished uploads of "
-        "processes that have ended, express objects and staged files of Spark's sink that no topic "
-        "needs.\n\n"
+        "processes that have ended, and express objects and staged files of Spark's sink that no "
+        "topic needs.\n\n"
         "One gc runs at a time. Nothing is deleted by age while the clock is not trusted.",
         examples=(
             "ister pipeline gc --config ister.yml --dry-run",

@@ -92,8 +92,8 @@ def register(jobs: Subparsers) -> None:
     parser.add_argument(
         "--once",
         metavar="JOBS",
-        help="run these jobs once, in this order, in one Spark application, and end: "
-        "tier,resort,compact,export,gc,scrub; with the settings of `pipeline` in the config",
+        help="run these jobs once, in this order, in one Spark application, then exit: one or more "
+        "of tier,resort,compact,export,gc,scrub, with their settings in `pipeline` of the config",
     )
     parser.add_argument(
         "--max-seconds",

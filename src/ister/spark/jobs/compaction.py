@@ -75,7 +75,7 @@ _ROUNDS_MAX: Final = 6
 _READS_MAX: Final = 3
 _ZSTD_LEVEL_MAX: Final = 22
 _TARGET_MB_MAX: Final = 2048
-_UNCOUNTED: Final = "messages that would be removed are not counted: too many without Spark"
+_UNCOUNTED: Final = "removed messages not counted: too many for a dry run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ class Destination:
         return [self.table] if self.letters is None else [self.table, self.letters]
 
     def add(self, export: TopicExport, item: ExportItem, result: Exported) -> None:
-        """Takes a finished task."""
+        """Adds the result of a finished task."""
         export.done.append((item, result))
         self.bytes_done += item.partition.bytes
         self.files_done += len(result.files)
@@ -74,7 +74,7 @@ class TopicExport:
     head: Head
     destination: Destination
     schema: PayloadSchema | None
-    """None leaves payloads as they are."""
+    """None if payloads are exported as they are."""
     fences: Sequence[Fence] = ()
     output: TableOutput | None = None
     """The table, with the columns of this topic."""
@@ -103,7 +103,7 @@ class TopicExport:
 
     @property
     def letters_incarnation(self) -> str:
-        """What dead letters are recorded under: the topic, and the schema."""
+        """The key under which dead letters are recorded: of the topic and its schema."""
         schema_id = "" if self.schema is None else self.schema.id
         return f"{self.head.incarnation}{LETTERS_MARK}{schema_id}"
 
@@ -114,7 +114,7 @@ LETTERS_MARK: Final = "@"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """What a commit has of one topic."""
+    """The part of a commit that belongs to one topic."""
 
     export: TopicExport
     done: Sequence[tuple[ExportItem, Exported]]
@@ -188,7 +188,7 @@ class TableCommitter:
             export.done = []
 
     def check_of(self, exports: Sequence[TopicExport]) -> Callable[[], None]:
-        """Returns a check that the job, and the exports of these topics, have their leases."""
+        """Returns a function that checks the leases of the job and of these exports."""
 
         def check() -> None:
             self._job.fence.check()
@@ -294,7 +294,7 @@ class TableCommitter:
 
 
 class _Attempt:
-    """Tells whether a table may have a commit, by the rules of `Table.commit`."""
+    """Knows whether a table may have a commit that failed, by the rules of `Table.commit`."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check

@@ -147,7 +147,7 @@ class ExportRound:
                         raise item.head.cut_error
 
     def _add(self, head: Head, leases: LeaseKeeper) -> None:
-        """Adds a topic to its table, with the right to export it."""
+        """Adds a topic to its table, and takes the lease to export it."""
         schema = self._schemas.of(head.topic)
         destination = self._destination(head.topic)
         fences: list[Fence] = []
@@ -264,7 +264,7 @@ class ExportRound:
     def _open(
         self, destination: Destination, exports: Sequence[TopicExport], wanted: pa.Schema
     ) -> None:
-        """Opens a table, and tells what tasks write to it."""
+        """Opens a table, and determines what tasks write to it."""
         layout = destination.table.open(wanted)
         if destination.letters is not None:
             letters = destination.letters.open(LETTERS)
@@ -430,7 +430,7 @@ class ExportRound:
                 self._committer.discard(destination)
 
     def _is_much(self, destination: Destination) -> bool:
-        """Returns whether what is waiting is committed before the rest is done."""
+        """Returns whether so much is waiting that it is committed before the rest is done."""
         return (
             destination.bytes_done >= _COMMIT_BYTES_PER_SLOT * self._job.slots
             or destination.files_done >= _COMMIT_FILES

@@ -1,6 +1,6 @@
 """Which columns the payloads of a topic become in an export.
 
-    a JSON Schema that is given ─────► the same columns for every topic
+    a given JSON Schema ─────────────► the same columns for every topic
     `registry`: that of each topic ──► columns of each topic; a table has those of all its topics
 
 Owns: where the schema of a topic comes from, and the columns of a table with several topics. Does
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from ister.spark.jobs.exporting import ExportSettings
 
 REGISTRY: Final = "registry"
-"""As `schema`: the registered schema of each topic."""
+"""The value of `schema` that stands for the registered schema of each topic."""
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadSchema:
-    """A schema of payloads."""
+    """The columns that payloads become."""
 
     id: str
     """Dead letters are recorded under it."""
@@ -48,14 +48,14 @@ class PayloadSchema:
 
 
 class PayloadSchemas:
-    """The schemas of the topics of a round."""
+    """Finds the schema of each topic of a round."""
 
     def __init__(self, job: Job, settings: ExportSettings) -> None:
         """Reads the given schema.
 
         Raises:
             NotFoundError: The schema's file does not exist.
-            InvalidRequestError: It cannot be columns.
+            InvalidRequestError: It cannot become columns.
         """
         self._job = job
         self._is_registry = settings.schema == REGISTRY
@@ -73,7 +73,7 @@ class PayloadSchemas:
 
         Raises:
             NotFoundError: The topic has no registered schema.
-            InvalidRequestError: Its registered schema cannot be columns.
+            InvalidRequestError: Its registered schema cannot become columns.
             UnavailableError: The metadata store does not respond.
         """
         if not self._is_registry:
@@ -84,14 +84,14 @@ class PayloadSchemas:
             raise NotFoundError(
                 "the topic has no registered schema",
                 topic=topic,
-                hint="set the topic's schema subject, or name the topics that have one (--topics)",
+                hint="set the topic's schema subject, or select topics that have one with --topics",
             )
         if found.schema_type is not SchemaType.JSON_SCHEMA:
             raise InvalidRequestError(
                 f"the topic's schema {found.subject!r} is of the type {found.schema_type}; "
-                "only a JSON Schema can be columns",
+                "only a JSON Schema can become columns",
                 topic=topic,
-                hint="export the topic without --schema: its payloads are a column then",
+                hint="export the topic without --schema, with the payload as one column",
             )
         try:
             return _read(json.loads(found.definition))
@@ -107,7 +107,7 @@ def _read(schema: Mapping[str, object]) -> PayloadSchema:
 
 
 def add_columns(known: pa.Schema, schema: PayloadSchema | None, *, topic: str) -> pa.Schema:
-    """Returns the columns of a table after those of one more topic.
+    """Adds the columns of a topic to those of a table, and returns all.
 
     Raises:
         ConflictError: A column has another type in another topic.
@@ -121,7 +121,7 @@ def add_columns(known: pa.Schema, schema: PayloadSchema | None, *, topic: str) -
                 f"the column {item.name} is {item.type} in this topic, and {other.name} is "
                 f"{other.type} in another topic of the same table",
                 topic=topic,
-                hint="export into a table for each topic: --to with {topic} in it",
+                hint="export each topic into a table of its own, with {topic} in --to",
             )
     return pa.schema(list(by_name.values()))
 

@@ -47,7 +47,7 @@ class JobReport:
     more: dict[str, object] = field(default_factory=dict)
     """Fields about the job as a whole."""
     parts: list[JobReport] = field(default_factory=list)
-    """Reports of the jobs that it consists of; in JSON, `jobs`."""
+    """The reports of the jobs that `run_once` ran; in JSON, `jobs`."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property

@@ -150,11 +150,11 @@ class Found:
     """The result of a search."""
 
     latest: list[list[Latest]]
-    """For each topic what stays of each of its groups."""
+    """What stays of each group of each topic."""
     errors: dict[str, ErrorFields]
     """Topics that could not be read, as a report has it: nothing may be removed from those."""
     uncounted: frozenset[str]
-    """Topics that were not searched, as they have too many messages for a dry run."""
+    """Topics that were not searched: they have too many messages for a dry run."""
 
 
 def find_latest(
@@ -168,7 +168,7 @@ def find_latest(
     """Searches topics for the messages that stay.
 
     Args:
-        runner: Where to search. In this process, topics are searched up to 5 million messages.
+        runner: Where to search. A `LocalRunner` searches up to 5 million messages in all.
         place: Where the objects are.
         topics: Which ones.
         tombstones_before_ms: Tombstones published before this go.
@@ -258,7 +258,7 @@ def _search_here(search: _Search, number: int, topic: KeyedTopic) -> Iterator[_S
 
 
 def _beyond(topics: Sequence[KeyedTopic], limit: int) -> frozenset[str]:
-    """Returns the topics that come after so many messages."""
+    """Returns the topics that are beyond a total of `limit` messages."""
     found: set[str] = set()
     for topic in topics:
         limit -= sum(item.end - item.start for item in topic.objects)

@@ -52,7 +52,7 @@ _OWN_ERROR: Final = re.compile(r"[A-Za-z_.]*(Error|Exception): (?!Job aborted)")
 
 _ANALYSED: Final = re.compile(r"== Analyzed Logical Plan ==\n(.*?)\n\n== ", re.DOTALL)
 _NODE: Final = re.compile(r"\s*(?:[:+]- )?([A-Za-z0-9]+)")
-# What looks at each row by itself, on top of the view.
+# Nodes above the view that process each row by itself.
 _ROW_BY_ROW: Final = frozenset({"Project", "Filter", "Generate", "SubqueryAlias", "View"})
 _MESSAGES: Final = "MapInArrow"
 _SUBQUERY: Final = re.compile(r"(subquery|exists|list)#", re.IGNORECASE)
@@ -75,7 +75,8 @@ class SqlReplay:
         """Opens a session for the query.
 
         Raises:
-            InvalidRequestError: The query has to run in a session that has a `messages` already.
+            InvalidRequestError: The session has a table or view `messages`, and Spark cannot open
+                another session.
         """
         self._runner = runner
         self._query = query
@@ -176,7 +177,7 @@ def _open_session(spark: SparkSession) -> SparkSession:
         session = spark
         if session.catalog.tableExists(_VIEW):
             raise InvalidRequestError(
-                f"the Spark session has a table or view {_VIEW}, which a replay needs for itself",
+                f"the Spark session has a table or view {_VIEW}, a name that a replay needs",
                 hint=f"drop it: spark.catalog.dropTempView({_VIEW!r})",
             )
     # A plan that is shown in part would hide what the query calls.
@@ -196,7 +197,7 @@ def _first_line(error: Exception) -> str:
 def is_row_by_row(explained: str) -> bool:
     """Returns whether each row of a query depends on one message only.
 
-    Takes what `EXPLAIN EXTENDED` says of the query. What is not understood is not row by row.
+    Takes the output of `EXPLAIN EXTENDED`. Returns False for a plan that is not understood.
     """
     found = _ANALYSED.search(explained)
     if found is None or _RANDOM.search(found.group(1)) or _SUBQUERY.search(found.group(1)):

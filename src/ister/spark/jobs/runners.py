@@ -6,7 +6,7 @@
 Owns: the calls of Spark that run tasks, the number of slots, and cancelling. Does not own: what is
 in a bundle (`tasks`), how a session is configured (`session`).
 
-Only public calls that a Connect session has, too, are used; a Spark task has exactly one bundle.
+Uses only public calls that a Connect session has, too. A Spark task has exactly one bundle.
 Spark sends a stage's function once to each executor, with all bundles of the stage; so `tasks`
 bounds the bytes of a wave.
 
@@ -74,7 +74,7 @@ class TaskRunner(ABC):
         Args:
             work: A function that can be pickled; it may run twice for a bundle.
             bundles: At least one.
-            name: What to call it in Spark's UI.
+            name: The name in Spark's UI.
 
         Raises:
             ConfigError: Spark's workers cannot import `ister`.
@@ -83,7 +83,7 @@ class TaskRunner(ABC):
 
     @contextmanager
     def described(self, name: str) -> Iterator[SparkSession]:
-        """Yields the session; what this thread runs meanwhile has a name in Spark's UI."""
+        """Names what this thread runs meanwhile in Spark's UI; yields the session."""
         spark = self.session()
         context = getattr(spark, "sparkContext", None)
         if context is not None:
@@ -134,7 +134,7 @@ def runner_of(spark: Executors, *, dry_run: bool = False) -> TaskRunner:
         return SparkRunner(spark)
     if not dry_run:
         raise InvalidRequestError(
-            "spark is None", hint="pass a Spark session; only a dry run does without"
+            "spark is None", hint="pass a Spark session; None is for dry runs only"
         )
     return LocalRunner()
 
@@ -151,8 +151,8 @@ class LocalRunner(TaskRunner):
         return self._slots
 
     def session(self) -> SparkSession:
-        """Raises: this process has no Spark."""
-        raise InvalidRequestError("a dry run of this needs Spark", hint="pass a Spark session")
+        """Raises InvalidRequestError: this runner has no Spark."""
+        raise InvalidRequestError("this dry run needs Spark", hint="pass a Spark session")
 
     def run(self, work: Work, bundles: Sequence[bytes], *, name: str) -> list[bytes]:
         """See `TaskRunner.run`."""
@@ -184,7 +184,7 @@ class SparkRunner(TaskRunner):
         self._slots_until = 0.0
 
     def session(self) -> SparkSession:
-        """Returns the session; opens it first if that was left to the runner."""
+        """Returns the session; opens it if it is not open yet."""
         with self._lock:
             if self._session is None:
                 if self._open is None:
@@ -240,7 +240,7 @@ class SparkRunner(TaskRunner):
                 _log.debug("cancel", exc_info=True)
 
     def start_thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
-        """Starts a thread that releases its side of the JVM when it ends, if there is a JVM."""
+        """Starts a thread that may run tasks; at its end, its thread in the JVM is released."""
         if getattr(self._session, "sparkContext", None) is None:
             return super().start_thread(name, work)
         from pyspark import InheritableThread  # noqa: PLC0415 - an extra
@@ -261,10 +261,10 @@ def _count_slots(spark: SparkSession) -> int:
 
 
 def raise_for_other_python(error: Exception) -> None:
-    """Raises an error that helps, if Spark's workers run a Python without `ister`.
+    """Raises a ConfigError if Spark failed because its workers cannot import `ister`.
 
     Raises:
-        ConfigError: They do.
+        ConfigError: The error says so; it is the cause.
     """
     text = str(error)
     if any(mark in text for mark in _OTHER_PYTHON):

@@ -126,7 +126,7 @@ def run_once(
         progress: Receives the jobs' progress.
 
     Returns:
-        What each job did to a topic, by the job's name; `parts` are the jobs' own reports.
+        For each topic what each job did, by the job's name; `parts` has the jobs' own reports.
 
     Raises:
         InvalidRequestError: A job does not exist, is named twice, or its settings are incomplete.
@@ -167,7 +167,7 @@ def run_once(
 
 
 def check_once(config: Config, jobs: Sequence[str]) -> list[SlowJob]:
-    """Returns the jobs of these names; see `run_once`.
+    """Checks the names and settings of jobs for `run_once`, and returns the jobs.
 
     Raises:
         InvalidRequestError: A job does not exist, is named twice, or its settings are incomplete.

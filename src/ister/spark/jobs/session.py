@@ -1,11 +1,11 @@
 """The Spark session of a job that was started by a command.
 
-Owns: the settings that jobs need, how the JVM of a command is started, and what it may say on
-standard error. Does not own: sessions of programs.
+Owns: the settings that jobs need, how the JVM of a command is started, and which lines of its
+standard error are shown. Does not own: sessions of programs.
 
-Spark greets: a profile of its logger, its log level, warnings about host names and modules. A
-command leaves out those lines, and passes on the others: errors, and what a process says that dies.
-With the setting `spark.log.level` everything is shown.
+At every start Spark prints the profile of its logger, its log level, and warnings about host names
+and modules. A command drops these lines, and copies all others: errors, and the last output of a
+process that dies. If the setting `spark.log.level` is given, everything is shown.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CONF: Final = {
 # Compiling for speed costs a short command more than it gains: its work is done by Python workers.
 _SHORT_OPTIONS: Final = "-XX:TieredStopAtLevel=1"
 _JVM_OPTIONS: Final = "SPARK_SUBMIT_OPTS"
-# A JVM that cannot start says why, and closes its end.
+# How long to read what a JVM that cannot start prints, before it closes its end.
 _LAST_WORDS_SECONDS: Final = 1.0
 _LOG_LEVEL: Final = "spark.log.level"
 _NOISE: Final = re.compile(
@@ -73,9 +73,10 @@ def open_session(
         master: `local[*]`, `spark://host:7077`, … as Spark has it.
         conf: Spark settings, which override those of jobs.
         name: The application's name.
-        is_quiet: Leave out what Spark says at every start, unless `conf` has a `spark.log.level`.
-            For a process that has no other session.
-        is_short: Whether the JVM is to start fast rather than to run fast.
+        is_quiet: Whether to hide what Spark prints at every start, unless `conf` has a
+            `spark.log.level`. Only for a process without another session.
+        is_short: Whether the JVM starts faster and compiles less: for a short job whose work is
+            done by Python workers.
 
     Raises:
         ConfigError: PySpark is missing or too old, the master is invalid, or this process has a
@@ -86,7 +87,7 @@ def open_session(
         from pyspark.errors import PySparkException  # noqa: PLC0415 - an extra
         from pyspark.sql import SparkSession  # noqa: PLC0415
 
-        import_module("ister.spark.compat")  # which refuses a Spark that is too old
+        import_module("ister.spark.compat")  # raises for a Spark that is too old
     except ImportError as error:
         raise missing_extra("`ister pipeline`", "spark", error) from error
     if SparkSession.getActiveSession() is not None:
@@ -128,7 +129,7 @@ def open_session(
 
 @contextmanager
 def _jvm_options(options: str) -> Iterator[None]:
-    """Starts a JVM with options; those of the user come later, and count."""
+    """Sets options for a JVM that is started meanwhile; the user's own take precedence."""
     before = os.environ.get(_JVM_OPTIONS)
     os.environ[_JVM_OPTIONS] = f"{options} {before or ''}".strip()
     try:
@@ -141,7 +142,7 @@ def _jvm_options(options: str) -> Iterator[None]:
 
 
 def _start_quietly(settings: Mapping[str, str]) -> None:
-    """Starts the JVM and its Spark context, with a filter for what the JVM says."""
+    """Starts the JVM and its Spark context, and filters the JVM's standard error."""
     from pyspark import SparkConf, SparkContext  # noqa: PLC0415 - an extra
     from pyspark.java_gateway import launch_gateway  # noqa: PLC0415
 
@@ -162,7 +163,7 @@ def _start_quietly(settings: Mapping[str, str]) -> None:
 
 
 def forward_errors(reading: int) -> None:
-    """Passes on what comes from a file descriptor to standard error, without Spark's greetings."""
+    """Copies lines from a file descriptor to standard error, except Spark's usual ones."""
     with os.fdopen(reading, "rb") as lines:
         for line in lines:
             if not _NOISE.match(line.decode(errors="replace")):

@@ -65,7 +65,7 @@ class Addition:
     """What one commit adds."""
 
     id: str
-    """Unlike any other commit's."""
+    """Unique for each commit."""
     topics: Sequence[TopicAddition]
     """Each topic once."""
 

@@ -346,7 +346,7 @@ class IcebergTable(LibraryTable):
 
 
 def _summary(addition: Addition) -> dict[str, str]:
-    """Returns what the snapshot says about the commit, for people; it is cut if there is much."""
+    """Returns the snapshot's properties, for people to read; long lists are cut."""
     shown = {
         item.topic: [list(one) for one in item.ranges[:_SHOWN_RANGES]]
         for item in addition.topics[:_SHOWN_TOPICS]

@@ -8,8 +8,8 @@ own: what becomes of payloads that do not.
 
 Both ways give the same columns: what pyarrow does not take is decoded again by the slow way, and
 only that has the last word about a payload. `1.0` is an integer, as JSON Schema has it; a number is
-no text (unless the column takes the JSON of other values), and a text no number, but a decimal. A
-time without a zone is in UTC.
+not valid for a string (unless the column takes the JSON of other values), nor a string for a
+number, except for a decimal. A time without a zone is in UTC.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ Form = Literal[
     "text",
     "json",
 ]
-"""`text` is a string as it is, and the JSON of anything else; `json` is the JSON of everything."""
+"""`text` is a string as it is, or the JSON of another value; `json` is the JSON of any value."""
 
 _NOT_IN_NAMES: Final = re.compile(r"[ ,;{}()\n\t=.]")
 _TAKEN: Final = frozenset({*ENVELOPE.names, PUBLISH_DATE})

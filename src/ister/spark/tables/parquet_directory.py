@@ -74,7 +74,7 @@ _COPY_BYTES: Final = 8 * MIB
 _MARK_BYTES_MAX: Final = 4096
 _KEPT_RECORDS: Final = 100
 _KEPT_SECONDS: Final = 3600
-"""Older records are removed, but the last 100: all records are listed at each commit."""
+"""Older records are removed, except the last 100: each commit lists all records."""
 _ENDED_SECONDS: Final = 7 * 86_400
 """Longer than an export could be paused and continue: its files are gone, it must not commit."""
 _ALIVE_SECONDS: Final = 900.0
@@ -106,7 +106,7 @@ class _StoredRecord(msgspec.Struct, frozen=True, kw_only=True):
     coverage: msgspec.Raw
     schema: bytes
     topic: str | None = None
-    """Of all files, in records of commits of one topic; else each file has its own."""
+    """The topic of all files, in a record with one topic; otherwise each file names its own."""
     previous: str | None = None
     ended: dict[str, int] = msgspec.field(default_factory=dict)
     files: tuple[_Move, ...]
