@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Other PySparks, each in a directory that comes first on the import path of the tests that use it.
+SPARKS := $(patsubst pyspark==%,$(VENV)/spark-%,$(shell grep ^pyspark constraints-spark.txt))
 # How many processes share the files of the tests: most wait for something most of the time.
 JOBS ?= 4
 SHARED := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -20,6 +22,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,fast,etcd,spark,avro,broker,native,client,lakehouse,tracing]'
 	touch $@
 
+$(VENV)/spark-%: | $(STAMP)
+	rm -rf $@.part
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.part pyspark==$*
+	mv -T $@.part $@
+
 demo: $(STAMP) ## a broker, 120,000 messages, a kill -9, Spark, Iceberg and a report, in under three minutes
 	$(BIN)/ister demo
 
@@ -30,10 +37,10 @@ lint: $(STAMP) ## ruff: rules and format
 types: $(STAMP) ## mypy, strict, over src, benchmarks and demo
 	$(BIN)/mypy
 
-test: lint types ## lint, types and the tests that everybody runs, in at most twelve minutes on two cores
+test: lint types $(firstword $(SPARKS)) ## lint, types and the tests that everybody runs, in at most twelve minutes on two cores
 	$(BIN)/python -m pytest -m "not nightly" $(SHARED)
 
-nightly: lint types ## every test with its large counts, soak, endurance, cluster, fuzzing and benchmarks: several hours
+nightly: lint types $(SPARKS) ## every test with its large counts, soak, endurance, cluster, fuzzing and benchmarks: several hours
 	ISTER_NIGHTLY=1 $(BIN)/python -m pytest --timeout=3000 $(SHARED)
 	$(MAKE) soak endurance cluster fuzz bench
 	$(MAKE) peers SCALE=$(SCALE) PEERS_CACHE=$(PEERS_CACHE)

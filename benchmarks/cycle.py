@@ -21,8 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
-from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Final
 
 import ister
 from benchmarks.catalog import find_etcd, start_etcd
@@ -36,6 +35,7 @@ from ister.metadata.base import KeyValue, MetadataStore, Put
 from ister.model import TopicName
 from ister.spark.jobs.job import Job, open_job
 from ister.spark.jobs.job_report import JobReport
+from ister.spark.jobs.runners import LocalRunner
 from ister.spark.jobs.tiering import tier_cycle
 
 _TOPICS: Final = 10_000
@@ -126,9 +126,8 @@ def _cycle(job: Job, topics: Sequence[str], report: JobReport) -> None:
 
 @contextmanager
 def _job(config: Config) -> Iterator[Job]:
-    spark = cast("Any", SimpleNamespace(sparkContext=SimpleNamespace(defaultParallelism=2)))
     lease = PipelineKeys(config.storage.metadata.root_prefix).lease
-    with open_job("tier", spark, config, exclusive=lease) as job:
+    with open_job("tier", LocalRunner(), config, exclusive=lease) as job:
         yield job
 
 

@@ -4,6 +4,7 @@
     compact    a topic, to Parquet            Spark: read.format("ister"), write.parquet
     export     the same, to a directory       the same
     scrub      4 topics of 1 GiB              reading the same objects with opendal, and crc32
+    commits    100 topics into one table      one commit
     memory     all four, of the 50 topics     the same with half of them
 
 Everything is in the page cache. Sides take turns, the first one last in every other round, and what
@@ -68,13 +69,16 @@ _OBJECT_BYTES: Final = 16 * MIB
 _SCRUBBED_TOPICS: Final = 4
 _SCRUBBED_BYTES: Final = GIB
 """Of each topic: a Spark job takes tenths of a second, in which a gigabyte is read."""
+_MANY_BYTES: Final = 64 * KIB
+"""Of each of the topics whose commits are counted."""
 _WARM_UP_BYTES: Final = 2 * MIB
 _WARM_UP: Final = "/default/warm"
 _ROUNDS: Final = 5
 _ZSTD_LEVEL: Final = 3
 _TIER_TARGET: Final = 0.6
-_PARQUET_TARGET: Final = 1.2
-_SCRUB_TARGET: Final = 0.6
+_PARQUET_TARGET: Final = 2.0
+_SCRUB_TARGET: Final = 0.8
+_EXPORTED_TOPICS: Final = 100
 _WORKER_GROWTH_TARGET_MIB: Final = 256.0
 _DRIVER_GROWTH_TARGET_MIB: Final = 64.0
 
@@ -126,6 +130,7 @@ def run(run: Run) -> None:
         )
     scrubbed = [f"/default/scrubbed-{number}" for number in range(_SCRUBBED_TOPICS)]
     fill_bucket(run.path("scrubbed"), scrubbed, sizes.scrubbed_bytes, KIB)
+    fill_bucket(run.path("many"), _many(), _MANY_BYTES, KIB)
     run.say("starting Spark")
     told = json.dumps(asdict(sizes))
     for result in run_process(run, "benchmarks.jobs", run.directory, told):
@@ -135,6 +140,10 @@ def run(run: Run) -> None:
 
 def _crowd(sizes: _Sizes) -> list[str]:
     return [f"/default/orders-{number:03d}" for number in range(sizes.topics)]
+
+
+def _many() -> list[str]:
+    return [f"/default/many-{number:03d}" for number in range(_EXPORTED_TOPICS)]
 
 
 def _table_topic(message_bytes: int) -> str:
@@ -162,6 +171,7 @@ def _be_spark(directory: str, told: str, output: TextIO) -> None:
             bench.measure_tier,
             bench.measure_scrub,
             *(partial(bench.measure_parquet, size) for size in _MESSAGE_SIZES),
+            bench.count_commits,
         ]
         for measure in measurements:
             measure()
@@ -400,6 +410,26 @@ class _Bench:
                 f"(limit {count / median(plain.seconds) / 1e6:.2f}); files: {shown[name]} "
                 f"(limit {shown['spark']})",
             )
+
+    def count_commits(self) -> None:
+        """Many topics in one table: how often a round commits."""
+        place = self._link(self._run.path("many"))
+        target = f"{place}/table"
+        seconds, cpu = time_work(lambda: _check_done(self._export(place, None, target)))
+        commits = len(file_paths(f"{target}/_ister/commits", ".json"))
+        _check_done(self._export(place, None, target))
+        again = len(file_paths(f"{target}/_ister/commits", ".json")) - commits
+        shutil.rmtree(place)
+        self._run.add(
+            f"exports of {_EXPORTED_TOPICS} topics: commits",
+            commits,
+            "commits",
+            limit=1,
+            limit_name="one commit per table and round",
+            at_most=1,
+            note=f"local[2], {seconds:.2f} s, processor time {cpu:.2f} s; a second round without "
+            f"new messages: {again}",
+        )
 
     # -- memory -----------------------------------------------------------------------------
 

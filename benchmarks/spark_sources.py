@@ -28,10 +28,12 @@ from ister import kernels
 from ister.format.arrow.schema import arrow_schema
 from ister.model import COLUMNS
 from ister.spark.batch import BatchReader
+from ister.spark.compat import arrow_schema_of
 from ister.spark.options import ReadOptions, WriteOptions
-from ister.spark.rows import arrow_schema_of, row_schema
-from ister.spark.sink import BatchWriter
+from ister.spark.rows import row_schema
+from ister.spark.sink import BatchWriter, StagedRows
 from ister.spark.source import IsterDataSource
+from ister.spark.workers import spare_collector
 
 PRODUCER: Final = "orders-service-7f9c"
 _FIRST_TIME_US: Final = 1_700_000_000_000_000
@@ -135,6 +137,8 @@ class _NullReader(DataSourceReader):
         )
         for count in self._plan[partition.value]:
             yield rows.slice(0, count)
+        # As Ister's tasks do: otherwise a full collection after each task counts as Spark's cost.
+        spare_collector()
 
 
 # -- Ister, watched -------------------------------------------------------------------------
@@ -208,6 +212,9 @@ class _WatchedWriter(BatchWriter):
             seconds=elapsed(),
             waiting_seconds=waiting.seconds,
             cpu_seconds=time.process_time() - cpu,
+            files=len({file.key for _, file in message.files})
+            if isinstance(message, StagedRows)
+            else 0,
         )
         return message
 

@@ -1,7 +1,8 @@
 """A topic as a table in Spark SQL.
 
 Publishes a thousand orders as JSON, of which some are in the bucket and some only in local files
-when Spark reads them, and asks in SQL what each shop has sold.
+when Spark reads them, and asks in SQL what each shop has sold: payloads are typed columns, and a
+view of the topic sees new messages at every query.
 
     python examples/spark_sql.py [DIRECTORY]
 """
@@ -17,7 +18,7 @@ from tempfile import TemporaryDirectory
 from pyspark.sql import SparkSession
 
 import ister
-from ister.spark import from_json_payload
+from ister.spark import register_views
 
 SHOPS = ("eu-1", "eu-2", "us-1")
 
@@ -38,37 +39,53 @@ def publish(directory: str) -> None:
 
 
 def ask(spark: SparkSession, directory: str) -> None:
-    """Makes a view of the topic's messages, another one of the orders in them, and queries both."""
-    spark.sql(f"""
-        CREATE TEMPORARY VIEW messages
-        USING ister OPTIONS (config '{directory}', topic '/default/orders')
-    """)
-    orders = from_json_payload(
-        spark.table("messages"), "order BIGINT, shop STRING, amount DECIMAL(10, 2)", errors="bad"
+    """Queries the orders in the payloads, and a view of the topic."""
+    # Typed: the payload is a struct. Messages that are no orders stay, with a reason.
+    orders = (
+        spark.read.format("ister")
+        .option("config", directory)
+        .option("topic", "/default/orders")
+        .option("columns", "offset, payload")
+        .option("payloadFormat", "json")
+        .option("payloadSchema", "order BIGINT, shop STRING, amount DECIMAL(10, 2)")
+        .option("payloadErrors", "column")
+        .load()
     )
-    orders.createOrReplaceTempView("orders")
+    orders.select("offset", "payload.*", "payload_error").createOrReplaceTempView("orders")
 
     print("What each shop has sold:")
     spark.sql("""
         SELECT shop, count(*) AS orders, sum(amount) AS revenue, max(amount) AS largest
-        FROM orders WHERE bad IS NULL
+        FROM orders WHERE payload_error IS NULL
         GROUP BY shop ORDER BY shop
     """).show()
 
     print("Messages that are no orders:")
-    spark.sql("SELECT offset, bad FROM orders WHERE bad IS NOT NULL").show()
+    spark.sql("""
+        SELECT offset, payload_error FROM orders WHERE payload_error IS NOT NULL
+    """).show(truncate=False)
 
-    # Spark reads a topic from its beginning to its end unless the view says otherwise. A range that
-    # stands here is cut out before anything is fetched; so are columns that are not listed.
-    spark.sql(f"""
-        CREATE TEMPORARY VIEW recent
-        USING ister OPTIONS (
-            config '{directory}', topic '/default/orders',
-            startingOffsets '{{"/default/orders": 900}}', columns 'offset, publish_time'
-        )
-    """)
+    # A view for each topic: `ister.default_orders`, with the columns of a message.
+    register_views(spark, directory)
+
+    # Spark reads a topic from its beginning to its end unless options say otherwise. A range that
+    # options name is cut out before anything is fetched.
     print("From offset 900 on:")
-    spark.sql("SELECT count(*), min(offset), max(offset) FROM recent").show()
+    spark.sql(f"""
+        SELECT count(*), min(offset), max(offset) FROM ister.messages WITH (
+            config = '{directory}', topic = '/default/orders',
+            startingOffsets = '{{"/default/orders": 900}}'
+        )
+    """).show()
+
+    # The DataFrame stays at its range; the view is read anew by every query.
+    with ister.open(directory) as log:
+        log.topic("/default/orders").append(b"one more")
+    print("After one more message:")
+    spark.sql("""
+        SELECT (SELECT count(*) FROM orders) AS dataframe,
+               (SELECT count(*) FROM ister.default_orders) AS view
+    """).show()
 
 
 def main() -> None:
@@ -77,13 +94,14 @@ def main() -> None:
     parser.add_argument("directory", nargs="?", help="for the data; a temporary one by default")
     arguments = parser.parse_args()
     with TemporaryDirectory() as temporary:
-        directory = arguments.directory or temporary
+        directory = arguments.directory or f"{temporary}/data"
         publish(directory)
         spark = (
             SparkSession.builder.master("local[*]")
             .config("spark.sql.session.timeZone", "UTC")
             .config("spark.ui.enabled", "false")
             .config("spark.ui.showConsoleProgress", "false")
+            .config("spark.sql.warehouse.dir", f"{temporary}/warehouse")  # of Spark's own tables
             .getOrCreate()
         )
         ask(spark, directory)

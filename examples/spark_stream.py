@@ -26,7 +26,6 @@ from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's use
 from pyspark.sql.streaming import StreamingQuery
 
 import ister
-from ister.spark import from_json_payload
 
 TOPIC = "/default/readings"
 MIDNIGHT = datetime(2026, 1, 1, tzinfo=UTC)
@@ -58,10 +57,11 @@ def start(spark: SparkSession, data: str, checkpoint: str, *, follow: bool) -> S
         .option("startingOffsets", "earliest")  # when there is no checkpoint; else it counts
         .option("maxMessagesPerTrigger", 20)
         .option("columns", "publish_time, payload")
+        .option("payloadSchema", "sensor STRING, celsius DOUBLE")  # JSON, as a struct
         .load()
     )
     averages = (
-        from_json_payload(messages, "sensor STRING, celsius DOUBLE")
+        messages.select("publish_time", "payload.*")
         .withWatermark("publish_time", "5 seconds")
         .groupBy(F.window("publish_time", "10 seconds"), "sensor")
         .agg(F.count("*").alias("readings"), F.avg("celsius").alias("celsius"))

@@ -49,6 +49,9 @@ DESCRIPTOR_BYTES_MAX: Final = 64 * KIB
 EXPRESS_FOOTER_BYTES_MAX: Final = 64 * MIB
 """Largest footer of an express object: room for a hundred thousand topics."""
 
+STAGED_FOOTER_BYTES_MAX: Final = 64 * MIB
+"""Largest footer of a staged file: room for half a million segments."""
+
 MANIFEST_BYTES_MAX: Final = 64 * MIB
 """The list of a batch's staged files: half a million of them."""
 

@@ -102,7 +102,7 @@ def start(service: str, environment: Mapping[str, str]) -> None:
         environment: That of the process. OpenTelemetry's libraries look at the same variables.
     """
     global _tracing  # noqa: PLW0603 - of this process
-    if _tracing is not None or not _is_wanted(environment):
+    if _tracing is not None or not is_wanted(environment):
         return
     protocol = next((environment[name] for name in _PROTOCOLS if environment.get(name)), _PROTOCOL)
     if protocol != _PROTOCOL:
@@ -121,7 +121,8 @@ def start(service: str, environment: Mapping[str, str]) -> None:
     _take_complaints()
 
 
-def _is_wanted(environment: Mapping[str, str]) -> bool:
+def is_wanted(environment: Mapping[str, str]) -> bool:
+    """Returns whether the environment says where spans go."""
     exporters = (environment.get("OTEL_TRACES_EXPORTER") or "otlp").split(",")
     return (
         any(environment.get(name) for name in _ENDPOINTS)

@@ -86,7 +86,7 @@ class Interpreter:
 
         @contextlib.contextmanager
         def open_session(
-            master: str, conf: Mapping[str, str] | None = None, *, name: str = "ister"
+            master: str, conf: Mapping[str, str] | None = None, **more: object
         ) -> Iterator[SparkSession]:
             yield _session()
 

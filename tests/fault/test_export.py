@@ -1,5 +1,7 @@
 """An export killed at every named step, again and again: each offset is in the table once.
 
+Several topics share the table, and a commit.
+
 Tasks run in the killed process itself, without Spark: many rounds in little time. What becomes of
 executors is for the tests of the jobs on Spark.
 """
@@ -18,11 +20,11 @@ import pytest
 
 from integration.spark_topics import PUBLISHED_MS, SparkPlace
 from ister.spark.jobs.exporting import export
-from support.exports import FORMATS, offsets_in, tasks_here, where
+from support.exports import FORMATS, read_table, tasks_here, where
 
 pytestmark = pytest.mark.nightly
 
-TOPIC = "/default/orders"
+TOPICS = ["/default/a", "/default/b", "/default/c"]
 SCHEMA = {"properties": {"id": {"type": "integer"}, "name": {"type": "string"}}}
 _ROUNDS = int(os.environ.get("ISTER_ROUNDS", "8"))
 _LEASE_SECONDS = 2
@@ -56,12 +58,18 @@ _SCRIPT = textwrap.dedent("""
 
 def _publish(place: SparkPlace, first: int, count: int, bad: set[int]) -> None:
     with place.open() as log:
-        topic = log.topic(TOPIC, create=True)
-        for number in range(first, first + count):
-            payload = b"?" if number in bad else b'{"id":%d,"name":"n"}' % number
-            topic.append(payload, publish_time=PUBLISHED_MS + number * 3_600_000)
-        topic.flush()
-        topic.upload()
+        for name in TOPICS:
+            topic = log.topic(name, create=True)
+            for number in range(first, first + count):
+                payload = b"?" if number in bad else b'{"id":%d,"name":"n"}' % number
+                topic.append(payload, publish_time=PUBLISHED_MS + number * 3_600_000)
+            topic.flush()
+            topic.upload()
+
+
+def _rows(root: Path, format: str, name: str) -> list[tuple[str, int]]:
+    table = read_table(root, format, name)
+    return sorted(zip(table["topic"].to_pylist(), table["offset"].to_pylist(), strict=True))
 
 
 def _run(place: SparkPlace, to: str, format: str, point: str) -> int:
@@ -96,5 +104,7 @@ def test_killed_and_run_again(tmp_path, format):
         to = where(tmp_path, format)
         report = export(spark, place.config, to=to, format=format, schema=SCHEMA)
         assert report.ok, report.errors
-    assert offsets_in(tmp_path, format) == [n for n in range(count) if n not in bad]
-    assert offsets_in(tmp_path, format, "orders_dead_letters") == sorted(bad)
+    good = [number for number in range(count) if number not in bad]
+    for name, offsets in (("orders", good), ("orders_dead_letters", sorted(bad))):
+        wanted = [(topic, offset) for topic in TOPICS for offset in offsets]
+        assert _rows(tmp_path, format, name) == wanted

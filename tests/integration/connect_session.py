@@ -10,6 +10,8 @@ from pathlib import Path
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
+from ister.spark import offsets_behind, register_views
+
 TOPIC = "/default/a"
 
 
@@ -41,6 +43,8 @@ def _use(spark: SparkSession, config: str, directory: str) -> dict[str, object]:
     found["union"] = sorted(row.offset for row in union.collect())
     spark.sql(f"CREATE TEMPORARY VIEW v USING ister OPTIONS (topic '{TOPIC}', config '{config}')")
     found["view"] = spark.sql("SELECT count(*) AS n FROM v").first().n
+    register_views(spark, config, pattern="/default/a")
+    found["fresh view"] = spark.sql("SELECT count(*) AS n FROM ister.default_a").first().n
     try:
         spark.read.format("ister").options(config=config, topik=TOPIC).load().count()
     except PySparkException as error:
@@ -63,6 +67,7 @@ def _use(spark: SparkSession, config: str, directory: str) -> dict[str, object]:
     if query.isActive or query.exception() is not None:
         raise RuntimeError(f"the stream has not ended well: {query.exception()}")
     found["batches"] = len(query.recentProgress)
+    found["behind"] = [offsets_behind(report)[0].total for report in query.recentProgress]
     return found
 
 

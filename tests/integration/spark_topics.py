@@ -37,8 +37,8 @@ from ister.format.descriptor import ObjectDescriptor
 from ister.model import Codec, MessageId, StreamMessage, TopicName
 from ister.spark import IsterDataSource
 from ister.spark.batch import BatchReader
+from ister.spark.compat import arrow_schema_of
 from ister.spark.location import Place, _close_all
-from ister.spark.rows import arrow_schema_of
 from ister.topic.log import Log
 from ister.topic.message import Message
 from ister.topic.topic import Topic
@@ -182,6 +182,7 @@ class SparkPlace:
         """What the topic's owner does once in a while; set `cloud.orphan_grace_minutes` to 0."""
         with self.open() as log:
             log.topic(name).tier.collect_orphans()
+            log.topic(name).tier.collect_shared_staging()
 
 
 # -- topics -------------------------------------------------------------------------------------

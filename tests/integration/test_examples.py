@@ -137,13 +137,27 @@ def test_spark_sql(tmp_path):
         ),
     ]
     assert rows_of_table(printed, "Messages that are no orders:") == [
-        ["offset", "bad"],
-        ["1000", "no order at all"],
+        ["offset", "payload_error"],
+        ["1000", "not JSON: Expecting value at 0"],
     ]
     assert rows_of_table(printed, "From offset 900 on:")[1:] == [["101", "900", "1000"]]
+    assert rows_of_table(printed, "After one more message:")[1:] == [["1001", "1002"]]
     with ister.open(data) as log:
         assert log.topic("/default/orders").watermarks.tiered >= 600
     assert sorted(path.name for path in home.iterdir()) == ["data", "errors", "tmp"]
+
+
+@pytest.mark.nightly
+def test_spark_from_kafka(tmp_path):
+    printed = run_example("spark_from_kafka.py", tmp_path / "all", home=tmp_path / "home")
+
+    assert printed.splitlines() == [
+        "30 clicks, 60 behind, at most 33",
+        "30 clicks, 30 behind, at most 17",
+        "30 clicks, 0 behind, at most 0",
+        "by page: {'/': 30, '/cart': 31, '/help': 29}",
+        "by browser: {'chrome': 45, 'firefox': 45}",
+    ]
 
 
 @pytest.mark.nightly

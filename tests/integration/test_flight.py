@@ -509,7 +509,7 @@ def test_settings_carry_no_secret(tmp_path):
 def stage(log, payloads, *, batch=0, name="part-0", topic=TOPIC):
     """Rows in the bucket."""
     rows = [{"payload": payload} for payload in payloads]
-    header, body = encode_block(pa.RecordBatch.from_pylist(rows, STAGED_SCHEMA))
+    header, body = encode_block(pa.RecordBatch.from_pylist(rows, STAGED_SCHEMA), "")
     data = header + body.to_pybytes()
     key = f"{staging_prefix(TopicName.parse(topic), WRITER, batch)}{name}"
     log.tiers.objects.put(key, data)

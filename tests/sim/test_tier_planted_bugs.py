@@ -518,6 +518,7 @@ RARE: list[Plant] = [
     age_is_told_by_producers,
     garbage_is_old_by_a_stepped_clock,
     a_successors_objects_are_taken_for_ones_own,
+    the_checkpoint_is_trusted_over_the_catalog,
 ]
 
 

@@ -12,7 +12,7 @@ from pyiceberg.catalog import load_catalog
 from ister.clock import SystemClock
 from ister.config import TableFormat, load_config
 from ister.spark.location import _close_all
-from ister.spark.tables.base import Addition, DataFile, Layout, Table
+from ister.spark.tables.base import Addition, DataFile, Layout, Table, TopicAddition
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.opening import TablePlace, open_table
 from ister.spark.tables.targets import FileTarget, close_stores
@@ -82,9 +82,15 @@ def write_files(target: FileTarget, layout: Layout, rows: pa.Table, **settings) 
 
 
 def adding(files: list[DataFile], *ranges: tuple[int, int], **fields) -> Addition:
-    """A commit of files."""
-    known = {"id": "one", "topic": TOPIC, "incarnation": "i", "epoch": 1}
-    return Addition(**{**known, **fields}, ranges=tuple(ranges), files=files)
+    """A commit of files of one topic."""
+    commit_id = fields.pop("id", "one")
+    return Addition(id=commit_id, topics=[part_of(files, *ranges, **fields)])
+
+
+def part_of(files: list[DataFile], *ranges: tuple[int, int], **fields) -> TopicAddition:
+    """What a commit has of one topic."""
+    known = {"topic": TOPIC, "incarnation": "i", "epoch": 1}
+    return TopicAddition(**{**known, **fields}, ranges=tuple(ranges), files=files)
 
 
 def add_rows(table: Table, start: int, end: int, run: str = "r", **fields) -> None:
@@ -133,6 +139,17 @@ def offsets_in(root: Path, format: str, name: str = "orders") -> list[int]:
     return read_table(root, format, name).column("offset").to_pylist()
 
 
+def commits_in(root: Path, format: str, name: str = "orders") -> int:
+    """How many commits of exports a table has got, counted without Ister."""
+    place = Path(where(root, format, name))
+    if format == "parquet":
+        return len(list(place.glob("_ister/commits/*.json")))
+    if format == "delta":
+        return sum("ister.commit-id" in item for item in DeltaTable(place).history())
+    with iceberg_catalog(root) as catalog:
+        return len(catalog.load_table(f"default.{name}").snapshots())
+
+
 @contextmanager
 def iceberg_catalog(root: Path, warehouse: str = "iceberg"):
     """The catalog that an export makes by default."""
@@ -157,8 +174,10 @@ __all__ = [
     "SparkHere",
     "add_rows",
     "adding",
+    "commits_in",
     "iceberg_catalog",
     "offsets_in",
+    "part_of",
     "read_table",
     "rows_of",
     "table_at",

@@ -47,6 +47,7 @@ def get_spark() -> SparkSession:
     for name, value in settings.items():
         builder = builder.config(name, value)
     _session = builder.getOrCreate()
+    assert _session.version == os.environ.get("ISTER_EXPECTS_SPARK", _session.version)
     _session.sparkContext.setLogLevel("ERROR")
     if not _homes:
         atexit.register(_stop_in, os.getpid())

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from pyspark.sql.streaming.datasource import ReadLimit
 
 import ister
 from ister.bucket.catalog import Subscription
 from ister.bucket.retention import expire
 from ister.spark.batch import PlannedPartition
+from ister.spark.compat import ReadLimit
 from ister.spark.offsets import StreamOffset
 from ister.spark.options import ReadOptions
 from ister.spark.rows import row_schema
@@ -198,6 +198,10 @@ class Query:
         self._tasks = pickle.dumps(self._make(**self._options))
         self._limit: ReadLimit | None = None
         self._initial: str | None = None
+        if self.offsets:
+            # How Spark tells a source where the checkpoint stands.
+            last = self.offsets[-1]
+            assert self.driver.partitions(json.loads(last), json.loads(last)) == []
 
     def restart(self, **options: str | None) -> None:
         """The query ends wherever it is, and is started again, with other options if given."""
@@ -215,10 +219,8 @@ class Query:
         """Writes down where the next batch ends; False if there is none."""
         number = len(self.offsets)
         assert self.finished == number, "the last batch has to be done first"
-        if limit is None:
-            limit = self._limit = self._limit or self.driver.getDefaultReadLimit()
+        end = self._ask_for_end(number, limit)
         start = self._start_of(number)
-        end = json.dumps(self.driver.latestOffset(json.loads(start), limit))
         if end == start and number > 0:
             return False
         self.offsets.append(end)
@@ -268,6 +270,12 @@ class Query:
         self.driver.prepareForTriggerAvailableNow()
         return self.drain()
 
+    def _ask_for_end(self, number: int, limit: ReadLimit | None) -> str:
+        if limit is None:
+            limit = self._limit = self._limit or self.driver.getDefaultReadLimit()
+        start = json.loads(self._start_of(number))
+        return json.dumps(self.driver.latestOffset(start, limit))
+
     def _is_planned(self, limit: ReadLimit | None) -> bool:
         return self.finished < len(self.offsets) or self.plan(limit)
 
@@ -277,6 +285,19 @@ class Query:
         if self._initial is None:
             self._initial = json.dumps(self.driver.initialOffset())
         return self._initial
+
+
+class OlderQuery(Query):
+    """What Spark before 4.2 does: it passes neither a start nor a limit."""
+
+    def _ask_for_end(self, number: int, limit: ReadLimit | None) -> str:
+        assert limit is None, "Spark has none"
+        return json.dumps(self.driver.latestOffset())
+
+    def available_now(self) -> list[list[Row]]:
+        """A whole run: one batch at most."""
+        self.restart()
+        return [rows for rows in [self.run()] if rows]
 
 
 def offsets_of(rows: Iterable[Row], name: str = A) -> list[int]:

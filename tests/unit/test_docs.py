@@ -15,7 +15,7 @@ import pytest
 import ister
 from ister.config import Config
 from ister.metrics import METRICS
-from ister.spark.options import READ_OPTIONS, WRITE_OPTIONS
+from ister.spark.options import ALIASES, READ_OPTIONS, WRITE_OPTIONS
 from support.cases import each
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +67,14 @@ def test_spark_lists_every_option_and_no_other() -> None:
         names = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", table, re.MULTILINE)
         listed = {name for cell in names for name in re.findall(r"\w+", cell)}
         assert listed == set(options)
+
+
+def test_spark_lists_the_names_of_the_kafka_source() -> None:
+    text = (ROOT / "docs" / "SPARK.md").read_text()
+    table = text.split("## Coming from Kafka")[1].split("## Where rows come from")[0]
+    for alias, name in ALIASES.items():
+        (row,) = [line for line in table.splitlines() if line.startswith("|") and alias in line]
+        assert f"`{name}`" in row
 
 
 @each("document", DOCUMENTS)

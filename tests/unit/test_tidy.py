@@ -342,6 +342,23 @@ def test_threads_are_started_where_their_failures_are_recorded():
     assert found <= allowed
 
 
+def test_only_public_names_of_pyspark_are_used():
+    """Private ones differ between the versions that `ister.spark.compat` speaks of."""
+    private = {"_jvm", "_jdf", "_jsc", "_jrdd", "_jsparkSession", "_sc", "_active_spark_context"}
+    for module, tree in _TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                assert node.attr not in private, f"{module}: {ast.unparse(node)}"
+            names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{name}" for name in names]
+            for name in names:
+                if name.split(".")[0] == "pyspark":
+                    assert "._" not in name, f"{module} imports {name}"
+                    # Not in PySpark's reference: conversions that change with every version.
+                    assert not _is_in(name, "pyspark.sql.pandas"), f"{module} imports {name}"
+
+
 def test_only_two_commands_use_what_is_not_in_the_wheel():
     outside = {
         name

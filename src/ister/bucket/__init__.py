@@ -8,6 +8,7 @@ owner_transactions  the transactions behind that
 fence               the leased key that a job's changes require
 upload              the upload cycle: plan, make, commit
 object_maker        makes one object of a range of frames
+footers             reads the footers of shared objects
 express             express objects: make, commit, read the footer
 express_collection  removes express objects that no topic needs
 resort              re-sorts a topic's runs into an object of the topic
@@ -23,6 +24,7 @@ compaction_plan     which objects are worth merging
 merge               makes one object of several
 retention           which objects expire, and their removal
 orphans             objects without a descriptor, and their removal
+shared_staging      staged files of several topics, and their removal
 rebuild             metadata from the bucket alone
 object_choice       which objects of a bucket make up a topic
 offset_ranges       ranges of offsets: union, difference

@@ -158,19 +158,26 @@ class Catalog:
         )
 
     def descriptors(
-        self, start: int = 0, end: int | None = None
+        self, start: int = 0, end: int | None = None, *, is_partial: bool = False
     ) -> Iterator[tuple[ObjectDescriptor, int]]:
         """Every object with offsets in a range, ascending, each with its key's revision.
 
         Objects that are merged under the walk may come twice, as they were and merged.
+
+        Args:
+            start: The first offset.
+            end: The offset after the last one; None for all.
+            is_partial: The caller may stop early: pages are small at first, so that no more than
+                about twice as many descriptors are read as are used.
         """
         stop = _OFFSET_MAX + 1 if end is None else end
         width = self._length
+        size = _FEW if is_partial else _PAGE
         while (begin := self._first_start(start)) < stop:
-            page = self._range(begin, min(begin + width, stop), limit=_PAGE)
+            page = self._range(begin, min(begin + width, stop), limit=size)
             if not page and begin + width < stop:
                 # An empty range: the end of the history, or a gap.
-                page = self._range(begin + width, stop, limit=_PAGE)
+                page = self._range(begin + width, stop, limit=size)
             if (not page or self._start(page[0]) > begin) and self._first_start(start) < begin:
                 continue  # it was merged into the previous object meanwhile
             if not page:
@@ -179,7 +186,8 @@ class Catalog:
                 described = self._decode(found)
                 yield described, found.revision
             # Wide enough for about one full page.
-            width = max(1, (described.end - self._start(page[0])) * _PAGE // len(page))
+            width = max(1, (described.end - self._start(page[0])) * size // len(page))
+            size = min(2 * size, _PAGE)
             # Not "after the last key": what follows may have been merged with what was here.
             start = described.end
 

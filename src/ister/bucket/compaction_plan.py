@@ -113,6 +113,8 @@ def weigh(described: ObjectDescriptor, format: str) -> int:
     """
     if described.format != FORMAT_PARQUET:
         return described.size_bytes
+    if format == FORMAT_FRAMES and described.uncompressed_bytes is not None:
+        return max(described.size_bytes, described.uncompressed_bytes)
     groups = len(described.offset_index)
     least = max(described.size_bytes, (groups - 1) * _ROW_GROUP_BYTES)
     if format == FORMAT_PARQUET:

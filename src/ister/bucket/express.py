@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ister import failpoints
+from ister.bucket.footers import read_end
 from ister.bucket.names import express_key
 from ister.bucket.object_maker import ObjectSummary
 from ister.bucket.ownership import OwnedTopic
@@ -37,15 +38,8 @@ from ister.errors import (
 )
 from ister.format.crc import Buffer
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor, RunId
-from ister.format.express import (
-    TRAILER_BYTES,
-    ExpressRun,
-    decode_footer,
-    decode_trailer,
-    encode_footer,
-)
+from ister.format.express import FOOTER, ExpressRun, decode_footer, encode_footer
 from ister.format.frame import FrameBatch
-from ister.limits import KIB
 from ister.metadata.base import Compare, MetadataStore, Operation
 from ister.metadata.checks import holds
 from ister.objectstore.base import ObjectInfo, ObjectStore
@@ -54,8 +48,6 @@ _log = logging.getLogger("ister.bucket.express")
 
 TOPICS_PER_TRANSACTION: Final = 40
 """Three compares for each topic and one for the process; etcd accepts 128 per transaction."""
-_TAIL_BYTES: Final = 64 * KIB
-"""Read from the end of an object at once: the trailer, and most footers."""
 
 
 class Run(NamedTuple):
@@ -213,11 +205,4 @@ def read_footer(store: ObjectStore, info: ObjectInfo) -> list[ExpressRun]:
         UnsupportedVersionError: A newer Ister wrote it.
         UnavailableError: The store does not answer.
     """
-    tail_at = max(0, info.size - _TAIL_BYTES)
-    tail = store.read(info.key, tail_at, info.size - tail_at)
-    place = decode_trailer(tail[-TRAILER_BYTES:], info.size, path=info.key)
-    if place.position >= tail_at:
-        footer = tail[place.position - tail_at : -TRAILER_BYTES]
-    else:
-        footer = store.read(info.key, place.position, place.length)
-    return decode_footer(footer, place, path=info.key)[1]
+    return decode_footer(*read_end(store, info, FOOTER), path=info.key)[1]

@@ -9,6 +9,7 @@
         topic.json                                  what `ister recover` needs to know
     storage/express/<node>/<process>/<sequence>.dnbx    runs of many topics
     staging/<ns>/<topic>/<writer>/<batch>/          rows on their way to the topic
+    staging/shared.files/<writer>/<batch>/          rows on their way to several topics
 
 `end` in a name is inclusive, as Danube's is, and converted here. The epoch in the name is what
 keeps an owner that was fenced, and writes on without knowing, away from its successor's objects.
@@ -45,6 +46,8 @@ from ister.model import Layout, TopicName
 TOPICS_PREFIX: Final = "storage/topics/"
 EXPRESS_PREFIX: Final = "storage/express/"
 STAGING_PREFIX: Final = "staging/"
+# No namespace has a dot in its name.
+SHARED_STAGING_PREFIX: Final = f"{STAGING_PREFIX}shared.files/"
 _NUMBER: Final = r"(0|[1-9][0-9]{0,19})"
 _TAG: Final = re.compile(r"[0-9a-f]{8}")
 _OBJECT_ID: Final = re.compile(
@@ -262,6 +265,19 @@ def staging_prefix(topic: TopicName, writer: str | None = None, batch: int | Non
     return prefix
 
 
+def shared_staging_prefix(writer: str, batch: int | None = None) -> str:
+    """The prefix of the keys of staged files that topics share: of a writer, or of one batch."""
+    prefix = f"{SHARED_STAGING_PREFIX}{writer}/"
+    return prefix if batch is None else f"{prefix}{batch}/"
+
+
+def parse_writer_of_key(key: str) -> str | None:
+    """The writer of a staged file that topics share; None for other keys."""
+    if not key.startswith(SHARED_STAGING_PREFIX):
+        return None
+    return key.removeprefix(SHARED_STAGING_PREFIX).split("/")[0]
+
+
 def parse_topic_of_key(key: str) -> TopicName | None:
     """The topic that an object key belongs to; None for other keys."""
     parts = key.removeprefix(TOPICS_PREFIX).split("/")
@@ -278,6 +294,7 @@ class TopicKeys:
 
     def __init__(self, root_prefix: str, topic: TopicName) -> None:
         path = f"{topic.namespace}/{topic.topic}"
+        self.root_prefix = root_prefix
         self.topic = topic
         self.record = f"{root_prefix}/topics/{path}"
         self.owner = f"{root_prefix}/cluster/owners/{path}"

@@ -98,7 +98,7 @@ def collect_orphans(
     removed: list[str] = []
     for info in list(list_objects(store, topic)):
         object_id = object_id_of(topic, info.key)
-        if object_id in under_way or not _is_past(info, oldest, correct_ms):
+        if object_id in under_way or not is_past(info, oldest, correct_ms):
             continue
         # In this order: a merge between the two questions shows in the second one.
         if (
@@ -221,7 +221,8 @@ def _forget_retired(owned: OwnedTopic, store: ObjectStore, now: int) -> None:
             owned.transact([RevisionIs(found.key, found.revision)], [Delete(found.key)])
 
 
-def _is_past(info: ObjectInfo, oldest: float, correct_ms: Callable[[int], int]) -> bool:
+def is_past(info: ObjectInfo, oldest: float, correct_ms: Callable[[int], int]) -> bool:
+    """Whether an object is known to be older than a time, in seconds."""
     return info.modified_at is not None and correct_ms(int(info.modified_at * 1000)) < oldest * 1000
 
 
@@ -236,7 +237,7 @@ def _is_still_past(
 ) -> bool:
     """Whether an object is still as old as listed: a job may have written it again meanwhile."""
     try:
-        return _is_past(store.stat(key), oldest, correct_ms)
+        return is_past(store.stat(key), oldest, correct_ms)
     except NotFoundError:
         return False
 

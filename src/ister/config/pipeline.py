@@ -77,8 +77,8 @@ class ExportConfig:
     schema: str | None = setting(
         None,
         is_path=True,
-        says="File with a JSON Schema whose properties become columns; without one, the "
-        "envelope's.",
+        says="File with a JSON Schema whose properties become columns, or `registry` for each "
+        "topic's registered schema; without one, the envelope's.",
     )
     catalog: Mapping[str, str] = setting(
         {},

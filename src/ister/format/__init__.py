@@ -9,11 +9,13 @@ body_parts      parts of a body, without decoding all of it
 checkpoint      checkpoints of the log and the uploader
 sparse_index    the index beside each file
 descriptor      what makes an object part of a topic
+footer          the end of an object that topics share
 express         express objects: runs and footer
 archive, archive_writer    Parquet objects
 records         records in the metadata store
-staged_rows     rows on their way from Spark to a topic
-manifest        which staged files make up a batch
+staged_file     files of rows on their way from Spark to topics: segments and footer
+staged_rows     the rows in them
+manifest        which segments make up a batch
 payloads        rows that have only a payload
 crc             crc32
 compiled        calls the compiled loops over frames

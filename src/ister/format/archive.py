@@ -94,6 +94,8 @@ class WrittenArchive:
     codec: Codec
     kept: str
     row_groups: tuple[RowGroup, ...]
+    uncompressed_bytes: int
+    """The size of the row groups before compression, as Parquet's footer has it."""
 
     @property
     def rows(self) -> int:
@@ -139,7 +141,14 @@ class WrittenArchive:
             publish_time_index=tuple(times) if has_times else (),
             checksum=format_checksum(self.crc),
             kept=self.kept,
+            uncompressed_bytes=self.uncompressed_bytes,
         )
+
+
+def count_uncompressed(metadata: pq.FileMetaData) -> int:
+    """The size of a file's row groups before compression."""
+    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    return sum(group.total_byte_size for group in groups)
 
 
 def offsets_ascend(offsets: pa.Array) -> bool:
@@ -326,6 +335,7 @@ class ArchiveReader:
             codec=self.codec,
             kept=self.kept,
             row_groups=self.row_groups,
+            uncompressed_bytes=count_uncompressed(self._metadata),
         )
 
     # -- checks -----------------------------------------------------------------------------

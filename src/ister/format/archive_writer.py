@@ -16,6 +16,7 @@ from ister.format.archive import (
     FOOTER_MAGIC,
     RowGroup,
     WrittenArchive,
+    count_uncompressed,
     offsets_ascend,
 )
 from ister.format.arrow.decode import ColumnarDecoder
@@ -87,6 +88,7 @@ class ArchiveWriter:
         self._on_row_group = on_row_group
         self._sink = sink
         self._file = _Pieces()
+        self._footers: list[pq.FileMetaData] = []
         self._writer = pq.ParquetWriter(
             pa.PythonFile(self._file, mode="w"),
             self._schema,
@@ -97,6 +99,7 @@ class ArchiveWriter:
             write_statistics=["offset", "publish_time"],
             write_page_checksum=True,
             version="2.6",
+            metadata_collector=self._footers,
         )
         self._decoder: ColumnarDecoder | None = None
         self._batches: list[pa.RecordBatch] = []
@@ -206,6 +209,7 @@ class ArchiveWriter:
             codec=self._codec,
             kept=kept,
             row_groups=groups,
+            uncompressed_bytes=count_uncompressed(self._footers[0]),
         )
 
     def _flush(self) -> None:

@@ -15,6 +15,8 @@ is read all the same; what it does not say is None.
 An object of the format `parquet` has an index entry for each row group (or for every second one,
 and so on), at the position of its first page. `kept` is there only if messages of the range were
 left out on purpose: `latest-per-key`. Then `messages` is less than the range has offsets.
+`uncompressed_size` is the size of its row groups before compression, as Parquet's footer has it;
+an Ister that did not know it left it out.
 
 `publish_time_index[i]` is the highest publish time of all messages before `offset_index[i]`, so a
 search by time begins at the last entry below the wanted one. Both lists have at most
@@ -113,6 +115,8 @@ class ObjectDescriptor:
     """Which messages were kept: all of the range if empty; else compaction removed some."""
     arrival_time_max: int | None = None
     """In milliseconds since the Unix epoch."""
+    uncompressed_bytes: int | None = None
+    """Of Parquet: the size of its row groups before compression; None if unknown."""
 
     @property
     def arrived_ms(self) -> int | None:
@@ -188,6 +192,8 @@ def descriptor_fields(descriptor: ObjectDescriptor) -> dict[str, object]:
         fields["kept"] = descriptor.kept
     if descriptor.arrival_time_max is not None:
         fields["arrival_time_max"] = descriptor.arrival_time_max
+    if descriptor.uncompressed_bytes is not None:
+        fields["uncompressed_size"] = descriptor.uncompressed_bytes
     return fields
 
 
@@ -244,6 +250,7 @@ def descriptor_of(fields: Mapping[str, object], *, path: str) -> ObjectDescripto
             checksum=None if checksum is None else _text(checksum),
             kept=_text(fields.get("kept", "")),
             arrival_time_max=_optional(fields.get("arrival_time_max")),
+            uncompressed_bytes=_optional(fields.get("uncompressed_size")),
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CorruptDataError(f"not a descriptor: {error!r}", path=path) from error

@@ -5,24 +5,20 @@
     run      frames of one topic, one after the other (`ister.format.frame`)
     footer   JSON: {"name": "<node>/<process>/<sequence>.dnbx", "runs": [{"topic": "/default/a",
              "object_id": …, "start_offset": …, "position": …, "length": …, …}, …]}
-    trailer  u64 position of the footer · u64 its length · u32 its crc32 · u32 version · "ISTERDNX"
+    trailer  see `ister.format.footer`; its magic is "ISTERDNX"
 
-Numbers of the trailer are little endian. A run in the footer has the fields of its descriptor, and
+A run in the footer has the fields of its descriptor, and
 its topic: metadata can be rebuilt from footers alone. Runs follow each other from position 0 on,
 without anything in between; the last one ends where the footer begins.
-
-The footer's crc is checked before the version: damage is never mistaken for a newer version.
 """
 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from ister.errors import CorruptDataError, TopicNameError, UnsupportedVersionError, check
-from ister.format.crc import crc32
+from ister.errors import CorruptDataError, TopicNameError
 from ister.format.descriptor import (
     FORMAT_EXPRESS,
     ObjectDescriptor,
@@ -30,13 +26,13 @@ from ister.format.descriptor import (
     descriptor_of,
     parse_run_id,
 )
+from ister.format.footer import FooterKind, FooterPlace
 from ister.limits import EXPRESS_FOOTER_BYTES_MAX
 from ister.model import TopicName
 
 MAGIC: Final = b"ISTERDNX"
 VERSION: Final = 1
-_TRAILER: Final = struct.Struct("<QQII8s")
-TRAILER_BYTES: Final = _TRAILER.size
+FOOTER: Final = FooterKind(MAGIC, VERSION, EXPRESS_FOOTER_BYTES_MAX, "an express object")
 
 
 class ExpressRun(NamedTuple):
@@ -44,15 +40,6 @@ class ExpressRun(NamedTuple):
 
     topic: TopicName
     descriptor: ObjectDescriptor
-
-
-class FooterPlace(NamedTuple):
-    """Where the footer is, and its checksum."""
-
-    position: int
-    length: int
-    crc: int
-    version: int
 
 
 def encode_footer(name: str, runs: Sequence[ExpressRun], position: int) -> bytes:
@@ -64,23 +51,7 @@ def encode_footer(name: str, runs: Sequence[ExpressRun], position: int) -> bytes
         },
         separators=(",", ":"),
     ).encode()
-    check(len(footer) <= EXPRESS_FOOTER_BYTES_MAX, f"a footer of {len(footer)} bytes")
-    return footer + _TRAILER.pack(position, len(footer), crc32(footer), VERSION, MAGIC)
-
-
-def decode_trailer(data: bytes, size_bytes: int, *, path: str) -> FooterPlace:
-    """Reads the last bytes of an object of `size_bytes`.
-
-    Raises:
-        CorruptDataError: It is not an express object, or it is damaged; names `path`.
-    """
-    if len(data) != TRAILER_BYTES:
-        raise CorruptDataError("not an express object: it is too short", path=path)
-    position, length, crc, version, magic = _TRAILER.unpack(data)
-    is_whole = position + length + TRAILER_BYTES == size_bytes
-    if magic != MAGIC or not is_whole or length > EXPRESS_FOOTER_BYTES_MAX:
-        raise CorruptDataError("not an express object: it has no valid trailer", path=path)
-    return FooterPlace(position, length, crc, version)
+    return FOOTER.encode(footer, position)
 
 
 def decode_footer(data: bytes, place: FooterPlace, *, path: str) -> tuple[str, list[ExpressRun]]:
@@ -90,18 +61,7 @@ def decode_footer(data: bytes, place: FooterPlace, *, path: str) -> tuple[str, l
         CorruptDataError: The footer is damaged; names `path`.
         UnsupportedVersionError: A newer Ister wrote the object.
     """
-    if len(data) != place.length or crc32(data) != place.crc:
-        raise CorruptDataError(
-            "damaged express object: the footer's checksum is wrong",
-            path=path,
-            position=place.position,
-        )
-    if place.version != VERSION:
-        raise UnsupportedVersionError(
-            f"unsupported version {place.version} of an express object",
-            path=path,
-            hint="read it with the newer Ister that wrote it",
-        )
+    FOOTER.check(data, place, path=path)
     try:
         fields = json.loads(data)
         name = str(fields["name"])

@@ -1,6 +1,9 @@
 """Manifests: which staged files a batch of rows is made of, as JSON.
 
-    {"version": 1, "files": [{"key": …, "rows": …, "size": …}]}        in the order of the rows
+    {"version": 2, "files": [{"key": …, "position": …, "rows": …, "size": …}]}
+
+Files are listed in the order of the rows, one entry for each segment. Version 1 has no positions:
+each file has rows of one topic only, from its first byte to its last one.
 
 What is in the files is `ister.format.staged_rows`'s.
 """
@@ -14,22 +17,31 @@ from typing import Final
 
 from ister.errors import CorruptDataError, UnsupportedVersionError
 
-_VERSION: Final = 1
+_VERSIONS: Final = (1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedFile:
-    """One file of rows."""
+    """Rows of one topic: a segment of a staged file, or all of a file of version 1."""
 
     key: str
     rows: int
     size_bytes: int
+    """Of the segment."""
+    position: int | None = None
+    """Where the segment begins; None for a file that has nothing else."""
 
 
 def encode_manifest(files: Sequence[StagedFile]) -> bytes:
     """The list of files a batch is made of, in their order."""
-    listed = [{"key": file.key, "rows": file.rows, "size": file.size_bytes} for file in files]
-    return json.dumps({"version": _VERSION, "files": listed}, separators=(",", ":")).encode()
+    listed = [
+        {"key": file.key}
+        | ({} if file.position is None else {"position": file.position})
+        | {"rows": file.rows, "size": file.size_bytes}
+        for file in files
+    ]
+    version = 1 if all(file.position is None for file in files) else 2
+    return json.dumps({"version": version, "files": listed}, separators=(",", ":")).encode()
 
 
 def decode_manifest(data: bytes, *, key: str) -> tuple[StagedFile, ...]:
@@ -41,14 +53,19 @@ def decode_manifest(data: bytes, *, key: str) -> tuple[StagedFile, ...]:
     """
     try:
         fields = json.loads(data)
-        if fields["version"] != _VERSION:
+        if fields["version"] not in _VERSIONS:
             raise UnsupportedVersionError(
                 f"a manifest of version {fields['version']}",
                 path=key,
                 hint="finish the batch with the newer Ister that began it",
             )
         return tuple(
-            StagedFile(key=str(f["key"]), rows=int(f["rows"]), size_bytes=int(f["size"]))
+            StagedFile(
+                key=str(f["key"]),
+                rows=int(f["rows"]),
+                size_bytes=int(f["size"]),
+                position=int(f["position"]) if "position" in f else None,
+            )
             for f in fields["files"]
         )
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:

@@ -1,12 +1,17 @@
 """Staged rows: their format in the bucket, from a Spark task to the topic's owner.
 
-    staged file: block, block, …        block: u32 length · u32 crc32 · Arrow record batch (IPC)
+    segment: block, block, …        block: u32 length · u32 crc32 · Arrow record batch (IPC)
 
 A block is checked before it is used: nothing else would notice a bit that a store has flipped, and
-after that the row would be a message like any other. All blocks have the schema `STAGED_SCHEMA`:
+after that the row would be a message like any other. The crc is of the topic's name and the record
+batch: a block is never read as rows of another topic. All blocks have the schema `STAGED_SCHEMA`:
 every column of a row but `topic` and `offset`, which the topic's owner gives.
 
-Owns: the bytes. Does not own: where they are kept, and what becomes of them.
+The first version wrote a file for each topic: blocks alone, with the crc of the record batch alone.
+Such files are read with the topic "".
+
+Owns: the bytes of segments. Does not own: where they are in a file (`ister.format.staged_file`),
+and what becomes of them.
 """
 
 from __future__ import annotations
@@ -27,10 +32,10 @@ _HEADER: Final = struct.Struct("<II")
 BLOCK_HEADER_SIZE: Final = _HEADER.size
 
 
-def encode_block(batch: pa.RecordBatch) -> tuple[bytes, pa.Buffer]:
+def encode_block(batch: pa.RecordBatch, topic: str) -> tuple[bytes, pa.Buffer]:
     """A batch with the staged schema as a block: header and body, to be written in this order."""
     body = batch.serialize()
-    return _HEADER.pack(body.size, crc32(body)), body
+    return _HEADER.pack(body.size, crc32(body, crc32(topic.encode()))), body
 
 
 def parse_block_size(header: bytes) -> int:
@@ -39,14 +44,14 @@ def parse_block_size(header: bytes) -> int:
     return size
 
 
-def decode_block(header: bytes, body: Buffer, *, key: str) -> pa.RecordBatch:
+def decode_block(header: bytes, body: Buffer, *, key: str, topic: str) -> pa.RecordBatch:
     """The batch in a block.
 
     Raises:
-        CorruptDataError: The bytes are not the ones that were written.
+        CorruptDataError: The bytes are not the ones that were written for this topic.
     """
     size, crc = _HEADER.unpack(header)
-    if len(body) != size or crc32(body) != crc:
+    if len(body) != size or crc32(body, crc32(topic.encode())) != crc:
         raise CorruptDataError("a staged block is damaged", path=key)
     try:
         return pa.ipc.read_record_batch(pa.py_buffer(body), STAGED_SCHEMA)

@@ -5,18 +5,25 @@
 
 source           the data source: chooses readers and writers
 options          the options, checked
+option_values    the forms of their values
 rows             the schema: columns and their Spark types
+row_shape        columns that messages do not have: text and JSON payloads, headers
+payload_schema   the type of a JSON payload, also from the schema registry
 batch, stream    the readers of `spark.read` and `spark.readStream`
+pushdown         a batch reader that takes filters
 offset_resolver  which topics, and where each begins and ends now
 planner          ranges become partitions; does no I/O
 read_task        what a read task does
 offsets          a stream's offset in its checkpoint
 cursors          a stream's position as a subscription's cursor
+lag              how far a streaming query is behind
+views            topics as views in SQL
 sink             the writers of `df.write` and `df.writeStream`
 row_staging      rows staged in the bucket by write tasks
 location         where a log's data is, as sent to workers
 owners           finds the broker that has a topic, and calls it
 workers          tuning of Python workers
+compat           differences between Spark versions
 payload, avro    payloads as columns and back
 jobs             the pipeline
 tables           export targets: Parquet, Iceberg, Delta
@@ -27,14 +34,15 @@ session whose workers were started before.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Final, cast
 
 from ister.extras import missing_extra
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-try:
+    from ister.spark.lag import OffsetsBehind, offsets_behind
     from ister.spark.payload import (
         from_avro_payload,
         from_json_payload,
@@ -42,19 +50,52 @@ try:
         to_json_payload,
     )
     from ister.spark.source import IsterDataSource
-except ImportError as error:
-    raise missing_extra("ister.spark", "spark", error) from error
+    from ister.spark.views import register_views
 
 __all__ = [
     "IsterDataSource",
+    "OffsetsBehind",
     "from_avro_payload",
     "from_json_payload",
+    "offsets_behind",
     "register",
+    "register_views",
     "to_avro_payload",
     "to_json_payload",
 ]
 
+# Each is loaded when it is asked for: a dry run of a job does without PySpark.
+_HOMES: Final = {
+    "IsterDataSource": "source",
+    "OffsetsBehind": "lag",
+    "from_avro_payload": "payload",
+    "from_json_payload": "payload",
+    "offsets_behind": "lag",
+    "register_views": "views",
+    "to_avro_payload": "payload",
+    "to_json_payload": "payload",
+}
+
 
 def register(spark: SparkSession) -> None:
-    """Registers `format("ister")` in a session."""
-    spark.dataSource.register(IsterDataSource)
+    """Registers `format("ister")` in a session.
+
+    Raises:
+        ConfigError: PySpark is older than 4.0, or missing.
+    """
+    source = cast("type[IsterDataSource]", _load("IsterDataSource"))
+    spark.dataSource.register(source)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _load(name)
+
+
+def _load(name: str) -> object:
+    try:
+        import_module(f"{__name__}.compat")  # which refuses a Spark that is too old
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except ImportError as error:
+        raise missing_extra("ister.spark", "spark", error) from error

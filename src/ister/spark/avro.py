@@ -23,7 +23,6 @@ from typing import Any, Final, Literal, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
@@ -48,6 +47,7 @@ from pyspark.sql.types import (
 
 from ister.errors import CorruptDataError, InvalidRequestError
 from ister.extras import missing_extra
+from ister.spark.compat import arrow_type_of
 
 AvroSchema: TypeAlias = Any  # nested dicts, lists and names, as fastavro and JSON have them
 
@@ -360,7 +360,7 @@ class AvroDecoder:
         self._schema_id = schema_id
         self._fails = fails
         self._context = tuple(context)
-        self._arrow = to_arrow_type(form.spark, timezone="UTC")
+        self._arrow = arrow_type_of(form.spark)
         self.spark = StructType([StructField(VALUE, form.spark), StructField(REASON, StringType())])
 
     def decode(self, bodies: pa.Array, *context: pa.Array) -> pa.Array:

@@ -35,10 +35,11 @@ from ister.errors import (
 from ister.format.records import TopicRecord
 from ister.limits import KIB
 from ister.model import AckLevel
-from ister.partitions import base_of_partition
+from ister.partitions import base_of_partition, partition_name
 from ister.spark.location import Place
 from ister.spark.offsets import TopicHead
-from ister.spark.options import OffsetWord, ReadOptions
+from ister.spark.option_values import OffsetWord
+from ister.spark.options import ReadOptions
 from ister.spark.owners import NOT_SERVED, Owner, ask, ask_first, find_owner, waits_for_disk
 from ister.spark.planner import TopicRange
 from ister.spark.read_task import TopicIdentity
@@ -107,6 +108,8 @@ class OffsetResolver:
                     hint=_known(existing),
                 )
             return matching
+        if self._options.assigned:
+            return self._assigned(set(existing), must_exist=must_exist)
         parts: dict[str, list[str]] = {}
         for name in existing:
             if (parent := base_of_partition(name)) is not None:
@@ -120,6 +123,23 @@ class OffsetResolver:
                 )
             wanted.update(found)
         return sorted(wanted)
+
+    def _assigned(self, existing: set[str], *, must_exist: bool) -> list[str]:
+        """Returns the partitions that the option `assign` names."""
+        found: list[str] = []
+        for topic, number in self._options.assigned:
+            name = partition_name(topic, number)
+            if name in existing:
+                found.append(name)
+            elif number == 0 and topic in existing:
+                found.append(topic)
+            elif must_exist:
+                raise NotFoundError(
+                    f"topic {topic} has no partition {number}",
+                    topic=topic,
+                    hint=_known(sorted(existing)),
+                )
+        return sorted(found)
 
     def heads(self, *, catches_up: bool = False, must_exist: bool = True) -> dict[str, Head]:
         """Returns what each topic holds now.
@@ -268,6 +288,7 @@ class OffsetResolver:
         wanted: int | OffsetWord,
         *,
         time_ms: int | None = None,
+        must_match: bool = False,
         remedy: str = "",
     ) -> int:
         """Resolves one end of a range in one topic.
@@ -277,14 +298,22 @@ class OffsetResolver:
             option: The name of the option or argument, for errors.
             wanted: An offset, or an end of the topic.
             time_ms: Instead of it: the first message published at or after this time.
+            must_match: Raise if no message is that new, instead of returning the end.
             remedy: What to do about messages that are no longer kept, for the error.
 
         Raises:
             OffsetOutOfRangeError: The offset is beyond the topic's end.
             DataGapError: The messages are no longer kept, and `failOnDataLoss` is set.
+            InvalidRequestError: With `must_match`: no message is that new.
         """
         if time_ms is not None:
             found = self.find_time(head, time_ms)
+            if found is None and must_match:
+                raise InvalidRequestError(
+                    f"no message was published at or after the starting time, {time_ms} ms",
+                    topic=head.topic,
+                    hint="startingOffsetsByTimestampStrategy=latest starts at the end",
+                )
             return head.end if found is None else found
         if wanted == "earliest":
             return head.earliest
@@ -311,8 +340,13 @@ class OffsetResolver:
         _log.warning("messages skipped", extra={"error": str(gone)})
         return head.earliest
 
-    def range_of(self, head: Head, start: int, end: int) -> TopicRange:
-        """Returns a range of a topic, with the objects that overlap it."""
+    def range_of(self, head: Head, start: int, end: int, *, is_partial: bool = False) -> TopicRange:
+        """Returns a range of a topic, with the objects that overlap it.
+
+        With `is_partial` they are read while they are consumed, once: for one who may stop early.
+        """
+        topic = self._topic(head)
+        read = topic.walk_descriptors if is_partial else topic.descriptors
         tiered = min(head.tiered, end)
         tail, whole_tail = end - max(start, head.tiered), head.end - head.tiered
         return TopicRange(
@@ -321,7 +355,7 @@ class OffsetResolver:
             start=start,
             end=end,
             tiered=max(tiered, start),
-            descriptors=self._topic(head).descriptors(start, tiered),
+            descriptors=read(start, tiered),
             tail_bytes=head.tail_bytes * tail // whole_tail if tail > 0 and whole_tail > 0 else 0,
         )
 

@@ -1,66 +1,127 @@
 """Options of `format("ister")`: checks the texts that Spark passes, and converts them to values.
 
-Owns: the names, defaults, bounds and error texts of all options. Does not own: what exists (topics,
-offsets, files); nothing here does I/O, so a wrong option is refused before anything is opened.
+Owns: the names and defaults of all options, and which of them go together. Does not own: the forms
+of values (`option_values`); what exists (topics, offsets, files); nothing here does I/O, so a wrong
+option is refused before anything is opened.
 
-Names are those of Spark's Kafka source where it has one. Spark passes options as lower-case text
+Names are those of Spark's Kafka source where it has one, or its name is another name for ours
+(`ALIASES`). Spark passes options as lower-case text
 and ignores misspelt ones; so names are compared without regard to case, errors use the proper
 spelling, and an option that is unknown, empty, or of the other direction or mode is refused. The
 results can be pickled: Spark sends them to its workers.
-
-Sizes are a number of bytes, or a number and one of `k`, `m`, `g`, `t` (also `kb`, `KiB`, …), in
-powers of 1024 as everywhere in Spark.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from enum import StrEnum
 from functools import partial
-from typing import Final, Literal, Self, TypeAlias, TypeVar
+from typing import Final, Literal, Self, TypeVar
 
-from ister.client.flight import parse_brokers
-from ister.errors import InvalidRequestError, TopicNameError
-from ister.limits import KIB, MIB
-from ister.model import COLUMNS, AckLevel, Codec, TopicName
-from ister.partitions import base_of_partition
-from ister.positions import EPOCH, parse_time
-
-SPLIT_BYTES_DEFAULT: Final = 64 * MIB
-"""A task costs 40-80 ms before it reads a byte; reading this much takes about a second."""
-
-SPLIT_BYTES_MIN: Final = 64 * KIB
-"""Below this, the cost of a task dominates."""
+from ister.errors import InvalidRequestError
+from ister.model import COLUMNS, AckLevel, Codec
+from ister.partitions import base_of_partition, partition_name
+from ister.spark.option_values import (
+    HEADERS,
+    PAYLOAD_ERROR,
+    ByTopic,
+    OffsetsOption,
+    OffsetWord,
+    TimesOption,
+    as_assigned,
+    as_brokers,
+    as_columns,
+    as_count,
+    as_duration_ms,
+    as_flag,
+    as_offset_word,
+    as_offsets,
+    as_pattern,
+    as_seconds,
+    as_size,
+    as_split_bytes,
+    as_subscription,
+    as_text,
+    as_time_ms,
+    as_times,
+    as_topic,
+    as_word,
+    check_order,
+    refuse_twice,
+    refuse_word,
+)
 
 COMMIT_TIMEOUT_SECONDS_DEFAULT: Final = 60.0
 """How long a sink waits for the log's lock, or for the broker."""
 
-OffsetWord: TypeAlias = Literal["earliest", "latest"]
-"""An end of a topic."""
+TRIGGER_DELAY_MS_DEFAULT: Final = 15 * 60_000
+"""How long a stream waits for `minMessagesPerTrigger`, as with Kafka."""
+
+
+class PayloadFormat(StrEnum):
+    """What the column `payload` is."""
+
+    BINARY = "binary"
+    TEXT = "text"
+    JSON = "json"
+
+
+class PayloadErrors(StrEnum):
+    """What becomes of a payload that is not of its format."""
+
+    NULL = "null"
+    COLUMN = "column"
+    FAIL = "fail"
+
+
+class TimeStrategy(StrEnum):
+    """What a start is for which no message is new enough."""
+
+    ERROR = "error"
+    LATEST = "latest"
+
 
 READ_OPTIONS: Final[Mapping[str, str]] = {
     "topic": "topics to read: /namespace/topic names, separated by commas",
     "topicPattern": "regular expression that matches whole topic names",
+    "assign": "partitions to read, JSON of numbers by topic; a topic without partitions has the "
+    "partition 0",
     "config": "path of an ister.yml or of a data directory; load(path) sets it, too",
     "broker": "Flight addresses of brokers, host:port, separated by commas (default: those in the "
     "metadata store)",
-    "startingOffsets": "earliest, latest, or JSON of an offset per topic "
-    "(default: earliest for a batch, latest for a stream)",
-    "endingOffsets": "latest, or JSON of an offset per topic, not included (batch only; "
+    "startingOffsets": "earliest, latest, or JSON of an offset per topic or per "
+    "topic and partition (default: earliest for a batch, latest for a stream)",
+    "endingOffsets": "latest, or JSON as for startingOffsets, not included (batch only; "
     "default: latest)",
     "startingTimestamp": "start at the first message published at or after this time: "
     "milliseconds since the epoch, or ISO-8601 with a zone",
     "endingTimestamp": "end before the first message published at or after this time (batch only)",
+    "startingOffsetsByTimestamp": "JSON of a time per topic, or per topic and partition, as for "
+    "startingTimestamp, which takes precedence",
+    "endingOffsetsByTimestamp": "JSON of a time per topic, or per topic and partition, as for "
+    "endingTimestamp, which takes precedence (batch only)",
+    "startingOffsetsByTimestampStrategy": "if no message is that new: error, or latest to start at "
+    "the end (default: error with startingOffsetsByTimestamp, latest with startingTimestamp)",
     "maxMessagesPerTrigger": "maximum messages in a micro-batch, over all topics (stream only)",
     "maxBytesPerTrigger": "approximate bytes in a micro-batch, over all topics (stream only)",
+    "minMessagesPerTrigger": "wait for this many messages, over all topics, before a micro-batch "
+    "(stream only)",
+    "maxTriggerDelay": "how long to wait for minMessagesPerTrigger, such as 30s or 15m (stream "
+    "only; default: 15m)",
     "minPartitions": "minimum number of partitions, if the indexes allow it",
-    "splitBytes": "approximate bytes in a partition (default: 64 MiB)",
+    "splitBytes": "approximate bytes in a partition, before compression (default: up to 64 MiB)",
     "columns": "columns to read, separated by commas (default: all)",
+    "includeHeaders": "add a column headers: the attributes in the form of Kafka's headers "
+    "(default: false)",
+    "payloadFormat": "what the column payload is: binary, text (a string in UTF-8), or json (a "
+    "struct by payloadSchema) (default: binary, or by the type of payload in a given schema)",
+    "payloadSchema": "fields of a JSON payload: DDL such as 'id BIGINT, note STRING', a JSON "
+    "Schema, or registry for the topic's schema in the schema registry",
+    "payloadErrors": "what becomes of a payload that is not of its format: null, column (null, and "
+    "the reason in a column payload_error), or fail (default: null)",
     "pushdown": "let Spark push filters down; for a DataFrame that is scanned once (batch only; "
     "default: false)",
     "failOnDataLoss": "fail if messages to read are gone; otherwise log a warning and continue "
@@ -84,8 +145,26 @@ WRITE_OPTIONS: Final[Mapping[str, str]] = {
 }
 """The options of a write, each with a description."""
 
-_STREAM_ONLY: Final = frozenset({"maxMessagesPerTrigger", "maxBytesPerTrigger", "subscription"})
-_BATCH_ONLY: Final = frozenset({"endingOffsets", "endingTimestamp", "pushdown"})
+ALIASES: Final[Mapping[str, str]] = {
+    "subscribe": "topic",
+    "subscribePattern": "topicPattern",
+    "maxOffsetsPerTrigger": "maxMessagesPerTrigger",
+    "minOffsetsPerTrigger": "minMessagesPerTrigger",
+}
+"""Names of Spark's Kafka source that mean the same as ours, for a read."""
+
+_STREAM_ONLY: Final = frozenset(
+    {
+        "maxMessagesPerTrigger",
+        "maxBytesPerTrigger",
+        "minMessagesPerTrigger",
+        "maxTriggerDelay",
+        "subscription",
+    }
+)
+_BATCH_ONLY: Final = frozenset(
+    {"endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp", "pushdown"}
+)
 
 # What `load(path)` and `save(path)` set.
 _PATH: Final = "path"
@@ -100,69 +179,29 @@ _SPARKS_OWN: Final = frozenset(
     }
 )
 
-# Names in other connectors, in lower case.
+# Names in other connectors, in lower case, and what to do instead.
 _FOREIGN_NAMES: Final[Mapping[str, str]] = {
-    "assign": "topic",
-    "subscribe": "topic",
-    "topics": "topic",
-    "subscribepattern": "topicPattern",
-    "topicspattern": "topicPattern",
-    "kafka.bootstrap.servers": "broker",
-    "service.url": "broker",
-    "maxoffsetspertrigger": "maxMessagesPerTrigger",
-    "maxrowspertrigger": "maxMessagesPerTrigger",
-    "startingoffsetsbytimestamp": "startingTimestamp",
-    "endingoffsetsbytimestamp": "endingTimestamp",
-    "predefinedsubscription": "subscription",
-    "kafka.group.id": "subscription",
+    "topics": "Ister calls it topic",
+    "topicspattern": "Ister calls it topicPattern",
+    "service.url": "Ister calls it broker",
+    "maxrowspertrigger": "Ister calls it maxMessagesPerTrigger",
+    "predefinedsubscription": "Ister calls it subscription",
+    "maxrecordsperpartition": "splitBytes bounds what a task reads",
+    "groupidprefix": "a stream's position is in its checkpoint; subscription shows it to others",
+    "kafka.group.id": "a stream's position is in its checkpoint; subscription shows it to others",
+    "kafka.bootstrap.servers": "Ister does not read from Kafka's brokers: set config (a data "
+    "directory or an ister.yml) or broker (host:port of an Ister broker)",
 }
-
-_WORDS: Final[Mapping[str, OffsetWord]] = {"earliest": "earliest", "latest": "latest"}
-_NUMBERS_OF_WORDS: Final[Mapping[int, OffsetWord]] = {-2: "earliest", -1: "latest"}
-
-_OFFSET_MAX: Final = 2**63 - 1  # Spark's `offset` column is a long
-_TIME_MS_MAX: Final = 253_402_300_799_999  # 9999-12-31, the last day that a datetime has
-_COUNT_MAX: Final = 2**31 - 1  # Spark counts partitions and rows of a batch in ints
-_TIMEOUT_SECONDS_MAX: Final = 86_400
-
-_DIGITS: Final = re.compile(r"[0-9]{1,18}")
-_SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
-_SIZE: Final = re.compile(r"([0-9]{1,18})\s*(?:([kmgt]?)(?:i?b)?)", re.IGNORECASE)
-_SIZE_UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_SUBSCRIPTION: Final = re.compile(r"[A-Za-z0-9_-]{1,120}")
-
-_Word = TypeVar("_Word", bound=StrEnum)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffsetsOption:
-    """`startingOffsets` or `endingOffsets`."""
-
-    otherwise: OffsetWord
-    """For topics that are not in `by_topic`."""
-    by_topic: Mapping[str, int | OffsetWord] = field(default_factory=dict)
-    """For topics that the JSON names."""
-
-    def of(self, topic: str) -> int | OffsetWord:
-        """Returns the value for a topic, or for the topic that it is a partition of."""
-        parent = base_of_partition(topic) or topic
-        return self.by_topic.get(topic, self.by_topic.get(parent, self.otherwise))
-
-    def check_known(self, option: str, topics: Iterable[str]) -> None:
-        """Checks that all named topics were found.
-
-        Raises:
-            InvalidRequestError: One was not.
-        """
-        known = set(topics)
-        known |= {parent for topic in known if (parent := base_of_partition(topic)) is not None}
-        for topic in self.by_topic:
-            if topic not in known:
-                raise InvalidRequestError(
-                    f"{option} names a topic that is not read",
-                    topic=topic,
-                    hint=f"topics read: {', '.join(sorted(known)) or 'none'}",
-                )
+_CALLS_IT: Final = "Ister calls it"
+_KAFKA: Final = "kafka."
+_TABLE_HINT: Final = (
+    "Spark does not pass the options of a table; set them in the query: SELECT * FROM t WITH "
+    "(config = './data', topic = '/default/orders'), INSERT INTO t WITH (...) SELECT ..."
+)
+_KAFKA_HINT: Final = (
+    "it configures Kafka's client, which Ister does not use: stores and limits are in the file "
+    "that config names, credentials in the environment (ISTER_TOKEN, ISTER_TLS_CA)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +213,8 @@ class ReadOptions:
     """The names in `topic`; empty if there is a pattern."""
     topic_pattern: str | None = None
     """A regular expression; see `matches`."""
+    assigned: tuple[tuple[str, int], ...] = ()
+    """Topics and numbers of partitions, instead of `topics` and a pattern."""
     config: str | None = None
     brokers: tuple[str, ...] = ()
     """The Flight addresses in `broker`, each with a scheme."""
@@ -183,13 +224,28 @@ class ReadOptions:
     """Takes precedence over `starting_offsets`."""
     ending_timestamp_ms: int | None = None
     """Takes precedence over `ending_offsets`."""
+    starting_times: TimesOption = field(default_factory=ByTopic)
+    """Come between `starting_timestamp_ms` and `starting_offsets`."""
+    ending_times: TimesOption = field(default_factory=ByTopic)
+    time_must_match: bool = False
+    """Whether a starting time that no message has reached is an error, and not the end."""
     max_messages_per_trigger: int | None = None
     max_bytes_per_trigger: int | None = None
     """A soft limit; if both are given, both apply."""
+    min_messages_per_trigger: int | None = None
+    max_trigger_delay_ms: int = TRIGGER_DELAY_MS_DEFAULT
+    """How long a stream waits for `min_messages_per_trigger`."""
     min_partitions: int | None = None
-    split_bytes: int = SPLIT_BYTES_DEFAULT
+    split_bytes: int | None = None
+    """None: the default, and less where that leaves a small cluster idle."""
     columns: tuple[str, ...] | None = None
     """None for all, or for those of the user's schema."""
+    include_headers: bool = False
+    payload_format: PayloadFormat | None = None
+    """None: binary, or what the user's schema says."""
+    payload_schema: str | None = None
+    """DDL, a JSON Schema, or `registry`."""
+    payload_errors: PayloadErrors = PayloadErrors.NULL
     pushdown: bool = False
     fail_on_data_loss: bool = True
     include_tail: bool = True
@@ -204,13 +260,9 @@ class ReadOptions:
             TopicNameError: `topic`, or JSON of offsets, has an invalid topic name.
         """
         given = _Given(options, direction="reading", is_streaming=is_streaming)
-        topics = given.topics("topic")
-        pattern = given.get("topicPattern", _as_pattern)
-        if bool(topics) == (pattern is not None):
-            raise InvalidRequestError(
-                "both topic and topicPattern are given" if topics else "no topic is given",
-                hint="set the option topic, or topicPattern",
-            )
+        topics, pattern = given.topics("topic"), given.get("topicPattern", as_pattern)
+        assigned = given.get("assign", as_assigned) or ()
+        given.check_one_of("topic", "topicPattern", "assign")
         config, brokers = given.place()
         starting = given.end_of_range(
             "startingOffsets",
@@ -219,33 +271,78 @@ class ReadOptions:
             refused=None if is_streaming else "latest",
         )
         ending = given.end_of_range("endingOffsets", topics, default="latest", refused="earliest")
-        _check_order(starting, ending)
-        starting_ms = given.timestamp("startingTimestamp", instead_of="startingOffsets")
-        ending_ms = given.timestamp("endingTimestamp", instead_of="endingOffsets")
+        check_order(starting, ending)
+        starting_ms = given.get("startingTimestamp", as_time_ms)
+        ending_ms = given.get("endingTimestamp", as_time_ms)
         if starting_ms is not None and ending_ms is not None and starting_ms > ending_ms:
             raise InvalidRequestError(
                 f"startingTimestamp ({starting_ms} ms) is after endingTimestamp ({ending_ms} ms)"
             )
+        times = given.times("startingOffsetsByTimestamp", topics)
+        strategy = given.get("startingOffsetsByTimestampStrategy", partial(as_word, TimeStrategy))
+        if strategy is None and starting_ms is None and any(times.names()):
+            strategy = TimeStrategy.ERROR
+        payload_format, payload_schema, payload_errors = given.payload()
         return cls(
             is_streaming=is_streaming,
             topics=topics,
             topic_pattern=pattern,
+            assigned=assigned,
             config=config,
             brokers=brokers,
             starting_offsets=starting,
             ending_offsets=ending,
             starting_timestamp_ms=starting_ms,
             ending_timestamp_ms=ending_ms,
-            max_messages_per_trigger=given.get("maxMessagesPerTrigger", _as_count),
-            max_bytes_per_trigger=given.get("maxBytesPerTrigger", _as_size),
-            min_partitions=given.get("minPartitions", _as_count),
-            split_bytes=given.get("splitBytes", _as_split_bytes) or SPLIT_BYTES_DEFAULT,
-            columns=given.get("columns", _as_columns),
+            starting_times=times,
+            ending_times=given.times("endingOffsetsByTimestamp", topics),
+            time_must_match=strategy is TimeStrategy.ERROR,
+            max_messages_per_trigger=given.get("maxMessagesPerTrigger", as_count),
+            max_bytes_per_trigger=given.get("maxBytesPerTrigger", as_size),
+            min_messages_per_trigger=given.get("minMessagesPerTrigger", as_count),
+            max_trigger_delay_ms=given.trigger_delay_ms(),
+            min_partitions=given.get("minPartitions", as_count),
+            split_bytes=given.get("splitBytes", as_split_bytes),
+            columns=given.get("columns", as_columns),
+            include_headers=given.flag("includeHeaders", default=False),
+            payload_format=payload_format,
+            payload_schema=payload_schema,
+            payload_errors=payload_errors,
             pushdown=given.flag("pushdown", default=False),
             fail_on_data_loss=given.flag("failOnDataLoss", default=True),
             include_tail=given.flag("includeTail", default=True),
-            subscription=given.get("subscription", _as_subscription),
+            subscription=given.get("subscription", as_subscription),
         )
+
+    @property
+    def all_columns(self) -> tuple[str, ...] | None:
+        """The columns, with those that other options add; None for those of a message."""
+        names = list(self.columns or COLUMNS)
+        added = [HEADERS] if self.include_headers else []
+        added += [PAYLOAD_ERROR] if self.payload_errors is PayloadErrors.COLUMN else []
+        names += [name for name in added if name not in names]
+        return None if self.columns is None and not added else tuple(names)
+
+    def start_time_ms(self, topic: str) -> int | None:
+        """Returns the publish time at which a topic starts; None if offsets say where."""
+        given = self.starting_timestamp_ms
+        return self.starting_times.find(topic) if given is None else given
+
+    def end_time_ms(self, topic: str) -> int | None:
+        """Returns the publish time before which a topic ends; None if offsets say where."""
+        given = self.ending_timestamp_ms
+        return self.ending_times.find(topic) if given is None else given
+
+    def check_topics(self, topics: Collection[str]) -> None:
+        """Checks that the topics for which there are offsets or times were found.
+
+        Raises:
+            InvalidRequestError: One was not.
+        """
+        self.starting_offsets.check_known("startingOffsets", topics)
+        self.ending_offsets.check_known("endingOffsets", topics)
+        self.starting_times.check_known("startingOffsetsByTimestamp", topics)
+        self.ending_times.check_known("endingOffsetsByTimestamp", topics)
 
     def matches(self, topic: str) -> bool:
         """Returns whether a topic is one of those to read."""
@@ -296,10 +393,10 @@ class WriteOptions:
             config=config,
             brokers=brokers,
             create_topics=given.flag("createTopics", default=True),
-            ack=given.get("ack", partial(_as_word, AckLevel)),
-            codec=given.get("codec", partial(_as_word, Codec)),
-            producer_name=given.get("producerName", _as_text),
-            commit_timeout_seconds=given.get("commitTimeoutSeconds", _as_seconds)
+            ack=given.get("ack", partial(as_word, AckLevel)),
+            codec=given.get("codec", partial(as_word, Codec)),
+            producer_name=given.get("producerName", as_text),
+            commit_timeout_seconds=given.get("commitTimeoutSeconds", as_seconds)
             or COMMIT_TIMEOUT_SECONDS_DEFAULT,
         )
 
@@ -321,8 +418,12 @@ class _Given:
         known = READ_OPTIONS if is_reading else WRITE_OPTIONS
         others = WRITE_OPTIONS if is_reading else READ_OPTIONS
         spellings = {name.lower(): name for name in (*known, _PATH)}
+        if is_reading:
+            spellings |= {alias.lower(): name for alias, name in ALIASES.items()}
         other_spellings = {name.lower(): name for name in others}
         self._texts: dict[str, str] = {}
+        self._spelled: dict[str, str] = {}
+        proper = {name.lower(): name for name in (*known, _PATH, *ALIASES)}
         for spelling, text in options.items():
             lowered = spelling.lower()
             name = spellings.get(lowered)
@@ -335,9 +436,10 @@ class _Given:
                         hint=f"it belongs to {'writing' if is_reading else 'reading'}",
                     )
                 raise _unknown(spelling, known)
+            called = proper[lowered]
             if name in _STREAM_ONLY and not is_streaming:
                 raise InvalidRequestError(
-                    f"the option {name} is not for a batch",
+                    f"the option {called} is not for a batch",
                     hint="it belongs to a stream, spark.readStream",
                 )
             if name in _BATCH_ONLY and is_streaming:
@@ -346,31 +448,51 @@ class _Given:
                     hint="it belongs to a batch, spark.read",
                 )
             if name in self._texts:
-                raise InvalidRequestError(f"the option {name} is given twice")
+                other = self._spelled[name]
+                raise InvalidRequestError(
+                    f"the option {name} is given twice"
+                    if other == called
+                    else f"both {other} and {called} are given",
+                    hint=None if other == called else "they mean the same: set one",
+                )
             if not isinstance(text, str) or not text.strip():
                 raise InvalidRequestError(
-                    f"the option {name} is empty", hint="omit it, or set a value"
+                    f"the option {called} is empty", hint="omit it, or set a value"
                 )
-            self._texts[name] = text.strip()
+            self._texts[name], self._spelled[name] = text.strip(), called
 
     def get(self, name: str, convert: Callable[[str, str], _Value]) -> _Value | None:
         """Returns the value of an option; None if it was not given."""
         text = self._texts.get(name)
-        return None if text is None else convert(name, text)
+        return None if text is None else convert(self._spelled[name], text)
+
+    def check_one_of(self, *names: str) -> None:
+        """Checks that exactly one of several options is given."""
+        found = [self._spelled[name] for name in names if name in self._texts]
+        if len(found) == 1:
+            return
+        if not self._texts:
+            raise InvalidRequestError("no option is given", hint=_TABLE_HINT)
+        raise InvalidRequestError(
+            f"both {' and '.join(found[:2])} are given" if found else "no topic is given",
+            hint=f"set one of {', '.join(names)}",
+        )
 
     def flag(self, name: str, *, default: bool) -> bool:
-        found = self.get(name, _as_flag)
+        found = self.get(name, as_flag)
         return default if found is None else found
 
     def place(self) -> tuple[str | None, tuple[str, ...]]:
         """Returns the config and the brokers; at least one is given."""
-        config, path = self.get("config", _as_text), self.get(_PATH, _as_text)
+        config, path = self.get("config", as_text), self.get(_PATH, as_text)
         if config is not None and path is not None:
             raise InvalidRequestError(
                 "both config and path are given",
                 hint="load(path) and save(path) mean the same as the option config: set one",
             )
-        brokers = self.get("broker", _as_brokers) or ()
+        brokers = self.get("broker", as_brokers) or ()
+        if not self._texts:
+            raise InvalidRequestError("no option is given", hint=_TABLE_HINT)
         if config is None and path is None and not brokers:
             raise InvalidRequestError(
                 "neither config nor broker is given",
@@ -382,8 +504,9 @@ class _Given:
         text = self._texts.get(name)
         if text is None:
             return ()
-        names = tuple(_as_topic(name, item) for item in text.split(","))
-        _refuse_twice(name, names)
+        called = self._spelled[name]
+        names = tuple(as_topic(called, item) for item in text.split(","))
+        refuse_twice(called, names)
         return names
 
     def end_of_range(
@@ -398,241 +521,83 @@ class _Given:
         text = self._texts.get(name)
         if text is None:
             return OffsetsOption(otherwise=default)
-        word = _WORDS.get(text.lower())
+        word = as_offset_word(text)
         if word is not None:
-            _refuse_word(name, word, refused)
+            refuse_word(name, word, refused)
             return OffsetsOption(otherwise=word)
-        by_topic = _as_offsets(name, text)
-        for topic, offset in by_topic.items():
-            # The name of a partitioned topic stands for its partitions.
-            if topics and topic not in topics and base_of_partition(topic) not in topics:
-                raise InvalidRequestError(
-                    f"{name} names a topic that is not in the option topic",
-                    topic=topic,
-                    hint=f"it reads {', '.join(topics)}",
-                )
-            _refuse_word(name, offset, refused, topic=topic)
-        return OffsetsOption(otherwise=default, by_topic=by_topic)
+        found = as_offsets(name, text)
+        _check_named(name, found, topics)
+        for values in (found.by_topic, found.by_partition):
+            for topic, offset in values.items():
+                refuse_word(name, offset, refused, topic=_name_of(topic))
+        return OffsetsOption(
+            otherwise=default, by_topic=found.by_topic, by_partition=found.by_partition
+        )
 
-    def timestamp(self, name: str, *, instead_of: str) -> int | None:
-        if name in self._texts and instead_of in self._texts:
+    def times(self, name: str, topics: tuple[str, ...]) -> TimesOption:
+        """Returns `startingOffsetsByTimestamp` or `endingOffsetsByTimestamp`."""
+        found = self.get(name, as_times)
+        if found is None:
+            return ByTopic()
+        _check_named(name, found, topics)
+        return found
+
+    def trigger_delay_ms(self) -> int:
+        """Returns `maxTriggerDelay`, which needs a minimum to wait for."""
+        found = self.get("maxTriggerDelay", as_duration_ms)
+        if found is not None and "minMessagesPerTrigger" not in self._texts:
             raise InvalidRequestError(
-                f"both {name} and {instead_of} are given",
-                hint="set one of them",
+                "maxTriggerDelay is given without minMessagesPerTrigger",
+                hint="it is how long a micro-batch waits for that many messages",
             )
-        return self.get(name, _as_time_ms)
+        return TRIGGER_DELAY_MS_DEFAULT if found is None else found
+
+    def payload(self) -> tuple[PayloadFormat | None, str | None, PayloadErrors]:
+        """Returns the format of payloads, their schema, and what becomes of others."""
+        form = self.get("payloadFormat", partial(as_word, PayloadFormat))
+        schema = self.get("payloadSchema", as_text)
+        if schema is not None and form is None:
+            form = PayloadFormat.JSON
+        if schema is not None and form is not PayloadFormat.JSON:
+            raise InvalidRequestError(
+                f"payloadSchema is given, and payloadFormat is {form}", hint="payloadFormat=json"
+            )
+        errors = self.get("payloadErrors", partial(as_word, PayloadErrors))
+        if errors is not None and form is PayloadFormat.BINARY:
+            raise InvalidRequestError(
+                "payloadErrors is given, and payloadFormat is binary",
+                hint="bytes are of no format; text and json may be wrong",
+            )
+        return form, schema, errors or PayloadErrors.NULL
+
+
+def _check_named(name: str, found: ByTopic[_Value], topics: tuple[str, ...]) -> None:
+    """Refuses JSON that names a topic which the option `topic` does not."""
+    for topic in found.topics():
+        # The name of a partitioned topic stands for its partitions.
+        if topics and topic not in topics and base_of_partition(topic) not in topics:
+            raise InvalidRequestError(
+                f"{name} names a topic that is not in the option topic",
+                topic=topic,
+                hint=f"it reads {', '.join(topics)}",
+            )
+
+
+def _name_of(topic: str | tuple[str, int]) -> str:
+    return topic if isinstance(topic, str) else partition_name(*topic)
 
 
 def _unknown(spelling: str, known: Mapping[str, str]) -> InvalidRequestError:
     lowered = spelling.lower()
     spellings = {name.lower(): name for name in known}
-    foreign = _FOREIGN_NAMES.get(lowered)
     near = difflib.get_close_matches(lowered, spellings, n=1)
-    if foreign in known:
-        hint = f"Ister calls it {foreign}"
+    foreign = _FOREIGN_NAMES.get(lowered)
+    if foreign is not None and (not foreign.startswith(_CALLS_IT) or foreign.split()[-1] in known):
+        hint = foreign
+    elif lowered.startswith(_KAFKA):
+        hint = _KAFKA_HINT
     elif near:
         hint = f"did you mean {spellings[near[0]]}?"
     else:
         hint = f"known: {', '.join(known)}"
     return InvalidRequestError(f"unknown option {spelling!r}", hint=hint)
-
-
-def _refuse_twice(name: str, items: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for item in items:
-        if item in seen:
-            raise InvalidRequestError(f"{name} names {item} twice")
-        seen.add(item)
-
-
-def _refuse_word(
-    name: str, value: int | OffsetWord, refused: OffsetWord | None, *, topic: str | None = None
-) -> None:
-    if refused is not None and value == refused:
-        raise InvalidRequestError(
-            f"{name} of a batch cannot be {refused}", topic=topic, hint="there is nothing to read"
-        )
-
-
-def _check_order(starting: OffsetsOption, ending: OffsetsOption) -> None:
-    for topic in starting.by_topic:
-        start, end = starting.of(topic), ending.of(topic)
-        if isinstance(start, int) and isinstance(end, int) and start > end:
-            raise InvalidRequestError(
-                f"startingOffsets ({start}) is after endingOffsets ({end})", topic=topic
-            )
-
-
-def _as_text(_: str, text: str) -> str:
-    return text
-
-
-def _as_topic(name: str, text: str) -> str:
-    try:
-        return str(TopicName.parse(text.strip()))
-    except TopicNameError as error:
-        raise TopicNameError(f"{name}: {error.message}", hint=error.hint) from error
-
-
-def _as_pattern(name: str, text: str) -> str:
-    try:
-        re.compile(text)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise InvalidRequestError(
-            f"{name} is not a regular expression: {error}",
-            hint="for example '/default/orders-.*'",
-        ) from error
-    return text
-
-
-def _as_flag(name: str, text: str) -> bool:
-    flag = {"true": True, "false": False}.get(text.lower())
-    if flag is None:
-        raise InvalidRequestError(f"{name} is {text!r}", hint="either true or false")
-    return flag
-
-
-def _as_count(name: str, text: str) -> int:
-    count = int(text) if _DIGITS.fullmatch(text) else 0
-    if not 1 <= count <= _COUNT_MAX:
-        raise InvalidRequestError(
-            f"{name} is {text!r}", hint=f"a whole number from 1 to {_COUNT_MAX}"
-        )
-    return count
-
-
-def _as_size(name: str, text: str) -> int:
-    match = _SIZE.fullmatch(text)
-    size = int(match[1]) * _SIZE_UNITS[match[2].lower()] if match else 0
-    if not 1 <= size <= _OFFSET_MAX:
-        raise InvalidRequestError(
-            f"{name} is {text!r}", hint="a number of bytes, such as 1048576, 512k or 64MiB"
-        )
-    return size
-
-
-def _as_split_bytes(name: str, text: str) -> int:
-    size = _as_size(name, text)
-    if size < SPLIT_BYTES_MIN:
-        raise InvalidRequestError(
-            f"{name} is {size}", hint=f"at least {SPLIT_BYTES_MIN}: each task has a cost"
-        )
-    return size
-
-
-def _as_seconds(name: str, text: str) -> float:
-    seconds = float(text) if _SECONDS.fullmatch(text) else 0.0
-    if not 0 < seconds <= _TIMEOUT_SECONDS_MAX:
-        raise InvalidRequestError(
-            f"{name} is {text!r}",
-            hint=f"a number of seconds above 0, at most {_TIMEOUT_SECONDS_MAX}",
-        )
-    return seconds
-
-
-def _as_columns(name: str, text: str) -> tuple[str, ...]:
-    columns = tuple(item.strip().lower() for item in text.split(","))
-    for column in columns:
-        if column not in COLUMNS:
-            near = difflib.get_close_matches(column, COLUMNS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COLUMNS)}"
-            raise InvalidRequestError(f"{name} names an unknown column {column!r}", hint=hint)
-    _refuse_twice(name, columns)
-    return columns
-
-
-def _as_subscription(name: str, text: str) -> str:
-    if _SUBSCRIPTION.fullmatch(text) is None:
-        raise InvalidRequestError(
-            f"{name} is {text!r}", hint="it has 1 to 120 ASCII letters, digits, '_' and '-'"
-        )
-    return text
-
-
-def _as_brokers(name: str, text: str) -> tuple[str, ...]:
-    try:
-        brokers = parse_brokers(text)
-    except InvalidRequestError as error:
-        raise InvalidRequestError(
-            f"{name} is {text!r}",
-            hint="host:port, such as 127.0.0.1:6651, perhaps after grpc:// or grpc+tls://; "
-            "several are separated by commas",
-        ) from error
-    _refuse_twice(name, brokers)
-    return brokers
-
-
-def _as_word(kind: type[_Word], name: str, text: str) -> _Word:
-    try:
-        return kind(text.lower())
-    except ValueError as error:
-        raise InvalidRequestError(
-            f"{name} is {text!r}", hint=f"one of: {', '.join(kind)}"
-        ) from error
-
-
-def _as_time_ms(name: str, text: str) -> int:
-    """Milliseconds since the epoch, of a time between two of them the later one.
-
-    Both ends mean the first message published at or after the time, and messages know
-    milliseconds: rounding up keeps that meaning.
-    """
-    if _DIGITS.fullmatch(text):
-        time_ms = int(text)
-    else:
-        try:
-            parsed = parse_time(text)
-        except InvalidRequestError as error:
-            raise InvalidRequestError(
-                f"{name}: {error.message}",
-                hint="use milliseconds since 1970, or a time such as 2026-01-31T12:00:00Z",
-            ) from error
-        time_ms = -((EPOCH - parsed) // timedelta(milliseconds=1))
-    if not 0 <= time_ms <= _TIME_MS_MAX:
-        raise InvalidRequestError(
-            f"{name} is {text!r}",
-            hint="it lies between 1970 and 9999, and a bare number counts milliseconds",
-        )
-    return time_ms
-
-
-def _as_offsets(name: str, text: str) -> dict[str, int | OffsetWord]:
-    try:
-        # Pairs, because a dict would hide a topic that is named twice.
-        pairs = json.loads(text, object_pairs_hook=_Pairs)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{name} is {text!r}", hint=_OFFSETS_HINT) from error
-    if not isinstance(pairs, _Pairs):
-        raise InvalidRequestError(f"{name} is {text!r}", hint=_OFFSETS_HINT)
-    topics = [_as_topic(name, topic) for topic, _ in pairs]
-    _refuse_twice(name, topics)
-    return {
-        topic: _as_offset(name, topic, value)
-        for topic, (_, value) in zip(topics, pairs, strict=True)
-    }
-
-
-_OFFSETS_HINT: Final = (
-    'earliest, latest, or JSON of offsets by topic, such as {"/default/orders": 23}'
-)
-
-
-class _Pairs(list[tuple[str, object]]):
-    """The members of a JSON object, in order."""
-
-
-def _as_offset(name: str, topic: str, value: object) -> int | OffsetWord:
-    if isinstance(value, str):
-        word = _WORDS.get(value.strip().lower())
-        if word is not None:
-            return word
-    elif isinstance(value, int) and not isinstance(value, bool):
-        if value in _NUMBERS_OF_WORDS:
-            return _NUMBERS_OF_WORDS[value]
-        if 0 <= value <= _OFFSET_MAX:
-            return value
-    if isinstance(value, _Pairs):
-        hint = f'name partitions as topics: {{"{topic}": 23}}'
-    else:
-        hint = "an offset from 0 on, -2 or earliest, -1 or latest"
-    raise InvalidRequestError(f"{name} has {value!r} for a topic", topic=topic, hint=hint)

@@ -200,6 +200,23 @@ def read_watermarks(
     return found, errors
 
 
+def group_by_owner(place: Place, topics: Iterable[str]) -> list[list[str]]:
+    """Groups topics by the node that has them open; those that nobody has open are one group.
+
+    Raises:
+        UnavailableError: The metadata store does not answer.
+    """
+    root = place.config.storage.metadata.root_prefix
+    try:
+        owners = read_owners(place.history().metadata, root)
+    except NotFoundError:
+        owners = {}  # the metadata store is a file on another machine
+    groups: dict[str, list[str]] = {}
+    for topic in topics:
+        groups.setdefault(owners.get(topic, ""), []).append(topic)
+    return list(groups.values())
+
+
 def has_brokers(place: Place) -> bool:
     """Whether brokers serve the log: options name one, or the metadata store has an entry."""
     try:

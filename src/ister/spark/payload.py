@@ -18,13 +18,12 @@ not computed: `fails` does not fail a `count()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know it by
-from pyspark.sql.pandas.functions import arrow_udf
 from pyspark.sql.types import BinaryType, DataType, StringType, StructField, StructType
 
 from ister.errors import InvalidRequestError
@@ -41,6 +40,7 @@ from ister.spark.avro import (
     missing_field,
     read_schema,
 )
+from ister.spark.compat import with_arrow_column
 
 _PAYLOAD: Final = "payload"
 # Columns between two steps of a query; no one sees them.
@@ -224,8 +224,8 @@ def from_avro_payload(
     def from_avro(bodies: pa.Array, *context: pa.Array) -> pa.Array:
         return decoder.decode(bodies, *context)
 
-    parsed = _arrow_function(from_avro, decoder.spark)(F.col(_PAYLOAD), *map(_column, context))
-    step = df.withColumn(_PARSED, parsed)
+    arguments = [F.col(_PAYLOAD), *map(_column, context)]
+    step = with_arrow_column(df, _PARSED, from_avro, decoder.spark, *arguments)
     if errors is not None:
         step = step.withColumn(_UNPARSED, F.col(_PARSED).getField(REASON))
     value = F.col(_PARSED).getField(VALUE)
@@ -276,11 +276,8 @@ def to_avro_payload(
         return encoder.encode(rows)
 
     row = F.struct(*map(_column, names))
-    return _with_payload(df, _arrow_function(to_avro, BinaryType())(row))
-
-
-def _arrow_function(function: Callable[..., pa.Array], kind: DataType) -> Callable[..., Column]:
-    return arrow_udf(function, kind)  # type: ignore[call-overload, no-any-return] # see its docs
+    step = with_arrow_column(df, _PARSED, to_avro, BinaryType(), row)
+    return _with_payload(step, F.col(_PARSED))
 
 
 def _check_fields(df: DataFrame, form: AvroForm, record: StructType, names: Sequence[str]) -> None:

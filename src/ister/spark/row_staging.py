@@ -1,10 +1,10 @@
 """Writes rows to topics: tasks stage them, the driver commits them as batches, each once.
 
-    task: rows ─► StagedRowFiles ─► bucket ─┐
-    task: rows ─► StagedRowFiles ─► bucket ─┴─► driver: Committer ─► the topic's owner appends them
+    task: rows of some topics ─► StagedRowFile ─► bucket ─┐
+    task: rows of some topics ─► StagedRowFile ─► bucket ─┴─► driver: Committer ─► their owners
 
-Owns: staged files of a task, and the choice of the appender. Does not own: how a batch is
-appended once (`ister.topic.batches`), what rows are.
+Owns: the staged file of a task, the choice of the appender, how many topics are committed at once.
+Does not own: how a batch is appended once (`ister.topic.batches`), what rows are.
 
 Each topic's broker appends, if there are brokers: the metadata store has them, or options name
 them. A topic that moves meanwhile is appended to where it is then. Without brokers, and for a topic
@@ -12,8 +12,12 @@ whose newest files are on this machine while nobody has it open, the driver open
 takes the lock of its directory for the duration of the commit (and waits for it, because another
 commit, or a killed driver, may hold it).
 
+Several topics are committed at once, and several at each broker, so that a broker that does not
+respond delays its own topics only. After the first error no other topic is begun.
+
 What a crash leaves: staged files. A commit that was begun is finished by the next one for the same
-batch, from the files of the first; unused files are removed when they are a day old.
+batch, from the files of the first; unused files are removed when they are a day old. The files of a
+commit are removed when all of its topics have their rows.
 """
 
 from __future__ import annotations
@@ -21,28 +25,36 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 import pyarrow as pa
 
-from ister.bucket.names import staging_prefix
+from ister.bucket.names import shared_staging_prefix
 from ister.clock import SystemClock
 from ister.config import Config, Engine
-from ister.errors import DirectoryLockedError, IsterError, NotFoundError
+from ister.errors import (
+    DirectoryLockedError,
+    InvalidRequestError,
+    IsterError,
+    MessageTooLargeError,
+    NotFoundError,
+)
 from ister.format.arrow.encode import encode_frames
 from ister.format.manifest import StagedFile
+from ister.format.staged_file import StagedSegment, encode_footer
 from ister.format.staged_rows import encode_block
 from ister.limits import MIB
-from ister.model import AckLevel, Codec, TopicName
+from ister.model import AckLevel, Codec
 from ister.objectstore.base import ObjectStore, ObjectWriter
 from ister.partitions import parse_partition
 from ister.retry import retry_unavailable
 from ister.spark.location import Place
-from ister.spark.owners import ask, ask_any, has_brokers
+from ister.spark.owners import ask, ask_any, group_by_owner, has_brokers
 from ister.topic.batches import AppendedBatch, StagedBatch
 from ister.topic.log import Log
 
@@ -50,10 +62,17 @@ _log = logging.getLogger("ister.spark.row_staging")
 
 _CHUNK_BYTES: Final = 4 * MIB
 _CONCURRENT_PARTS: Final = 2
-# Topics written by one task at once; beyond that a topic gets a second file.
-_OPEN_FILES_MAX: Final = 16
+# What a task holds in memory before it writes a segment for each topic.
+_WAITING_BYTES: Final = 32 * MIB
+_BLOCK_BYTES: Final = 4 * MIB
+# Topics that are appended to at once, by each broker and by this process. Most of the time of a
+# small batch is waiting for disks.
+_TOPICS_AT_ONCE: Final = 8
+_THREADS_MAX: Final = 64
 _LOCK_PAUSE_SECONDS: Final = 0.1
 _SWEEP_EVERY: Final = 64
+
+_Result = TypeVar("_Result")
 
 
 def find_partitions(place: Place, topic: str | None) -> dict[str, list[str]]:
@@ -90,76 +109,114 @@ def _list_topics(place: Place) -> list[str]:
 # -- in tasks -------------------------------------------------------------------------------
 
 
-class StagedRowFiles:
-    """One task's files, one per topic; a context manager. Used by one thread.
+class StagedRowFile:
+    """One task's file, with segments of many topics; a context manager. Used by one thread.
 
-    On exit the files are complete; if an exception ends it, none of them is left.
+    Rows wait in memory, up to a bound, so that a segment has many of them. On exit the file is
+    complete; if an exception ends it, it is not left. Without rows there is no file.
     """
 
     def __init__(self, store: ObjectStore, writer: str, batch: int) -> None:
         self._store = store
-        self._writer = writer
-        self._batch = batch
-        self._open: OrderedDict[str, _OpenFile] = OrderedDict()
-        self._begun: list[_OpenFile] = []
-        self.files: list[tuple[str, StagedFile]] = []
-        """Topic and file of complete files, in the order of the rows."""
+        self._key = f"{shared_staging_prefix(writer, batch)}{secrets.token_hex(12)}.rows"
+        self._writer: ObjectWriter | None = None
+        self._position = 0
+        self._waiting: dict[str, list[tuple[pa.RecordBatch, int]]] = {}
+        self._waiting_bytes = 0
+        self._segments: list[StagedSegment] = []
 
-    def add(self, topic: str, rows: pa.RecordBatch) -> None:
-        """Adds rows of the staged schema to a topic's file."""
-        file = self._open.get(topic)
-        if file is None:
-            while len(self._open) >= _OPEN_FILES_MAX:
-                self._close(self._open.popitem(last=False))
-            file = self._open[topic] = self._begin(topic)
-        self._open.move_to_end(topic)
-        header, body = encode_block(rows)
-        file.writer.write(header)
-        file.writer.write(memoryview(body))
-        file.rows += rows.num_rows
-        file.size_bytes += len(header) + body.size
+    @property
+    def files(self) -> list[tuple[str, StagedFile]]:
+        """Topic and segment, in the order of the rows of each topic; complete after the exit."""
+        return [
+            (
+                segment.topic,
+                StagedFile(
+                    key=self._key,
+                    rows=segment.rows,
+                    size_bytes=segment.length,
+                    position=segment.position,
+                ),
+            )
+            for segment in self._segments
+        ]
+
+    def add(self, topic: str, rows: pa.RecordBatch, size_bytes: int | None = None) -> None:
+        """Adds rows of the staged schema.
+
+        `size_bytes` is about their size: Arrow takes longer to compute that of a few rows, a slice,
+        than everything else that is done with them.
+        """
+        if not rows.num_rows:
+            return
+        size = rows.nbytes if size_bytes is None else size_bytes
+        self._waiting.setdefault(topic, []).append((rows, size))
+        self._waiting_bytes += size
+        if self._waiting_bytes >= _WAITING_BYTES:
+            self._flush()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            while self._open and kind is None:
-                self._close(self._open.popitem(last=False))
+            if kind is None:
+                self._flush()
+                self._close()
         except BaseException:
             self._abort()
             raise
         if kind is not None:
             self._abort()
 
+    def _flush(self) -> None:
+        """Writes what waits, topic by topic."""
+        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
+        for topic, batches in waiting.items():
+            start, rows = self._position, 0
+            for block in _in_blocks(batches):
+                header, body = encode_block(block, topic)
+                self._write(header)
+                self._write(memoryview(body))
+                rows += block.num_rows
+            last = self._segments[-1] if self._segments else None
+            if last is not None and last.topic == topic:
+                self._segments.pop()
+                start, rows = last.position, last.rows + rows
+            self._segments.append(StagedSegment(topic, start, self._position - start, rows))
+
+    def _write(self, data: bytes | memoryview) -> None:
+        if self._writer is None:
+            self._writer = self._store.open_writer(
+                self._key, chunk_bytes=_CHUNK_BYTES, concurrent_parts=_CONCURRENT_PARTS
+            )
+        self._writer.write(data)
+        self._position += len(data)
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.write(encode_footer(self._segments, self._position))
+            self._writer.close()
+
     def _abort(self) -> None:
-        for file in self._begun:
-            file.writer.abort()
-        remove_staged(self._store, (staged for _, staged in self.files))
-
-    def _begin(self, topic: str) -> _OpenFile:
-        prefix = staging_prefix(TopicName.parse(topic), self._writer, self._batch)
-        key = f"{prefix}{secrets.token_hex(12)}.rows"
-        writer = self._store.open_writer(
-            key, chunk_bytes=_CHUNK_BYTES, concurrent_parts=_CONCURRENT_PARTS
-        )
-        file = _OpenFile(key=key, writer=writer)
-        self._begun.append(file)
-        return file
-
-    def _close(self, item: tuple[str, _OpenFile]) -> None:
-        topic, file = item
-        file.writer.close()
-        staged = StagedFile(key=file.key, rows=file.rows, size_bytes=file.size_bytes)
-        self.files.append((topic, staged))
+        if self._writer is not None:
+            self._writer.abort()
+            # It may have been completed before the error.
+            remove_staged(self._store, [self._key])
 
 
-@dataclass
-class _OpenFile:
-    key: str
-    writer: ObjectWriter
-    rows: int = 0
-    size_bytes: int = 0
+def _in_blocks(waiting: list[tuple[pa.RecordBatch, int]]) -> Iterator[pa.RecordBatch]:
+    """Joins small batches: each block costs a few hundred bytes and a call."""
+    few: list[pa.RecordBatch] = []
+    size = 0
+    for batch, batch_bytes in waiting:
+        if few and size + batch_bytes > _BLOCK_BYTES:
+            yield pa.concat_batches(few)
+            few, size = [], 0
+        few.append(batch)
+        size += batch_bytes
+    if few:
+        yield pa.concat_batches(few)
 
 
 def check_rows(topic: str, rows: pa.RecordBatch, *, payload_bytes_max: int) -> None:
@@ -182,13 +239,37 @@ def check_rows(topic: str, rows: pa.RecordBatch, *, payload_bytes_max: int) -> N
     )
 
 
-def remove_staged(store: ObjectStore, files: Iterable[StagedFile]) -> None:
-    """Removes files that no commit has used; leftovers are removed later."""
-    for file in files:
+def check_parts(
+    parts: Sequence[tuple[str, pa.RecordBatch]], rows: pa.RecordBatch, *, payload_bytes_max: int
+) -> None:
+    """Checks rows that are divided among topics, like `check_rows`, all at once if they are valid.
+
+    Args:
+        parts: Topics and their rows.
+        rows: All of these rows, in any order.
+        payload_bytes_max: The size limit of a payload.
+
+    Raises:
+        As `check_rows`; names the topic.
+    """
+    if not parts:
+        return
+    try:
+        # The longest name leaves the least room for everything else.
+        longest = max((topic for topic, _ in parts), key=lambda topic: len(topic.encode()))
+        check_rows(longest, rows, payload_bytes_max=payload_bytes_max)
+    except (InvalidRequestError, MessageTooLargeError):
+        for topic, part in parts:
+            check_rows(topic, part, payload_bytes_max=payload_bytes_max)
+
+
+def remove_staged(store: ObjectStore, keys: Iterable[str]) -> None:
+    """Removes files that no commit needs; leftovers are removed later."""
+    for key in dict.fromkeys(keys):
         try:
-            store.delete(file.key)
+            store.delete(key)
         except IsterError as error:
-            _log.info("staged file not removed", extra={"path": file.key, "error": str(error)})
+            _log.info("staged file not removed", extra={"path": key, "error": str(error)})
 
 
 # -- on the driver --------------------------------------------------------------------------
@@ -222,6 +303,10 @@ class Committer:
         appended = self._commit_by_brokers(by_brokers) if by_brokers else {}
         if here:
             appended |= self._commit_here({topic: staged[topic] for topic in here})
+        remove_staged(
+            self.place.history().objects,
+            (file.key for batch in staged.values() for file in batch.files),
+        )
         return appended
 
     def _topics_here(self, staged: Iterable[str]) -> list[str]:
@@ -250,11 +335,17 @@ class Committer:
         if not self.creates:
             listed = retry_unavailable(lambda: _list_topics(self.place), seconds=seconds)
             self._check_topics(staged, listed)
-        # A broker that has the topic now finishes a batch that was begun at another one.
-        return {
-            topic: retry_unavailable(partial(self._append, topic, batch), seconds=seconds)
-            for topic, batch in staged.items()
-        }
+        groups = retry_unavailable(lambda: group_by_owner(self.place, staged), seconds=seconds)
+
+        def append(topic: str, check: Callable[[], None]) -> AppendedBatch:
+            def attempt() -> AppendedBatch:
+                check()
+                # A broker that has the topic now finishes a batch that was begun at another one.
+                return self._append(topic, staged[topic])
+
+            return retry_unavailable(attempt, seconds=seconds)
+
+        return _commit_at_once(groups, append)
 
     def _append(self, topic: str, batch: StagedBatch) -> AppendedBatch:
         return ask(
@@ -271,16 +362,23 @@ class Committer:
         )
 
     def _commit_here(self, staged: Mapping[str, StagedBatch]) -> dict[str, AppendedBatch]:
-        appended: dict[str, AppendedBatch] = {}
         with self._open_log() as log:
             existing = set(log.topics())
             self._check_topics(staged, existing)
-            for topic, batch in staged.items():
+
+            def append(topic: str, _: Callable[[], None]) -> AppendedBatch:
                 if topic not in existing:
                     log.topic(topic, create=True, ack=self.ack, codec=self.codec)
-                appended[topic] = log.append_staged(topic, batch)
-            for topic, batch in staged.items():
-                self._tidy(log, topic, is_swept=batch.batch % _SWEEP_EVERY == 0)
+                return log.append_staged(topic, staged[topic])
+
+            def tidy(topic: str, _: Callable[[], None]) -> None:
+                self._tidy(log, topic, is_swept=staged[topic].batch % _SWEEP_EVERY == 0)
+
+            appended = _commit_at_once([staged], append)
+            _commit_at_once([staged], tidy)
+            first = next(iter(staged))
+            if staged[first].batch % _SWEEP_EVERY == 0:
+                self._sweep_shared(log, first)
         return appended
 
     def _check_topics(self, staged: Iterable[str], existing: Collection[str]) -> None:
@@ -327,6 +425,56 @@ class Committer:
             _log.warning(
                 "maintenance after the commit failed", extra={"topic": topic, "error": str(error)}
             )
+
+    def _sweep_shared(self, log: Log, topic: str) -> None:
+        """Removes old staged files that topics share; any topic may ask for that."""
+        tier = log.topic(topic).tier
+        if tier is not None:
+            tier.collect_shared_staging()
+
+
+def _commit_at_once(
+    groups: Iterable[Collection[str]], work: Callable[[str, Callable[[], None]], _Result]
+) -> dict[str, _Result]:
+    """Calls `work` for all topics, for up to `_TOPICS_AT_ONCE` of each group at once.
+
+    `work` gets a topic, and a function that raises when another topic has failed: to be called
+    before something is tried again.
+
+    Raises:
+        Exception: The first that was raised. Topics that were begun by then are finished.
+    """
+    done: dict[str, _Result] = {}
+    errors: list[BaseException] = []
+
+    def check() -> None:
+        if errors:
+            raise errors[0]
+
+    def take(waiting: deque[str]) -> None:
+        while waiting and not errors:
+            with suppress(IndexError):  # another thread took the last one
+                topic = waiting.popleft()
+                try:
+                    done[topic] = work(topic, check)
+                except BaseException as error:  # noqa: BLE001 - raised by the calling thread
+                    if isinstance(error, IsterError) and error.topic is None:
+                        error.topic = topic
+                    errors.append(error)
+
+    queues = [deque(group) for group in groups]
+    lanes = [queue for queue in queues for _ in range(min(len(queue), _TOPICS_AT_ONCE))]
+    if len(lanes) == 1:
+        take(lanes[0])
+    else:
+        with ThreadPoolExecutor(_THREADS_MAX, thread_name_prefix="ister-commit") as pool:
+            try:
+                list(pool.map(take, lanes))
+            except BaseException as error:
+                errors.append(error)  # ends the threads
+                raise
+    check()
+    return done
 
 
 def _without_uploads(config: Config) -> Config:

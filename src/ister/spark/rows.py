@@ -1,9 +1,9 @@
 """The rows of `format("ister")` as Spark types, and what a user's schema may be.
 
-Owns: the columns of reads and writes, and their types. Does not own:
-how frames become columns (`ister.format.arrow`).
+Owns: the columns of reads and writes, and their types. Does not own: how frames become columns
+(`ister.format.arrow`), how payloads become text or structs (`row_shape`).
 
-Spark 4.3 prunes no columns of a Python source by itself: the user's schema, or the option
+Spark prunes no columns of a Python source by itself (4.0 to 4.3): the user's schema, or the option
 `columns`, does. Other columns are neither built nor shipped.
 """
 
@@ -14,8 +14,8 @@ from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import (
+    ArrayType,
     BinaryType,
     ByteType,
     DataType,
@@ -32,6 +32,13 @@ from pyspark.sql.types import (
 from ister.errors import InvalidRequestError
 from ister.format.staged_rows import STAGED_COLUMNS, STAGED_SCHEMA
 from ister.model import COLUMNS
+from ister.spark.option_values import HEADERS, PAYLOAD_ERROR, READABLE_COLUMNS
+from ister.spark.options import PayloadErrors, PayloadFormat, ReadOptions
+
+HEADERS_TYPE: Final = ArrayType(
+    StructType([StructField("key", StringType()), StructField("value", BinaryType())])
+)
+"""The type of Kafka's headers."""
 
 _TYPES: Final[dict[str, DataType]] = {
     "topic": StringType(),
@@ -43,6 +50,13 @@ _TYPES: Final[dict[str, DataType]] = {
     "routing_key": StringType(),
     "schema_id": LongType(),
     "schema_version": IntegerType(),
+    HEADERS: HEADERS_TYPE,
+    PAYLOAD_ERROR: StringType(),
+}
+_PAYLOADS: Final[dict[type[DataType], PayloadFormat]] = {
+    BinaryType: PayloadFormat.BINARY,
+    StringType: PayloadFormat.TEXT,
+    StructType: PayloadFormat.JSON,
 }
 _NEVER_NULL: Final = frozenset(
     {"topic", "offset", "publish_time", "producer_name", "payload", "attributes"}
@@ -68,21 +82,50 @@ def row_schema(columns: Sequence[str] | None) -> StructType:
     return StructType([StructField(name, _TYPES[name]) for name in columns or COLUMNS])
 
 
-def check_read_schema(schema: StructType, columns: Sequence[str] | None) -> tuple[str, ...]:
-    """Checks a user's schema, and returns its columns.
+def read_schema(options: ReadOptions, payload: DataType | str | None) -> StructType | str:
+    """Returns the schema of a read that the user has given none for.
+
+    Args:
+        options: Name the columns.
+        payload: The type of the payload, or its DDL, which only Spark can parse; None for binary.
+
+    Returns:
+        A schema, or its DDL if the payload's type is DDL.
+    """
+    plain = row_schema(options.all_columns)
+    if payload is None:
+        return plain
+    if isinstance(payload, DataType):
+        return StructType(
+            [
+                StructField(field.name, payload if field.name == "payload" else field.dataType)
+                for field in plain.fields
+            ]
+        )
+    kinds = {field.name: field.dataType.simpleString() for field in plain.fields}
+    return ", ".join(
+        f"{name} {payload if name == 'payload' else kind}" for name, kind in kinds.items()
+    )
+
+
+def check_read_schema(schema: StructType, options: ReadOptions) -> None:
+    """Checks a user's schema.
 
     Raises:
-        InvalidRequestError: A column does not exist or has another type, or the option `columns`
-            names others.
+        InvalidRequestError: A column does not exist or has another type, or the options say
+            something else.
     """
     names: list[str] = []
     for field in schema.fields:
         wanted = _TYPES.get(field.name)
         if wanted is None:
             raise InvalidRequestError(
-                f"there is no column {field.name!r}", hint=f"the columns are {', '.join(COLUMNS)}"
+                f"there is no column {field.name!r}",
+                hint=f"the columns are {', '.join(READABLE_COLUMNS)}",
             )
-        if not _is_same(field.dataType, wanted):
+        if field.name == "payload" and type(field.dataType) in _PAYLOADS:
+            _check_payload(field, options)
+        elif not _is_same(field.dataType, wanted):
             raise InvalidRequestError(
                 f"the column {field.name} is {wanted.simpleString()}, not "
                 f"{field.dataType.simpleString()}",
@@ -93,11 +136,29 @@ def check_read_schema(schema: StructType, columns: Sequence[str] | None) -> tupl
         names.append(field.name)
     if len(set(names)) != len(names) or not names:
         raise InvalidRequestError("a schema names each of its columns once, and at least one")
-    if columns is not None and tuple(columns) != tuple(names):
+    if options.columns is not None and options.all_columns != tuple(names):
         raise InvalidRequestError(
             "the option columns and the schema name different columns", hint="give one of the two"
         )
-    return tuple(names)
+    if PAYLOAD_ERROR in names:
+        kind = schema["payload"].dataType if "payload" in names else BinaryType()
+        if isinstance(kind, BinaryType) or options.payload_errors is PayloadErrors.FAIL:
+            raise InvalidRequestError(
+                "the column payload_error is for a payload that is text or json",
+                hint="read payload too, with payloadFormat text or json and payloadErrors=column",
+            )
+
+
+def _check_payload(field: StructField, options: ReadOptions) -> None:
+    found = _PAYLOADS[type(field.dataType)]
+    if options.payload_format not in (None, found):
+        raise InvalidRequestError(
+            f"payloadFormat is {options.payload_format}, and the column payload of the schema is "
+            f"{field.dataType.simpleString()}",
+            hint="binary is BINARY, text is STRING, json is STRUCT<...>",
+        )
+    if not field.nullable and found is not PayloadFormat.BINARY:
+        raise InvalidRequestError(f"the column payload may be null, as {found}")
 
 
 def _is_same(given: DataType, wanted: DataType) -> bool:
@@ -108,12 +169,9 @@ def _is_same(given: DataType, wanted: DataType) -> bool:
             and type(given.valueType) is type(wanted.valueType)
             and given.valueContainsNull
         )
+    if isinstance(wanted, ArrayType):
+        return given == wanted
     return type(given) is type(wanted)
-
-
-def arrow_schema_of(schema: StructType) -> pa.Schema:
-    """Returns the Arrow schema that Spark expects of a source's batches."""
-    return to_arrow_schema(schema, timezone="UTC")
 
 
 def check_write_schema(schema: StructType, *, needs_topic: bool) -> None:
@@ -165,8 +223,11 @@ def check_write_schema(schema: StructType, *, needs_topic: bool) -> None:
 def to_staged(batch: pa.RecordBatch, producer_name: str | None) -> pa.RecordBatch:
     """Converts a batch that Spark passes to a sink to the staged columns and types.
 
+    A row with a routing key and without a payload becomes a tombstone: a message with an empty
+    payload, which ends its key when a topic is compacted to the latest message of each key.
+
     Raises:
-        InvalidRequestError: A value does not fit.
+        InvalidRequestError: A value does not fit, or a row has neither payload nor routing key.
     """
     columns: list[pa.Array] = []
     for name in STAGED_COLUMNS:
@@ -182,4 +243,18 @@ def to_staged(batch: pa.RecordBatch, producer_name: str | None) -> pa.RecordBatc
         if name == "producer_name" and producer_name is not None:
             column = pc.fill_null(column, producer_name)
         columns.append(column)
+    at = STAGED_COLUMNS.index("payload")
+    columns[at] = _with_tombstones(columns[at], columns[STAGED_COLUMNS.index("routing_key")])
     return pa.RecordBatch.from_arrays(columns, schema=STAGED_SCHEMA)
+
+
+def _with_tombstones(payloads: pa.Array, keys: pa.Array) -> pa.Array:
+    if not payloads.null_count:
+        return payloads
+    refused = pc.and_(payloads.is_null(), keys.is_null())
+    if (row := pc.index(refused, True).as_py()) >= 0:
+        raise InvalidRequestError(
+            f"row {row} has neither a payload nor a routing_key",
+            hint="a null payload is a tombstone, which needs a key; an empty payload is b''",
+        )
+    return pc.fill_null(payloads, pa.scalar(b"", payloads.type))

@@ -1,18 +1,18 @@
 """The sink: writes the rows of a batch or micro-batch as messages, each once.
 
-    task: rows ─► staged files in the bucket ─┐
-    task: rows ─► staged files in the bucket ─┼─► driver: commit ─► the topic's owner appends them
-    task: rows ─► staged files in the bucket ─┘
+    task: rows ─► a staged file in the bucket ─┐
+    task: rows ─► a staged file in the bucket ─┼─► driver: commit ─► the topics' owners append them
+    task: rows ─► a staged file in the bucket ─┘
 
 Owns: which rows go where, and their order (by partition, then as Spark passed them). Does not own:
 staged files and their append (`ister.spark.row_staging`); how a batch is appended once
 (`ister.topic.batches`, whose writer is the streaming query and whose batch is the micro-batch).
 
-A micro-batch with rows for several topics is committed topic by topic, each once; a reader of two
-topics may see one before the other. Rows for a partitioned topic are divided among its partitions
-by routing key, and rows without one by their payloads: the same rows go to the same partitions when
-Spark repeats a micro-batch, so that each partition gets its rows once, too. The partitions are
-those that existed when the driver created the tasks' writer.
+A micro-batch with rows for several topics is a batch of each of them, and each is committed once;
+a reader of two topics may see one before the other. Rows for a partitioned topic are divided among
+its partitions by routing key, and rows without one by their payloads: the same rows go to the same
+partitions when Spark repeats a micro-batch, so that each partition gets its rows once, too. The
+partitions are those that existed when the driver created the tasks' writer.
 
 What a crash leaves: staged files. A commit that was begun is finished by the next one for the same
 micro-batch, from the files of the first; unused files are removed when they are a day old. So
@@ -29,23 +29,20 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark import TaskContext
-from pyspark.sql.datasource import (
-    DataSourceArrowWriter,
-    DataSourceStreamArrowWriter,
-    WriterCommitMessage,
-)
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from ister.bucket.orphans import JOB_PREFIX
 from ister.errors import InvalidRequestError
 from ister.format.manifest import StagedFile
 from ister.model import TopicName
+from ister.spark.compat import DataSourceStreamArrowWriter
 from ister.spark.location import Place, find_place
 from ister.spark.options import WriteOptions
 from ister.spark.row_staging import (
     Committer,
-    StagedRowFiles,
-    check_rows,
+    StagedRowFile,
+    check_parts,
     find_partitions,
     remove_staged,
 )
@@ -86,31 +83,49 @@ class _Writer:
     ) -> StagedRows:
         context = TaskContext.get()
         payload_bytes_max = self._place.config.storage.max_message_size
-        with StagedRowFiles(self._place.history().objects, writer, batch) as staging:
+        with StagedRowFile(self._place.history().objects, writer, batch) as staging:
             for rows in batches:
-                for topic, part in self._by_topic(rows):
-                    staged = to_staged(part, self._options.producer_name)
-                    check_rows(topic, staged, payload_bytes_max=payload_bytes_max)
+                staged = to_staged(rows, self._options.producer_name)
+                parts = list(self._by_topic(rows, staged))
+                check_parts(parts, staged, payload_bytes_max=payload_bytes_max)
+                row_bytes = staged.nbytes / max(staged.num_rows, 1)
+                for topic, part in parts:
                     names = self._partitions.get(topic) or [topic]
-                    for number, share in split_rows(staged, len(names)):
-                        staging.add(names[number], share)
+                    for number, share in split_rows(part, len(names)):
+                        size = int(row_bytes * share.num_rows)
+                        staging.add(names[number], share, size)
         partition = context.partitionId() if context is not None else 0
         return StagedRows(partition=partition, query=query, files=staging.files)
 
-    def _by_topic(self, rows: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
+    def _by_topic(
+        self, rows: pa.RecordBatch, staged: pa.RecordBatch
+    ) -> Iterator[tuple[str, pa.RecordBatch]]:
+        """Divides staged rows by the topics that the rows name; keeps their order."""
         if not rows.num_rows:
             return
         if self._options.topic is not None:
-            yield self._options.topic, rows
+            yield self._options.topic, staged
             return
         names = rows.column(rows.schema.get_field_index("topic"))
         if names.null_count:
             raise InvalidRequestError(
                 "a row has no topic", hint="the option topic sets one for all rows"
             )
-        for name in pc.unique(names).to_pylist():
+        coded = names.dictionary_encode()
+        topics = coded.dictionary.to_pylist()
+        for name in topics:
             TopicName.parse(name)
-            yield name, rows.filter(pc.equal(names, name))
+        if len(topics) == 1:
+            yield topics[0], staged
+            return
+        # Sorted once, and the sort is stable: hundreds of topics cost no more than two.
+        order = pc.sort_indices(coded.indices)
+        counts = pc.value_counts(coded.indices.take(order)).field("counts").to_pylist()
+        staged = staged.take(order)
+        start = 0
+        for name, count in zip(topics, counts, strict=True):
+            yield name, staged.slice(start, count)
+            start += count
 
     # -- on the driver ----------------------------------------------------------------------
 
@@ -142,7 +157,7 @@ class _Writer:
             return
         store = self._place.history().objects
         for message in _staged(messages):
-            remove_staged(store, (file for _, file in message.files))
+            remove_staged(store, (file.key for _, file in message.files))
 
 
 class BatchWriter(_Writer, DataSourceArrowWriter):

@@ -7,20 +7,26 @@ times, so it only checks options; stores are opened when there is something to r
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
-from ister.errors import IsterError
+from ister.errors import IsterError, UnsupportedOperationError
 from ister.extras import missing_extra
-from ister.spark.options import ReadOptions, WriteOptions
+from ister.spark.compat import HAS_PUSHDOWN, require_spark
+from ister.spark.options import ALIASES, READ_OPTIONS, WRITE_OPTIONS, ReadOptions, WriteOptions
 
 if TYPE_CHECKING:
     from ister.spark.batch import BatchReader
     from ister.spark.sink import BatchWriter, StreamWriter
     from ister.spark.stream import StreamReader
+
+
+# What Spark adds to the options of a table when it is created.
+_PROVIDER: Final = "provider"
 
 
 class IsterDataSource(DataSource):
@@ -31,11 +37,16 @@ class IsterDataSource(DataSource):
         """Returns the format's name."""
         return "ister"
 
-    def schema(self) -> StructType:
-        """Returns the columns of a row, or those that the option `columns` names.
+    def schema(self) -> StructType | str:
+        """Returns the columns of a row, or those that options name.
 
-        Called by `load()`, so that invalid options are refused there, not at the first row.
+        Called by `load()`, so that invalid options are refused there, not at the first row; and by
+        `CREATE TABLE`, whose options Spark passes here only, and not to a reader.
         """
+        if _PROVIDER in self.options:
+            _check_table(self.options)
+            table: StructType = _load("rows").row_schema(None)
+            return table
         try:
             options = ReadOptions.parse(self.options, is_streaming=False)
         except IsterError as error:
@@ -43,16 +54,17 @@ class IsterDataSource(DataSource):
                 options = ReadOptions.parse(self.options, is_streaming=True)
             except IsterError:
                 raise error from None
-        schema: StructType = _load("rows").row_schema(options.columns)
+        _check_version(options)
+        payload = _load("payload_schema").payload_type(options)
+        schema: StructType | str = _load("rows").read_schema(options, payload)
         return schema
 
     def reader(self, schema: StructType) -> BatchReader:
         """Returns the reader for `spark.read`."""
         options = ReadOptions.parse(self.options, is_streaming=False)
-        batch = _load("batch")
-        reader: BatchReader = (batch.PushdownReader if options.pushdown else batch.BatchReader)(
-            options, schema
-        )
+        _check_version(options)
+        kind = _load("pushdown").PushdownReader if options.pushdown else _load("batch").BatchReader
+        reader: BatchReader = kind(options, schema)
         return reader
 
     def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802 - here: Spark's names
@@ -72,6 +84,24 @@ class IsterDataSource(DataSource):
         options = WriteOptions.parse(self.options, is_streaming=True)
         writer: StreamWriter = _load("sink").StreamWriter(options, schema, overwrite=overwrite)
         return writer
+
+
+def _check_table(options: Mapping[str, str]) -> None:
+    """Refuses a table with options, which Spark would not pass to its readers."""
+    known = {name.lower() for name in (*READ_OPTIONS, *ALIASES, *WRITE_OPTIONS)}
+    given = sorted(name for name in map(str.lower, options) if name in known)
+    if given:
+        raise UnsupportedOperationError(
+            f"Spark does not pass the options of a table to a Python data source: {given}",
+            hint="create the table without OPTIONS, and set them in the query: SELECT * FROM t "
+            "WITH (config = './data', topic = '/default/orders'); or create a view of that; "
+            "ister.spark.register_views(spark, config) does it for all topics",
+        )
+
+
+def _check_version(options: ReadOptions) -> None:
+    if options.pushdown:
+        require_spark("4.1", "the option pushdown", is_met=HAS_PUSHDOWN)
 
 
 def _load(name: str) -> ModuleType:

@@ -10,7 +10,18 @@ Invariants, each of which Spark leaves to the source:
 - the same position is the same JSON text, so that an idle query makes no batches;
 - an idle query asks the stores a few times a second, not eighty: `latestOffset` waits if there is
   nothing new;
-- a store that does not respond for a while ends no query.
+- a store that does not respond for a while ends no query;
+- batches are contiguous: each begins where the last one ended.
+
+Before 4.2 Spark asks for the end of the next batch without saying where it starts. The reader then
+keeps the position itself: the end of the last batch that Spark planned or was told of. A restarted
+query tells its position first, by planning from its last end to that same end, in every version;
+there is nothing to read in between, whatever `from` says. If it asks for an end before that, there
+is no checkpoint, and the position is the initial one.
+
+`minMessagesPerTrigger` holds a micro-batch back. The time since the last one is known to this
+process only: a query that was just started takes what is there, as Kafka's source does, so that
+restarts never add to the delay. `availableNow` waits for nothing.
 
 `commit` lags one batch behind, and may come only when the query restarts: it moves the cursor of
 the option `subscription`, which holds retention, and nothing else.
@@ -28,13 +39,6 @@ from dataclasses import replace
 from typing import Final
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import (
-    ReadAllAvailable,
-    ReadLimit,
-    ReadMaxBytes,
-    ReadMaxRows,
-    SupportsTriggerAvailableNow,
-)
 from pyspark.sql.types import StructType
 
 from ister.clock import SystemClock
@@ -44,9 +48,19 @@ from ister.errors import (
     IsterError,
     NotFoundError,
     UnavailableError,
+    UnsupportedOperationError,
 )
 from ister.retry import retry_unavailable
 from ister.spark.batch import START_REMEDY, TopicReader
+from ister.spark.compat import (
+    SPARK_VERSION,
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    ReadMinRows,
+    SupportsTriggerAvailableNow,
+)
 from ister.spark.cursors import hold_cursors
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.offsets import StreamOffset, TopicOffset, advance, check_loss
@@ -66,11 +80,13 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         super().__init__(options, schema)
         self._initial: StreamOffset | None = None
+        self._position: dict[str, object] | None = None
         self._frozen: dict[str, Head] | None = None
         self._seen: dict[str, Head] = {}
         self._seen_at = -float("inf")
         self._pause = _POLL_SECONDS
         self._held_at = -float("inf")
+        self._triggered_at = -float("inf")
         self._warned: set[str] = set()
 
     # -- positions --------------------------------------------------------------------------
@@ -82,7 +98,7 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
             # The end that `availableNow` froze is also where `latest` is.
             must_exist = self._options.fail_on_data_loss
             found = self._frozen or retry_unavailable(lambda: resolver.heads(must_exist=must_exist))
-            self._options.starting_offsets.check_known("startingOffsets", found)
+            self._options.check_topics(found)
             self._remember(found)
             self._initial = retry_unavailable(
                 lambda: StreamOffset(
@@ -97,7 +113,8 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
             head,
             "startingOffsets",
             self._options.starting_offsets.of(head.topic),
-            time_ms=self._options.starting_timestamp_ms,
+            time_ms=self._options.start_time_ms(head.topic),
+            must_match=self._options.time_must_match,
             remedy=START_REMEDY,
         )
         return TopicOffset(
@@ -110,6 +127,8 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
             return ReadMaxRows(self._options.max_messages_per_trigger)
         if self._options.max_bytes_per_trigger is not None:
             return ReadMaxBytes(self._options.max_bytes_per_trigger)
+        if self._options.min_messages_per_trigger is not None:
+            return ReadMinRows(self._options.min_messages_per_trigger)
         return ReadAllAvailable()
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
@@ -118,8 +137,31 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
         self._frozen = retry_unavailable(lambda: resolver.heads(catches_up=True, must_exist=False))
         self._remember(self._frozen)
 
-    def latestOffset(self, start: dict[str, object], limit: ReadLimit) -> dict[str, object]:  # noqa: N802
-        """Returns the end of the next micro-batch; `start` itself if there is nothing new."""
+    def latestOffset(  # noqa: N802
+        self, start: dict[str, object] | None = None, limit: ReadLimit | None = None
+    ) -> dict[str, object]:
+        """Returns the end of the next micro-batch; `start` itself if there is nothing new.
+
+        Spark before 4.2 passes no arguments: the start is then the reader's own position, and the
+        limits are those of the options.
+        """
+        if start is None:
+            start = self._own_position()
+            self._position = self._find_end(start, None)
+            return self._position
+        return self._find_end(start, limit)
+
+    def _own_position(self) -> dict[str, object]:
+        if self._position is None:
+            if isinstance(self.getDefaultReadLimit(), ReadMaxRows | ReadMaxBytes):
+                _log.warning(
+                    "availableNow reads one limited batch: Spark %s does not run several",
+                    SPARK_VERSION,
+                )
+            return self.initialOffset()
+        return self._position
+
+    def _find_end(self, start: dict[str, object], limit: ReadLimit | None) -> dict[str, object]:
         previous = StreamOffset.from_dict(start)
         end = self._advance(previous, limit)
         if end is previous and self._frozen is None:
@@ -129,7 +171,7 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
             end = self._advance(previous, limit)
         return start if end is previous else end.to_dict()
 
-    def _advance(self, previous: StreamOffset, limit: ReadLimit) -> StreamOffset:
+    def _advance(self, previous: StreamOffset, limit: ReadLimit | None) -> StreamOffset:
         try:
             return self._advance_in(self._heads(), previous, limit)
         except (DataGapError, NotFoundError):
@@ -139,7 +181,7 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
             return self._advance_in(self._heads(), previous, limit)
 
     def _advance_in(
-        self, found: dict[str, Head], previous: StreamOffset, limit: ReadLimit
+        self, found: dict[str, Head], previous: StreamOffset, limit: ReadLimit | None
     ) -> StreamOffset:
         checked, warnings = check_loss(previous, found, fails=self._options.fail_on_data_loss)
         for warning in warnings:
@@ -153,10 +195,24 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
         }
         ends = {name: head.end for name, head in found.items()}
         if not isinstance(limit, ReadAllAvailable):
+            if self._waits_for_more(starts, ends):
+                return previous
             ends = self._limit(found, starts, ends)
         end = advance(checked, found, ends)
         # Nothing new after the lost data: the checkpoint stays until there is.
-        return previous if end is checked else end
+        if end is checked:
+            return previous
+        self._triggered_at = self._now()
+        return end
+
+    def _waits_for_more(self, starts: Mapping[str, int], ends: Mapping[str, int]) -> bool:
+        """Whether a micro-batch is held back until there are more messages, or time has passed."""
+        least = self._options.min_messages_per_trigger
+        if least is None or self._frozen is not None:
+            return False
+        if self._now() - self._triggered_at >= self._options.max_trigger_delay_ms / 1000:
+            return False
+        return sum(max(0, end - starts[name]) for name, end in ends.items()) < least
 
     def _limit(
         self, found: Mapping[str, Head], starts: Mapping[str, int], ends: dict[str, int]
@@ -165,16 +221,25 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
         if options.max_messages_per_trigger is not None:
             ends = limit_messages(starts, ends, options.max_messages_per_trigger)
         if options.max_bytes_per_trigger is not None:
-            resolver, most = self._resolver(), options.max_bytes_per_trigger
-            ranges = retry_unavailable(
-                lambda: [
-                    resolver.range_of(head, starts[name], ends[name])
-                    for name, head in found.items()
-                    if starts[name] < ends[name]
-                ]
-            )
-            ends = ends | limit_bytes(ranges, most)
+            most, wanted = options.max_bytes_per_trigger, ends
+            ends = ends | retry_unavailable(lambda: self._limit_bytes(found, starts, wanted, most))
         return ends
+
+    def _limit_bytes(
+        self,
+        found: Mapping[str, Head],
+        starts: Mapping[str, int],
+        ends: Mapping[str, int],
+        max_bytes: int,
+    ) -> dict[str, int]:
+        """Reads descriptors only as far as the batch goes, however much is pending."""
+        resolver = self._resolver()
+        ranges = [
+            resolver.range_of(head, starts[name], ends[name], is_partial=True)
+            for name, head in found.items()
+            if starts[name] < ends[name]
+        ]
+        return limit_bytes(ranges, max_bytes)
 
     def reportLatestOffset(self) -> dict[str, object] | None:  # noqa: N802
         """Returns the topics' ends: `latestOffset` in a query's progress, to compute its lag."""
@@ -236,7 +301,18 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
         self, start: dict[str, object], end: dict[str, object]
     ) -> Sequence[InputPartition]:
         """The plan of the micro-batch that ends at `end`; see the module header about `start`."""
+        if start == end:
+            if self._position not in (None, end):
+                raise UnsupportedOperationError(
+                    "Spark asked for the end of a batch before it told the query's position",
+                    hint="turn spark.sql.streaming.triggerAvailableNowWrapper.enabled off, or use "
+                    "Spark 4.2 or later",
+                )
+            self._position = end
+            return []
         batch = StreamOffset.from_dict(end)
+        self._check_contiguous(StreamOffset.from_dict(start), batch)
+        self._position = end
         attempts = _ATTEMPTS
         while True:
             attempts -= 1
@@ -246,6 +322,21 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
                 # Retention or a deletion may have come between the look and the plan.
                 if not attempts:
                     raise
+
+    def _check_contiguous(self, start: StreamOffset, batch: StreamOffset) -> None:
+        if not start.ranges() or not self._options.fail_on_data_loss:
+            return  # where the first batch begins, its end says; losses may be skipped
+        for name, place in batch.topics.items():
+            before = start.topics.get(name)
+            if before is None or before.incarnation != place.incarnation:
+                continue
+            if before.offset != place.start:
+                raise ConflictError(
+                    f"the batch begins at {place.start}, and the last one ended at {before.offset}",
+                    topic=name,
+                    offset=before.offset,
+                    hint="failOnDataLoss=false runs the batch as it is",
+                )
 
     def _plan(self, batch: StreamOffset) -> list[InputPartition]:
         resolver = self._resolver()

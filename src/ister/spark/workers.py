@@ -15,8 +15,6 @@ import gc
 import sys
 from typing import Final
 
-from pyspark import TaskContext
-
 from ister import kernels
 from ister.allocator import keep_freed_buffers
 from ister.limits import MIB
@@ -37,7 +35,7 @@ def spare_collector() -> None:
     Repeated only if many modules were loaded since, so that nothing accumulates over days.
     """
     global _modules_seen  # noqa: PLW0603 - of this process
-    if TaskContext.get() is None or len(sys.modules) < _modules_seen + _MODULES_MIN:
+    if not _is_worker() or len(sys.modules) < _modules_seen + _MODULES_MIN:
         return  # in a user's program, or done already
     # First, so that no garbage is kept.
     gc.collect()
@@ -51,7 +49,7 @@ def keep_buffers() -> None:
     Does nothing outside of a worker, or if the C library does not support it.
     """
     global _keeps_buffers  # noqa: PLW0603 - of this process
-    if _keeps_buffers or TaskContext.get() is None:
+    if _keeps_buffers or not _is_worker():
         return
     _keeps_buffers = True
     keep_freed_buffers(buffer_bytes_max=_BUFFER_BYTES_MAX, kept_bytes_max=_KEPT_BYTES_MAX)
@@ -61,3 +59,9 @@ def compile_for(size_bytes: int) -> None:
     """Loads the JIT-compiled loops over frames, if a task reads enough."""
     if size_bytes >= _COMPILED_BYTES_MIN:
         kernels.load()
+
+
+def _is_worker() -> bool:
+    """Returns whether this process runs a Spark task; then PySpark is loaded."""
+    spark = sys.modules.get("pyspark")
+    return spark is not None and spark.TaskContext.get() is not None

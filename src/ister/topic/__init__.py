@@ -46,5 +46,7 @@ survey, survey_object, survey_archive, survey_express    examine files and objec
 repair              restores what one tier lost from the other
 offline_repair      `ister repair`
 metadata_recovery   `ister recover`
+schema_records      the schema registry's records, and a topic's registered schema
+schema_kinds        schema types, compatibility modes, validation policies
 pipeline_status     whether a pipeline runs, and its last reports
 """

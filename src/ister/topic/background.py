@@ -261,6 +261,8 @@ class Background:
             self._hand_out_resorts(now, is_left=is_left)
         if has_orphans:
             self._tidier.submit(threads.run, "ister-express-gc", self._express.collect)
+            staged = self._tiers.collect_shared_staging
+            self._tidier.submit(threads.run, "ister-staging-gc", staged)
         if now >= self._probe_at:
             self._probe_at = now + _ORPHAN_CHECK_SECONDS
             self._tidier.submit(threads.run, "ister-probe", self._tiers.probe)

@@ -13,6 +13,10 @@ Danube's `producer_id`) and its number in the batch (in `request_id`). Rows are 
 order, so the highest number found is where to continue. Other producers may append in between.
 After a disk was lost, the same search shows that a finished batch is not in the topic any more.
 
+A staged file may have rows of several topics, each of which is a batch of its own. So this removes
+no such file that a request names: the driver does, when all topics have their rows. Only files of
+an earlier request, whose driver is gone, are removed here, by the last topic that needed them.
+
 Owns: the order of these steps. Does not own: the staging of files, the topic's lock; only the
 topic's owner calls this, one call at a time per topic.
 
@@ -36,8 +40,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ister import failpoints
-from ister.bucket.names import staging_prefix
+from ister.bucket.names import shared_staging_prefix, staging_prefix
 from ister.bucket.ownership import OwnedTopic
+from ister.bucket.shared_staging import StagedNeeds
 from ister.clock import Clock
 from ister.errors import (
     CommitUnknownError,
@@ -62,6 +67,8 @@ _log = logging.getLogger("ister.topic.batches")
 _WRITER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,119}")
 _ATTEMPTS: Final = 5
 _BLOCK_BYTES_MAX: Final = 1024 * MIB
+# Bytes of a staged file that are read at once.
+_READ_BYTES: Final = 8 * MIB
 # Rows encoded under the topic's lock at once: a few milliseconds for other producers.
 _ENCODE_BYTES: Final = 4 * MIB
 
@@ -231,6 +238,7 @@ class _Appending:
         failpoints.reach("batch.after_done")
         self._remove(begun.files)
         self._remove(staged.files)
+        self._release(begun.files)
         self._delete(record.manifest)
         return AppendedBatch(start=done.start, end=done.end, rows=done.rows, is_known=False)
 
@@ -243,6 +251,7 @@ class _Appending:
         done = replace(begun.record, is_done=True, end=end, updated_at=self._now_seconds())
         revision = self._change(begun.revision, Put(self._key, encode_writer(done)))
         self._remove(begun.files)
+        self._release(begun.files)
         self._delete(record.manifest)
         return revision
 
@@ -310,14 +319,20 @@ class _Appending:
     def _check_files(self, files: tuple[StagedFile, ...]) -> None:
         """Checks that all files can be read, before the first row is appended."""
         self._check_keys(files)
+        sizes = {key: self._objects.stat(key).size for key in {file.key: None for file in files}}
         for file in files:
-            if self._objects.stat(file.key).size != file.size_bytes:
+            if file.position is None:
+                is_whole = sizes[file.key] == file.size_bytes
+            else:
+                is_whole = sizes[file.key] >= file.position + file.size_bytes
+            if not is_whole:
                 raise CorruptDataError("a staged file has another size", path=file.key)
 
     def _check_keys(self, files: tuple[StagedFile, ...]) -> None:
         """Refuses keys of other objects: staged files are removed at the end."""
-        prefix = staging_prefix(self._name)
+        own, shared = staging_prefix(self._name), shared_staging_prefix(self._staged.writer)
         for file in files:
+            prefix = own if file.position is None else shared
             if not file.key.startswith(prefix) or ".." in file.key.split("/"):
                 raise InvalidRequestError(
                     "a staged file is not one of this topic's",
@@ -419,23 +434,38 @@ class _Appending:
 
     def _read_rows(self, file: StagedFile) -> Iterator[pa.RecordBatch]:
         """The rows of a file, which are as many as it should have, or the batch is never done."""
-        position = rows = 0
-        while position < file.size_bytes:
-            header = self._objects.read(file.key, position, BLOCK_HEADER_SIZE)
-            if len(header) < BLOCK_HEADER_SIZE:
-                raise CorruptDataError("a staged file is cut short", path=file.key)
-            size = parse_block_size(header)
-            if size > _BLOCK_BYTES_MAX:
-                raise CorruptDataError("a staged block is damaged", path=file.key)
-            body = self._objects.read(file.key, position + BLOCK_HEADER_SIZE, size)
-            batch = decode_block(header, body, key=file.key)
-            position += BLOCK_HEADER_SIZE + size
+        topic = "" if file.position is None else self._topic.name
+        rows = 0
+        for header, body in self._read_blocks(file):
+            batch = decode_block(header, body, key=file.key, topic=topic)
             rows += batch.num_rows
             if rows > file.rows:
                 raise CorruptDataError("a staged file has more rows than it should", path=file.key)
             yield batch
         if rows < file.rows:
             raise CorruptDataError("a staged file has fewer rows than it should", path=file.key)
+
+    def _read_blocks(self, file: StagedFile) -> Iterator[tuple[bytes, memoryview]]:
+        """The headers and bodies of a file's blocks, several of them with each read."""
+        at = file.position or 0
+        end = at + file.size_bytes
+        data = memoryview(b"")
+        while at < end or data:
+            size = BLOCK_HEADER_SIZE
+            if len(data) >= size:
+                size += parse_block_size(bytes(data[:BLOCK_HEADER_SIZE]))
+            if size > _BLOCK_BYTES_MAX:
+                raise CorruptDataError("a staged block is damaged", path=file.key)
+            if len(data) < size:
+                wanted = min(max(size - len(data), _READ_BYTES), end - at)
+                read = self._objects.read(file.key, at, wanted)
+                if len(data) + len(read) < size and (not read or wanted == end - at):
+                    raise CorruptDataError("a staged file is cut short", path=file.key)
+                at += len(read)
+                data = memoryview(b"".join((data, read)))
+                continue
+            yield bytes(data[:BLOCK_HEADER_SIZE]), data[BLOCK_HEADER_SIZE:size]
+            data = data[size:]
 
     def _finish(self, done: WriterRecord, revision: int | None) -> None:
         """The commit point: from here on the batch is in the topic."""
@@ -474,8 +504,28 @@ class _Appending:
     # -- leftovers --------------------------------------------------------------------------
 
     def _remove(self, files: tuple[StagedFile, ...]) -> None:
+        """Removes files that have rows of this topic only."""
         for file in files:
-            self._delete(file.key)
+            if file.position is None:
+                self._delete(file.key)
+
+    def _release(self, files: tuple[StagedFile, ...]) -> None:
+        """Removes files of an earlier request, unless another topic needs them."""
+        current = {file.key for file in self._staged.files}
+        keys = {file.key: None for file in files if file.position is not None}
+        store = self._owned.catalog.store
+        needs = StagedNeeds(self._objects, store, self._owned.catalog.keys.root_prefix)
+        for key in keys:
+            if key in current:
+                continue
+            try:
+                is_needed = needs.has(self._objects.stat(key))
+            except IsterError as error:
+                # Swept later.
+                _log.info("staged file left behind", extra={"path": key, "error": str(error)})
+            else:
+                if not is_needed:
+                    self._delete(key)
 
     def _delete(self, key: str) -> None:
         try:

@@ -444,3 +444,7 @@ class TopicTier(TopicUploads):
                 ),
                 *sweep_staging(self.owned, objects, grace_seconds=grace_seconds, clock=self._clock),
             ]
+
+    def collect_shared_staging(self) -> list[str]:
+        """Removes old staged files that topics share; see `Tiers.collect_shared_staging`."""
+        return self._tiers.collect_shared_staging()

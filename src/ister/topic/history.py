@@ -271,6 +271,12 @@ class HistoryTopic:
             return []
         return [described for described, _ in self.catalog.descriptors(start, end)]
 
+    def walk_descriptors(self, start: int, end: int) -> Iterator[ObjectDescriptor]:
+        """The objects with offsets in a range, ascending, read while they are consumed."""
+        if start < end:
+            for described, _ in self.catalog.descriptors(start, end, is_partial=True):
+                yield described
+
     def find_time(self, publish_time_ms: int, start: int, end: int) -> int | None:
         """The first offset in a range whose message was published at or after the time."""
         reader = self.reader()

@@ -41,6 +41,7 @@ from ister.bucket.names import (
 from ister.bucket.object_maker import ObjectMaker, UploadSettings
 from ister.bucket.ownership import OwnedTopic, resume_delete
 from ister.bucket.rebuild import has_manifest, load_manifest, manifest_of, save_manifest
+from ister.bucket.shared_staging import collect_shared_staging
 from ister.bucket.upload import Uploader
 from ister.clock import Clock
 from ister.config import (
@@ -472,6 +473,26 @@ class Tiers:
                 "the object store cannot be used; messages wait for it meanwhile",
                 extra={"store": self.objects.location, "error": str(error)},
             )
+
+    def collect_shared_staging(self) -> list[str]:
+        """Removes old staged files that no topic needs; returns their keys. Logs errors."""
+        if self.node_clock.check() is not None:
+            return []
+        try:
+            return collect_shared_staging(
+                self.objects,
+                self.metadata,
+                self.storage.metadata.root_prefix,
+                grace_seconds=self.storage.cloud.orphan_grace_minutes * 60,
+                clock=self.clock,
+                metrics=self.metrics,
+                correct_ms=self.node_clock.correct_ms,
+            )
+        except ClosedError:
+            pass  # the log was closed meanwhile
+        except IsterError as error:
+            _log.warning("collecting staged files failed", extra={"error": str(error)})
+        return []
 
     def reader(self, catalog: Catalog) -> HistoryReader:
         """A reader of a topic's objects."""

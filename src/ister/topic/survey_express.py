@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ister.bucket.names import ObjectName
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor, parse_run_id
-from ister.format.express import TRAILER_BYTES, decode_footer, decode_trailer
+from ister.format.express import FOOTER, decode_footer
+from ister.format.footer import TRAILER_BYTES
 from ister.fs.base import File
 from ister.topic.survey import Listing, survey_frames
 from ister.topic.survey_object import ObjectSurvey, ReadOnlyFile
@@ -20,7 +21,7 @@ def survey_express(file: File, listing: Listing) -> list[ObjectSurvey]:
     """
     size = file.size()
     tail = file.read_at(max(0, size - TRAILER_BYTES), TRAILER_BYTES)
-    place = decode_trailer(tail, size, path=file.path)
+    place = FOOTER.find(tail, size, path=file.path)
     _, runs = decode_footer(file.read_at(place.position, place.length), place, path=file.path)
     surveys: list[ObjectSurvey] = []
     for topic, run in runs:

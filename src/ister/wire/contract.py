@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self, Typ
 
 import msgspec
 
-from ister.bucket.names import staging_prefix
+from ister.bucket.names import shared_staging_prefix, staging_prefix
 from ister.errors import InvalidRequestError, IsterError, UnsupportedVersionError
 from ister.format.manifest import StagedFile
 from ister.limits import KIB, MIB
@@ -421,6 +421,8 @@ class _StagedFile:
     key: str
     rows: _Number
     size: _Number
+    position: _Number | msgspec.UnsetType = msgspec.UNSET
+    """Older clients stage a file for each topic, and send none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -453,13 +455,15 @@ class AppendStaged:
     codec: Codec | None = None
 
     def __post_init__(self) -> None:
-        prefix = staging_prefix(TopicName.parse(self.topic))
+        own = staging_prefix(TopicName.parse(self.topic))
+        shared = shared_staging_prefix(self.staged.writer)
         for file in self.staged.files:
+            prefix = own if file.position is None else shared
             parts = file.key.removeprefix(prefix).split("/")
             # Staged files are removed in the end: a request must not name any other object.
             if not file.key.startswith(prefix) or {"", ".", ".."} & set(parts):
                 raise InvalidRequestError(
-                    "staged file outside of the topic's staging directory",
+                    "staged file outside of the staging directory",
                     topic=self.topic,
                     path=file.key,
                     hint=f"its key must start with {prefix}",
@@ -474,7 +478,12 @@ class AppendStaged:
             batch=staged.batch,
             repeatable=staged.is_repeatable,
             files=tuple(
-                _StagedFile(key=file.key, rows=file.rows, size=file.size_bytes)
+                _StagedFile(
+                    key=file.key,
+                    rows=file.rows,
+                    size=file.size_bytes,
+                    position=msgspec.UNSET if file.position is None else file.position,
+                )
                 for file in staged.files
             ),
             create=self.create,
@@ -489,7 +498,13 @@ class AppendStaged:
 
         found = _AppendStaged.from_json(data)
         files = (
-            StagedFile(key=file.key, rows=file.rows, size_bytes=file.size) for file in found.files
+            StagedFile(
+                key=file.key,
+                rows=file.rows,
+                size_bytes=file.size,
+                position=None if isinstance(file.position, msgspec.UnsetType) else file.position,
+            )
+            for file in found.files
         )
         return cls(
             topic=found.topic,

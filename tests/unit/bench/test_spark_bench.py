@@ -44,7 +44,7 @@ def test_quick_run_prints_its_results_as_json(tmp_path, capsys, monkeypatch):
     printed = json.loads(capsys.readouterr().out)
     assert printed["bench"] == "spark"
     results = {result["name"]: result for result in printed["results"]}
-    assert len(results) == len(printed["results"]) == 14
+    assert len(results) == len(printed["results"]) == 17
     for result in results.values():
         assert result["value"] > 0
         assert result["limit"] > 0
@@ -63,10 +63,13 @@ def test_quick_run_prints_its_results_as_json(tmp_path, capsys, monkeypatch):
             "at most",
             200,
         ),
-        "scan with Spark, 100 B messages": ("ratio", "at least", 0.7),
-        "scan with Spark, 1 KiB messages": ("ratio", "at least", 0.7),
+        "trigger of a stream with 4000 pending objects": ("ratio", "at most", 1.5),
+        "scan with Spark, 100 B messages": ("ratio", "at least", 0.9),
+        "scan with Spark, 1 KiB messages": ("ratio", "at least", 0.9),
         "write with Spark, 100 B messages": ("ratio", "at least", 0.5),
         "write with Spark, 1 KiB messages": ("ratio", "at least", 0.5),
+        "write with Spark into 300 new topics": ("ratio", "at most", 4),
+        "staged files of a write into 300 or 10 topics": ("ratio", "at most", 1),
     }
     assert list(tmp_path.iterdir()) == []
 

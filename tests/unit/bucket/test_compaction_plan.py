@@ -172,6 +172,8 @@ def test_parquet_object_weighs_what_its_messages_do():
     assert weigh(replace(archive, size_bytes=20 * MIB), "dnb1") == 40 * MIB
     assert weigh(replace(archive, offset_index=index[:1]), "parquet") == 3 * MIB
     assert weigh(one(0, 3 * MIB, offset_index=index), "parquet") == 3 * MIB
+    known = replace(archive, uncompressed_bytes=35 * MIB)
+    assert [weigh(known, kind) for kind in ("parquet", "dnb1")] == [4 * 8 * MIB, 35 * MIB]
 
 
 @each("wrong", [{"format": "csv"}, {"min_objects": 0}, {"objects_max": OBJECTS_MAX + 1}])

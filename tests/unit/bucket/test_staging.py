@@ -147,7 +147,7 @@ def test_manifest_that_is_lost_keeps_nothing(cluster, node, owned):
 
 @pytest.mark.parametrize(
     ("content", "error"),
-    [(b"[]", CorruptDataError), (b'{"version":2}', UnsupportedVersionError)],
+    [(b"[]", CorruptDataError), (b'{"version":3}', UnsupportedVersionError)],
     ids=["garbled", "newer"],
 )
 def test_manifest_that_cannot_be_read_keeps_everything(cluster, node, owned, content, error):

@@ -177,6 +177,11 @@ def test_descriptor_of_an_archive():
     assert (described.format, described.codec, described.kept) == ("parquet", codec, "")
     assert described.size_bytes == len(data)
     reader = opened(data)
+    metadata = pq.read_metadata(io.BytesIO(data))
+    assert described.uncompressed_bytes == sum(
+        metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)
+    )
+    assert described.uncompressed_bytes >= sum(len(one) for one in batch["payload"].to_pylist())
     assert described.offset_index == tuple((g.first_offset, g.position) for g in reader.row_groups)
     assert described.publish_time_min == 1_700_000_000_020
     assert described.publish_time_max == 1_700_000_000_419

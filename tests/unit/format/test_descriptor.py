@@ -76,6 +76,7 @@ def _descriptors(draw):
         publish_time_max=draw(st.none() | _NUMBERS),
         publish_time_index=tuple(draw(st.lists(_NUMBERS, max_size=20))),
         checksum=draw(st.none() | st.text()),
+        uncompressed_bytes=draw(st.none() | _NUMBERS),
     )
 
 
@@ -85,15 +86,29 @@ def test_descriptor_comes_back_as_it_was(descriptor):
 
 
 @each(
-    ("name", "arrival_time_max", "arrived_ms"),
+    ("name", "fields", "arrived_ms"),
     [
-        ("descriptor.json", None, 1_703_001_234_000),
-        ("descriptor_arrival.json", 1_703_001_233_456, 1_703_001_233_456),
+        ("descriptor.json", {}, 1_703_001_234_000),
+        (
+            "descriptor_arrival.json",
+            {"arrival_time_max": 1_703_001_233_456},
+            1_703_001_233_456,
+        ),
+        (
+            "descriptor_parquet.json",
+            {
+                "object_id": "data-1000-5000-1-c0a1b2c3d.parquet",
+                "format": "parquet",
+                "offset_index": ((1000, 4), (2000, 131_072)),
+                "uncompressed_bytes": 2_097_152,
+            },
+            1_703_001_234_000,
+        ),
     ],
 )
-def test_golden_bytes_are_these(name, arrival_time_max, arrived_ms):
+def test_golden_bytes_are_these(name, fields, arrived_ms):
     golden = (_GOLDEN / name).read_bytes().rstrip(b"\n")
-    described = replace(FULL, arrival_time_max=arrival_time_max)
+    described = replace(FULL, **fields)
     assert encode_descriptor(described) == golden
     assert decode_descriptor(golden, key=_KEY) == described
     assert described.arrived_ms == arrived_ms
@@ -156,6 +171,7 @@ def test_largest_descriptor_stays_below_its_limit():
         publish_time_max=top,
         publish_time_index=(top,) * OBJECT_INDEX_ENTRIES_MAX,
         checksum=format_checksum(2**32 - 1),
+        uncompressed_bytes=top,
     )
     data = encode_descriptor(largest)
     assert len(data) < DESCRIPTOR_BYTES_MAX == 65_536
@@ -215,6 +231,8 @@ _WRONG_FIELDS = [
     ("offset_index", 5),
     ("publish_time_index", [None]),
     ("publish_time_index", 5),
+    ("uncompressed_size", "5"),
+    ("uncompressed_size", -1),
 ]
 
 

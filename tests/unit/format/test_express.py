@@ -16,13 +16,13 @@ from ister.format.descriptor import (
     parse_run_id,
 )
 from ister.format.express import (
+    FOOTER,
     MAGIC,
-    TRAILER_BYTES,
     ExpressRun,
     decode_footer,
-    decode_trailer,
     encode_footer,
 )
+from ister.format.footer import TRAILER_BYTES
 from ister.model import Codec, TopicName
 from support.cases import each
 
@@ -60,7 +60,7 @@ RUNS = [a_run("/default/a", 0, 100), a_run("/default/b", 100, 50, start=7, end=9
 def decode(data, size=None):
     """The runs of an object whose last bytes these are; all before them has 150 bytes."""
     size = 150 + len(data) if size is None else size
-    place = decode_trailer(data[-TRAILER_BYTES:], size, path="x")
+    place = FOOTER.find(data[-TRAILER_BYTES:], size, path="x")
     return decode_footer(data[:-TRAILER_BYTES], place, path="x")
 
 

@@ -48,7 +48,7 @@ def a_batch(rows):
 
 
 def as_bytes(batch):
-    header, body = encode_block(batch)
+    header, body = encode_block(batch, "")
     return header, body.to_pybytes()
 
 
@@ -66,7 +66,7 @@ def test_staged_columns_are_all_that_a_row_has_but_what_its_owner_gives():
 def test_block_comes_back_as_it_was(rows):
     batch = a_batch(rows)
     header, body = as_bytes(batch)
-    found = decode_block(header, body, key=KEY)
+    found = decode_block(header, body, key=KEY, topic="")
     found.validate(full=True)
     assert found.equals(batch)
     assert found.schema.equals(STAGED_SCHEMA)
@@ -74,7 +74,7 @@ def test_block_comes_back_as_it_was(rows):
 
 def test_block_of_a_slice_holds_the_slice():
     batch = a_batch([{"payload": b"%d" % number} for number in range(10)])
-    found = decode_block(*as_bytes(batch.slice(3, 4)), key=KEY)
+    found = decode_block(*as_bytes(batch.slice(3, 4)), key=KEY, topic="")
     assert found["payload"].to_pylist() == [b"3", b"4", b"5", b"6"]
 
 
@@ -91,7 +91,9 @@ def test_every_flipped_bit_of_a_block_is_noticed():
     for bit in range(8 * (len(header) + len(body))):
         damaged = with_bit_flipped(header + body, bit)
         with pytest.raises(CorruptDataError) as caught:
-            decode_block(damaged[:BLOCK_HEADER_SIZE], damaged[BLOCK_HEADER_SIZE:], key=KEY)
+            decode_block(
+                damaged[:BLOCK_HEADER_SIZE], damaged[BLOCK_HEADER_SIZE:], key=KEY, topic=""
+            )
         assert caught.value.path == KEY
 
 
@@ -100,7 +102,7 @@ def test_body_that_is_cut_short_or_too_long_is_noticed(size):
     header, body = as_bytes(a_batch([{"payload": b"abc"}]))
     wrong = {0: b"", 1: body + b"x", -1: body[:-1]}[size]
     with pytest.raises(CorruptDataError):
-        decode_block(header, wrong, key=KEY)
+        decode_block(header, wrong, key=KEY, topic="")
 
 
 def test_block_of_another_schema_is_not_taken_for_rows():
@@ -108,14 +110,14 @@ def test_block_of_another_schema_is_not_taken_for_rows():
     other = pa.RecordBatch.from_pydict({"value": pa.array([1, 2, 3], pa.int64())})
     header, body = as_bytes(other)
     with pytest.raises(CorruptDataError):
-        decode_block(header, body, key=KEY)
+        decode_block(header, body, key=KEY, topic="")
 
 
 def test_block_that_is_no_arrow_at_all_is_damage():
     body = b"not a record batch, and long enough to look at"
     header = len(body).to_bytes(4, "little") + crc32(body).to_bytes(4, "little")
     with pytest.raises(CorruptDataError):
-        decode_block(header, body, key=KEY)
+        decode_block(header, body, key=KEY, topic="")
 
 
 # -- manifests ----------------------------------------------------------------------------------
@@ -168,7 +170,7 @@ def test_something_else_is_not_a_manifest(data):
     assert caught.value.path == KEY
 
 
-@each("version", [2, 0, "1", None])
+@each("version", [3, 0, "1", None])
 def test_manifest_of_another_version_is_not_taken_for_damage(version):
     data = json.dumps({"version": version, "files": []}).encode()
     with pytest.raises(UnsupportedVersionError):

@@ -13,7 +13,6 @@ from ister.limits import GIB, KIB, MIB
 from ister.model import COLUMNS, AckLevel, Codec
 from ister.spark.options import (
     READ_OPTIONS,
-    SPLIT_BYTES_DEFAULT,
     WRITE_OPTIONS,
     OffsetsOption,
     ReadOptions,
@@ -60,7 +59,7 @@ def test_defaults_of_a_batch():
         starting_offsets=OffsetsOption(otherwise="earliest"),
         ending_offsets=OffsetsOption(otherwise="latest"),
     )
-    assert batch().split_bytes == SPLIT_BYTES_DEFAULT == 64 * MIB
+    assert batch().split_bytes is None
     assert (batch().pushdown, batch().fail_on_data_loss, batch().include_tail) == (
         False,
         True,
@@ -151,11 +150,14 @@ def test_unknown_option_is_refused_with_the_nearest():
         ("startingoffset", "did you mean startingOffsets?"),
         ("maxbytepertrigger", "did you mean maxBytesPerTrigger?"),
         ("FailOnDataLos", "did you mean failOnDataLoss?"),
-        ("subscribe", "Ister calls it topic"),
-        ("subscribePattern", "Ister calls it topicPattern"),
-        ("maxoffsetspertrigger", "Ister calls it maxMessagesPerTrigger"),
-        ("kafka.bootstrap.servers", "Ister calls it broker"),
-        ("zzzzzz", "known: topic, topicPattern, config"),
+        ("topics", "Ister calls it topic"),
+        ("topicsPattern", "Ister calls it topicPattern"),
+        ("maxrowspertrigger", "Ister calls it maxMessagesPerTrigger"),
+        ("kafka.bootstrap.servers", "set config (a data directory or an ister.yml) or broker"),
+        ("kafka.sasl.mechanism", "it configures Kafka's client, which Ister does not use"),
+        ("kafka.group.id", "a stream's position is in its checkpoint"),
+        ("maxRecordsPerPartition", "splitBytes bounds what a task reads"),
+        ("zzzzzz", "known: topic, topicPattern, assign, config"),
         ("checkpointlocation", "unknown option 'checkpointlocation'"),
     ]:
         with case(name, hint):
@@ -163,8 +165,8 @@ def test_unknown_option_is_refused_with_the_nearest():
 
 
 def test_foreign_name_is_not_explained_by_an_option_of_the_other_direction():
-    error = refused(write, "unknown option 'maxoffsetspertrigger'", maxoffsetspertrigger="1")
-    assert "is called" not in error.hint
+    error = refused(write, "unknown option 'maxrowspertrigger'", maxrowspertrigger="1")
+    assert "calls it" not in error.hint
 
 
 def test_option_of_the_other_direction_is_refused():
@@ -210,9 +212,7 @@ def test_empty_value_is_refused():
     for value in ["", "  \t"]:
         for name in [name for name in READ_OPTIONS if name != "topicPattern"]:
             with case(value, name):
-                parse = (
-                    batch if name in {"endingOffsets", "endingTimestamp", "pushdown"} else stream
-                )
+                parse = batch if name.startswith("ending") or name == "pushdown" else stream
                 refused(parse, f"the option {name} is empty", **{name: value})
 
 
@@ -509,9 +509,12 @@ def test_offsets_that_mean_nothing_are_refused():
         ('{"/default/a": true}', ("has True for a topic",)),
         ('{"/default/a": null}', ("has None for a topic",)),
         ('{"/default/a": "5"}', ("has '5' for a topic",)),
-        ('{"/default/a": {"0": 23}}', ("name partitions as topics", '{"/default/a": 23}')),
+        ('{"/default/a": {"x": 23}}', ("startingOffsets has the partition 'x'",)),
+        ('{"/default/a": {"-1": 23}}', ("startingOffsets has the partition '-1'",)),
+        ('{"/default/a": {"0": {"0": 1}}}', ("startingOffsets has [('0', 1)] for a topic",)),
+        ('{"/default/a": {"0": 1, "0": 2}}', (f"startingOffsets of {A} names 0 twice",)),
         ('{"/default/a": 1, "/default/a": 2}', (f"startingOffsets names {A} twice",)),
-        ('{"a": 1}', ("startingOffsets: topic name 'a'",)),
+        ('{"a": 1}', ("startingOffsets: topic name 'a'", "such as '/default/a'")),
     ]:
         with case(text, texts):
             refused(stream, *texts, startingOffsets=text)
@@ -569,21 +572,170 @@ def test_reversed_times_are_refused():
     assert batch(startingTimestamp="5", endingTimestamp="5").ending_timestamp_ms == 5
 
 
-def test_one_end_said_in_two_ways_is_refused():
-    refused(
-        batch,
-        "both startingTimestamp and startingOffsets are given",
+def test_times_come_before_offsets_as_with_kafka():
+    """A time for all topics, then a time for a topic, then its offset."""
+    options = batch(
+        topic=f"{A},{B}",
         startingTimestamp="5",
-        startingOffsets="earliest",
+        startingOffsetsByTimestamp='{"/default/a": 6}',
+        startingOffsets='{"/default/a": 7}',
     )
+    assert options.start_time_ms(A) == options.start_time_ms(B) == 5
+    options = batch(
+        topic=f"{A},{B}",
+        startingOffsetsByTimestamp='{"/default/a": 6}',
+        startingOffsets='{"/default/a": 7, "/default/b": 8}',
+        endingOffsetsByTimestamp='{"/default/b": "1970-01-01T00:00:00.009Z"}',
+    )
+    assert (options.start_time_ms(A), options.start_time_ms(B)) == (6, None)
+    assert (options.end_time_ms(A), options.end_time_ms(B)) == (None, 9)
+    assert options.starting_offsets.of(B) == 8
+
+
+def test_time_that_no_message_has_reached_is_an_error_as_with_kafka_unless_told():
+    by_topic = {"startingOffsetsByTimestamp": '{"/default/a": 6}'}
+    strategy = "startingOffsetsByTimestampStrategy"
+    for options, expected in [
+        (by_topic, True),
+        ({"startingTimestamp": "6"}, False),
+        (by_topic | {strategy: "latest"}, False),
+        ({"startingTimestamp": "6", strategy: "error"}, True),
+        (by_topic | {"startingTimestamp": "6"}, False),
+    ]:
+        with case(options, expected):
+            assert batch(**options).time_must_match is expected
+    refused(batch, strategy, "one of: error, latest", **{strategy: "earliest"})
+
+
+def test_times_by_topic_that_mean_nothing_are_refused():
+    for text, texts in [
+        ("5", ("startingOffsetsByTimestamp is '5'", '{"0": 1767225600000}')),
+        ('{"/default/a": -1}', ("startingOffsetsByTimestamp",)),
+        ('{"/default/a": true}', ("has True for a topic",)),
+        ('{"/default/b": 1}', ("names a topic that is not in the option topic",)),
+        ('{"/default/a": {"0": "noon"}}', ("startingOffsetsByTimestamp",)),
+    ]:
+        with case(text, texts):
+            refused(stream, *texts, startingOffsetsByTimestamp=text)
+
+
+# -- names of the Kafka source ----------------------------------------------------------------
+
+
+def test_names_of_the_kafka_source_mean_the_same():
+    kafka = {
+        "subscribe": f"{A},{B}",
+        "maxOffsetsPerTrigger": "5",
+        "minOffsetsPerTrigger": "2",
+        "maxTriggerDelay": "30s",
+        "startingOffsets": '{"/default/a": {"0": 7, "1": -2}}',
+    }
+    own = {
+        "topic": f"{A},{B}",
+        "maxMessagesPerTrigger": "5",
+        "minMessagesPerTrigger": "2",
+        "maxTriggerDelay": "30000",
+        "startingOffsets": kafka["startingOffsets"],
+    }
+    assert ReadOptions.parse(PLACE | kafka, is_streaming=True) == ReadOptions.parse(
+        PLACE | own, is_streaming=True
+    )
+    options = ReadOptions.parse(PLACE | {"subscribePattern": ".*"}, is_streaming=True)
+    assert options.topic_pattern == ".*"
+
+
+def test_alias_and_own_name_together_are_refused():
+    refused(batch, "both", "subscribe", "topic", "they mean the same: set one", subscribe=A)
+    refused(
+        stream,
+        "maxOffsetsPerTrigger",
+        "maxMessagesPerTrigger",
+        "they mean the same",
+        maxOffsetsPerTrigger="5",
+        maxMessagesPerTrigger="5",
+    )
+
+
+def test_errors_use_the_name_that_was_given():
+    with pytest.raises(TopicNameError, match=r"subscribe: topic name 'orders'.*/default/orders"):
+        ReadOptions.parse(PLACE | {"subscribe": "orders"}, is_streaming=False)
+    refused(stream, "maxOffsetsPerTrigger is '0'", maxOffsetsPerTrigger="0")
+    refused(batch, "the option maxOffsetsPerTrigger is not for a batch", maxOffsetsPerTrigger="1")
+    refused(write, "unknown option 'subscribe'", subscribe=A)
+
+
+def test_partitions_are_assigned():
+    options = ReadOptions.parse(
+        PLACE | {"assign": '{"/default/a": [0, 2], "/default/b": [1]}'}, is_streaming=False
+    )
+    assert options.assigned == ((A, 0), (A, 2), (B, 1))
+    assert options.topics == ()
+    for text in ["5", "{}", '{"/default/a": 0}', '{"/default/a": []}', '{"/default/a": ["x"]}']:
+        with case(text), pytest.raises(InvalidRequestError, match=r"assign"):
+            ReadOptions.parse(PLACE | {"assign": text}, is_streaming=False)
+    refused(batch, "both topic and assign are given", assign='{"/default/a": [0]}')
+
+
+def test_offsets_of_partitions_go_for_those_partitions():
+    options = batch(startingOffsets='{"/default/a": {"0": 23, "1": -2, "2": "earliest"}}')
+    assert options.starting_offsets.of(f"{A}-part-0") == 23
+    assert options.starting_offsets.of(f"{A}-part-1") == "earliest"
+    assert options.starting_offsets.of(f"{A}-part-3") == "earliest"  # the default of a batch
+    assert options.starting_offsets.of(A) == 23, "a topic without partitions has partition 0"
+    options.check_topics([f"{A}-part-{number}" for number in range(3)])
+    with pytest.raises(InvalidRequestError, match="names a topic that is not read") as caught:
+        options.check_topics([f"{A}-part-0", f"{A}-part-1"])
+    assert caught.value.topic == f"{A}-part-2"
+    batch(startingOffsets='{"/default/a": {"0": 23}}').check_topics([A])
     refused(
         batch,
-        "both endingTimestamp and endingOffsets are given",
-        endingTimestamp="5",
-        endingOffsets="latest",
+        "startingOffsets (5) is after endingOffsets (4)",
+        startingOffsets='{"/default/a": {"1": 5}}',
+        endingOffsets='{"/default/a": {"1": 4}}',
     )
-    mixed = batch(startingTimestamp="5", endingOffsets='{"/default/a": 7}')
-    assert (mixed.starting_timestamp_ms, mixed.ending_offsets.of(A)) == (5, 7)
+    refused(batch, "cannot be latest", startingOffsets='{"/default/a": {"1": -1}}')
+
+
+def test_delay_is_a_duration():
+    for text, expected in [("500ms", 500), ("30s", 30_000), ("15m", 900_000), ("1h", 3_600_000)]:
+        with case(text, expected):
+            found = stream(minMessagesPerTrigger="5", maxTriggerDelay=text)
+            assert found.max_trigger_delay_ms == expected
+    assert stream(minMessagesPerTrigger="5").max_trigger_delay_ms == 15 * 60_000
+    refused(stream, "maxTriggerDelay is given without", maxTriggerDelay="5s")
+    for text in ["soon", "0s", "31d", "1 week"]:
+        with case(text):
+            refused(stream, "maxTriggerDelay", minMessagesPerTrigger="5", maxTriggerDelay=text)
+
+
+def test_no_option_at_all_is_what_a_table_gets():
+    with pytest.raises(InvalidRequestError, match=r"no option is given.*WITH \(config"):
+        ReadOptions.parse({}, is_streaming=False)
+
+
+# -- payloads ---------------------------------------------------------------------------------
+
+
+def test_format_of_payloads():
+    assert batch().payload_format is None
+    assert batch(payloadFormat="TEXT").payload_format == "text"
+    assert batch(payloadSchema="id BIGINT").payload_format == "json"
+    assert batch(payloadFormat="text", payloadErrors="fail").payload_errors == "fail"
+    refused(batch, "payloadFormat is 'xml'", "one of: binary, text, json", payloadFormat="xml")
+    refused(batch, "payloadSchema is given", payloadFormat="text", payloadSchema="id INT")
+    refused(batch, "payloadErrors is given", payloadFormat="binary", payloadErrors="fail")
+    refused(batch, "payloadErrors is 'drop'", payloadErrors="drop")
+
+
+def test_options_add_columns():
+    assert batch().all_columns is None
+    assert batch(includeHeaders="true").all_columns == (*COLUMNS, "headers")
+    found = batch(columns="offset", includeHeaders="true", payloadErrors="column")
+    assert found.all_columns == ("offset", "headers", "payload_error")
+    assert batch(columns="headers, offset", includeHeaders="true").all_columns == (
+        "headers",
+        "offset",
+    )
 
 
 # -- numbers, flags and the rest --------------------------------------------------------------

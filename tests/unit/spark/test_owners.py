@@ -3,7 +3,6 @@
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 import ister
 from ister.bucket.catalog import Catalog
@@ -12,6 +11,7 @@ from ister.cli.main import main
 from ister.client.flight import FlightClient, parse_brokers
 from ister.errors import ClosedError, IsterError, NotFoundError, UnavailableError
 from ister.spark import location, owners, read_task
+from ister.spark.compat import ReadAllAvailable
 from ister.spark.jobs.job import find_job_place
 from ister.spark.jobs.tiering import tier
 from ister.spark.location import find_place

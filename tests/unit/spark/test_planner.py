@@ -20,6 +20,7 @@ from ister.format.descriptor import ObjectDescriptor
 from ister.limits import KIB, MIB
 from ister.model import Codec
 from ister.spark.planner import (
+    SLOTS_ASSUMED,
     TailSlice,
     TopicRange,
     limit_bytes,
@@ -212,9 +213,119 @@ def test_boundaries_leave_no_short_rest():
 
 def test_small_neighbours_go_together_up_to_the_target():
     objects = [an_object(start, (10, 300)) for start in range(0, 70, 10)]
-    partitions = plan([a_range(*objects)], split_bytes=900)
-    assert sizes_of(partitions) == [900, 900, 300]
-    assert offsets_of(partitions)[0] == [(0, 10), (10, 20), (20, 30)]
+    partitions = plan([a_range(*objects)], split_bytes=1000)
+    assert sizes_of(partitions) == [600, 900, 600]
+    assert offsets_of(partitions)[0] == [(0, 10), (10, 20)]
+
+
+def test_opening_an_object_has_a_weight():
+    """20,000 objects of 3 KB are 60 MB, and 20,000 requests: more than one task can do."""
+    objects = [an_object(at * 10, (10, 3000)) for at in range(20_000)]
+    partitions = plan([a_range(*objects)], split_bytes=64 * MIB)
+    assert 70 <= len(partitions) <= 90
+    counts = [len(part.slices) for part in partitions]
+    assert max(counts) <= 256
+    assert max(counts) - min(counts) <= 2
+    edges = [edge for part in offsets_of(partitions) for edge in part]
+    assert edges == [(at * 10, at * 10 + 10) for at in range(20_000)]
+    # Fewer tasks for those who want fewer, down to one.
+    assert len(plan([a_range(*objects)], split_bytes=1024 * 1024 * MIB)) == 1
+
+
+def test_opening_weighs_little_where_partitions_are_small():
+    objects = [an_object(at * 10, (10, 200)) for at in range(1000)]
+    partitions = plan([a_range(*objects)], split_bytes=64 * KIB)
+    assert 4 <= len(partitions) <= 8
+
+
+def test_parquet_weighs_what_it_is_decoded_to():
+    """Goal: a topic has as many partitions in Parquet as in frames."""
+    frames = an_object(0, *[(1000, 8 * MIB)] * 100)
+    parquet = replace(
+        an_object(0, *[(1000, MIB)] * 100),
+        format="parquet",
+        uncompressed_bytes=frames.size_bytes,
+    )
+    assert len(plan([a_range(frames)])) == 13
+    partitions = plan([a_range(parquet)])
+    assert len(partitions) == 13
+    assert max(sizes_of(partitions)) == 8 * MIB
+    assert max(part.weight for part in partitions) == 64 * MIB
+    # One that an older Ister wrote: a row group has at least 8 MiB before compression.
+    older = replace(parquet, uncompressed_bytes=None)
+    assert 12 <= len(plan([a_range(older)])) <= 14
+    assert len(plan([a_range(parquet)], split_bytes=1024 * MIB, min_partitions=25)) == 25
+
+
+def test_parquet_that_was_not_compressed_weighs_what_it_has():
+    found = replace(an_object(0, *[(10, MIB)] * 4), format="parquet", uncompressed_bytes=MIB)
+    (partition,) = plan([a_range(found)])
+    assert partition.weight == partition.bytes == 4 * MIB
+
+
+def test_small_topics_are_spread_evenly():
+    """300 small topics: a handful of partitions of about the same weight."""
+    ranges = [
+        a_range(an_object(0, (10, 1000 + 997 * number % 5000)), topic=f"/default/{number:03}")
+        for number in range(300)
+    ]
+    partitions = plan(ranges, slots=SLOTS_ASSUMED)
+    assert 4 <= len(partitions) <= 8
+    weights = [part.weight for part in partitions]
+    assert max(weights) - min(weights) <= 300 * KIB
+    assert len(plan(ranges)) == 2
+    # Topics keep their order within a partition, and partitions that of their first topics.
+    names = [[part.topic for part in found.slices] for found in partitions]
+    assert all(found == sorted(found) for found in names)
+    assert [found[0] for found in names] == sorted(found[0] for found in names)
+
+
+def test_one_huge_topic_among_many_small_ones():
+    huge = a_range(an_object(0, *[(10, MIB)] * 700), topic="/default/150-huge")
+    small = [
+        a_range(an_object(0, (10, 30 * KIB)), topic=f"/default/{number:03}")
+        for number in range(300)
+    ]
+    ranges = sorted([huge, *small], key=lambda item: item.topic)
+    partitions = plan(ranges)
+    assert 12 <= len(partitions) <= 14
+    own = [found.slices[0] for found in partitions if found.slices[0].topic == huge.topic]
+    assert [(one.start, one.end) for one in own] == [
+        (one.start, one.end)
+        for found in partitions
+        for one in found.slices
+        if one.topic == huge.topic
+    ]
+    assert max(part.weight for part in partitions) <= 72 * MIB
+
+
+def test_topics_that_do_not_fit_with_their_neighbour_fit_with_another_one():
+    ranges = [
+        a_range(an_object(0, (10, size * MIB)), topic=f"/default/{number:02}")
+        for number, size in enumerate([60, 6] * 10)
+    ]
+    partitions = plan(ranges)
+    assert len(partitions) == 11, "in their order there would be twenty"
+    assert sorted(sizes_of(partitions)) == [60 * MIB] * 11
+
+
+def test_slots_get_something_to_do_if_there_is_enough():
+    for size_mib, slots, expected in [
+        (8, 8, 1),
+        (48, 8, 3),
+        (128, 8, 8),
+        (256, 8, 8),
+        (1024, 8, 16),
+        (256, 2, 4),
+        (256, None, 4),
+        (256, 1, 4),
+        (1024, 32, 32),
+    ]:
+        with case(size_mib, slots):
+            found = an_object(0, *[(10, 64 * KIB)] * (16 * size_mib))
+            partitions = plan([a_range(found)], slots=slots)
+            assert len(partitions) in (expected, expected + 1)
+            assert max(sizes_of(partitions)) - min(sizes_of(partitions)) <= 128 * KIB
 
 
 def test_small_topics_go_together():
@@ -277,7 +388,7 @@ def test_offsets_in_no_object_are_a_gap_by_name():
             found = a_range(*objects, start=start, end=end, tiered=60)
             for call in (
                 partial(plan, [found], split_bytes=100),
-                partial(limit_bytes, [found], 1),
+                partial(limit_bytes, [found], 10_000),
             ):
                 with pytest.raises(DataGapError) as caught:
                     call()
@@ -393,10 +504,10 @@ def test_min_partitions_of_small_topics_are_met_by_taking_them_apart():
     assert len(plan(ranges, split_bytes=64 * MIB)) == 1
     partitions = plan(ranges, split_bytes=64 * MIB, min_partitions=4)
     assert [[s.topic[-1] for s in part.slices] for part in partitions] == [
-        ["a"],
+        ["a", "e"],
         ["b"],
         ["c"],
-        ["d", "e"],
+        ["d"],
     ]
     assert len(plan(ranges, split_bytes=64 * MIB, min_partitions=99)) == 5
 
@@ -544,16 +655,22 @@ def test_every_offset_is_read_once_and_in_order(given_topics, split_bytes, min_p
             if isinstance(after, ObjectPart) and before.object_id == after.object_id:
                 assert before.end_position == after.position
                 assert after.start == after.index_offset
-    total = sum(found.bytes for found in slices)
+    opening = min(256 * KIB, split_bytes // 256)
+    # What is weighed for the target has not been cut yet.
+    pieces = {(found.topic, getattr(found, "object_id", "")) for found in slices}
+    total = sum(found.bytes for found in slices) + opening * len(pieces)
     target = split_bytes
-    if min_partitions is not None:
+    if min_partitions is not None and min_partitions > 1:
         target = min(target, max(-(-total // min_partitions), 64 * KIB))
     for part in partitions:
         assert part.bytes == sum(found.bytes for found in part.slices)
-        if part.bytes > target:
+        assert part.weight == part.bytes + opening * (len(part.slices) - 1)
+        if part.weight > target:
             (only,) = part.slices
-            is_part = isinstance(only, ObjectPart) and part.bytes <= target + target // 8
+            is_part = isinstance(only, ObjectPart) and part.weight <= target + target // 8
             assert is_part or is_indivisible(only, stored)
+    enough = 3 * -(-total // target) + 1
+    assert len(partitions) <= max(enough, min_partitions or 0)
     if min_partitions is not None and len(partitions) < min_partitions:
         assert all(
             len(part.slices) == 1 and is_indivisible(part.slices[0], stored) for part in partitions

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 
 import ister
 from fault.tier_checks import memory_directory
@@ -29,9 +28,11 @@ from ister.errors import (
     NotFoundError,
     OffsetOutOfRangeError,
     UnavailableError,
+    UnsupportedOperationError,
 )
 from ister.metadata.sqlite import SqliteMetadata
 from ister.spark import location, read_task, stream
+from ister.spark.compat import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 from ister.spark.offset_resolver import OffsetResolver
 from ister.spark.offsets import StreamOffset
 from servers.flight import READ, FlightProcess, FlightTopics
@@ -43,6 +44,7 @@ from support.streams import (
     B,
     C,
     Home,
+    OlderQuery,
     Query,
     Row,
     a_reader,
@@ -80,16 +82,34 @@ def home(tmp_path):
     return Home(tmp_path)
 
 
+@pytest.fixture(params=[Query, OlderQuery])
+def query(home, request):
+    """As each version of Spark runs one."""
+    return partial(request.param, partial(a_reader, home))
+
+
 @pytest.fixture
-def query(home):
+def older_query(home):
+    """As Spark before 4.2 runs one."""
+    return partial(OlderQuery, partial(a_reader, home))
+
+
+@pytest.fixture
+def limited_query(home):
+    """As Spark 4.2 and later runs one, with limits and `availableNow`."""
     return partial(Query, partial(a_reader, home))
 
 
-@making("home", "query")
+@making("home", "query", "older_query")
 def fresh(path):
     """Topics of one case."""
     home = Home(path)
-    return {"home": home, "query": partial(Query, partial(a_reader, home))}
+    make = partial(a_reader, home)
+    return {
+        "home": home,
+        "query": partial(Query, make),
+        "older_query": partial(OlderQuery, make),
+    }
 
 
 @pytest.fixture
@@ -497,10 +517,12 @@ def test_store_that_fails_in_the_middle_is_asked_again(home, query, monkeypatch,
     assert failing.left == 0
 
 
-def test_frozen_end_survives_a_store_that_does_not_answer(home, query, monkeypatch, impatient):
+def test_frozen_end_survives_a_store_that_does_not_answer(
+    home, limited_query, monkeypatch, impatient
+):
     home.append(A, 6)
     failing = Failing(monkeypatch, OffsetResolver, "heads", times=3)
-    running = query(startingOffsets="earliest")
+    running = limited_query(startingOffsets="earliest")
     assert running.available_now() == [rows_of(A, range(6))]
     assert failing.left == 0
 
@@ -827,6 +849,17 @@ def test_restart_goes_on_from_the_checkpoint_whatever_the_start_options_say(home
     assert running.run() == rows_of(A, range(5, 8))
 
 
+def test_restart_needs_nothing_of_the_batch_that_is_done(home, query):
+    """Spark plans from the last end to itself, when that batch's messages may be gone."""
+    home.append(A, 5, upload=True, size=KILOBYTE)
+    running = query(startingOffsets="earliest")
+    running.run()
+    home.append(A, 5, upload=True, size=KILOBYTE)
+    home.age_out(5)
+    running.restart()
+    assert running.run() == rows_of(A, range(5, 10))
+
+
 def test_batch_comes_again_the_same_after_limits_have_changed(home, query):
     home.append(A, 20)
     running = query(startingOffsets="earliest", maxMessagesPerTrigger="3")
@@ -975,18 +1008,89 @@ def test_byte_limit_holds_for_a_tail_that_a_broker_serves(home, query):
     assert offsets_of(running.rows) == list(range(100))
 
 
-def test_trigger_that_takes_everything_has_no_limits(home, query):
+def test_trigger_that_takes_everything_has_no_limits(home, limited_query):
     home.append(A, 20)
-    running = query(startingOffsets="earliest", maxMessagesPerTrigger="3", maxBytesPerTrigger="1")
+    running = limited_query(
+        startingOffsets="earliest", maxMessagesPerTrigger="3", maxBytesPerTrigger="1"
+    )
     assert len(running.run(EVERYTHING)) == 20
+
+
+# -- Spark before 4.2, which does not say where a batch starts ------------------------------------
+
+
+@each("fails", ["before", "after"], fresh=fresh)
+def test_older_spark_loses_nothing_of_a_first_batch_that_fails(home, older_query, fails):
+    home.append(A, 90)
+    running = older_query(startingOffsets="latest", maxMessagesPerTrigger="6")
+    assert running.plan(), "which asks for the end before it asks for the start"
+    home.append(A, 10)
+    if fails == "after":
+        running.run()
+        running.plan()
+    running.restart()
+    assert running.drain() == [rows_of(A, range(90, 96)), rows_of(A, range(96, 100))]
+    assert offsets_of(running.rows) == list(range(90, 100))
+
+
+@each("is_done", [True, False], fresh=fresh)
+def test_older_spark_continues_with_limits_where_the_checkpoint_is(home, older_query, is_done):
+    home.append(A, 20)
+    running = older_query(startingOffsets="earliest", maxMessagesPerTrigger="3")
+    running.run()
+    running.run()
+    running.plan()
+    if is_done:
+        running.finish(running.collect())
+    running.restart(startingOffsets="latest", maxMessagesPerTrigger="4")
+    assert [len(rows) for rows in running.drain()] == [*([] if is_done else [3]), 4, 4, 3]
+    assert offsets_of(running.rows) == list(range(20))
+
+
+def test_older_spark_reads_one_limited_batch_with_available_now(home, older_query, caplog):
+    home.append(A, 10)
+    running = older_query(startingOffsets="earliest", maxMessagesPerTrigger="4")
+    with caplog.at_level(logging.WARNING, "ister.spark.stream"):
+        runs = [running.available_now() for _ in range(4)]
+    assert [len(rows) for run in runs for rows in run] == [4, 4, 2]
+    assert "availableNow reads one limited batch" in caplog.text
+    caplog.clear()
+    unlimited = older_query(startingOffsets="earliest")
+    assert unlimited.available_now() == [rows_of(A, range(10))]
+    assert not caplog.text, "there is no limit to speak of"
+
+
+def test_end_that_spark_asks_for_before_it_tells_the_position_is_refused(home, query):
+    """As it does before 4.2 with spark.sql.streaming.triggerAvailableNowWrapper.enabled."""
+    home.append(A, 5)
+    running = query(startingOffsets="earliest")
+    running.run()
+    home.append(A, 5)
+    reader, last = a_reader(home, startingOffsets="earliest"), json.loads(running.offsets[-1])
+    reader.latestOffset()
+    with pytest.raises(UnsupportedOperationError, match=r"triggerAvailableNowWrapper.* 4\.2"):
+        reader.partitions(last, last)
+
+
+@each("position", [3, 5])
+def test_batch_that_does_not_begin_at_the_last_end_is_refused(home, position):
+    home.append(A, 10)
+    reader = a_reader(home, startingOffsets="earliest", maxMessagesPerTrigger="4")
+    first = reader.latestOffset()
+    second = reader.latestOffset()
+    first["topics"][A]["offset"] = position
+    with pytest.raises(ConflictError, match=f"begins at 4, and the last one ended at {position}"):
+        reader.partitions(first, second)
+    lenient = a_reader(home, startingOffsets="earliest", failOnDataLoss="false")
+    assert len(lenient.partitions(first, second)) == 1
 
 
 # -- available now ------------------------------------------------------------------------------
 
 
-def test_available_now_reads_what_was_there_and_ends(home, query):
+def test_available_now_reads_what_was_there_and_ends(home, limited_query):
     home.append(A, 10)
-    running = query(startingOffsets="earliest", maxMessagesPerTrigger="4")
+    running = limited_query(startingOffsets="earliest", maxMessagesPerTrigger="4")
     running.driver.prepareForTriggerAvailableNow()
     home.append(A, 5)
     home.append(B, 5)
@@ -996,11 +1100,11 @@ def test_available_now_reads_what_was_there_and_ends(home, query):
     assert offsets_of(running.rows) == list(range(15))
 
 
-def test_available_now_sees_what_was_synced_a_moment_ago(home, query):
+def test_available_now_sees_what_was_synced_a_moment_ago(home, limited_query):
     """The owner's checkpoint lags; a read that happens once waits for it."""
     with home.open() as log:
         topic = log.topic(A, create=True)
-        running = query(startingOffsets="earliest")
+        running = limited_query(startingOffsets="earliest")
         for _ in range(3):
             first = topic.watermarks.next
             topic.append_many([payload_of(A, first), payload_of(A, first + 1)])
@@ -1008,17 +1112,17 @@ def test_available_now_sees_what_was_synced_a_moment_ago(home, query):
             assert running.available_now() == [rows_of(A, [first, first + 1])]
 
 
-def test_available_now_does_not_wait_at_its_end(home, query, monkeypatch):
+def test_available_now_does_not_wait_at_its_end(home, limited_query, monkeypatch):
     monkeypatch.setattr(stream, "_POLL_SECONDS", 60.0)
     home.append(A, 4)
-    running = query(startingOffsets="earliest", maxMessagesPerTrigger="2")
+    running = limited_query(startingOffsets="earliest", maxMessagesPerTrigger="2")
     assert len(running.available_now()) == 2
 
 
-def test_available_now_that_begins_at_the_end_survives_a_producer(home, query):
+def test_available_now_that_begins_at_the_end_survives_a_producer(home, limited_query):
     """Spark freezes the end first and asks for the start afterwards."""
     home.append(A, 10)
-    running = query(startingOffsets="latest")
+    running = limited_query(startingOffsets="latest")
     running.driver.prepareForTriggerAvailableNow()
     home.append(A, 5)
     seen = [row for rows in running.drain() for row in rows]
@@ -1028,9 +1132,9 @@ def test_available_now_that_begins_at_the_end_survives_a_producer(home, query):
     assert offsets_of(seen) == list(range(first, 15))
 
 
-def test_available_now_survives_a_topic_that_is_made_meanwhile(home, query):
+def test_available_now_survives_a_topic_that_is_made_meanwhile(home, limited_query):
     home.append(A, 3)
-    running = query(topicPattern="/default/.*", startingOffsets="earliest")
+    running = limited_query(topicPattern="/default/.*", startingOffsets="earliest")
     running.driver.prepareForTriggerAvailableNow()
     home.append(B, 2)
     seen = [row for rows in running.drain() for row in rows]
@@ -1038,7 +1142,7 @@ def test_available_now_survives_a_topic_that_is_made_meanwhile(home, query):
     assert sorted(seen) == rows_of(A, range(3)) + rows_of(B, range(2))
 
 
-def test_available_now_with_a_producer_that_never_stops(home, query):
+def test_available_now_with_a_producer_that_never_stops(home, limited_query):
     home.append(A, 50)
     stop = threading.Event()
 
@@ -1052,7 +1156,7 @@ def test_available_now_with_a_producer_that_never_stops(home, query):
                     topic.tier.trim()
 
     writing = Task(append)
-    running = query(startingOffsets="earliest", maxMessagesPerTrigger="20")
+    running = limited_query(startingOffsets="earliest", maxMessagesPerTrigger="20")
     try:
         for _ in range(4):
             batches = running.available_now()
@@ -1313,7 +1417,10 @@ def test_batch_of_many_partitions_has_each_message_once(home, query):
             topic.upload()
             publish(topic, 30)
     running = query(topic=f"{A},{B}", startingOffsets="earliest", minPartitions="8")
-    assert running.run() == rows_of(A, range(330)) + rows_of(B, range(70))
+    rows = running.run()
+    for name, count in ((A, 330), (B, 70)):
+        assert [row for row in rows if row.topic == name] == rows_of(name, range(count))
+    assert len(rows) == 400
 
 
 # -- all at once --------------------------------------------------------------------------------

@@ -131,7 +131,9 @@ class Desk(Site):
                 header = data[position : position + BLOCK_HEADER_SIZE]
                 position += BLOCK_HEADER_SIZE
                 size = parse_block_size(header)
-                block = decode_block(header, data[position : position + size], key=file.key)
+                block = decode_block(
+                    header, data[position : position + size], key=file.key, topic=""
+                )
                 found += block["payload"].to_pylist()
                 position += size
         return found
@@ -143,7 +145,7 @@ def a_block(rows):
     batch = pa.RecordBatch.from_pylist(
         [{"producer_name": "spark", **row} for row in fields], schema=STAGED_SCHEMA
     )
-    header, body = encode_block(batch)
+    header, body = encode_block(batch, "")
     return header + body.to_pybytes()
 
 
@@ -785,7 +787,7 @@ def test_every_flipped_byte_of_a_block_is_noticed(desk):
         damaged[position] ^= 1
         header, body = bytes(damaged[:BLOCK_HEADER_SIZE]), bytes(damaged[BLOCK_HEADER_SIZE:])
         with pytest.raises(CorruptDataError):
-            decode_block(header, body, key="k")
+            decode_block(header, body, key="k", topic="")
 
 
 def test_batch_goes_on_when_the_damage_is_gone(desk):
@@ -1233,7 +1235,7 @@ def test_whole_batch_does_not_need_its_files(desk, what, how, point, visit):
 def put_newer_manifest(desk):
     manifest = desk.writer_record().manifest
     fields = json.loads(desk.objects.read(manifest, 0, 1 << 20))
-    desk.objects.put(manifest, json.dumps({**fields, "version": 2}).encode())
+    desk.objects.put(manifest, json.dumps({**fields, "version": 3}).encode())
 
 
 def test_manifest_of_a_newer_ister_is_left_to_it(desk):

@@ -189,7 +189,7 @@ def test_search_by_time_arrives_as_it_was_sent(topic, time_ms, offsets, found):
     writer=TEXTS,
     batch=NUMBERS,
     is_repeatable=st.booleans(),
-    files=st.lists(st.tuples(KEYS, NUMBERS, NUMBERS), max_size=4),
+    files=st.lists(st.tuples(KEYS, NUMBERS, NUMBERS, st.none() | NUMBERS), max_size=4),
     create=st.booleans(),
     ack=st.none() | st.sampled_from(AckLevel),
     codec=st.none() | st.sampled_from(Codec),
@@ -202,8 +202,15 @@ def test_batch_arrives_as_it_was_sent(
         batch=batch,
         is_repeatable=is_repeatable,
         files=tuple(
-            StagedFile(key=f"staging{topic}/{key}", rows=rows, size_bytes=size)
-            for key, rows, size in files
+            StagedFile(
+                key=f"staging{topic}/{key}"
+                if position is None
+                else f"staging/shared.files/{writer}/{key}",
+                rows=rows,
+                size_bytes=size,
+                position=position,
+            )
+            for key, rows, size, position in files
         ),
     )
     asked = AppendStaged(topic=topic, staged=staged, create=create, ack=ack, codec=codec)

@@ -2,9 +2,7 @@
 
 registry        subjects with versions, and what topics require
 subjects        subjects and versions in the metadata store
-schema_records  the records there
 cache           the registry in memory, for checking every message
-kinds           schema types, compatibility modes, validation policies
 definition      the interface of a parsed schema
 definitions     reads a definition of any type, compares two
 decoding        payloads as JSON, for browsing

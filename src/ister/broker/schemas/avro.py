@@ -22,8 +22,8 @@ from ister.broker.schemas.definition import (
     read_json,
     shorten,
 )
-from ister.broker.schemas.kinds import SchemaType
 from ister.errors import InvalidRequestError
+from ister.topic.schema_kinds import SchemaType
 
 _PROMOTIONS: Final = {
     ("int", "long"),

@@ -16,11 +16,11 @@ from typing import Final
 from ister import threads
 from ister.broker.schemas.definition import Definition
 from ister.broker.schemas.definitions import read_definition
-from ister.broker.schemas.schema_records import SchemaKeys, SubjectRecord, TopicConfig
 from ister.broker.schemas.subjects import SubjectStore
 from ister.clock import Clock
 from ister.errors import CorruptDataError, IsterError
 from ister.metadata.base import KeyValue, MetadataStore
+from ister.topic.schema_records import SchemaKeys, SubjectRecord, TopicConfig
 
 _log = logging.getLogger("ister.broker.schemas")
 

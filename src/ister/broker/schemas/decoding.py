@@ -24,11 +24,11 @@ from google.protobuf import json_format
 
 from ister.broker.schemas.avro import AvroDefinition
 from ister.broker.schemas.definition import Definition, Json
-from ister.broker.schemas.kinds import SchemaType
 from ister.broker.schemas.primitives import NumberDefinition
 from ister.broker.schemas.protobuf import ProtobufDefinition
 from ister.errors import InvalidRequestError
 from ister.limits import KIB
+from ister.topic.schema_kinds import SchemaType
 
 DECODED_BYTES_MAX: Final = 256 * KIB
 """The largest payload that is decoded; the output is at most about twice as large."""

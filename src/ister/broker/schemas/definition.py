@@ -13,9 +13,9 @@ import hashlib
 import json
 from typing import Any, Final, NoReturn, Protocol, Self, TypeAlias
 
-from ister.broker.schemas.kinds import SchemaType
 from ister.errors import InvalidRequestError
 from ister.limits import KIB
+from ister.topic.schema_kinds import SchemaType
 
 Json: TypeAlias = Any  # any JSON value; schemas are checked while they are walked
 DEFINITION_BYTES_MAX: Final = 256 * KIB

@@ -5,10 +5,10 @@ from __future__ import annotations
 from ister.broker.schemas.avro import read_avro
 from ister.broker.schemas.definition import DEFINITION_BYTES_MAX, Definition
 from ister.broker.schemas.json_schema import read_json_schema
-from ister.broker.schemas.kinds import CompatibilityMode, SchemaType, parse_schema_type
 from ister.broker.schemas.primitives import BytesDefinition, StringDefinition, read_number
 from ister.broker.schemas.protobuf import read_protobuf
 from ister.errors import InvalidRequestError
+from ister.topic.schema_kinds import CompatibilityMode, SchemaType, parse_schema_type
 
 
 def read_definition(type_name: str, data: bytes) -> Definition:

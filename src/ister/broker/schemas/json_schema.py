@@ -36,8 +36,8 @@ from ister.broker.schemas.definition import (
     shorten,
 )
 from ister.broker.schemas.json_rules import JsonComparison
-from ister.broker.schemas.kinds import SchemaType
 from ister.errors import InvalidRequestError
+from ister.topic.schema_kinds import SchemaType
 
 _DIALECTS: Final = {
     "http://json-schema.org/draft-04/schema": validators.Draft4Validator,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ister.broker.schemas.definition import fingerprint
-from ister.broker.schemas.kinds import NUMBER_WIDTHS, SchemaType
+from ister.topic.schema_kinds import NUMBER_WIDTHS, SchemaType
 
 
 @dataclass(frozen=True, slots=True)

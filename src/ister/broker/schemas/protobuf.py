@@ -40,8 +40,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescript
 from google.protobuf.message import DecodeError, Message
 
 from ister.broker.schemas.definition import fingerprint, shorten
-from ister.broker.schemas.kinds import SchemaType
 from ister.errors import InvalidRequestError
+from ister.topic.schema_kinds import SchemaType
 
 _PROTOC_HINT: Final = (
     "register a descriptor set: protoc --include_imports --descriptor_set_out=FILE NAME.proto"

@@ -28,14 +28,6 @@ from msgspec.structs import replace
 from ister.broker.schemas.cache import SchemaCache, version_number
 from ister.broker.schemas.definition import Definition
 from ister.broker.schemas.definitions import find_incompatibilities, read_definition
-from ister.broker.schemas.kinds import CompatibilityMode, SchemaType, ValidationPolicy
-from ister.broker.schemas.schema_records import (
-    SchemaKeys,
-    SubjectRecord,
-    TopicConfig,
-    VersionEntry,
-    VersionRecord,
-)
 from ister.broker.schemas.subjects import Registered, SubjectStore, until_done
 from ister.clock import Clock
 from ister.errors import (
@@ -47,6 +39,14 @@ from ister.errors import (
 )
 from ister.metadata.base import Absent, Compare, MetadataStore, Put, RevisionIs
 from ister.model import TopicName
+from ister.topic.schema_kinds import CompatibilityMode, SchemaType, ValidationPolicy
+from ister.topic.schema_records import (
+    SchemaKeys,
+    SubjectRecord,
+    TopicConfig,
+    VersionEntry,
+    VersionRecord,
+)
 
 _log = logging.getLogger("ister.broker.schemas")
 

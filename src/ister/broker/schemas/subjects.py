@@ -20,14 +20,6 @@ from typing import Final, TypeVar
 from msgspec.structs import replace
 
 from ister.broker.schemas.definition import Definition
-from ister.broker.schemas.kinds import CompatibilityMode
-from ister.broker.schemas.schema_records import (
-    SchemaKeys,
-    SubjectRecord,
-    VersionEntry,
-    VersionRecord,
-    check_subject,
-)
 from ister.errors import (
     CommitUnknownError,
     ConflictError,
@@ -35,6 +27,14 @@ from ister.errors import (
     NotFoundError,
 )
 from ister.metadata.base import Absent, Compare, Delete, MetadataStore, Operation, Put, RevisionIs
+from ister.topic.schema_kinds import CompatibilityMode
+from ister.topic.schema_records import (
+    SchemaKeys,
+    SubjectRecord,
+    VersionEntry,
+    VersionRecord,
+    check_subject,
+)
 
 _ATTEMPTS: Final = 100
 """An attempt fails only if another change succeeded meanwhile."""

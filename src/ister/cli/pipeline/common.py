@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final
 
 from ister import tracing
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from ister.spark.jobs.job_report import JobReport
+    from ister.spark.jobs.runners import TaskRunner
 
 _NOTE_MAX: Final = 60
 _SHOWN_TOPICS_MAX: Final = 60
@@ -95,35 +96,43 @@ def _conf(options: argparse.Namespace, config: Config | None) -> dict[str, str]:
 def run_job(
     options: argparse.Namespace,
     job: str,
-    work: Callable[[SparkSession, JobLocation, Bar], JobReport],
+    work: Callable[[TaskRunner, JobLocation, Bar], JobReport],
     *,
     columns: Sequence[tuple[str, str]],
+    needs_spark: bool = False,
+    is_short: bool = True,
+    is_lasting: bool = False,
 ) -> int:
-    """Runs a job in a Spark session of its own and prints its report; the exit code.
+    """Runs a job and prints its report; the exit code.
+
+    Spark is started when the job first needs it. A dry run does without, in this process.
 
     Args:
         options: The arguments.
         job: Its name.
-        work: The job itself; takes the session, the place and the progress bar.
+        work: The job itself; takes where tasks run, the place and the progress bar.
         columns: What of a topic's report is shown in the table: (field, title); fields that end
             with `bytes` are shown as sizes.
+        needs_spark: Whether a dry run needs Spark, too.
+        is_short: See `open_session`; false if the JVM itself works on messages.
+        is_lasting: Whether it runs until it is stopped; then Spark starts at once.
     """
 
     def run() -> int:
-        from ister.spark.jobs.session import open_session  # noqa: PLC0415 - loads Spark
-
         place = find_place(options)
-        config = place.config
-        master = options.master or (config.pipeline.master if config is not None else "local[*]")
-        bar = Bar()
-        with open_session(master, _conf(options, config), name=f"ister {job}") as spark:
-            # Not before: a thread of it would be started in the fork that becomes the JVM, too.
-            tracing.start("ister-pipeline", os.environ)
+        with open_runner(
+            options,
+            place,
+            job,
+            is_here=options.dry_run and not needs_spark,
+            is_short=is_short and not is_lasting,
+            is_eager=is_lasting,
+        ) as runner:
+            bar = Bar()
             try:
-                report = work(spark, place, bar)
+                report = work(runner, place, bar)
             finally:
                 bar.end()
-                tracing.stop()
         if options.json:
             print_json(report.as_json())
         else:
@@ -131,6 +140,51 @@ def run_job(
         return 0 if report.ok else 1
 
     return answer(options, run, {"ok": False, "job": job, "topics": []})
+
+
+@contextmanager
+def open_runner(
+    options: argparse.Namespace,
+    place: JobLocation,
+    job: str,
+    *,
+    is_here: bool = False,
+    is_short: bool = True,
+    is_eager: bool = False,
+) -> Iterator[TaskRunner]:
+    """Opens where a command's tasks run, and traces what is done meanwhile.
+
+    Args:
+        options: The arguments.
+        place: Where the job works; its config has settings of Spark.
+        job: Its name.
+        is_here: Whether tasks run in this process, without Spark.
+        is_short: See `open_session`.
+        is_eager: Whether to start Spark at once.
+    """
+    from ister.spark.jobs.runners import LocalRunner, SparkRunner  # noqa: PLC0415 - loads Arrow
+
+    config = place.config
+    master = options.master or (config.pipeline.master if config is not None else "local[*]")
+    conf = _conf(options, config)
+    with ExitStack() as opened:
+
+        def open_spark() -> SparkSession:
+            from ister.spark.jobs.session import open_session  # noqa: PLC0415 - loads Spark
+
+            return opened.enter_context(
+                open_session(master, conf, name=f"ister {job}", is_quiet=True, is_short=is_short)
+            )
+
+        runner: TaskRunner = LocalRunner() if is_here else SparkRunner(open_spark)
+        if not is_here and (is_eager or tracing.is_wanted(os.environ)):
+            # Before spans are sent: the thread that does would start in the JVM's fork, too.
+            runner.session()
+        tracing.start("ister-pipeline", os.environ)
+        try:
+            yield runner
+        finally:
+            tracing.stop()
 
 
 def print_report(report: JobReport, columns: Sequence[tuple[str, str]]) -> None:

@@ -13,12 +13,11 @@ from ister.cli.output import Subparsers, add_command, confirm
 from ister.cli.pipeline.common import add_job_arguments, run_job
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from ister.cli.pipeline.common import Bar, JobLocation
     from ister.spark.jobs.job_report import JobReport
+    from ister.spark.jobs.runners import TaskRunner
 
-_COLUMNS: Final = (
+COLUMNS: Final = (
     ("topic", "topic"),
     ("objects", "objects"),
     ("bytes", "size"),
@@ -27,6 +26,7 @@ _COLUMNS: Final = (
     ("removed_messages", "messages removed"),
     ("skipped", "skipped"),
 )
+"""What the report's table shows: (field, title)."""
 
 
 def register(jobs: Subparsers) -> None:
@@ -129,7 +129,7 @@ def _may_remove(options: argparse.Namespace) -> bool:
 
 
 def _run(options: argparse.Namespace) -> int:
-    def work(spark: SparkSession, place: JobLocation, bar: Bar) -> JobReport:
+    def work(spark: TaskRunner, place: JobLocation, bar: Bar) -> JobReport:
         from ister.spark.jobs.compaction import compact  # noqa: PLC0415 - loads Spark
 
         return compact(
@@ -148,4 +148,4 @@ def _run(options: argparse.Namespace) -> int:
             progress=bar,
         )
 
-    return run_job(options, "compact", work, columns=_COLUMNS)
+    return run_job(options, "compact", work, columns=COLUMNS, is_short=options.keep == "all")

@@ -21,9 +21,8 @@ from ister.errors import InvalidRequestError
 from ister.positions import parse_position
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from ister.spark.jobs.job_report import JobReport
+    from ister.spark.jobs.runners import TaskRunner
 
 _NOTES: Final = """\
 Each offset is exported once: the table's own commits say which it has, so the command may be
@@ -32,6 +31,16 @@ stopped and run again at any moment, and adds what is missing. With executors on
 spark.read.parquet("lake/default/orders"), or in DuckDB with
 read_parquet('lake/default/orders/publish_date=*/*.parquet', hive_partitioning=true).
 """
+
+COLUMNS: Final = (
+    ("topic", "topic"),
+    ("messages", "messages"),
+    ("bytes", "bytes"),
+    ("files", "files"),
+    ("dead_letters", "dead letters"),
+    ("table", "table"),
+)
+"""What the report's table shows: (field, title)."""
 
 
 def register(jobs: Subparsers) -> None:
@@ -81,7 +90,8 @@ def _add_table_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schema",
         metavar="FILE",
-        help="JSON Schema file; its properties become columns instead of the payload",
+        help="JSON Schema file; its properties become columns instead of the payload; "
+        "'registry' for each topic's registered schema",
     )
     parser.add_argument(
         "--catalog",
@@ -157,19 +167,13 @@ def _run(options: argparse.Namespace) -> int:
         options,
         "export",
         lambda spark, place, bar: _export(options, spark, place, bar),
-        columns=[
-            ("topic", "topic"),
-            ("messages", "messages"),
-            ("bytes", "bytes"),
-            ("files", "files"),
-            ("dead_letters", "dead letters"),
-            ("table", "table"),
-        ],
+        columns=COLUMNS,
+        is_lasting=options.interval is not None and not options.dry_run,
     )
 
 
 def _export(
-    options: argparse.Namespace, spark: SparkSession, place: JobLocation, bar: Bar
+    options: argparse.Namespace, spark: TaskRunner, place: JobLocation, bar: Bar
 ) -> JobReport:
     from ister.spark.jobs.exporting import export  # noqa: PLC0415 - loads Spark
 

@@ -13,11 +13,10 @@ from ister.cli.output import Subparsers, add_command, format_bytes
 from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from ister.spark.jobs.job_report import JobReport
+    from ister.spark.jobs.runners import TaskRunner
 
-_COLUMNS: Final = (
+COLUMNS: Final = (
     ("topic", "topic"),
     ("objects", "objects"),
     ("expired", "expired"),
@@ -25,6 +24,7 @@ _COLUMNS: Final = (
     ("staged", "staged files"),
     ("skipped", "skipped"),
 )
+"""What the report's table shows: (field, title)."""
 
 
 def register(jobs: Subparsers) -> None:
@@ -36,7 +36,8 @@ def register(jobs: Subparsers) -> None:
         description="For topics that no process has open: removes objects beyond bucket retention, "
         "and, after the grace period, objects without a descriptor and staged files. Owners do "
         "this for their own topics. Unless --topics is given, also removes unfinished uploads of "
-        "processes that have ended, and express objects that no topic needs.\n\n"
+        "processes that have ended, express objects and staged files of Spark's sink that no topic "
+        "needs.\n\n"
         "One gc runs at a time. Nothing is deleted by age while the clock is not trusted.",
         examples=(
             "ister pipeline gc --config ister.yml --dry-run",
@@ -55,7 +56,7 @@ def register(jobs: Subparsers) -> None:
 def _run(options: argparse.Namespace) -> int:
     reports: list[JobReport] = []
 
-    def work(spark: SparkSession, place: JobLocation, bar: Bar) -> JobReport:
+    def work(spark: TaskRunner, place: JobLocation, bar: Bar) -> JobReport:
         from ister.spark.jobs.collecting import gc  # noqa: PLC0415 - loads Spark
 
         reports.append(
@@ -71,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
         )
         return reports[-1]
 
-    code = run_job(options, "gc", work, columns=_COLUMNS)
+    code = run_job(options, "gc", work, columns=COLUMNS)
     if reports and not options.json:
         _print_rest(reports[-1])
     return code
@@ -80,11 +81,13 @@ def _run(options: argparse.Namespace) -> int:
 def _print_rest(report: JobReport) -> None:
     """Prints the totals, and what belongs to no single topic."""
     more = report.more
+    verb = "that would be removed" if report.dry_run else "removed"
     print(f"topics left to their owners: {more.get('open_topics', 0)}")
     if "stale_uploads" in more:
         print(f"unfinished uploads removed: {more['stale_uploads']}")
     if "express_objects" in more:
         size = more["express_bytes"]
         shown = format_bytes(size) if isinstance(size, int) else size
-        verb = "that would be removed" if report.dry_run else "removed"
         print(f"express objects {verb}: {more['express_objects']} ({shown})")
+    if more.get("shared_staged_files"):
+        print(f"staged files of the sink {verb}: {more['shared_staged_files']}")

@@ -15,10 +15,9 @@ from ister.model import JsonObject
 from ister.positions import parse_position
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from ister.spark.jobs.job_report import JobReport
     from ister.spark.jobs.replay_run import SampleJson
+    from ister.spark.jobs.runners import TaskRunner
 
 _COLUMNS: Final = (
     ("topic", "TOPIC"),
@@ -133,7 +132,7 @@ def _run(options: argparse.Namespace) -> int:
         )
     shown: list[JobReport] = []
 
-    def work(spark: SparkSession, place: JobLocation, bar: Bar) -> JobReport:
+    def work(spark: TaskRunner, place: JobLocation, bar: Bar) -> JobReport:
         from ister.spark.jobs.replaying import replay  # noqa: PLC0415
 
         report = replay(
@@ -157,7 +156,16 @@ def _run(options: argparse.Namespace) -> int:
         shown.append(report)
         return report
 
-    code = run_job(options, "replay", work, columns=_COLUMNS)
+    is_query = options.sql is not None
+    code = run_job(
+        options,
+        "replay",
+        work,
+        columns=_COLUMNS,
+        # Only Spark can say whether a query makes sense.
+        needs_spark=is_query,
+        is_short=not is_query,
+    )
     if shown and not options.json:
         _print_more(shown[0].more)
     return code

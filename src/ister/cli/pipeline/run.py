@@ -19,14 +19,22 @@ from typing import TYPE_CHECKING, Final
 from ister import logs, threads
 from ister.cli.errors_out import answer, print_json
 from ister.cli.output import Subparsers, add_command, print_table
-from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, find_place, run_job
+from ister.cli.pipeline import compact, export, gc, scrub, tier
+from ister.cli.pipeline.common import (
+    Bar,
+    JobLocation,
+    add_job_arguments,
+    find_place,
+    open_runner,
+    print_report,
+    run_job,
+)
 from ister.config import Engine
 from ister.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from ister.spark.jobs.job_report import JobReport
+    from ister.spark.jobs.runners import TaskRunner
 
 _CONF: Final = {
     # Spark keeps its history for its web pages, which are not used here, and releases what tasks
@@ -38,6 +46,14 @@ _CONF: Final = {
     "spark.ui.retainedDeadExecutors": "10",
     "spark.sql.ui.retainedExecutions": "10",
     "spark.python.worker.reuse": "true",
+}
+_TABLES: Final = {
+    "tier": tier.COLUMNS,
+    "resort": compact.COLUMNS,
+    "compact": compact.COLUMNS,
+    "export": export.COLUMNS,
+    "gc": gc.COLUMNS,
+    "scrub": scrub.COLUMNS,
 }
 _PARENT_SECONDS: Final = 1.0
 # How long a pipeline without a parent may take to end in order.
@@ -67,11 +83,18 @@ def register(jobs: Subparsers) -> None:
         examples=(
             "ister pipeline run --config ister.yml",
             "ister pipeline run --config ister.yml --master spark://host:7077 --broker host:6651",
+            "ister pipeline run --config ister.yml --once tier,compact,export",
             "ister pipeline status --config ister.yml",
         ),
         notes=_NOTES,
     )
     add_job_arguments(parser, topics=False)
+    parser.add_argument(
+        "--once",
+        metavar="JOBS",
+        help="run these jobs once, in this order, in one Spark application, and end: "
+        "tier,resort,compact,export,gc,scrub; with the settings of `pipeline` in the config",
+    )
     parser.add_argument(
         "--max-seconds",
         type=float,
@@ -92,13 +115,15 @@ def register(jobs: Subparsers) -> None:
 def _run(options: argparse.Namespace) -> int:
     if options.max_seconds is not None and not options.max_seconds > 0:
         raise InvalidRequestError("--max-seconds must be greater than 0")
+    if options.once is not None:
+        return _run_once(options)
     if options.dry_run:
         facts = {"ok": False, "job": "run", "topics": []}
         return answer(options, lambda: _show(options), facts)
     logs.configure(level=options.log_level.upper(), as_text=not options.json)
     stop = threading.Event()
 
-    def work(spark: SparkSession, place: JobLocation, bar: Bar) -> JobReport:
+    def work(spark: TaskRunner, place: JobLocation, bar: Bar) -> JobReport:
         from ister.spark.jobs.service import run  # noqa: PLC0415 - loads Spark
 
         return run(
@@ -111,7 +136,42 @@ def _run(options: argparse.Namespace) -> int:
     # Those of the command line come last, and count.
     options.conf = [*lasting, *options.conf]
     with _orphan_watch(options.ends_with_parent, stop):
-        return run_job(options, "run", work, columns=(("topic", "TOPIC"),))
+        return run_job(options, "run", work, columns=(("topic", "TOPIC"),), is_lasting=True)
+
+
+def _run_once(options: argparse.Namespace) -> int:
+    """Runs jobs one after the other, and prints a table for each."""
+    if options.max_seconds is not None:
+        raise InvalidRequestError("--once cannot be combined with --max-seconds")
+    jobs = [name.strip() for name in options.once.split(",") if name.strip()]
+
+    def run() -> int:
+        from ister.spark.jobs.service import check_once, run_once  # noqa: PLC0415 - loads Arrow
+
+        place = find_place(options)
+        if place.config is not None:
+            check_once(place.config, jobs)
+        bar = Bar()
+        with open_runner(options, place, "run", is_here=options.dry_run) as runner:
+            try:
+                report = run_once(
+                    runner,
+                    place.config,
+                    broker=place.broker,
+                    jobs=jobs,
+                    dry_run=options.dry_run,
+                    progress=bar,
+                )
+            finally:
+                bar.end()
+        if options.json:
+            print_json(report.as_json())
+        else:
+            for part in report.parts:
+                print_report(part, _TABLES[part.job])
+        return 0 if report.ok else 1
+
+    return answer(options, run, {"ok": False, "job": "run", "topics": [], "jobs": {}})
 
 
 def _show(options: argparse.Namespace) -> int:

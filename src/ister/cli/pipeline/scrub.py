@@ -13,14 +13,13 @@ from ister.cli.output import Subparsers, add_command, print_table
 from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from ister.spark.jobs.job_report import JobReport
+    from ister.spark.jobs.runners import TaskRunner
     from ister.spark.jobs.topic_survey import FindingJson
 
 
 _SHOWN_FINDINGS_MAX: Final = 200
-_COLUMNS: Final = (
+COLUMNS: Final = (
     ("topic", "topic"),
     ("objects", "objects"),
     ("bytes", "bytes"),
@@ -29,6 +28,7 @@ _COLUMNS: Final = (
     ("repaired", "repaired"),
     ("orphans", "orphans"),
 )
+"""What the report's table shows: (field, title)."""
 
 
 def register(jobs: Subparsers) -> None:
@@ -59,7 +59,7 @@ def register(jobs: Subparsers) -> None:
 def _run(options: argparse.Namespace) -> int:
     reports: list[JobReport] = []
 
-    def work(spark: SparkSession, place: JobLocation, bar: Bar) -> JobReport:
+    def work(spark: TaskRunner, place: JobLocation, bar: Bar) -> JobReport:
         from ister.spark.jobs.scrubbing import scrub  # noqa: PLC0415 - loads Spark
 
         reports.append(
@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace) -> int:
         )
         return reports[-1]
 
-    code = run_job(options, "scrub", work, columns=_COLUMNS)
+    code = run_job(options, "scrub", work, columns=COLUMNS)
     if reports and not options.json:
         _print_findings(reports[-1])
     return code

@@ -13,9 +13,8 @@ from ister.cli.output import Subparsers, add_command, format_bytes, print_table
 from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from ister.spark.jobs.job_report import JobReport
+    from ister.spark.jobs.runners import TaskRunner
     from ister.spark.jobs.topic_stats import HourJson, SizeJson, StatsJson
 
 
@@ -57,7 +56,7 @@ def register(jobs: Subparsers) -> None:
 def _run(options: argparse.Namespace) -> int:
     reports: list[JobReport] = []
 
-    def work(spark: SparkSession, place: JobLocation, bar: Bar) -> JobReport:
+    def work(spark: TaskRunner, place: JobLocation, bar: Bar) -> JobReport:
         from ister.spark.jobs.statistics import stats  # noqa: PLC0415 - loads Spark
 
         reports.append(

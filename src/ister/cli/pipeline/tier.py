@@ -12,12 +12,11 @@ from ister.cli.output import Subparsers, add_command
 from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from ister.spark.jobs.job_report import JobReport
+    from ister.spark.jobs.runners import TaskRunner
 
 
-_COLUMNS: Final = [
+COLUMNS: Final = [
     ("topic", "topic"),
     ("start", "from"),
     ("end", "up to"),
@@ -26,6 +25,7 @@ _COLUMNS: Final = [
     ("bytes", "size"),
     ("skipped", "why not"),
 ]
+"""What the report's table shows: (field, title)."""
 
 
 def register(jobs: Subparsers) -> None:
@@ -66,7 +66,7 @@ def register(jobs: Subparsers) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    def work(spark: SparkSession, place: JobLocation, bar: Bar) -> JobReport:
+    def work(spark: TaskRunner, place: JobLocation, bar: Bar) -> JobReport:
         from ister.spark.jobs.tiering import tier  # noqa: PLC0415 - after Spark was found
 
         return tier(
@@ -79,4 +79,4 @@ def _run(options: argparse.Namespace) -> int:
             interval=options.interval,
         )
 
-    return run_job(options, "tier", work, columns=_COLUMNS)
+    return run_job(options, "tier", work, columns=COLUMNS, is_lasting=options.interval is not None)

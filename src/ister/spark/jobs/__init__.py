@@ -8,13 +8,14 @@ pipeline <job>`. All of them are safe to kill at any moment and to run again.
 tiering, tier_topics, upload_task            `tier`
 compaction, merge_task, latest_per_key       `compact`
 resorting                                    express runs, within `run`
-exporting, export_round, export_task         `export`
+exporting, export_round, export_schema, export_task, export_commit    `export`
 collecting, collect_task                     `gc`
 scrubbing, topic_scrub, topic_survey, object_check, object_repair    `scrub`
 replaying, replay_plan, replay_run, replay_task, replay_sql, transforms    `replay`
 statistics, topic_stats                      `stats`
 service, pipeline_term, schedules            `run`: all of them as a service
-job, job_report, leases, progress, tasks, balance, session, memory, stop_signals    what jobs share
+job, job_report, leases, progress, memory, stop_signals    what jobs share
+session, runners, tasks, balance             where and how their tasks run
 
     from ister.spark import jobs
     report = jobs.tier(spark, "ister.yml")
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ister.spark.jobs.job_report import JobReport
     from ister.spark.jobs.replaying import replay
     from ister.spark.jobs.scrubbing import scrub
-    from ister.spark.jobs.service import run
+    from ister.spark.jobs.service import run, run_once
     from ister.spark.jobs.session import open_session
     from ister.spark.jobs.statistics import stats
     from ister.spark.jobs.tiering import tier
@@ -45,6 +46,7 @@ __all__ = [
     "open_session",
     "replay",
     "run",
+    "run_once",
     "scrub",
     "stats",
     "tier",
@@ -59,6 +61,7 @@ _HOMES: Final = {
     "open_session": "session",
     "replay": "replaying",
     "run": "service",
+    "run_once": "service",
     "scrub": "scrubbing",
     "stats": "statistics",
     "tier": "tiering",

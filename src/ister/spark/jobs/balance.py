@@ -13,25 +13,26 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 from ister.errors import InvariantError, IsterError
 from ister.limits import GIB
 from ister.spark.jobs.job_report import error_as_fields
+from ister.spark.jobs.runners import Executors, runner_of
 from ister.spark.jobs.tasks import Done, run_tasks
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _SLICE_BYTES_PER_SLOT: Final = 8 * GIB
-_GROUPS_PER_SLOT: Final = 3
+# More groups even out slots that are slower than others; each costs tens of milliseconds, in which
+# a slot checks a hundred megabytes.
+_GROUPS_PER_SLOT_MAX: Final = 3
+_GROUP_BYTES: Final = GIB
 
 
 def run_balanced(
-    spark: SparkSession,
+    spark: Executors,
     items: Sequence[Item],
     work: Callable[[Item], Result],
     *,
@@ -39,10 +40,14 @@ def run_balanced(
     name: str,
 ) -> Iterator[Done[Item, Result]]:
     """Runs `work(item)` for every item on the executors, in any order; see `run_tasks`."""
-    slots = max(spark.sparkContext.defaultParallelism, 1)
+    if not items:
+        return
+    runner = runner_of(spark)
+    slots = runner.slots
     for part in _slices(items, weigh, _SLICE_BYTES_PER_SLOT * slots):
-        groups = balance(part, weigh, _GROUPS_PER_SLOT * slots)
-        for done in run_tasks(spark, groups, partial(_run_group, work), name=name):
+        wanted = sum(map(weigh, part)) // _GROUP_BYTES
+        groups = balance(part, weigh, min(max(wanted, slots), _GROUPS_PER_SLOT_MAX * slots))
+        for done in run_tasks(runner, groups, partial(_run_group, work), name=name):
             yield from done.result or ()
 
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ister import failpoints
 from ister.bucket.express_collection import collect_express
@@ -39,6 +39,7 @@ from ister.bucket.orphans import collect_unowned, sweep_staging
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.pipeline import PipelineKeys
 from ister.bucket.retention import expire, list_known, plan_expiry
+from ister.bucket.shared_staging import collect_shared_staging
 from ister.clock_guard import ClockGuard, ClockMark, ClockStep
 from ister.errors import (
     ConflictError,
@@ -62,11 +63,9 @@ from ister.spark.jobs.job import (
 )
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.progress import JobProgress
+from ister.spark.jobs.runners import Executors
 from ister.spark.jobs.tasks import Done, run_tasks
 from ister.topic.node_clock import longest_seconds
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 _log = logging.getLogger("ister.spark.jobs.collecting")
 
@@ -77,7 +76,7 @@ _GRACE_SECONDS_MIN: Final = 3600
 
 
 def gc(
-    spark: SparkSession,
+    spark: Executors,
     config: JobConfig = None,
     *,
     broker: str | None = None,
@@ -89,11 +88,11 @@ def gc(
     """Removes expired and orphaned objects of topics that no process has open.
 
     Removes objects beyond bucket retention, objects without a descriptor, staged rows and offsets;
-    and, unless `topics` are given, unfinished uploads of processes that have ended, and express
-    objects that no topic needs.
+    and, unless `topics` are given, unfinished uploads of processes that have ended, express objects
+    and staged files of the sink that no topic needs.
 
     Args:
-        spark: A classic session.
+        spark: A session, classic or Connect; None for a dry run, which runs in this process.
         config: Where the log is; see `open_job`.
         broker: Flight addresses of brokers, which provide the settings if `config` is None.
         topics: Names and patterns; all topics by default.
@@ -105,7 +104,7 @@ def gc(
         For each topic that no process has open the number of its `objects`, and of `expired`,
         `orphans` and `staged` files that were removed. The report's `open_topics` counts topics
         that were left to their owners, `stale_uploads` unfinished uploads, `express_objects` and
-        `express_bytes` express objects that were removed.
+        `express_bytes` express objects that were removed, `shared_staged_files` files of the sink.
 
     Raises:
         NotFoundError: A topic does not exist.
@@ -233,6 +232,7 @@ class _Collection:
             job.check()
             self._collect_parts()
             self._collect_express()
+            self._collect_shared_staging()
 
     # -- looking ----------------------------------------------------------------------------
 
@@ -406,3 +406,22 @@ class _Collection:
         job.report.more["express_bytes"] = found.removed_bytes
         for damage in found.errors:
             job.report.fail(damage)
+
+    def _collect_shared_staging(self) -> None:
+        """Removes staged files with rows of several topics that none of them needs."""
+        job = self._job
+        try:
+            removed = collect_shared_staging(
+                self._objects,
+                job.store,
+                job.place.config.storage.metadata.root_prefix,
+                grace_seconds=self._grace_seconds,
+                clock=job.clock,
+                metrics=job.metrics,
+                correct_ms=self._clock.correct_ms,
+                dry_run=job.dry_run,
+            )
+        except IsterError as error:
+            job.report.fail(error)
+        else:
+            job.report.more["shared_staged_files"] = len(removed)

@@ -62,11 +62,10 @@ from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_top
 from ister.spark.jobs.job_report import ErrorFields, JobReport, error_as_fields
 from ister.spark.jobs.merge_task import MergeItem, merge
 from ister.spark.jobs.progress import JobProgress
+from ister.spark.jobs.runners import Executors
 from ister.spark.jobs.tasks import Done, run_tasks
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from ister.spark.jobs.latest_per_key import KeyedTopic, Latest
 
 _log = logging.getLogger("ister.spark.jobs.compaction")
@@ -76,6 +75,7 @@ _ROUNDS_MAX: Final = 6
 _READS_MAX: Final = 3
 _ZSTD_LEVEL_MAX: Final = 22
 _TARGET_MB_MAX: Final = 2048
+_UNCOUNTED: Final = "messages that would be removed are not counted: too many without Spark"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ def _check_between(name: str, value: float, low: float, high: float | None) -> N
 
 
 def compact(
-    spark: SparkSession,
+    spark: Executors,
     config: JobConfig = None,
     *,
     broker: str | None = None,
@@ -158,7 +158,7 @@ def compact(
     Running it again right away does nothing. Brokers and readers may keep running.
 
     Args:
-        spark: A classic session.
+        spark: A session, classic or Connect; None for a dry run, which runs in this process.
         config: Where the log is; see `open_job`.
         broker: Flight addresses of brokers; see `open_job`.
         topics: Names and patterns; all topics by default.
@@ -354,7 +354,7 @@ class _Compaction:
         total = sum(described.size_bytes for plan in plans for described, _ in plan.everything)
         job.progress.begin("searching", total, "bytes")
         try:
-            found, errors = find_latest(
+            found = find_latest(
                 job.spark,
                 job.place,
                 [_keyed(plan) for plan in plans],
@@ -365,10 +365,12 @@ class _Compaction:
         finally:
             job.progress.end()
         left: list[_TopicPlan] = []
-        for plan, latest in zip(plans, found, strict=True):
-            if error := errors.get(plan.name):
+        for plan, latest in zip(plans, found.latest, strict=True):
+            if error := found.errors.get(plan.name):
                 job.report.fail(error, plan.name)
                 continue
+            if plan.name in found.uncounted:
+                job.report.of(plan.name)["skipped"] = _UNCOUNTED
             for group, stays in zip(plan.groups, latest, strict=True):
                 group.latest = stays if stays.removed else None
             plan.groups = [

@@ -1,20 +1,19 @@
 """One round of `export`: plan, write files in tasks, commit.
 
-    plan: what topics hold, minus what tables have ─► tasks write files ─► dead letters ─► rows
+    plan: what topics hold, minus what tables have ─► tasks write files ─► one commit per table
 
-Owns: the plan, the right to export a topic into a table, the order of commits, and when files are
-removed. Does not own: tables and their commits (`ister.spark.tables`), what a task does
-(`export_task`). See `exporting` for the guarantees.
+Owns: the plan, the right to export a topic into a table, and when a table is committed: once its
+last task has finished, and before that if much is waiting. Does not own: what is in a commit
+(`export_commit`), tables (`ister.spark.tables`), what a task does (`export_task`). See `exporting`
+for the guarantees.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -24,29 +23,34 @@ import pyarrow as pa
 from ister import failpoints
 from ister.bucket.fence import Fence
 from ister.errors import (
-    CommitUnknownError,
     ConflictError,
     InvalidRequestError,
+    InvariantError,
     IsterError,
     OffsetOutOfRangeError,
 )
 from ister.limits import GIB, MIB
 from ister.positions import to_milliseconds
 from ister.retry import retry_unavailable
-from ister.spark.jobs.export_task import Exported, ExportItem, TableOutput, export_item
+from ister.spark.jobs.export_commit import (
+    LETTERS_MARK,
+    Destination,
+    TableCommitter,
+    TopicExport,
+)
+from ister.spark.jobs.export_schema import PayloadSchemas, add_columns, layout_of
+from ister.spark.jobs.export_task import ExportItem, TableOutput, export_item
 from ister.spark.jobs.job import Job
 from ister.spark.jobs.leases import LeaseKeeper
 from ister.spark.jobs.tasks import run_tasks
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.options import ReadOptions
-from ister.spark.planner import Partition, plan
-from ister.spark.tables.base import Addition, Table
-from ister.spark.tables.columns import ENVELOPE, ENVELOPE_WITHOUT_PAYLOAD, LETTERS
-from ister.spark.tables.json_schema import Member, columns_of, load_schema, with_types
+from ister.spark.planner import plan
+from ister.spark.tables.columns import LETTERS
+from ister.spark.tables.json_schema import with_types
 from ister.spark.tables.opening import TablePlace, dead_letters_name, open_table, table_name
 from ister.spark.tables.ranges import (
     ANY_INCARNATION,
-    Coverage,
     Ranges,
     count,
     intersect,
@@ -59,61 +63,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ister.spark.jobs.export")
 
-_COMMIT_BYTES: Final = 1 * GIB
-"""About how many bytes of messages of a topic are committed before the rest is done."""
+_COMMIT_BYTES_PER_SLOT: Final = 1 * GIB
+"""About how many bytes of messages are committed before the rest is done, for each slot: a minute's
+work or less, which is what a crash costs."""
+_COMMIT_FILES: Final = 10_000
+"""And how many files: a commit of more takes long, and much memory."""
 _TASK_BYTES_MIN: Final = 8 * MIB
 """Less than this is not divided among tasks."""
 _SHOWN_RANGES: Final = 20
-_LETTERS_MARK: Final = "@"
-"""Marks the records of dead letters; no topic's incarnation has it."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Destination:
-    """A table, its dead-letter table, and how tasks write both."""
-
-    name: str
-    table: Table
-    letters: Table | None
-    output: TableOutput | None = None
-    letters_output: TableOutput | None = None
-    members: tuple[Member, ...] | None = None
-    coverage: Coverage = field(default_factory=Coverage)
-    lettered: Coverage = field(default_factory=Coverage)
-
-    @property
-    def tables(self) -> list[Table]:
-        return [self.table] if self.letters is None else [self.table, self.letters]
-
-
-@dataclass(slots=True, kw_only=True)
-class _TopicExport:
-    """The export of one topic into a table."""
-
-    head: Head
-    destination: _Destination
-    fences: Sequence[Fence] = ()
-    missing: Ranges = ()
-    partitions: Sequence[Partition] = ()
-    items_left: int = 0
-    done: list[tuple[ExportItem, Exported]] = field(default_factory=list)
-    is_given_up: bool = False
-
-    @property
-    def topic(self) -> str:
-        return self.head.topic
-
-    @property
-    def epoch(self) -> int:
-        return self.head.lineage[-1][0] if self.head.lineage else 0
-
-    @property
-    def bytes(self) -> int:
-        return sum(part.bytes for part in self.partitions)
-
-    @property
-    def bytes_done(self) -> int:
-        return sum(item.partition.bytes for item, _ in self.done)
 
 
 class ExportRound:
@@ -129,14 +86,9 @@ class ExportRound:
             catalog=settings.catalog,
             storage_options=settings.storage_options,
         )
-        self._members: tuple[Member, ...] | None = None
-        self._schema_id = ""
-        if settings.schema is not None:
-            schema = load_schema(settings.schema)
-            self._members = columns_of(schema)
-            canonical = json.dumps(schema, sort_keys=True).encode()
-            self._schema_id = hashlib.sha256(canonical).hexdigest()[:16]
-        self._destinations: dict[str, _Destination] = {}
+        self._schemas = PayloadSchemas(job, settings)
+        self._destinations: dict[str, Destination] = {}
+        self._committer = TableCommitter(job)
         self._fences: dict[str, Fence] = {}
 
     def run(self, topics: Sequence[str]) -> None:
@@ -153,11 +105,11 @@ class ExportRound:
                 clock=job.clock,
                 thread="ister-export-lease",
             ) as leases:
-                exports = self._prepare(topics, leases)
+                self._prepare(topics, leases)
                 failpoints.reach("pipeline.after_plan")
                 if not job.dry_run:
-                    self._export(exports)
-                    self._end(exports)
+                    self._export()
+                    self._end()
         finally:
             for destination in self._destinations.values():
                 for table in destination.tables:
@@ -165,28 +117,46 @@ class ExportRound:
 
     # -- the plan ---------------------------------------------------------------------------
 
-    def _prepare(self, topics: Sequence[str], leases: LeaseKeeper) -> list[_TopicExport]:
-        exports: list[_TopicExport] = []
+    def _prepare(self, topics: Sequence[str], leases: LeaseKeeper) -> None:
         if not topics:
-            return exports
+            return
         resolver, found = self._heads(topics)
         for head in found:
             with self._job.own_failure(head.topic):
-                destination = self._destination(head.topic)
-                fences: list[Fence] = []
-                if not self._job.dry_run:
-                    names = self._exclusive_names(destination, head.topic)
-                    fences = [self._take(leases, name, head.topic) for name in names]
-                # After the keys are taken: no other export changes the table now.
-                self._refresh(destination, leases)
-                item = _TopicExport(head=head, destination=destination, fences=fences)
-                self._plan(resolver, item)
-                exports.append(item)
-                wanted = self._settings.end
-                if head.cut_error and not (isinstance(wanted, int) and wanted <= head.end):
-                    # The bucket's part was exported.
-                    raise head.cut_error
-        return exports
+                self._add(head, leases)
+        # After the keys are taken: no other export of these topics changes the tables now.
+        for destination in self._destinations.values():
+            exports, destination.exports = destination.exports, []
+            try:
+                exports = self._refresh(destination, exports, leases)
+            except InvariantError:
+                raise
+            except IsterError as error:
+                for item in exports:
+                    self._job.report.of(item.topic)
+                    self._job.report.fail(error, item.topic)
+                continue
+            for item in exports:
+                with self._job.own_failure(item.topic):
+                    self._plan(resolver, item)
+                    destination.exports.append(item)
+                    wanted = self._settings.end
+                    end = item.head.end
+                    if item.head.cut_error and not (isinstance(wanted, int) and wanted <= end):
+                        # The bucket's part is exported.
+                        raise item.head.cut_error
+
+    def _add(self, head: Head, leases: LeaseKeeper) -> None:
+        """Adds a topic to its table, with the right to export it."""
+        schema = self._schemas.of(head.topic)
+        destination = self._destination(head.topic)
+        fences: list[Fence] = []
+        if not self._job.dry_run:
+            names = self._exclusive_names(destination, head.topic)
+            fences = [self._take(leases, name, head.topic) for name in names]
+        destination.exports.append(
+            TopicExport(head=head, destination=destination, schema=schema, fences=fences)
+        )
 
     def _heads(self, topics: Sequence[str]) -> tuple[OffsetResolver, list[Head]]:
         """Returns what topics hold; a topic that fails does not stop the others."""
@@ -214,7 +184,7 @@ class ExportRound:
                     heads += resolver_of([name]).heads().values()
             return every, heads
 
-    def _destination(self, topic: str) -> _Destination:
+    def _destination(self, topic: str) -> Destination:
         """Returns the table of a topic, opened once."""
         settings = self._settings
         name = table_name(settings.to, topic, settings.format)
@@ -222,19 +192,21 @@ class ExportRound:
         if known is None:
             clock = self._job.clock
             letters = None
-            if self._members is not None:
+            if self._schemas.is_typed:
                 given = settings.dead_letters
                 other = None if given is None else table_name(given, topic, settings.format)
                 where = dead_letters_name(name, other)
                 letters = open_table(where, self._place, clock=clock)
-            known = _Destination(
-                name=name, table=open_table(name, self._place, clock=clock), letters=letters
+            known = Destination(
+                name=name,
+                table=open_table(name, self._place, clock=clock),
+                letters=letters,
             )
             self._check_apart(known)
             self._destinations[name] = known
         return known
 
-    def _check_apart(self, new: _Destination) -> None:
+    def _check_apart(self, new: Destination) -> None:
         """Checks that no table gets both rows and dead letters."""
         every = [*self._destinations.values(), new]
         rows = {item.table.location for item in every}
@@ -254,7 +226,7 @@ class ExportRound:
             self._fences[name] = leases.take(key, about, topic=topic)
         return self._fences[name]
 
-    def _exclusive_names(self, destination: _Destination, topic: str) -> list[str]:
+    def _exclusive_names(self, destination: Destination, topic: str) -> list[str]:
         """Names what only one export may write at a time."""
         names = []
         for table in destination.tables:
@@ -264,37 +236,57 @@ class ExportRound:
                 names.append(f"{table.location}\n{topic}")
         return names
 
-    def _refresh(self, destination: _Destination, leases: LeaseKeeper) -> None:
-        """Opens a table for this round, and reads which offsets it has."""
-        if destination.output is None and not self._job.dry_run:
-            wanted = ENVELOPE
-            if self._members is not None:
-                typed = [(member.column, member.kind.type) for member in self._members]
-                wanted = pa.schema([*ENVELOPE_WITHOUT_PAYLOAD, *pa.schema(typed)])
-            layout = destination.table.open(wanted)
-            if self._members is not None:
-                destination.members = with_types(self._members, layout.schema)
-            if destination.letters is not None:
-                letters = destination.letters.open(LETTERS)
-                target = destination.letters.target(self._run)
-                destination.letters_output = TableOutput(target=target, layout=letters)
-            target = destination.table.target(self._run)
-            destination.output = TableOutput(target=target, layout=layout)
+    def _refresh(
+        self, destination: Destination, exports: Sequence[TopicExport], leases: LeaseKeeper
+    ) -> list[TopicExport]:
+        """Opens a table for this round, and reads which offsets it has.
+
+        Returns the exports whose columns the table can have.
+        """
+        fitting: list[TopicExport] = []
+        wanted = pa.schema([])
+        for export in exports:
+            with self._job.own_failure(export.topic):
+                wanted = add_columns(wanted, export.schema, topic=export.topic)
+                fitting.append(export)
+        if not fitting:
+            return fitting
+        if not self._job.dry_run:
+            self._open(destination, fitting, wanted)
             for table in destination.tables:
                 leases.renew_also(partial(table.renew, self._run))
         destination.coverage = retry_unavailable(destination.table.coverage)
         if destination.letters is not None:
             destination.lettered = retry_unavailable(destination.letters.coverage)
         self._check_kinds(destination)
+        return fitting
 
-    def _check_kinds(self, destination: _Destination) -> None:
+    def _open(
+        self, destination: Destination, exports: Sequence[TopicExport], wanted: pa.Schema
+    ) -> None:
+        """Opens a table, and tells what tasks write to it."""
+        layout = destination.table.open(wanted)
+        if destination.letters is not None:
+            letters = destination.letters.open(LETTERS)
+            target = destination.letters.target(self._run)
+            destination.letters_output = TableOutput(target=target, layout=letters)
+        target = destination.table.target(self._run)
+        destination.output = TableOutput(target=target, layout=layout)
+        for export in exports:
+            export.output = destination.output
+            if export.schema is not None:
+                own = layout_of(layout, export.schema.columns.names)
+                export.output = TableOutput(target=target, layout=own)
+                export.members = with_types(export.schema.members, layout.schema)
+
+    def _check_kinds(self, destination: Destination) -> None:
         """Checks that a table has only rows, or only dead letters."""
         for table, coverage, is_letters in (
             (destination.table, destination.coverage, False),
             (destination.letters, destination.lettered, True),
         ):
             known = {
-                _LETTERS_MARK in name
+                LETTERS_MARK in name
                 for incarnations in coverage.topics.values()
                 for name in incarnations
                 if name != ANY_INCARNATION
@@ -308,7 +300,7 @@ class ExportRound:
                     hint="name another table for dead letters: dead_letters (--dead-letters)",
                 )
 
-    def _plan(self, resolver: OffsetResolver, item: _TopicExport) -> None:
+    def _plan(self, resolver: OffsetResolver, item: TopicExport) -> None:
         """Plans what to read: what the topic holds, without what the table has."""
         job, head = self._job, item.head
         coverage = item.destination.coverage
@@ -350,7 +342,7 @@ class ExportRound:
             first = max(first, self._settings.start)
         return subtract(normalise([(first, head.earliest)]), covered)
 
-    def _check_same(self, item: _TopicExport) -> None:
+    def _check_same(self, item: TopicExport) -> None:
         """Checks that the table's rows belong to this topic."""
         head, coverage = item.head, item.destination.coverage
         others = coverage.other_incarnations(head.topic, head.incarnation)
@@ -403,13 +395,13 @@ class ExportRound:
 
     # -- tasks and commits ------------------------------------------------------------------
 
-    def _export(self, exports: Sequence[_TopicExport]) -> None:
+    def _export(self) -> None:
         job = self._job
-        by_topic = {item.topic: item for item in exports}
+        exports = {item.topic: item for one in self._destinations.values() for item in one.exports}
         items: list[ExportItem] = []
-        for export in exports:
+        for export in exports.values():
             own = list(self._items(export))
-            export.items_left = len(own)
+            export.destination.items_left += len(own)
             items += own
         total = sum(item.partition.bytes for item in items)
         job.progress.begin("exporting", total, "bytes")
@@ -422,178 +414,62 @@ class ExportRound:
         )
         try:
             for done in results:
-                export = by_topic[done.item.topic]
-                export.items_left -= 1
+                export = exports[done.item.topic]
+                destination = export.destination
+                destination.items_left -= 1
                 job.progress.advance(done.item.partition.bytes, done.item.topic)
                 if done.error is not None:
                     job.report.fail(done.error, export.topic)
                 elif done.result is not None:
-                    export.done.append((done.item, done.result))
-                if export.items_left == 0 or export.bytes_done >= _COMMIT_BYTES:
-                    with self._job.own_failure(export.topic):
-                        self._commit(export)
+                    destination.add(export, done.item, done.result)
+                if destination.items_left == 0 or self._is_much(destination):
+                    self._committer.commit(destination)
         finally:
             job.progress.end()
-            for export in exports:
-                self._discard(export, export.done)
+            for destination in self._destinations.values():
+                self._committer.discard(destination)
 
-    def _items(self, export: _TopicExport) -> Iterator[ExportItem]:
+    def _is_much(self, destination: Destination) -> bool:
+        """Returns whether what is waiting is committed before the rest is done."""
+        return (
+            destination.bytes_done >= _COMMIT_BYTES_PER_SLOT * self._job.slots
+            or destination.files_done >= _COMMIT_FILES
+        )
+
+    def _items(self, export: TopicExport) -> Iterator[ExportItem]:
         destination, head = export.destination, export.head
-        if destination.output is None:
+        if export.output is None:
             return
         identities = {head.topic: head.identity}
-        lettered = destination.lettered.of(head.topic, self._letters_of(head))
+        lettered = destination.lettered.of(head.topic, export.letters_incarnation)
         for partition in export.partitions:
             ranges = normalise((part.start, part.end) for part in partition.slices)
             yield ExportItem(
                 topic=head.topic,
                 partition=partition,
                 identities=identities,
-                table=destination.output,
-                members=destination.members,
+                table=export.output,
+                members=export.members,
                 letters=destination.letters_output,
                 lettered=intersect(lettered, ranges),
                 file_mb=self._settings.file_mb,
                 zstd_level=self._settings.zstd_level,
             )
 
-    def _letters_of(self, head: Head) -> str:
-        """Returns what dead letters are recorded under: the topic, and the schema."""
-        return f"{head.incarnation}{_LETTERS_MARK}{self._schema_id}"
-
-    def _commit(self, export: _TopicExport) -> None:
-        """Commits the finished tasks of a topic: dead letters, then rows."""
-        # From here on only a definite refusal removes files: the table may have them.
-        done, export.done = export.done, []
-        if export.is_given_up or not done:
-            self._discard(export, done)
-            return
-        letters, rows = _Attempt(self._check(export)), _Attempt(self._check(export))
-        try:
-            self._commit_letters(export, done, letters)
-            failpoints.reach("pipeline.before_commit")
-            self._commit_rows(export, done, rows)
-        except IsterError as error:
-            if not isinstance(error, CommitUnknownError):
-                export.is_given_up = True
-            self._discard(
-                export, done, rows=rows.is_refused(error), letters=letters.is_refused(error)
-            )
-            raise
-        failpoints.reach("pipeline.after_commit")
-        for _, result in done:
-            self._job.report.add(
-                export.topic,
-                messages=result.rows,
-                dead_letters=result.dead_letters,
-                files=len(result.files),
-                bytes=sum(file.bytes for file in result.files),
-            )
-        self._job.report.add(export.topic, commits=1)
-
-    def _commit_letters(
-        self,
-        export: _TopicExport,
-        done: Sequence[tuple[ExportItem, Exported]],
-        attempt: _Attempt,
-    ) -> None:
-        """Commits dead letters; only ranges that have some are recorded."""
-        letters, head = export.destination.letters, export.head
-        written = [(item, result) for item, result in done if result.letters]
-        if letters is None or not written:
-            return
-        ranges = normalise(one for item, _ in written for one in item.ranges)
-        lettered = export.destination.lettered.of(head.topic, self._letters_of(head))
-        addition = Addition(
-            id=secrets.token_hex(8),
-            topic=head.topic,
-            incarnation=self._letters_of(head),
-            epoch=export.epoch,
-            ranges=subtract(ranges, lettered),
-            files=[file for _, result in written for file in result.letters],
-        )
-        letters.commit(addition, check=attempt.check)
-        attempt.is_committed = True
-        failpoints.reach("export.after_dead_letters")
-
-    def _commit_rows(
-        self,
-        export: _TopicExport,
-        done: Sequence[tuple[ExportItem, Exported]],
-        attempt: _Attempt,
-    ) -> None:
-        head = export.head
-        addition = Addition(
-            id=secrets.token_hex(8),
-            topic=head.topic,
-            incarnation=head.incarnation,
-            epoch=export.epoch,
-            ranges=normalise(one for item, _ in done for one in item.ranges),
-            files=[file for _, result in done for file in result.files],
-        )
-        export.destination.table.commit(addition, check=attempt.check)
-        attempt.is_committed = True
-
-    def _check(self, export: _TopicExport) -> Callable[[], None]:
-        def check() -> None:
-            self._job.fence.check(export.topic)
-            for fence in export.fences:
-                fence.check(export.topic)
-
-        return check
-
-    @staticmethod
-    def _discard(
-        export: _TopicExport,
-        done: Sequence[tuple[ExportItem, Exported]],
-        *,
-        rows: bool = True,
-        letters: bool = True,
-    ) -> None:
-        """Removes files that will not be committed."""
-        destination = export.destination
-        if rows and destination.output is not None:
-            files = [file for _, result in done for file in result.files]
-            destination.table.discard(destination.output.target, files)
-        if letters and destination.letters is not None and destination.letters_output is not None:
-            files = [file for _, result in done for file in result.letters]
-            destination.letters.discard(destination.letters_output.target, files)
-
-    def _end(self, exports: Sequence[_TopicExport]) -> None:
+    def _end(self) -> None:
         """Ends the round, and removes what killed exports left."""
         grace = self._job.place.config.storage.cloud.orphan_grace_minutes * 60.0
         for destination in self._destinations.values():
             if destination.output is None:
                 continue
-            some = next((item for item in exports if item.destination is destination), None)
             for table in destination.tables:
                 table.end(self._run)
-                if some is None:
+                if not destination.exports:
                     continue
                 try:
-                    table.tidy(grace, check=self._check(some))
+                    table.tidy(grace, check=self._committer.check_of(destination.exports[:1]))
                 except IsterError as error:
                     _log.info(
                         "leftovers not removed",
                         extra={"path": table.location, "error": str(error)},
                     )
-
-
-class _Attempt:
-    """Tells whether a table may have a commit, by the rules of `Table.commit`."""
-
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
-        self._was_tried = False
-        self.is_committed = False
-
-    def check(self) -> None:
-        """Called by the table right before each attempt."""
-        self._check()
-        self._was_tried = True
-
-    def is_refused(self, error: IsterError) -> bool:
-        """Returns whether the commit was definitely rejected."""
-        if self.is_committed:
-            return False
-        return not self._was_tried or isinstance(error, ConflictError)

@@ -1,7 +1,11 @@
 """The job `export`: topics become tables, each offset once.
 
 Owns: the settings, and rounds of an export that runs until it is stopped. Does not own: a round
-(`export_round`), tables and their commits (`ister.spark.tables`), what a task does (`export_task`).
+(`export_round`) and its commits (`export_commit`), tables (`ister.spark.tables`), what a task does
+(`export_task`).
+
+A round commits once to each table, whatever the number of topics, and not at all if there is
+nothing new. Only a large backlog takes more commits, each of about a gigabyte per slot.
 
 Exactly once rests on two mechanisms. Only one export of a topic into a table runs at a time: it
 holds a leased key. And the table's own commit records the ranges of offsets and refuses those it
@@ -33,7 +37,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 from ister.config import ExportConfig, TableFormat
 from ister.errors import FencedError, InvalidRequestError, IsterError
@@ -42,9 +46,7 @@ from ister.spark.jobs.export_round import ExportRound
 from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.progress import JobProgress
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+from ister.spark.jobs.runners import Executors
 
 _log = logging.getLogger("ister.spark.jobs.export")
 
@@ -101,7 +103,7 @@ class ExportSettings:
 
 
 def export(
-    spark: SparkSession,
+    spark: Executors,
     config: JobConfig = None,
     *,
     broker: str | None = None,
@@ -127,7 +129,7 @@ def export(
     """Exports topics into tables, each offset once, also across runs.
 
     Args:
-        spark: A classic session.
+        spark: A session, classic or Connect; None for a dry run, which runs in this process.
         config: Where the log is; see `open_job`.
         broker: Flight addresses of brokers; see `open_job`.
         topics: Names and patterns; all topics by default.
@@ -136,7 +138,8 @@ def export(
             go into one table.
         format: `parquet`, `iceberg` or `delta`.
         schema: A JSON Schema, or the path of one: its properties become columns instead of
-            `payload`, and messages that do not fit become dead letters.
+            `payload`, and messages that do not fit become dead letters. `registry` stands for the
+            newest version of each topic's own schema in the schema registry.
         catalog: Properties of an Iceberg catalog; by default one in SQLite, in the warehouse.
         storage_options: Options for a table in a bucket, as in `storage.cloud.options`; by default
             the log's own, if its bucket is of the same kind.
@@ -200,6 +203,7 @@ def _repeat(
                 if report is not None:
                     job.report.started_at = report.started_at
                     job.report.topics.update(report.topics)
+                    job.report.more.update(report.more)
                 report = job.report
                 while True:
                     # What failed is tried again, and reported again if it fails again.

@@ -22,7 +22,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from ister import failpoints
 from ister.bucket.catalog import Catalog
@@ -43,13 +43,11 @@ from ister.model import TopicName
 from ister.spark.jobs.job_report import JobReport, error_as_fields, unexpected_as_fields
 from ister.spark.jobs.leases import LeaseKeeper
 from ister.spark.jobs.progress import JobProgress, NoProgress
+from ister.spark.jobs.runners import Executors, TaskRunner, runner_of
 from ister.spark.location import Place, find_place, place_of
 from ister.topic.history import History
 from ister.topic.stores import open_metadata
 from ister.tracing import span
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 _log = logging.getLogger("ister.spark.jobs")
 
@@ -67,12 +65,12 @@ _REPORT_BYTES_MAX: Final = 256 * KIB
 
 
 class Job:
-    """A running job; see the module header. Thread-safe, except for the Spark session."""
+    """A running job; see the module header. Thread-safe."""
 
     def __init__(
         self,
         name: str,
-        spark: SparkSession,
+        spark: TaskRunner,
         place: Place,
         store: MetadataStore,
         fence: Fence,
@@ -83,6 +81,7 @@ class Job:
     ) -> None:
         self.name = name
         self.spark = spark
+        """Where tasks run."""
         self.place = place
         self.store = store
         self.fence = fence
@@ -104,7 +103,7 @@ class Job:
     @property
     def slots(self) -> int:
         """Number of tasks that run in parallel."""
-        return max(self.spark.sparkContext.defaultParallelism, 1)
+        return self.spark.slots
 
     def topics(self, wanted: Sequence[str]) -> list[str]:
         """Returns the existing topics of these names and patterns; see `choose_topics`."""
@@ -143,7 +142,7 @@ class Job:
 @contextmanager
 def open_job(
     name: str,
-    spark: SparkSession,
+    spark: Executors,
     config: JobConfig,
     *,
     broker: str | None = None,
@@ -158,7 +157,7 @@ def open_job(
 
     Args:
         name: The job's name.
-        spark: A classic session (not Spark Connect).
+        spark: A session, classic or Connect; None for a dry run, which then runs in this process.
         config: A config file, a data directory, or settings; None with `broker`.
         broker: Flight addresses of brokers, separated by commas. Needed without `config`, and for
             brokers that are not reached by the addresses in the metadata store.
@@ -168,6 +167,7 @@ def open_job(
         clock: The clock; the system's by default.
 
     Raises:
+        InvalidRequestError: There is no session, and it is not a dry run.
         ConflictError: Another process holds the exclusive key.
         ConfigError: The settings are invalid, or only one process could use them.
         UnavailableError: A store does not respond.
@@ -175,6 +175,7 @@ def open_job(
     if specification := os.environ.get("ISTER_FAILPOINTS"):
         failpoints.arm_from_environment(specification)
     clock = clock if clock is not None else SystemClock()
+    runner = runner_of(spark, dry_run=dry_run)
     place = find_job_place(config, broker)
     metadata = place.config.storage.metadata
     store = open_metadata(metadata, clock)
@@ -186,7 +187,7 @@ def open_job(
         ) as keeper:
             job = Job(
                 name,
-                spark,
+                runner,
                 place,
                 store,
                 keeper.take(key, {"job": name}, holder=holder),

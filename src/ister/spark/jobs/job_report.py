@@ -46,6 +46,8 @@ class JobReport:
     errors: list[ErrorFields] = field(default_factory=list)
     more: dict[str, object] = field(default_factory=dict)
     """Fields about the job as a whole."""
+    parts: list[JobReport] = field(default_factory=list)
+    """Reports of the jobs that it consists of; in JSON, `jobs`."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -64,6 +66,12 @@ class JobReport:
             fields = self.topics.setdefault(topic, {"topic": topic})
             for name, number in numbers.items():
                 fields[name] = _as_int(fields.get(name)) + number
+
+    def count(self, **numbers: int) -> None:
+        """Adds to numbers of the job as a whole, each of which starts at 0."""
+        with self._lock:
+            for name, number in numbers.items():
+                self.more[name] = _as_int(self.more.get(name)) + number
 
     def fail(
         self, error: IsterError | Mapping[str, str | int | None], topic: str | None = None
@@ -87,6 +95,7 @@ class JobReport:
     def as_json(self) -> JsonObject:
         """Returns the report."""
         topics = self.topics_as_json()
+        parts = {"jobs": {part.job: part.as_json() for part in self.parts}} if self.parts else {}
         with self._lock:
             return {
                 "ok": self.ok,
@@ -95,6 +104,7 @@ class JobReport:
                 "started_at": self.started_at,
                 "seconds": round(self.seconds, 3),
                 **self.more,
+                **parts,
                 "topics": topics,
                 "errors": list(self.errors),
             }

@@ -25,10 +25,10 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Final, TypeAlias, TypedDict, cast
 
 import numpy as np
 import pyarrow as pa
@@ -42,13 +42,10 @@ from ister.limits import MIB
 from ister.model import TopicName
 from ister.objectstore.base import ObjectStore, ObjectWriter
 from ister.spark.jobs.job_report import ErrorFields, error_as_fields
+from ister.spark.jobs.runners import LocalRunner, TaskRunner, map_bundles
 from ister.spark.location import Place
 from ister.topic.columns import Decoders
 from ister.topic.history import HistoryTopic
-
-if TYPE_CHECKING:
-    from pyspark import Broadcast
-    from pyspark.sql import SparkSession
 
 STAGED_PREFIX: Final = "compact-"
 """What the names begin with under which offsets are staged."""
@@ -61,6 +58,10 @@ _OFFSET_BYTES: Final = 8
 # What `at` of a row is that is not about an object as a whole.
 _KEYED: Final = -1
 _FAILED: Final = -2
+
+_STAYS: Final = f"at != {_KEYED} OR code % 2 = 0"
+# A dry run without Spark holds the keys of a topic in memory.
+_LOCAL_MESSAGES_MAX: Final = 5_000_000
 
 _FOUND: Final = "topic int, key string, at long, code long"
 _FOUND_ARROW: Final = pa.schema(
@@ -80,6 +81,18 @@ _STAGED_ARROW: Final = pa.schema(
         ("note", pa.string()),
     ]
 )
+
+
+_Part: TypeAlias = tuple[int, ObjectDescriptor]
+"""The number of a topic, and one of its objects."""
+
+
+class _StagedRow(TypedDict):
+    number: int
+    keyed: int
+    stay: int
+    path: str | None
+    note: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +130,7 @@ class _Search:
 
     place: Place
     topics: tuple[KeyedTopic, ...]
-    bundles: tuple[tuple[tuple[int, int], ...], ...]
-    """(number of the topic, number of the object), for each task."""
+    """Without their objects, of which each task gets its own."""
     tombstones_before_us: int
     run: str | None
     """Under which name to stage; None to count only."""
@@ -133,115 +145,168 @@ class _Search:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The result of a search."""
+
+    latest: list[list[Latest]]
+    """For each topic what stays of each of its groups."""
+    errors: dict[str, ErrorFields]
+    """Topics that could not be read, as a report has it: nothing may be removed from those."""
+    uncounted: frozenset[str]
+    """Topics that were not searched, as they have too many messages for a dry run."""
+
+
 def find_latest(
-    spark: SparkSession,
+    runner: TaskRunner,
     place: Place,
     topics: Sequence[KeyedTopic],
     *,
     tombstones_before_ms: int,
     run: str | None,
-) -> tuple[list[list[Latest]], dict[str, ErrorFields]]:
+) -> Found:
     """Searches topics for the messages that stay.
 
     Args:
-        spark: A classic session.
+        runner: Where to search. In this process, topics are searched up to 5 million messages.
         place: Where the objects are.
         topics: Which ones.
         tombstones_before_ms: Tombstones published before this go.
         run: Under which name offsets are staged, unlike any other run's; None to count only.
 
-    Returns:
-        For each topic what stays of each of its groups, and the errors of topics that could not be
-        read, as a report has them: nothing may be removed from those.
-
     Raises:
         Exception: Spark could not do it.
     """
-    from pyspark.sql import functions as F  # noqa: N812, PLC0415 - an extra
-
     search = _Search(
         place=place,
-        topics=tuple(topics),
-        bundles=_bundle(topics),
+        topics=tuple(replace(topic, objects=()) for topic in topics),
         tombstones_before_us=tombstones_before_ms * 1000,
         run=run,
     )
-    groups = sum(len(topic.groups) for topic in topics)
-    if not search.bundles or not groups:
-        return [[] for _ in topics], {}
-    context = spark.sparkContext
-    context.setJobDescription("ister compact: keys")
-    shared = context.broadcast(search)
-    tasks = len(search.bundles)
-    files = max(1, min(groups, 4 * context.defaultParallelism))
-    try:
-        rows = (
-            spark.range(0, tasks, 1, tasks)
-            .mapInArrow(partial(_scan, shared), _FOUND)
-            .groupBy("topic", "key", "at")
-            .agg(F.max("code").alias("code"))
-            # Tombstones whose time is over do not stay.
-            .where(f"at != {_KEYED} OR code % 2 = 0")
-            .selectExpr("topic", f"CASE WHEN at = {_FAILED} THEN key END AS note", "at", "code")
-            .mapInArrow(partial(_assign, shared), _ASSIGNED)
-            .repartition(files, "number")
-            .sortWithinPartitions("number", "value")
-            .mapInArrow(partial(_stage, shared), _STAGED)
-            .collect()
-        )
-    finally:
-        shared.destroy()
+    uncounted: frozenset[str] = frozenset()
+    rows: list[_StagedRow] = []
+    if isinstance(runner, LocalRunner):
+        uncounted = _beyond(topics, _LOCAL_MESSAGES_MAX)
+        for number, topic in enumerate(topics):
+            if topic.name not in uncounted:
+                rows += _search_here(search, number, topic)
+    elif any(topic.groups for topic in topics) and any(topic.objects for topic in topics):
+        rows = _search_on_spark(runner, search, topics)
     errors: dict[str, ErrorFields] = {}
     by_number: dict[int, Latest] = {}
     for row in rows:
-        if row.note is not None:
-            errors[topics[-1 - row.number].name] = json.loads(row.note)
+        if row["note"] is not None:
+            errors[topics[-1 - row["number"]].name] = json.loads(row["note"])
         else:
-            by_number[row.number] = Latest(keyed=row.keyed, stay=row.stay, path=row.path)
+            by_number[row["number"]] = Latest(
+                keyed=row["keyed"], stay=row["stay"], path=row["path"]
+            )
     nothing = Latest(keyed=0, stay=0, path=None)
-    return [
+    latest = [
         [by_number.get(base + at, nothing) for at in range(len(topic.groups))]
         for base, topic in zip(search.bases, topics, strict=True)
-    ], errors
+    ]
+    return Found(latest=latest, errors=errors, uncounted=uncounted)
 
 
-def _bundle(topics: Sequence[KeyedTopic]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The objects of each task: small ones together."""
-    bundles: list[list[tuple[int, int]]] = []
+def _search_on_spark(
+    runner: TaskRunner, search: _Search, topics: Sequence[KeyedTopic]
+) -> list[_StagedRow]:
+    from pyspark.sql import functions as F  # noqa: N812, PLC0415 - an extra
+
+    groups = sum(len(topic.groups) for topic in topics)
+    files = max(1, min(groups, 4 * runner.slots))
+    with runner.described("ister compact: keys") as spark:
+        found = map_bundles(spark, partial(_scan, search), _bundle(topics), _FOUND)
+        rows = (
+            found.groupBy("topic", "key", "at")
+            .agg(F.max("code").alias("code"))
+            # Tombstones whose time is over do not stay.
+            .where(_STAYS)
+            .selectExpr("topic", f"CASE WHEN at = {_FAILED} THEN key END AS note", "at", "code")
+            .mapInArrow(partial(_assign, search), _ASSIGNED)
+            .repartition(files, "number")
+            .sortWithinPartitions("number", "value")
+            .mapInArrow(partial(_stage, search), _STAGED)
+            .collect()
+        )
+    return [cast("_StagedRow", row.asDict()) for row in rows]
+
+
+def _search_here(search: _Search, number: int, topic: KeyedTopic) -> Iterator[_StagedRow]:
+    """Searches a topic in this process; memory grows with its keys."""
+    batches = [batch for item in topic.objects for batch in _scan_safely(search, number, item)]
+    if not batches:
+        return
+    found = pa.Table.from_batches(batches, _FOUND_ARROW)
+    highest = found.group_by(["topic", "key", "at"], use_threads=False).aggregate([("code", "max")])
+    at, code = highest["at"], highest["code_max"]
+    is_error = pc.equal(at, _FAILED)
+    rows = pa.table(
+        {
+            "topic": highest["topic"],
+            "note": pc.if_else(is_error, highest["key"], pa.scalar(None, pa.string())),
+            "at": at,
+            "code": code,
+        }
+    ).filter(pc.or_(pc.not_equal(at, _KEYED), pc.equal(pc.bit_wise_and(code, 1), 0)))
+    assigned = pa.Table.from_batches(
+        _assign(search, rows.combine_chunks().to_batches()), _ASSIGNED_ARROW
+    ).sort_by([("number", "ascending"), ("value", "ascending")])
+    for staged in _stage(search, assigned.combine_chunks().to_batches()):
+        yield from cast("list[_StagedRow]", staged.to_pylist())
+
+
+def _beyond(topics: Sequence[KeyedTopic], limit: int) -> frozenset[str]:
+    """Returns the topics that come after so many messages."""
+    found: set[str] = set()
+    for topic in topics:
+        limit -= sum(item.end - item.start for item in topic.objects)
+        if limit < 0:
+            found.add(topic.name)
+    return frozenset(found)
+
+
+def _bundle(topics: Sequence[KeyedTopic]) -> list[list[_Part]]:
+    """Returns the objects of each task, with the numbers of their topics: small ones together."""
+    bundles: list[list[_Part]] = []
     room = 0
     for number, topic in enumerate(topics):
-        for at, described in enumerate(topic.objects):
+        for described in topic.objects:
             if not bundles or room <= 0:
                 bundles.append([])
                 room = _BUNDLE_BYTES
-            bundles[-1].append((number, at))
+            bundles[-1].append((number, described))
             room -= described.size_bytes
-    return tuple(map(tuple, bundles))
+    return bundles
 
 
 # -- in a task: the keys of objects ---------------------------------------------------------
 
 
-def _scan(
-    shared: Broadcast[_Search], batches: Iterable[pa.RecordBatch]
+def _scan(search: _Search, bundle: Sequence[_Part]) -> Iterator[pa.RecordBatch]:
+    for number, described in bundle:
+        yield from _scan_safely(search, number, described)
+
+
+def _scan_safely(
+    search: _Search, number: int, described: ObjectDescriptor
 ) -> Iterator[pa.RecordBatch]:
-    search = shared.value
-    for batch in batches:
-        for number in batch.column(0).to_pylist():
-            for topic, at in search.bundles[number]:
-                try:
-                    yield from _scan_object(search, topic, at)
-                except InvariantError:
-                    raise
-                except IsterError as error:
-                    note = json.dumps(error_as_fields(error))
-                    yield _found(topic, pa.array([note]), _FAILED, pa.array([0], pa.int64()))
+    """Scans an object; an error becomes a row."""
+    try:
+        yield from _scan_object(search, number, described)
+    except InvariantError:
+        raise
+    except IsterError as error:
+        note = json.dumps(error_as_fields(error))
+        yield _found(number, pa.array([note]), _FAILED, pa.array([0], pa.int64()))
 
 
-def _scan_object(search: _Search, number: int, at: int) -> Iterator[pa.RecordBatch]:
+def _scan_object(
+    search: _Search, number: int, described: ObjectDescriptor
+) -> Iterator[pa.RecordBatch]:
     """The highest offset of each key in an object, and how many messages have a key."""
     keyed_topic = search.topics[number]
-    described = keyed_topic.objects[at]
     name = TopicName.parse(keyed_topic.name)
     topic = HistoryTopic(search.place.history(), name, keyed_topic.incarnation)
     columns = ["offset", "routing_key"]
@@ -312,14 +377,11 @@ def _found(topic: int, keys: pa.Array, at: int, codes: pa.Array) -> pa.RecordBat
 # -- in a task: which group an offset belongs to --------------------------------------------
 
 
-def _assign(
-    shared: Broadcast[_Search], batches: Iterable[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
+def _assign(search: _Search, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Rows with the number of their group: how many keys it has (below 0), and what stays.
 
     Errors have numbers below 0.
     """
-    search = shared.value
     bases = search.bases
     starts = [np.array([start for start, _ in t.groups], np.int64) for t in search.topics]
     ends = [np.array([end for _, end in t.groups], np.int64) for t in search.topics]
@@ -353,11 +415,8 @@ def _assign(
 # -- in a task: the offsets of a group, staged ----------------------------------------------
 
 
-def _stage(
-    shared: Broadcast[_Search], batches: Iterable[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
+def _stage(search: _Search, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Writes what stays of each group, of which the rows come together and sorted."""
-    search = shared.value
     group: _StagedGroup | None = None
     try:
         for batch in batches:

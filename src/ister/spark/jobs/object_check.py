@@ -583,6 +583,10 @@ def _compare_archives(described: ObjectDescriptor, right: ObjectDescriptor) -> l
         )
         if getattr(described, name) != getattr(right, name)
     ]
+    if described.uncompressed_bytes not in (None, right.uncompressed_bytes):
+        wrong.append(
+            f"uncompressed_bytes {right.uncompressed_bytes}, not {described.uncompressed_bytes}"
+        )
     wrong += [
         f"another {name}"
         for name in ("offset_index", "publish_time_index")

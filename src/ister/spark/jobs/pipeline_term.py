@@ -54,8 +54,6 @@ from ister.spark.location import Place
 from ister.spark.owners import read_watermarks
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from ister.spark.jobs.tier_topics import Cycle
 
 _log = logging.getLogger("ister.spark.jobs.service")
@@ -213,7 +211,7 @@ class PipelineTerm:
             except Exception as error:
                 if self._is_ending():
                     break  # cancelled
-                if is_spark_stopped(self._job.spark):
+                if self._job.spark.is_stopped:
                     raise UnavailableError(
                         "Spark has stopped", hint="start the pipeline again"
                     ) from error
@@ -419,21 +417,14 @@ class PipelineTerm:
 
     def _cancel_tasks(self) -> None:
         """Cancels what Spark is doing; the threads that wait for it get an error."""
-        context = getattr(self._job.spark, "sparkContext", None)
-        if context is not None:
-            try:
-                context.cancelAllJobs()
-            except Exception:  # noqa: BLE001 - the JVM is gone
-                _log.debug("cancel", exc_info=True)
+        self._job.spark.cancel()
 
     def _is_ending(self) -> bool:
         is_late = self._clock.monotonic() >= self._ends_at
         return is_late or self._stop.is_set() or self._over.is_set()
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
-        thread = _make_thread(work, name)
-        self._threads.append(thread)
-        thread.start()
+        self._threads.append(self._job.spark.start_thread(name, work))
 
     # -- status and report ------------------------------------------------------------------
 
@@ -556,28 +547,8 @@ def measure_lag(place: Place, topics: Sequence[str]) -> int:
     return total
 
 
-def is_spark_stopped(spark: SparkSession) -> bool:
-    """Returns whether the session's Spark, or its JVM, has stopped."""
-    context = getattr(spark, "sparkContext", None)
-    if context is None:
-        return False
-    try:
-        return context._jsc is None or bool(context._jsc.sc().isStopped())  # noqa: SLF001
-    except Exception:  # noqa: BLE001 - the JVM is gone
-        return True
-
-
 def _shorten(error: BaseException) -> str:
     """Returns the first line of an error: Spark's errors have a page each."""
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     name = "" if isinstance(error, IsterError) else f"{type(error).__name__}: "
     return f"{name}{first}"[:_TEXT_MAX]
-
-
-def _make_thread(work: Callable[[], None], name: str) -> threading.Thread:
-    """Creates a thread that releases its side of the JVM when it ends, if there is a JVM."""
-    from pyspark import InheritableThread, SparkContext  # noqa: PLC0415 - an extra
-
-    has_jvm = SparkContext._active_spark_context is not None  # noqa: SLF001 - no public way
-    kind: type[threading.Thread] = InheritableThread if has_jvm else threading.Thread
-    return kind(target=threads.run_to_end, args=(name, work), name=name, daemon=True)

@@ -29,7 +29,7 @@ from ister.errors import (
 )
 from ister.positions import to_milliseconds
 from ister.spark.offset_resolver import Head, OffsetResolver
-from ister.spark.options import OffsetWord
+from ister.spark.option_values import OffsetWord
 from ister.spark.planner import TopicRange, plan
 from ister.topic.arguments import as_offset
 

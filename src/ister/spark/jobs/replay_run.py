@@ -18,8 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Required, TypedDict
 
 import pyarrow as pa
-from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-from pyspark.errors import PySparkException
 
 from ister import failpoints
 from ister.bucket.names import TopicKeys
@@ -47,7 +45,8 @@ from ister.spark.jobs.replay_task import ReplayPart, ReplayTask
 from ister.spark.jobs.tasks import run_tasks
 from ister.spark.jobs.transforms import Transform
 from ister.spark.offset_resolver import Head, OffsetResolver
-from ister.spark.options import OffsetsOption, ReadOptions
+from ister.spark.option_values import OffsetsOption
+from ister.spark.options import ReadOptions
 from ister.spark.planner import plan
 from ister.spark.read_task import ReadTask
 from ister.spark.row_staging import Committer, remove_staged
@@ -112,6 +111,13 @@ class ReplayRun:
 
     def run(self) -> None:
         """Replays what is not in the target yet; the result is in the job's report."""
+        try:
+            self._run()
+        finally:
+            if self._sql is not None:
+                self._sql.close()
+
+    def _run(self) -> None:
         request, job = self._request, self._job
         head = self._head(catches_up=True)
         self._transform.check()
@@ -328,7 +334,8 @@ class ReplayRun:
         if ahead is None or ahead.cancel():
             return
         with suppress(IsterError, TaskFailedError):
-            remove_staged(self._place.history().objects, ahead.result().files)
+            files = ahead.result().files
+            remove_staged(self._place.history().objects, (file.key for file in files))
 
     def _stage_chunk(self, number: int, start: int, end: int) -> _Staged:
         pause = threading.Event()
@@ -365,11 +372,13 @@ class ReplayRun:
                     spark,
                     items,
                     work.stage,
-                    weigh=lambda item: item.partition.bytes,
+                    weigh=lambda item: item.partition.weight,
                     name=f"ister replay: {start} up to {end}",
                 )
             )
-        except (PySparkException, Py4JError) as error:
+        except IsterError:
+            raise
+        except Exception as error:
             raise UnavailableError(
                 f"Spark failed on messages {start} to {end}: {_first_line(error)}",
                 topic=self._request.source,
@@ -381,7 +390,7 @@ class ReplayRun:
         errors = [one.error for one in done if one.error is not None]
         files = [file for _, part_files in results for file in part_files]
         if errors:
-            remove_staged(self._place.history().objects, files)
+            remove_staged(self._place.history().objects, (file.key for file in files))
             raise TaskFailedError(errors[0])
         return _Staged(
             number=number, read=sum(read for read, _ in results), bytes=size, files=tuple(files)

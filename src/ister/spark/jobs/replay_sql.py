@@ -13,77 +13,76 @@ and messages keep their order. One that processes several at once (aggregates, j
 limits, sorts, `DISTINCT`, subqueries) sees the whole range as one chunk, and its rows come in the
 order of Spark's partitions.
 
-Each replay has its own classes of the two data sources: Spark pickles them with what they refer to,
-so store settings appear neither in options nor in plans.
+Both ends are functions over partitions, on classic and Connect sessions: store settings appear
+neither in options nor in plans.
+
+What a crash leaves: staged files of attempts that failed, which are removed when they are old.
 """
 
 from __future__ import annotations
 
 import re
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
-from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark import TaskContext
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, functions
-from pyspark.sql.datasource import (
-    DataSource,
-    DataSourceArrowWriter,
-    DataSourceReader,
-    InputPartition,
-    WriterCommitMessage,
-)
-from pyspark.sql.types import StructType
 
-from ister.bucket.names import staging_prefix
-from ister.errors import InvalidRequestError, InvariantError
+from ister.errors import InvalidRequestError
 from ister.format.manifest import StagedFile, decode_manifest, encode_manifest
-from ister.limits import MANIFEST_BYTES_MAX
-from ister.model import TopicName
 from ister.spark.batch import plan_partitions, read_rows
+from ister.spark.jobs.runners import TaskRunner, map_bundles
 from ister.spark.jobs.transforms import Transform
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.options import ReadOptions
 from ister.spark.read_task import ReadTask
-from ister.spark.row_staging import StagedRowFiles, remove_staged
+from ister.spark.row_staging import StagedRowFile
 from ister.spark.rows import check_write_schema, row_schema
-from ister.spark.sink import StagedRows
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _VIEW: Final = "messages"
 _TEXT: Final = "text"
-_SPLIT_BYTES: Final = 64 * 1024 * 1024
 _OWN_ERROR: Final = re.compile(r"[A-Za-z_.]*(Error|Exception): (?!Job aborted)")
-# What looks at each row by itself; the two that end with `Relation` are the view.
-_ROW_BY_ROW: Final = frozenset(
-    {"Project", "Filter", "Generate", "SubqueryAlias", "View", "RelationV2", "DataSourceV2Relation"}
+
+_ANALYSED: Final = re.compile(r"== Analyzed Logical Plan ==\n(.*?)\n\n== ", re.DOTALL)
+_NODE: Final = re.compile(r"\s*(?:[:+]- )?([A-Za-z0-9]+)")
+# What looks at each row by itself, on top of the view.
+_ROW_BY_ROW: Final = frozenset({"Project", "Filter", "Generate", "SubqueryAlias", "View"})
+_MESSAGES: Final = "MapInArrow"
+_SUBQUERY: Final = re.compile(r"(subquery|exists|list)#", re.IGNORECASE)
+# Spark's functions with another result each time; a chunk that is run again must give the same.
+_RANDOM: Final = re.compile(
+    r"\b(rand|randn|random|randstr|uniform|uuid|shuffle|monotonically_increasing_id"
+    r"|spark_partition_id|input_file_name|input_file_block_(start|length)|reflect|try_reflect"
+    r"|java_method)\s*\(",
+    re.IGNORECASE,
 )
+_FIELDS_SHOWN: Final = "spark.sql.debug.maxToStringFields"
 
 
 class SqlReplay:
     """A query over ranges of a topic. Used by one thread at a time, on the driver."""
 
     def __init__(
-        self, spark: SparkSession, query: str, task: ReadTask, options: ReadOptions, rows: Transform
+        self, runner: TaskRunner, query: str, task: ReadTask, options: ReadOptions, rows: Transform
     ) -> None:
+        """Opens a session for the query.
+
+        Raises:
+            InvalidRequestError: The query has to run in a session that has a `messages` already.
+        """
+        self._runner = runner
         self._query = query
-        self._place = task.place
-        self._topic = rows.target
-        self._is_marked = rows.is_marked
-        # A session of its own: the program's views and sources do not change.
-        self._session = spark.newSession()
-        token = secrets.token_hex(6)
-        self._source, self._sink = f"ister_replay_source_{token}", f"ister_replay_sink_{token}"
+        self._rows = rows
         self._options = options
         self._task = task
-        self._session.dataSource.register(_make_sink(self._sink, task, rows))
-        self._registered: Head | None = None
+        self._session = _open_session(runner.session())
 
     # -- the query --------------------------------------------------------------------------
 
@@ -96,18 +95,22 @@ class SqlReplay:
         result = self._result(head, start, end)
         schema = result.schema
         check_write_schema(schema, needs_topic=False)
-        if self._is_marked and "offset" not in schema.names:
+        if self._rows.is_marked and "offset" not in schema.names:
             raise InvalidRequestError(
                 "the query yields no offset to mark messages with",
                 hint="SELECT offset, … FROM messages, or do without the mark",
             )
-        return _is_row_by_row(result)
+        [shown] = self._session.sql(f"EXPLAIN EXTENDED {self._query}").collect()
+        return is_row_by_row(str(shown[0])) and not _RANDOM.search(self._query)
 
     def sample(self, head: Head, start: int, end: int, count: int) -> pa.Table:
         """Returns the first rows of the query."""
         try:
-            return self._result(head, start, end).limit(count).toArrow()
-        except (PySparkException, Py4JError) as error:
+            with self._runner.described("ister replay: sample"):
+                return self._result(head, start, end).limit(count).toArrow()
+        except InvalidRequestError:
+            raise
+        except Exception as error:
             raise self._failed(error, start, end) from error
 
     def stage(
@@ -119,46 +122,30 @@ class SqlReplay:
             InvalidRequestError: The query failed; names the range.
         """
         result = self._result(head, start, end)
-        prefix = staging_prefix(TopicName.parse(self._topic), writer, batch)
-        listing = f"{prefix}listing-{secrets.token_hex(8)}.json"
-        options = {"writer": writer, "batch": str(batch), "listing": listing}
+        work = partial(_stage, self._task, self._rows, writer, batch)
         try:
-            with self._active():
-                result.write.format(self._sink).options(**options).mode("append").save()
-        except (PySparkException, Py4JError) as error:
+            with self._runner.described(f"ister replay: {start} up to {end}"):
+                staged = result.mapInArrow(work, "partition int, files binary").collect()
+        except Exception as error:
             raise self._failed(error, start, end) from error
-        objects = self._place.history().objects
-        files = decode_manifest(objects.read(listing, 0, MANIFEST_BYTES_MAX), key=listing)
-        remove_staged(objects, [StagedFile(key=listing, rows=0, size_bytes=0)])
-        return list(files)
+        return [
+            file
+            for row in sorted(staged, key=lambda row: int(row.partition))
+            for file in decode_manifest(bytes(row.files), key="staged files")
+        ]
 
-    @contextmanager
-    def _active(self) -> Iterator[None]:
-        """Makes Spark find data sources in this session, not in the thread's last one."""
-        jvm = self._session._jvm  # noqa: SLF001 - Python has no such call
-        if jvm is None:
-            raise InvariantError("a classic session has a JVM")
-        sessions = jvm.SparkSession
-        before = sessions.getActiveSession()
-        sessions.setActiveSession(self._session._jsparkSession)  # noqa: SLF001
-        try:
-            yield
-        finally:
-            if before.isDefined():
-                sessions.setActiveSession(before.get())
-            else:
-                sessions.clearActiveSession()
+    def close(self) -> None:
+        """Drops the view."""
+        with suppress(Exception):  # Spark has stopped
+            self._session.catalog.dropTempView(_VIEW)
 
     def _result(self, head: Head, start: int, end: int) -> DataFrame:
-        if self._registered != head:
-            made = _make_source(self._source, self._task, self._options, head)
-            self._session.dataSource.register(made)
-            self._registered = head
-        messages = (
-            self._session.read.format(self._source)
-            .options(start=str(start), end=str(end))
-            .load()
-            .withColumn(_TEXT, functions.col("payload").cast("string"))
+        schema = row_schema(self._task.columns)
+        found = OffsetResolver(self._task.place, self._options).range_of(head, start, end)
+        parts = plan_partitions([found], [head])
+        read = partial(read_rows, self._task, schema=schema)
+        messages = map_bundles(self._session, read, parts, schema).withColumn(
+            _TEXT, functions.col("payload").cast("string")
         )
         messages.createOrReplaceTempView(_VIEW)
         try:
@@ -181,6 +168,22 @@ class SqlReplay:
         )
 
 
+def _open_session(spark: SparkSession) -> SparkSession:
+    """Returns a session in which `messages` is free: a new one, if Spark can open one."""
+    if hasattr(spark, "newSession"):
+        session = spark.newSession()
+    else:  # Connect before Spark 4.3
+        session = spark
+        if session.catalog.tableExists(_VIEW):
+            raise InvalidRequestError(
+                f"the Spark session has a table or view {_VIEW}, which a replay needs for itself",
+                hint=f"drop it: spark.catalog.dropTempView({_VIEW!r})",
+            )
+    # A plan that is shown in part would hide what the query calls.
+    session.conf.set(_FIELDS_SHOWN, 100_000)
+    return session
+
+
 def _first_line(error: Exception) -> str:
     """Returns the message of an error, without the JVM's stack."""
     lines = [line.strip().lstrip(": ") for line in str(error).splitlines()]
@@ -190,92 +193,40 @@ def _first_line(error: Exception) -> str:
     return (own or lines or [type(error).__name__])[0][:500]
 
 
-def _is_row_by_row(result: DataFrame) -> bool:
-    """Returns whether each row of a query depends on one message only."""
-    analysed = result._jdf.queryExecution().analyzed()  # noqa: SLF001 - nothing else tells
-    if not analysed.deterministic() or not analysed.subqueriesAll().isEmpty():
+def is_row_by_row(explained: str) -> bool:
+    """Returns whether each row of a query depends on one message only.
+
+    Takes what `EXPLAIN EXTENDED` says of the query. What is not understood is not row by row.
+    """
+    found = _ANALYSED.search(explained)
+    if found is None or _RANDOM.search(found.group(1)) or _SUBQUERY.search(found.group(1)):
         return False
-    waiting = [analysed]
-    while waiting:
-        node = waiting.pop()
-        if node.nodeName() not in _ROW_BY_ROW and not node.nodeName().startswith("RelationV2"):
+    # The first line has the columns.
+    for line in found.group(1).splitlines()[1:]:
+        node = _NODE.match(line)
+        if node is None or line.lstrip().startswith(":"):
             return False
-        children = node.children()
-        waiting += [children.apply(at) for at in range(children.size())]
-    return True
+        if node.group(1) == _MESSAGES:
+            return True
+        if node.group(1) not in _ROW_BY_ROW:
+            return False
+    return False
 
 
-# -- data sources ---------------------------------------------------------------------------
+# -- in a task ------------------------------------------------------------------------------
 
 
-def _make_source(name: str, task: ReadTask, options: ReadOptions, head: Head) -> type[DataSource]:
-    """A data source that reads ranges of one topic; pickled by value, as it is no module's."""
-    read_options = options
-
-    class Reader(DataSourceReader):
-        def __init__(self, schema: StructType, start: int, end: int) -> None:
-            self._schema = schema
-            self._start, self._end = start, end
-
-        def partitions(self) -> Sequence[InputPartition]:
-            found = OffsetResolver(task.place, read_options).range_of(head, self._start, self._end)
-            return plan_partitions([found], [head], split_bytes=_SPLIT_BYTES)
-
-        def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-            return read_rows(task, partition, self._schema)
-
-    class Source(DataSource):
-        @classmethod
-        def name(cls) -> str:
-            return name
-
-        def schema(self) -> StructType:
-            return row_schema(task.columns)
-
-        def reader(self, schema: StructType) -> DataSourceReader:
-            return Reader(schema, int(self.options["start"]), int(self.options["end"]))
-
-    return Source
-
-
-def _make_sink(name: str, task: ReadTask, rows: Transform) -> type[DataSource]:
-    """A data source that stages rows and lists the staged files in an object of the bucket."""
-
-    class Writer(DataSourceArrowWriter):
-        def __init__(self, options: Mapping[str, str]) -> None:
-            self._writer, self._batch = options["writer"], int(options["batch"])
-            self._listing = options["listing"]
-
-        def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-            context = TaskContext.get()
-            objects = task.place.history().objects
-            with StagedRowFiles(objects, self._writer, self._batch) as staging:
-                for batch in iterator:
-                    for part in rows.apply(batch) if batch.num_rows else ():
-                        staging.add(rows.target, part)
-            partition = context.partitionId() if context is not None else 0
-            return StagedRows(partition=partition, query=None, files=staging.files)
-
-        def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-            files = [file for message in _staged(messages) for _, file in message.files]
-            task.place.history().objects.put(self._listing, encode_manifest(files))
-
-        def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-            objects = task.place.history().objects
-            for message in _staged(messages):
-                remove_staged(objects, (file for _, file in message.files))
-
-    class Sink(DataSource):
-        @classmethod
-        def name(cls) -> str:
-            return name
-
-        def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
-            return Writer(self.options)
-
-    return Sink
-
-
-def _staged(messages: Sequence[WriterCommitMessage | None]) -> list[StagedRows]:
-    found = [message for message in messages if isinstance(message, StagedRows)]
-    return sorted(found, key=lambda message: message.partition)
+def _stage(
+    task: ReadTask, rows: Transform, writer: str, number: int, batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """Stages the rows of a partition; yields the list of files."""
+    with StagedRowFile(task.place.history().objects, writer, number) as staging:
+        for batch in batches:
+            for part in rows.apply(batch) if batch.num_rows else ():
+                staging.add(rows.target, part)
+    context = TaskContext.get()
+    partition = context.partitionId() if context is not None else 0
+    files = encode_manifest([file for _, file in staging.files])
+    yield pa.record_batch(
+        {"partition": pa.array([partition], pa.int32()), "files": pa.array([files], pa.binary())}
+    )

@@ -16,7 +16,7 @@ from ister.limits import MIB
 from ister.spark.jobs.transforms import Transform
 from ister.spark.planner import Partition
 from ister.spark.read_task import ReadTask, TopicIdentity
-from ister.spark.row_staging import StagedRowFiles
+from ister.spark.row_staging import StagedRowFile
 
 _SAMPLE_BYTES_MAX: Final = 256 * MIB
 
@@ -42,7 +42,7 @@ class ReplayTask:
         """Transforms and stages a part; returns the number of messages read, and the files."""
         read = 0
         objects = self.task.place.history().objects
-        with StagedRowFiles(objects, self.writer, part.batch) as staging:
+        with StagedRowFile(objects, self.writer, part.batch) as staging:
             for batch in self.task.read(part.partition, part.identities):
                 if batch.num_rows:
                     read += batch.num_rows

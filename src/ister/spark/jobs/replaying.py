@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ister.bucket.pipeline import PipelineKeys
 from ister.clock import SystemClock
@@ -36,12 +36,10 @@ from ister.spark.jobs.job import Job, JobConfig, find_job_place, open_job
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.progress import JobProgress
 from ister.spark.jobs.replay_run import ReplayRun, TaskFailedError
+from ister.spark.jobs.runners import Executors
 from ister.spark.jobs.transforms import TransformSource, identify, parse_transform
 from ister.spark.location import Place
 from ister.topic.batches import check_writer_name
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 _CHUNK_BYTES: Final = 64 * MIB
 # Spark starts a handful of processes for each query.
@@ -51,7 +49,7 @@ _LEASES: Final = 1.5
 
 
 def replay(
-    spark: SparkSession,
+    spark: Executors,
     config: JobConfig = None,
     *,
     broker: str | None = None,
@@ -73,7 +71,7 @@ def replay(
     """Replays a range of one topic into another one, exactly once.
 
     Args:
-        spark: A classic session.
+        spark: A session, classic or Connect; None for a dry run, which runs in this process.
         config: Where the log is; see `open_job`.
         broker: Flight addresses of brokers; see `open_job`. Without brokers the log is opened here
             for each commit.
@@ -136,7 +134,7 @@ def replay(
 
 @contextmanager
 def _opened(
-    spark: SparkSession,
+    spark: Executors,
     place: Place,
     request: ReplayRequest,
     *,

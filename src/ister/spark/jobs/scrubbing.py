@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ister import failpoints
 from ister.bucket.rebuild import find_runs
@@ -37,12 +37,10 @@ from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.object_check import Checked, ObjectChecker
 from ister.spark.jobs.object_repair import DamagedRange, RepairResult, repair_range
 from ister.spark.jobs.progress import JobProgress
+from ister.spark.jobs.runners import Executors
 from ister.spark.jobs.tasks import run_tasks
 from ister.spark.jobs.topic_scrub import BadObject, CheckItem, MissingRange, TopicScrub
 from ister.spark.location import Place
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 _log = logging.getLogger("ister.spark.jobs.scrubbing")
 
@@ -54,7 +52,7 @@ _ITEM_BYTES_MIN: Final = 256 * KIB
 
 
 def scrub(
-    spark: SparkSession,
+    spark: Executors,
     config: JobConfig = None,
     *,
     broker: str | None = None,
@@ -66,7 +64,7 @@ def scrub(
     """Checks every object of topics, and their metadata.
 
     Args:
-        spark: A classic session.
+        spark: A session, classic or Connect; None for a dry run, which runs in this process.
         config: Where the log is; see `open_job`.
         broker: Flight addresses of brokers; see `open_job`.
         topics: Names and patterns; all topics by default.

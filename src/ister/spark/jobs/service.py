@@ -4,6 +4,8 @@
        ▲                                                 │
        └─────────────────────────────────────────────────┘
 
+`run_once` runs jobs of it one after the other, and ends.
+
 Owns: standby, terms, and which jobs the settings ask for. Does not own: what happens within a term,
 what jobs do.
 
@@ -24,33 +26,39 @@ from ister import logs
 from ister.bucket.pipeline import PipelineKeys
 from ister.clock import Clock, SystemClock
 from ister.config import Config, Engine, PipelineConfig
-from ister.errors import ConflictError, FencedError, InvalidRequestError, UnavailableError
+from ister.errors import (
+    ConflictError,
+    FencedError,
+    InvalidRequestError,
+    IsterError,
+    UnavailableError,
+)
 from ister.retry import backoff_seconds
 from ister.spark.jobs.job import Job, JobConfig, find_job_place, open_job
-from ister.spark.jobs.job_report import ErrorFields, JobReport
+from ister.spark.jobs.job_report import ErrorFields, JobReport, unexpected_as_fields
 from ister.spark.jobs.pipeline_term import (
     PipelineTerm,
     SlowJob,
     TermSettings,
     TierCycle,
     TierTotals,
-    is_spark_stopped,
 )
+from ister.spark.jobs.progress import JobProgress
+from ister.spark.jobs.runners import Executors, runner_of
 from ister.spark.jobs.stop_signals import stop_on_signals
 from ister.spark.location import Place
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from ister.spark.jobs.tier_topics import Cycle
 
 _log = logging.getLogger("ister.spark.jobs.service")
 
 _LOOKS_PER_LEASE: Final = 5
+_ONCE_JOBS: Final = ("tier", "resort", "compact", "export", "gc", "scrub")
 
 
 def run(
-    spark: SparkSession,
+    spark: Executors,
     config: JobConfig = None,
     *,
     broker: str | None = None,
@@ -64,7 +72,7 @@ def run(
     session are cancelled.
 
     Args:
-        spark: A classic session.
+        spark: A session, classic or Connect.
         config: Where the log is; see `open_job`. Its setting `pipeline` says what to run.
         broker: Flight addresses of brokers; see `open_job`.
         stop: Stops it; so do SIGINT and SIGTERM, if this is called on the main thread.
@@ -94,6 +102,105 @@ def run(
     )
     with stop_on_signals(stop) as stopping:
         return service.run(stopping, max_seconds=max_seconds)
+
+
+def run_once(
+    spark: Executors,
+    config: JobConfig = None,
+    *,
+    jobs: Sequence[str],
+    broker: str | None = None,
+    dry_run: bool = False,
+    progress: JobProgress | None = None,
+) -> JobReport:
+    """Runs some of the pipeline's jobs once, one after the other, in one session.
+
+    A job that fails does not stop those after it.
+
+    Args:
+        spark: A session, classic or Connect; None for a dry run, which runs in this process.
+        config: Where the log is; see `open_job`. Its setting `pipeline` has the jobs' settings.
+        jobs: Names, in the order in which they run: tier, resort, compact, export, gc, scrub.
+        broker: Flight addresses of brokers; see `open_job`.
+        dry_run: Plan only.
+        progress: Receives the jobs' progress.
+
+    Returns:
+        What each job did to a topic, by the job's name; `parts` are the jobs' own reports.
+
+    Raises:
+        InvalidRequestError: A job does not exist, is named twice, or its settings are incomplete.
+        ConfigError: The settings are invalid, or only one process could use them.
+        UnavailableError: Spark has stopped.
+    """
+    place = find_job_place(config, broker)
+    runner = runner_of(spark, dry_run=dry_run)
+    wanted = check_once(place.config, jobs)
+    clock = SystemClock()
+    report = JobReport("run", started_at=clock.now_ns() // 1_000_000_000, dry_run=dry_run)
+    began = clock.monotonic()
+    for slow in wanted:
+        part = JobReport(slow.name, dry_run=dry_run)
+        try:
+            with open_job(
+                slow.name,
+                runner,
+                place,
+                dry_run=dry_run,
+                progress=progress,
+                exclusive=None if dry_run or slow.key is None else slow.key(_keys(place)),
+            ) as job:
+                part = job.report
+                slow.work(job)
+        except Exception as error:
+            if runner.is_stopped:
+                raise UnavailableError("Spark has stopped", hint="run it again") from error
+            if part.ok:
+                part.fail(error if isinstance(error, IsterError) else unexpected_as_fields(error))
+        report.parts.append(part)
+        for topic, fields in part.topics.items():
+            report.of(topic)[slow.name] = {k: v for k, v in fields.items() if k != "topic"}
+        for failure in part.errors:
+            report.fail({"job": slow.name, **failure})
+    report.seconds = clock.monotonic() - began
+    return report
+
+
+def check_once(config: Config, jobs: Sequence[str]) -> list[SlowJob]:
+    """Returns the jobs of these names; see `run_once`.
+
+    Raises:
+        InvalidRequestError: A job does not exist, is named twice, or its settings are incomplete.
+    """
+    if not jobs or len(set(jobs)) != len(jobs):
+        raise InvalidRequestError(
+            f"invalid list of jobs {','.join(jobs)!r}",
+            hint=f"name each job once: {', '.join(_ONCE_JOBS)}",
+        )
+    made: list[SlowJob] = []
+    for name in jobs:
+        if name == "tier":
+            made.append(
+                SlowJob(
+                    name=name,
+                    every_seconds=float("inf"),
+                    work=lambda job: _tier_now(job, job.topics(["*"]), job.report),
+                    key=lambda keys: keys.lease,
+                )
+            )
+        elif name == "resort":
+            made.append(SlowJob(name=name, every_seconds=float("inf"), work=_resort))
+        elif name in _WORKS:
+            made.append(requested_job(config.pipeline, name))
+        else:
+            raise InvalidRequestError(
+                f"the pipeline has no job {name!r}", hint=f"one of: {', '.join(_ONCE_JOBS)}"
+            )
+    return made
+
+
+def _keys(place: Place) -> PipelineKeys:
+    return PipelineKeys(place.config.storage.metadata.root_prefix)
 
 
 def _tiers(config: Config) -> bool:
@@ -224,7 +331,7 @@ class Service:
 
     def __init__(
         self,
-        spark: SparkSession,
+        spark: Executors,
         place: Place,
         *,
         tier: TierCycle | None,
@@ -244,7 +351,7 @@ class Service:
         between upload cycles, `status_seconds` between status records, `request_seconds` between
         looks for requests.
         """
-        self._spark = spark
+        self._spark = runner_of(spark)
         self._place = place
         self._settings = TermSettings(
             tier=tier,
@@ -289,7 +396,7 @@ class Service:
                     _log.info(logs.PIPELINE_STANDBY, extra={"error": str(error)})
                 is_waiting = True
             except UnavailableError as error:
-                if is_spark_stopped(self._spark):
+                if self._spark.is_stopped:
                     raise
                 _log.warning("pipeline cannot run now", extra={"error": str(error)})
                 self._last_error = {"code": error.code, "message": error.message}
@@ -306,9 +413,8 @@ class Service:
 
     def _lead(self, stop: threading.Event, ends_at: float) -> None:
         """Runs a term, for as long as the lease lasts."""
-        keys = PipelineKeys(self._place.config.storage.metadata.root_prefix)
         with open_job(
-            "run", self._spark, self._place, exclusive=keys.lease, clock=self._clock
+            "run", self._spark, self._place, exclusive=_keys(self._place).lease, clock=self._clock
         ) as job:
             self._totals.terms += 1
             self._last_error = None

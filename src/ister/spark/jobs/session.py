@@ -1,6 +1,11 @@
 """The Spark session of a job that was started by a command.
 
-Owns: the settings that jobs need. Does not own: sessions of programs.
+Owns: the settings that jobs need, how the JVM of a command is started, and what it may say on
+standard error. Does not own: sessions of programs.
+
+Spark greets: a profile of its logger, its log level, warnings about host names and modules. A
+command leaves out those lines, and passes on the others: errors, and what a process says that dies.
+With the setting `spark.log.level` everything is shown.
 """
 
 from __future__ import annotations
@@ -8,10 +13,13 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
+from ister import threads
 from ister.errors import ConfigError, UnavailableError
 from ister.extras import missing_extra
 
@@ -30,6 +38,20 @@ _CONF: Final = {
     "spark.log.level": "ERROR",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
 }
+# Compiling for speed costs a short command more than it gains: its work is done by Python workers.
+_SHORT_OPTIONS: Final = "-XX:TieredStopAtLevel=1"
+_JVM_OPTIONS: Final = "SPARK_SUBMIT_OPTS"
+# A JVM that cannot start says why, and closes its end.
+_LAST_WORDS_SECONDS: Final = 1.0
+_LOG_LEVEL: Final = "spark.log.level"
+_NOISE: Final = re.compile(
+    r"WARNING: Using incubator modules"
+    r"|Using Spark's default log4j profile"
+    r"|Setting (default|Spark) log level to"
+    r"|To adjust logging level use"
+    r"|\d\d/\d\d/\d\d \d\d:\d\d:\d\d (WARN|INFO) "
+    r"|\s*$"
+)
 _LOCAL_CONF: Final = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
@@ -38,7 +60,12 @@ _LOCAL_CONF: Final = {
 
 @contextmanager
 def open_session(
-    master: str, conf: Mapping[str, str] | None = None, *, name: str = "ister"
+    master: str,
+    conf: Mapping[str, str] | None = None,
+    *,
+    name: str = "ister",
+    is_quiet: bool = False,
+    is_short: bool = False,
 ) -> Iterator[SparkSession]:
     """Opens a session for jobs, and stops it at the end.
 
@@ -46,14 +73,20 @@ def open_session(
         master: `local[*]`, `spark://host:7077`, … as Spark has it.
         conf: Spark settings, which override those of jobs.
         name: The application's name.
+        is_quiet: Leave out what Spark says at every start, unless `conf` has a `spark.log.level`.
+            For a process that has no other session.
+        is_short: Whether the JVM is to start fast rather than to run fast.
 
     Raises:
-        ConfigError: PySpark is missing, the master is invalid, or this process has a session.
+        ConfigError: PySpark is missing or too old, the master is invalid, or this process has a
+            session.
         UnavailableError: Spark does not start; without Java, for example.
     """
     try:
         from pyspark.errors import PySparkException  # noqa: PLC0415 - an extra
         from pyspark.sql import SparkSession  # noqa: PLC0415
+
+        import_module("ister.spark.compat")  # which refuses a Spark that is too old
     except ImportError as error:
         raise missing_extra("`ister pipeline`", "spark", error) from error
     if SparkSession.getActiveSession() is not None:
@@ -68,11 +101,15 @@ def open_session(
     settings |= dict(conf or {})
     # Workers on this machine run the driver's Python.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    builder = SparkSession.builder.master(master).appName(name)
-    for key, value in settings.items():
-        builder = builder.config(key, value)
+    settings |= {"spark.master": master, "spark.app.name": name}
     try:
-        spark = builder.getOrCreate()
+        with _jvm_options(_SHORT_OPTIONS if is_short else ""):
+            if is_quiet and _LOG_LEVEL not in (conf or {}):
+                _start_quietly(settings)
+            builder = SparkSession.builder
+            for key, value in settings.items():
+                builder = builder.config(key, value)
+            spark = builder.getOrCreate()
     except PySparkException as error:
         raise UnavailableError(
             f"Spark does not start: {error}",
@@ -87,3 +124,47 @@ def open_session(
         yield spark
     finally:
         spark.stop()
+
+
+@contextmanager
+def _jvm_options(options: str) -> Iterator[None]:
+    """Starts a JVM with options; those of the user come later, and count."""
+    before = os.environ.get(_JVM_OPTIONS)
+    os.environ[_JVM_OPTIONS] = f"{options} {before or ''}".strip()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_JVM_OPTIONS]
+        else:
+            os.environ[_JVM_OPTIONS] = before
+
+
+def _start_quietly(settings: Mapping[str, str]) -> None:
+    """Starts the JVM and its Spark context, with a filter for what the JVM says."""
+    from pyspark import SparkConf, SparkContext  # noqa: PLC0415 - an extra
+    from pyspark.java_gateway import launch_gateway  # noqa: PLC0415
+
+    # Advice to programmers, which a command's user cannot follow.
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore", module=r"pyspark\.")
+    conf = SparkConf().setAll(list(settings.items()))
+    reading, writing = os.pipe()
+    try:
+        gateway = launch_gateway(conf, {"stderr": writing})  # type: ignore[no-untyped-call]
+    except Exception:
+        os.close(writing)
+        threads.start("ister-spark-stderr", forward_errors, reading).join(_LAST_WORDS_SECONDS)
+        raise
+    os.close(writing)
+    threads.start("ister-spark-stderr", forward_errors, reading)
+    SparkContext(conf=conf, gateway=gateway)
+
+
+def forward_errors(reading: int) -> None:
+    """Passes on what comes from a file descriptor to standard error, without Spark's greetings."""
+    with os.fdopen(reading, "rb") as lines:
+        for line in lines:
+            if not _NOISE.match(line.decode(errors="replace")):
+                sys.stderr.buffer.write(line)
+                sys.stderr.flush()

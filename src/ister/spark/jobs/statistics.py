@@ -20,6 +20,7 @@ from ister.spark.jobs.balance import run_balanced
 from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.progress import JobProgress
+from ister.spark.jobs.runners import Executors
 from ister.spark.jobs.topic_stats import COLUMNS, TopicStats, take_sample
 from ister.spark.location import Place
 from ister.spark.offset_resolver import Head, OffsetResolver
@@ -30,15 +31,13 @@ from ister.spark.read_task import ReadTask, TopicIdentity
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pyspark.sql import SparkSession
-
 _SPLIT_BYTES: Final = 32 * MIB
 # Partitions of a topic in which payloads are compressed.
 _SAMPLES: Final = 8
 
 
 def stats(
-    spark: SparkSession,
+    spark: Executors,
     config: JobConfig = None,
     *,
     broker: str | None = None,
@@ -50,7 +49,7 @@ def stats(
     """Counts the messages of topics.
 
     Args:
-        spark: A classic session.
+        spark: A session, classic or Connect; None for a dry run, which runs in this process.
         config: Where the log is; see `open_job`.
         broker: Flight addresses of brokers; see `open_job`.
         topics: Names and patterns; all topics by default.
@@ -202,7 +201,7 @@ def _count(job: Job, planned: Mapping[str, _Planned]) -> None:
             job.spark,
             items,
             partial(count_messages, job.place),
-            weigh=lambda item: item.partition.bytes,
+            weigh=lambda item: item.partition.weight,
             name="ister stats",
         ):
             item = done.item

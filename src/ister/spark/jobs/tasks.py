@@ -2,8 +2,8 @@
 
     items ─► bundles of about the same weight ─► waves: a Spark job each ─► results, wave by wave
 
-Owns: how work is divided, and the distinction of a failed item from a failed process. Does not own:
-what a task does, what is committed.
+Owns: how work is divided, what is sent, and the distinction of a failed item from a failed process.
+Does not own: where tasks run (`runners`), what a task does, what is committed.
 
 If an item fails with an `IsterError`, the error is its result. Any other exception is a bug and
 fails the wave, and so does a process that Spark cannot replace; earlier results stay. Spark repeats
@@ -16,21 +16,20 @@ one does not leave the slots idle.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from ister import failpoints
 from ister.errors import InvariantError, IsterError
-from ister.limits import MIB
+from ister.limits import KIB, MIB
 from ister.spark.jobs.job_report import ErrorFields, error_as_fields
+from ister.spark.jobs.runners import Executors, TaskRunner, runner_of
 from ister.spark.workers import keep_buffers, spare_collector
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -40,6 +39,8 @@ _BUNDLE_WEIGHT: Final = 64 * MIB
 _WAVE_WEIGHT: Final = 256 * MIB
 _WAVES_MAX: Final = 8
 _WAVES_AT_ONCE: Final = 2
+# PySpark broadcasts a function of 1 MiB; below that, a task gets it with its stage.
+_WAVE_BYTES: Final = 768 * KIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Done(Generic[Item, Result]):
 
 
 def run_tasks(
-    spark: SparkSession,
+    spark: Executors,
     items: Sequence[Item],
     work: Callable[[Item], Result],
     *,
@@ -63,7 +64,7 @@ def run_tasks(
     """Runs `work(item)` for every item on the executors.
 
     Args:
-        spark: A classic session.
+        spark: A session, or a job's runner.
         items: The work; pickled.
         work: A function that can be pickled.
         weigh: Returns about how many bytes an item processes.
@@ -73,17 +74,18 @@ def run_tasks(
         Results, those of one wave after the other; within a wave in the order of its items.
 
     Raises:
+        ConfigError: Spark's workers cannot import `ister`.
         Exception: Spark could not run a wave; results of others may be missing.
     """
     if not items:
         return
-    parallel = max(spark.sparkContext.defaultParallelism, 1)
+    runner = runner_of(spark)
+    parallel = runner.slots
     bundles = _bundle(items, weigh, parallel)
     weight = sum(max(weigh(item), 1) for item in items)
     count = min(max(weight // (parallel * _WAVE_WEIGHT), 1), _WAVES_MAX)
-    wave_size = max(parallel, -(-len(bundles) // count))
-    waves = [bundles[at : at + wave_size] for at in range(0, len(bundles), wave_size)]
-    run = partial(_run_wave, spark, work, name)
+    waves = _divide(bundles, size=max(parallel, -(-len(bundles) // count)), parallel=parallel)
+    run = partial(_run_wave, runner, work, name)
     with ThreadPoolExecutor(_WAVES_AT_ONCE, thread_name_prefix="ister-wave") as pool:
         futures: list[Future[list[Done[Item, Result]]]] = [pool.submit(run, w) for w in waves]
         try:
@@ -109,37 +111,63 @@ def _bundle(items: Sequence[Item], weigh: Callable[[Item], int], parallel: int) 
     return bundles
 
 
+def _divide(
+    bundles: Sequence[list[Item]], *, size: int, parallel: int
+) -> Iterator[list[tuple[list[Item], bytes]]]:
+    """Divides bundles into waves of at most `size`, and pickles them.
+
+    Every task of a wave is sent the bundles of all of them: a wave is smaller if its bundles are
+    large, unless slots would stay idle.
+    """
+    wave: list[tuple[list[Item], bytes]] = []
+    sent = 0
+    for bundle in bundles:
+        data = pickle.dumps(bundle, pickle.HIGHEST_PROTOCOL)
+        is_large = sent + len(data) > _WAVE_BYTES and len(wave) >= parallel
+        if wave and (len(wave) >= size or is_large):
+            yield wave
+            wave, sent = [], 0
+        wave.append((bundle, data))
+        sent += len(data)
+    if wave:
+        yield wave
+
+
 def _run_wave(
-    spark: SparkSession,
+    runner: TaskRunner,
     work: Callable[[Item], Result],
     name: str,
-    bundles: list[list[Item]],
+    wave: Sequence[tuple[list[Item], bytes]],
 ) -> list[Done[Item, Result]]:
-    context = spark.sparkContext
-    context.setJobDescription(name)
-    return context.parallelize(bundles, len(bundles)).flatMap(partial(_run_bundle, work)).collect()
+    results = runner.run(partial(_run_bundle, work), [data for _, data in wave], name=name)
+    return [
+        Done(item, *answer)
+        for (bundle, _), data in zip(wave, results, strict=True)
+        for item, answer in zip(bundle, pickle.loads(data), strict=True)  # noqa: S301 - our own
+    ]
 
 
 # -- in a task ------------------------------------------------------------------------------
 
 
-def _run_bundle(
-    work: Callable[[Item], Result], bundle: Iterable[Item]
-) -> Iterator[Done[Item, Result]]:
+def _run_bundle(work: Callable[[Item], Result], data: bytes) -> bytes:
+    """Runs a bundle; returns a list of (result, error), in the order of its items."""
     _arm()
     keep_buffers()
-    for item in bundle:
+    answers: list[tuple[Result | None, ErrorFields | None]] = []
+    for item in pickle.loads(data):  # noqa: S301 - of our own driver
         failpoints.reach("pipeline.before_task")
         try:
             result = work(item)
         except InvariantError:
             raise
         except IsterError as error:
-            yield Done(item, None, error_as_fields(error))
+            answers.append((None, error_as_fields(error)))
             continue
         failpoints.reach("pipeline.after_task")
-        yield Done(item, result, None)
+        answers.append((result, None))
     spare_collector()
+    return pickle.dumps(answers, pickle.HIGHEST_PROTOCOL)
 
 
 def _arm() -> None:

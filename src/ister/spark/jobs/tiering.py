@@ -35,7 +35,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ister import failpoints
 from ister.bucket.check import verify_size
@@ -64,6 +64,7 @@ from ister.spark.jobs.job import (
 )
 from ister.spark.jobs.job_report import ErrorFields, JobReport, error_as_fields
 from ister.spark.jobs.progress import JobProgress
+from ister.spark.jobs.runners import Executors
 from ister.spark.jobs.stop_signals import stop_on_signals
 from ister.spark.jobs.tasks import Done, run_tasks
 from ister.spark.jobs.tier_topics import Cycle, Known, TopicBook
@@ -74,9 +75,6 @@ from ister.topic.upload_plan import PlannedObject, UploadPlan, plan_objects
 from ister.tracing import span
 from ister.wire.contract import PlanUpload
 from ister.wire.errors import decode_error
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 _log = logging.getLogger("ister.spark.jobs.tiering")
 
@@ -447,7 +445,7 @@ def tier_cycle(
 
 
 def tier(
-    spark: SparkSession,
+    spark: Executors,
     config: JobConfig = None,
     *,
     broker: str | None = None,
@@ -462,7 +460,7 @@ def tier(
     While it runs, brokers with `storage.uploader.engine: auto` do not upload.
 
     Args:
-        spark: A classic session.
+        spark: A session, classic or Connect; None for a dry run, which runs in this process.
         config: Where the log is; see `open_job`.
         broker: Flight addresses of brokers; see `open_job`.
         topics: Names and patterns; all topics by default.

@@ -4,11 +4,15 @@ Owns: the words. Does not own: formats.
 
     open ─► coverage ─► (tasks write files at `target`) ─► commit: files and ranges at once
 
+A commit has the files and ranges of any number of topics. What a table has of each topic is read
+from its newest state, however many commits there were before.
+
 Invariants of every table: `commit` is one step that either has happened or has not, an answer that
 got lost is found out by reading back, a file counts from its commit on, and a commit whose offsets
 the table has already is refused, by the table and not by whoever asks. Before each attempt, every
 file is proved to be there. Once an attempt was made, only a `ConflictError` says that the commit
-will never be: after any other error its files stay, and the next export finds out.
+will never be: after any other error its files stay, and the next export finds out. An error that is
+about one of the commit's topics names it: the others may be committed without it.
 
 What a crash leaves: files that no commit names.
 """
@@ -45,17 +49,40 @@ class DataFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Addition:
-    """What one commit adds."""
+class TopicAddition:
+    """What one commit adds of a topic."""
 
-    id: str
-    """Unlike any other commit's."""
     topic: str
     incarnation: str
     epoch: int
     ranges: Ranges
     """Counted as there, whether or not each offset has a row."""
     files: Sequence[DataFile]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addition:
+    """What one commit adds."""
+
+    id: str
+    """Unlike any other commit's."""
+    topics: Sequence[TopicAddition]
+    """Each topic once."""
+
+    @property
+    def files(self) -> list[DataFile]:
+        """The files of all topics."""
+        return [file for item in self.topics for file in item.files]
+
+    def added_to(self, coverage: Coverage) -> Coverage:
+        """Returns what a table has after this commit.
+
+        Raises:
+            ConflictError: It has some of the offsets already; names the topic.
+        """
+        return coverage.add_all(
+            (item.topic, item.incarnation, item.epoch, item.ranges) for item in self.topics
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +164,7 @@ class Table(Protocol):
         Raises:
             ConflictError: The table has some of the offsets already, or `check` said no: it has not
                 happened, and never will.
-            NotFoundError: A file is not where tasks should have written it.
+            NotFoundError: A file is not where tasks should have written it; names its topic.
             CommitUnknownError: Whether it has happened could not be found out; or it has, and not
                 all of it is to be seen yet. The next `open` sees to that.
             IsterError: Anything else. If `check` was asked before, it may have happened.

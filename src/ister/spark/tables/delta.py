@@ -188,9 +188,7 @@ class DeltaTable(LibraryTable):
         if table is None:
             raise ConflictError("the table was deleted during the export", path=self.location)
         number = self._number(table)
-        after = self._coverage(table).add(
-            addition.topic, addition.incarnation, addition.epoch, addition.ranges
-        )
+        after = addition.added_to(self._coverage(table))
         prove_files(
             addition, self._size_of, location=self.location, is_local=self._storage.is_local
         )

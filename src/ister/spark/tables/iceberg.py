@@ -1,6 +1,6 @@
 """An Iceberg table, through pyiceberg: any catalog that it knows, a SQL catalog by default.
 
-    data files of tasks ─► one transaction: add files, `ister.offsets.<topic>`, a snapshot
+    data files of tasks ─► one transaction: add files, `ister.offsets.<topic>` …, a snapshot
 
 Owns: how files and ranges become one snapshot of the table. Does not own: the table's upkeep: the
 catalog's own tools remove orphan files.
@@ -17,6 +17,7 @@ What a crash, or a lost race, leaves: files and manifests that no snapshot names
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Callable, Mapping
@@ -57,9 +58,13 @@ if TYPE_CHECKING:
 _OFFSETS: Final = "ister.offsets."
 _ID: Final = "ister.commit-id"
 _RETRIES: Final = "commit.retry.num-retries"
+_MERGES: Final = "commit.manifest-merge.enabled"
+"""pyiceberg's default adds a manifest with every commit, and each commit lists them all."""
 _PAYLOAD_METRICS: Final = "write.metadata.metrics.column.payload"
 _SQLITE: Final = "sqlite:///"
 _DAY_FIELD: Final = "publish_time_day"
+_SHOWN_TOPICS: Final = 100
+_SHOWN_RANGES: Final = 10
 
 
 class _RefusedError(Exception):
@@ -247,7 +252,7 @@ class IcebergTable(LibraryTable):
     # -- commits ----------------------------------------------------------------------------
 
     def commit(self, addition: Addition, *, check: Callable[[], None]) -> None:
-        """Commits one snapshot: files, and the topic's ranges."""
+        """Commits one snapshot: files, and the ranges of their topics."""
         self._catalog()
         self._retry_commit(lambda: self._try_commit(addition, check))
         failpoints.reach("export.after_table_commit")
@@ -259,9 +264,7 @@ class IcebergTable(LibraryTable):
             table = self._load()
         if table is None:
             raise ConflictError("the table was deleted during the export", path=self.location)
-        after = self._coverage(table).add(
-            addition.topic, addition.incarnation, addition.epoch, addition.ranges
-        )
+        after = addition.added_to(self._coverage(table))
         self._prove(table, addition)
         with self._errors("the table does not accept the files"):
             transaction = self._prepare(table, addition, after)
@@ -292,21 +295,22 @@ class IcebergTable(LibraryTable):
 
     def _prepare(self, table: _Iceberg, addition: Addition, after: Coverage) -> Transaction:
         # Changed in this object only, not in the table.
-        properties = {**table.metadata.properties, _RETRIES: "0", _PAYLOAD_METRICS: "none"}
+        properties = {
+            **table.metadata.properties,
+            _RETRIES: "0",
+            _PAYLOAD_METRICS: "none",
+            _MERGES: "true",
+        }
         table.metadata = table.metadata.model_copy(update={"properties": properties})
         table.catalog = cast("Catalog", _WithoutCleanup(table.catalog))
         base = table.location().rstrip("/")
         transaction = table.transaction()
         transaction.set_properties(
-            {f"{_OFFSETS}{addition.topic}": after.topic_to_json(addition.topic)}
+            {f"{_OFFSETS}{item.topic}": after.topic_to_json(item.topic) for item in addition.topics}
         )
         transaction.add_files(
             [f"{base}/{file.path}" for file in addition.files],
-            snapshot_properties={
-                _ID: addition.id,
-                "ister.topic": addition.topic,
-                "ister.ranges": str([list(item) for item in addition.ranges[:100]]),
-            },
+            snapshot_properties={_ID: addition.id, **_summary(addition)},
             # Their names are unique.
             check_duplicate_files=False,
         )
@@ -339,3 +343,12 @@ class IcebergTable(LibraryTable):
         if isinstance(error, ValueError):
             return ConflictError(f"{what}: {text}", path=self.location)
         return UnavailableError(f"{what}: {name}: {text}", path=self.location)
+
+
+def _summary(addition: Addition) -> dict[str, str]:
+    """Returns what the snapshot says about the commit, for people; it is cut if there is much."""
+    shown = {
+        item.topic: [list(one) for one in item.ranges[:_SHOWN_RANGES]]
+        for item in addition.topics[:_SHOWN_TOPICS]
+    }
+    return {"ister.topics": str(len(addition.topics)), "ister.ranges": json.dumps(shown)}

@@ -8,7 +8,8 @@ own: what becomes of payloads that do not.
 
 Both ways give the same columns: what pyarrow does not take is decoded again by the slow way, and
 only that has the last word about a payload. `1.0` is an integer, as JSON Schema has it; a number is
-no text, and a text no number. A time without a zone is in UTC.
+no text (unless the column takes the JSON of other values), and a text no number, but a decimal. A
+time without a zone is in UTC.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime
+from decimal import Decimal, InvalidOperation
 from typing import Final, NoReturn
 
 import pyarrow as pa
@@ -198,7 +200,7 @@ def _load(payload: bytes) -> object:
     if not text.strip():
         raise _MisfitError("not JSON: it is empty")
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=Decimal)
     except json.JSONDecodeError as error:
         raise _MisfitError(f"not JSON: {error.msg} at {error.pos}") from error
     except RecursionError as error:
@@ -269,6 +271,8 @@ def _cast_text(column: pa.Array, kind: ValueType) -> pa.Array | None:
 
 def _convert(value: object, kind: ValueType, path: str) -> object:
     """A value as its column has it."""
+    if isinstance(value, Decimal) and kind.form != "decimal":
+        value = float(value)
     return None if value is None else _CONVERTERS[kind.form](value, kind, path)
 
 
@@ -299,6 +303,15 @@ def _to_number(value: object, kind: ValueType, path: str) -> float:
     if found in (float("inf"), float("-inf")):
         raise _MisfitError(f"{_name(path)} is too large for a double")
     return found
+
+
+def _to_decimal(value: object, kind: ValueType, path: str) -> Decimal:
+    if isinstance(value, bool) or not isinstance(value, int | str | Decimal):
+        _misfit(path, value, "a number")
+    try:
+        return pa.scalar(Decimal(value), kind.type).as_py()  # type: ignore[no-any-return]
+    except (InvalidOperation, pa.ArrowInvalid) as error:
+        raise _MisfitError(f"{_name(path)} does not fit into {kind.type}") from error
 
 
 def _to_boolean(value: object, kind: ValueType, path: str) -> bool:
@@ -351,19 +364,26 @@ def _to_object(value: object, kind: ValueType, path: str) -> dict[str, object]:
     }
 
 
+def _to_text(value: object, kind: ValueType, path: str) -> str:
+    return _check_text(value, path) if isinstance(value, str) else _to_json(value, kind, path)
+
+
 def _to_json(value: object, kind: ValueType, path: str) -> str:
-    return _check_text(json.dumps(value, ensure_ascii=False, separators=(",", ":")), path)
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=float)
+    return _check_text(text, path)
 
 
 _CONVERTERS: Final[dict[str, Callable[[object, ValueType, str], object]]] = {
     "string": _to_string,
     "integer": _to_integer,
     "number": _to_number,
+    "decimal": _to_decimal,
     "boolean": _to_boolean,
     "time": _to_time,
     "date": _to_date,
     "array": _to_array,
     "object": _to_object,
+    "text": _to_text,
     "json": _to_json,
 }
 
@@ -382,6 +402,7 @@ def _misfit(path: str, value: object, wanted: str) -> NoReturn:
         bool: "a boolean",
         int: "a number",
         float: "a number",
+        Decimal: "a number",
         str: "a string",
         list: "an array",
         dict: "an object",

@@ -28,7 +28,20 @@ from ister.errors import InvalidRequestError, NotFoundError
 from ister.spark.tables.base import PUBLISH_DATE
 from ister.spark.tables.columns import ENVELOPE
 
-Form = Literal["string", "integer", "number", "boolean", "time", "date", "array", "object", "json"]
+Form = Literal[
+    "string",
+    "integer",
+    "number",
+    "decimal",
+    "boolean",
+    "time",
+    "date",
+    "array",
+    "object",
+    "text",
+    "json",
+]
+"""`text` is a string as it is, and the JSON of anything else; `json` is the JSON of everything."""
 
 _NOT_IN_NAMES: Final = re.compile(r"[ ,;{}()\n\t=.]")
 _TAKEN: Final = frozenset({*ENVELOPE.names, PUBLISH_DATE})
@@ -101,8 +114,14 @@ def load_schema(source: str | os.PathLike[str] | Mapping[str, object]) -> dict[s
     return schema
 
 
-def columns_of(schema: Mapping[str, object]) -> tuple[Member, ...]:
+def columns_of(
+    schema: Mapping[str, object], *, taken: frozenset[str] = _TAKEN
+) -> tuple[Member, ...]:
     """The columns that a schema's properties become.
+
+    Args:
+        schema: The schema of an object.
+        taken: Names that other columns have, in lower case.
 
     Raises:
         InvalidRequestError: The schema is not one of an object with properties, or two properties
@@ -115,7 +134,7 @@ def columns_of(schema: Mapping[str, object]) -> tuple[Member, ...]:
             "the schema has no properties at its top",
             hint='a JSON Schema of the form {"type": "object", "properties": {…}}',
         )
-    members = reader.members(whole["properties"], ("#",), taken=_TAKEN)
+    members = reader.members(whole["properties"], ("#",), taken=taken)
     if not members:
         raise InvalidRequestError("the schema has no properties at its top")
     return members

@@ -73,8 +73,10 @@ _RECORD_BYTES_MAX: Final = 256 * MIB
 _COPY_BYTES: Final = 8 * MIB
 _MARK_BYTES_MAX: Final = 4096
 _KEPT_RECORDS: Final = 100
-_KEPT_SECONDS: Final = 7 * 86_400
-"""Longer than an export could be paused and continue: a number is never assigned twice."""
+_KEPT_SECONDS: Final = 3600
+"""Older records are removed, but the last 100: all records are listed at each commit."""
+_ENDED_SECONDS: Final = 7 * 86_400
+"""Longer than an export could be paused and continue: its files are gone, it must not commit."""
 _ALIVE_SECONDS: Final = 900.0
 """A run that was renewed this recently is alive, however short the grace is."""
 
@@ -84,6 +86,7 @@ class _Move(msgspec.Struct, frozen=True, kw_only=True, rename={"final": "path"})
 
     pending: str
     final: str
+    topic: str | None = None
     bytes: int | None = None
     first_offset: int | None = None
     last_offset: int | None = None
@@ -103,6 +106,7 @@ class _StoredRecord(msgspec.Struct, frozen=True, kw_only=True):
     coverage: msgspec.Raw
     schema: bytes
     topic: str | None = None
+    """Of all files, in records of commits of one topic; else each file has its own."""
     previous: str | None = None
     ended: dict[str, int] = msgspec.field(default_factory=dict)
     files: tuple[_Move, ...]
@@ -117,8 +121,6 @@ class _Record:
     coverage: Coverage
     schema: pa.Schema
     moves: tuple[_Move, ...] = ()
-    topic: str | None = None
-    """The topic of the files."""
     previous: str | None = None
     """The id of the commit before."""
     ended: Mapping[str, int] = field(default_factory=dict)
@@ -240,7 +242,6 @@ class ParquetDirectory:
         if gone:
             raise ConflictError(
                 "another export assumed that this one was dead, and removed its files",
-                topic=addition.topic,
                 path=f"{self.location}/{_PENDING}{gone[0]}",
                 hint="it was paused for too long, or could not reach the table's store; "
                 "run it again: it adds what is missing",
@@ -248,21 +249,20 @@ class ParquetDirectory:
         return _Record(
             number=0 if last is None else last.number + 1,
             id=addition.id,
-            coverage=before.add(
-                addition.topic, addition.incarnation, addition.epoch, addition.ranges
-            ),
+            coverage=addition.added_to(before),
             schema=self._schema if self._schema is not None else pa.schema([]),
             moves=tuple(
                 _Move(
                     pending=file.path,
                     final=_final(file),
+                    topic=item.topic,
                     bytes=file.bytes,
                     first_offset=file.first_offset,
                     last_offset=file.last_offset,
                 )
-                for file in addition.files
+                for item in addition.topics
+                for file in item.files
             ),
-            topic=addition.topic,
             previous=None if last is None else last.id,
             ended=ended,
         )
@@ -271,7 +271,7 @@ class ParquetDirectory:
         """Returns runs that have ended and could still wake up."""
         if last is None:
             return {}
-        since = self._clock.now_ns() // 1_000_000_000 - _KEPT_SECONDS
+        since = self._clock.now_ns() // 1_000_000_000 - _ENDED_SECONDS
         return {run: when for run, when in last.ended.items() if when > since}
 
     def _create(self, record: _Record) -> bool:
@@ -380,10 +380,10 @@ class ParquetDirectory:
             failpoints.reach("export.after_publish")
         if missing:
             raise CorruptDataError(
-                f"the table records offsets of {record.topic}, and the file with "
+                f"the table records offsets of {missing[0].topic}, and the file with "
                 f"{missing[0].shown} is gone, and {len(missing) - 1} more: they were deleted "
                 "before they had their final names",
-                topic=record.topic,
+                topic=missing[0].topic,
                 offset=missing[0].first_offset,
                 path=f"{self.location}/{missing[0].pending}",
                 hint="restore the file, or export into another directory",
@@ -601,7 +601,6 @@ def _encode(record: _Record) -> bytes:
             id=record.id,
             coverage=msgspec.Raw(record.coverage.to_json()),
             schema=record.schema.serialize().to_pybytes(),
-            topic=record.topic,
             previous=record.previous,
             ended=dict(record.ended),
             files=record.moves,
@@ -624,8 +623,10 @@ def _decode(data: bytes, number: int, *, path: str) -> _Record:
         id=stored.id,
         coverage=Coverage.from_json(bytes(stored.coverage), path=path),
         schema=schema,
-        moves=stored.files,
-        topic=stored.topic,
+        moves=tuple(
+            move if move.topic is not None else msgspec.structs.replace(move, topic=stored.topic)
+            for move in stored.files
+        ),
         previous=stored.previous,
         ended=stored.ended,
     )

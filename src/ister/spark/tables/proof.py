@@ -43,24 +43,25 @@ def prove_files(
         CorruptDataError: A file has another size.
         UnavailableError: The store does not answer.
     """
-    files = list(addition.files)
-    sizes = _sizes(files, size_of)
-    missing = [file for file, size in zip(files, sizes, strict=True) if size is None]
+    files = [(item.topic, file) for item in addition.topics for file in item.files]
+    sizes = _sizes([file for _, file in files], size_of)
+    missing = [one for one, size in zip(files, sizes, strict=True) if size is None]
     if missing:
+        topic, first = missing[0]
         raise NotFoundError(
             f"{len(missing)} of {len(files)} files that tasks have written are not in the table's "
-            f"place, among them one with the offsets {_shown(missing[0])}; nothing was committed",
-            topic=addition.topic,
-            offset=missing[0].first_offset,
-            path=f"{location}/{missing[0].path}",
+            f"place, among them one with the offsets {_shown(first)}; nothing was committed",
+            topic=topic,
+            offset=first.first_offset,
+            path=f"{location}/{first.path}",
             hint=_ON_A_DISK if is_local else _IN_A_BUCKET,
         )
-    for file, size in zip(files, sizes, strict=True):
+    for (topic, file), size in zip(files, sizes, strict=True):
         if size != file.bytes:
             raise CorruptDataError(
                 f"a file with the offsets {_shown(file)} has {size} bytes, and {file.bytes} were "
                 "written; nothing was committed",
-                topic=addition.topic,
+                topic=topic,
                 offset=file.first_offset,
                 path=f"{location}/{file.path}",
                 hint="run the export again: it rewrites the file",

@@ -121,19 +121,29 @@ class Coverage:
         Raises:
             ConflictError: It has some of them already.
         """
-        before = self.of(topic, incarnation)
-        twice = intersect(before, ranges)
-        if twice:
-            raise ConflictError(
-                f"the table has offsets of {topic} already: {_show(twice)}",
-                topic=topic,
-                offset=twice[0][0],
-                hint="another export was faster; run it again to add what is missing",
-            )
-        known = dict(self.topics.get(topic, {}))
-        own = known.get(incarnation, Covered(0, ())).ranges
-        known[incarnation] = Covered(epoch, union(own, ranges))
-        return Coverage({**self.topics, topic: known})
+        return self.add_all([(topic, incarnation, epoch, ranges)])
+
+    def add_all(self, items: Iterable[tuple[str, str, int, Ranges]]) -> Coverage:
+        """Returns the coverage with ranges added: topic, incarnation, epoch and ranges of each.
+
+        Raises:
+            ConflictError: It has some of them already; names the topic.
+        """
+        topics = dict(self.topics)
+        for topic, incarnation, epoch, ranges in items:
+            twice = intersect(Coverage(topics).of(topic, incarnation), ranges)
+            if twice:
+                raise ConflictError(
+                    f"the table has offsets of {topic} already: {_show(twice)}",
+                    topic=topic,
+                    offset=twice[0][0],
+                    hint="another export was faster; run it again to add what is missing",
+                )
+            known = dict(topics.get(topic, {}))
+            own = known.get(incarnation, Covered(0, ())).ranges
+            known[incarnation] = Covered(epoch, union(own, ranges))
+            topics[topic] = known
+        return Coverage(topics)
 
     def to_json(self) -> str:
         """Encodes the record of all topics."""

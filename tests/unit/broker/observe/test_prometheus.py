@@ -7,11 +7,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ister.broker.observe.prometheus import OTHER, Family, PrometheusMetrics, format_families
-from ister.broker.schemas.kinds import ValidationPolicy
 from ister.client import Client
 from ister.metrics import BY_NAME, LEFT_OUT, METRICS, Histogram
 from ister.model import TopicState
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
+from ister.topic.schema_kinds import ValidationPolicy
 from ister.wire import danube, danube_admin
 from support.broker import a_broker, a_record, eventually, run, take
 from support.dispatch import ack

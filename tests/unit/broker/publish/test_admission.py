@@ -92,7 +92,7 @@ class RpcServer:
                 [{"payload": text, "producer_name": producer} for text in part],
                 schema=STAGED_SCHEMA,
             )
-            header, body = encode_block(rows)
+            header, body = encode_block(rows, "")
             data = header + bytes(body)
             key = f"{staging_prefix(self.topic.parsed, 'query', self._batch)}{number}.rows"
             objects.put(key, data)

@@ -11,8 +11,8 @@ from ister.broker.schemas.definition import (
     read_json,
 )
 from ister.broker.schemas.definitions import find_incompatibilities, read_definition
-from ister.broker.schemas.kinds import CompatibilityMode
 from ister.errors import InvalidRequestError
+from ister.topic.schema_kinds import CompatibilityMode
 from support.cases import each
 
 

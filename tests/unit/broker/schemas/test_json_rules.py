@@ -5,7 +5,7 @@ import json
 from ister.broker.schemas.definitions import find_incompatibilities
 from ister.broker.schemas.json_rules import JsonComparison
 from ister.broker.schemas.json_schema import read_json_schema
-from ister.broker.schemas.kinds import CompatibilityMode
+from ister.topic.schema_kinds import CompatibilityMode
 from support.cases import each
 
 

@@ -1,7 +1,7 @@
 """Bytes, texts and numbers."""
 
 from ister.broker.schemas.definitions import find_incompatibilities, read_definition
-from ister.broker.schemas.kinds import CompatibilityMode
+from ister.topic.schema_kinds import CompatibilityMode
 from support.cases import each
 
 

@@ -4,9 +4,9 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from ister.broker.schemas.definitions import find_incompatibilities
-from ister.broker.schemas.kinds import CompatibilityMode
 from ister.broker.schemas.protobuf import ProtoText, read_protobuf
 from ister.errors import InvalidRequestError
+from ister.topic.schema_kinds import CompatibilityMode
 from support.cases import each
 from support.protos import compile_proto
 

@@ -6,9 +6,7 @@ import threading
 
 import pytest
 
-from ister.broker.schemas.kinds import CompatibilityMode, ValidationPolicy
 from ister.broker.schemas.registry import SchemaRegistry
-from ister.broker.schemas.schema_records import TopicConfig
 from ister.clock import ManualClock, SystemClock
 from ister.errors import (
     CommitUnknownError,
@@ -21,6 +19,8 @@ from ister.errors import (
 )
 from ister.metadata.memory import MemoryMetadata
 from ister.metadata.sqlite import SqliteMetadata
+from ister.topic.schema_kinds import CompatibilityMode, ValidationPolicy
+from ister.topic.schema_records import TopicConfig
 from support.cases import each
 from support.waiting import eventually
 

@@ -16,7 +16,7 @@ def run(monkeypatch, tmp_path):
     """Runs a job that ends with an error."""
 
     @contextmanager
-    def no_session(master, conf, *, name):
+    def no_session(master, conf, **more):
         yield None
 
     monkeypatch.setattr(session, "open_session", no_session)

@@ -23,7 +23,7 @@ def call(monkeypatch):
             found.update(settings)
             return JobReport("replay", more=more or {})
 
-        def fake_run(options, job, work, *, columns):
+        def fake_run(options, job, work, *, columns, **more):
             work("spark", JobLocation(None, "b:1"), None)
             return 0
 

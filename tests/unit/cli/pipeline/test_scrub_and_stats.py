@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from contextlib import contextmanager
 
 import pytest
 
@@ -22,11 +21,7 @@ def place(tmp_path, monkeypatch):
             fill(topic, 10, first=number * 10)
             topic.upload()
 
-    @contextmanager
-    def session(master, conf=None, *, name="ister"):
-        yield SparkHere()
-
-    monkeypatch.setattr("ister.spark.jobs.session.open_session", session)
+    monkeypatch.setattr("ister.spark.jobs.runners.SparkRunner", lambda open_spark: SparkHere())
     with without_spark():
         yield place
 

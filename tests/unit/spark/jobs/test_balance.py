@@ -54,6 +54,28 @@ def test_heavy_items_come_slice_by_slice():
     assert len(list(done)) == 6
 
 
+class _CountingRunner(SparkHere):
+    """Counts tasks."""
+
+    def __init__(self):
+        super().__init__()
+        self.tasks = 0
+
+    def run(self, work, bundles, *, name):
+        self.tasks += len(bundles)
+        return super().run(work, bundles, name=name)
+
+
+@pytest.mark.parametrize(("gib", "tasks"), [(0, 2), (2, 2), (4, 4), (12, 6)])
+def test_there_are_few_tasks_until_there_is_much_to_do(gib, tasks):
+    runner, weight = _CountingRunner(), -(-gib * GIB // 12)
+    done = run_balanced(
+        runner, list(range(12)), partial(_double, -1), weigh=lambda item: weight, name="test"
+    )
+    assert len(list(done)) == 12
+    assert runner.tasks == tasks, "one for each of two slots, at most three"
+
+
 def _break(item):
     raise InvariantError("our fault")
 

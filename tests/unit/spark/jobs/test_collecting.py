@@ -13,11 +13,17 @@ import pytest
 import ister
 from integration.spark_topics import SparkPlace, fill, rows_in, without_spark
 from ister import failpoints
-from ister.bucket.names import TopicKeys, objects_prefix, staging_prefix
+from ister.bucket.names import (
+    TopicKeys,
+    objects_prefix,
+    shared_staging_prefix,
+    staging_prefix,
+)
 from ister.bucket.pipeline import PipelineKeys
 from ister.clock import ManualClock, SystemClock
 from ister.errors import ConflictError, IsterError, NotFoundError
 from ister.format.records import encode_current
+from ister.format.staged_file import StagedSegment, encode_footer
 from ister.metadata.base import Delete
 from ister.model import TopicName
 from ister.spark.jobs.collecting import collect_topics, gc
@@ -326,6 +332,20 @@ def test_staged_files_and_unfinished_uploads_go(stage):
     assert (report.topics[A]["staged"], report.more["stale_uploads"]) == (1, 1)
     assert not staged.exists()
     assert not part.exists()
+
+
+def test_staged_files_that_topics_share_go(stage):
+    stage.fill()
+    segments = [StagedSegment(A, 0, 4, 1), StagedSegment(B, 4, 4, 1)]
+    shared = stage.place.root / "objects" / shared_staging_prefix("query", 0) / "x.rows"
+    shared.parent.mkdir(parents=True)
+    shared.write_bytes(b"rowsrows" + encode_footer(segments, 8))
+    age(shared, 2 * HOUR)
+    assert stage.gc(dry_run=True).more["shared_staged_files"] == 1
+    assert "shared_staged_files" not in stage.gc(topics="*").more, "topics were named"
+    assert shared.exists()
+    assert stage.gc().more["shared_staged_files"] == 1
+    assert not shared.exists()
 
 
 def test_express_objects_that_no_topic_needs_go(tmp_path):

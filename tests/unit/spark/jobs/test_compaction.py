@@ -32,6 +32,7 @@ from ister.spark.jobs.compaction import CompactSettings, compact
 from ister.spark.jobs.job_report import error_as_fields
 from ister.spark.jobs.tasks import Done
 from support.loops import case
+from support.spark_here import SparkHere
 
 A, B = "/default/a", "/default/b"
 
@@ -55,7 +56,7 @@ class Stage:
     def compact(self, **settings):
         """Runs the job; small objects are worth it."""
         settings = {"target_mb": 1, "min_objects": 2, "grace_minutes": 60} | settings
-        return compact(None, self.place.config, **settings)
+        return compact(SparkHere(), self.place.config, **settings)
 
     def fill(self, name, uploads, *, each=40, first=0):
         """A topic with so many objects; its rows."""

@@ -24,6 +24,7 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.spark.jobs import export_round, exporting, leases
+from ister.spark.jobs.export_commit import TableCommitter
 from ister.spark.jobs.exporting import ExportSettings, export
 from ister.spark.jobs.job import Job, open_job
 from ister.spark.jobs.leases import LeaseKeeper
@@ -340,7 +341,7 @@ def test_dead_letters_that_are_in_stay_when_the_rows_are_refused(
     real = _TABLES[format].commit
 
     def refuse(self, addition, *, check) -> None:
-        if "@" in addition.incarnation:
+        if "@" in addition.topics[0].incarnation:
             real(self, addition, check=check)
             return
         check()
@@ -359,14 +360,14 @@ def test_dead_letters_that_are_in_stay_when_the_rows_are_refused(
 def test_files_that_are_on_other_machines_are_refused(spark, place, tmp_path, monkeypatch, format):
     """A directory as `to`, and executors that have one of their own of that name."""
     place.fill(TOPIC, 100, uploaded=100)
-    real = export_round.ExportRound._commit
+    real = TableCommitter.commit
 
     def elsewhere(self, item) -> None:
         for path in (tmp_path / format).rglob("default-orders-*.parquet"):
             path.unlink()
         real(self, item)
 
-    monkeypatch.setattr(export_round.ExportRound, "_commit", elsewhere)
+    monkeypatch.setattr(TableCommitter, "commit", elsewhere)
     report = _export(spark, place, tmp_path, format)
     [error] = report.errors
     assert (error["code"], error["topic"], error["offset"]) == ("NOT_FOUND", TOPIC, 0)

@@ -19,6 +19,7 @@ from ister.spark.jobs.leases import LeaseKeeper
 from ister.spark.jobs.tasks import _bundle
 from ister.topic.stores import open_metadata
 from support.loops import case
+from support.spark_here import SparkHere
 
 TOPICS = ["/a/orders", "/a/prices", "/b/orders"]
 
@@ -100,7 +101,7 @@ def test_report_of_a_job_that_an_exception_ended_is_not_ok(tmp_path, error, code
     config = SparkPlace(tmp_path).config
 
     def work():
-        with jobs.open_job("compact", None, config) as job:
+        with jobs.open_job("compact", SparkHere(), config) as job:
             job.report.add("/a/orders", objects=3)
             raise error
 

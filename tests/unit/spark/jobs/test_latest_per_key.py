@@ -21,18 +21,13 @@ from ister.spark.jobs.latest_per_key import (
     _scan,
     _Search,
     _stage,
+    find_latest,
 )
+from ister.spark.jobs.runners import LocalRunner
 from ister.spark.location import find_place
 
 A, B = "/default/a", "/default/b"
 HOUR_MS = 3_600_000
-
-
-class Shared:
-    """A broadcast that has not gone anywhere."""
-
-    def __init__(self, value):
-        self.value = value
 
 
 @pytest.fixture
@@ -70,7 +65,6 @@ def search(place, names, *, before_hours=0, groups=None, run="compact-x"):
     return _Search(
         place=find_place(place.config),
         topics=tuple(topics),
-        bundles=_bundle(topics),
         tombstones_before_us=(PUBLISHED_MS + before_hours * HOUR_MS) * 1000,
         run=run,
     )
@@ -78,13 +72,12 @@ def search(place, names, *, before_hours=0, groups=None, run="compact-x"):
 
 def run(found):
     """All steps, with Spark's own ones in a few lines; the rows for the driver by group."""
-    shared = Shared(found)
-    ids = pa.record_batch({"id": pa.array(range(len(found.bundles)), pa.int64())})
     highest = {}
-    for batch in _scan(shared, [ids]):
-        for row in batch.to_pylist():
-            key = (row["topic"], row["key"], row["at"])
-            highest[key] = max(highest.get(key, row["code"]), row["code"])
+    for bundle in _bundle(found.topics):
+        for batch in _scan(found, bundle):
+            for row in batch.to_pylist():
+                key = (row["topic"], row["key"], row["at"])
+                highest[key] = max(highest.get(key, row["code"]), row["code"])
     rows = [
         {"topic": topic, "note": key if at == -2 else None, "at": at, "code": code}
         for (topic, key, at), code in highest.items()
@@ -97,14 +90,14 @@ def run(found):
     batches = [
         pa.RecordBatch.from_pylist(rows[at : at + 7], schema) for at in range(0, len(rows), 7)
     ]
-    assigned = [row for batch in _assign(shared, batches) for row in batch.to_pylist()]
+    assigned = [row for batch in _assign(found, batches) for row in batch.to_pylist()]
     assigned.sort(key=lambda row: (row["number"], row["value"]))
     schema = pa.schema([("number", pa.int32()), ("value", pa.int64()), ("note", pa.string())])
     batches = [
         pa.RecordBatch.from_pylist(assigned[at : at + 5], schema)
         for at in range(0, len(assigned), 5)
     ]
-    return {row["number"]: row for batch in _stage(shared, batches) for row in batch.to_pylist()}
+    return {row["number"]: row for batch in _stage(found, batches) for row in batch.to_pylist()}
 
 
 def staged(place, row):
@@ -189,6 +182,53 @@ def test_many_keys_are_handed_over_in_pieces(place, monkeypatch):
     rows = run(search(place, [A]))
     last = sorted({key: offset for offset, key in enumerate(keys)}.values())
     assert (staged(place, rows[0]) or []) + (staged(place, rows[1]) or []) == last
+
+
+# -- in this process ----------------------------------------------------------------------------
+
+
+def find_here(place, found):
+    return find_latest(
+        LocalRunner(),
+        found.place,
+        found.topics,
+        tombstones_before_ms=found.tombstones_before_us // 1000,
+        run=found.run,
+    )
+
+
+def test_search_in_this_process_finds_the_same(place):
+    """Goal: a dry run without Spark counts what Spark would, and names topics it cannot read."""
+    rng = random.Random(4)
+    keys = [rng.choice(["a", "b", "c", "d", None]) for _ in range(60)]
+    fill(place, A, [(key, rng.choice([b"x", b""]), rng.randrange(4)) for key in keys])
+    fill(place, B, [("k", b"x", 0)] * 9)
+    found = search(place, [A, B], before_hours=2)
+    rows = run(found)
+    here = find_here(place, found)
+    latest = [one for topic in here.latest for one in topic]
+    assert [(one.keyed, one.stay) for one in latest] == [
+        (rows[number]["keyed"], rows[number]["stay"]) for number in range(6)
+    ]
+    assert [staged(place, {"path": one.path}) for one in latest] == [
+        staged(place, rows[number]) for number in range(6)
+    ]
+    assert here.errors == {}
+    assert here.uncounted == frozenset()
+    for path in (place.root / "objects").glob("storage/topics/default/a/objects/data-*"):
+        path.unlink()
+    broken = find_here(place, found)
+    assert broken.errors[A]["code"] == NotFoundError.code
+    assert [one.stay for one in broken.latest[1]] == [0, 0, 1]
+
+
+def test_search_in_this_process_leaves_out_topics_that_are_too_large(place, monkeypatch):
+    monkeypatch.setattr(latest_per_key, "_LOCAL_MESSAGES_MAX", 9)
+    fill(place, A, [("k", b"x", 0)] * 9)
+    fill(place, B, [("k", b"x", 0)] * 9)
+    here = find_here(place, search(place, [A, B], run=None))
+    assert here.uncounted == {B}
+    assert sum(one.removed for one in here.latest[0]) == 8
 
 
 # -- rewriting ----------------------------------------------------------------------------------

@@ -363,3 +363,12 @@ def test_a_wrong_descriptor_of_an_archive(archive):
     assert "checksum" in problem.reason
     assert "messages" in problem.reason
     assert checked.right == archive.described
+
+
+def test_uncompressed_size_of_an_archive_is_checked_if_it_is_known(archive):
+    assert archive.described.uncompressed_bytes > 0
+    assert archive.check(replace(archive.described, uncompressed_bytes=None)).problems == ()
+    checked = archive.check(replace(archive.described, uncompressed_bytes=1))
+    (problem,) = checked.problems
+    assert "uncompressed_bytes" in problem.reason
+    assert checked.right == archive.described

@@ -24,6 +24,7 @@ from ister.topic.log import Log
 from ister.topic.stores import open_metadata
 from support.loops import case
 from support.machine import eventually
+from support.spark_here import SparkHere
 
 TTL = 2
 LIMIT = 20.0
@@ -78,7 +79,7 @@ class Running:
     def __init__(self, place, tier, jobs=(), **settings):
         settings = {"tick_seconds": 0.02, "status_seconds": 0.05, **settings}
         self.service = Service(
-            settings.pop("spark", SimpleNamespace()),
+            settings.pop("spark", SparkHere()),
             place,
             tier=tier,
             jobs=jobs,
@@ -144,7 +145,7 @@ def test_service_tiers_says_how_it_is_and_gives_the_lease_back(place, store, key
 
 
 def test_service_ends_after_its_time(place, store, keys):
-    one = Service(SimpleNamespace(), place, tier=Tier(), jobs=(), clock=SystemClock())
+    one = Service(SparkHere(), place, tier=Tier(), jobs=(), clock=SystemClock())
     report = one.run(threading.Event(), max_seconds=0.5)
     assert report.more["cycles"] >= 1
     assert store.get(keys.lease) is None
@@ -153,12 +154,10 @@ def test_service_ends_after_its_time(place, store, keys):
 def test_stop_is_heeded_while_a_cycle_takes_long(place, store, keys):
     """The lease goes at once, and what is under way is cancelled."""
     cancelled = threading.Event()
-    spark = SimpleNamespace(
-        sparkContext=SimpleNamespace(
-            cancelAllJobs=cancelled.set,
-            _jsc=SimpleNamespace(sc=lambda: SimpleNamespace(isStopped=lambda: False)),
-        )
-    )
+
+    class Spark(SparkHere):
+        def cancel(self):
+            cancelled.set()
 
     def hang(job):
         assert cancelled.wait(LIMIT)
@@ -166,7 +165,7 @@ def test_stop_is_heeded_while_a_cycle_takes_long(place, store, keys):
         raise RuntimeError("cancelled")
 
     tier = Tier(hang)
-    with running(place, tier, spark=spark) as one:
+    with running(place, tier, spark=Spark()) as one:
         eventually(lambda: tier.cycles)
         report = one.end()
     assert report is not None
@@ -262,12 +261,13 @@ def test_cycle_that_fails_is_followed_by_others(place, store, keys, monkeypatch)
 
 
 def test_spark_that_has_ended_ends_the_service(place):
-    spark = SimpleNamespace(sparkContext=SimpleNamespace(_jsc=None, cancelAllJobs=lambda: None))
+    class Stopped(SparkHere):
+        is_stopped = True
 
     def fail(job):
         raise RuntimeError("connection refused")
 
-    one = Running(place, Tier(fail), spark=spark).start()
+    one = Running(place, Tier(fail), spark=Stopped()).start()
     eventually(lambda: one.error is not None)
     assert isinstance(one.error, UnavailableError)
     one.end()

@@ -31,10 +31,11 @@ from ister.spark.jobs.tier_topics import Cycle, TopicBook
 from ister.spark.jobs.tiering import tier_cycle
 from servers.flight import FlightTopics
 from support.loops import case
+from support.spark_here import SparkHere
 
 A, B = "/default/a", "/default/b"
 LEASE = PipelineKeys("/danube").lease
-SPARK = SimpleNamespace(sparkContext=SimpleNamespace(defaultParallelism=2))
+SPARK = SparkHere()
 
 
 @pytest.fixture(autouse=True)

@@ -177,3 +177,16 @@ def test_pyiceberg_does_not_repeat_our_commits_by_itself(tmp_path, monkeypatch):
     assert len(tries) == len(checks) == 3
     assert offsets_in(tmp_path, "iceberg") == list(range(9))
     table.close()
+
+
+def test_manifests_are_merged_so_that_a_commit_does_not_list_ever_more(tmp_path):
+    _make(tmp_path, **{"commit.manifest.min-count-to-merge": "4"})
+    table = table_at(tmp_path, "iceberg")
+    for number in range(10):
+        add_rows(table, number, number + 1, run=str(number))
+    table.close()
+    with iceberg_catalog(tmp_path) as catalog:
+        found = catalog.load_table("default.orders")
+        assert len(found.current_snapshot().manifests(found.io)) <= 4
+        assert "commit.manifest-merge.enabled" not in found.properties
+    assert offsets_in(tmp_path, "iceberg") == list(range(10))

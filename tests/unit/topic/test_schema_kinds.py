@@ -2,7 +2,8 @@
 
 import pytest
 
-from ister.broker.schemas.kinds import (
+from ister.errors import InvalidRequestError
+from ister.topic.schema_kinds import (
     CompatibilityMode,
     SchemaType,
     ValidationPolicy,
@@ -10,7 +11,6 @@ from ister.broker.schemas.kinds import (
     parse_policy,
     parse_schema_type,
 )
-from ister.errors import InvalidRequestError
 from support.cases import each
 
 

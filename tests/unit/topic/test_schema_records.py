@@ -2,8 +2,10 @@
 
 import pytest
 
-from ister.broker.schemas.kinds import CompatibilityMode, SchemaType, ValidationPolicy
-from ister.broker.schemas.schema_records import (
+from ister.errors import CorruptDataError, InvalidRequestError
+from ister.model import TopicName
+from ister.topic.schema_kinds import CompatibilityMode, SchemaType, ValidationPolicy
+from ister.topic.schema_records import (
     SchemaKeys,
     SubjectRecord,
     TopicConfig,
@@ -11,8 +13,6 @@ from ister.broker.schemas.schema_records import (
     VersionRecord,
     check_subject,
 )
-from ister.errors import CorruptDataError, InvalidRequestError
-from ister.model import TopicName
 from support.cases import each
 
 KEYS = SchemaKeys("/ister")

@@ -1,4 +1,4 @@
-"""The registry's keys and records in the metadata store.
+"""The schema registry's keys and records in the metadata store, and how they are read.
 
     <root>/schemas/<subject>/metadata          the versions; every change compares its revision
     <root>/schemas/<subject>/versions/<n>      a version: immutable, its number is never reused
@@ -8,19 +8,25 @@
 
 In a key, slashes of a subject are %2F (subjects are often named after topics) and a leading
 underscore is %5F, so that no subject collides with the registry's own keys.
+
+Owns: the records, and `read_topic_schema` for programs without a broker. Does not own: changes of
+the registry (`ister.broker.schemas`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Final, Self
 from urllib.parse import quote
 
 import msgspec
 from msgspec.structs import replace
 
-from ister.broker.schemas.kinds import CompatibilityMode, SchemaType, ValidationPolicy
 from ister.errors import CorruptDataError, InvalidRequestError
+from ister.metadata.base import MetadataStore
 from ister.model import TopicName
+from ister.partitions import base_of_partition
+from ister.topic.schema_kinds import CompatibilityMode, SchemaType, ValidationPolicy
 
 _SUBJECT_CHARACTERS_MAX: Final = 255
 
@@ -177,3 +183,55 @@ class TopicConfig(
     policy: ValidationPolicy = ValidationPolicy.WARN
     checks_payload: bool = False
     """Whether payloads are checked, and not only schema ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredSchema:
+    """The newest version of the schema that a topic's messages have."""
+
+    subject: str
+    version: int
+    schema_type: SchemaType
+    definition: bytes
+    """As registered."""
+
+
+def read_topic_schema(
+    metadata: MetadataStore, root_prefix: str, topic: str
+) -> RegisteredSchema | None:
+    """Returns the registered schema of a topic, or of the topic of a partition; None without one.
+
+    Raises:
+        TopicNameError: The name is invalid.
+        CorruptDataError: A record cannot be parsed.
+        UnavailableError: The metadata store does not answer.
+    """
+    keys = SchemaKeys(root_prefix)
+    for name in filter(None, (topic, base_of_partition(topic))):
+        key = keys.topic(TopicName.parse(name))
+        found = metadata.get(key)
+        if found is not None:
+            subject = TopicConfig.from_json(found.value, key=key).subject
+            return _read_latest(metadata, keys, subject)
+    return None
+
+
+def _read_latest(
+    metadata: MetadataStore, keys: SchemaKeys, subject: str
+) -> RegisteredSchema | None:
+    key = keys.subject(subject)
+    found = metadata.get(key)
+    latest = None if found is None else SubjectRecord.from_json(found.value, key=key).latest()
+    if latest is None:
+        return None
+    key = keys.version(subject, latest.version)
+    stored = metadata.get(key)
+    if stored is None:
+        return None  # deleted meanwhile
+    version = VersionRecord.from_json(stored.value, key=key)
+    return RegisteredSchema(
+        subject=subject,
+        version=version.version,
+        schema_type=version.schema_type,
+        definition=version.definition,
+    )

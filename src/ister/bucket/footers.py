@@ -1,0 +1,28 @@
+"""Reads the footer of an object that topics share (`ister.format.footer`)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ister.format.footer import TRAILER_BYTES, FooterKind, FooterPlace
+from ister.limits import KIB
+from ister.objectstore.base import ObjectInfo, ObjectStore
+
+_TAIL_BYTES: Final = 64 * KIB
+"""Read from the end of an object at once: the trailer, and most footers."""
+
+
+def read_end(store: ObjectStore, info: ObjectInfo, kind: FooterKind) -> tuple[bytes, FooterPlace]:
+    """The bytes of an object's footer, not checked yet, and what the trailer says about them.
+
+    Raises:
+        NotFoundError: There is no such object.
+        CorruptDataError: It is of another kind, or it is damaged.
+        UnavailableError: The store does not answer.
+    """
+    tail_at = max(0, info.size - _TAIL_BYTES)
+    tail = store.read(info.key, tail_at, info.size - tail_at)
+    place = kind.find(tail[-TRAILER_BYTES:], info.size, path=info.key)
+    if place.position >= tail_at:
+        return tail[place.position - tail_at : -TRAILER_BYTES], place
+    return store.read(info.key, place.position, place.length), place

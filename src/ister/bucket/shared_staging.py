@@ -1,0 +1,153 @@
+"""Staged files with rows of several topics: who still needs them, and their removal.
+
+    file ─► footer: its topics ─► the writer's record in each ─► manifest: does it name the file?
+
+A topic needs a file from the moment its batch is begun until it is done: then the record of the
+file's writer in that topic names a manifest, and the manifest names the file. Owns: this search.
+Does not own: the batches (`ister.topic.batches`), the removal of files by the driver that staged
+them, which knows that all of its topics have answered (`ister.spark.row_staging`), staged files of
+one topic (`orphans.sweep_staging`).
+
+Several processes may do this at once. What a crash leaves: files that the next sweep removes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+from ister import failpoints
+from ister.bucket.footers import read_end
+from ister.bucket.names import SHARED_STAGING_PREFIX, TopicKeys, parse_writer_of_key
+from ister.bucket.orphans import JOB_PREFIX, is_past
+from ister.clock import Clock
+from ister.errors import CorruptDataError, NotFoundError, UnsupportedVersionError
+from ister.format.manifest import decode_manifest
+from ister.format.records import decode_writer
+from ister.format.staged_file import FOOTER, StagedSegment, decode_footer
+from ister.limits import MANIFEST_BYTES_MAX
+from ister.metadata.base import MetadataStore
+from ister.metrics import Metrics
+from ister.model import TopicName
+from ister.objectstore.base import ObjectInfo, ObjectStore
+
+_log = logging.getLogger("ister.bucket.shared_staging")
+
+
+def read_segments(store: ObjectStore, info: ObjectInfo) -> list[StagedSegment]:
+    """The segments of a staged file, by topic.
+
+    Raises:
+        NotFoundError: There is no such file.
+        CorruptDataError: It is not a staged file, or it is damaged.
+        UnsupportedVersionError: A newer Ister wrote it.
+        UnavailableError: The store does not answer.
+    """
+    return decode_footer(*read_end(store, info, FOOTER), path=info.key)
+
+
+class StagedNeeds:
+    """Which staged files unfinished batches need. Used by one thread, for a moment.
+
+    Args:
+        objects: The bucket.
+        metadata: The metadata store.
+        root_prefix: The prefix of its keys.
+        jobs_before: Batches of jobs that were begun before this time, in seconds, are not finished
+            any more; None if all are.
+    """
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        metadata: MetadataStore,
+        root_prefix: str,
+        *,
+        jobs_before: float | None = None,
+    ) -> None:
+        self._objects = objects
+        self._metadata = metadata
+        self._root = root_prefix
+        self._jobs_before = jobs_before
+        self._known: dict[tuple[str, str], frozenset[str]] = {}
+
+    def has(self, info: ObjectInfo) -> bool:
+        """Whether an unfinished batch of any topic needs a file.
+
+        Raises:
+            As `read_segments`; CorruptDataError also if a record or a manifest cannot be read.
+        """
+        writer = parse_writer_of_key(info.key)
+        if writer is None:
+            raise CorruptDataError("not a staged file that topics share", path=info.key)
+        topics = {segment.topic for segment in read_segments(self._objects, info)}
+        return any(info.key in self._needed(topic, writer) for topic in sorted(topics))
+
+    def _needed(self, topic: str, writer: str) -> frozenset[str]:
+        if (known := self._known.get((topic, writer))) is None:
+            known = self._known[topic, writer] = self._read(topic, writer)
+        return known
+
+    def _read(self, topic: str, writer: str) -> frozenset[str]:
+        key = TopicKeys(self._root, TopicName.parse(topic)).writer(writer)
+        found = self._metadata.get(key)
+        if found is None:
+            return frozenset()
+        record = decode_writer(found.value, key=key)
+        is_over = (
+            self._jobs_before is not None
+            and writer.startswith(JOB_PREFIX)
+            and record.updated_at < self._jobs_before
+        )
+        if record.is_done or is_over:
+            return frozenset()
+        with suppress(NotFoundError):
+            data = self._objects.read(record.manifest, 0, MANIFEST_BYTES_MAX)
+            return frozenset(file.key for file in decode_manifest(data, key=record.manifest))
+        return frozenset()
+
+
+def collect_shared_staging(
+    objects: ObjectStore,
+    metadata: MetadataStore,
+    root_prefix: str,
+    *,
+    grace_seconds: float,
+    clock: Clock,
+    metrics: Metrics,
+    correct_ms: Callable[[int], int] = lambda time_ms: time_ms,
+    dry_run: bool = False,
+) -> list[str]:
+    """Removes old staged files that no unfinished batch of any topic needs.
+
+    A file whose footer cannot be read is kept: nobody knows whose rows it has.
+
+    Returns:
+        Their keys.
+
+    Raises:
+        UnavailableError: A store does not answer; files that were not checked stay.
+    """
+    now = clock.now_ns() / 1e9
+    needs = StagedNeeds(objects, metadata, root_prefix, jobs_before=now - grace_seconds)
+    removed: list[str] = []
+    for info in list(objects.list(SHARED_STAGING_PREFIX)):
+        if not is_past(info, now - grace_seconds, correct_ms):
+            continue
+        try:
+            if needs.has(info):
+                continue
+        except NotFoundError:
+            continue  # removed meanwhile
+        except (CorruptDataError, UnsupportedVersionError) as error:
+            _log.warning("staged file kept", extra={"path": info.key, "error": str(error)})
+            continue
+        removed.append(info.key)
+        if not dry_run:
+            objects.delete(info.key)
+            failpoints.reach("tier.after_delete_object")
+    if removed and not dry_run:
+        metrics.count("cloud.orphans_removed", len(removed))
+        _log.info("staged files removed", extra={"files": len(removed)})
+    return removed

@@ -1,0 +1,310 @@
+"""Commits what the tasks of an export have written: one commit for each table, with all topics.
+
+    finished tasks of all topics of a table ─► dead letters: one commit ─► rows: one commit
+
+Owns: what goes into a commit, the order of the two, which topics are left out, and when files are
+removed. Does not own: the plan (`export_round`), tables and their commits (`ister.spark.tables`).
+
+A topic that the table refuses, because it has some of the offsets or a file is missing, is left out
+and reported, and the others are committed without it. Files are removed only if they certainly are
+not in the table; see `exporting`.
+
+What a crash leaves: files that no commit names.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ister import failpoints
+from ister.bucket.fence import Fence
+from ister.errors import CommitUnknownError, ConflictError, InvariantError, IsterError
+from ister.spark.jobs.export_schema import PayloadSchema
+from ister.spark.jobs.export_task import Exported, ExportItem, TableOutput
+from ister.spark.jobs.job import Job
+from ister.spark.jobs.job_report import error_as_fields
+from ister.spark.offset_resolver import Head
+from ister.spark.planner import Partition
+from ister.spark.tables.base import Addition, DataFile, Table, TopicAddition
+from ister.spark.tables.json_schema import Member
+from ister.spark.tables.ranges import Coverage, Ranges, normalise, subtract
+
+_LEFT_OUT_MAX: Final = 8
+"""If a table refuses more topics of a commit, the cause is not theirs alone: all of them fail."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Destination:
+    """A table, its dead-letter table, and how tasks write both."""
+
+    name: str
+    table: Table
+    letters: Table | None
+    output: TableOutput | None = None
+    letters_output: TableOutput | None = None
+    coverage: Coverage = field(default_factory=Coverage)
+    lettered: Coverage = field(default_factory=Coverage)
+    exports: list[TopicExport] = field(default_factory=list)
+    items_left: int = 0
+    """Tasks that are not finished."""
+    bytes_done: int = 0
+    """Bytes of messages whose files are not committed."""
+    files_done: int = 0
+    """Files that are not committed."""
+
+    @property
+    def tables(self) -> list[Table]:
+        """The table, and that of its dead letters."""
+        return [self.table] if self.letters is None else [self.table, self.letters]
+
+    def add(self, export: TopicExport, item: ExportItem, result: Exported) -> None:
+        """Takes a finished task."""
+        export.done.append((item, result))
+        self.bytes_done += item.partition.bytes
+        self.files_done += len(result.files)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TopicExport:
+    """The export of one topic into a table."""
+
+    head: Head
+    destination: Destination
+    schema: PayloadSchema | None
+    """None leaves payloads as they are."""
+    fences: Sequence[Fence] = ()
+    output: TableOutput | None = None
+    """The table, with the columns of this topic."""
+    members: tuple[Member, ...] | None = None
+    """The columns of payloads, with the table's types."""
+    missing: Ranges = ()
+    partitions: Sequence[Partition] = ()
+    done: list[tuple[ExportItem, Exported]] = field(default_factory=list)
+    """Finished tasks whose files are not committed."""
+    is_given_up: bool = False
+
+    @property
+    def topic(self) -> str:
+        """The topic's name."""
+        return self.head.topic
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch of the topic's lineage."""
+        return self.head.lineage[-1][0] if self.head.lineage else 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of messages to export."""
+        return sum(part.bytes for part in self.partitions)
+
+    @property
+    def letters_incarnation(self) -> str:
+        """What dead letters are recorded under: the topic, and the schema."""
+        schema_id = "" if self.schema is None else self.schema.id
+        return f"{self.head.incarnation}{LETTERS_MARK}{schema_id}"
+
+
+LETTERS_MARK: Final = "@"
+"""Marks the records of dead letters; no topic's incarnation has it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """What a commit has of one topic."""
+
+    export: TopicExport
+    done: Sequence[tuple[ExportItem, Exported]]
+
+    @property
+    def rows(self) -> list[DataFile]:
+        return [file for _, result in self.done for file in result.files]
+
+    @property
+    def letters(self) -> list[DataFile]:
+        return [file for _, result in self.done for file in result.letters]
+
+    def rows_addition(self) -> TopicAddition:
+        return TopicAddition(
+            topic=self.export.topic,
+            incarnation=self.export.head.incarnation,
+            epoch=self.export.epoch,
+            ranges=normalise(one for item, _ in self.done for one in item.ranges),
+            files=self.rows,
+        )
+
+    def letters_addition(self) -> TopicAddition:
+        """Returns the dead letters; only ranges that have some are recorded."""
+        export = self.export
+        ranges = normalise(one for item, found in self.done if found.letters for one in item.ranges)
+        known = export.destination.lettered.of(export.topic, export.letters_incarnation)
+        return TopicAddition(
+            topic=export.topic,
+            incarnation=export.letters_incarnation,
+            epoch=export.epoch,
+            ranges=subtract(ranges, known),
+            files=self.letters,
+        )
+
+
+class TableCommitter:
+    """Commits the finished tasks of a table; see the module header."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def commit(self, destination: Destination) -> None:
+        """Commits the finished tasks of all topics of a table: dead letters, then rows."""
+        # From here on only a definite refusal removes files: the table may have them.
+        parts = []
+        destination.bytes_done = destination.files_done = 0
+        for export in destination.exports:
+            done, export.done = export.done, []
+            part = _Part(export, done)
+            if export.is_given_up:
+                self._discard(part)
+            elif done:
+                parts.append(part)
+        if not parts:
+            return
+        parts = self._commit_letters(destination, parts)
+        if not parts:
+            return
+        failpoints.reach("pipeline.before_commit")
+        parts = self._commit_rows(destination, parts)
+        failpoints.reach("pipeline.after_commit")
+        for part in parts:
+            self._count(part)
+        if parts:
+            self._job.report.count(commits=1)
+
+    def discard(self, destination: Destination) -> None:
+        """Removes the files of finished tasks that will not be committed."""
+        for export in destination.exports:
+            self._discard(_Part(export, export.done))
+            export.done = []
+
+    def check_of(self, exports: Sequence[TopicExport]) -> Callable[[], None]:
+        """Returns a check that the job, and the exports of these topics, have their leases."""
+
+        def check() -> None:
+            self._job.fence.check()
+            for export in exports:
+                for fence in export.fences:
+                    fence.check(export.topic)
+
+        return check
+
+    # -- the two commits ----------------------------------------------------------------------
+
+    def _commit_letters(self, destination: Destination, parts: Sequence[_Part]) -> list[_Part]:
+        """Commits dead letters; returns the topics whose rows may be committed."""
+        with_letters = [part for part in parts if part.letters]
+        if destination.letters is None or not with_letters:
+            return list(parts)
+
+        def fail(part: _Part, error: IsterError, *, is_refused: bool) -> None:
+            # Its rows were not tried yet.
+            self._fail(part, error, rows=True, letters=is_refused)
+
+        committed = self._add(destination.letters, with_letters, _Part.letters_addition, fail)
+        if committed:
+            failpoints.reach("export.after_dead_letters")
+        return [part for part in parts if part in committed or part not in with_letters]
+
+    def _commit_rows(self, destination: Destination, parts: Sequence[_Part]) -> list[_Part]:
+        """Commits rows; returns the topics that are in the table."""
+
+        def fail(part: _Part, error: IsterError, *, is_refused: bool) -> None:
+            # Its dead letters, if it has any, are in their table.
+            self._fail(part, error, rows=is_refused, letters=False)
+
+        return self._add(destination.table, parts, _Part.rows_addition, fail)
+
+    def _add(
+        self,
+        table: Table,
+        parts: Sequence[_Part],
+        addition_of: Callable[[_Part], TopicAddition],
+        fail: Callable[..., None],
+    ) -> list[_Part]:
+        """Commits parts at once, without the topics that the table refuses.
+
+        Returns the parts that are in the table; `fail` was called for each of the others.
+        """
+        left = list(parts)
+        left_out = 0
+        while True:
+            attempt = _Attempt(self.check_of([part.export for part in left]))
+            addition = Addition(
+                id=secrets.token_hex(8), topics=[addition_of(part) for part in left]
+            )
+            try:
+                table.commit(addition, check=attempt.check)
+            except InvariantError:
+                raise
+            except IsterError as error:
+                is_refused = attempt.is_refused(error)
+                own = [part for part in left if part.export.topic == error.topic]
+                if not is_refused or left_out >= _LEFT_OUT_MAX:
+                    own = []
+                for part in own or left:
+                    fail(part, error, is_refused=is_refused)
+                left = [part for part in left if part not in own] if own else []
+                left_out += 1
+                if not left:
+                    return []
+            else:
+                return left
+
+    def _fail(self, part: _Part, error: IsterError, *, rows: bool, letters: bool) -> None:
+        """Reports that a topic was not committed, and removes files that are in no table."""
+        report, topic = self._job.report, part.export.topic
+        fields = error_as_fields(error)
+        if error.topic not in (None, topic):
+            fields = {**fields, "offset": None}  # of the other topic
+        report.of(topic)
+        report.fail({**fields, "topic": topic})
+        if not isinstance(error, CommitUnknownError):
+            part.export.is_given_up = True
+        self._discard(part, rows=rows, letters=letters)
+
+    def _count(self, part: _Part) -> None:
+        for _, result in part.done:
+            self._job.report.add(
+                part.export.topic,
+                messages=result.rows,
+                dead_letters=result.dead_letters,
+                files=len(result.files),
+                bytes=sum(file.bytes for file in result.files),
+            )
+        self._job.report.add(part.export.topic, commits=1)
+
+    @staticmethod
+    def _discard(part: _Part, *, rows: bool = True, letters: bool = True) -> None:
+        """Removes files that will not be committed."""
+        destination = part.export.destination
+        if rows and destination.output is not None:
+            destination.table.discard(destination.output.target, part.rows)
+        if letters and destination.letters is not None and destination.letters_output is not None:
+            destination.letters.discard(destination.letters_output.target, part.letters)
+
+
+class _Attempt:
+    """Tells whether a table may have a commit, by the rules of `Table.commit`."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self._was_tried = False
+
+    def check(self) -> None:
+        """Called by the table right before each attempt."""
+        self._check()
+        self._was_tried = True
+
+    def is_refused(self, error: IsterError) -> bool:
+        """Returns whether the commit was definitely rejected."""
+        return not self._was_tried or isinstance(error, ConflictError)

@@ -1,0 +1,133 @@
+"""Which columns the payloads of a topic become in an export.
+
+    a JSON Schema that is given ─────► the same columns for every topic
+    `registry`: that of each topic ──► columns of each topic; a table has those of all its topics
+
+Owns: where the schema of a topic comes from, and the columns of a table with several topics. Does
+not own: the mapping of a schema to columns (`ister.spark.tables.json_schema`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+
+from ister.errors import ConflictError, InvalidRequestError, NotFoundError
+from ister.spark.jobs.job import Job
+from ister.spark.tables.base import PUBLISH_DATE, Layout
+from ister.spark.tables.columns import ENVELOPE, ENVELOPE_WITHOUT_PAYLOAD
+from ister.spark.tables.json_schema import Member, columns_of, load_schema
+from ister.topic.schema_kinds import SchemaType
+from ister.topic.schema_records import read_topic_schema
+
+if TYPE_CHECKING:
+    from ister.spark.jobs.exporting import ExportSettings
+
+REGISTRY: Final = "registry"
+"""As `schema`: the registered schema of each topic."""
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadSchema:
+    """A schema of payloads."""
+
+    id: str
+    """Dead letters are recorded under it."""
+    members: tuple[Member, ...]
+
+    @property
+    def columns(self) -> pa.Schema:
+        """The columns of an exported row."""
+        typed = [(member.column, member.kind.type) for member in self.members]
+        return pa.schema([*ENVELOPE_WITHOUT_PAYLOAD, *pa.schema(typed)])
+
+
+class PayloadSchemas:
+    """The schemas of the topics of a round."""
+
+    def __init__(self, job: Job, settings: ExportSettings) -> None:
+        """Reads the given schema.
+
+        Raises:
+            NotFoundError: The schema's file does not exist.
+            InvalidRequestError: It cannot be columns.
+        """
+        self._job = job
+        self._is_registry = settings.schema == REGISTRY
+        self._given: PayloadSchema | None = None
+        if settings.schema is not None and not self._is_registry:
+            self._given = _read(load_schema(settings.schema))
+
+    @property
+    def is_typed(self) -> bool:
+        """Whether payloads become columns, and those that do not fit dead letters."""
+        return self._is_registry or self._given is not None
+
+    def of(self, topic: str) -> PayloadSchema | None:
+        """Returns the schema of a topic's payloads; None if they stay as they are.
+
+        Raises:
+            NotFoundError: The topic has no registered schema.
+            InvalidRequestError: Its registered schema cannot be columns.
+            UnavailableError: The metadata store does not respond.
+        """
+        if not self._is_registry:
+            return self._given
+        root_prefix = self._job.place.config.storage.metadata.root_prefix
+        found = read_topic_schema(self._job.store, root_prefix, topic)
+        if found is None:
+            raise NotFoundError(
+                "the topic has no registered schema",
+                topic=topic,
+                hint="set the topic's schema subject, or name the topics that have one (--topics)",
+            )
+        if found.schema_type is not SchemaType.JSON_SCHEMA:
+            raise InvalidRequestError(
+                f"the topic's schema {found.subject!r} is of the type {found.schema_type}; "
+                "only a JSON Schema can be columns",
+                topic=topic,
+                hint="export the topic without --schema: its payloads are a column then",
+            )
+        try:
+            return _read(json.loads(found.definition))
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(
+                f"the topic's schema {found.subject!r} is not JSON: {error}", topic=topic
+            ) from error
+
+
+def _read(schema: Mapping[str, object]) -> PayloadSchema:
+    canonical = json.dumps(schema, sort_keys=True).encode()
+    return PayloadSchema(hashlib.sha256(canonical).hexdigest()[:16], columns_of(schema))
+
+
+def add_columns(known: pa.Schema, schema: PayloadSchema | None, *, topic: str) -> pa.Schema:
+    """Returns the columns of a table after those of one more topic.
+
+    Raises:
+        ConflictError: A column has another type in another topic.
+    """
+    wanted = ENVELOPE if schema is None else schema.columns
+    by_name = {item.name.casefold(): item for item in known}
+    for item in wanted:
+        other = by_name.setdefault(item.name.casefold(), item)
+        if (other.name, other.type) != (item.name, item.type):
+            raise ConflictError(
+                f"the column {item.name} is {item.type} in this topic, and {other.name} is "
+                f"{other.type} in another topic of the same table",
+                topic=topic,
+                hint="export into a table for each topic: --to with {topic} in it",
+            )
+    return pa.schema(list(by_name.values()))
+
+
+def layout_of(layout: Layout, columns: Sequence[str]) -> Layout:
+    """Returns the layout of the files of one topic, which have no columns of other topics."""
+    own = {*columns, PUBLISH_DATE}
+    schema = pa.schema([item for item in layout.schema if item.name in own])
+    return Layout(schema=schema, by_date=layout.by_date)

@@ -1,0 +1,437 @@
+"""Values of options: texts as numbers, sizes, times, durations, offsets and words.
+
+Owns: the forms that a text may have, the bounds, and the words of the errors. Does not own: which
+options there are, and what they are for (`options`). Nothing here does I/O.
+
+A function `as_…` takes the option's name, for errors, and its text.
+
+Sizes are a number of bytes, or a number and one of `k`, `m`, `g`, `t` (also `kb`, `KiB`, …), in
+powers of 1024 as everywhere in Spark.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import StrEnum
+from typing import Final, Generic, Literal, TypeAlias, TypeVar
+
+from ister.client.flight import parse_brokers
+from ister.errors import InvalidRequestError, TopicNameError
+from ister.limits import KIB
+from ister.model import COLUMNS, TopicName
+from ister.partitions import base_of_partition, parse_partition, partition_name
+from ister.positions import EPOCH, parse_time
+
+SPLIT_BYTES_MIN: Final = 64 * KIB
+"""Below this, the cost of a task dominates."""
+
+HEADERS: Final = "headers"
+"""The column of `includeHeaders`: the attributes, in the form of Kafka's headers."""
+
+PAYLOAD_ERROR: Final = "payload_error"
+"""The column that says why a payload is null."""
+
+READABLE_COLUMNS: Final = (*COLUMNS, HEADERS, PAYLOAD_ERROR)
+"""The columns that a read can have: those of a message, and two that are derived."""
+
+OffsetWord: TypeAlias = Literal["earliest", "latest"]
+"""An end of a topic."""
+
+_WORDS: Final[Mapping[str, OffsetWord]] = {"earliest": "earliest", "latest": "latest"}
+_NUMBERS_OF_WORDS: Final[Mapping[int, OffsetWord]] = {-2: "earliest", -1: "latest"}
+
+_OFFSET_MAX: Final = 2**63 - 1  # Spark's `offset` column is a long
+_TIME_MS_MAX: Final = 253_402_300_799_999  # 9999-12-31, the last day that a datetime has
+_COUNT_MAX: Final = 2**31 - 1  # Spark counts partitions and rows of a batch in ints
+_TIMEOUT_SECONDS_MAX: Final = 86_400
+_DURATION_MS_MAX: Final = 30 * 86_400_000
+
+_DIGITS: Final = re.compile(r"[0-9]{1,18}")
+_PARTITION: Final = re.compile(r"0|[1-9][0-9]{0,5}")
+_SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+_SIZE: Final = re.compile(r"([0-9]{1,18})\s*(?:([kmgt]?)(?:i?b)?)", re.IGNORECASE)
+_SIZE_UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_DURATION: Final = re.compile(r"([0-9]{1,15})\s*(ms|s|m|min|h|d)?", re.IGNORECASE)
+_DURATION_UNITS: Final = {
+    "ms": 1,
+    "s": 1000,
+    "m": 60_000,
+    "min": 60_000,
+    "h": 3_600_000,
+    "d": 86_400_000,
+}
+_SUBSCRIPTION: Final = re.compile(r"[A-Za-z0-9_-]{1,120}")
+
+_Word = TypeVar("_Word", bound=StrEnum)
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByTopic(Generic[_Value]):
+    """Values of JSON by topic, or by topic and partition as the Kafka source has them."""
+
+    by_topic: Mapping[str, _Value] = field(default_factory=dict)
+    """`{"/default/orders": 5}`; an entry for a partitioned topic applies to its partitions."""
+    by_partition: Mapping[tuple[str, int], _Value] = field(default_factory=dict)
+    """`{"/default/orders": {"0": 5}}`; a topic without partitions has the partition 0."""
+
+    def find(self, topic: str) -> _Value | None:
+        """Returns the value for a topic or partition; None if there is none."""
+        if topic in self.by_topic:
+            return self.by_topic[topic]
+        parsed = parse_partition(topic)
+        for key in ((topic, 0), parsed):
+            if key is not None and key in self.by_partition:
+                return self.by_partition[key]
+        return self.by_topic.get(parsed[0]) if parsed is not None else None
+
+    def names(self) -> Iterator[str]:
+        """Yields the topics and partitions that have a value."""
+        yield from self.by_topic
+        for topic, number in self.by_partition:
+            yield partition_name(topic, number)
+
+    def topics(self) -> Iterator[str]:
+        """Yields the topics as the JSON names them."""
+        yield from self.by_topic
+        for topic, _ in self.by_partition:
+            yield topic
+
+    def check_known(self, option: str, topics: Iterable[str]) -> None:
+        """Checks that all named topics and partitions were found.
+
+        Raises:
+            InvalidRequestError: One was not.
+        """
+        found = set(topics)
+        known = found | {base for topic in found if (base := base_of_partition(topic)) is not None}
+        missing = [topic for topic in self.by_topic if topic not in known]
+        missing += [
+            partition_name(topic, number)
+            for topic, number in self.by_partition
+            if partition_name(topic, number) not in found and (number or topic not in found)
+        ]
+        if missing:
+            raise InvalidRequestError(
+                f"{option} names a topic that is not read",
+                topic=missing[0],
+                hint=f"topics read: {', '.join(sorted(known)) or 'none'}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffsetsOption(ByTopic["int | OffsetWord"]):
+    """`startingOffsets` or `endingOffsets`."""
+
+    otherwise: OffsetWord
+    """For topics that the JSON does not name."""
+
+    def of(self, topic: str) -> int | OffsetWord:
+        """Returns the value for a topic, or for the topic that it is a partition of."""
+        found = self.find(topic)
+        return self.otherwise if found is None else found
+
+
+TimesOption: TypeAlias = ByTopic[int]
+"""`startingOffsetsByTimestamp` or `endingOffsetsByTimestamp`, in milliseconds."""
+
+
+def refuse_twice(name: str, items: Iterable[str]) -> None:
+    """Refuses a list that names something twice."""
+    seen: set[str] = set()
+    for item in items:
+        if item in seen:
+            raise InvalidRequestError(f"{name} names {item} twice")
+        seen.add(item)
+
+
+def refuse_word(
+    name: str, value: int | OffsetWord, refused: OffsetWord | None, *, topic: str | None = None
+) -> None:
+    """Refuses an end of a topic at which a batch would be empty."""
+    if refused is not None and value == refused:
+        raise InvalidRequestError(
+            f"{name} of a batch cannot be {refused}", topic=topic, hint="there is nothing to read"
+        )
+
+
+def check_order(starting: OffsetsOption, ending: OffsetsOption) -> None:
+    """Refuses a range that is reversed in a topic."""
+    for topic in starting.names():
+        start, end = starting.of(topic), ending.of(topic)
+        if isinstance(start, int) and isinstance(end, int) and start > end:
+            raise InvalidRequestError(
+                f"startingOffsets ({start}) is after endingOffsets ({end})", topic=topic
+            )
+
+
+def as_text(_: str, text: str) -> str:
+    """The text itself."""
+    return text
+
+
+def as_offset_word(text: str) -> OffsetWord | None:
+    """An end of a topic; None if the text is not the name of one."""
+    return _WORDS.get(text.lower())
+
+
+def as_topic(name: str, text: str) -> str:
+    """The name of a topic."""
+    try:
+        return str(TopicName.parse(text.strip()))
+    except TopicNameError as error:
+        hint = error.hint
+        if "/" not in text and text.strip():
+            hint = f"a topic's name has a namespace, such as '/default/{text.strip()}'"
+        raise TopicNameError(f"{name}: {error.message}", hint=hint) from error
+
+
+def as_pattern(name: str, text: str) -> str:
+    """A regular expression, as text."""
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise InvalidRequestError(
+            f"{name} is not a regular expression: {error}",
+            hint="for example '/default/orders-.*'",
+        ) from error
+    return text
+
+
+def as_flag(name: str, text: str) -> bool:
+    """`true` or `false`."""
+    flag = {"true": True, "false": False}.get(text.lower())
+    if flag is None:
+        raise InvalidRequestError(f"{name} is {text!r}", hint="either true or false")
+    return flag
+
+
+def as_count(name: str, text: str) -> int:
+    """A number from 1 on."""
+    count = int(text) if _DIGITS.fullmatch(text) else 0
+    if not 1 <= count <= _COUNT_MAX:
+        raise InvalidRequestError(
+            f"{name} is {text!r}", hint=f"a whole number from 1 to {_COUNT_MAX}"
+        )
+    return count
+
+
+def as_size(name: str, text: str) -> int:
+    """A number of bytes."""
+    match = _SIZE.fullmatch(text)
+    size = int(match[1]) * _SIZE_UNITS[match[2].lower()] if match else 0
+    if not 1 <= size <= _OFFSET_MAX:
+        raise InvalidRequestError(
+            f"{name} is {text!r}", hint="a number of bytes, such as 1048576, 512k or 64MiB"
+        )
+    return size
+
+
+def as_split_bytes(name: str, text: str) -> int:
+    """A number of bytes that is worth a task."""
+    size = as_size(name, text)
+    if size < SPLIT_BYTES_MIN:
+        raise InvalidRequestError(
+            f"{name} is {size}", hint=f"at least {SPLIT_BYTES_MIN}: each task has a cost"
+        )
+    return size
+
+
+def as_seconds(name: str, text: str) -> float:
+    """A number of seconds."""
+    seconds = float(text) if _SECONDS.fullmatch(text) else 0.0
+    if not 0 < seconds <= _TIMEOUT_SECONDS_MAX:
+        raise InvalidRequestError(
+            f"{name} is {text!r}",
+            hint=f"a number of seconds above 0, at most {_TIMEOUT_SECONDS_MAX}",
+        )
+    return seconds
+
+
+def as_columns(name: str, text: str) -> tuple[str, ...]:
+    """Names of columns, separated by commas."""
+    columns = tuple(item.strip().lower() for item in text.split(","))
+    for column in columns:
+        if column not in READABLE_COLUMNS:
+            near = difflib.get_close_matches(column, READABLE_COLUMNS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(READABLE_COLUMNS)}"
+            raise InvalidRequestError(f"{name} names an unknown column {column!r}", hint=hint)
+    refuse_twice(name, columns)
+    return columns
+
+
+def as_subscription(name: str, text: str) -> str:
+    """The name of a subscription."""
+    if _SUBSCRIPTION.fullmatch(text) is None:
+        raise InvalidRequestError(
+            f"{name} is {text!r}", hint="it has 1 to 120 ASCII letters, digits, '_' and '-'"
+        )
+    return text
+
+
+def as_brokers(name: str, text: str) -> tuple[str, ...]:
+    """Flight addresses, separated by commas."""
+    try:
+        brokers = parse_brokers(text)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            f"{name} is {text!r}",
+            hint="host:port, such as 127.0.0.1:6651, perhaps after grpc:// or grpc+tls://; "
+            "several are separated by commas",
+        ) from error
+    refuse_twice(name, brokers)
+    return brokers
+
+
+def as_word(kind: type[_Word], name: str, text: str) -> _Word:
+    """A word of an enumeration."""
+    try:
+        return kind(text.lower())
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"{name} is {text!r}", hint=f"one of: {', '.join(kind)}"
+        ) from error
+
+
+def as_time_ms(name: str, text: str) -> int:
+    """Milliseconds since the epoch, of a time between two of them the later one.
+
+    Both ends mean the first message published at or after the time, and messages know
+    milliseconds: rounding up keeps that meaning.
+    """
+    if _DIGITS.fullmatch(text):
+        time_ms = int(text)
+    else:
+        try:
+            parsed = parse_time(text)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(
+                f"{name}: {error.message}",
+                hint="use milliseconds since 1970, or a time such as 2026-01-31T12:00:00Z",
+            ) from error
+        time_ms = -((EPOCH - parsed) // timedelta(milliseconds=1))
+    if not 0 <= time_ms <= _TIME_MS_MAX:
+        raise InvalidRequestError(
+            f"{name} is {text!r}",
+            hint="it lies between 1970 and 9999, and a bare number counts milliseconds",
+        )
+    return time_ms
+
+
+def as_duration_ms(name: str, text: str) -> int:
+    """Milliseconds of a text such as `15m`; without a unit, as in Spark, it counts milliseconds."""
+    match = _DURATION.fullmatch(text)
+    found = int(match[1]) * _DURATION_UNITS[(match[2] or "ms").lower()] if match else 0
+    if not 1 <= found <= _DURATION_MS_MAX:
+        raise InvalidRequestError(
+            f"{name} is {text!r}", hint="a time such as 500ms, 30s, 15m or 1h, at most 30d"
+        )
+    return found
+
+
+# -- JSON by topic --------------------------------------------------------------------------------
+
+
+def as_offsets(name: str, text: str) -> ByTopic[int | OffsetWord]:
+    """Offsets by topic, or by topic and partition."""
+    return _as_values(name, text, _as_offset, hint=_OFFSETS_HINT)
+
+
+def as_times(name: str, text: str) -> TimesOption:
+    """Times by topic, or by topic and partition, in milliseconds."""
+    return _as_values(name, text, _as_topic_time, hint=_TIMES_HINT)
+
+
+def as_assigned(name: str, text: str) -> tuple[tuple[str, int], ...]:
+    """Partitions: `{"/default/orders": [0, 1]}` as pairs of topic and number."""
+    found: list[tuple[str, int]] = []
+    for topic, numbers in _as_members(name, text, hint=_ASSIGN_HINT):
+        if not isinstance(numbers, list) or isinstance(numbers, _Pairs) or not numbers:
+            raise InvalidRequestError(
+                f"{name} has {numbers!r} for a topic", topic=topic, hint=_ASSIGN_HINT
+            )
+        found += [(topic, _as_partition(name, topic, number)) for number in numbers]
+    if not found:
+        raise InvalidRequestError(f"{name} is {text!r}", hint=_ASSIGN_HINT)
+    refuse_twice(name, [partition_name(topic, number) for topic, number in found])
+    return tuple(found)
+
+
+_OFFSETS_HINT: Final = (
+    'earliest, latest, or JSON of offsets by topic, such as {"/default/orders": 23}'
+)
+_TIMES_HINT: Final = (
+    'JSON of milliseconds by topic, such as {"/default/orders": 1767225600000}, or by partition, '
+    'such as {"/default/orders": {"0": 1767225600000}}'
+)
+_ASSIGN_HINT: Final = 'JSON of partitions by topic, such as {"/default/orders": [0, 1]}'
+
+
+class _Pairs(list[tuple[str, object]]):
+    """The members of a JSON object, in order."""
+
+
+def _as_values(
+    name: str, text: str, convert: Callable[[str, str, object], _Value], *, hint: str
+) -> ByTopic[_Value]:
+    by_topic: dict[str, _Value] = {}
+    by_partition: dict[tuple[str, int], _Value] = {}
+    for topic, value in _as_members(name, text, hint=hint):
+        if isinstance(value, _Pairs):
+            refuse_twice(f"{name} of {topic}", [number for number, _ in value])
+            for number, one in value:
+                by_partition[topic, _as_partition(name, topic, number)] = convert(name, topic, one)
+        else:
+            by_topic[topic] = convert(name, topic, value)
+    return ByTopic(by_topic=by_topic, by_partition=by_partition)
+
+
+def _as_members(name: str, text: str, *, hint: str) -> list[tuple[str, object]]:
+    try:
+        # Pairs, because a dict would hide a topic that is named twice.
+        pairs = json.loads(text, object_pairs_hook=_Pairs)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{name} is {text!r}", hint=hint) from error
+    if not isinstance(pairs, _Pairs):
+        raise InvalidRequestError(f"{name} is {text!r}", hint=hint)
+    topics = [as_topic(name, topic) for topic, _ in pairs]
+    refuse_twice(name, topics)
+    return [(topic, value) for topic, (_, value) in zip(topics, pairs, strict=True)]
+
+
+def _as_partition(name: str, topic: str, number: object) -> int:
+    if isinstance(number, bool) or _PARTITION.fullmatch(str(number)) is None:
+        raise InvalidRequestError(
+            f"{name} has the partition {number!r}", topic=topic, hint="a number from 0 on"
+        )
+    return int(str(number))
+
+
+def _as_offset(name: str, topic: str, value: object) -> int | OffsetWord:
+    if isinstance(value, str):
+        word = _WORDS.get(value.strip().lower())
+        if word is not None:
+            return word
+    elif isinstance(value, int) and not isinstance(value, bool):
+        if value in _NUMBERS_OF_WORDS:
+            return _NUMBERS_OF_WORDS[value]
+        if 0 <= value <= _OFFSET_MAX:
+            return value
+    raise InvalidRequestError(
+        f"{name} has {value!r} for a topic",
+        topic=topic,
+        hint="an offset from 0 on, -2 or earliest, -1 or latest",
+    )
+
+
+def _as_topic_time(name: str, topic: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise InvalidRequestError(
+            f"{name} has {value!r} for a topic", topic=topic, hint=_TIMES_HINT
+        )
+    return as_time_ms(name, str(value))

@@ -1,0 +1,148 @@
+"""Topics as views in Spark SQL, each query of which sees the newest messages.
+
+    CREATE TABLE ister.messages USING ister                            one table, without options
+    CREATE VIEW ister.default_orders AS SELECT * FROM ister.messages WITH (topic = …)
+
+Owns: the statements that create and drop these views, and their names. Does not own: what a query
+reads (`batch`).
+
+Spark plans a read once for each table that it resolves, and keeps the plan with the DataFrame: a
+temporary view of a DataFrame stays at its first scan (Spark 4.1 and later). A view of SQL text is
+resolved for every query, the table in it too, and options in `WITH` reach the reader. A catalog of
+its own (`ister.default.orders`) would need classes in Java.
+
+What a crash leaves: some of the views; another call creates the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from ister.errors import ConflictError, InvalidRequestError
+from ister.partitions import base_of_partition
+from ister.retry import retry_unavailable
+from ister.spark.location import find_place
+from ister.spark.options import ReadOptions
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_TABLE: Final = "messages"  # no view has this name: theirs have a namespace and `_` in it
+_TOPIC: Final = "ister.topic"
+_LOG: Final = "ister.log"
+_DATABASE: Final = re.compile(r"[A-Za-z0-9_]+")
+_NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_]")
+# The table has the columns of messages; a view is what has others.
+_OF_THE_TABLE: Final = frozenset(
+    {"columns", "includeheaders", "payloadformat", "payloadschema", "payloaderrors"}
+)
+
+
+def register_views(
+    spark: SparkSession,
+    config: str | None = None,
+    *,
+    broker: str | None = None,
+    pattern: str = ".*",
+    database: str = "ister",
+    options: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Creates a view for each topic, and drops those of topics that do not exist any more.
+
+    A query on such a view reads everything that is there when the query starts. Call it again for
+    topics that were created since. A partitioned topic is one view.
+
+    Args:
+        spark: The session, classic or Spark Connect.
+        config: A data directory or an ister.yml, as in the option of that name.
+        broker: Brokers, as in the option of that name.
+        pattern: A regular expression for whole names of topics.
+        database: The database of the views, which is created if it does not exist.
+        options: More options of a read, such as `startingTimestamp` or `includeTail`.
+
+    Returns:
+        The topics by the names of their views: `ister.default_orders` for `/default/orders`.
+
+    Raises:
+        ConflictError: Two topics would have the same view.
+        InvalidRequestError: An argument is invalid.
+        UnavailableError: The metadata store does not respond.
+    """
+    if _DATABASE.fullmatch(database) is None:
+        raise InvalidRequestError(
+            f"database is {database!r}", hint="ASCII letters, digits and '_', without a catalog"
+        )
+    given = dict(options or {})
+    if config is not None:
+        given["config"] = os.path.abspath(config) if os.path.exists(config) else config
+    if broker is not None:
+        given["broker"] = broker
+    for name in given:
+        if name.lower() in _OF_THE_TABLE:
+            raise InvalidRequestError(
+                f"the option {name} changes the columns, which the views have from a table",
+                hint="create a table with these columns, and a view of it; see docs/SPARK.md",
+            )
+    parsed = ReadOptions.parse({**given, "topicPattern": pattern}, is_streaming=False)
+    place = find_place(parsed.config, parsed.brokers)
+    existing = retry_unavailable(place.history().topics)
+    topics = sorted({base_of_partition(name) or name for name in existing})
+    wanted = _name_views([topic for topic in topics if parsed.matches(topic)], database)
+
+    spark.sql(f"CREATE DATABASE IF NOT EXISTS `{database}`")
+    table = f"`{database}`.`{_TABLE}`"
+    spark.sql(f"CREATE TABLE IF NOT EXISTS {table} USING ister")
+    log = parsed.config or ",".join(parsed.brokers)
+    for view, topic in wanted.items():
+        spark.sql(
+            " ".join(
+                [
+                    f"CREATE OR REPLACE VIEW {view}",
+                    f"COMMENT {_quote(f'topic {topic}')}",
+                    f"TBLPROPERTIES ({_pairs({_TOPIC: topic, _LOG: log})})",
+                    f"AS SELECT * FROM {table} WITH ({_pairs({**given, 'topic': topic})})",  # noqa: S608 - quoted
+                ]
+            )
+        )
+    _drop_views(spark, database, keeps=set(topics), log=log)
+    return wanted
+
+
+def _name_views(topics: list[str], database: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for topic in topics:
+        view = f"{database}.{_NOT_IN_NAMES.sub('_', topic.strip('/'))}"
+        # Spark's names do not differ by case.
+        other = next((known for known in found if known.lower() == view.lower()), None)
+        if other is not None:
+            raise ConflictError(
+                f"{found[other]} and {topic} would both be the view {view}",
+                hint="narrow the pattern, or use two databases",
+            )
+        found[view] = topic
+    return found
+
+
+def _drop_views(spark: SparkSession, database: str, *, keeps: set[str], log: str) -> None:
+    """Drops the views of this log's topics that do not exist any more."""
+    for row in spark.sql(f"SHOW VIEWS IN `{database}`").collect():
+        if row["isTemporary"]:
+            continue
+        view = f"`{database}`.`{row['viewName']}`"
+        properties = {
+            entry["key"]: entry["value"]
+            for entry in spark.sql(f"SHOW TBLPROPERTIES {view}").collect()
+        }
+        if properties.get(_LOG) == log and properties.get(_TOPIC) not in keeps:
+            spark.sql(f"DROP VIEW IF EXISTS {view}")
+
+
+def _quote(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _pairs(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{_quote(name)} = {_quote(text)}" for name, text in values.items())

@@ -1,0 +1,53 @@
+"""The batch and stream suites on the other Spark versions that Ister supports.
+
+Those are the lines of `constraints-spark.txt`. `make` installs each into a directory of its own in
+`.venv`, which comes first on the import path of a process that runs the suites. `make test` runs
+them on the oldest version besides the newest, which is the environment's; `make nightly` on all.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.scale import IS_NIGHTLY, nightly
+
+_TESTS = Path(__file__).resolve().parents[1]
+_VERSIONS = re.findall(
+    r"(?m)^pyspark==(\S+)$", (_TESTS.parent / "constraints-spark.txt").read_text()
+)
+_SUITES = ["integration/test_spark_batch.py", "integration/test_spark_stream.py"]
+_SECONDS = 2400 if IS_NIGHTLY else 600
+
+
+@pytest.mark.timeout(_SECONDS + 60)
+@pytest.mark.parametrize("version", [_VERSIONS[0], *map(nightly, _VERSIONS[1:])])
+def test_batch_and_stream_suites_pass(version, tmp_path):
+    spark = Path(os.environ.get("ISTER_SPARKS", sys.prefix)) / f"spark-{version}"
+    if not spark.is_dir():
+        pytest.skip(
+            f"PySpark {version} is not in {spark}: `make test` and `make nightly` install it"
+        )
+    selected = [] if IS_NIGHTLY else ["-m", "not nightly"]
+    path = [str(spark), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
+            # PySpark 4.0 and 4.1 leave a socket to the garbage collector.
+            *("-W", "ignore:unclosed:ResourceWarning", "--basetemp", str(tmp_path / "suites")),
+            *selected,
+            *(str(_TESTS / suite) for suite in _SUITES),
+        ],
+        cwd=_TESTS.parent,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "ISTER_EXPECTS_SPARK": version},
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    summary = done.stdout.splitlines()[-1]
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", summary)[1]) >= 100, summary

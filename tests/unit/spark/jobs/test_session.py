@@ -1,0 +1,41 @@
+"""What of Spark's words on standard error a command passes on, and the JVM's options."""
+
+import os
+
+from ister.spark.jobs.session import _jvm_options, forward_errors
+
+NOISE = """\
+WARNING: Using incubator modules: jdk.incubator.vector
+Using Spark's default log4j profile: org/apache/spark/log4j2-defaults.properties
+26/11/17 10:02:05 WARN Utils: Your hostname, vm, resolves to a loopback address: 127.0.0.1
+Setting default log level to "WARN".
+To adjust logging level use sc.setLogLevel(newLevel). For SparkR, use setLogLevel(newLevel).
+Setting Spark log level to "ERROR".
+
+"""
+WORDS = """\
+26/11/17 10:02:10 ERROR Executor: Exception in task 0.0
+java.lang.OutOfMemoryError: Java heap space
+	at org.apache.spark.Task.run(Task.scala:1)
+WARNING: something else
+JAVA_HOME is not set
+"""
+
+
+def test_greetings_are_left_out_and_errors_are_not(capfd):
+    reading, writing = os.pipe()
+    os.write(writing, (NOISE + WORDS + NOISE).encode())
+    os.close(writing)
+    forward_errors(reading)
+    assert capfd.readouterr().err == WORDS
+
+
+def test_options_of_the_user_come_after_ours(monkeypatch):
+    monkeypatch.setenv("SPARK_SUBMIT_OPTS", "-Xmx1g")
+    with _jvm_options("-XX:TieredStopAtLevel=1"):
+        assert os.environ["SPARK_SUBMIT_OPTS"] == "-XX:TieredStopAtLevel=1 -Xmx1g"
+    assert os.environ["SPARK_SUBMIT_OPTS"] == "-Xmx1g"
+    monkeypatch.delenv("SPARK_SUBMIT_OPTS")
+    with _jvm_options("-XX:TieredStopAtLevel=1"):
+        pass
+    assert "SPARK_SUBMIT_OPTS" not in os.environ

@@ -1,0 +1,226 @@
+"""Options of Spark's Kafka source: what they mean for topics, in batches and in streams."""
+
+import json
+from functools import partial
+
+import pytest
+
+from fault.tier_checks import memory_directory
+from ister.errors import InvalidRequestError, NotFoundError
+from ister.spark import location, stream
+from ister.spark.batch import BatchReader
+from ister.spark.options import ReadOptions
+from ister.spark.rows import row_schema
+from support.streams import A, B, Home, Query, a_reader, offsets_of, payload_of, rows_of
+
+P = "/default/p"
+FIRST_MS = 1_700_000_000_000
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """No pauses between two looks, and no connections that outlive a test."""
+    monkeypatch.setattr(stream, "_POLL_SECONDS", 0.0)
+    yield
+    location._close_all()
+
+
+@pytest.fixture
+def home():
+    """In memory: nothing here is proved by waiting for a disk."""
+    with memory_directory() as directory:
+        yield Home(directory)
+
+
+@pytest.fixture
+def query(home):
+    return partial(Query, partial(a_reader, home), topic=None)
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The reader's clock, in seconds; it stands still."""
+    clock = {"now": 1000.0}
+    monkeypatch.setattr(stream.StreamReader, "_now", lambda _: clock["now"])
+    return clock
+
+
+def read(home, **options):
+    """The rows of a batch, as (topic, offset), sorted."""
+    parsed = ReadOptions.parse(
+        {"config": home.config, "columns": "topic,offset", **options}, is_streaming=False
+    )
+    reader = BatchReader(parsed, row_schema(parsed.columns))
+    return sorted(
+        row
+        for part in reader.partitions()
+        for batch in reader.read(part)
+        for row in zip(*(column.to_pylist() for column in batch.columns), strict=True)
+    )
+
+
+def publish_at_times(home, name, count):
+    """Messages one millisecond apart, beginning at `FIRST_MS`."""
+    with home.open() as log:
+        topic = log.topic(name, create=True)
+        for number in range(count):
+            topic.append(payload_of(name, number), publish_time=FIRST_MS + number)
+        topic.flush()
+
+
+# -- which topics -------------------------------------------------------------------------------
+
+
+def test_subscribed_topics_are_read(home, query):
+    home.append(A, 3)
+    home.append(B, 2)
+    running = query(subscribe=f"{A},{B}", startingOffsets="earliest")
+    assert running.run() == rows_of(A, range(3)) + rows_of(B, range(2))
+    assert read(home, subscribePattern="/default/[b]") == [(B, 0), (B, 1)]
+
+
+def test_assigned_partitions_are_read_and_no_others(home, query):
+    for number in range(3):
+        home.append(f"{P}-part-{number}", 2)
+    home.append(A, 1)
+    assigned = json.dumps({P: [0, 2], A: [0]})
+    expected = [(A, 0)] + [(f"{P}-part-{number}", at) for number in (0, 2) for at in range(2)]
+    assert read(home, assign=assigned) == expected
+    running = query(assign=assigned, startingOffsets="earliest")
+    assert sorted((row.topic, row.offset) for row in running.run()) == expected
+    home.append(f"{P}-part-1", 1)
+    assert running.run() == []
+
+
+def test_partition_that_does_not_exist_is_refused(home):
+    home.append(A, 1)
+    home.append(f"{P}-part-0", 1)
+    for assigned in ({A: [1]}, {P: [1]}, {"/default/nothing": [0]}):
+        with pytest.raises(NotFoundError, match="has no partition"):
+            read(home, assign=json.dumps(assigned))
+
+
+# -- where to start and end ---------------------------------------------------------------------
+
+
+def test_offsets_by_partition(home, query):
+    for number in range(3):
+        home.append(f"{P}-part-{number}", 4)
+    starts = json.dumps({P: {"0": 3, "1": -2}})
+    running = query(topic=P, startingOffsets=starts)
+    assert running.resolve_start() == {f"{P}-part-0": 3, f"{P}-part-1": 0, f"{P}-part-2": 4}
+    ends = json.dumps({P: {"0": -1, "1": 1, "2": 0}})
+    assert read(home, topic=P, startingOffsets=starts, endingOffsets=ends) == [
+        (f"{P}-part-0", 3),
+        (f"{P}-part-1", 0),
+    ]
+
+
+def test_offset_of_partition_0_is_that_of_a_topic_without_partitions(home):
+    home.append(A, 4)
+    assert read(home, subscribe=A, startingOffsets=json.dumps({A: {"0": 2}})) == [(A, 2), (A, 3)]
+    with pytest.raises(InvalidRequestError, match="names a topic that is not read"):
+        read(home, subscribe=A, startingOffsets=json.dumps({A: {"1": 2}}))
+
+
+def test_times_by_topic_and_partition(home, query):
+    publish_at_times(home, f"{P}-part-0", 5)
+    publish_at_times(home, f"{P}-part-1", 5)
+    publish_at_times(home, A, 5)
+    options = {
+        "startingOffsetsByTimestamp": json.dumps({P: {"0": FIRST_MS + 3}, A: FIRST_MS + 4}),
+        "startingOffsets": json.dumps({P: {"1": 2}}),
+    }
+    running = query(topic=f"{P},{A}", **options)
+    assert running.resolve_start() == {f"{P}-part-0": 3, f"{P}-part-1": 2, A: 4}
+    found = read(
+        home,
+        topic=f"{P},{A}",
+        endingOffsetsByTimestamp=json.dumps({P: FIRST_MS + 4, A: FIRST_MS + 100}),
+        **options,
+    )
+    assert found == [(A, 4), (f"{P}-part-0", 3), (f"{P}-part-1", 2), (f"{P}-part-1", 3)]
+
+
+def test_starting_time_that_no_message_has_reached(home, query):
+    publish_at_times(home, A, 5)
+    late = {"startingOffsetsByTimestamp": json.dumps({A: FIRST_MS + 5})}
+    for start in (lambda: read(home, topic=A, **late), query(topic=A, **late).resolve_start):
+        with pytest.raises(InvalidRequestError, match=r"Strategy=latest starts at the end"):
+            start()
+    late["startingOffsetsByTimestampStrategy"] = "latest"
+    assert read(home, topic=A, **late) == []
+    assert query(topic=A, **late).resolve_start() == {A: 5}
+    assert read(home, topic=A, startingTimestamp=str(FIRST_MS + 5)) == []
+
+
+# -- how many messages a trigger takes ----------------------------------------------------------
+
+
+def test_micro_batch_waits_for_enough_messages(home, query, now):
+    home.append(A, 1)
+    running = query(topic=A, startingOffsets="earliest", minOffsetsPerTrigger="3")
+    assert offsets_of(running.run()) == [0], "a query that starts takes what is there"
+    home.append(A, 2)
+    assert running.run() == []
+    home.append(A, 1)
+    assert offsets_of(running.run()) == [1, 2, 3]
+
+
+def test_micro_batch_waits_no_longer_than_the_delay(home, query, now):
+    home.append(A, 1)
+    running = query(
+        topic=A, startingOffsets="earliest", minOffsetsPerTrigger="3", maxTriggerDelay="30s"
+    )
+    running.run()
+    home.append(A, 2)
+    now["now"] += 29.9
+    assert running.run() == []
+    now["now"] += 0.1
+    assert offsets_of(running.run()) == [1, 2]
+    home.append(A, 1)
+    assert running.run() == [], "the delay begins with the last micro-batch"
+
+
+def test_delay_does_not_begin_again_without_messages(home, query, now):
+    home.append(A, 1)
+    running = query(
+        topic=A, startingOffsets="earliest", minOffsetsPerTrigger="3", maxTriggerDelay="30s"
+    )
+    running.run()
+    now["now"] += 60
+    assert running.run() == []
+    home.append(A, 1)
+    assert offsets_of(running.run()) == [1]
+
+
+def test_least_counts_what_is_there_and_most_what_is_taken(home, query, now):
+    home.append(A, 1)
+    running = query(
+        topic=A, startingOffsets="earliest", minOffsetsPerTrigger="6", maxOffsetsPerTrigger="4"
+    )
+    assert offsets_of(running.run()) == [0]
+    home.append(A, 6)
+    assert offsets_of(running.run()) == [1, 2, 3, 4]
+    assert running.run() == []
+
+
+def test_restart_and_available_now_wait_for_nothing(home, query, now):
+    home.append(A, 1)
+    running = query(topic=A, startingOffsets="earliest", minOffsetsPerTrigger="3")
+    running.run()
+    home.append(A, 1)
+    assert running.run() == []
+    running.restart()
+    assert offsets_of(running.run()) == [1]
+    home.append(A, 1)
+    assert [offsets_of(rows) for rows in running.available_now()] == [[2]]
+
+
+def test_query_that_waits_gives_back_the_text_that_it_was_asked_with(home, now):
+    home.append(A, 1)
+    reader = a_reader(home, startingOffsets="earliest", minOffsetsPerTrigger="3")
+    limit = reader.getDefaultReadLimit()
+    start = reader.latestOffset(reader.initialOffset(), limit)
+    home.append(A, 1)
+    assert reader.latestOffset(start, limit) is start
