@@ -14,9 +14,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from ister.bucket.catalog import Catalog
-from ister.bucket.directory import list_topics
-from ister.bucket.names import TopicKeys
 from ister.cli.errors_out import answer, error_as_json, print_errors, print_json
 from ister.cli.location import (
     add_place_arguments,
@@ -27,19 +24,10 @@ from ister.cli.location import (
 )
 from ister.cli.output import Subparsers, add_command, print_table
 from ister.cli.stored_topics import describe_topic
-from ister.clock import Clock, SystemClock
-from ister.config import StorageConfig
+from ister.clock import SystemClock
 from ister.errors import ConflictError, IsterError, NotFoundError
-from ister.metadata.base import MetadataStore
-from ister.metrics import Metrics
 from ister.model import JsonObject, TopicName
-from ister.subscription.danube_metadata import (
-    export_topic,
-    find_subscriptions,
-    import_subscription,
-    parse_metadata,
-)
-from ister.subscription.store import SubscriptionStore
+from ister.subscription.danube_metadata import Migration, find_subscriptions, parse_metadata
 from ister.topic.metadata_recovery import lock_log
 from ister.topic.stores import open_metadata
 
@@ -100,30 +88,18 @@ def register(commands: Subparsers) -> None:
     exporting.set_defaults(run=lambda options: answer(options, lambda: _export(options)))
 
 
-class _Metadata:
-    """The metadata store of a log."""
-
-    def __init__(self, storage: StorageConfig, store: MetadataStore, clock: Clock) -> None:
-        self.root_prefix = storage.metadata.root_prefix
-        self.store = store
-        self.clock = clock
-        self.subscriptions = SubscriptionStore(store, root_prefix=self.root_prefix, clock=clock)
-
-    def catalog(self, topic: TopicName) -> Catalog:
-        keys = TopicKeys(self.root_prefix, topic)
-        return Catalog(self.store, keys, clock=self.clock, metrics=Metrics())
-
-
 @contextmanager
-def _opened(options: argparse.Namespace, *, read_only: bool) -> Iterator[_Metadata]:
+def _opened(options: argparse.Namespace, *, read_only: bool) -> Iterator[Migration]:
     storage, clock = load_place(options).storage, SystemClock()
     require_bucket(storage)
     with ExitStack() as stack:
         root = wal_root(storage)
         if root is not None and not read_only:
             stack.enter_context(lock_log(root))
-        store = open_metadata(storage.metadata, clock, read_only=read_only)
-        yield _Metadata(storage, stack.enter_context(closing(store)), clock)
+        store = stack.enter_context(
+            closing(open_metadata(storage.metadata, clock, read_only=read_only))
+        )
+        yield Migration(store, root_prefix=storage.metadata.root_prefix, clock=clock)
 
 
 def _import(options: argparse.Namespace) -> int:
@@ -131,17 +107,12 @@ def _import(options: argparse.Namespace) -> int:
     found = find_subscriptions(parse_metadata(data))
     rows: list[tuple[str, str, str, int | None]] = []
     errors: list[IsterError] = []
-    with _opened(options, read_only=options.dry_run) as metadata:
+    with _opened(options, read_only=options.dry_run) as migration:
         for one in found:
-            catalog = metadata.catalog(one.topic)
             cursor: int | None = None
             try:
-                cursor = import_subscription(
-                    metadata.subscriptions,
-                    catalog,
-                    one,
-                    start=_start(catalog, options.without_cursor),
-                    dry_run=options.dry_run,
+                cursor = migration.import_subscription(
+                    one, without_cursor=options.without_cursor, dry_run=options.dry_run
                 )
             except IsterError as error:
                 errors.append(error)
@@ -171,28 +142,12 @@ def _read(path: str) -> bytes:
         raise NotFoundError(f"cannot read {path}: {error.strerror}", path=path) from error
 
 
-def _start(catalog: Catalog, without_cursor: str | None) -> int | None:
-    if without_cursor is None:
-        return None
-    first, last, _ = catalog.ends()
-    if without_cursor == "earliest":
-        return 0 if first is None else first.start
-    return 0 if last is None else last.end
-
-
 def _export(options: argparse.Namespace) -> int:
     keys: JsonObject = {}
-    with _opened(options, read_only=True) as metadata:
-        now = metadata.clock.now_ns() // 1_000_000_000
-        names = list_topics(metadata.store, metadata.root_prefix)
-        for topic in options.topics or map(TopicName.parse, names):
+    with _opened(options, read_only=True) as migration:
+        for topic in options.topics or migration.topics():
             _require_uploaded(options, topic)
-            keys |= export_topic(
-                metadata.subscriptions,
-                metadata.catalog(topic),
-                root_prefix=metadata.root_prefix,
-                now=now,
-            )
+            keys |= migration.export_topic(topic)
     print_json(keys)
     return 0
 

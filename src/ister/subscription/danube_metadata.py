@@ -27,14 +27,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from ister.bucket.catalog import Catalog
-from ister.bucket.names import segment_name
+from ister.bucket.directory import list_topics
+from ister.bucket.names import TopicKeys, segment_name
+from ister.clock import Clock
 from ister.errors import (
-    CorruptDataError,
+    DataGapError,
     InvalidRequestError,
     NotFoundError,
     UnsupportedOperationError,
 )
 from ister.format.descriptor import ObjectDescriptor
+from ister.metadata.base import MetadataStore
+from ister.metrics import Metrics
 from ister.model import JsonObject, TopicName
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy, SubscriptionKind
 from ister.subscription.store import StoredSubscription, SubscriptionStore
@@ -147,110 +151,122 @@ def _policy(fields: Mapping[str, object]) -> FailurePolicy:
     return FailurePolicy.from_json(values)
 
 
-def import_subscription(
-    store: SubscriptionStore,
-    catalog: Catalog,
-    found: DanubeSubscription,
-    *,
-    start: int | None,
-    dry_run: bool,
-) -> int:
-    """Creates a subscription where Danube's was; one that exists stays unchanged.
+class Migration:
+    """Takes subscriptions over from Danube, and hands topics back. Thread-safe.
 
     Args:
-        store: Of subscriptions.
-        catalog: Of its topic.
-        found: The subscription.
-        start: The cursor of one without an acknowledged message; None to refuse it.
-        dry_run: Write nothing.
-
-    Returns:
-        Its cursor: the first offset that is not acknowledged.
-
-    Raises:
-        NotFoundError: The topic does not exist, or the subscription has no cursor.
-        AlreadyExistsError: A cursor of that name is in use by something else.
+        metadata: The log's metadata store; stays open.
+        root_prefix: Of all its keys, and of Danube's keys of segments.
+        clock: Where time comes from.
     """
-    record = catalog.record()
-    if record is None or not record[0].is_open:
-        raise NotFoundError(
-            f"topic {found.topic} does not exist",
-            topic=str(found.topic),
-            hint="take its objects over first: `ister recover`",
-        )
-    cursor = start if found.acked is None else found.acked + 1
-    if cursor is None:
-        raise NotFoundError(
-            f"subscription {found.name} has no cursor: it has acknowledged nothing",
-            topic=str(found.topic),
-            hint="pass --without-cursor earliest or latest",
-        )
-    known = store.load(found.topic, record[0].incarnation).get(found.name)
-    if known is not None:
-        return known.cursor
-    if dry_run:
-        return cursor
-    return store.create(
-        found.topic,
-        found.name,
-        kind=found.kind,
-        cursor=cursor,
-        incarnation=record[0].incarnation,
-        owned=None,
-        policy=found.policy,
-        window=found.window,
-    ).cursor
 
+    def __init__(self, metadata: MetadataStore, *, root_prefix: str, clock: Clock) -> None:
+        self._metadata = metadata
+        self._root = root_prefix
+        self._clock = clock
+        self._store = SubscriptionStore(metadata, root_prefix=root_prefix, clock=clock)
 
-# -- handing back ---------------------------------------------------------------------------
+    def topics(self) -> list[TopicName]:
+        """All topics of the log."""
+        return [TopicName.parse(name) for name in list_topics(self._metadata, self._root)]
 
+    def _open(self, topic: TopicName, hint: str | None = None) -> tuple[Catalog, str]:
+        """A topic's catalog and incarnation."""
+        keys = TopicKeys(self._root, topic)
+        catalog = Catalog(self._metadata, keys, clock=self._clock, metrics=Metrics())
+        record = catalog.record()
+        if record is None or not record[0].is_open:
+            raise NotFoundError(f"topic {topic} does not exist", topic=str(topic), hint=hint)
+        return catalog, record[0].incarnation
 
-def export_topic(
-    store: SubscriptionStore, catalog: Catalog, *, root_prefix: str, now: int
-) -> JsonObject:
-    """The keys that Danube 0.9 and later has of a topic, with their values.
+    def import_subscription(
+        self, found: DanubeSubscription, *, without_cursor: str | None, dry_run: bool
+    ) -> int:
+        """Creates a subscription where Danube's was; one that exists stays unchanged.
 
-    Args:
-        store: Of subscriptions.
-        catalog: Of the topic.
-        root_prefix: Danube's `storage.metadata_prefix`.
-        now: In seconds since the Unix epoch.
+        Args:
+            found: The subscription.
+            without_cursor: Where one begins that has acknowledged nothing: `earliest` or `latest`;
+                None to refuse it.
+            dry_run: Write nothing.
 
-    Raises:
-        NotFoundError: The topic does not exist.
-        UnsupportedOperationError: An object is not where Danube finds it.
-        CorruptDataError: Offsets are missing between objects.
-    """
-    name = catalog.keys.topic
-    record = catalog.record()
-    if record is None or not record[0].is_open:
-        raise NotFoundError(f"topic {name} does not exist", topic=str(name))
-    path = f"{name.namespace}/{name.topic}"
-    segments = f"{root_prefix}/storage/topics/{path}/segments/"
-    keys: JsonObject = {
-        f"/namespaces/{name.namespace}/topics/{path}": None,
-        f"/topics/{path}/delivery": "Reliable",
-    }
-    last: ObjectDescriptor | None = None
-    for described, _ in catalog.descriptors():
-        if last is not None and last.end != described.start:
-            raise CorruptDataError(
-                f"no object has the offsets {last.end} up to {described.start}", topic=str(name)
+        Returns:
+            Its cursor: the first offset that is not acknowledged.
+
+        Raises:
+            NotFoundError: The topic does not exist, or the subscription has no cursor.
+            AlreadyExistsError: A cursor of that name is in use by something else.
+            UnavailableError: The metadata store does not answer.
+        """
+        topic = found.topic
+        catalog, incarnation = self._open(topic, "take its objects over first: `ister recover`")
+        known = self._store.load(topic, incarnation).get(found.name)
+        if known is not None:
+            return known.cursor
+        if found.acked is not None:
+            cursor = found.acked + 1
+        elif without_cursor is not None:
+            first, last, _ = catalog.ends()
+            oldest, newest = (0, 0) if first is None or last is None else (first.start, last.end)
+            cursor = oldest if without_cursor == "earliest" else newest
+        else:
+            raise NotFoundError(
+                f"subscription {found.name} has no cursor: it has acknowledged nothing",
+                topic=str(topic),
+                hint="pass --without-cursor earliest or latest",
             )
-        last = described
-        keys[f"{segments}{described.start:020d}"] = _segment(name, described)
-    if last is not None:
-        keys[f"{segments}cur"] = {"start": f"{last.start:020d}"}
-        # Danube goes on behind this offset; without it, it may count from 0 again.
-        keys[f"{root_prefix}/storage/topics/{path}/state"] = {
-            "sealed": True,
-            "last_committed_offset": last.end - 1,
-            "broker_id": 0,
-            "timestamp": now,
+        if dry_run:
+            return cursor
+        return self._store.create(
+            topic,
+            found.name,
+            kind=found.kind,
+            cursor=cursor,
+            incarnation=incarnation,
+            owned=None,
+            policy=found.policy,
+            window=found.window,
+        ).cursor
+
+    def export_topic(self, name: TopicName) -> JsonObject:
+        """The keys that Danube 0.9 and later has of a topic, with their values.
+
+        Raises:
+            NotFoundError: The topic does not exist.
+            UnsupportedOperationError: An object is not where Danube finds it.
+            DataGapError: Offsets are missing between objects.
+            UnavailableError: The metadata store does not answer.
+        """
+        catalog, incarnation = self._open(name)
+        path = f"{name.namespace}/{name.topic}"
+        storage = f"{self._root}/storage/topics/{path}/"
+        keys: JsonObject = {
+            f"/namespaces/{name.namespace}/topics/{path}": None,
+            f"/topics/{path}/delivery": "Reliable",
         }
-    for stored in store.load(name, record[0].incarnation).values():
-        keys |= _subscription_keys(f"/topics/{path}/subscriptions/{stored.name}", stored)
-    return keys
+        last: ObjectDescriptor | None = None
+        for described, _ in catalog.descriptors():
+            if last is not None and last.end != described.start:
+                raise DataGapError(
+                    "no object holds the offset",
+                    start=last.end,
+                    end=described.start,
+                    topic=str(name),
+                )
+            last = described
+            keys[f"{storage}segments/{described.start:020d}"] = _segment(name, described)
+        if last is not None:
+            keys[f"{storage}segments/cur"] = {"start": f"{last.start:020d}"}
+            # Danube goes on behind this offset; without it, it may count from 0 again.
+            keys[f"{storage}state"] = {
+                "sealed": True,
+                "last_committed_offset": last.end - 1,
+                "broker_id": 0,
+                "timestamp": self._clock.now_ns() // 1_000_000_000,
+            }
+        for stored in self._store.load(name, incarnation).values():
+            keys |= _subscription_keys(f"/topics/{path}/subscriptions/{stored.name}", stored)
+        return keys
 
 
 def _segment(name: TopicName, described: ObjectDescriptor) -> JsonObject:
