@@ -297,7 +297,12 @@ def _walk(store: ObjectStore, info: ObjectInfo) -> _Walk:
     size = _CHUNK_BYTES
     codec = None
     while walk.position < info.size:
-        chunk = store.read(info.key, walk.position, min(size, info.size - walk.position))
+        wanted = min(size, info.size - walk.position)
+        chunk = store.read(info.key, walk.position, wanted)
+        if len(chunk) < wanted:
+            raise CorruptDataError(
+                "the object has changed since it was listed", path=info.key, position=walk.position
+            )
         expected = None if walk.summary is None else walk.summary.end
         scan = scan_frames(chunk, expected_offset=expected)
         if not scan.starts:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -87,6 +88,22 @@ def test_layouts_of_all_ages_make_up_one_topic(place, capsys):
         *messages_of(10, 30, "0.6"),
         *messages_of(30, 40, "0.12"),
     ]
+
+
+@pytest.mark.parametrize(("name", "count"), [("1790000009", 10), ("1790000300", 10)])
+def test_number_that_may_be_both_an_offset_and_a_time_is_judged_by_the_frames(
+    place, capsys, name, count
+):
+    start = 1_790_000_000
+    wanted = [
+        replace(message, msg_id=replace(message.msg_id, topic_offset=start + number))
+        for number, message in enumerate(messages_of(0, count, "0.6"))
+    ]
+    path = place.bucket.put("0.6.2", start, start + count, data=danube_frames(wanted, "0.6"))
+    path.rename(path.with_name(f"data-{start}-{name}.dnb1"))
+    code, topic, errors = place.recover(capsys)
+    assert (code, errors, topic["next_offset"]) == (0, [], start + count)
+    assert place.records() == wanted
 
 
 def test_topic_goes_on_behind_what_danube_wrote(place, capsys):
