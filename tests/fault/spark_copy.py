@@ -259,7 +259,8 @@ class Copy:
         with ister.open(settings(self._home, cloud={"orphan_grace_minutes": 0})) as log:
             # A file's time is not finer than this, and "old" begins now.
             time.sleep(0.02)
-            swept = len(log.topic(B).tier.collect_orphans())
+            tier = log.topic(B).tier
+            swept = len(tier.collect_orphans()) + len(tier.collect_shared_staging())
         left = [path for path in (self._home / "objects" / "staging").rglob("*") if path.is_file()]
         assert not left, f"staged files that nobody removes: {left}"
         return swept

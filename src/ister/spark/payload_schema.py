@@ -4,8 +4,8 @@
                     '{"type": "object", …}'    a JSON Schema, or a Spark schema in JSON
                     registry                   the newest version of the topic's schema
 
-Owns: how the option `payloadSchema` becomes a type. Does not own: the registry, whose records are
-read here and written by brokers (`docs/FORMAT.md` has their keys); which values fit (`row_shape`).
+Owns: how the option `payloadSchema` becomes a type. Does not own: the registry's records
+(`ister.topic.schema_records`); which values fit (`row_shape`).
 Runs on the driver. Only `registry` does I/O.
 """
 
@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Final, TypeVar
-from urllib.parse import quote
+from typing import Final
 
-import msgspec
 from pyspark.sql.types import (
     ArrayType,
     BooleanType,
@@ -30,17 +28,17 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from ister.errors import CorruptDataError, InvalidRequestError, NotFoundError
-from ister.model import TopicName
+from ister.errors import InvalidRequestError, NotFoundError
 from ister.partitions import base_of_partition
 from ister.retry import retry_unavailable
 from ister.spark.location import Place, find_place
 from ister.spark.offset_resolver import OffsetResolver
 from ister.spark.options import PayloadFormat, ReadOptions
 from ister.spark.tables.json_schema import Form, Member, ValueType, columns_of
+from ister.topic.schema_kinds import SchemaType
+from ister.topic.schema_records import read_topic_schema
 
 _REGISTRY: Final = "registry"
-_JSON_SCHEMA: Final = "json_schema"
 _TYPES: Final[dict[Form, DataType]] = {
     "string": StringType(),
     "integer": LongType(),
@@ -50,29 +48,6 @@ _TYPES: Final[dict[Form, DataType]] = {
     "date": DateType(),
     "json": StringType(),
 }
-
-
-class _TopicSetting(msgspec.Struct, frozen=True):
-    """What a topic requires of its messages: of that, the subject."""
-
-    subject: str
-
-
-class _VersionNumber(msgspec.Struct, frozen=True):
-    version: int
-
-
-class _Subject(msgspec.Struct, frozen=True):
-    """A subject: of that, its versions, in ascending order."""
-
-    versions: tuple[_VersionNumber, ...] = ()
-
-
-class _Version(msgspec.Struct, frozen=True):
-    """A version with its definition."""
-
-    schema_type: str
-    definition: bytes
 
 
 def payload_type(options: ReadOptions) -> DataType | str | None:
@@ -101,69 +76,31 @@ def payload_type(options: ReadOptions) -> DataType | str | None:
     return text if text.lower().startswith("struct<") else f"STRUCT<{text}>"
 
 
-def find_json_schema(place: Place, topic: str) -> dict[str, object]:
-    """Returns the newest version of a topic's schema in the registry, a JSON Schema.
-
-    Args:
-        place: The log.
-        topic: A topic, or a partition of one.
-
-    Raises:
-        NotFoundError: The topic has no schema.
-        InvalidRequestError: Its schema is not a JSON Schema.
-        UnavailableError: The metadata store does not respond.
-    """
+def _find_json_schema(place: Place, topic: str) -> dict[str, object]:
+    """Returns the newest version of a topic's registered schema, a JSON Schema."""
     history = place.history()
-    root = f"{history.config.storage.metadata.root_prefix}/schemas/"
-    setting = None
-    for name in (topic, base_of_partition(topic)):
-        if name is not None and setting is None:
-            parsed = TopicName.parse(name)
-            setting = _load(
-                place, f"{root}_topics/{parsed.namespace}/{parsed.topic}", _TopicSetting
-            )
-    if setting is None:
+    prefix = history.config.storage.metadata.root_prefix
+    found = read_topic_schema(history.metadata, prefix, topic)
+    if found is None:
         raise NotFoundError(
-            "the topic has no schema in the registry",
+            "the topic has no registered schema",
             topic=topic,
             hint="set payloadSchema to DDL, or to a JSON Schema",
         )
-    name = quote(setting.subject, safe="")
-    subject_root = f"{root}{f'%5F{name[1:]}' if name.startswith('_') else name}/"
-    subject = _load(place, f"{subject_root}metadata", _Subject)
-    newest = subject.versions[-1].version if subject is not None and subject.versions else None
-    version = (
-        _load(place, f"{subject_root}versions/{newest}", _Version) if newest is not None else None
-    )
-    if version is None:
-        raise NotFoundError(f"the schema subject {setting.subject!r} has no version", topic=topic)
-    if version.schema_type != _JSON_SCHEMA:
+    if found.schema_type is not SchemaType.JSON_SCHEMA:
         raise InvalidRequestError(
-            f"the topic's schema is {version.schema_type}, not a JSON Schema",
+            f"the topic's schema {found.subject!r} is {found.schema_type}, not a JSON Schema",
             topic=topic,
             hint="from_avro_payload(df, schema) reads Avro",
         )
-    schema: dict[str, object] = json.loads(version.definition)
+    schema: dict[str, object] = json.loads(found.definition)
     return schema
-
-
-_Record = TypeVar("_Record", _TopicSetting, _Subject, _Version)
-
-
-def _load(place: Place, key: str, kind: type[_Record]) -> _Record | None:
-    found = place.history().metadata.get(key)
-    if found is None:
-        return None
-    try:
-        return msgspec.json.decode(found.value, type=kind)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise CorruptDataError(f"a record of the registry is damaged: {error}", path=key) from error
 
 
 def _registered_type(place: Place, options: ReadOptions) -> StructType:
     names = OffsetResolver(place, options).names(must_exist=True)
     topics = sorted({base_of_partition(name) or name for name in names})
-    found = {topic: struct_of(find_json_schema(place, topic)) for topic in topics}
+    found = {topic: struct_of(_find_json_schema(place, topic)) for topic in topics}
     first = topics[0]
     for topic in topics:
         if found[topic] != found[first]:

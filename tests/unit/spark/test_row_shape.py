@@ -6,7 +6,6 @@ from datetime import UTC, date, datetime
 from decimal import Decimal
 
 import pytest
-from ister.broker.schemas.kinds import ValidationPolicy
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
@@ -32,6 +31,7 @@ from ister.spark.compat import arrow_schema_of
 from ister.spark.payload_schema import struct_of
 from ister.spark.rows import HEADERS_TYPE, row_schema
 from ister.spark.source import IsterDataSource
+from ister.topic.schema_kinds import ValidationPolicy
 from ister.topic.stores import open_metadata
 from support.loops import case
 from support.streams import A, B, Home
@@ -301,7 +301,7 @@ def test_partitions_have_the_schema_of_their_topic(home):
 def test_topics_without_one_schema_are_refused(home):
     publish(home, b"{}")
     publish(home, b"{}", name=B)
-    with pytest.raises(NotFoundError, match="has no schema in the registry"):
+    with pytest.raises(NotFoundError, match="has no registered schema"):
         source(home, payloadSchema="registry").schema()
     register(home, A, {"type": "object", "properties": {"id": {"type": "integer"}}})
     register(home, B, {"type": "object", "properties": {"id": {"type": "string"}}})
@@ -309,7 +309,7 @@ def test_topics_without_one_schema_are_refused(home):
         source(home, topic=f"{A},{B}", payloadSchema="registry").schema()
     register(home, "/default/c", {"type": "record", "name": "r", "fields": []}, kind="avro")
     publish(home, b"{}", name="/default/c")
-    with pytest.raises(InvalidRequestError, match="schema is avro, not a JSON Schema"):
+    with pytest.raises(InvalidRequestError, match="is avro, not a JSON Schema"):
         source(home, topic="/default/c", payloadSchema="registry").schema()
 
 
