@@ -67,6 +67,15 @@ class Codec(StrEnum):
     """As Danube writes them since 0.12."""
 
 
+class Layout(StrEnum):
+    """Where new objects of frames are in the bucket; see `ister.bucket.names`."""
+
+    OBJECTS = "objects"
+    """`objects/`, as Danube had it up to 0.8."""
+    SEGMENTS = "segments"
+    """`segments/`, where Danube 0.9 and later looks for them."""
+
+
 class TopicState(Enum):
     """Whether a topic takes appends, and why not."""
 

@@ -280,7 +280,7 @@ def acknowledged_without_the_lease(patch: pytest.MonkeyPatch) -> None:
 
 
 def object_names_without_the_epoch(patch: pytest.MonkeyPatch) -> None:
-    def format_object_id(start: int, end: int, epoch: int, *, tag: str | None = None) -> str:
+    def format_object_id(start: int, end: int, epoch: int, **more: object) -> str:
         return f"data-{start}-0.dnb1"
 
     for module in (ister.bucket.upload, ister.bucket.object_maker):

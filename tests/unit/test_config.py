@@ -29,7 +29,7 @@ from ister.config import (
     load_config,
 )
 from ister.errors import ConfigError, InvalidRequestError
-from ister.model import AckLevel, Codec
+from ister.model import AckLevel, Codec, Layout
 from support.cases import each
 
 _DIR = "/home/wal"
@@ -152,6 +152,7 @@ _KEYS = {
     "storage.cloud.backend": (CloudBackend.FS, "memory", CloudBackend.MEMORY),
     "storage.cloud.root": ("/home/objects", "/y", "/y"),
     "storage.cloud.options": ({}, {"region": "eu"}, {"region": "eu"}),
+    "storage.cloud.layout": (Layout.OBJECTS, "segments", Layout.SEGMENTS),
     "storage.cloud.call_timeout_seconds": (60, 5, 5),
     "storage.cloud.retention.time_minutes": (None, 60, 60),
     "storage.cloud.retention.size_mb": (None, 1, 1),

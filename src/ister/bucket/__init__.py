@@ -16,6 +16,7 @@ egress              the limit on the upload rate
 catalog             a topic's record and descriptors, read without owning it
 directory           the metadata of many topics at once
 names               names in the bucket and in the metadata store
+listing             the objects of a topic, in whichever folder
 history_reader      reads frames back from objects
 chunks              fetches a part of an object, for decoding whole chunks
 check               whether an object is what its descriptor says
@@ -25,6 +26,9 @@ retention           which objects expire, and their removal
 orphans             objects without a descriptor, and their removal
 shared_staging      staged files of several topics, and their removal
 rebuild             metadata from the bucket alone
+object_choice       which objects of a bucket make up a topic
+offset_ranges       ranges of offsets: union, difference
+danube_objects      objects that Danube wrote: what is in them, and which are taken
 cursors             cursors beyond the end of a topic that lost messages
 pipeline            the pipeline's keys, lease, requests and status
 """

@@ -47,7 +47,7 @@ from ister.format.descriptor import (
 from ister.format.frame import Corrupt, Frame, FrameBatch, decode_frame, scan_frames
 from ister.format.message import recognise
 from ister.limits import FRAME_BODY_BYTES_MAX, MIB, OBJECT_INDEX_ENTRIES_MAX
-from ister.model import Codec, TopicName
+from ister.model import Codec, Layout, TopicName
 from ister.objectstore.base import ObjectStore
 
 if TYPE_CHECKING:
@@ -79,6 +79,11 @@ class MergeSettings(Protocol):
     @property
     def index_every_messages(self) -> int:
         """How far apart the index entries of frames are."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """Where an object of frames goes."""
         ...
 
 
@@ -131,7 +136,7 @@ def merge_objects(
     """
     _check_inputs(topic, objects, format, survives)
     start, end = objects[0].start, objects[-1].end
-    object_id = format_object_id(start, end, epoch, format=format, tag=tag)
+    object_id = format_object_id(start, end, epoch, format=format, tag=tag, layout=settings.layout)
     key = object_key(topic, object_id)
     merge = _Merge(topic, objects, store, settings, zstd_level, row_group_bytes, is_stopping)
     writer = store.open_writer(

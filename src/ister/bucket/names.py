@@ -5,6 +5,7 @@
         objects/data-<start>-<end>-<epoch>.dnb1     of every later one
         objects/data-<start>-pending-<epoch>[-c<tag>].dnb1  being written, named by a copy
         objects/data-<start>-<end>[-<epoch>]-c<tag>.dnb1|.parquet       merged of several others
+        segments/data-<start>-<number>.dnb1         any object of frames, with the layout `segments`
         topic.json                                  what `ister recover` needs to know
     storage/express/<node>/<process>/<sequence>.dnbx    runs of many topics
     staging/<ns>/<topic>/<writer>/<batch>/          rows on their way to the topic
@@ -19,17 +20,28 @@ so that no name is used twice. A run has the express object's name and its place
 
 The tag of a merged object is random: two runs that merge the same objects never write to the same
 name, and what one of them leaves out the other may keep.
+
+The number of a segment has 31 digits: 1, then ten each for the epoch, the count of messages less
+one, and the tag plus one (0 without a tag). So it has all that the other names have, and looks to
+Danube like its own, which it does not parse.
+
+An object id is the part of the key behind `objects/`, or `segments/` and what follows.
+
+Danube's own names do not say where an object ends: `data-<start>-<unix seconds>.dnb1`, in
+`objects/` (0.6.2 to 0.8) or in `segments/` (since 0.9). `parse_object_id` gives None for them, as
+for any foreign name, and `parse_danube_id` takes them apart; `ister.bucket.danube_objects` looks
+inside.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ister.errors import TopicNameError, check
 from ister.format.descriptor import FORMAT_FRAMES, FORMAT_PARQUET, is_express_name, parse_run_id
-from ister.model import TopicName
+from ister.model import Layout, TopicName
 
 TOPICS_PREFIX: Final = "storage/topics/"
 EXPRESS_PREFIX: Final = "storage/express/"
@@ -45,6 +57,16 @@ _PENDING_ID: Final = re.compile(
     rf"data-{_NUMBER}-pending(?:-{_NUMBER})?(?:-c{_TAG.pattern})?\.dnb1"
 )
 _FIRST_EPOCH: Final = 1
+_SEGMENTS: Final = "segments/"
+_SEGMENT_DIGITS: Final = 10
+_SEGMENT_ID: Final = re.compile(
+    rf"{_SEGMENTS}data-{_NUMBER}-1([0-9]{{10}})([0-9]{{10}})([0-9]{{10}})\.dnb1"
+)
+_DANUBE_ID: Final = re.compile(rf"(?:{_SEGMENTS})?data-{_NUMBER}-{_NUMBER}\.dnb1")
+# Unix seconds that a name may have: from 2001 to 2286.
+_SECONDS: Final = range(10**9, 10**10)
+# No object has as many messages as there are seconds between small offsets and our time.
+_OBJECT_MESSAGES_MAX: Final = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +79,26 @@ class ObjectName:
     format: str = FORMAT_FRAMES
     tag: str | None = None
     """Of an object that was merged of others: eight hexadecimal digits."""
+    written_at: int | None = None
+    """Of one that Danube wrote: the number in its name, usually Unix seconds."""
+
+
+class DanubeName(NamedTuple):
+    """The parts of a name that Danube gave; neither proves anything about the object."""
+
+    start: int
+    number: int
+    """Unix seconds; in the names of Danube 0.5, the last offset."""
 
 
 def format_object_id(
-    start: int, end: int, epoch: int, *, format: str = FORMAT_FRAMES, tag: str | None = None
+    start: int,
+    end: int,
+    epoch: int,
+    *,
+    format: str = FORMAT_FRAMES,
+    tag: str | None = None,
+    layout: Layout = Layout.OBJECTS,
 ) -> str:
     """The name of the object with the offsets `start` up to, not including, `end`.
 
@@ -70,9 +108,15 @@ def format_object_id(
         epoch: Of the owner.
         format: `dnb1` or `parquet`.
         tag: Eight hexadecimal digits, for an object that was merged of others.
+        layout: Where it goes; Parquet is always in `objects/`.
     """
     check(format in (FORMAT_FRAMES, FORMAT_PARQUET), f"an object of the format {format!r}")
     check(tag is None or _TAG.fullmatch(tag) is not None, f"not an object's tag: {tag!r}")
+    if layout is Layout.SEGMENTS and format == FORMAT_FRAMES:
+        parts = (epoch, end - start - 1, 0 if tag is None else int(tag, 16) + 1)
+        check(all(0 <= part < 10**_SEGMENT_DIGITS for part in parts), f"no segment: {parts}")
+        number = "".join(f"{part:0{_SEGMENT_DIGITS}d}" for part in parts)
+        return f"{_SEGMENTS}data-{start}-1{number}.dnb1"
     suffix = "" if epoch == _FIRST_EPOCH else f"-{epoch}"
     if tag is not None:
         suffix += f"-c{tag}"
@@ -93,13 +137,16 @@ def format_pending_id(start: int, epoch: int, *, tag: str | None = None) -> str:
 
 
 def parse_object_id(object_id: str) -> ObjectName | None:
-    """Takes an object's name apart; None for pending and foreign ones."""
+    """Takes an object's id apart; None for pending and foreign ones."""
     match = _OBJECT_ID.fullmatch(object_id)
     if match is None:
-        return None
+        return _parse_segment_id(object_id)
     start, last, epoch, tag, kind = match.groups()
     if int(last) < int(start):
         return None
+    is_plain = epoch is None and tag is None and kind == FORMAT_FRAMES
+    if is_plain and int(last) in _SECONDS and int(last) - int(start) >= _OBJECT_MESSAGES_MAX:
+        return None  # Danube 0.6.2 to 0.8: seconds, not an offset
     return ObjectName(
         start=int(start),
         end=int(last) + 1,
@@ -107,6 +154,30 @@ def parse_object_id(object_id: str) -> ObjectName | None:
         format=kind,
         tag=tag,
     )
+
+
+def _parse_segment_id(object_id: str) -> ObjectName | None:
+    match = _SEGMENT_ID.fullmatch(object_id)
+    if match is None:
+        return None
+    start, epoch, rest, tag = map(int, match.groups())
+    if tag > 1 << 32:
+        return None
+    return ObjectName(
+        start=start,
+        end=start + rest + 1,
+        epoch=epoch,
+        tag=f"{tag - 1:08x}" if tag else None,
+    )
+
+
+def parse_danube_id(object_id: str) -> DanubeName | None:
+    """Takes an id apart that Danube may have given; None for ids that only Ister gives.
+
+    Names of Danube 0.5 are those of a topic's first owner here; they are among them.
+    """
+    match = _DANUBE_ID.fullmatch(object_id)
+    return None if match is None else DanubeName(int(match[1]), int(match[2]))
 
 
 def parse_epoch(object_id: str) -> int:
@@ -130,16 +201,41 @@ def parse_pending_start(object_id: str) -> int | None:
     return None if match is None else int(match.group(1))
 
 
+def topic_prefix(topic: TopicName) -> str:
+    """The prefix of the keys of everything that a topic has in the bucket, express runs aside."""
+    return f"{TOPICS_PREFIX}{topic.namespace}/{topic.topic}/"
+
+
 def objects_prefix(topic: TopicName) -> str:
-    """The prefix of the keys of a topic's objects."""
-    return f"{TOPICS_PREFIX}{topic.namespace}/{topic.topic}/objects/"
+    """The prefix of the keys of a topic's objects, those in `segments/` aside."""
+    return f"{topic_prefix(topic)}objects/"
+
+
+def segments_prefix(topic: TopicName) -> str:
+    """The prefix of the keys of a topic's segments."""
+    return topic_prefix(topic) + _SEGMENTS
 
 
 def object_key(topic: TopicName, object_id: str) -> str:
     """The key of an object in the store; of a run, that of the slice (`objectstore.slices`)."""
     if parse_run_id(object_id) is not None:
         return EXPRESS_PREFIX + object_id
+    if object_id.startswith(_SEGMENTS):
+        return topic_prefix(topic) + object_id
     return objects_prefix(topic) + object_id
+
+
+def object_id_of(topic: TopicName, key: str) -> str:
+    """The id of the object with this key; of a foreign file, its path below the topic's prefix."""
+    if key.startswith(EXPRESS_PREFIX):
+        return key.removeprefix(EXPRESS_PREFIX)
+    prefix = objects_prefix(topic)
+    return key.removeprefix(prefix if key.startswith(prefix) else topic_prefix(topic))
+
+
+def segment_name(object_id: str) -> str | None:
+    """The name by which Danube finds an object in `segments/`; None for other objects."""
+    return object_id.removeprefix(_SEGMENTS) if object_id.startswith(_SEGMENTS) else None
 
 
 def express_name(node: str, process: str, sequence: int) -> str:
@@ -156,7 +252,7 @@ def express_key(name: str) -> str:
 
 def manifest_key(topic: TopicName) -> str:
     """The key of the small object that describes the topic."""
-    return f"{TOPICS_PREFIX}{topic.namespace}/{topic.topic}/topic.json"
+    return f"{topic_prefix(topic)}topic.json"
 
 
 def staging_prefix(topic: TopicName, writer: str | None = None, batch: int | None = None) -> str:

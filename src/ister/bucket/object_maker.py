@@ -41,7 +41,7 @@ from ister.format.frame import FrameBatch
 from ister.format.message import decode_publish_times
 from ister.limits import MIB, OBJECT_INDEX_ENTRIES_MAX
 from ister.metrics import Metrics
-from ister.model import Codec, TopicName
+from ister.model import Codec, Layout, TopicName
 from ister.objectstore.base import ObjectStore, ObjectWriter
 
 _log = logging.getLogger("ister.bucket.object_maker")
@@ -78,6 +78,7 @@ class UploadSettings:
     index_every_messages: int
     object_bytes_max: int
     object_span_ms_max: int
+    layout: Layout = Layout.OBJECTS
 
     @property
     def read_bytes(self) -> int:
@@ -156,7 +157,7 @@ class ObjectMaker:
             PermissionDeniedError: The store refuses.
             ClosedError: The topic or job is stopping.
         """
-        object_id = format_object_id(start, end, epoch, tag=tag)
+        object_id = format_object_id(start, end, epoch, tag=tag, layout=self._settings.layout)
         key = object_key(self._topic, object_id)
         if self._settings.copies:
             pending_id = format_pending_id(start, epoch, tag=self._pending_tag)

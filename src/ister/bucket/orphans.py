@@ -7,7 +7,9 @@ catalog is read again right before each removal. These objects are kept:
 - those of unknown age;
 - those that a merged object has replaced, until the time that the merge has set: they may still be
   read;
-- those in a hole of the catalog: their descriptors may be restored.
+- those in a hole of the catalog: their descriptors may be restored;
+- those with names that Ister does not give: files of others, and objects that Danube wrote. Of the
+  latter, those go that belonged to the topic and that a merged object has replaced.
 
 One owner does this for its topic (`collect_orphans`); a job does it for topics that no process has
 open (`collect_unowned`), and keeps more. Parts of uploads that never completed are invisible to a
@@ -22,11 +24,13 @@ from contextlib import suppress
 from typing import Final
 
 from ister import failpoints
+from ister.bucket.listing import list_objects
 from ister.bucket.names import (
     ObjectName,
     format_pending_id,
+    object_id_of,
     object_key,
-    objects_prefix,
+    parse_danube_id,
     parse_object_id,
     parse_pending_epoch,
     parse_pending_start,
@@ -79,7 +83,7 @@ def collect_orphans(
         UnavailableError: A store does not answer; objects that were not checked stay.
         FencedError: Another process owns the topic.
     """
-    prefix = objects_prefix(owned.catalog.keys.topic)
+    topic = owned.catalog.keys.topic
     oldest = clock.now_ns() / 1e9 - grace_seconds
     session = owned.session()
     under_way = (
@@ -90,10 +94,10 @@ def collect_orphans(
     )
     now = clock.now_ns() // 1_000_000_000
     if not dry_run:
-        _forget_retired(owned, now)
+        _forget_retired(owned, store, now)
     removed: list[str] = []
-    for info in list(store.list(prefix)):
-        object_id = info.key.removeprefix(prefix)
+    for info in list(list_objects(store, topic)):
+        object_id = object_id_of(topic, info.key)
         if object_id in under_way or not is_past(info, oldest, correct_ms):
             continue
         # In this order: a merge between the two questions shows in the second one.
@@ -146,9 +150,9 @@ def collect_unowned(
     Raises:
         As `collect_orphans`.
     """
-    prefix = objects_prefix(owned.catalog.keys.topic)
+    topic = owned.catalog.keys.topic
     # Listed before the catalog is read: what it names later counts as absent.
-    there = {info.key.removeprefix(prefix) for info in store.list(prefix)}
+    there = {object_id_of(topic, info.key) for info in list_objects(store, topic)}
     return collect_orphans(
         owned,
         store,
@@ -199,13 +203,21 @@ def _retired(owned: OwnedTopic, now: int) -> set[str]:
     return kept
 
 
-def _forget_retired(owned: OwnedTopic, now: int) -> None:
+def _forget_retired(owned: OwnedTopic, store: ObjectStore, now: int) -> None:
     """Deletes the records of replaced objects that are not kept any more.
 
     A crash between the end of a record and that of its objects leaves objects without a descriptor.
+    Objects that Danube wrote are deleted before their record: without it they are foreign files.
     """
+    topic = owned.catalog.keys.topic
     for found in owned.catalog.store.range(owned.catalog.keys.retired("")):
-        if decode_retired(found.value, key=found.key).until <= now:
+        retired = decode_retired(found.value, key=found.key)
+        if retired.until <= now:
+            for object_id in retired.objects:
+                if parse_object_id(object_id) is None and parse_danube_id(object_id) is not None:
+                    owned.check()
+                    store.delete(object_key(topic, object_id))
+                    failpoints.reach("tier.after_delete_object")
             owned.transact([RevisionIs(found.key, found.revision)], [Delete(found.key)])
 
 

@@ -14,6 +14,11 @@ objects; their descriptors come from the footers. Runs of another incarnation ar
 same name that was deleted, and so are all runs of a topic that has neither a manifest nor objects
 of its own.
 
+Objects that Danube wrote are adopted where they are (`ister.bucket.danube_objects`). They may
+overlap, because Danube exports some files again: the longest history is taken, of equal objects the
+newest, and offsets that only a left-out object has are copied from it. Each object of frames that
+is not taken is an error with its name, unless Ister itself wrote it.
+
 Commit point: the topic's record, written last and only if there is none. What a crash leaves
 before it: descriptors without a record, which the next run writes again.
 """
@@ -23,26 +28,33 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ister.bucket.check import load_archives, verify_content, walk_frames
+from ister.bucket.danube_objects import Adoption
 from ister.bucket.express import read_footer
+from ister.bucket.listing import list_objects
 from ister.bucket.names import (
     EXPRESS_PREFIX,
     TOPICS_PREFIX,
     ObjectName,
     TopicKeys,
     manifest_key,
+    object_id_of,
     object_key,
     objects_prefix,
     parse_object_id,
     parse_topic_of_key,
+    segments_prefix,
 )
+from ister.bucket.object_choice import choose_objects, overlap, ranges_of
 from ister.bucket.object_maker import ObjectSummary
+from ister.bucket.offset_ranges import is_within, merge_ranges
 from ister.clock import Clock
 from ister.errors import (
     AlreadyExistsError,
@@ -54,6 +66,7 @@ from ister.errors import (
 from ister.format.crc import crc32
 from ister.format.descriptor import (
     FORMAT_EXPRESS,
+    FORMAT_FRAMES,
     FORMAT_PARQUET,
     ObjectDescriptor,
     encode_descriptor,
@@ -61,7 +74,7 @@ from ister.format.descriptor import (
 from ister.format.records import TopicRecord, encode_current, encode_topic
 from ister.limits import MIB
 from ister.metadata.base import Absent, MetadataStore, Put
-from ister.model import AckLevel, Codec, TopicName
+from ister.model import AckLevel, Codec, Layout, TopicName
 from ister.objectstore.base import ObjectInfo, ObjectStore
 from ister.objectstore.slices import with_slices
 
@@ -92,7 +105,9 @@ class TopicReport:
     topic: str
     objects: list[ObjectDescriptor] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    """Objects that belong to no gapless history."""
+    """Objects that belong to no gapless history, and foreign files."""
+    copied: list[str] = field(default_factory=list)
+    """Objects made of the parts of left-out ones that no other object has."""
     gaps: list[tuple[int, int]] = field(default_factory=list)
     errors: list[IsterError] = field(default_factory=list)
     is_written: bool = False
@@ -137,15 +152,27 @@ def has_manifest(store: ObjectStore, topic: TopicName) -> bool:
     return True
 
 
-def find_topics(store: ObjectStore) -> dict[TopicName, list[ObjectInfo]]:
-    """Every topic that has something in the bucket, with its objects (not its manifest)."""
+def find_topics(
+    store: ObjectStore, *, on_stray: Callable[[str], None] = lambda key: None
+) -> dict[TopicName, list[ObjectInfo]]:
+    """Every topic that has something in the bucket, with its objects (not its manifest).
+
+    Objects of frames count wherever they are below the topic's prefix.
+
+    Args:
+        store: The bucket.
+        on_stray: Called with the key of an object of frames that is below no topic's prefix.
+    """
     found: dict[TopicName, list[ObjectInfo]] = {}
     for info in store.list(TOPICS_PREFIX):
         topic = parse_topic_of_key(info.key)
+        is_frames = info.key.endswith(f".{FORMAT_FRAMES}")
         if topic is not None:
             objects = found.setdefault(topic, [])
-            if info.key.startswith(objects_prefix(topic)):
+            if is_frames or info.key.startswith((objects_prefix(topic), segments_prefix(topic))):
                 objects.append(info)
+        elif is_frames:
+            on_stray(info.key)
     return found
 
 
@@ -198,68 +225,6 @@ def _name_runs(
     return named
 
 
-def _object_id(topic: TopicName, info: ObjectInfo) -> str:
-    if info.key.startswith(EXPRESS_PREFIX):
-        return info.key.removeprefix(EXPRESS_PREFIX)
-    return info.key.removeprefix(objects_prefix(topic))
-
-
-def choose_objects(
-    names: Iterable[ObjectName], *, start: int | None = None, partial: Collection[ObjectName] = ()
-) -> tuple[list[ObjectName], list[ObjectName], list[tuple[int, int]]]:
-    """Which objects make up a topic, which do not, and where there are gaps.
-
-    Args:
-        names: All there are.
-        start: Begin at this offset and stop at the first gap; by default, with the first object,
-            over all gaps.
-        partial: Those that messages were left out of; taken only where nothing else has a range.
-    """
-    everything = sorted(names, key=lambda n: (n.start, n.end, n.epoch, n.tag or "", n.format))
-    whole = _without_fenced([name for name in everything if name not in partial])
-    needed = [name for name in everything if name in partial and not _tiles(whole, name)]
-    by_start: dict[int, list[ObjectName]] = {}
-    for name in _without_fenced([*whole, *needed]):
-        by_start.setdefault(name.start, []).append(name)
-    # How far a gapless history gets from each start, with how many offsets in partial objects, and
-    # through which object.
-    reach: dict[int, tuple[int, int, ObjectName]] = {}
-    for begin in sorted(by_start, reverse=True):
-        ways: list[tuple[int, int, ObjectName]] = []
-        for name in by_start[begin]:
-            far, thin, _ = reach.get(name.end, (name.end, 0, name))
-            ways.append((far, thin + (name.end - begin if name in partial else 0), name))
-        reach[begin] = max(ways, key=lambda way: (way[0], -way[1], way[2].end, way[2].tag or ""))
-    chosen: list[ObjectName] = []
-    gaps: list[tuple[int, int]] = []
-    starts = sorted(by_start)
-    at = start if start is not None else (starts[0] if starts else 0)
-    while True:
-        while at in reach:
-            chosen.append(reach[at][2])
-            at = chosen[-1].end
-        following = bisect_left(starts, at)
-        if start is not None or following == len(starts):
-            break
-        gaps.append((at, starts[following]))
-        at = starts[following]
-    taken = set(chosen)
-    return chosen, [name for name in everything if name not in taken], gaps
-
-
-def _tiles(names: list[ObjectName], wanted: ObjectName) -> bool:
-    """Whether some objects make up exactly the range of another one."""
-    ends: dict[int, list[int]] = {}
-    for name in names:
-        if wanted.start <= name.start and name.end <= wanted.end:
-            ends.setdefault(name.start, []).append(name.end)
-    reached = {wanted.start}
-    for begin in sorted(ends):
-        if begin in reached:
-            reached.update(ends[begin])
-    return wanted.end in reached
-
-
 def _find_partial(store: ObjectStore, named: Mapping[ObjectName, ObjectInfo]) -> set[ObjectName]:
     """The objects that messages were left out of, or that do not tell."""
     found: set[ObjectName] = set()
@@ -282,50 +247,6 @@ def _open_archive(store: ObjectStore, key: str, size_bytes: int) -> ArchiveReade
     return archive
 
 
-def _without_fenced(names: list[ObjectName]) -> list[ObjectName]:
-    """Leaves out objects that overlap one of a later epoch: their owner had been fenced.
-
-    A merged object that is left out proves nothing about earlier epochs: it has messages of theirs.
-    """
-    kept: list[ObjectName] = []
-    later: list[tuple[int, int]] = []  # what later epochs cover: disjoint, ascending
-    for epoch in sorted({name.epoch for name in names}, reverse=True):
-        group = [name for name in names if name.epoch == epoch]
-        rest = {name for name in group if _overlaps(later, name)}
-        kept += [name for name in group if name not in rest]
-        later = _merge([*later, *_ranges(n for n in group if not (n in rest and _is_merged(n)))])
-    return kept
-
-
-def _is_merged(name: ObjectName) -> bool:
-    return name.tag is not None and name.format != FORMAT_EXPRESS
-
-
-def _overlaps(ranges: list[tuple[int, int]], name: ObjectName) -> bool:
-    at = bisect_left(ranges, (name.end, 0))
-    return at > 0 and ranges[at - 1][1] > name.start
-
-
-def _ranges(names: Iterable[ObjectName]) -> list[tuple[int, int]]:
-    """What objects cover: disjoint, ascending."""
-    return _merge([(name.start, name.end) for name in names])
-
-
-def _is_within(ranges: list[tuple[int, int]], start: int, end: int) -> bool:
-    at = bisect_left(ranges, (start + 1,))
-    return at > 0 and ranges[at - 1][1] >= end
-
-
-def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
 class _Descriptions:
     """Descriptors made by reading objects; each object is read once."""
 
@@ -337,6 +258,7 @@ class _Descriptions:
         *,
         incarnation: str,
         runs: Mapping[ObjectName, ObjectDescriptor],
+        known: Mapping[ObjectName, ObjectDescriptor] = MappingProxyType({}),
         on_object: Callable[[], None] = lambda: None,
     ) -> None:
         self._incarnation = incarnation
@@ -345,7 +267,9 @@ class _Descriptions:
         self._topic = topic
         self._named = named
         self._on_object = on_object
-        self._found: dict[ObjectName, ObjectDescriptor | CorruptDataError | NotFoundError] = {}
+        self._found: dict[ObjectName, ObjectDescriptor | CorruptDataError | NotFoundError] = {
+            **known
+        }
 
     def of(self, name: ObjectName) -> ObjectDescriptor:
         """An object's descriptor; raises as `describe_object`."""
@@ -359,7 +283,7 @@ class _Descriptions:
                     self._found[name] = describe_object(
                         self._store,
                         self._topic,
-                        _object_id(self._topic, info),
+                        object_id_of(self._topic, info.key),
                         name,
                         incarnation=self._incarnation,
                         created_at=int(info.modified_at or 0),
@@ -402,8 +326,8 @@ def _choose_sound(
         for name in _suspects(names, chosen):
             if name in needed or descriptions.is_sound(name):
                 continue
-            others = _ranges(choose_objects(names - {name}, start=start, partial=partial)[0])
-            if all(_is_within(others, *covered) for covered in _ranges(chosen)):
+            others = ranges_of(choose_objects(names - {name}, start=start, partial=partial)[0])
+            if all(is_within(others, *covered) for covered in ranges_of(chosen)):
                 _log.warning(
                     "a merged object is not sound; using the original objects",
                     extra={"path": named[name].key},
@@ -418,7 +342,7 @@ def _choose_sound(
 def _suspects(names: Collection[ObjectName], chosen: list[ObjectName]) -> list[ObjectName]:
     """Merged objects that a choice depends on: chosen ones, and those that exclude others."""
     suspects = [name for name in chosen if name.tag is not None]
-    covered = _ranges(chosen)
+    covered = ranges_of(chosen)
     earlier: list[tuple[int, int]] = []  # what earlier epochs cover
     for epoch in sorted({name.epoch for name in names}):
         group = [name for name in names if name.epoch == epoch]
@@ -426,10 +350,10 @@ def _suspects(names: Collection[ObjectName], chosen: list[ObjectName]) -> list[O
             name
             for name in sorted(group, key=lambda n: (n.start, n.end, n.tag or "", n.format))
             if name.tag is not None
-            and not _is_within(covered, name.start, name.end)
-            and _overlaps(earlier, name)
+            and not is_within(covered, name.start, name.end)
+            and overlap(earlier, name)
         ]
-        earlier = _merge([*earlier, *((name.start, name.end) for name in group)])
+        earlier = merge_ranges([*earlier, *((name.start, name.end) for name in group)])
     return suspects
 
 
@@ -526,10 +450,9 @@ def find_continuation(
     below `epoch_min` are of a topic of the same name that was deleted.
     """
     store = with_slices(store)
-    prefix = objects_prefix(topic)
     names: dict[ObjectName, ObjectInfo] = {}
-    for info in store.list(prefix):
-        name = parse_object_id(info.key.removeprefix(prefix))
+    for info in list_objects(store, topic):
+        name = parse_object_id(object_id_of(topic, info.key))
         if name is not None and name.start >= start and name.epoch >= epoch_min:
             names[name] = info
     runs: dict[ObjectName, ObjectDescriptor] = {}
@@ -557,6 +480,7 @@ def rebuild_topic(
     runs: Sequence[ObjectDescriptor] = (),
     clock: Clock,
     dry_run: bool,
+    layout: Layout = Layout.OBJECTS,
     on_object: Callable[[], None] = lambda: None,
 ) -> TopicReport:
     """Writes the metadata of a topic from its objects, if there is none.
@@ -569,35 +493,32 @@ def rebuild_topic(
         runs: Its runs in express objects, as `find_runs` gives them.
         clock: For the record of a topic without a manifest.
         dry_run: Look and report, write nothing.
+        layout: Where objects go that are made of parts of others.
         on_object: Called when an object has been read.
 
     Returns:
         What was found. Damaged objects are in `errors`; a descriptor for the range that their names
-        say is written all the same, so that what is whole in them can be read.
+        say is written all the same, so that what is whole in them can be read. Objects of Danube
+        that were not taken are in `errors`, too.
     """
     store = with_slices(store)
     topic = keys.topic
     report = TopicReport(topic=str(topic))
-    prefix = objects_prefix(topic)
-    named: dict[ObjectName, ObjectInfo] = {}
-    for info in objects:
-        name = parse_object_id(info.key.removeprefix(prefix))
-        if name is None:
-            report.left_out.append(info.key.removeprefix(prefix))
-        else:
-            named[name] = info
-    manifest = load_manifest(store, topic)
-    is_damaged = manifest is None and has_manifest(store, topic)
-    if is_damaged:
-        report.errors.append(
-            CorruptDataError("the topic's manifest is damaged", path=manifest_key(topic))
-        )
+    manifest, is_damaged = _find_manifest(store, topic, report)
     if manifest is not None:
         incarnation = manifest.incarnation
-    elif runs and (named or is_damaged):
+    elif runs and (is_damaged or any(parse_object_id(object_id_of(topic, o.key)) for o in objects)):
         incarnation = max(runs, key=lambda run: run.epoch).incarnation
     else:
         incarnation = secrets.token_hex(8)
+    adoption = Adoption(
+        store,
+        topic,
+        incarnation=incarnation,
+        is_danubes=not (manifest is not None or is_damaged or runs),
+    )
+    named = adoption.sort(objects, on_object=on_object)
+    report.left_out += adoption.foreign
     express: dict[ObjectName, ObjectDescriptor] = {}
     for name, (info, run) in _name_runs(topic, runs).items():
         if run.incarnation == incarnation:
@@ -605,10 +526,15 @@ def rebuild_topic(
         else:
             report.left_out.append(run.object_id)
     descriptions = _Descriptions(
-        store, topic, named, incarnation=incarnation, runs=express, on_object=on_object
+        store,
+        topic,
+        named,
+        incarnation=incarnation,
+        runs=express,
+        known=adoption.described,
+        on_object=on_object,
     )
     chosen, rest, report.gaps = _choose_sound(store, named, descriptions)
-    report.left_out += [_object_id(topic, named[name]) for name in rest]
     for name in chosen:
         try:
             report.objects.append(descriptions.of(name))
@@ -619,30 +545,72 @@ def rebuild_topic(
                 if name in express
                 else _describe_unread(store, topic, name, named[name], incarnation)
             )
+    left_out = {object_id_of(topic, named[name].key): name for name in rest}
+    report.left_out += left_out
+    report.copied = adoption.complete(
+        report.objects,
+        (
+            (object_id, descriptions.of(name) if descriptions.is_sound(name) else None)
+            for object_id, name in left_out.items()
+        ),
+        layout=layout,
+        dry_run=dry_run,
+    )
+    report.errors += adoption.errors
+    report.gaps = [(a.end, b.start) for a, b in pairwise(report.objects) if a.end < b.start]
     if metadata.get(keys.record) is not None:
         report.errors.append(
             AlreadyExistsError("the metadata store knows this topic", topic=str(topic))
         )
         return report
     if not dry_run:
-        now = clock.now_ns() // 1_000_000_000
-        codecs = [described.codec for described in report.objects if described.codec is not None]
-        record = TopicRecord(
-            # Some owners may have made no object: their epochs must not be used again.
-            epoch=max((name.epoch for name in named), default=0) + _EPOCHS_SKIPPED,
-            incarnation=incarnation,
-            ack=manifest.ack if manifest is not None else AckLevel.SYNCED,
-            codec=manifest.codec
-            if manifest is not None
-            else (codecs[-1] if codecs else Codec.BINCODE2),
-            created_at=manifest.created_at if manifest is not None else now,
-        )
+        record = _make_record(manifest, named, report.objects, incarnation=incarnation, clock=clock)
         if manifest is None:
             # So that a second rebuilding gives the same topic.
             save_manifest(store, topic, manifest_of(record))
         _write(metadata, keys, record, report.objects)
         report.is_written = True
     return report
+
+
+def _find_manifest(
+    store: ObjectStore, topic: TopicName, report: TopicReport
+) -> tuple[Manifest | None, bool]:
+    """A topic's manifest, and whether there is one that is damaged, which is reported."""
+    manifest = load_manifest(store, topic)
+    is_damaged = manifest is None and has_manifest(store, topic)
+    if is_damaged:
+        report.errors.append(
+            CorruptDataError("the topic's manifest is damaged", path=manifest_key(topic))
+        )
+    return manifest, is_damaged
+
+
+def _make_record(
+    manifest: Manifest | None,
+    named: Iterable[ObjectName],
+    objects: Sequence[ObjectDescriptor],
+    *,
+    incarnation: str,
+    clock: Clock,
+) -> TopicRecord:
+    """The record of a topic, by its manifest or else by its objects."""
+    codecs = [described.codec for described in objects if described.codec is not None]
+    if manifest is None:
+        manifest = Manifest(
+            ack=AckLevel.SYNCED,
+            codec=codecs[-1] if codecs else Codec.BINCODE2,
+            incarnation=incarnation,
+            created_at=clock.now_ns() // 1_000_000_000,
+        )
+    return TopicRecord(
+        # Some owners may have made no object: their epochs must not be used again.
+        epoch=max((name.epoch for name in named), default=0) + _EPOCHS_SKIPPED,
+        incarnation=incarnation,
+        ack=manifest.ack,
+        codec=manifest.codec,
+        created_at=manifest.created_at,
+    )
 
 
 def manifest_of(record: TopicRecord) -> Manifest:
@@ -664,7 +632,7 @@ def _describe_unread(
         with suppress(CorruptDataError):
             kept = _open_archive(store, info.key, info.size).kept
     return ObjectDescriptor(
-        object_id=info.key.removeprefix(objects_prefix(topic)),
+        object_id=object_id_of(topic, info.key),
         start=name.start,
         end=name.end,
         size_bytes=info.size,

@@ -194,7 +194,7 @@ class Uploader:
         owned = self._owned
         owned.begin(
             UploadSession(
-                object_id=format_object_id(start, end, owned.epoch),
+                object_id=format_object_id(start, end, owned.epoch, layout=self._settings.layout),
                 start=start,
                 end=end,
                 epoch=owned.epoch,

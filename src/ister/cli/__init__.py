@@ -1,7 +1,7 @@
 """The command line: one file per command, thin over the layers below.
 
-Commands: auth, bench, brokers, completion, config, consume, demo, inspect, namespaces, pipeline,
-produce, recover, repair, serve, subscriptions, topics, up. What they share:
+Commands: auth, bench, brokers, completion, config, consume, danube, demo, inspect, namespaces,
+pipeline, produce, recover, repair, serve, subscriptions, topics, up. What they share:
 
 main            arguments in, exit code out
 parser          the layout of help, hints after wrong usage

@@ -34,11 +34,11 @@ def register(commands: Subparsers) -> None:
         "recover",
         help="rebuild lost metadata from the bucket",
         description="Rebuilds the metadata of topics from the objects in the bucket: after "
-        "the metadata store was lost, or for a bucket copied from elsewhere. Reads and "
-        "checks every object. Topics known to the metadata store are left unchanged. A "
+        "the metadata store was lost, or for a bucket of Danube, or copied from elsewhere. Reads "
+        "and checks every object. Topics known to the metadata store are left unchanged. A "
         "damaged SQLite file is renamed to a name with `.damaged-`. The positions of "
         "subscriptions are not in the bucket and are lost. Exit code 1 if something is "
-        "damaged or missing.",
+        "damaged or missing, or if an object that Danube wrote was not taken.",
         examples=(
             "ister recover --data ./ister-data --dry-run",
             "ister recover /default/orders --config ister.yml --json",
@@ -121,6 +121,7 @@ def _as_json(
                 "start_offset": row.start_offset,
                 "next_offset": row.next_offset,
                 "left_out": row.left_out,
+                "copied": row.copied,
                 "gaps": [list(gap) for gap in row.gaps],
             }
             for row in rows
@@ -156,3 +157,5 @@ def _print_rows(rows: Sequence[TopicRecovery], found: MetadataFound, location: s
     for row in rows:
         for name in row.left_out:
             print(f"left out of {row.topic}: {name}")
+        for name in row.copied:
+            print(f"copied for {row.topic}, from a left-out object: {name}")

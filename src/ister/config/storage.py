@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from ister.config.settings import setting
 from ister.limits import GIB, KIB, MESSAGE_SIZE_BYTES_DEFAULT, MESSAGE_SIZE_BYTES_MAX, MIB
-from ister.model import AckLevel, Codec
+from ister.model import AckLevel, Codec, Layout
 
 
 class StorageMode(StrEnum):
@@ -312,6 +312,12 @@ class CloudConfig:
         is_secret=True,
         says="Options of the store: `region`, `endpoint`, `access_key`, `secret_key`, …; values "
         "are redacted.",
+    )
+    layout: Layout = setting(
+        Layout.OBJECTS,
+        says="Folder and names of new objects of frames: `objects`, or `segments`, where Danube "
+        "0.9 and later, and its Iceberg sidecar, look for them. Existing objects stay where they "
+        "are.",
     )
     call_timeout_seconds: int = setting(
         60, low=1, high=3600, says="Timeout of a call to the store."

@@ -27,6 +27,8 @@ A descriptor of the format `express` describes a run in an express object, which
 `position` and `length` in it; in code, `object_id` has all three: `<name>@<position>+<length>`.
 Positions of its index count from the run's first byte.
 
+An object of the layout `segments` has its folder in `object_id`: `segments/data-….dnb1`.
+
 Producers set publish times. `arrival_time_max` is when the newest message arrived, by the clock of
 the node that accepted it; if unknown, it is left out and `created_at` is used instead.
 """
@@ -254,7 +256,7 @@ def descriptor_of(fields: Mapping[str, object], *, path: str) -> ObjectDescripto
         raise CorruptDataError(f"not a descriptor: {error!r}", path=path) from error
     run = parse_run_id(descriptor.object_id)
     has_name = (
-        "/" not in descriptor.object_id
+        "/" not in descriptor.object_id.removeprefix("segments/")
         if kind != FORMAT_EXPRESS
         else run is not None and run.length == descriptor.size_bytes
     )

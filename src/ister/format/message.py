@@ -6,7 +6,9 @@
 
 `bincode2` (Danube ≥ 0.12) has all of it, `bincode1` (Danube 0.5.0) ends before the bracket. The
 body does not say which one it is: topics and objects record their codec, and `recognise` tells for
-bodies without such a record.
+bodies without such a record. Earlier versions of Danube wrote shorter `bincode2` bodies: 0.5.1 ends
+before the bracket, 0.6 to 0.11 before `routing_key`. They are read, with None for the missing
+fields, and never written.
 
 The order of attributes is the mapping's own; Danube's is random per process, so equal messages may
 have unequal bytes and only decoded values are compared.
@@ -201,10 +203,11 @@ def decode_suffix(reader: BodyReader, codec: Codec) -> Suffix:
     schema_id: int | None = None
     schema_version: int | None = None
     routing_key: str | None = None
-    if codec is Codec.BINCODE2:
+    if codec is Codec.BINCODE2 and not reader.at_end():
         schema_id = reader.u64() if reader.some() else None
         schema_version = reader.u32() if reader.some() else None
-        routing_key = reader.text() if reader.some() else None
+        if not reader.at_end():
+            routing_key = reader.text() if reader.some() else None
     if not reader.at_end():
         raise BincodeError(f"bytes left over from {reader.position} on")
     return Suffix(

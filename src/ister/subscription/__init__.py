@@ -14,6 +14,7 @@ saved_state    what is stored besides the cursor
 progress       when the cursor is written
 receipts       the proof of delivery that an acknowledgement carries
 store          subscriptions in the metadata store
+danube_metadata  subscriptions and topics in the JSON of Danube's metadata
 
 Rules:
 

@@ -15,17 +15,18 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Final
 
 from ister.bucket.catalog import Catalog
-from ister.bucket.names import TopicKeys
+from ister.bucket.names import TOPICS_PREFIX, TopicKeys
 from ister.bucket.rebuild import TopicReport, find_runs, find_topics, rebuild_topic
 from ister.clock import Clock
 from ister.config import MetadataBackend, MetadataConfig, StorageConfig
 from ister.errors import (
     CorruptDataError,
     DataGapError,
+    InvalidRequestError,
     InvariantError,
     IsterError,
     NotFoundError,
@@ -40,6 +41,7 @@ from ister.objectstore.base import ObjectStore
 from ister.topic.stores import open_metadata
 from ister.wal.directory import LOCK_NAME
 
+_LOOKED_AT_MAX: Final = 100_000
 _DAMAGED_SUFFIX: Final = ".damaged-"
 _SQLITE_SUFFIXES: Final = ("", "-wal", "-shm")
 """The database first: SQLite drops a log that it finds beside a new, empty database, so a crash in
@@ -78,6 +80,8 @@ class TopicRecovery:
     start_offset: int = 0
     next_offset: int = 0
     left_out: list[str] = field(default_factory=list)
+    copied: list[str] = field(default_factory=list)
+    """Objects made of parts of left-out ones."""
     gaps: list[tuple[int, int]] = field(default_factory=list)
     errors: list[IsterError] = field(default_factory=list)
 
@@ -124,11 +128,31 @@ class Recovery:
         self._metadata, self.metadata_found = self._open_metadata()
         self.errors: list[IsterError] = []
         """Of objects that belong to no single topic."""
-        self._found = find_topics(store)
+        self._found = find_topics(store, on_stray=self._report_stray)
+        if not self._found:
+            self._look_elsewhere()
         self._runs = find_runs(store, on_damage=self.errors.append)
 
     def close(self) -> None:
         self._metadata.close()
+
+    def _report_stray(self, key: str) -> None:
+        self.errors.append(
+            InvalidRequestError("object not taken: its key is not that of a topic", path=key)
+        )
+
+    def _look_elsewhere(self) -> None:
+        """Reports objects that are not where topics are: the root is probably wrong."""
+        for info in islice(self._store.list(""), _LOOKED_AT_MAX):
+            if info.key.endswith(".dnb1") and not info.key.startswith(TOPICS_PREFIX):
+                self.errors.append(
+                    InvalidRequestError(
+                        f"object not taken: it is not below {TOPICS_PREFIX}",
+                        path=info.key,
+                        hint="set storage.cloud.root to the prefix above storage/topics",
+                    )
+                )
+                return
 
     def topics(self, wanted: Iterable[TopicName] = ()) -> dict[TopicName, int]:
         """The topics of these names, or all in the bucket, with their numbers of objects."""
@@ -161,6 +185,7 @@ class Recovery:
                     runs=self._runs.get(name, ()),
                     clock=self._clock,
                     dry_run=self._is_dry,
+                    layout=self._storage.cloud.layout,
                     on_object=lambda: on_object(1),
                 )
                 self._take(row, report)
@@ -183,7 +208,7 @@ class Recovery:
 
     def _take(self, row: TopicRecovery, report: TopicReport) -> None:
         row.count(report.objects)
-        row.left_out, row.gaps = report.left_out, report.gaps
+        row.left_out, row.copied, row.gaps = report.left_out, report.copied, report.gaps
         row.errors += report.errors
         row.errors += [
             DataGapError("no object holds the offset", start=start, end=end, topic=row.topic)

@@ -77,7 +77,7 @@ class RunSorter:
         self._is_stopping = is_stopping
         self._clock = tiers.clock
         self._metrics = tiers.metrics
-        self._settings = upload_settings(tiers.storage.uploader)
+        self._settings = upload_settings(tiers.storage.uploader, tiers.storage.cloud.layout)
         self._maker = tiers.object_maker(owned, is_stopping, pending_tag=secrets.token_hex(4))
         self._lock = threading.Lock()
         # Where the oldest run may be; None if that is not known.

@@ -26,13 +26,16 @@ from ister.bucket.claim import (
 from ister.bucket.egress import EgressLimit
 from ister.bucket.fence import MemberFence
 from ister.bucket.history_reader import HistoryReader, ReaderSettings
+from ister.bucket.listing import list_objects
 from ister.bucket.membership import Membership
 from ister.bucket.names import (
     EXPRESS_PREFIX,
     TopicKeys,
     manifest_key,
+    object_id_of,
     objects_prefix,
     parse_epoch,
+    segments_prefix,
     staging_prefix,
 )
 from ister.bucket.object_maker import ObjectMaker, UploadSettings
@@ -54,7 +57,7 @@ from ister.config import (
 from ister.errors import ClosedError, ConflictError, FencedError, IsterError
 from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
-from ister.model import TopicName
+from ister.model import Layout, TopicName
 from ister.objectstore.base import Capabilities, ObjectStore
 from ister.objectstore.slices import with_slices
 from ister.topic.node import Node
@@ -164,7 +167,7 @@ def open_tiers(
         raise
 
 
-def upload_settings(config: UploaderConfig) -> UploadSettings:
+def upload_settings(config: UploaderConfig, layout: Layout = Layout.OBJECTS) -> UploadSettings:
     """The settings of uploads, for a topic's owner and for a job's tasks."""
     return UploadSettings(
         copies=config.finalize is Finalize.COPY,
@@ -173,6 +176,7 @@ def upload_settings(config: UploaderConfig) -> UploadSettings:
         index_every_messages=config.index_every_messages,
         object_bytes_max=config.max_object_bytes,
         object_span_ms_max=config.max_object_seconds * 1000,
+        layout=layout,
     )
 
 
@@ -317,7 +321,8 @@ class Tiers:
 
     def _refuse_forgotten(self, name: TopicName) -> None:
         """Refuses to create a topic whose history is in the bucket."""
-        if self._has_any(objects_prefix(name)) or (
+        has_objects = any(map(self._has_any, (objects_prefix(name), segments_prefix(name))))
+        if has_objects or (
             # Its messages may be in express objects alone; a deletion removes the manifest.
             self._has_any(EXPRESS_PREFIX) and has_manifest(self.objects, name)
         ):
@@ -375,11 +380,10 @@ class Tiers:
         else:
             owned.mark_deleting()
         failpoints.reach("tier.after_mark_deleting")
-        prefix = objects_prefix(name)
-        for info in list(self.objects.list(prefix)):
+        for info in list(list_objects(self.objects, name)):
             # Another process may have finished this deletion and created the topic again: the
             # new objects have a later epoch in their names.
-            if parse_epoch(info.key.removeprefix(prefix)) <= owned.epoch:
+            if parse_epoch(object_id_of(name, info.key)) <= owned.epoch:
                 self.objects.delete(info.key)
                 failpoints.reach("tier.after_delete_object")
         for info in list(self.objects.list(staging_prefix(name))):
@@ -399,7 +403,7 @@ class Tiers:
         return Uploader(
             owned,
             self.objects,
-            settings=upload_settings(self.storage.uploader),
+            settings=upload_settings(self.storage.uploader, self.storage.cloud.layout),
             clock=self.clock,
             metrics=self.metrics,
             correct_ms=self.node_clock.correct_ms,
@@ -416,7 +420,7 @@ class Tiers:
         return ObjectMaker(
             owned.catalog.keys.topic,
             self.objects,
-            settings=upload_settings(self.storage.uploader),
+            settings=upload_settings(self.storage.uploader, self.storage.cloud.layout),
             clock=self.clock,
             metrics=self.metrics,
             pending_tag=pending_tag,

@@ -14,6 +14,7 @@ from ister.bucket.names import (
     EXPRESS_PREFIX,
     TOPICS_PREFIX,
     ObjectName,
+    parse_danube_id,
     parse_object_id,
     parse_topic_of_key,
 )
@@ -32,6 +33,7 @@ from ister.objectstore.base import ObjectStore
 from ister.topic.survey import FileSurvey, Listing, survey_frames
 
 _PARQUET_MAGIC: Final = b"PAR1"
+_SECONDS_MIN: Final = 10**9
 
 
 class ObjectSurvey(NamedTuple):
@@ -46,7 +48,7 @@ class ObjectSurvey(NamedTuple):
 
 def offsets_of(path: str) -> tuple[int, int] | None:
     """The range of offsets that the name of an object promises; None if it is not such a name."""
-    name = parse_object_id(path.rpartition("/")[2])
+    name = _parse_path(path)
     return None if name is None else (name.start, name.end)
 
 
@@ -110,12 +112,16 @@ def survey_object(file: File, listing: Listing) -> ObjectSurvey:
     name = file.path.rpartition("/")[2]
     at = file.path.find(TOPICS_PREFIX)
     topic = str((parse_topic_of_key(file.path[at:]) if at >= 0 else None) or "")
-    expected = parse_object_id(name)
+    expected = _parse_path(file.path)
+    danube = parse_danube_id(name)
     is_parquet = (
         expected.format == FORMAT_PARQUET if expected else file.read_at(0, 4) == _PARQUET_MAGIC
     )
     if not is_parquet:
         found = survey_frames(file, name=name, topic=topic, expected=expected, listing=listing)
+        if expected is not None and danube is not None and _ends_elsewhere(found, expected):
+            expected = None  # the number in the name is no offset: Danube 0.6.2 or later wrote it
+            found.damage.clear()
         return ObjectSurvey(found, expected, FORMAT_FRAMES, "")
     try:
         from ister.topic.survey_archive import survey_archive  # noqa: PLC0415 - needs pyarrow
@@ -123,6 +129,25 @@ def survey_object(file: File, listing: Listing) -> ObjectSurvey:
         raise missing_extra("an object in Parquet", "arrow", error) from error
     archive = survey_archive(file, name=name, topic=topic, expected=expected, listing=listing)
     return ObjectSurvey(archive, expected, FORMAT_PARQUET, archive.kept)
+
+
+def _parse_path(path: str) -> ObjectName | None:
+    """What the name of an object says, in the folder that it is in."""
+    folder, _, name = path.rpartition("/")
+    is_segment = folder.rpartition("/")[2] == "segments"
+    return parse_object_id(f"segments/{name}" if is_segment else name) or parse_object_id(
+        f"segments/{name}"
+    )
+
+
+def _ends_elsewhere(found: FileSurvey, expected: ObjectName) -> bool:
+    """Whether whole frames begin where a name says and end elsewhere, at what may be a time."""
+    return (
+        expected.end - 1 >= _SECONDS_MIN
+        and found.first_offset == expected.start
+        and len(found.damage) == 1
+        and found.damage[0].position == found.bytes == found.damage[0].end_position
+    )
 
 
 class ReadOnlyFile:

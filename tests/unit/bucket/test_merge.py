@@ -15,7 +15,12 @@ from ister import failpoints  # noqa: E402
 from ister.bucket.check import verify_content  # noqa: E402
 from ister.bucket.history_reader import NothingLeftError  # noqa: E402
 from ister.bucket.merge import merge_objects  # noqa: E402
-from ister.bucket.names import ObjectName, parse_object_id  # noqa: E402
+from ister.bucket.names import (  # noqa: E402
+    ObjectName,
+    parse_object_id,
+    segment_name,
+    segments_prefix,
+)
 from ister.bucket.object_maker import UploadSettings  # noqa: E402
 from ister.bucket.rebuild import (  # noqa: E402
     choose_objects,
@@ -31,7 +36,7 @@ from ister.errors import (  # noqa: E402
     UnavailableError,
 )
 from ister.format.descriptor import KEPT_LATEST, encode_descriptor  # noqa: E402
-from ister.model import Codec  # noqa: E402
+from ister.model import Codec, Layout  # noqa: E402
 from support.tiers import KIB, NAME, NOW_MS, Cluster, Frames, frames_of, read_all  # noqa: E402
 
 SETTINGS = UploadSettings(
@@ -74,7 +79,7 @@ def merged(cluster, objects, format="parquet", *, survives=None, **named):
         NAME,
         objects,
         store=cluster.objects,
-        settings=SETTINGS,
+        settings=named.pop("settings", SETTINGS),
         format=format,
         epoch=named.pop("epoch", 1),
         incarnation="i",
@@ -401,6 +406,17 @@ def test_damage_is_found_with_and_without_a_checksum(cluster):
         for described in (new, replace(new, checksum=None)):
             with pytest.raises(CorruptDataError):
                 verify_content(cluster.objects, key, described, chunk_bytes=5000)
+
+
+def test_merged_frames_of_the_layout_segments_are_a_segment(cluster):
+    frames = a_topic(cluster, 100, 250)
+    settings = replace(SETTINGS, layout=Layout.SEGMENTS)
+    new = merged(cluster, described_in(cluster), "dnb1", epoch=3, settings=settings)
+    assert segment_name(new.object_id) is not None
+    assert cluster.objects.stat(segments_prefix(NAME) + segment_name(new.object_id))
+    swap(cluster, described_in(cluster), new)
+    assert read_all(cluster.reader(), 0, 250) == list(enumerate(frames.frames))
+    assert segment_name(merged(cluster, [new], settings=settings).object_id) is None
 
 
 # -- rebuilding ---------------------------------------------------------------------------------

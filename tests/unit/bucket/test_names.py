@@ -1,5 +1,7 @@
 """Names in the bucket and in the metadata store, both directions."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,15 +14,18 @@ from ister.bucket.names import (
     format_object_id,
     format_pending_id,
     manifest_key,
+    object_id_of,
     object_key,
     objects_prefix,
+    parse_danube_id,
     parse_epoch,
     parse_object_id,
     parse_topic_of_key,
+    segment_name,
     staging_prefix,
 )
 from ister.errors import InvariantError
-from ister.model import TopicName
+from ister.model import Layout, TopicName
 from support.cases import each
 
 NAME = TopicName(namespace="default", topic="orders")
@@ -43,6 +48,49 @@ def test_object_name_comes_back_as_it_was(start, count, epoch):
 )
 def test_name_of_the_first_owner_is_danubes_and_later_ones_have_the_epoch(start, end, epoch, text):
     assert format_object_id(start, end, epoch) == text
+
+
+@given(
+    _OFFSETS,
+    st.integers(1, 10**10),
+    st.integers(1, 10**10 - 1),
+    st.none() | st.integers(0, 2**32 - 1).map("{:08x}".format),
+)
+def test_name_of_a_segment_comes_back_as_it_was(start, count, epoch, tag):
+    text = format_object_id(start, start + count, epoch, tag=tag, layout=Layout.SEGMENTS)
+    assert re.fullmatch(r"segments/data-[0-9]+-[0-9]+\.dnb1", text)
+    name = parse_object_id(text)
+    assert name == ObjectName(start=start, end=start + count, epoch=epoch, tag=tag)
+    assert parse_epoch(text) == epoch
+    assert parse_danube_id(text) is None
+    assert object_id_of(NAME, object_key(NAME, text)) == text
+    assert segment_name(text) == text.removeprefix("segments/")
+
+
+@each(
+    ("object_id", "name"),
+    [
+        ("data-0-1790000000.dnb1", (0, 1790000000)),  # 0.6.2 to 0.8
+        ("data-2000000000-1790000000.dnb1", (2000000000, 1790000000)),
+        ("segments/data-0-1790000000.dnb1", (0, 1790000000)),  # since 0.9
+        ("segments/data-5-7.dnb1", (5, 7)),
+    ],
+)
+def test_names_with_danubes_seconds_promise_no_end(object_id, name):
+    assert parse_object_id(object_id) is None
+    assert parse_epoch(object_id) == 0
+    assert parse_danube_id(object_id) == name
+
+
+def test_end_that_may_be_a_time_is_an_end_if_the_object_may_have_so_many_messages():
+    name = parse_object_id("data-1790000000-1790000999.dnb1")
+    assert (name.start, name.end) == (1790000000, 1790001000)
+
+
+def test_parquet_is_never_a_segment():
+    text = format_object_id(0, 10, 1, format="parquet", tag="0123abcd", layout=Layout.SEGMENTS)
+    assert text == "data-0-9-c0123abcd.parquet"
+    assert segment_name(text) is None
 
 
 @each(

@@ -2,11 +2,11 @@
 
 import pytest
 
-from ister.bucket.names import format_pending_id, manifest_key, object_key
+from ister.bucket.names import format_object_id, format_pending_id, manifest_key, object_key
 from ister.bucket.orphans import collect_orphans
-from ister.errors import FencedError, UnavailableError
-from ister.format.records import UploadSession
-from ister.model import TopicName
+from ister.errors import FencedError, NotFoundError, UnavailableError
+from ister.format.records import RetiredObjects, UploadSession, encode_retired
+from ister.model import Layout, TopicName
 from support.tiers import NAME, NOW_MS, Cluster, Frames, a_descriptor
 
 GRACE = 3600
@@ -52,6 +52,7 @@ def test_objects_of_the_topic_stay(cluster, owned):
         "data-5-7.dnb1",
         format_pending_id(20, 1),
         format_pending_id(20, 2),
+        format_object_id(10, 15, 2, layout=Layout.SEGMENTS),
     ],
 )
 def test_object_that_nobody_names_goes_after_its_grace_period(cluster, owned, object_id):
@@ -201,6 +202,32 @@ def test_replaced_objects_that_are_young_wait_for_the_grace_period_too(cluster, 
     assert collect(cluster, owned) == []
     cluster.clock.advance(2)
     assert collect(cluster, owned) == ["data-0-9.dnb1", "data-10-19.dnb1"]
+
+
+def test_replaced_object_of_danubes_goes_before_its_record(cluster, owned):
+    """Goal: without the record its name says nothing, and it would stay for ever."""
+    danubes = "segments/data-0-1790000000.dnb1"
+    put(cluster, danubes)
+    retired = RetiredObjects(objects=(danubes,), until=NOW_MS // 1000 + 5)
+    key = cluster.keys.retired("data-0-9-2-c01234567.dnb1")
+    cluster.metadata.put(key, encode_retired(retired))
+    assert collect(cluster, owned) == []
+    assert cluster.objects.stat(cluster.key(danubes))
+    cluster.clock.advance(6)
+
+    def fail(kind, key):
+        if kind == "delete":
+            raise UnavailableError("silent")
+
+    cluster.objects.before = fail
+    with pytest.raises(UnavailableError):
+        collect(cluster, owned)
+    assert cluster.metadata.get(key) is not None
+    cluster.objects.before = lambda kind, key: None
+    assert collect(cluster, owned) == []
+    assert cluster.metadata.get(key) is None
+    with pytest.raises(NotFoundError):
+        cluster.objects.stat(cluster.key(danubes))
 
 
 def test_crash_between_the_record_and_its_objects_leaves_ordinary_garbage(cluster, owned):

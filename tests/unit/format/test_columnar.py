@@ -42,6 +42,7 @@ from ister.model import (  # noqa: E402
 )
 from support.builders import a_message, bincode_integer, frames, golden  # noqa: E402
 from support.cases import each  # noqa: E402
+from support.danube_files import a_danube_message, danube_frames  # noqa: E402
 
 TOPIC = "/default/t"
 NOW_MS = 1_760_745_600_000
@@ -381,7 +382,7 @@ NOT_TEXT = [
 MANY = tuple((b"key %d" % number, b"") for number in range(200))
 BAD_BODIES = {
     "left-over": lambda codec: body_of(codec) + b"\0",
-    "cut": lambda codec: body_of(codec)[:-1],
+    "cut": lambda codec: body_of(codec)[:-2],
     "one-byte": lambda codec: b"\1",
     "option-tag": lambda codec: body_of(codec, subscription=b"\2"),
     "attribute-twice": lambda codec: body_of(codec, attributes=((b"k", b"v"), (b"k", b"w"))),
@@ -418,7 +419,7 @@ BAD_TAILS = {
     "routing-key-tag": b"\0\0\xff",
     "routing-key": b"\0\0\1\1\xff",
     "routing-key-cut": b"\0\0\1\5abc",
-    "nothing": b"",
+    "version-missing": b"\0",
 }
 CASES = [
     *(
@@ -431,6 +432,19 @@ CASES = [
         for name, rest in BAD_TAILS.items()
     ),
 ]
+
+
+@each("body", ["0.5.1", "0.6", "0.12"])
+def test_bodies_of_older_danubes_become_rows(is_compiled, body):
+    wanted = [a_danube_message(offset, body) for offset in range(20)]
+    data = danube_frames(wanted, body)
+    found = decoder(is_compiled).decode(data, expected_offset=0)
+    assert found.next_offset == 20
+    rows = found.batch.to_pylist()
+    assert [row["payload"] for row in rows] == [message.payload for message in wanted]
+    for name in ("producer_name", "schema_id", "schema_version", "routing_key"):
+        assert [row[name] for row in rows] == [getattr(message, name) for message in wanted]
+    assert [dict(row["attributes"]) for row in rows] == [m.attributes for m in wanted]
 
 
 @each(("codec", "body"), CASES)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import takewhile
 
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.topics.topics import Topics
-from ister.errors import InvalidRequestError, NotFoundError
-from ister.format.descriptor import ObjectDescriptor
-from ister.model import TopicName
+from ister.bucket.names import segment_name
+from ister.errors import InvalidRequestError, NotFoundError, UnsupportedOperationError
+from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor
+from ister.model import Layout, TopicName
 from ister.wire import danube
 
 
@@ -101,7 +103,12 @@ class StorageService:
     async def ListSegmentDescriptors(
         self, request: danube.ListSegmentDescriptorsRequest, context: object
     ) -> danube.ListSegmentDescriptorsResponse:
-        """The objects with messages after an offset; all of them for 0."""
+        """The objects with messages after an offset; all of them for 0.
+
+        With the layout `segments`, these are the objects that Danube finds in `segments/`, by the
+        name in `segment_id`, up to the first offset that is in another object: a caller that
+        remembers the last offset it read would otherwise skip those messages.
+        """
         self._guard.check(current_principal(), Permission.CONSUME, topic=request.topic)
         name = TopicName.parse(request.topic)
         found = await asyncio.to_thread(self._objects, name, request.after_offset)
@@ -114,12 +121,33 @@ class StorageService:
         catalog = tiers.catalog(name)
         if catalog.record() is None:
             raise NotFoundError(f"topic {name} does not exist", topic=str(name))
-        return [one for one, _ in catalog.descriptors() if after == 0 or one.end > after + 1]
+        found = (one for one, _ in catalog.descriptors() if after == 0 or one.end > after + 1)
+        if tiers.storage.cloud.layout is Layout.OBJECTS:
+            return list(found)
+        segments = list(takewhile(lambda one: segment_name(one.object_id) is not None, found))
+        if not segments:
+            _refuse_unreadable(name, catalog.holding(after + 1 if after else 0))
+        return segments
+
+
+def _refuse_unreadable(name: TopicName, described: ObjectDescriptor | None) -> None:
+    """Explains why no segment follows, unless there are no messages or re-sorting makes one."""
+    if (
+        described is not None
+        and described.format != FORMAT_EXPRESS
+        and segment_name(described.object_id) is None
+    ):
+        raise UnsupportedOperationError(
+            f"the next messages are in {described.object_id}, which is not in the layout segments",
+            topic=str(name),
+            offset=described.start,
+            hint=f"read them through Ister, and ask for segments after {described.end - 1}",
+        )
 
 
 def _segment(descriptor: ObjectDescriptor) -> danube.SegmentDescriptorProto:
     return danube.SegmentDescriptorProto(
-        segment_id=descriptor.object_id,
+        segment_id=segment_name(descriptor.object_id) or descriptor.object_id,
         start_offset=descriptor.start,
         end_offset=descriptor.end - 1,
         size=descriptor.size_bytes,

@@ -40,7 +40,7 @@ from ister.format.message import decode_message
 from ister.limits import FRAME_BODY_BYTES_MAX, KIB
 from ister.model import Codec, StreamMessage
 
-_FRAME_BYTES_MIN: Final = {Codec.BINCODE1: 16 + 73, Codec.BINCODE2: 16 + 13}
+_FRAME_BYTES_MIN: Final = {Codec.BINCODE1: 16 + 73, Codec.BINCODE2: 16 + 10}
 # A buffer may be this much, plus an eighth, larger than its content: shrinking it takes a copy.
 _SLACK_BYTES: Final = 16 * KIB
 

@@ -230,9 +230,8 @@ def decode(fields: IntArray) -> int:
             break
         schema_id = schema_version = has_schema = has_version = has_route = 0
         route = route_end = here
-        if is_varint:
-            if here >= end:
-                break
+        # Bodies of older Danubes end here, or before the routing key.
+        if is_varint and here < end:
             has_schema = load8(here)
             here += 1
             if has_schema > 1:
@@ -251,12 +250,11 @@ def decode(fields: IntArray) -> int:
                 schema_version, here = read_integer(here, end, is_varint)
                 if here == 0 or schema_version < 0 or schema_version >= U32_END:
                     break
-            if here >= end:
-                break
-            has_route = load8(here)
-            here += 1
-            if has_route > 1:
-                break
+            if here < end:
+                has_route = load8(here)
+                here += 1
+                if has_route > 1:
+                    break
             route = route_end = here
             if has_route:
                 route, route_end = read_text(here, end, is_varint, limit)

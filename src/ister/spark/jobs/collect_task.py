@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ister.bucket.names import objects_prefix, staging_prefix
+from ister.bucket.listing import list_objects
+from ister.bucket.names import object_id_of, staging_prefix
 from ister.bucket.orphans import JOB_PREFIX
 from ister.bucket.retention import plan_expiry
 from ister.format.records import decode_retired
@@ -53,13 +54,12 @@ def look_at_topic(place: Place, item: GcItem) -> TopicLook:
     now = item.now_ms // 1000
     old: list[str] = []
     staged = False
-    prefix = objects_prefix(name)
     if item.grace_seconds is not None:
         oldest = item.now_ms / 1000 - item.grace_seconds
         # Listed before the catalog is read, so that it has objects that are committed meanwhile.
         old = [
-            info.key.removeprefix(prefix)
-            for info in history.objects.list(prefix)
+            object_id_of(name, info.key)
+            for info in list_objects(history.objects, name)
             if _is_old(info, oldest)
         ]
         staged = any(_is_old(info, oldest) for info in history.objects.list(staging_prefix(name)))

@@ -16,7 +16,7 @@ from ister.bucket.merge import merge_objects
 from ister.bucket.names import object_key
 from ister.errors import IsterError
 from ister.format.descriptor import ObjectDescriptor
-from ister.model import TopicName
+from ister.model import Layout, TopicName
 from ister.spark.location import Place
 from ister.spark.workers import compile_for
 
@@ -49,6 +49,7 @@ class _MergeSettings:
     chunk_bytes: int
     concurrent_parts: int
     index_every_messages: int
+    layout: Layout
 
 
 def merge(place: Place, format: str, zstd_level: int, item: MergeItem) -> ObjectDescriptor:
@@ -76,6 +77,7 @@ def merge(place: Place, format: str, zstd_level: int, item: MergeItem) -> Object
             chunk_bytes=uploader.stream_chunk_size,
             concurrent_parts=uploader.concurrent_parts,
             index_every_messages=uploader.index_every_messages,
+            layout=place.config.storage.cloud.layout,
         ),
         format=format,
         epoch=item.epoch,

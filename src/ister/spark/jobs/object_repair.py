@@ -310,7 +310,9 @@ class _Repairer:
         self._topic = TopicName.parse(damaged.topic)
         self._store = history.objects
         self._clock: Clock = history.clock
-        self._settings = upload_settings(history.config.storage.uploader)
+        self._settings = upload_settings(
+            history.config.storage.uploader, history.config.storage.cloud.layout
+        )
         self._maker = ObjectMaker(
             self._topic,
             self._store,
@@ -511,7 +513,12 @@ class _Repairer:
         if itself is not None and (not itself.kept or itself.checksum is None):
             return None
         object_id = format_object_id(
-            start, end, self._damaged.epoch, format=name.format, tag=secrets.token_hex(4)
+            start,
+            end,
+            self._damaged.epoch,
+            format=name.format,
+            tag=secrets.token_hex(4),
+            layout=self._settings.layout,
         )
         try:
             size_bytes = itself.size_bytes if itself is not None else None

@@ -131,7 +131,7 @@ class _Tiering:
     def __init__(self, job: Job) -> None:
         self._place = job.place
         self._storage = job.place.config.storage
-        self._settings = upload_settings(self._storage.uploader)
+        self._settings = upload_settings(self._storage.uploader, self._storage.cloud.layout)
         self._clock = job.clock
         self._book = TopicBook(job)
 

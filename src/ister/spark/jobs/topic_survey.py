@@ -19,10 +19,11 @@ from dataclasses import dataclass, field, replace
 from typing import Final, TypedDict
 
 from ister.bucket.catalog import Catalog
+from ister.bucket.listing import list_objects
 from ister.bucket.names import (
     ObjectName,
     format_pending_id,
-    objects_prefix,
+    object_id_of,
     parse_object_id,
     parse_pending_epoch,
     staging_prefix,
@@ -420,8 +421,7 @@ def _list_objects(
     survey: Survey, catalog: Catalog, store: ObjectStore, grace_seconds: float, clock: Clock
 ) -> None:
     keys = catalog.keys
-    prefix = objects_prefix(keys.topic)
-    listing = list(store.list(prefix))
+    listing = list(list_objects(store, keys.topic))
     now = clock.now_ns() / 1e9
     # After the listing: objects that were committed meanwhile are not orphans.
     named = {described.object_id for item in read_pages(catalog) for described in _decoded(item)}
@@ -436,7 +436,7 @@ def _list_objects(
             said = decode_session(session.value, key=session.key)
             under_way = {said.object_id, format_pending_id(said.start, said.epoch)}
     for info in listing:
-        object_id = info.key.removeprefix(prefix)
+        object_id = object_id_of(keys.topic, info.key)
         if object_id in named:
             continue
         name = parse_object_id(object_id)

@@ -75,7 +75,7 @@ def make_object(place: Place, item: UploadItem, *, task_count: int = 1) -> MadeO
     """
     compile_for(item.size_bytes)
     history = place.history()
-    settings = upload_settings(place.config.storage.uploader)
+    settings = upload_settings(place.config.storage.uploader, place.config.storage.cloud.layout)
     rate = place.config.storage.uploader.max_bytes_per_second
     maker = ObjectMaker(
         TopicName.parse(item.topic),

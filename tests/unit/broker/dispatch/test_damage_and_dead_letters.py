@@ -9,6 +9,7 @@ from ister.broker.dispatch import dispatcher
 from ister.broker.dispatch import prefetch as reading
 from ister.bucket.merge import merge_objects
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX
+from ister.model import Layout
 from ister.subscription.policy import FailurePolicy
 from ister.wire import danube_admin
 from support.broker import a_broker, eventually, run
@@ -81,7 +82,9 @@ def thin_out(topic, *kept):
         PARSED,
         [described for described, _ in old],
         store=objects,
-        settings=SimpleNamespace(chunk_bytes=65_536, concurrent_parts=1, index_every_messages=10),
+        settings=SimpleNamespace(
+            chunk_bytes=65_536, concurrent_parts=1, index_every_messages=10, layout=Layout.OBJECTS
+        ),
         format="parquet",
         epoch=owned.epoch,
         incarnation=owned.record.incarnation,

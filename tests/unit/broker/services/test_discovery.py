@@ -1,10 +1,16 @@
 """danube.StorageService: which objects a topic consists of, for those who read the bucket."""
 
 import asyncio
+import re
+import struct
+import time
+import zlib
 
 import grpc
 import pytest
 
+from ister.format.message import decode_message
+from ister.model import Codec
 from ister.wire import danube
 from support.broker import a_broker, a_record, run
 from support.cases import each
@@ -42,6 +48,73 @@ def test_objects_are_listed_from_the_first_one_on(tmp_path):
             path = next(tmp_path.rglob(answer.segments[0].segment_id))
             assert path.stat().st_size == answer.segments[0].size
             assert answer.segments[0].created_at > 0
+
+    run(scenario())
+
+
+def danubes_messages(root, segment_id):
+    """What Danube's reader makes of a segment: whole frames, by the name in the answer."""
+    path = root / "storage/topics/default/orders/segments" / segment_id
+    data, found = path.read_bytes(), []
+    while data:
+        offset, length, crc = struct.unpack_from("<QII", data)
+        body, data = data[16 : 16 + length], data[16 + length :]
+        assert zlib.crc32(body) == crc
+        found.append((offset, body))
+    return found
+
+
+def test_segments_are_where_danube_looks_for_them(tmp_path):
+    async def scenario():
+        settings = {"storage": {"cloud": {"layout": "segments"}}}
+        async with a_broker(tmp_path, settings) as (broker, services, _):
+            topic = await broker.topics.get_or_create(NAME, is_reliable=True)
+            for _ in range(3):
+                for _ in range(10):
+                    await topic.publish(a_record())
+                await asyncio.to_thread(topic.topic.upload)
+            answer = await services.storage.ListSegmentDescriptors(
+                danube.ListSegmentDescriptorsRequest(topic=NAME)
+            )
+            root = next(tmp_path.rglob("objects"))
+            for number, segment in enumerate(answer.segments):
+                assert re.fullmatch(r"data-[0-9]+-[0-9]+\.dnb1", segment.segment_id)
+                found = danubes_messages(root, segment.segment_id)
+                offsets = [offset for offset, _ in found]
+                assert offsets == list(range(10 * number, 10 * number + 10))
+                assert (segment.start_offset, segment.end_offset) == (offsets[0], offsets[-1])
+                assert segment.size == sum(16 + len(body) for _, body in found)
+                assert abs(segment.created_at - time.time()) < 3600
+                stored = [message.record for message in topic.topic.read()]
+                bodies = [decode_message(body, Codec.BINCODE2) for _, body in found]
+                assert bodies == stored[offsets[0] : offsets[-1] + 1]
+            assert len(answer.segments) == 3
+
+    run(scenario())
+
+
+def test_messages_that_danube_cannot_read_are_never_skipped(tmp_path):
+    """Goal: a sidecar goes on behind the last offset it was told of; so the list ends before."""
+
+    async def upload(broker, count):
+        topic = await broker.topics.get_or_create(NAME, is_reliable=True)
+        for _ in range(count):
+            await topic.publish(a_record())
+        await asyncio.to_thread(topic.topic.upload)
+
+    async def scenario():
+        for layout in ("segments", "objects", "segments"):
+            settings = {"storage": {"cloud": {"layout": layout}}}
+            async with a_broker(tmp_path, settings) as (broker, services, _):
+                await upload(broker, 10)
+        async with a_broker(tmp_path, settings) as (_, services, _):
+            assert await listed(services) == [(0, 9)]
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await listed(services, after=9)
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert "ask for segments after 19" in refused.value.details()
+            assert await listed(services, after=19) == [(20, 29)]
+            assert await listed(services, after=29) == []
 
     run(scenario())
 
