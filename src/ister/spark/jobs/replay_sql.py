@@ -136,9 +136,17 @@ class SqlReplay:
         ]
 
     def close(self) -> None:
-        """Drops the view."""
+        """Drops the view, and closes the session if it was opened here."""
         with suppress(Exception):  # Spark has stopped
             self._session.catalog.dropTempView(_VIEW)
+        client = getattr(self._session, "client", None)
+        if client is not None and self._session is not self._runner.session():
+            # Not `stop`, which also ends a server of this process. A client that stays open calls
+            # the server when the interpreter exits, for ten minutes if that has gone.
+            with suppress(Exception):
+                client.release_session()
+            with suppress(Exception):
+                client.close()
 
     def _result(self, head: Head, start: int, end: int) -> DataFrame:
         schema = row_schema(self._task.columns)
