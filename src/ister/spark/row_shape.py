@@ -128,7 +128,8 @@ def members_of(schema: StructType, path: str = "") -> tuple[Member, ...]:
     """Returns the properties that JSON of a Spark schema has.
 
     Raises:
-        InvalidRequestError: A field has a type that JSON is not read as, or may not be null.
+        InvalidRequestError: A field has a type that JSON is not read as, may not be null, or
+            occurs twice.
     """
     found: list[Member] = []
     for field in schema.fields:
@@ -137,6 +138,8 @@ def members_of(schema: StructType, path: str = "") -> tuple[Member, ...]:
             raise InvalidRequestError(
                 f"the field {name} of the payload may be null", hint="omit NOT NULL"
             )
+        if any(field.name == other.property for other in found):
+            raise InvalidRequestError(f"the field {name} of the payload occurs twice")
         found.append(Member(field.name, field.name, _value_type(field.dataType, name)))
     if not found:
         raise InvalidRequestError(f"the struct {path or _PAYLOAD} has no fields")
