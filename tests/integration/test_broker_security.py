@@ -25,6 +25,7 @@ pytest.importorskip("danube")
 
 import aiohttp
 import grpc
+import jwt
 import pyarrow as pa
 from danube import DanubeClientBuilder, DispatchStrategy, SubType
 from pyarrow import flight
@@ -356,6 +357,58 @@ async def test_api_key_is_a_token_for_danubes_client(broker, topic):
         await producer.send(b"hello")
 
 
+def danube_token(name, kind="user"):
+    """A token with the claims that Danube's admin tool gives it: there is no audience."""
+    claims = {
+        "iss": "danube-auth",
+        "exp": int(time.time()) + 600,
+        "sub": name,
+        "principal_type": kind,
+        "principal_name": name,
+    }
+    return jwt.encode(claims, SECRET, algorithm="HS256")
+
+
+async def test_tokens_of_danubes_admin_tool(tmp_path, topic):
+    """Goal: they are taken by settings without an audience, and by no others."""
+    settings = {"algorithm": "HS256", "secret": SECRET, "issuer": "danube-auth"}
+    binding = danube_admin.BindingDefinition(
+        id="b1",
+        principal_type="service_account",
+        principal_name="shop",
+        role_names=["producer", "consumer"],
+        scope="topic",
+        resource_name=topic,
+    )
+    for audience in (None, "ister"):
+        directory = tmp_path / f"audience-{audience}"
+        with SecureBroker(directory, jwt={**settings, "audience": audience}) as broker:
+            async with broker.channel() as channel:
+                call = wire.stub(channel, "danube_admin.SecurityAdmin").CreateBinding(
+                    danube_admin.CreateBindingRequest(binding=binding),
+                    metadata=bearer(danube_token("root")),
+                    timeout=30,
+                )
+                expected = Code.OK if audience is None else Code.UNAUTHENTICATED
+                assert await code_of(call) is expected
+            warnings = broker.process.log.count("broker.auth.jwt.audience is not set")
+            assert warnings == (audience is None)
+            if audience is not None:
+                continue
+            async with broker.danube(danube_token("shop", "service_account")) as session:
+                producer = await session.producer(topic)
+                queue = await (await session.consumer(topic)).receive()
+                await producer.send(b"hello")
+                assert (await asyncio.wait_for(queue.get(), 30)).payload == b"hello"
+            # A user of that name is someone else, and a broker nobody can be.
+            for kind, code in (
+                ("user", Code.PERMISSION_DENIED),
+                ("broker_internal", Code.UNAUTHENTICATED),
+            ):
+                async with broker.danube(danube_token("shop", kind)) as session:
+                    assert await code_of(session.producer(topic)) is code
+
+
 async def test_partitions_of_a_topic_have_its_rights(broker, topic):
     """The client makes the names of partitions itself; a binding names the topic."""
 
@@ -655,6 +708,7 @@ def _calls(topic, namespace):
         ),
         ("manage_topic", admin, "UnloadTopic", name),
         ("manage_topic", admin, "DeleteTopic", name),
+        ("manage_topic", "ister.Admin", "DeletePartition", ister_api.TopicName(topic=topic)),
         (
             "manage_schema",
             "danube_schema.SchemaRegistry",
@@ -682,6 +736,8 @@ def _calls(topic, namespace):
             ),
         ),
         ("manage_cluster", "danube_admin.SecurityAdmin", "ListRoles", danube_admin.Empty()),
+        ("manage_cluster", "danube_admin.ClusterAdmin", "ClusterStatus", danube_admin.Empty()),
+        ("manage_cluster", "danube_admin.ClusterAdmin", "AddNode", danube_admin.AddNodeRequest()),
         ("manage_cluster", "danube_admin.SecurityAdmin", "ListAllBindings", danube_admin.Empty()),
     ]
 

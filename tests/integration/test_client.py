@@ -377,7 +377,13 @@ def test_topics_and_brokers_as_dictionaries(client, broker, topic):
     assert one["is_this"]
     assert one["broker_url"] == broker.url
     client.delete_topic(topic)
+    with pytest.raises(ConflictError, match=f"delete {parted}"):
+        client.delete_topic(parts[1])
+    assert client.partitions(parted) == parts
     client.delete_topic(parted)
+    assert client.partitions(parted) == []
+    with pytest.raises(NotFoundError):
+        client.delete_topic(parted)
 
 
 def test_topics_and_brokers_as_dictionaries_asynchronously(broker, topic):

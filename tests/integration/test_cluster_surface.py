@@ -95,13 +95,23 @@ def test_brokers_leader_and_load(trio, client, run):
     assert all(one["version"] and one["http_url"] for one in found)
     assert set(found[0]["load"]) >= {"topics", "messages_in", "bytes_out", "cpu"}
     leaders = set()
+    # Danube's tools know brokers by numbers.
+    by_address = {address: int(node, 16) for address, node in nodes(client).items()}
+    numbers = set(by_address.values())
     for broker in trio:
         listed = asked(broker, "danube_admin.BrokerAdmin", "ListBrokers", danube_admin.Empty())
-        assert {one.broker_id for one in listed.brokers} == set(nodes(client).values())
+        assert {int(one.broker_id) for one in listed.brokers} == numbers
         roles = {one.broker_role: one.broker_id for one in listed.brokers}
         answer = asked(broker, "danube_admin.BrokerAdmin", "GetLeaderBroker", danube_admin.Empty())
         assert answer.leader == roles["leader"]
         leaders.add(answer.leader)
+        state = asked(broker, "danube_admin.ClusterAdmin", "ClusterStatus", danube_admin.Empty())
+        assert set(state.voters) == numbers
+        assert state.self_node_id == by_address[broker.address]
+        assert str(state.leader_id) == answer.leader
+        for number in numbers:
+            request = danube_admin.AddNodeRequest(node_id=number)
+            assert asked(broker, "danube_admin.ClusterAdmin", "AddNode", request).success
     assert len(leaders) == 1
     code, out, _ = run("brokers", "list", "--json")
     assert code == 0
@@ -133,14 +143,14 @@ def test_move_from_any_broker_to_any(trio, client, run, topic):
             "DescribeTopic",
             danube_admin.DescribeTopicRequest(name=topic),
         )
-        assert described.broker_id == to
+        assert described.broker_id == str(int(to, 16))
         listed = asked(
             broker,
             "danube_admin.TopicAdmin",
             "ListNamespaceTopics",
             danube_admin.NamespaceRequest(name="default"),
         )
-        assert {one.name: one.broker_id for one in listed.topics}[topic] == to
+        assert {one.name: one.broker_id for one in listed.topics}[topic] == str(int(to, 16))
         for spelled in (to, str(int(to, 16))):
             of_one = asked(
                 broker,

@@ -34,6 +34,11 @@ def topic(request):
     return topic_for(request)
 
 
+both_dispatches = pytest.mark.parametrize(
+    "reliable", [True, False], ids=["reliable", "non-reliable"]
+)
+
+
 class Workers:
     """Consumers that acknowledge all that comes to them, and note it."""
 
@@ -86,12 +91,13 @@ async def join(session, topic, *names, filters=()):
 # -- keys -----------------------------------------------------------------------------------------
 
 
-def test_a_key_comes_to_one_consumer_in_order(broker, topic):
+@both_dispatches
+def test_a_key_comes_to_one_consumer_in_order(broker, topic, reliable):
     keys = [f"user-{number}" for number in range(20)]
 
     async def scenario():
         async with connect(broker) as session:
-            producer = await session.producer(topic)
+            producer = await session.producer(topic, reliable=reliable)
             workers = Workers(await join(session, topic, "a", "b", "c"))
             for turn in range(5):
                 for key in keys:
@@ -106,9 +112,10 @@ def test_a_key_comes_to_one_consumer_in_order(broker, topic):
     run(scenario())
 
 
-async def test_a_single_consumer_gets_all_keys(broker, topic):
+@both_dispatches
+async def test_a_single_consumer_gets_all_keys(broker, topic, reliable):
     async with connect(broker) as session:
-        producer = await session.producer(topic)
+        producer = await session.producer(topic, reliable=reliable)
         workers = Workers(await join(session, topic, "only"))
         for number in range(30):
             await producer.send_with_key(str(number).encode(), None, f"key-{number % 7}")
@@ -151,12 +158,13 @@ async def test_keys_wait_for_themselves_alone_and_acks_come_in_any_order(broker,
         await session.wait_for_cursor(topic, 6)
 
 
-def test_a_consumer_that_joins_takes_over_some_keys_and_no_order_is_lost(broker, topic):
+@both_dispatches
+def test_a_consumer_that_joins_takes_over_some_keys_and_no_order_is_lost(broker, topic, reliable):
     keys = [f"user-{number}" for number in range(20)]
 
     async def scenario():
         async with connect(broker) as session:
-            producer = await session.producer(topic)
+            producer = await session.producer(topic, reliable=reliable)
             inboxes = await join(session, topic, "a")
             workers = Workers(inboxes)
             late = None
@@ -171,7 +179,10 @@ def test_a_consumer_that_joins_takes_over_some_keys_and_no_order_is_lost(broker,
             await second.stop()
             seen = await workers.until(120)
             for key in keys:
-                assert order(seen, key) == [f"{key} {turn}" for turn in range(6)]
+                came = order(seen, key)
+                # Without acknowledgements, a key may come to its new consumer before the old one
+                # has handled all of it.
+                assert (came if reliable else sorted(came)) == [f"{key} {n}" for n in range(6)]
             assert {name for name, _, _ in seen} == {"a", "b"}
 
     run(scenario())
@@ -200,9 +211,10 @@ def test_a_consumer_that_leaves_hands_its_keys_to_the_others(broker, topic):
 # -- filters --------------------------------------------------------------------------------------
 
 
-async def test_a_filter_takes_the_keys_that_match(broker, topic):
+@both_dispatches
+async def test_a_filter_takes_the_keys_that_match(broker, topic, reliable):
     async with connect(broker) as session:
-        producer = await session.producer(topic)
+        producer = await session.producer(topic, reliable=reliable)
         eu = await join(session, topic, "eu", filters=["eu-*"])
         us = await join(session, topic, "us", filters=["us-*", "ca-*"])
         workers = Workers({**eu, **us})
@@ -230,9 +242,10 @@ def test_a_question_mark_is_one_character_and_filters_are_anchored(broker, topic
     run(scenario())
 
 
-async def test_a_consumer_without_a_filter_takes_what_the_others_leave(broker, topic):
+@both_dispatches
+async def test_a_consumer_without_a_filter_takes_what_the_others_leave(broker, topic, reliable):
     async with connect(broker) as session:
-        producer = await session.producer(topic)
+        producer = await session.producer(topic, reliable=reliable)
         vip = await join(session, topic, "vip", filters=["vip-*"])
         rest = await join(session, topic, "rest")
         workers = Workers({**vip, **rest})
@@ -278,12 +291,13 @@ async def test_messages_for_a_consumer_that_is_away_for_a_moment_wait_for_it(bro
 # -- partitions -----------------------------------------------------------------------------------
 
 
-def test_keys_of_a_partitioned_topic_keep_order_and_consumer(broker, topic):
+@both_dispatches
+def test_keys_of_a_partitioned_topic_keep_order_and_consumer(broker, topic, reliable):
     keys = [f"user-{number}" for number in range(15)]
 
     async def scenario():
         async with connect(broker) as session:
-            producer = await session.producer(topic, partitions=3)
+            producer = await session.producer(topic, partitions=3, reliable=reliable)
             workers = Workers(await join(session, topic, "a", "b"))
             for turn in range(4):
                 for key in keys:

@@ -79,7 +79,8 @@ def test_messages_of_all_partitions_are_received(broker, topic, kind, reliable):
             # In turn, and each partition in the order it was written.
             for number, name in enumerate(parts(topic)):
                 assert texts(found[name]) == sent[number::PARTITIONS]
-                assert offsets(found[name]) == [0, 1, 2, 3]
+                # Danube's clients get 0 where there is no log.
+                assert offsets(found[name]) == ([0, 1, 2, 3] if reliable else [0, 0, 0, 0])
             if reliable:
                 for name in parts(topic):
                     await session.wait_for_cursor(name, 4)

@@ -558,13 +558,6 @@ async def test_a_non_reliable_topic_has_no_failure_policy(broker, topic):
         assert code == grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_a_policy_of_a_subscription_that_is_not_there_is_refused(broker, topic):
-    async with connect(broker) as session:
-        await session.producer(topic)
-        code = await refused(session.set_failure_policy(topic, subscription="nobody"))
-        assert code == grpc.StatusCode.NOT_FOUND
-
-
 async def test_order_is_kept_when_everything_is_nacked_once(broker, topic):
     """Each message fails once; all are delivered, and the cursor has no hole."""
 

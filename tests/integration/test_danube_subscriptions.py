@@ -253,6 +253,20 @@ async def test_a_burst_is_delivered_without_a_further_publish(broker, topic):
         assert offsets(messages) == list(range(100))
 
 
+async def test_bursts_with_pauses_are_delivered_without_a_further_publish(broker, topic):
+    """Whoever waits at the end of the log is woken by the next burst, and by the last one."""
+
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        for burst in range(3):
+            for payload in numbered(10, 10 * burst):
+                await producer.send(payload.encode())
+            assert texts(await inbox.take(10)) == numbered(10, 10 * burst)
+            await inbox.expect_silence()
+        await session.wait_for_cursor(topic, 30)
+
+
 async def test_a_subscription_made_during_a_burst_gets_all_that_follow_it(broker, topic):
     """Offsets from where it begins to the end, without a hole, whichever way the race went."""
 

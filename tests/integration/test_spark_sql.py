@@ -8,6 +8,7 @@ from pyspark.errors import PySparkException
 import ister
 from ister.errors import ConflictError
 from ister.spark import offsets_behind, register_views
+from ister.spark.compat import HAS_LIMITS
 from support.streams import A, B, Home
 
 
@@ -92,10 +93,11 @@ def test_tables_take_options_in_the_query(spark, home, database):
     with pytest.raises(PySparkException, match=r"create the table without OPTIONS.*WITH \(config"):
         spark.sql(f"CREATE TABLE {database}.t USING ister OPTIONS (topic '{A}', {place})")
     spark.sql(f"CREATE TABLE {database}.t USING ister")
+    spark.sql(f"CREATE TABLE {database}.sink (payload BINARY, routing_key STRING) USING ister")
     with pytest.raises(PySparkException, match="no option is given"):
         spark.sql(f"SELECT * FROM {database}.t").collect()
     spark.sql(
-        f"INSERT INTO {database}.t WITH ({place}, topic = '{B}') (payload, routing_key) "
+        f"INSERT INTO {database}.sink WITH ({place}, topic = '{B}') "
         f"SELECT payload, 'k' FROM {database}.t WITH ({place}, topic = '{A}') WHERE offset > 0"
     )
     found = home.read(B)
@@ -131,11 +133,12 @@ def test_typed_payloads_in_batches_streams_and_tables(spark, home, database, tmp
         .start()
     )
     query.awaitTermination(120)
-    assert [[row.id for row in rows] for rows in seen] == [[None], [3]]
-    assert [offsets_behind(report)[0].by_topic for report in query.recentProgress[:2]] == [
-        {A: 1},
-        {A: 0},
-    ]
+    # Before 4.2 Spark runs one micro-batch, and does not report the end of the topic.
+    assert [[row.id for row in rows] for rows in seen] == (
+        [[None], [3]] if HAS_LIMITS else [[None]]
+    )
+    behind = [offsets_behind(report)[0].by_topic for report in query.recentProgress[:2]]
+    assert behind == [{A: 1}, {A: 0}] or not HAS_LIMITS
     assert query.recentProgress[0]["sources"][0]["metrics"] == {}
 
     spark.sql(f"CREATE DATABASE {database}")

@@ -2,7 +2,8 @@
 
 Those are the lines of `constraints-spark.txt`. `make` installs each into a directory of its own in
 `.venv`, which comes first on the import path of a process that runs the suites. `make test` runs
-them on the oldest version besides the newest, which is the environment's; `make nightly` on all.
+them on the oldest version besides the newest, which is the environment's, without the tests that
+use no Spark session; `make nightly` runs all of them on all versions.
 """
 
 import os
@@ -50,4 +51,4 @@ def test_batch_and_stream_suites_pass(version, tmp_path):
     )
     summary = done.stdout.splitlines()[-1]
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", summary)[1]) >= 100, summary
+    assert int(re.search(r"(\d+) passed", summary)[1]) >= 40, summary

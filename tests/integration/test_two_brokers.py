@@ -291,6 +291,23 @@ async def test_attempts_and_acks_out_of_order_move_along(pair, topic):
         assert letter.attributes["x-failure-reason"] == "still bad"
 
 
+async def test_settings_of_a_subscription_to_come_move_along(pair, topic):
+    """Set at one broker, kept with the topic of the other, in force where it is subscribed to."""
+    a, b = pair
+    async with connect(a) as at_a, connect(b) as at_b:
+        await place(at_a, topic, b)
+        await at_a.set_failure_policy(topic, poison="Drop", retries=0)
+        await at_a.set_window(topic, 3)
+        await at_b.unload(topic)
+        assert (await lookup(at_a, topic))[0] == CONNECT
+        inbox = await at_b.consumer(topic)
+        await at_a.send(topic, numbered(2))
+        await inbox.nack(await inbox.one(), delay_ms=0)
+        assert offsets(await inbox.take(1)) == [1]
+        await at_a.wait_for_cursor(topic, 2)
+        assert (await at_a.describe(topic)).max_unacked_messages == 3
+
+
 # -- going for good, and coming back ----------------------------------------------------------
 
 

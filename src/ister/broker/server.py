@@ -361,7 +361,7 @@ class Broker:
             "danube.StorageService": StorageService(topics, guard),
             "danube_schema.SchemaRegistry": SchemaService(self.schemas, topics, guard),
             "danube_admin.BrokerAdmin": BrokerAdminService(topics, guard, self.views.control),
-            "danube_admin.ClusterAdmin": ClusterAdminService(),
+            "danube_admin.ClusterAdmin": ClusterAdminService(topics, guard, self.views.control),
             "danube_admin.NamespaceAdmin": NamespaceAdminService(topics, guard),
             "danube_admin.TopicAdmin": TopicAdminService(
                 topics, guard, self.schemas, self.views.control

@@ -83,7 +83,7 @@ def register(commands: Subparsers) -> None:
         "--issuer", metavar="NAME", required=True, help="must equal broker.auth.jwt.issuer"
     )
     token.add_argument(
-        "--audience", metavar="NAME", required=True, help="must equal broker.auth.jwt.audience"
+        "--audience", metavar="NAME", help="must equal broker.auth.jwt.audience (default: none)"
     )
     token.add_argument(
         "--seconds",

@@ -229,12 +229,26 @@ class AdminCalls(ClusterCalls):
 
         Raises:
             NotFoundError: There is none.
+            ConflictError: It is a partition, which cannot be deleted alone.
             IsterError: It is refused, or no broker has answered in time.
         """
-        for name in await self._partitions(topic):
-            request = wire.danube_admin.TopicRequest(name=name)
+        names = await self._partitions(topic)
+        if names == [topic]:
+            # The broker refuses to delete a partition.
             await self._network.call(
-                wire.services.TopicAdmin.DeleteTopic, request, topic=name, done_before=NotFoundError
+                wire.services.TopicAdmin.DeleteTopic,
+                wire.danube_admin.TopicRequest(name=topic),
+                topic=topic,
+                done_before=NotFoundError,
+            )
+            return
+        # Each at its own broker: that cannot forward a caller's certificate to the others.
+        for name in names:
+            await self._network.call(
+                wire.services.Admin.DeletePartition,
+                wire.ister_api.TopicName(topic=name),
+                topic=name,
+                done_before=NotFoundError,
             )
 
     async def unload_topic(self, topic: str) -> None:
@@ -373,7 +387,7 @@ class AdminCalls(ClusterCalls):
             )
 
     async def failure_policy(self, topic: str, subscription: str) -> FailurePolicy:
-        """Returns the failure policy of a subscription.
+        """Returns the failure policy of a subscription, or the one that is stored for it.
 
         Raises:
             NotFoundError: There is no such topic or subscription.
@@ -399,10 +413,10 @@ class AdminCalls(ClusterCalls):
     async def set_failure_policy(
         self, topic: str, subscription: str, policy: FailurePolicy
     ) -> None:
-        """Changes the failure policy of a subscription.
+        """Changes the failure policy of a subscription; of one to come, it is stored for it.
 
         Raises:
-            NotFoundError: There is no such topic or subscription.
+            NotFoundError: There is no such topic.
             IsterError: It is refused, or no broker has answered in time.
         """
         for name in await self._partitions(topic):
@@ -426,8 +440,10 @@ class AdminCalls(ClusterCalls):
     async def set_max_unacked_messages(self, topic: str, subscription: str, messages: int) -> None:
         """Changes the maximum of unacknowledged messages per consumer.
 
+        That of a subscription that does not exist yet is stored for it.
+
         Raises:
-            NotFoundError: There is no such topic or subscription.
+            NotFoundError: There is no such topic.
             IsterError: It is refused, or no broker has answered in time.
         """
         for name in await self._partitions(topic):

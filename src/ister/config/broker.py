@@ -160,7 +160,11 @@ class JwtConfig:
         None, is_path=True, says="Public key of all other algorithms, PEM."
     )
     issuer: str | None = setting(None, says="Required value of `iss`.")
-    audience: str | None = setting(None, says="Required value of `aud`.")
+    audience: str | None = setting(
+        None,
+        says="Required value of `aud`. null: tokens must have no `aud`, as those of Danube's "
+        "tools; the broker warns at its start.",
+    )
     leeway_seconds: int = setting(30, low=0, high=60, says="Allowed difference between clocks.")
 
 

@@ -64,7 +64,7 @@ def register_views(
         options: More options of a read, such as `startingTimestamp` or `includeTail`.
 
     Returns:
-        The topics by the names of their views: `ister.default_orders` for `/default/orders`.
+        The topics by the names of their views; `/default/orders` is the view `default_orders`.
 
     Raises:
         ConflictError: Two topics would have the same view, or there is a view of that name that

@@ -2,6 +2,7 @@
 
     /subscriptions/<ns>/<topic>/<sub>/options     what it is; JSON, below
     /subscriptions/<ns>/<topic>/<sub>/progress    Progress: the cursor, and the rest in `delivery`
+    /subscriptions/<ns>/<topic>/planned           settings of subscriptions that do not exist yet
 
     {"kind": "shared", "failure_policy": {…}, "max_unacked_messages": null, "created_ms": 0,
      "incarnation": "…", "consumers": {"<name>": {"id": 1, "filters": ["eu-*"], "seen_ms": 0}},
@@ -10,13 +11,20 @@
 `created_by` is missing where it is not known, `principals` where all may use it. Fields that this
 version does not know are kept.
 
-Owns: these two keys. Does not own: cursors without options beside them, such as those of Spark's
+    {"incarnation": "…", "subscriptions": {"<sub>": {"failure_policy": {…},
+     "max_unacked_messages": 5}}}
+
+Danube's tools set failure policies before anyone subscribes. Such settings are planned: the
+subscription has them from its first message on, and they are planned no longer.
+
+Owns: these three keys. Does not own: cursors without options beside them, such as those of Spark's
 streams: they are not subscriptions of a broker.
 
 Invariants:
 
-- both keys are created and deleted in one transaction: a subscription without a cursor would start
-  at the end again after a restart, and skip what it had not acknowledged;
+- options and cursor are created and deleted in one transaction: a subscription without a cursor
+  would start at the end again after a restart, and skip what it had not acknowledged;
+- planned settings of a subscription are removed in the transaction that creates it with them;
 - every change compares the key with what was read and, where a topic has an owner in the metadata
   store, the owner's epoch: a broker that lost ownership changes nothing;
 - a cursor only moves forward, unless it is forced to (seek);
@@ -41,6 +49,7 @@ from ister.bucket.ownership import OwnedTopic
 from ister.clock import Clock
 from ister.errors import (
     AlreadyExistsError,
+    CapacityError,
     CommitUnknownError,
     ConflictError,
     CorruptDataError,
@@ -73,6 +82,8 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 _ATTEMPTS: Final = 5
 # Progress records may have 100 KiB and more.
 _PAGE: Final = 64
+# Planned settings of a topic are one value in the metadata store.
+_PLANNED_MAX: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +120,29 @@ class StoredSubscription:
     """The principal that created it; "" if that is not known."""
     principals: tuple[str, ...] | None = None
     """The principals that may use it; None for all that may consume the topic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSettings:
+    """Settings of a subscription that does not exist yet; None for the default."""
+
+    policy: FailurePolicy | None = None
+    window: int | None = None
+    """`max_unacked_messages`."""
+
+
+class _Settings(msgspec.Struct, omit_defaults=True):
+    """Planned settings of a subscription as they are stored."""
+
+    failure_policy: dict[str, object] | None = None
+    max_unacked_messages: int | None = None
+
+
+class _Planned(msgspec.Struct):
+    """Planned settings of a topic's subscriptions as they are stored."""
+
+    incarnation: str
+    subscriptions: dict[str, _Settings] = {}
 
 
 class _Options(msgspec.Struct):
@@ -198,7 +232,62 @@ class SubscriptionStore:
             start = page[-1].key + "\0"
         return list(names)
 
+    def planned(self, topic: TopicName, name: str, incarnation: str) -> PlannedSettings | None:
+        """The planned settings of a subscription; None if there are none.
+
+        Raises:
+            InvalidRequestError: The name is invalid.
+        """
+        check_subscription_name(name)
+        key = _planned_key(self._keys(topic))
+        found = _decode_planned(key, self._metadata.get(key), incarnation)
+        return _settings(key, found.subscriptions.get(name))
+
     # -- changes ----------------------------------------------------------------------------
+
+    def plan(
+        self,
+        topic: TopicName,
+        name: str,
+        settings: PlannedSettings,
+        *,
+        incarnation: str,
+        owned: OwnedTopic | None,
+    ) -> None:
+        """Stores settings for a subscription that does not exist yet; None leaves one as it is.
+
+        Raises:
+            InvalidRequestError: The name is invalid.
+            AlreadyExistsError: The subscription exists.
+            CapacityError: Too many subscriptions of the topic have planned settings.
+        """
+        keys = self._keys(topic)
+        options_key, key = _options_key(keys, name), _planned_key(keys)
+        for _ in range(_ATTEMPTS):
+            options, found = self._metadata.get(options_key), self._metadata.get(key)
+            if options is not None and _decode_options(options).incarnation == incarnation:
+                raise AlreadyExistsError(
+                    f"the subscription {name!r} exists already", topic=str(topic)
+                )
+            planned = _decode_planned(key, found, incarnation)
+            known = planned.subscriptions.setdefault(name, _Settings())
+            if len(planned.subscriptions) > _PLANNED_MAX:
+                raise CapacityError(
+                    f"{_PLANNED_MAX} subscriptions that do not exist yet have settings already",
+                    topic=str(topic),
+                    hint="subscribe first",
+                )
+            if settings.policy is not None:
+                known.failure_policy = dict(settings.policy.to_json())
+            if settings.window is not None:
+                known.max_unacked_messages = settings.window
+            if self._transact(
+                owned,
+                [_unchanged(options_key, options), _unchanged(key, found)],
+                [Put(key, msgspec.json.encode(planned))],
+            ):
+                return
+        raise ConflictError("the planned settings keep changing", path=key)
 
     def create(
         self,
@@ -215,6 +304,8 @@ class SubscriptionStore:
     ) -> StoredSubscription:
         """Creates a subscription with its cursor, or returns the existing one unchanged.
 
+        `policy` and `window` are by default those that were planned.
+
         Raises:
             InvalidRequestError: The name is invalid.
             AlreadyExistsError: A cursor of that name is in use by something else.
@@ -222,11 +313,10 @@ class SubscriptionStore:
         """
         keys = self._keys(topic)
         options_key, progress_key = _options_key(keys, name), keys.progress(name)
+        planned_key = _planned_key(keys)
         made = StoredSubscription(
             name=name,
             kind=SubscriptionKind(kind),
-            policy=policy if policy is not None else FailurePolicy(),
-            window=window,
             cursor=cursor,
             incarnation=incarnation,
             created_ms=self._now_ms(),
@@ -241,13 +331,33 @@ class SubscriptionStore:
                     return _subscription(name, known, options, progress)
             elif progress is not None:
                 _check_is_free(progress, incarnation)
+            found = self._metadata.get(planned_key)
+            planned = _decode_planned(planned_key, found, incarnation)
+            settings = planned.subscriptions.pop(name, None)
+            known_settings = _settings(planned_key, settings) or PlannedSettings()
+            made = replace(
+                made,
+                policy=policy or known_settings.policy or FailurePolicy(),
+                window=known_settings.window if window is None else window,
+            )
+            operations: list[Operation] = [
+                Put(options_key, _encode_options(made, {})),
+                Put(progress_key, self._encode(made.cursor, None, incarnation)),
+            ]
+            if settings is not None:
+                operations.append(
+                    Put(planned_key, msgspec.json.encode(planned))
+                    if planned.subscriptions
+                    else Delete(planned_key)
+                )
             is_done = self._transact(
                 owned,
-                [_unchanged(options_key, options), _unchanged(progress_key, progress)],
                 [
-                    Put(options_key, _encode_options(made, {})),
-                    Put(progress_key, self._encode(made.cursor, None, incarnation)),
+                    _unchanged(options_key, options),
+                    _unchanged(progress_key, progress),
+                    _unchanged(planned_key, found),
                 ],
+                operations,
             )
             if is_done:
                 return made
@@ -402,6 +512,11 @@ def _options_key(keys: TopicKeys, name: str) -> str:
     return f"{keys.subscriptions}{check_subscription_name(name)}/options"
 
 
+def _planned_key(keys: TopicKeys) -> str:
+    # No subscription's key: those have one more part.
+    return f"{keys.subscriptions}planned"
+
+
 def _unchanged(key: str, found: KeyValue | None) -> Compare:
     return Absent(key) if found is None else RevisionIs(key, found.revision)
 
@@ -454,6 +569,31 @@ def _subscription(
         created_by=options.created_by,
         principals=options.principals,
     )
+
+
+def _decode_planned(key: str, found: KeyValue | None, incarnation: str) -> _Planned:
+    """Planned settings; empty if they are another incarnation's, or cannot be read."""
+    if found is not None:
+        try:
+            planned = msgspec.json.decode(found.value, type=_Planned)
+            if planned.incarnation == incarnation:
+                return planned
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            # They must not keep anyone from subscribing.
+            _log.error("unreadable planned settings", extra={"key": key, "error": str(error)})
+    return _Planned(incarnation=incarnation)
+
+
+def _settings(key: str, found: _Settings | None) -> PlannedSettings | None:
+    if found is None:
+        return None
+    policy: FailurePolicy | None = None
+    if found.failure_policy is not None:
+        try:
+            policy = FailurePolicy.from_json(found.failure_policy)
+        except InvalidRequestError as error:
+            _log.error("unreadable planned settings", extra={"key": key, "error": str(error)})
+    return PlannedSettings(policy=policy, window=found.max_unacked_messages)
 
 
 def _load_options(found: KeyValue) -> dict[str, object]:

@@ -147,6 +147,7 @@ class Admin:
     Info = Rpc[ister_api.InfoRequest, ister_api.InfoResponse]("ister.Admin", "Info")
     CreateTopic = Rpc[ister_api.CreateTopicRequest, ister_api.TopicDescription]("ister.Admin", "CreateTopic")
     DescribeTopic = Rpc[ister_api.TopicName, ister_api.TopicDescription]("ister.Admin", "DescribeTopic")
+    DeletePartition = Rpc[ister_api.TopicName, ister_api.InfoRequest]("ister.Admin", "DeletePartition")
     SetTopicPolicies = Rpc[ister_api.SetPoliciesRequest, ister_api.PoliciesResponse]("ister.Admin", "SetTopicPolicies")
     SetNamespacePolicies = Rpc[ister_api.SetPoliciesRequest, ister_api.PoliciesResponse]("ister.Admin", "SetNamespacePolicies")
     ReleaseProducer = Rpc[ister_api.ProducerName, ister_api.ReleasedProducer]("ister.Admin", "ReleaseProducer")

@@ -51,6 +51,15 @@ def test_token_says_who_and_until_when(capsys, secret_file):
     assert 3590 < claims["exp"] - claims["iat"] <= 3600
 
 
+def test_token_without_an_audience(capsys, secret_file):
+    code, out, _ = output(
+        capsys, "token", "ada", "--key-file", str(secret_file), "--issuer", ISSUER
+    )
+    assert code == 0
+    claims = jwt.decode(out.strip(), SECRET, algorithms=["HS256"], issuer=ISSUER)
+    assert "aud" not in claims
+
+
 def test_key_goes_into_the_file_as_a_digest(capsys, tmp_path):
     path = tmp_path / "keys"
     code, out, _ = output(capsys, "key", "loader", "--file", str(path), "--json")

@@ -29,7 +29,7 @@ def run(monkeypatch):
         class Place:
             config, broker = None, "broker:1"
 
-        def run_job(options, name, work, *, columns):
+        def run_job(options, name, work, *, columns, is_short):
             given["job"], given["columns"] = name, [field for field, _ in columns]
             return 0 if work("spark", Place, "bar").ok else 1
 

@@ -6,7 +6,6 @@ from datetime import UTC, date, datetime
 from decimal import Decimal
 
 import pytest
-from ister.broker.schemas.kinds import ValidationPolicy
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,

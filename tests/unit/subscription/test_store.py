@@ -11,6 +11,7 @@ import pytest
 from ister.bucket.cursors import clip_progress
 from ister.errors import (
     AlreadyExistsError,
+    CapacityError,
     CommitUnknownError,
     ConflictError,
     CorruptDataError,
@@ -21,9 +22,11 @@ from ister.errors import (
 )
 from ister.format.records import Progress, decode_progress, encode_progress
 from ister.model import TopicName
+from ister.subscription import store as module
 from ister.subscription.delivery import Delivery
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from ister.subscription.store import (
+    PlannedSettings,
     StoredConsumer,
     StoredSubscription,
     SubscriptionStore,
@@ -34,6 +37,8 @@ from support.tiers import NAME, PREFIX, TTL_SECONDS, Cluster
 
 LIFE = "0123456789abcdef"
 PLACE = f"{PREFIX}/subscriptions{NAME}/"
+PLANNED = f"{PLACE}planned"
+DROPPING = FailurePolicy(max_redelivery_count=0, poison=PoisonPolicy.DROP)
 OPTIONS, PROGRESS = f"{PLACE}billing/options", f"{PLACE}billing/progress"
 SAVED = {"floor": 4, "acked": [[6, 8]], "failed": [[5, 2, "why"]], "end": 8}
 
@@ -507,6 +512,112 @@ def test_damaged_options_keep_nobody_from_the_others(store, metadata, owned, val
     assert damaged.value.path == OPTIONS
     assert store.delete(NAME, "billing", owned=owned)
     assert create(store, owned).cursor == 4
+
+
+# -- settings of subscriptions to come -------------------------------------------------------------
+
+
+def plan(store, owned, name="billing", *, life=LIFE, **settings):
+    store.plan(NAME, name, PlannedSettings(**settings), incarnation=life, owned=owned)
+
+
+@on_both_kinds_of_topics
+def test_planned_settings_are_those_of_the_new_subscription_and_used_once(store, metadata, owned):
+    assert store.planned(NAME, "billing", LIFE) is None
+    plan(store, owned, policy=DROPPING)
+    plan(store, owned, window=3)
+    plan(store, owned, "other", window=4)
+    assert store.planned(NAME, "billing", LIFE) == PlannedSettings(policy=DROPPING, window=3)
+    assert store.load(NAME, LIFE) == {}
+    assert store.topics() == []
+    lose_answers(metadata, 1)
+    made = create(store, owned)
+    assert (made.policy, made.window) == (DROPPING, 3)
+    assert store.load(NAME, LIFE)["billing"] == made
+    assert store.planned(NAME, "billing", LIFE) is None
+    assert store.planned(NAME, "other", LIFE) == PlannedSettings(window=4)
+    create(store, owned, "other")
+    assert metadata.get(PLANNED) is None
+    assert (create(store, owned, "third").policy, create(store, owned, "third").window) == (
+        FailurePolicy(),
+        None,
+    )
+
+
+def test_planned_settings_are_json_of_these_fields(store, metadata):
+    plan(store, None, policy=DROPPING)
+    plan(store, None, "b", window=3)
+    assert json.loads(metadata.get(PLANNED).value) == {
+        "incarnation": LIFE,
+        "subscriptions": {
+            "billing": {"failure_policy": DROPPING.to_json()},
+            "b": {"max_unacked_messages": 3},
+        },
+    }
+
+
+@on_both_kinds_of_topics
+def test_settings_that_are_planned_while_the_subscription_is_created_are_in_it(
+    store, metadata, owned
+):
+    interfere(metadata, lambda: plan(store, owned, policy=DROPPING))
+    assert create(store, owned).policy == DROPPING
+    assert metadata.get(PLANNED) is None
+
+
+@on_both_kinds_of_topics
+def test_nothing_is_planned_for_a_subscription_that_exists(store, metadata, owned):
+    interfere(metadata, lambda: create(store, owned))
+    with pytest.raises(AlreadyExistsError):
+        plan(store, owned, window=3)
+    assert metadata.get(PLANNED) is None
+    assert store.load(NAME, LIFE)["billing"].window is None
+
+
+def test_planned_settings_of_a_topic_that_is_gone_are_not_the_next_ones(store, metadata):
+    plan(store, None, window=3)
+    assert store.planned(NAME, "billing", "another life") is None
+    assert create(store, None, life="another life").window is None
+    store.delete_all(NAME)
+    assert metadata.get(PLANNED) is None
+
+
+@each(
+    "value", [b"{", b"[]", b'{"incarnation": "0123456789abcdef", "subscriptions": {"billing": 5}}']
+)
+def test_damaged_planned_settings_keep_nobody_from_subscribing(store, metadata, value):
+    metadata.put(PLANNED, value)
+    assert store.planned(NAME, "billing", LIFE) is None
+    assert create(store, None).policy == FailurePolicy()
+    plan(store, None, "b", window=3)
+    assert store.planned(NAME, "b", LIFE) == PlannedSettings(window=3)
+
+
+def test_damaged_planned_policy_is_the_default(store, metadata):
+    plan(store, None, policy=DROPPING, window=3)
+    metadata.put(PLANNED, metadata.get(PLANNED).value.replace(b'"drop"', b'"explode"'))
+    made = create(store, None)
+    assert (made.policy, made.window) == (FailurePolicy(), 3)
+
+
+def test_planned_settings_are_bounded(store, monkeypatch):
+    monkeypatch.setattr(module, "_PLANNED_MAX", 2)
+    plan(store, None, "a", window=1)
+    plan(store, None, "b", window=1)
+    with pytest.raises(CapacityError):
+        plan(store, None, "c", window=1)
+    plan(store, None, "b", window=2)
+    with pytest.raises(InvalidRequestError):
+        plan(store, None, "a/b", window=1)
+
+
+def test_one_that_was_fenced_plans_nothing(store, metadata, cluster):
+    owned = cluster.claim("a")
+    cluster.clock.advance(TTL_SECONDS + 1)
+    cluster.claim("b", take_over=True)
+    with pytest.raises(FencedError):
+        plan(store, owned, window=3)
+    assert metadata.get(PLANNED) is None
 
 
 # -- removing -----------------------------------------------------------------------------------

@@ -65,6 +65,11 @@ def forwarded() -> Iterator[None]:
         _is_forwarded.reset(token)
 
 
+def is_forwarded() -> bool:
+    """Whether another broker has forwarded the current call."""
+    return _is_forwarded.get()
+
+
 def may_forward() -> bool:
     """Whether the current call can be forwarded: it was not yet, and its credentials can be."""
     caller = current_caller()

@@ -170,13 +170,15 @@ class Fanout:
             self._expected.pop(outbox.consumer, None)
             outbox.end()
 
-    def publish(self, message: StreamMessage) -> None:
-        """Hands a message to the consumer that it is for, if that has room."""
+    def publish(self, message: StreamMessage) -> bool:
+        """Hands a message to the consumer that it is for; returns whether that has room."""
         outbox = self._choose(message)
         if outbox is not None:
             outbox.push(message)
-        elif self._outboxes:
+            return True
+        if self._outboxes:
             self._count_dropped(1)
+        return False
 
     def _count_dropped(self, count: int) -> None:
         self.counters.dropped += count

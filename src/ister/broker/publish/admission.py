@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.errors import CapacityError, MessageTooLargeError, UnavailableError
 from ister.format.payloads import Payloads
+from ister.limits import ENVELOPE_SIZE_BYTES_MAX
 from ister.model import StreamMessage
 
 if TYPE_CHECKING:
@@ -256,3 +257,27 @@ async def _wait_on_loop(topic: ServedTopic, count: int) -> None:
         except asyncio.CancelledError:
             rate.refund(count)
             raise
+
+
+def check_unlogged_size(message: StreamMessage, size_max: int, *, topic: str) -> None:
+    """Checks the size of a message for a topic without a log; the log checks its own messages.
+
+    Raises:
+        MessageTooLargeError: The payload is larger than `size_max`, or the rest is too large.
+    """
+    size = len(message.payload)
+    if size > size_max:
+        raise MessageTooLargeError(
+            f"a message of {size} bytes",
+            topic=topic,
+            hint=f"at most {size_max}; storage.max_message_size sets the limit",
+        )
+    size = len(message.routing_key or "") + sum(
+        len(name) + len(value) for name, value in message.attributes.items()
+    )
+    if size > ENVELOPE_SIZE_BYTES_MAX:
+        raise MessageTooLargeError(
+            f"a key and attributes of {size} bytes",
+            topic=topic,
+            hint=f"at most {ENVELOPE_SIZE_BYTES_MAX}; large data belongs into the payload",
+        )

@@ -9,7 +9,8 @@
 Credentials that are shown and wrong are an error, even if others would do: nothing is tried in
 turn. No other header means anything, `x-danube-internal-broker` among them.
 
-A JWT needs exp, iss, aud and sub, and all of them are checked; its header chooses nothing. Time is
+A JWT needs exp, iss, aud and sub, and all of them are checked; its header chooses nothing. Danube's
+tools issue tokens without aud: without `broker.auth.jwt.audience`, a token must have none. Time is
 the clock's that was passed in. Errors name what is wrong and never quote what was shown.
 """
 
@@ -51,7 +52,7 @@ CREDENTIAL_HEADERS: Final = ("authorization", "x-api-key")
 
 # HTTP servers take headers of about 8 KiB; on all ports the answer should be the same.
 _TOKEN_CHARACTERS_MAX: Final = 7168
-_CLAIMS: Final = ("exp", "iss", "aud", "sub")
+_CLAIMS: Final = ("exp", "iss", "sub")
 
 # The kinds of alternative names that identify a client.
 _NAMES: Final = (x509.UniformResourceIdentifier, x509.DNSName, x509.RFC822Name)
@@ -266,7 +267,7 @@ def _from_certificate(certificate: bytes) -> Principal:
 
 
 class _Tokens:
-    """JWTs of one issuer, for one audience, with one algorithm and one key."""
+    """JWTs of one issuer, for one audience or none, with one algorithm and one key."""
 
     def __init__(self, config: JwtConfig, clock: Clock) -> None:
         self._clock = clock
@@ -277,13 +278,16 @@ class _Tokens:
                 f"unknown broker.auth.jwt.algorithm {config.algorithm!r}",
                 hint=f"use one of: {', '.join(JWT_ALGORITHMS)}",
             )
-        if config.issuer is None or config.audience is None:
-            raise ConfigError(
-                "broker.auth.jwt needs an issuer and an audience",
-                hint="tokens must be issued for this broker by a trusted issuer",
-            )
+        if config.issuer is None:
+            raise ConfigError("broker.auth.jwt needs an issuer", hint="set broker.auth.jwt.issuer")
         self._issuer, self._audience = config.issuer, config.audience
         self._key = _load_key(config, self._algorithm)
+        if self._audience is None:
+            _log.warning(
+                "broker.auth.jwt.audience is not set: all tokens of the issuer without an audience "
+                "are accepted, also those for other services",
+                extra={"issuer": self._issuer},
+            )
 
     def check(self, token: str) -> Principal:
         """Returns the principal of a token.
@@ -302,6 +306,9 @@ class _Tokens:
         for name in ("nbf", "iat"):
             if name in claims and _time(claims, name) > now + leeway:
                 raise UnauthenticatedError(f"the token is not valid yet ({name})")
+        if claims.get("principal_name", claims["sub"]) != claims["sub"]:
+            # Danube's broker takes the first, others the second.
+            raise UnauthenticatedError("the token's claims principal_name and sub differ")
         try:
             return Principal(
                 name=check_principal_name(claims["sub"]),
@@ -328,7 +335,7 @@ class _Tokens:
                 issuer=self._issuer,
                 audience=self._audience,
                 options={
-                    "require": list(_CLAIMS),
+                    "require": [*_CLAIMS, *(("aud",) if self._audience is not None else ())],
                     "verify_signature": True,
                     "verify_iss": True,
                     "verify_aud": True,

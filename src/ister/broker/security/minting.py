@@ -53,7 +53,7 @@ def make_token(
     algorithm: str,
     key: str | bytes | PrivateKeyTypes,
     issuer: str,
-    audience: str,
+    audience: str | None,
     lifetime_seconds: float,
     kind: PrincipalKind = PrincipalKind.USER,
     clock: Clock | None = None,
@@ -65,7 +65,7 @@ def make_token(
         algorithm: As `broker.auth.jwt.algorithm`.
         key: The secret, or the private key in PEM.
         issuer: As `broker.auth.jwt.issuer`.
-        audience: As `broker.auth.jwt.audience`.
+        audience: As `broker.auth.jwt.audience`; None for a token without.
         lifetime_seconds: How long it is good for: a year at most.
         kind: What stands behind the name.
         clock: Where the time comes from.
@@ -86,7 +86,7 @@ def make_token(
     claims = {
         "sub": subject,
         "iss": issuer,
-        "aud": audience,
+        **({"aud": audience} if audience is not None else {}),
         "iat": int(now),
         "exp": int(now + lifetime_seconds),
         "principal_type": kind.value,

@@ -1,10 +1,11 @@
 """danube_admin: brokers, namespaces, topics and subscriptions, in the words of Danube's tools.
 
-Rights on namespaces and topics are asked for per call. Calls of Danube's consensus, which there is
-nothing of here, are UNIMPLEMENTED. Policies take effect at once, also on streams that are open.
+Rights on namespaces and topics are asked for per call. Policies take effect at once, also on open
+streams.
 
-A broker is named by its node: 16 hexadecimal digits. Where Danube's messages have a number for it,
-that is the value of these digits; requests may have either.
+A broker's id is a number here, in texts as well: Danube's tools read it as one. It is the value of
+the 16 hexadecimal digits of the broker's node, which is its name everywhere else; requests may have
+either.
 """
 
 from __future__ import annotations
@@ -12,29 +13,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Final, NoReturn, Protocol
+from typing import Final, Protocol
 
 import grpc
-from google.protobuf.message import Message
 
-from ister.broker.dispatch.dispatcher import Dispatcher
+from ister.broker.cluster.peers import is_forwarded
 from ister.broker.rpc.handlers import Refused
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.services.consumer import KINDS
-from ister.broker.topics.cluster_control import ClusterControl, broker_number
-from ister.broker.topics.served_topic import AnySubscription
-from ister.broker.topics.tasks import run_to_completion
+from ister.broker.topics.cluster_control import ClusterControl, broker_id, broker_number
+from ister.broker.topics.served_topic import ServedTopic
 from ister.broker.topics.topics import Topics
 from ister.errors import (
     ConflictError,
     InvalidRequestError,
     NotFoundError,
     UnavailableError,
-    UnsupportedOperationError,
 )
 from ister.model import TopicName
+from ister.partitions import base_of_partition
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy
 from ister.wire import danube_admin
 
@@ -94,7 +93,7 @@ class BrokerAdminService(_Service):
         return danube_admin.BrokerListResponse(
             brokers=[
                 danube_admin.BrokerInfo(
-                    broker_id=one.node,
+                    broker_id=broker_id(one.node),
                     broker_addr=one.broker_url,
                     broker_role="leader" if one.node == leader else "follower",
                     admin_addr=one.broker_url,
@@ -110,7 +109,7 @@ class BrokerAdminService(_Service):
     ) -> danube_admin.BrokerResponse:
         """The leader: the broker that assigns topics."""
         self._check(Permission.MANAGE_BROKER)
-        return danube_admin.BrokerResponse(leader=await self._control.leader())
+        return danube_admin.BrokerResponse(leader=broker_id(await self._control.leader()))
 
     async def ListNamespaces(
         self, request: danube_admin.Empty, context: object
@@ -215,18 +214,75 @@ class BrokerAdminService(_Service):
         )
 
 
-class ClusterAdminService:
-    """Answers for a cluster that has no members of its own: the metadata store has."""
+class ClusterAdminService(_Service):
+    """Answers Danube's calls about its consensus: here, the brokers that are up are its members.
 
-    async def _refuse(self, request: Message, context: object) -> NoReturn:
-        raise UnsupportedOperationError(
-            "brokers have no consensus of their own", hint="see the metadata store's tools"
+    Brokers join when they start and leave when they stop, so nothing is changed by a call: it
+    succeeds if what it asks for is so already.
+    """
+
+    def __init__(self, topics: Topics, guard: Guard, control: ClusterControl) -> None:
+        super().__init__(topics, guard)
+        self._control = control
+
+    async def ClusterStatus(
+        self, request: danube_admin.Empty, context: object
+    ) -> danube_admin.ClusterStatusResponse:
+        """The brokers that are up, as voters, and the leader; 0 while there is none.
+
+        There is neither a term nor a log, so these are 0.
+        """
+        members = await self._members()
+        leader = 0
+        with suppress(UnavailableError):
+            leader = broker_number(await self._control.leader())
+        return danube_admin.ClusterStatusResponse(
+            leader_id=leader,
+            voters=members,
+            self_node_id=broker_number(self._topics.cluster.own.node),
+            # Danube's tool passes it on to AddNode.
+            raft_addr=self._topics.cluster.own.broker_url,
         )
 
-    ClusterStatus = _refuse
-    AddNode = _refuse
-    PromoteNode = _refuse
-    RemoveNode = _refuse
+    async def AddNode(
+        self, request: danube_admin.AddNodeRequest, context: object
+    ) -> danube_admin.AddNodeResponse:
+        """Tells whether a broker is a member."""
+        is_done, text = await self._find(request.node_id)
+        return danube_admin.AddNodeResponse(success=is_done, node_id=request.node_id, message=text)
+
+    async def PromoteNode(
+        self, request: danube_admin.PromoteNodeRequest, context: object
+    ) -> danube_admin.PromoteNodeResponse:
+        """Tells whether a broker is a member: all of them are voters."""
+        is_done, text = await self._find(request.node_id)
+        return danube_admin.PromoteNodeResponse(success=is_done, message=text)
+
+    async def RemoveNode(
+        self, request: danube_admin.RemoveNodeRequest, context: object
+    ) -> danube_admin.RemoveNodeResponse:
+        """Tells whether a broker has left."""
+        is_member, _ = await self._find(request.node_id)
+        text = (
+            f"the broker {request.node_id} is up: unload it and stop it, and it leaves the cluster"
+            if is_member
+            else f"the broker {request.node_id} is not a member"
+        )
+        return danube_admin.RemoveNodeResponse(success=not is_member, message=text)
+
+    async def _members(self) -> list[int]:
+        self._check(Permission.MANAGE_CLUSTER)
+        members = await asyncio.to_thread(self._topics.cluster.brokers)
+        return sorted(broker_number(one.node) for one in members)
+
+    async def _find(self, number: int) -> tuple[bool, str]:
+        """Whether a broker is a member, and what to do if it is not."""
+        if number in await self._members():
+            return True, f"the broker {number} is a member: brokers join when they start"
+        return False, (
+            f"the broker {number} is not a member: start it with this cluster's bucket and "
+            "metadata store, and it joins"
+        )
 
 
 class NamespaceAdminService(_Service):
@@ -308,12 +364,11 @@ class TopicAdminService(_Service):
         for name in names:
             topic = self._topics.find_open(name)
             is_reliable = name not in unlogged if topic is None else topic.is_reliable
+            node = owners.get(name) if topic is None else self._topics.cluster.own.node
             infos.append(
                 danube_admin.TopicInfo(
                     name=name,
-                    broker_id=owners.get(name, "")
-                    if topic is None
-                    else self._topics.cluster.own.node,
+                    broker_id=broker_id(node) if node is not None else "",
                     delivery=_delivery(is_reliable=is_reliable),
                 )
             )
@@ -362,16 +417,17 @@ class TopicAdminService(_Service):
     async def DeleteTopic(
         self, request: danube_admin.TopicRequest, context: object
     ) -> danube_admin.TopicResponse:
-        """Deletes a topic for good, or all partitions of one."""
+        """Deletes a topic for good, with all its partitions; not a partition alone."""
         self._check(Permission.MANAGE_TOPIC, topic=request.name)
-        await run_to_completion(self._delete(request.name))
+        base = base_of_partition(request.name)
+        # Another broker, which deletes all of them, has this one delete its own.
+        if base is not None and not is_forwarded():
+            raise Refused(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"{request.name} is a partition, which cannot be deleted alone; delete {base}",
+            )
+        await self._topics.delete(request.name)
         return danube_admin.TopicResponse(success=True)
-
-    async def _delete(self, name: str) -> None:
-        names = await self._topics.partitions(name)
-        await self._topics.delete(name)
-        for one in names:
-            await asyncio.to_thread(self._schemas.forget_topic, one)
 
     async def UnloadTopic(
         self, request: danube_admin.TopicRequest, context: object
@@ -390,7 +446,7 @@ class TopicAdminService(_Service):
         described = danube_admin.DescribeTopicResponse(
             name=topic.name,
             subscriptions=sorted(topic.subscriptions),
-            broker_id=self._topics.cluster.own.node,
+            broker_id=broker_id(self._topics.cluster.own.node),
             delivery=_delivery(is_reliable=topic.is_reliable),
         )
         found = await asyncio.to_thread(self._schemas.topic_config, topic.name)
@@ -401,7 +457,8 @@ class TopicAdminService(_Service):
                 described.schema_id = latest.schema_id
                 described.schema_version = latest.version
                 described.schema_type = latest.schema_type
-                described.compatibility_mode = latest.compatibility_mode
+                # Upper case here, and only here, as Danube's broker has it.
+                described.compatibility_mode = latest.compatibility_mode.upper()
         return described
 
     async def ListSubscriptions(
@@ -418,7 +475,7 @@ class TopicAdminService(_Service):
         """Removes a subscription without consumers."""
         self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         topic = await self._topics.get(request.topic)
-        self._check_use(topic.subscription(request.subscription), topic.name)
+        self._check_use(topic, request.subscription)
         try:
             await topic.unsubscribe(request.subscription)
         except ConflictError as error:
@@ -428,22 +485,20 @@ class TopicAdminService(_Service):
     async def SetSubscriptionFailurePolicy(
         self, request: danube_admin.SetSubscriptionFailurePolicyRequest, context: object
     ) -> danube_admin.SubscriptionResponse:
-        """Changes what happens to messages that fail; in force at once."""
+        """Changes what happens to messages that fail; in force at once.
+
+        The policy of a subscription that does not exist is stored, and in force when it does.
+        """
         self._check(Permission.MANAGE_TOPIC, topic=request.topic)
-        subscription = await self._reliable(request)
-        self._check_use(subscription, request.topic)
+        topic = await self._reliable(request)
+        self._check_use(topic, request.subscription)
         policy = _parse_policy(request.failure_policy)
         if policy.dead_letter_topic == request.topic:
             raise InvalidRequestError("a topic cannot be its own dead-letter topic")
         if policy.dead_letter_topic is not None:
             # The broker publishes there on behalf of the caller.
             self._check(Permission.PRODUCE, topic=policy.dead_letter_topic)
-            found = self._topics.find_open(policy.dead_letter_topic)
-            if found is not None and not found.is_reliable:
-                raise InvalidRequestError(
-                    "the dead-letter topic is not reliable: it stores no messages"
-                )
-        await subscription.set_policy(policy)
+        await topic.configure(request.subscription, policy=policy)
         return danube_admin.SubscriptionResponse(success=True)
 
     async def GetSubscriptionFailurePolicy(
@@ -451,8 +506,8 @@ class TopicAdminService(_Service):
     ) -> danube_admin.GetSubscriptionFailurePolicyResponse:
         """What happens to messages that fail."""
         self._check(Permission.LOOKUP, topic=request.topic)
-        subscription = await self._reliable(request)
-        policy = subscription.stored.policy
+        settings = await (await self._reliable(request)).settings(request.subscription)
+        policy = settings.policy
         return danube_admin.GetSubscriptionFailurePolicyResponse(
             failure_policy=danube_admin.SubscriptionFailurePolicy(
                 max_redelivery_count=policy.max_redelivery_count,
@@ -463,20 +518,24 @@ class TopicAdminService(_Service):
                 dead_letter_topic=policy.dead_letter_topic,
                 poison_policy=_POISONS.index(policy.poison),
             ),
-            subscription_type=KINDS.index(subscription.kind),
+            # Danube's answer for one that does not exist is 0, too.
+            subscription_type=KINDS.index(settings.kind) if settings.kind is not None else 0,
         )
 
     async def SetSubscriptionDispatchConfig(
         self, request: danube_admin.SetSubscriptionDispatchConfigRequest, context: object
     ) -> danube_admin.SubscriptionResponse:
-        """Changes how many messages a consumer may have unacknowledged; in force at once."""
+        """Changes how many messages a consumer may have unacknowledged; in force at once.
+
+        That of a subscription that does not exist is stored, and in force when it does.
+        """
         self._check(Permission.MANAGE_TOPIC, topic=request.topic)
-        subscription = await self._reliable(request)
-        self._check_use(subscription, request.topic)
+        topic = await self._reliable(request)
+        self._check_use(topic, request.subscription)
         window = request.dispatch_config.max_unacked_messages
         if not 1 <= window <= _WINDOW_MAX:
             raise InvalidRequestError(f"max_unacked_messages is from 1 to {_WINDOW_MAX}")
-        await subscription.set_window(window)
+        await topic.configure(request.subscription, window=window)
         return danube_admin.SubscriptionResponse(success=True)
 
     async def GetSubscriptionDispatchConfig(
@@ -484,24 +543,26 @@ class TopicAdminService(_Service):
     ) -> danube_admin.GetSubscriptionDispatchConfigResponse:
         """How many messages a consumer may have unacknowledged."""
         self._check(Permission.LOOKUP, topic=request.topic)
-        subscription = await self._reliable(request)
+        settings = await (await self._reliable(request)).settings(request.subscription)
         return danube_admin.GetSubscriptionDispatchConfigResponse(
             dispatch_config=danube_admin.SubscriptionDispatchConfig(
-                max_unacked_messages=subscription.window
+                max_unacked_messages=settings.window
             )
         )
 
-    def _check_use(self, subscription: AnySubscription, topic: str) -> None:
-        self._guard.check_subscription(current_principal(), subscription, topic=topic)
+    def _check_use(self, topic: ServedTopic, name: str) -> None:
+        """Refuses a caller that may not use a subscription; one that does not exist is free."""
+        found = topic.subscriptions.get(name)
+        if found is not None:
+            self._guard.check_subscription(current_principal(), found, topic=topic.name)
 
-    async def _reliable(self, request: _OfSubscription) -> Dispatcher:
+    async def _reliable(self, request: _OfSubscription) -> ServedTopic:
         topic = await self._topics.get(request.topic)
-        subscription = topic.subscription(request.subscription)
-        if not isinstance(subscription, Dispatcher):
+        if not topic.is_reliable:
             raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION, f"topic {topic.name} is not reliable"
             )
-        return subscription
+        return topic
 
 
 def _delivery(*, is_reliable: bool) -> str:

@@ -23,6 +23,7 @@ from ister.broker.topics.served_topic import AnySubscription, ServedTopic
 from ister.broker.topics.topics import Topics
 from ister.errors import InvalidRequestError
 from ister.model import AckLevel, Codec, Start, TopicName
+from ister.partitions import base_of_partition
 from ister.positions import time_of
 from ister.wire import ister_api
 
@@ -88,6 +89,16 @@ class IsterAdminService:
         """A topic's watermarks, producers and subscriptions."""
         self._check(Permission.LOOKUP, topic=request.topic)
         return await self._describe(request.topic)
+
+    async def DeletePartition(
+        self, request: ister_api.TopicName, context: object
+    ) -> ister_api.InfoRequest:
+        """Deletes a partition of a topic whose other partitions the caller deletes, too."""
+        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
+        if base_of_partition(request.topic) is None:
+            raise InvalidRequestError(f"{request.topic} is not a partition", topic=request.topic)
+        await self._topics.delete(request.topic)
+        return ister_api.InfoRequest()
 
     async def _describe(self, name: str) -> ister_api.TopicDescription:
         partitions = await self._topics.partitions(name)

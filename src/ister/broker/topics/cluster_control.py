@@ -359,8 +359,16 @@ class ClusterControl:
 
 
 def broker_number(node: str) -> int:
-    """The number of a broker in Danube's calls: its node, read as a hexadecimal number."""
+    """The number of a broker in Danube's calls: its node, read as a hexadecimal number.
+
+    1 for a broker without a bucket: it is alone, and its node has no digits. 0 is no broker.
+    """
     try:
-        return int(node, 16)
+        return int(node, 16) or 1
     except ValueError:
-        return 0  # a broker without a bucket is alone, and its node has no digits
+        return 1
+
+
+def broker_id(node: str) -> str:
+    """The id of a broker in Danube's calls: its number, as a text."""
+    return str(broker_number(node))

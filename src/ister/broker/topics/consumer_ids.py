@@ -1,4 +1,4 @@
-"""The ids of consumers, which stay valid after a restart.
+"""The ids of consumers, which stay valid after a restart; which consumers are remembered.
 
 Danube's client subscribes once and then opens streams by the id that it got, also after an outage.
 So an id is a hash of the topic, the subscription and the consumer's name, and is stored with the
@@ -9,11 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Final
 
+from ister.errors import InvalidRequestError
+from ister.limits import KIB
 from ister.model import TopicName
 from ister.partitions import parse_partition
-from ister.subscription.store import StoredSubscription
+from ister.subscription.store import StoredConsumer, StoredSubscription
+
+_NAME_CHARACTERS_MAX: Final = 256
+_FILTERS_MAX: Final = 64
+_FILTER_CHARACTERS_MAX: Final = 256
+# Consumers that a subscription remembers; beyond that the longest unseen go.
+_REMEMBERED_MAX: Final = 1000
+# The most bytes of their names and filters: they are one value in the metadata store.
+_REMEMBERED_BYTES_MAX: Final = 256 * KIB
 
 
 def consumer_id(topic: str, incarnation: str, subscription: str, name: str) -> int:
@@ -90,3 +102,54 @@ class ConsumerIds:
         for number, one in list(self._by_id.items()):
             if one.topic == topic and subscription in (None, one.subscription):
                 self.forget(number)
+
+
+def check_consumer(name: str, filters: tuple[str, ...]) -> None:
+    """Checks the name and the key filters of a consumer.
+
+    Raises:
+        InvalidRequestError: The name or a filter is invalid.
+    """
+    if not 0 < len(name) <= _NAME_CHARACTERS_MAX or not name.isprintable():
+        raise InvalidRequestError(
+            f"a consumer's name is printable and has at most {_NAME_CHARACTERS_MAX} characters"
+        )
+    if len(filters) > _FILTERS_MAX or any(
+        not 0 < len(one) <= _FILTER_CHARACTERS_MAX for one in filters
+    ):
+        raise InvalidRequestError(
+            f"at most {_FILTERS_MAX} key filters of at most {_FILTER_CHARACTERS_MAX} characters"
+        )
+
+
+def remember(
+    known: Mapping[str, StoredConsumer],
+    consumer: ConsumerIdentity,
+    *,
+    attached: Collection[int],
+    now_ms: int,
+) -> tuple[dict[str, StoredConsumer], list[int]]:
+    """Adds a consumer to those of its subscription; those seen longest ago may have to go.
+
+    Returns:
+        The consumers by name, and the ids of those that have to go; none of them is attached.
+    """
+    consumers, forgotten = dict(known), list[int]()
+    consumers[consumer.name] = StoredConsumer(
+        id=consumer.id, filters=consumer.filters, seen_ms=now_ms
+    )
+    kept = {consumer.id, *attached}
+    while len(consumers) > _REMEMBERED_MAX or _size(consumers) > _REMEMBERED_BYTES_MAX:
+        gone = [name for name, one in consumers.items() if one.id not in kept]
+        if not gone:
+            break
+        oldest = min(gone, key=lambda name: consumers[name].seen_ms)
+        forgotten.append(consumers.pop(oldest).id)
+    return consumers, forgotten
+
+
+def _size(consumers: Mapping[str, StoredConsumer]) -> int:
+    return sum(
+        len(name.encode()) + sum(len(one.encode()) + 8 for one in known.filters) + 64
+        for name, known in consumers.items()
+    )

@@ -94,6 +94,7 @@ class OpenTopics(TopicNames):
         root = config.storage.metadata.root_prefix
         super().__init__(log, BrokerRecords(metadata, root_prefix=root), config=config)
         self.admission = Admission(schemas)
+        self._schemas = schemas
         self.cluster = cluster
         self.peers: Peers | None = None
         """Calls other brokers; None while the broker starts."""
@@ -433,22 +434,16 @@ class OpenTopics(TopicNames):
                 raise
             await self.peers.publish_dead_letter(error.member, name, message)
             return
-        await self._take_dead_letter(topic, message)
+        await topic.publish_dead_letter(message)
 
     async def take_dead_letter(self, name: str, message: StreamMessage) -> None:
         """Publishes a dead letter of another broker.
 
         Raises:
-            ConflictError: The topic is not reliable.
-            As `get_or_create`, and `ServedTopic.publish`.
+            As `get_or_create`, and `ServedTopic.publish_dead_letter`.
         """
         topic = await self.get_or_create(name, is_reliable=True, is_implied=False)
-        await self._take_dead_letter(topic, message)
-
-    async def _take_dead_letter(self, topic: ServedTopic, message: StreamMessage) -> None:
-        if not topic.is_reliable:
-            raise ConflictError("the dead-letter topic is not reliable", topic=topic.name)
-        await topic.publish(message)
+        await topic.publish_dead_letter(message)
 
 
 def _as_wanted(topic: ServedTopic, ack: AckLevel | None, codec: Codec | None) -> ServedTopic:

@@ -27,12 +27,18 @@ from ister.broker.dispatch.fanout import Fanout
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.observe.counters import SubscriptionCounters, TopicCounters
 from ister.broker.policies import Policies, Rate
-from ister.broker.publish.admission import Admission, lot_of_message
+from ister.broker.publish.admission import Admission, check_unlogged_size, lot_of_message
 from ister.broker.publish.producer_names import ProducerNames
 from ister.broker.publish.producers import Producers
 from ister.broker.rpc.principal_limits import PrincipalLimit
 from ister.broker.topics.broker_records import BrokerRecords
-from ister.broker.topics.consumer_ids import ConsumerIdentity, ConsumerIds, consumer_id
+from ister.broker.topics.consumer_ids import (
+    ConsumerIdentity,
+    ConsumerIds,
+    check_consumer,
+    consumer_id,
+    remember,
+)
 from ister.broker.topics.tasks import run_to_completion
 from ister.broker.topics.time_searches import TimeSearches
 from ister.bucket.ownership import OwnedTopic
@@ -43,18 +49,16 @@ from ister.errors import (
     ConflictError,
     InvalidRequestError,
     IsterError,
-    MessageTooLargeError,
     NotFoundError,
     PermissionDeniedError,
     UnavailableError,
 )
-from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
 from ister.metrics import Metrics
 from ister.model import Start, StreamMessage, TopicName, TopicState
-from ister.subscription.policy import SubscriptionKind
+from ister.subscription.policy import FailurePolicy, SubscriptionKind
 from ister.subscription.progress import ProgressPlan
 from ister.subscription.store import (
-    StoredConsumer,
+    PlannedSettings,
     StoredSubscription,
     SubscriptionStore,
     check_subscription_name,
@@ -70,13 +74,6 @@ AnySubscription: TypeAlias = Dispatcher | Fanout
 
 # A consumer that has subscribed gets its stream within this time, or its place is free again.
 _RESERVED_SECONDS: Final = 5.0
-_CONSUMER_NAME_CHARACTERS_MAX: Final = 256
-_FILTERS_MAX: Final = 64
-_FILTER_CHARACTERS_MAX: Final = 256
-# Consumers that a subscription remembers; beyond that the longest unseen go.
-_CONSUMERS_REMEMBERED_MAX: Final = 1000
-# The most bytes of their names and filters: they are one value in the metadata store.
-_CONSUMERS_BYTES_MAX: Final = 256 * KIB
 # How long a publish waits for room in the topic's buffer before the client has to retry.
 _FULL_SECONDS: Final = 2.0
 _FULL_RETRY_SECONDS: Final = 0.02
@@ -110,6 +107,15 @@ class TopicContext:
     closed_bytes_in: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class SubscriptionSettings:
+    """Settings of a subscription; its kind is None if it does not exist yet."""
+
+    policy: FailurePolicy
+    window: int
+    kind: SubscriptionKind | None
+
+
 class ServedTopic:
     """One topic, open here."""
 
@@ -141,7 +147,7 @@ class ServedTopic:
         self._reserved: dict[str, dict[int, float]] = {}
         self._subscribing = asyncio.Lock()
         self._numbering = asyncio.Lock()
-        self._next_offset = 0
+        self._pushed_total = 0
         self.is_closed = False
         for subscription in stored.values():
             self._begin(subscription)
@@ -205,8 +211,8 @@ class ServedTopic:
 
     @property
     def next_offset(self) -> int:
-        """The offset that the next message gets; of a topic without a log, since it is open."""
-        return self.topic.next_offset if self.topic is not None else self._next_offset
+        """The offset that the next message gets; without a log, the number of messages so far."""
+        return self.topic.next_offset if self.topic is not None else self._pushed_total
 
     def count_producers(self, now: float) -> int:
         """The number of producers that were active lately by gRPC, or publish by Flight."""
@@ -239,7 +245,7 @@ class ServedTopic:
             principal: The publisher; "" with authentication off, None for the broker itself.
 
         Returns:
-            Its offset.
+            Its offset; 0 in a topic without a log, where messages have none.
 
         Raises:
             As `Admission.admit`, `Topic.append`, `Topic.wait` and `SequencedTopic.append_record`.
@@ -247,15 +253,32 @@ class ServedTopic:
         size = len(message.payload)
         await self._context.admission.admit(self, lot_of_message(message), principal)
         if self.topic is None:
-            offset = self._push(message)
-            self.counters.count_messages((size,))
-            return offset
+            self._push(message)
+            return 0
         offset = await self._append(message, sequence, epoch)
         self.counters.count_messages((size,))
         failpoints.reach("broker.after_append")
         await self.topic.aio.wait(offset)
         failpoints.reach("broker.before_answer")
         return offset
+
+    async def publish_dead_letter(self, message: StreamMessage) -> None:
+        """Publishes a dead letter; in a topic without a log, a consumer has to take it.
+
+        Raises:
+            UnavailableError: The topic has no log, and no consumer has room for the message.
+            As `publish`.
+        """
+        if self.topic is not None:
+            await self.publish(message)
+            return
+        await self._context.admission.admit(self, lot_of_message(message), None)
+        if not self._push(message):
+            raise UnavailableError(
+                "the dead-letter topic is not reliable, and no consumer takes the message",
+                topic=self.name,
+                hint="attach a consumer, or use a reliable dead-letter topic",
+            )
 
     async def _append(self, message: StreamMessage, sequence: int | None, epoch: int) -> int:
         assert self.topic is not None and self.sequenced is not None  # noqa: S101, PT018 - for mypy
@@ -289,29 +312,19 @@ class ServedTopic:
                 )
             return offset
 
-    def _push(self, message: StreamMessage) -> int:
-        size, size_max = len(message.payload), self._context.message_size_max
-        if size > size_max:
-            raise MessageTooLargeError(
-                f"a message of {size} bytes",
-                topic=self.name,
-                hint=f"at most {size_max}; storage.max_message_size sets the limit",
-            )
-        size = len(message.routing_key or "") + sum(
-            len(name) + len(value) for name, value in message.attributes.items()
-        )
-        if size > ENVELOPE_SIZE_BYTES_MAX:
-            raise MessageTooLargeError(
-                f"a key and attributes of {size} bytes",
-                topic=self.name,
-                hint=f"at most {ENVELOPE_SIZE_BYTES_MAX}; large data belongs into the payload",
-            )
-        offset, self._next_offset = self._next_offset, self._next_offset + 1
-        stamped = replace(message, msg_id=replace(message.msg_id, topic_offset=offset))
-        for subscription in self.subscriptions.values():
-            if isinstance(subscription, Fanout):
-                subscription.publish(stamped)
-        return offset
+    def _push(self, message: StreamMessage) -> bool:
+        """Hands a message to all subscriptions; returns whether a consumer takes it."""
+        check_unlogged_size(message, self._context.message_size_max, topic=self.name)
+        self._pushed_total += 1
+        self.counters.count_messages((len(message.payload),))
+        # Clients of Danube expect 0: there is no log in which the message could be found.
+        stamped = replace(message, msg_id=replace(message.msg_id, topic_offset=0))
+        taken = [
+            subscription.publish(stamped)
+            for subscription in self.subscriptions.values()
+            if isinstance(subscription, Fanout)
+        ]
+        return any(taken)
 
     # -- subscriptions ----------------------------------------------------------------------
 
@@ -369,7 +382,7 @@ class ServedTopic:
             CapacityError: The topic has as many consumers as it may have.
             As `SubscriptionStore`.
         """
-        _check_consumer(consumer, filters)
+        check_consumer(consumer, filters)
         if (
             isinstance(start, datetime)
             and self.topic is not None
@@ -527,15 +540,11 @@ class ServedTopic:
         if known is not None and known.id == entry.id and tuple(known.filters) == entry.filters:
             return
         now_ms = self._context.clock.now_ns() // 1_000_000
-        consumers = dict(stored.consumers)
-        consumers[entry.name] = StoredConsumer(id=entry.id, filters=entry.filters, seen_ms=now_ms)
-        attached = set(found.attached)
-        while len(consumers) > _CONSUMERS_REMEMBERED_MAX or _size(consumers) > _CONSUMERS_BYTES_MAX:
-            gone = [n for n, one in consumers.items() if one.id not in attached and n != entry.name]
-            if not gone:
-                break
-            oldest = min(gone, key=lambda n: consumers[n].seen_ms)
-            self._context.consumers.forget(consumers.pop(oldest).id)
+        consumers, forgotten = remember(
+            stored.consumers, entry, attached=found.attached, now_ms=now_ms
+        )
+        for number in forgotten:
+            self._context.consumers.forget(number)
         changed = replace(stored, consumers=consumers)
         if isinstance(found, Dispatcher):
             await found.save_consumers(changed)
@@ -544,6 +553,64 @@ class ServedTopic:
                 self._context.store.save_options, self.parsed, changed, owned=self.owned
             )
             found.stored = changed
+
+    async def configure(
+        self,
+        name: str,
+        *,
+        policy: FailurePolicy | None = None,
+        window: int | None = None,
+    ) -> None:
+        """Changes the failure policy or the window of a subscription; in force at once.
+
+        Those of a subscription that does not exist are stored, and in force when it is created.
+
+        Args:
+            name: The subscription's name.
+            policy: The failure policy; None leaves it as it is.
+            window: `max_unacked_messages`; None leaves it as it is.
+
+        Raises:
+            As `SubscriptionStore.plan` and `SubscriptionStore.save_options`.
+        """
+        async with self._subscribing:
+            if name not in self.subscriptions:
+                await asyncio.to_thread(
+                    self._context.store.plan,
+                    self.parsed,
+                    name,
+                    PlannedSettings(policy=policy, window=window),
+                    incarnation=self.incarnation,
+                    owned=self.owned,
+                )
+                return
+            found = self.reliable_subscription(name)
+            if policy is not None:
+                await found.set_policy(policy)
+            if window is not None:
+                await found.set_window(window)
+
+    async def settings(self, name: str) -> SubscriptionSettings:
+        """The settings of a subscription, or those that were stored for one to come.
+
+        Raises:
+            NotFoundError: There is no such subscription, and nothing was stored for it.
+            InvalidRequestError: The topic keeps nothing, so it has no cursors.
+        """
+        if name in self.subscriptions:
+            found = self.reliable_subscription(name)
+            return SubscriptionSettings(found.stored.policy, found.window, found.kind)
+        planned = await asyncio.to_thread(
+            self._context.store.planned, self.parsed, name, self.incarnation
+        )
+        if planned is None:
+            self.subscription(name)  # made meanwhile, or not found
+            return await self.settings(name)
+        return SubscriptionSettings(
+            planned.policy or FailurePolicy(),
+            planned.window or self._context.dispatch.max_unacked_messages,
+            None,
+        )
 
     async def restrict(self, name: str, principals: tuple[str, ...] | None) -> AnySubscription:
         """Changes the principals that may use a subscription; None for all consumers of the topic.
@@ -623,24 +690,3 @@ def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     """Calls something on a loop, from any thread; not on one that has ended."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(call)
-
-
-def _size(consumers: dict[str, StoredConsumer]) -> int:
-    return sum(
-        len(name.encode()) + sum(len(one.encode()) + 8 for one in known.filters) + 64
-        for name, known in consumers.items()
-    )
-
-
-def _check_consumer(name: str, filters: tuple[str, ...]) -> None:
-    if not 0 < len(name) <= _CONSUMER_NAME_CHARACTERS_MAX or not name.isprintable():
-        raise InvalidRequestError(
-            "a consumer's name is printable and has at most "
-            f"{_CONSUMER_NAME_CHARACTERS_MAX} characters"
-        )
-    if len(filters) > _FILTERS_MAX or any(
-        not 0 < len(one) <= _FILTER_CHARACTERS_MAX for one in filters
-    ):
-        raise InvalidRequestError(
-            f"at most {_FILTERS_MAX} key filters of at most {_FILTER_CHARACTERS_MAX} characters"
-        )

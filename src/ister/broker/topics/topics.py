@@ -405,6 +405,8 @@ class Topics(OpenTopics):
                 raise
             await self.peers.delete_topic(error.member, name)
             self._listing.record(name, exists=False)
+            # This broker has settings of it in a cache.
+            await asyncio.to_thread(self._forget_schema, name)
             return
         async with self._lock_of(name):
             topic = self._served.get(name)
@@ -420,6 +422,7 @@ class Topics(OpenTopics):
             def remove() -> None:
                 # The log last: as long as it exists, a failed deletion can be repeated.
                 self.store.delete_all(topic.parsed)
+                self._forget_schema(name)
                 if topic.is_reliable:
                     self.log.delete(name)
                 self.records.delete_topic(topic.parsed)
@@ -431,6 +434,10 @@ class Topics(OpenTopics):
             self._listing.record(name, exists=False)
             self.sequenced.forget(name)
             self.consumers.forget_subscription(name)
+
+    def _forget_schema(self, name: str) -> None:
+        if self._schemas is not None:
+            self._schemas.forget_topic(name)
 
     # -- life -------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ister.broker.dispatch import dispatcher
 from ister.broker.dispatch import prefetch as reading
 from ister.bucket.merge import merge_objects
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX
@@ -19,11 +20,9 @@ from support.broker_calls import (
     PARSED,
     SHARED,
     Client,
-    Code,
     offsets,
     read,
     records_of,
-    status,
     subscription_of,
 )
 
@@ -195,13 +194,15 @@ def test_a_dead_letter_is_published_whatever_its_attributes_take(tmp_path):
     run(scenario())
 
 
-def test_a_topic_that_keeps_nothing_takes_no_dead_letters(tmp_path):
+def test_a_dead_letter_stays_until_a_topic_that_keeps_nothing_has_a_consumer(tmp_path, monkeypatch):
+    monkeypatch.setattr(dispatcher, "_DEAD_LETTER_RETRY_MS", 50)
+
     async def scenario():
         async with a_broker(tmp_path, mode="memory") as (broker, services, _):
-            client = Client(services)
+            client, dead = Client(services), Client(services, DEAD)
             send = await client.producer()
             consumer = await client.subscribe()
-            await Client(services, DEAD).producer(is_reliable=False)
+            await dead.producer(is_reliable=False)
             request = danube_admin.SetSubscriptionFailurePolicyRequest(
                 topic=NAME,
                 subscription="s",
@@ -209,22 +210,17 @@ def test_a_topic_that_keeps_nothing_takes_no_dead_letters(tmp_path):
                     ack_timeout_ms=30_000, poison_policy=0, dead_letter_topic=DEAD
                 ),
             )
-            assert await status(services.topics.SetSubscriptionFailurePolicy(request)) in {
-                Code.INVALID_ARGUMENT,
-                Code.FAILED_PRECONDITION,
-            }
-            # One that has become such a topic since: the message stays.
-            request.failure_policy.dead_letter_topic = "/default/later"
             await services.topics.SetSubscriptionFailurePolicy(request)
-            await Client(services, "/default/later").producer(is_reliable=False)
             await send(b"poison")
             await read(client.receive(consumer), 1)
             await client.nack(0)
             subscription = subscription_of(broker)
             await client.settle()
-            await eventually(lambda: not subscription._tasks)
             assert subscription.delivery.cursor == 0
             assert subscription.delivery.holds(0)
+            [letter] = await read(dead.receive(await dead.subscribe()), 1)
+            assert letter.payload == b"poison"
+            await eventually(lambda: subscription.delivery.cursor == 1)
 
     run(scenario())
 

@@ -121,6 +121,8 @@ def test_token_of_ours_is_taken(issuer):
         ({"principal_type": "broker_internal"}, "names no valid principal"),
         ({"principal_type": "anonymous"}, "names no valid principal"),
         ({"principal_type": ["user"]}, "names no valid principal"),
+        ({"principal_name": "bob"}, "principal_name and sub differ"),
+        ({"principal_name": None, "sub": None}, "no claim 'sub'"),
     ],
 )
 def test_bad_claims_are_refused(issuer, claims, reason):
@@ -129,6 +131,49 @@ def test_bad_claims_are_refused(issuer, claims, reason):
             claims = {**claims, name: issuer.now + claims[name]}
     with pytest.raises(UnauthenticatedError, match=reason):
         issuer.check(issuer.sign(**claims))
+
+
+DANUBE = {"iss": "danube-auth", "sub": "shop", "principal_name": "shop"}
+"""The claims of a token of Danube's tools, but for `exp` and `principal_type`."""
+
+
+def danube_check(**claims):
+    """Checks a token with these claims by settings without an audience."""
+    settings = JwtConfig(algorithm="HS256", secret=SECRET, issuer="danube-auth")
+    clock = ManualClock()
+    authenticator = Authenticator(AuthConfig(mode=AuthMode.TOKEN, jwt=settings), clock=clock)
+    claims = {**DANUBE, "exp": int(clock.now_ns() / 1e9) + 60, **claims}
+    token = jwt.encode(claims, SECRET, algorithm="HS256")
+    return authenticator.authenticate({"authorization": f"Bearer {token}"})
+
+
+@each(("spelled", "kind"), [("service_account", "service"), ("user", "user")])
+def test_token_of_danubes_tools_is_taken_by_settings_without_an_audience(spelled, kind, caplog):
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        principal = danube_check(principal_type=spelled)
+    assert (principal.name, principal.kind) == ("shop", kind)
+    [warning] = caplog.records
+    assert "audience is not set" in warning.message
+
+
+@each(
+    ("claims", "reason"),
+    [
+        ({"aud": "kafka"}, "another audience"),
+        ({"iss": "another"}, "another issuer"),
+        ({"principal_type": "broker_internal"}, "no valid principal"),
+        ({"principal_name": "root"}, "principal_name and sub differ"),
+        ({"exp": 1}, "has expired"),
+    ],
+)
+def test_token_is_still_checked_by_settings_without_an_audience(claims, reason):
+    with pytest.raises(UnauthenticatedError, match=reason):
+        danube_check(**{"principal_type": "user", **claims})
+
+
+def test_settings_with_an_audience_warn_of_nothing(plain, caplog):
+    assert not caplog.records
 
 
 @each("value", ["9999999999", True, [1], {}, 1e400, 10**400])
@@ -410,8 +455,7 @@ def _name(value: object) -> str:
         ({"secret": SECRET}, "no algorithm"),
         ({"algorithm": "none", "issuer": "i", "audience": "a"}, "algorithm 'none'"),
         ({"algorithm": "hs256", "issuer": "i", "audience": "a"}, "algorithm 'hs256'"),
-        ({"algorithm": "HS256", "secret": SECRET, "audience": "a"}, "issuer and an audience"),
-        ({"algorithm": "HS256", "secret": SECRET, "issuer": "i"}, "issuer and an audience"),
+        ({"algorithm": "HS256", "secret": SECRET, "audience": "a"}, "needs an issuer"),
         ({"algorithm": "HS256", "issuer": "i", "audience": "a"}, "has 0 bytes"),
         (
             {"algorithm": "HS256", "secret": "x" * 31, "issuer": "i", "audience": "a"},

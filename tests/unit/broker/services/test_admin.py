@@ -1,10 +1,12 @@
 """danube_admin: what Danube's tools ask about brokers and namespaces."""
 
+import asyncio
 import json
 
 import grpc
 import pytest
 
+from ister.broker.topics.cluster_control import broker_id, broker_number
 from ister.wire import danube_admin, ister_api
 from support.broker import a_broker, eventually, run
 from support.cases import each
@@ -32,7 +34,7 @@ def test_namespaces_their_topics_and_bounds(tmp_path):
             )
             node = broker.cluster.own.node
             assert [(one.name, one.broker_id, one.delivery) for one in listed.topics] == [
-                (NAME, node, "Reliable")
+                (NAME, str(int(node, 16)), "Reliable")
             ]
             await services.admin.SetNamespacePolicies(
                 ister_api.SetPoliciesRequest(name="shop", policies='{"max_publish_rate": 7}')
@@ -68,9 +70,9 @@ def test_one_broker_answers_as_a_cluster_of_one(tmp_path):
             found = await services.brokers.ListBrokers(danube_admin.Empty())
             assert [
                 (one.broker_id, one.broker_role, one.broker_status) for one in found.brokers
-            ] == [(node, "leader", "active")]
+            ] == [(str(int(node, 16)), "leader", "active")]
             leader = await services.brokers.GetLeaderBroker(danube_admin.Empty())
-            assert leader.leader == node
+            assert leader.leader == str(int(node, 16))
             for broker_id in ("", node, str(int(node, 16))):
                 answer = await services.brokers.ActivateBroker(
                     danube_admin.ActivateBrokerRequest(broker_id=broker_id)
@@ -99,13 +101,30 @@ def test_one_broker_answers_as_a_cluster_of_one(tmp_path):
             assert balance.assignment_strategy == "fair"
             moves = await services.brokers.TriggerRebalance(danube_admin.RebalanceRequest())
             assert (moves.success, moves.moves_executed) == (True, 0)
-            for call, request in (
-                (services.cluster.ClusterStatus, danube_admin.Empty()),
-                (services.cluster.AddNode, danube_admin.AddNodeRequest()),
-            ):
-                assert await status(call(request)) == "UNIMPLEMENTED"
+            await check_members(services, int(node, 16))
 
     run(scenario())
+
+
+async def check_members(services, number):
+    """The calls about Danube's consensus: one broker is its own leader and the only voter."""
+    cluster = services.cluster
+    found = await cluster.ClusterStatus(danube_admin.Empty())
+    assert (found.leader_id, found.self_node_id, found.voters) == (number, number, [number])
+    assert (found.current_term, found.last_applied, found.learners) == (0, 0, [])
+    assert found.raft_addr.startswith("http")
+    add, promote = danube_admin.AddNodeRequest, danube_admin.PromoteNodeRequest
+    for call, request in ((cluster.AddNode, add), (cluster.PromoteNode, promote)):
+        answer = await call(request(node_id=number))
+        assert answer.success, answer.message
+        answer = await call(request(node_id=number + 1))
+        assert not answer.success
+        assert "start it" in answer.message
+    answer = await cluster.RemoveNode(danube_admin.RemoveNodeRequest(node_id=number))
+    assert not answer.success
+    assert "stop it" in answer.message
+    answer = await cluster.RemoveNode(danube_admin.RemoveNodeRequest(node_id=number + 1))
+    assert answer.success
 
 
 @each("mode", ["memory", "local_only"])
@@ -114,14 +133,85 @@ def test_broker_without_a_bucket_answers_as_a_cluster_of_one(tmp_path, mode):
         async with a_broker(tmp_path, mode=mode) as (broker, services, _):
             await broker.topics.get_or_create("/default/t", is_reliable=True)
             found = await services.brokers.ListBrokers(danube_admin.Empty())
-            assert [(one.broker_role, one.broker_status) for one in found.brokers] == [
-                ("leader", "active")
-            ]
+            assert [
+                (one.broker_id, one.broker_role, one.broker_status) for one in found.brokers
+            ] == [("1", "leader", "active")]
+            leader = await services.brokers.GetLeaderBroker(danube_admin.Empty())
+            assert leader.leader == "1"
+            listed = await services.topics.ListBrokerTopics(
+                danube_admin.BrokerRequest(broker_id="1")
+            )
+            assert [(one.name, one.broker_id) for one in listed.topics] == [("/default/t", "1")]
+            await check_members(services, 1)
             balance = await services.brokers.GetClusterBalance(danube_admin.ClusterBalanceRequest())
             assert (balance.coefficient_of_variation, balance.mean_load) == (0, 1)
             moves = await services.brokers.TriggerRebalance(danube_admin.RebalanceRequest())
             assert (moves.success, moves.moves_executed) == (True, 0)
             unload = services.brokers.UnloadBroker(danube_admin.UnloadBrokerRequest())
             assert await status(unload) == "FAILED_PRECONDITION"
+
+    run(scenario())
+
+
+def test_number_of_a_broker_is_that_of_its_node():
+    assert broker_number("00000000000000ff") == 255
+    assert broker_number("f" * 16) == 2**64 - 1
+    # 0 is no broker to Danube's tools.
+    assert broker_number("0" * 16) == broker_number("local") == 1
+    assert broker_id("00000000000000ff") == "255"
+
+
+def test_partition_is_not_deleted_alone(tmp_path):
+    async def scenario():
+        async with a_broker(tmp_path, mode="memory") as (broker, services, _):
+            await broker.topics.create_partitioned("/default/o", 3, is_reliable=True)
+            names = await broker.topics.names()
+            for name in names:
+                call = services.topics.DeleteTopic(danube_admin.TopicRequest(name=name))
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call
+                assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+                assert refused.value.details().endswith("delete /default/o")
+            assert await broker.topics.names() == names
+            await services.topics.DeleteTopic(danube_admin.TopicRequest(name="/default/o"))
+            assert await broker.topics.names() == set()
+
+    run(scenario())
+
+
+def test_partitions_are_deleted_one_by_one_by_their_own_call(tmp_path):
+    async def scenario():
+        async with a_broker(tmp_path, mode="memory") as (broker, services, _):
+            await broker.topics.create_partitioned("/default/o", 2, is_reliable=True)
+            await broker.topics.get_or_create("/default/plain", is_reliable=True)
+            delete = services.admin.DeletePartition
+            plain = delete(ister_api.TopicName(topic="/default/plain"))
+            assert await status(plain) == "INVALID_ARGUMENT"
+            await delete(ister_api.TopicName(topic="/default/o-part-1"))
+            assert await broker.topics.names() == {"/default/o-part-0", "/default/plain"}
+            missing = delete(ister_api.TopicName(topic="/default/o-part-1"))
+            assert await status(missing) == "NOT_FOUND"
+
+    run(scenario())
+
+
+def test_description_of_a_topic_has_its_compatibility_mode_in_upper_case(tmp_path):
+    async def scenario():
+        async with a_broker(tmp_path, mode="memory") as (broker, services, _):
+            registered = await asyncio.to_thread(
+                broker.schemas.register, "orders", "json_schema", b'{"type": "object"}'
+            )
+            await services.topics.CreateTopic(
+                danube_admin.NewTopicRequest(
+                    name="/default/t", schema_subject="orders", dispatch_strategy=1
+                )
+            )
+            found = await services.topics.DescribeTopic(
+                danube_admin.DescribeTopicRequest(name="/default/t")
+            )
+            assert (found.broker_id, found.delivery) == ("1", "Reliable")
+            assert (found.schema_subject, found.schema_version) == ("orders", 1)
+            assert found.schema_id == registered.schema_id
+            assert found.compatibility_mode == "BACKWARD"
 
     run(scenario())

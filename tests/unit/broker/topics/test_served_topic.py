@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from ister.broker.topics import consumer_ids
 from ister.broker.topics import served_topic as module
+from ister.clock import SystemClock
 from ister.errors import (
     CapacityError,
     ConflictError,
@@ -15,12 +17,14 @@ from ister.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
+from ister.metadata.memory import MemoryMetadata
 from ister.model import TopicState
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from support.broker import a_record, eventually, run, some_topics, take
 from support.cases import each
 
 NAME = "/default/t"
+POLICY = FailurePolicy(max_redelivery_count=0, poison=PoisonPolicy.DROP)
 EXCLUSIVE, SHARED, FAILOVER, KEY_SHARED = SubscriptionKind
 
 
@@ -131,7 +135,7 @@ def test_the_size_of_a_message(tmp_path, is_reliable):
         assert await topic.publish(a_record(b"x" * 10)) == 0
         with pytest.raises(MessageTooLargeError, match="max_message_size"):
             await topic.publish(a_record(b"x" * 11))
-        assert await topic.publish(a_record(b"")) == 1
+        assert await topic.publish(a_record(b"")) == int(is_reliable)
 
     with_topic(tmp_path, scenario, is_reliable=is_reliable, max_message_size=10)
 
@@ -143,7 +147,8 @@ def test_a_publish_rate_delays_and_drops_nothing(tmp_path, is_reliable):
         start = loop.time()
         sent = await asyncio.gather(*(topic.publish(a_record()) for _ in range(60)))
         assert loop.time() - start > 0.3
-        assert sorted(sent) == list(range(60))
+        assert topic.next_offset == 60
+        assert sorted(sent) == [number * is_reliable for number in range(60)]
 
     with_topic(tmp_path, scenario, is_reliable=is_reliable, max_publish_rate=100)
 
@@ -275,7 +280,7 @@ def test_names_and_filters_have_bounds(tmp_path, subscription, consumer, filters
 
 
 def test_the_longest_unseen_consumers_are_forgotten_beyond_a_number(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_CONSUMERS_REMEMBERED_MAX", 3)
+    monkeypatch.setattr(consumer_ids, "_REMEMBERED_MAX", 3)
 
     async def scenario(topic, topics):
         first = await topic.subscribe("s", SHARED, "first", ())
@@ -325,6 +330,72 @@ def test_only_a_topic_with_a_log_has_cursors(tmp_path):
     with_topic(tmp_path, scenario, is_reliable=False)
 
 
+# -- settings of subscriptions to come ----------------------------------------------------------
+
+
+def test_settings_of_a_subscription_to_come_are_those_that_it_has(tmp_path):
+    async def scenario(topic, topics):
+        with pytest.raises(NotFoundError):
+            await topic.settings("s")
+        await topic.configure("s", policy=POLICY)
+        found = await topic.settings("s")
+        default = topics.config.dispatch.max_unacked_messages
+        assert (found.policy, found.window, found.kind) == (POLICY, default, None)
+        await topic.configure("s", window=3)
+        found = await topic.settings("s")
+        assert (found.policy, found.window, found.kind) == (POLICY, 3, None)
+        assert "s" not in topic.subscriptions
+        await topic.subscribe("s", SHARED, "c", ())
+        subscription = topic.subscription("s")
+        assert (subscription.delivery.policy, subscription.window) == (POLICY, 3)
+        found = await topic.settings("s")
+        assert (found.policy, found.window, found.kind) == (POLICY, 3, SHARED)
+        # They are used once.
+        assert topics.store.planned(topic.parsed, "s", topic.incarnation) is None
+        await topic.unsubscribe("s")
+        await topic.subscribe("s", SHARED, "c", ())
+        assert topic.subscription("s").delivery.policy == FailurePolicy()
+
+    with_topic(tmp_path, scenario, mode="wal_cloud")
+
+
+def test_settings_and_subscription_at_once_are_not_lost(tmp_path):
+    async def scenario(topic, topics):
+        await asyncio.gather(
+            topic.configure("s", policy=POLICY),
+            topic.subscribe("s", SHARED, "c", ()),
+            topic.configure("s", window=3),
+        )
+        subscription = topic.subscription("s")
+        assert (subscription.delivery.policy, subscription.window) == (POLICY, 3)
+
+    with_topic(tmp_path, scenario, mode="wal_cloud")
+
+
+@each("mode", ["wal_cloud", "local_only"])
+def test_settings_of_a_subscription_to_come_survive_a_restart_and_end_with_their_topic(
+    tmp_path, mode
+):
+    metadata = MemoryMetadata(SystemClock()) if mode == "local_only" else None
+
+    async def scenario():
+        async with some_topics(tmp_path, mode=mode, metadata=metadata) as topics:
+            topic = await topics.get_or_create(NAME, is_reliable=True)
+            await topic.configure("s", policy=POLICY)
+            await topic.configure("other", window=7)
+        async with some_topics(tmp_path, mode=mode, metadata=metadata) as topics:
+            topic = await topics.get(NAME)
+            await topic.subscribe("s", SHARED, "c", ())
+            assert topic.subscription("s").delivery.policy == POLICY
+            assert (await topic.settings("other")).window == 7
+            await topics.delete(NAME)
+            topic = await topics.get_or_create(NAME, is_reliable=True)
+            with pytest.raises(NotFoundError):
+                await topic.settings("other")
+
+    run(scenario())
+
+
 # -- usable -----------------------------------------------------------------------------------
 
 
@@ -359,10 +430,11 @@ def test_without_a_log_messages_are_pushed_and_nothing_is_kept(tmp_path):
         assert await topic.publish(a_record(b"nobody")) == 0
         outbox = attach(topic, await topic.subscribe("s", EXCLUSIVE, "c", ()))
         second = attach(topic, await topic.subscribe("s2", EXCLUSIVE, "c", ()))
-        assert await topic.publish(a_record(b"a", attributes={"k": "v"})) == 1
+        # The second message, and all others: without a log there are no offsets.
+        assert await topic.publish(a_record(b"a", attributes={"k": "v"})) == 0
         for one in (outbox, second):
             [message] = await take(one, 1)
-            assert (message.payload, message.msg_id.topic_offset) == (b"a", 1)
+            assert (message.payload, message.msg_id.topic_offset) == (b"a", 0)
             assert message.attributes == {"k": "v"}
         topic.subscription("s").detach(outbox)
         await topic.publish(a_record(b"missed"))
@@ -446,3 +518,15 @@ def test_a_dead_letter_goes_to_a_topic_that_is_made_for_it(tmp_path):
             assert letter.attributes["x-original-topic"] == NAME
 
     run(scenario())
+
+
+def test_a_dead_letter_for_a_topic_without_a_log_waits_for_a_consumer(tmp_path):
+    async def scenario(topic, topics):
+        letter = a_record(b"bad")
+        with pytest.raises(UnavailableError, match="no consumer"):
+            await topic.publish_dead_letter(letter)
+        outbox = attach(topic, await topic.subscribe("s", SHARED, "c", ()))
+        await topic.publish_dead_letter(letter)
+        assert [m.payload for m in await take(outbox, 1)] == [b"bad"]
+
+    with_topic(tmp_path, scenario, is_reliable=False)
