@@ -5,6 +5,8 @@ import json
 import pytest
 from pyspark.errors import PySparkException
 
+import ister
+from ister.errors import ConflictError
 from ister.spark import offsets_behind, register_views
 from ister.spark.compat import HAS_LIMITS
 from support.streams import A, B, Home
@@ -65,6 +67,22 @@ def test_views_see_new_messages_and_new_topics(spark, home, database):
     expected = {"default_a", "default_b", "other_x_y", "mine", "messages"}
     assert listed - {"v"} == expected
     assert (count("default_b"), count("other_x_y"), count("mine")) == (1, 1, 5)
+
+
+def test_views_replace_only_views_of_their_own_log(spark, home, database, tmp_path):
+    """Goal: a query never reads another log than the one that its view was registered for."""
+    home.append(A, 3)
+    with ister.open(tmp_path / "other") as other:
+        other.topic(A, create=True).append(b"other")
+        other.topic(B, create=True).append(b"other")
+    register_views(spark, home.config, database=database)
+    with pytest.raises(ConflictError, match=f"{database}.default_a exists, and is of the log"):
+        register_views(spark, str(tmp_path / "other"), database=database)
+    spark.sql(f"CREATE VIEW {database}.default_B AS SELECT 1 AS mine")
+    with pytest.raises(ConflictError, match="default_b exists, and is not one of a topic"):
+        register_views(spark, str(tmp_path / "other"), database=database, pattern=B)
+    assert spark.sql(f"SELECT count(*) AS n FROM {database}.default_a").first().n == 3
+    assert spark.sql(f"SELECT mine FROM {database}.default_b").first().mine == 1
 
 
 def test_tables_take_options_in_the_query(spark, home, database):

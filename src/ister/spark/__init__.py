@@ -78,13 +78,19 @@ _HOMES: Final = {
 
 
 def register(spark: SparkSession) -> None:
-    """Registers `format("ister")` in a session.
+    """Registers `format("ister")` in a session, unless Spark has found it by itself.
 
     Raises:
         ConfigError: PySpark is older than 4.0, or missing.
     """
     source = cast("type[IsterDataSource]", _load("IsterDataSource"))
-    spark.dataSource.register(source)
+    refused = import_module("pyspark.errors").AnalysisException
+    try:
+        spark.dataSource.register(source)
+    except refused as error:
+        # Spark 4.0 refuses a name that it has found by itself; later versions replace it.
+        if error.getCondition() != "DATA_SOURCE_ALREADY_EXISTS":
+            raise
 
 
 def __getattr__(name: str) -> object:

@@ -162,6 +162,9 @@ _STREAM_ONLY: Final = frozenset(
         "subscription",
     }
 )
+_STREAM_SPELLINGS: Final = {name.lower() for name in _STREAM_ONLY} | {
+    alias.lower() for alias, name in ALIASES.items() if name in _STREAM_ONLY
+}
 _BATCH_ONLY: Final = frozenset(
     {"endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp", "pushdown"}
 )
@@ -402,6 +405,12 @@ class WriteOptions:
 
 
 _Value = TypeVar("_Value")
+
+
+def has_stream_options(options: Mapping[str, str]) -> bool:
+    """Whether one of the options is for a stream only."""
+    given = {name.lower() for name in options}
+    return not given.isdisjoint(_STREAM_SPELLINGS)
 
 
 class _Given:

@@ -128,7 +128,7 @@ def members_of(schema: StructType, path: str = "") -> tuple[Member, ...]:
     """Returns the JSON properties that the fields of a Spark schema are read from.
 
     Raises:
-        InvalidRequestError: A field has an unsupported type, or is NOT NULL.
+        InvalidRequestError: A field has an unsupported type, is NOT NULL, or occurs twice.
     """
     found: list[Member] = []
     for field in schema.fields:
@@ -138,6 +138,8 @@ def members_of(schema: StructType, path: str = "") -> tuple[Member, ...]:
                 f"the field {name} of the payload is NOT NULL, and JSON may lack it",
                 hint="omit NOT NULL",
             )
+        if any(field.name == other.property for other in found):
+            raise InvalidRequestError(f"the field {name} of the payload occurs twice")
         found.append(Member(field.name, field.name, _value_type(field.dataType, name)))
     if not found:
         raise InvalidRequestError(f"the struct {path or _PAYLOAD} has no fields")

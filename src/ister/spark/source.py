@@ -17,7 +17,14 @@ from pyspark.sql.types import StructType
 from ister.errors import IsterError, UnsupportedOperationError
 from ister.extras import missing_extra
 from ister.spark.compat import HAS_PUSHDOWN, require_spark
-from ister.spark.options import ALIASES, READ_OPTIONS, WRITE_OPTIONS, ReadOptions, WriteOptions
+from ister.spark.options import (
+    ALIASES,
+    READ_OPTIONS,
+    WRITE_OPTIONS,
+    ReadOptions,
+    WriteOptions,
+    has_stream_options,
+)
 
 if TYPE_CHECKING:
     from ister.spark.batch import BatchReader
@@ -47,11 +54,13 @@ class IsterDataSource(DataSource):
             _check_table(self.options)
             table: StructType = _load("rows").row_schema(None)
             return table
+        # Spark does not say which it is; if neither fits, the more likely one explains.
+        is_streaming = has_stream_options(self.options)
         try:
-            options = ReadOptions.parse(self.options, is_streaming=False)
+            options = ReadOptions.parse(self.options, is_streaming=is_streaming)
         except IsterError as error:
             try:
-                options = ReadOptions.parse(self.options, is_streaming=True)
+                options = ReadOptions.parse(self.options, is_streaming=not is_streaming)
             except IsterError:
                 raise error from None
         _check_version(options)

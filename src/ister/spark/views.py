@@ -68,7 +68,8 @@ def register_views(
         `default_orders`.
 
     Raises:
-        ConflictError: Two topics would have the same view.
+        ConflictError: Two topics would have the same view, or there is a view of that name that
+            is of another log, or not of a topic.
         InvalidRequestError: An argument is invalid.
         UnavailableError: The metadata store does not respond.
     """
@@ -98,6 +99,8 @@ def register_views(
     table = f"`{database}`.`{_TABLE}`"
     spark.sql(f"CREATE TABLE IF NOT EXISTS {table} USING ister")
     log = parsed.config or ",".join(parsed.brokers)
+    present = _read_views(spark, database)
+    _check_replaced(present, wanted, log=log)
     for view, topic in wanted.items():
         spark.sql(
             " ".join(
@@ -109,7 +112,9 @@ def register_views(
                 ]
             )
         )
-    _drop_views(spark, database, keeps=set(topics), log=log)
+    for view, properties in present.items():
+        if properties.get(_LOG) == log and properties.get(_TOPIC) not in topics:
+            spark.sql(f"DROP VIEW IF EXISTS `{view.replace('.', '`.`')}`")
     return wanted
 
 
@@ -128,18 +133,36 @@ def _name_views(topics: list[str], database: str) -> dict[str, str]:
     return found
 
 
-def _drop_views(spark: SparkSession, database: str, *, keeps: set[str], log: str) -> None:
-    """Drops the views of this log's topics that do not exist any more."""
+def _read_views(spark: SparkSession, database: str) -> dict[str, dict[str, str]]:
+    """Returns the properties of the views that a database has, by name in lower case."""
+    found: dict[str, dict[str, str]] = {}
     for row in spark.sql(f"SHOW VIEWS IN `{database}`").collect():
         if row["isTemporary"]:
             continue
-        view = f"`{database}`.`{row['viewName']}`"
-        properties = {
+        view = f"{database}.{row['viewName']}".lower()
+        quoted = f"`{database}`.`{row['viewName']}`"
+        found[view] = {
             entry["key"]: entry["value"]
-            for entry in spark.sql(f"SHOW TBLPROPERTIES {view}").collect()
+            for entry in spark.sql(f"SHOW TBLPROPERTIES {quoted}").collect()
         }
-        if properties.get(_LOG) == log and properties.get(_TOPIC) not in keeps:
-            spark.sql(f"DROP VIEW IF EXISTS {view}")
+    return found
+
+
+def _check_replaced(
+    present: Mapping[str, Mapping[str, str]], wanted: Mapping[str, str], *, log: str
+) -> None:
+    """Refuses to replace a view of something else: its queries would read other rows."""
+    for view, topic in wanted.items():
+        properties = present.get(view.lower())
+        if properties is None or properties.get(_LOG) == log:
+            continue
+        other = properties.get(_LOG)
+        raise ConflictError(
+            f"the view {view} exists, and is "
+            + (f"of the log {other}, not {log}" if other is not None else "not one of a topic"),
+            topic=topic,
+            hint="use another database, or drop that view",
+        )
 
 
 def _quote(text: str) -> str:

@@ -5,9 +5,11 @@ import sys
 
 import pyarrow as pa
 import pytest
+from pyspark.errors import AnalysisException
 from pyspark.sql import functions as F  # noqa: N812 - as everywhere
 from pyspark.sql import types as t
 
+import ister.spark
 from ister.errors import UnsupportedOperationError
 from ister.spark.compat import (
     HAS_LIMITS,
@@ -116,3 +118,19 @@ def test_spark_without_data_sources_is_refused_with_what_works_there():
     for line in lines:
         assert "need Spark 4.0 or later; this is Spark 3.5.7" in line
         assert "spark.read.parquet" in line
+
+
+def test_format_that_spark_has_found_by_itself_may_be_registered_again():
+    """Spark 4.0 refuses a name that is known; other errors are not hidden."""
+
+    class Session:
+        def __init__(self, condition):
+            self.dataSource = self
+            self.condition = condition
+
+        def register(self, source):
+            raise AnalysisException("refused", errorClass=self.condition, messageParameters={})
+
+    ister.spark.register(Session("DATA_SOURCE_ALREADY_EXISTS"))
+    with pytest.raises(AnalysisException):
+        ister.spark.register(Session("SOMETHING_ELSE"))

@@ -11,6 +11,7 @@ from ister.spark import location, stream
 from ister.spark.batch import BatchReader
 from ister.spark.options import ReadOptions
 from ister.spark.rows import row_schema
+from ister.spark.source import IsterDataSource
 from support.streams import A, B, Home, Query, a_reader, offsets_of, payload_of, rows_of
 
 P = "/default/p"
@@ -215,6 +216,20 @@ def test_restart_and_available_now_wait_for_nothing(home, query, now):
     assert offsets_of(running.run()) == [1]
     home.append(A, 1)
     assert [offsets_of(rows) for rows in running.available_now()] == [[2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"minOffsetsPerTrigger": "5", "maxTriggerDelay": "-1s"}, "maxTriggerDelay is '-1s'"),
+        ({"maxMessagesPerTrigger": "none"}, "maxMessagesPerTrigger is 'none'"),
+    ],
+)
+def test_wrong_value_of_a_stream_is_refused_as_one_of_a_stream(options, reason):
+    """`load()` does not know whether it is a stream; the options show it."""
+    source = IsterDataSource({"config": "./data", "topic": A, **options})
+    with pytest.raises(InvalidRequestError, match=reason):
+        source.schema()
 
 
 def test_query_that_waits_gives_back_the_text_that_it_was_asked_with(home, now):

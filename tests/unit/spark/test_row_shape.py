@@ -223,6 +223,7 @@ def test_schemas_that_json_is_not_read_as_are_refused(home):
         (StructType([StructField("m", MapType(StringType(), StringType()))]), "the field m"),
         (StructType([StructField("a", ArrayType(BinaryType()))]), r"the field a\[\]"),
         (StructType([StructField("i", LongType(), nullable=False)]), "omit NOT NULL"),
+        (StructType([StructField("i", LongType())] * 2), "the field i of the payload occurs twice"),
     ]:
         with case(kind, text), pytest.raises(InvalidRequestError, match=text):
             read(home, with_payload(kind))

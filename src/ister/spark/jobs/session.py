@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 from ister import threads
 from ister.errors import ConfigError, UnavailableError
 from ister.extras import missing_extra
+from ister.spark.jobs.stop_signals import hold_signals
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -152,7 +153,9 @@ def _start_quietly(settings: Mapping[str, str]) -> None:
     conf = SparkConf().setAll(list(settings.items()))
     reading, writing = os.pipe()
     try:
-        gateway = launch_gateway(conf, {"stderr": writing})  # type: ignore[no-untyped-call]
+        # PySpark forgets a JVM if it is interrupted here, and that JVM would never end.
+        with hold_signals():
+            gateway = launch_gateway(conf, {"stderr": writing})  # type: ignore[no-untyped-call]
     except Exception:
         os.close(writing)
         threads.start("ister-spark-stderr", forward_errors, reading).join(_LAST_WORDS_SECONDS)

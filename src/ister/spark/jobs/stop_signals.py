@@ -1,4 +1,4 @@
-"""Stops a job that runs until it is stopped, on SIGINT and SIGTERM."""
+"""SIGINT and SIGTERM: they stop a job that runs until it is stopped, and wait for a JVM's start."""
 
 from __future__ import annotations
 
@@ -31,3 +31,26 @@ def stop_on_signals(stop: threading.Event | None) -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
+
+
+@contextmanager
+def hold_signals() -> Iterator[None]:
+    """Delivers a SIGINT or SIGTERM that comes meanwhile at the end.
+
+    Signals are left alone if this is not called on the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        if held:
+            signal.raise_signal(held[0])

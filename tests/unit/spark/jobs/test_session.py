@@ -1,8 +1,12 @@
-"""What of Spark's words on standard error a command passes on, and the JVM's options."""
+"""The JVM of a command: what of its words is passed on, its options, signals during its start."""
 
 import os
+import signal
 
-from ister.spark.jobs.session import _jvm_options, forward_errors
+import pytest
+
+from ister.spark.jobs.session import _jvm_options, _start_quietly, forward_errors
+from ister.spark.jobs.stop_signals import hold_signals
 
 NOISE = """\
 WARNING: Using incubator modules: jdk.incubator.vector
@@ -39,3 +43,30 @@ def test_options_of_the_user_come_after_ours(monkeypatch):
     with _jvm_options("-XX:TieredStopAtLevel=1"):
         pass
     assert "SPARK_SUBMIT_OPTS" not in os.environ
+
+
+def test_signal_during_the_start_of_a_jvm_is_delivered_afterwards():
+    """Goal: PySpark loses no JVM. It forgets one whose start it was interrupted in."""
+    steps = []
+
+    def start():
+        with hold_signals():
+            signal.raise_signal(signal.SIGINT)
+            steps.append("started")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert steps == ["started"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_jvm_is_started_with_signals_held(monkeypatch):
+    def interrupt(conf, options):
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the JVM has started")
+
+    monkeypatch.setattr("pyspark.java_gateway.launch_gateway", interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        _start_quietly({})
+    assert "the JVM has started" in str(caught.value.__context__)
