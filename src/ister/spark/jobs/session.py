@@ -10,6 +10,7 @@ process that dies. If the setting `spark.log.level` is given, everything is show
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -150,6 +151,7 @@ def _start_quietly(settings: Mapping[str, str]) -> None:
     # Advice to programmers, which a command's user cannot follow.
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", module=r"pyspark\.")
+    logging.getLogger().addFilter(is_no_interrupt)
     conf = SparkConf().setAll(list(settings.items()))
     reading, writing = os.pipe()
     try:
@@ -163,6 +165,14 @@ def _start_quietly(settings: Mapping[str, str]) -> None:
     os.close(writing)
     threads.start("ister-spark-stderr", forward_errors, reading)
     SparkContext(conf=conf, gateway=gateway)
+
+
+def is_no_interrupt(record: logging.LogRecord) -> bool:
+    """Leaves out the interruption of a call, which Py4J logs as an error, and raises too."""
+    error = record.exc_info[1] if record.exc_info else None
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is None
 
 
 def forward_errors(reading: int) -> None:

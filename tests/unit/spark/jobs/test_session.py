@@ -1,11 +1,12 @@
 """The JVM of a command: what of its words is passed on, its options, signals during its start."""
 
+import logging
 import os
 import signal
 
 import pytest
 
-from ister.spark.jobs.session import _jvm_options, _start_quietly, forward_errors
+from ister.spark.jobs.session import _jvm_options, _start_quietly, forward_errors, is_no_interrupt
 from ister.spark.jobs.stop_signals import hold_signals
 
 NOISE = """\
@@ -70,3 +71,14 @@ def test_jvm_is_started_with_signals_held(monkeypatch):
     with pytest.raises(KeyboardInterrupt) as caught:
         _start_quietly({})
     assert "the JVM has started" in str(caught.value.__context__)
+
+
+def test_interruption_is_not_logged_as_an_error():
+    """Py4J logs one with a traceback, to the root logger, before it raises it again."""
+    follows = ValueError("broken")
+    follows.__context__ = KeyboardInterrupt()
+    for error in (KeyboardInterrupt(), follows, ValueError("broken")):
+        record = logging.LogRecord(
+            "root", logging.ERROR, "", 1, "failed", None, (type(error), error, None)
+        )
+        assert is_no_interrupt(record) == (error.__context__ is None and error.args != ())
