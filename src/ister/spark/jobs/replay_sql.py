@@ -139,14 +139,14 @@ class SqlReplay:
         """Drops the view, and closes the session if it was opened here."""
         with suppress(Exception):  # Spark has stopped
             self._session.catalog.dropTempView(_VIEW)
-        client = getattr(self._session, "client", None)
-        if client is not None and self._session is not self._runner.session():
+        is_connect = getattr(self._session, "sparkContext", None) is None
+        if is_connect and self._session is not self._runner.session():
             # Not `stop`, which also ends a server of this process. A client that stays open calls
             # the server when the interpreter exits, for ten minutes if that has gone.
             with suppress(Exception):
-                client.release_session()
+                self._session.client.release_session()
             with suppress(Exception):
-                client.close()
+                self._session.client.close()
 
     def _result(self, head: Head, start: int, end: int) -> DataFrame:
         schema = row_schema(self._task.columns)
