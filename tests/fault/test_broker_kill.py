@@ -37,7 +37,7 @@ from support.scale import scaled
 
 T = TypeVar("T")
 
-KILLS = scaled(6, 300)
+KILLS = scaled(4, 300)
 STOPS = scaled(1, 12)
 
 # What a broker under load comes by, and how often it may before it has to die there.

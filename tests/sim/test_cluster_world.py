@@ -23,7 +23,7 @@ from support.scale import scaled
 from tests.sim.cluster_world import find_break, run_seed
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-RUNS = scaled(1000, 20_000)
+RUNS = scaled(500, 20_000)
 DISKLESS_RUNS = scaled(150, 5000)
 TURNS = scaled(25, 60)
 SEEDS_MAX = 1000
