@@ -241,6 +241,7 @@ class Round:
         return {"deaths": self.deaths, "unnamed_table_files": strangers, **swept}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", range(ROUNDS))
 def test_killed_jobs_that_are_run_again_leave_no_trace(tmp_path, drivers, request, number):

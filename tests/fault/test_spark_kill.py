@@ -189,6 +189,7 @@ class Run:
         print(json.dumps({"test": "kill -9 of Spark", **told}))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_killed_drivers_and_commits_copy_each_message_once(tmp_path, request):
     """Goal: no message is lost or doubled by a death of the driver, of a worker or of a commit.

@@ -45,7 +45,7 @@ from tests.unit.bucket.test_express import Node, topic_name
 from tests.unit.topic.test_express import Shared
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-SEEDS_MAX = 400
+SEEDS_MAX = 2000
 TURNS = 80
 
 
@@ -295,6 +295,7 @@ RARE: list[Plant] = [
     recovery_takes_runs_of_a_deleted_topic,
     collection_looks_at_one_run,
     collection_removes_what_is_under_way,
+    collection_takes_nobody_for_running,
 ]
 
 

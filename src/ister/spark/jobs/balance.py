@@ -26,9 +26,9 @@ Result = TypeVar("Result")
 
 _SLICE_BYTES_PER_SLOT: Final = 8 * GIB
 # More groups even out slots that are slower than others; each costs tens of milliseconds, in which
-# a slot checks a hundred megabytes.
+# a slot checks a hundred megabytes. So there is more than one for a slot only if they are large.
 _GROUPS_PER_SLOT_MAX: Final = 3
-_GROUP_BYTES: Final = GIB
+_GROUP_BYTES: Final = 4 * GIB
 
 
 def run_balanced(

@@ -66,14 +66,14 @@ class _CountingRunner(SparkHere):
         return super().run(work, bundles, name=name)
 
 
-@pytest.mark.parametrize(("gib", "tasks"), [(0, 2), (2, 2), (4, 4), (12, 6)])
+@pytest.mark.parametrize(("gib", "tasks"), [(0, 2), (8, 2), (16, 4), (32, 8)])
 def test_there_are_few_tasks_until_there_is_much_to_do(gib, tasks):
     runner, weight = _CountingRunner(), -(-gib * GIB // 12)
     done = run_balanced(
         runner, list(range(12)), partial(_double, -1), weigh=lambda item: weight, name="test"
     )
     assert len(list(done)) == 12
-    assert runner.tasks == tasks, "one for each of two slots, at most three"
+    assert runner.tasks == tasks, "one for each of two slots, or one for four gibibytes"
 
 
 def _break(item):
