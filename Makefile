@@ -37,7 +37,7 @@ lint: $(STAMP) ## ruff: rules and format
 types: $(STAMP) ## mypy, strict, over src, benchmarks and demo
 	$(BIN)/mypy
 
-test: lint types $(firstword $(SPARKS)) ## lint, types and the tests that everybody runs, in at most twelve minutes on two cores
+test: lint types $(firstword $(SPARKS)) ## lint, types and the tests that everybody runs, in about sixteen minutes on two cores
 	$(BIN)/python -m pytest -m "not nightly" $(SHARED)
 
 nightly: lint types $(SPARKS) ## every test with its large counts, soak, endurance, cluster, fuzzing and benchmarks: several hours
