@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 SPARKS := $(patsubst pyspark==%,$(VENV)/spark-%,$(shell grep ^pyspark constraints-spark.txt))
 # How many processes share the files of the tests: most wait for something most of the time.
 JOBS ?= 4
-SHARED := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+SHARED := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo lint types test nightly docs bench peers soak endurance cluster fuzz browser protos clean
@@ -41,7 +41,7 @@ test: lint types $(firstword $(SPARKS)) ## lint, types and the tests that everyb
 	$(BIN)/python -m pytest -m "not nightly" $(SHARED)
 
 nightly: lint types $(SPARKS) ## every test with its large counts, soak, endurance, cluster, fuzzing and benchmarks: several hours
-	ISTER_NIGHTLY=1 $(BIN)/python -m pytest --timeout=3000 $(SHARED)
+	ISTER_NIGHTLY=1 $(BIN)/python -m pytest --timeout=3000 --override-ini faulthandler_timeout=3300 $(SHARED)
 	$(MAKE) soak endurance cluster fuzz bench
 	$(MAKE) peers SCALE=$(SCALE) PEERS_CACHE=$(PEERS_CACHE)
 
