@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 SPARKS := $(patsubst pyspark==%,$(VENV)/spark-%,$(shell grep ^pyspark constraints-spark.txt))
 # How many processes share the files of the tests: most wait for something most of the time.
 JOBS ?= 4
+# Tests start hundreds of interpreters, which would all compile the same sources without it.
+export PYTHONDONTWRITEBYTECODE :=
 SHARED := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 
 .DEFAULT_GOAL := help
@@ -37,7 +39,15 @@ lint: $(STAMP) ## ruff: rules and format
 types: $(STAMP) ## mypy, strict, over src, benchmarks and demo
 	$(BIN)/mypy
 
-test: lint types $(firstword $(SPARKS)) ## lint, types and the tests that everybody runs, in about sixteen minutes on two cores
+# What is to be done before the tests: ruff, mypy, another Spark, and test modules as bytecode.
+.PHONY: ready compiled
+ready: lint types compiled $(firstword $(SPARKS))
+
+compiled: $(STAMP)
+	$(BIN)/python -m pytest --collect-only --quiet --quiet -m "not nightly" > /dev/null
+
+test: $(STAMP) ## lint, types and the tests that everybody runs, in about sixteen minutes on two cores
+	$(MAKE) --jobs 3 --output-sync=target ready
 	$(BIN)/python -m pytest -m "not nightly" $(SHARED)
 
 nightly: lint types $(SPARKS) ## every test with its large counts, soak, endurance, cluster, fuzzing and benchmarks: several hours
