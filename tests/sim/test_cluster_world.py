@@ -25,8 +25,8 @@ from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.world import find_break
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-RUNS = scaled(500, 20_000)
-DISKLESS_RUNS = scaled(150, 5000)
+RUNS = scaled(250, 20_000)
+DISKLESS_RUNS = scaled(80, 5000)
 TURNS = scaled(25, 60)
 SEEDS_MAX = 1000
 
@@ -56,9 +56,10 @@ def test_brokers_that_move_topics_lose_nothing_and_settle() -> None:
         f"handed over, {changes} changes of owner, {leaders} leaders, {drains} drains, {moves} "
         f"rebalanced, {waiting} wait for a disk, {taken} taken over"
     )
-    assert min(acks, created, handed_over, changes, leaders) > RUNS
+    assert min(acks, created, changes, leaders) > RUNS
+    assert handed_over > RUNS // 2
     assert min(drains, moves) > RUNS // 4
-    assert min(waiting, taken) > RUNS // 100
+    assert min(waiting, taken) > RUNS // 250
 
 
 @pytest.mark.sim
