@@ -23,6 +23,7 @@ from ister.client.options import (
     parse_url,
     reachable,
 )
+from ister.client.tls_probe import REFUSED, find_tls_mismatch
 from ister.errors import (
     ClosedError,
     InvalidRequestError,
@@ -116,6 +117,7 @@ class Network:
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
         self._flight: dict[str, str] = {}
         self._streams: dict[str, int] = {}
+        self._answering: set[str] = set()
         self._is_closed = False
         self._fork_error: ClosedError | None = None
         forks.register(self)
@@ -298,11 +300,29 @@ class Network:
         """Calls one broker, once.
 
         Raises:
+            ConfigError: It uses TLS and this client does not, or the other way round.
             IsterError: What it has answered, or that it has not.
         """
-        channel = self._channel(route.address, "calls")
+        address = route.address
+        channel = self._channel(address, "calls")
         call = rpc.call(channel, request, timeout=answer_within, metadata=self.headers(route))
-        return await self.answered(call, route.address, topic)
+        try:
+            found = await self.answered(call, address, topic)
+        except UnavailableError as error:
+            await self._check_tls(address, error)
+            raise
+        self._answering.add(address)
+        return found
+
+    async def _check_tls(self, address: str, error: UnavailableError) -> None:
+        """Raises a better error than `error` if TLS is why an address has never answered."""
+        if address in self._answering or REFUSED in error.message:
+            return
+        mismatch = await asyncio.to_thread(
+            find_tls_mismatch, address, is_encrypted=self._tls is not None
+        )
+        if mismatch is not None:
+            raise mismatch from error
 
     async def answered(
         self, waiting: Awaitable[_Result], address: str, topic: str | None
