@@ -99,6 +99,7 @@ class FlightClient:
         timeout_seconds: float = _TIMEOUT_SECONDS,
         token: str | None = None,
         tls_ca: bytes | None = None,
+        server_name: str | None = None,
     ) -> None:
         """Connects when it is first needed.
 
@@ -108,6 +109,7 @@ class FlightClient:
             token: A JWT or an API key, for a broker with authentication.
             tls_ca: Who signs the server's certificate, PEM; those that the system trusts if not
                 given.
+            server_name: The name in the server's certificate, if it is not the host.
 
         Raises:
             ConfigError: pyarrow is not installed.
@@ -127,7 +129,11 @@ class FlightClient:
         self._flight = flight
         self._arrow_schema: Callable[[tuple[str, ...] | None], pa.Schema] = arrow_schema
         self._errors = (flight.FlightError, pyarrow.ArrowException, OSError)
-        more = {"tls_root_certs": tls_ca} if tls_ca is not None else {}
+        more: dict[str, bytes | str] = {}
+        if tls_ca is not None:
+            more["tls_root_certs"] = tls_ca
+        if server_name is not None:
+            more["override_hostname"] = server_name
         self._client = flight.FlightClient(_as_location(address), generic_options=_OPTIONS, **more)
         self._headers = (
             [(b"authorization", f"Bearer {token}".encode())] if token is not None else []

@@ -35,9 +35,11 @@ def test_a_client_without_tls_is_told_that_the_port_uses_tls(tmp_path):
                 assert told.value.hint == TLS_HINT
                 with pytest.raises(ConfigError, match="uses TLS"):
                     await client.producer("/default/t", create=True)
-            with FlightClient(f"127.0.0.1:{listening.flight}") as flight:
-                with pytest.raises(ConfigError, match="uses TLS"):
-                    await asyncio.to_thread(flight.topics)
+            with (
+                FlightClient(f"127.0.0.1:{listening.flight}") as flight,
+                pytest.raises(ConfigError, match="uses TLS"),
+            ):
+                await asyncio.to_thread(flight.topics)
 
     run(scenario())
 
@@ -52,9 +54,11 @@ def test_a_client_with_tls_is_told_that_the_port_does_not_use_it(tmp_path):
                     await client.namespaces()
                 assert told.value.hint == PLAIN_HINT
             location = f"grpc+tls://127.0.0.1:{listening.flight}"
-            with FlightClient(location, tls_ca=ca) as flight:
-                with pytest.raises(ConfigError, match="does not use TLS"):
-                    await asyncio.to_thread(flight.topics)
+            with (
+                FlightClient(location, tls_ca=ca) as flight,
+                pytest.raises(ConfigError, match="does not use TLS"),
+            ):
+                await asyncio.to_thread(flight.topics)
             # Another port is another mistake.
             http = f"127.0.0.1:{listening.http}"
             for is_encrypted in (False, True):
