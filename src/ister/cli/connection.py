@@ -21,7 +21,6 @@ A token on a command line can be seen by everybody on the machine; one in the en
 from __future__ import annotations
 
 import argparse
-import asyncio
 import difflib
 import os
 import re
@@ -385,6 +384,8 @@ def locate_readers(options: argparse.Namespace, topic: str) -> list[ReaderAddres
         NotFoundError: There is no such topic.
         IsterError: It is refused, or no broker has answered in time.
     """
+    import asyncio  # noqa: PLC0415 - takes a while, and clients have loops of their own
+
     with explained(options):
         return asyncio.run(_locate(options, topic))
 

@@ -36,11 +36,16 @@ from ister.cli.output import (
 from ister.clock import SystemClock
 from ister.errors import InvalidRequestError, IsterError, NotFoundError
 from ister.model import JsonObject
-from ister.wire.views import DeadLetterCountJson, DeadLetterJson, LetterGroupJson, ResolvedJson
 
 if TYPE_CHECKING:
     from ister.client import Client
     from ister.client.dead_letters import LetterFilter
+    from ister.wire.views import (
+        DeadLetterCountJson,
+        DeadLetterJson,
+        LetterGroupJson,
+        ResolvedJson,
+    )
 
 _RANGE: Final = re.compile(r"(\d{1,18})(?:(?:-|\.\.)(\d{1,18}))?")
 _SHOWN_DEFAULT: Final = 20
