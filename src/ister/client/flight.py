@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from ister import forks, threads
 from ister.client.publisher import Publisher
-from ister.client.tls_probe import REFUSED, find_tls_mismatch
+from ister.client.tls_probe import find_tls_mismatch
 from ister.errors import (
     ClosedError,
     CorruptDataError,
@@ -505,12 +505,10 @@ class FlightClient:
                 topic=topic,
                 hint="retry, or allow more time",
             )
-        if REFUSED not in text:
-            location = _as_location(self.address)
-            scheme, _, address = location.partition("://")
-            mismatch = find_tls_mismatch(address, is_encrypted=scheme == "grpc+tls")
-            if mismatch is not None:
-                return mismatch
+        scheme, _, address = _as_location(self.address).partition("://")
+        mismatch = find_tls_mismatch(address, is_encrypted=scheme == "grpc+tls")
+        if mismatch is not None:
+            return mismatch
         return UnavailableError(
             f"{self.address} does not answer: {text}",
             topic=topic,

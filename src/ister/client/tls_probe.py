@@ -15,9 +15,6 @@ from typing import Final
 
 from ister.errors import ConfigError
 
-REFUSED: Final = "Connection refused"
-"""In the text of an error: nothing listens, and there is nothing to probe."""
-
 TLS_HINT: Final = "pass tls=True, or TlsOptions(ca=...) if a private CA has signed its certificate"
 PLAIN_HINT: Final = "connect without tls"
 
