@@ -318,7 +318,7 @@ def _letter_text(topic: str, letter: DeadLetterJson) -> str:
     else:
         at = "" if story["offset"] is None else f" offset {story['offset']}"
         lines.append(f"  from       {story['topic']}{at}, subscription {story['subscription']}")
-        attempts = "" if story["attempt"] is None else f" (after {story['attempt']} attempts)"
+        attempts = "" if story["attempt"] is None else f" (attempt {story['attempt']})"
         lines.append(f"  reason     {_plain(story['reason']) or 'none given'}{attempts}")
     now_ms = SystemClock().now_ns() // 1_000_000
     age = _age(letter["publish_time"], now_ms)
@@ -333,6 +333,10 @@ def _letter_text(topic: str, letter: DeadLetterJson) -> str:
     payload = f"{letter['size']} bytes, not a text" if text is None else _plain(text)
     lines.append(f"  payload    {payload}{' …' if letter['is_cut'] else ''}")
     return "\n".join(lines)
+
+
+def _letters(count: int) -> str:
+    return f"{count} dead letter{'' if count == 1 else 's'}"
 
 
 def _plain(text: str) -> str:
@@ -375,7 +379,7 @@ def _resolve(
         facts: JsonObject = {"topic": topic, "selected": total, "done": 0, "failed": []}
         if options.dry_run or not total:
             return _print_plan(options, counts, facts, f"would be {done_verb} {how}")
-        question = f"{verb.capitalize()} {total} dead letters of {topic} {how}, at broker "
+        question = f"{verb.capitalize()} {_letters(total)} of {topic} {how}, at broker "
         if not confirm(f"{question}{broker_address(options)}?", is_confirmed=options.yes):
             return 1
         done, failed = 0, list[JsonObject]()
@@ -384,7 +388,7 @@ def _resolve(
                 found = call(client, one["topic"], _filter(options, end=one["end"]))
                 done += found["done"]
                 failed += [{"topic": one["topic"], **failure} for failure in found["failed"]]
-    text = f"{done} dead letters of {topic} {done_verb}"
+    text = f"{_letters(done)} of {topic} {done_verb}"
     print_change(options, text, {**facts, "ok": not failed, "done": done, "failed": failed})
     _print_failures(options, failed)
     if any(one["is_partial"] for one in counts) and options.limit is None and not options.json:
@@ -417,16 +421,17 @@ def _print_plan(
     facts: JsonObject,
     what: str,
 ) -> int:
+    total = sum(one["selected"] for one in counts)
     if options.json:
         groups = [{"topic": one["topic"], **group} for one in counts for group in one["groups"]]
         print_json({"ok": True, **facts, "dry_run": options.dry_run, "groups": groups})
-    elif not facts["selected"]:
+    elif not total:
         print("no pending dead letters match")
     else:
         rows = [row for one in counts for row in _rows(one)]
         titles = ("dead-letter topic", "source", "subscription", "selected", "oldest", "reasons")
         print_table(titles, rows)
-        print(f"{facts['selected']} dead letters {what}; nothing was changed")
+        print(f"{_letters(total)} {what}; nothing was changed")
     return 0
 
 

@@ -103,7 +103,7 @@ class DeadLetterApi:
 def _said(verb: str, found: JsonObject) -> JsonObject:
     """The answer to a change; as elsewhere, `done` is a sentence."""
     failed = found["failed"]
-    text = f"{found['done']} messages {verb}"
+    text = f"{found['done']} message{'' if found['done'] == 1 else 's'} {verb}"
     if isinstance(failed, list) and failed:
         text += f"; {len(failed)} failed and stay pending: {failed[0]['error']}"
     return {**found, "done": text, "count": found["done"]}

@@ -274,7 +274,7 @@ def test_the_same_by_http(tmp_path):
             assert (status, found["count"]) == (200, 2)
             assert found["done"] == "2 messages requeued"
             _, found = await sent("POST", "/drop", json={"end": 1})
-            assert found["done"] == "1 messages dropped"
+            assert found["done"] == "1 message dropped"
             _, found = await sent("GET", "/count")
             assert found["pending"] == 1
             for wrong in ({"offsets": [3]}, {"offsets": 3}, {"start": -1}, {"reason": 7}):
