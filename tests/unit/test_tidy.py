@@ -38,6 +38,7 @@ _LAYERS = {
                 "forks",
                 "limits",
                 "logs",
+                "message_filter",
                 "metrics",
                 "model",
                 "partitions",
