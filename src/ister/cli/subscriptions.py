@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ister.cli.connection import (
+    START_HELP,
     add_broker_arguments,
     broker_address,
     connected,
@@ -95,8 +96,7 @@ def _register_seek(kinds: Subparsers) -> None:
         metavar="WHERE",
         type=parse_start,
         required=True,
-        help="earliest, latest, an offset, a time such as 2026-01-31T12:00:00Z, or a "
-        "relative time such as 7d",
+        help=START_HELP,
     )
 
 

@@ -202,7 +202,7 @@ def test_wrong_usage_ends_with_2_and_the_usage(capsys):
         consume /default/orders --from yesterday
         consume /default/orders --limit 0
         consume /default/orders --timeout -1
-        consume /default/orders --type nonsense --subscription s
+        consume /default/orders --kind nonsense --subscription s
         consume /default/orders --format nonsense
         recover orders
         recover --data . --config x.yml
