@@ -33,6 +33,7 @@ from ister.cli import (
     repair,
     serve,
     subscriptions,
+    top,
     topics,
     up,
 )
@@ -46,7 +47,7 @@ _EXIT_FAILED: Final = 1
 _GROUPS: Final = {
     "run": ("up", "serve", "demo"),
     "messages": ("produce", "consume"),
-    "resources": ("topics", "subscriptions", "namespaces", "brokers"),
+    "resources": ("topics", "subscriptions", "namespaces", "brokers", "top"),
     "Spark": ("pipeline",),
     "inspect and repair": ("inspect", "repair", "recover", "danube"),
     "settings and access": ("config", "auth", "completion"),
@@ -113,6 +114,7 @@ def make_parser() -> Parser:
         subscriptions,
         namespaces,
         brokers,
+        top,
         pipeline,
         inspect,
         repair,
