@@ -220,7 +220,11 @@ def register(commands: Subparsers) -> None:
         ),
     )
     parser.add_argument(
-        "--sort", choices=SORTS, default="in", help="column to sort by (default: in)"
+        "--sort",
+        metavar="COLUMN",
+        choices=SORTS,
+        default="in",
+        help=f"column to sort by: {', '.join(SORTS)} (default: in)",
     )
     parser.add_argument("--reverse", action="store_true", help="reverse the order")
     parser.add_argument("--namespace", metavar="NAME", help="only topics of this namespace")

@@ -1,6 +1,5 @@
 """`ister top`: what it adds up, its order, and how it fits a terminal."""
 
-import argparse
 import json
 
 import pytest
@@ -9,6 +8,8 @@ from ister.cli.main import make_parser
 from ister.cli.top import SORTS, View, measure, sort_loads
 from ister.clock import ManualClock
 from ister.errors import UnavailableError
+
+PARSER = make_parser()
 
 
 def subscription(name, lag, blocked_reason=None):
@@ -46,10 +47,21 @@ VIEWS = [
     topic("/default/sick", subscription("c", None), state="closed"),
 ]
 
+SNAPSHOT = """\
+broker b:1  4 topics  2026-01-31T12:00:00.000Z
+in 1,240/s (100 B/s)  out 2,479/s (200 B/s)  blocked 2  not uploaded 4.0 KiB
+
+TOPIC           IN/S*   OUT/S    LAG   BLOCKED   NOT UPLOADED   BYTES IN   BYTES OUT  STATE
+/default/busy   1,234   2,469    500         1            0 B      0 B/s       0 B/s
+/default/p        5.0      10  1,500         1        4.0 KiB    100 B/s     200 B/s
+/default/quiet      0       0      0         0            0 B      0 B/s       0 B/s
+/default/sick       0       0      0         0            0 B      0 B/s       0 B/s  closed
+"""
+
 
 def view(views, *arguments):
     """A view of what `views` returns, or raises."""
-    options = make_parser().parse_args(["top", "--broker", "b:1", *arguments])
+    options = PARSER.parse_args(["top", "--broker", "b:1", *arguments])
     clock = ManualClock(now_ms=1_769_860_800_000)
     return View(views if callable(views) else lambda: views, options, clock), clock
 
@@ -88,16 +100,7 @@ def test_order(by, first):
 def test_a_snapshot():
     one, _ = view(VIEWS)
     one.refresh()
-    assert one.lines(width=None) == [
-        "broker b:1  4 topics  2026-01-31T12:00:00.000Z",
-        "in 1,240/s (100 B/s)  out 2,479/s (200 B/s)  blocked 2  not uploaded 4.0 KiB",
-        "",
-        "TOPIC           IN/S*   OUT/S    LAG   BLOCKED   NOT UPLOADED   BYTES IN   BYTES OUT  STATE",
-        "/default/busy   1,234   2,469    500         1            0 B      0 B/s       0 B/s",
-        "/default/p        5.0      10  1,500         1        4.0 KiB    100 B/s     200 B/s",
-        "/default/quiet      0       0      0         0            0 B      0 B/s       0 B/s",
-        "/default/sick       0       0      0         0            0 B      0 B/s       0 B/s  closed",
-    ]
+    assert one.lines(width=None) == SNAPSHOT.splitlines()
 
 
 @pytest.mark.parametrize("width", [10, 20, 30, 40, 60, 80, 100, 200])
@@ -210,11 +213,9 @@ def test_keys_change_the_order():
     for _ in SORTS:
         one.next_sort()
     assert one.sort == "out"
-    assert isinstance(one.is_reversed, bool)
 
 
 def test_wrong_usage(capsys):
     with pytest.raises(SystemExit):
-        make_parser().parse_args(["top", "--sort", "lagg"])
+        PARSER.parse_args(["top", "--sort", "lagg"])
     assert "did you mean 'lag'?" in capsys.readouterr().err
-    assert isinstance(make_parser().parse_args(["top"]), argparse.Namespace)
