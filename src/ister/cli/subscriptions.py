@@ -41,7 +41,7 @@ def register(commands: Subparsers) -> None:
     parser = add_command(
         commands,
         "subscriptions",
-        help="list, describe, seek and remove subscriptions; show their lag",
+        help="list, describe, seek and remove subscriptions",
         examples=(
             "ister subscriptions list /default/orders",
             "ister subscriptions lag --min-lag 1000",
