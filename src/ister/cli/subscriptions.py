@@ -295,7 +295,7 @@ def print_subscriptions(found: Sequence[SubscriptionJson]) -> None:
     headers = (
         *(("topic",) if is_partitioned else ()),
         "subscription",
-        "type",
+        "kind",
         "cursor",
         "lag",
         "in flight",
@@ -332,7 +332,7 @@ def _run_describe(options: argparse.Namespace) -> int:
         return 0
     (one,) = found
     facts = {
-        "type": one["type"],
+        "kind": one["type"],
         "cursor": one["cursor"],
         "lag": one["lag"],
         "in flight": one["in_flight"],
