@@ -50,7 +50,7 @@ docs: $(STAMP) ## the site of the documents, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(STAMP) ## every benchmark, each beside its limit, as JSON lines
-	@for name in append replay tail recover topics readers upload express history catalog cycle chain spark jobs broker; do \
+	@for name in startup append replay tail recover topics readers upload express history catalog cycle chain spark jobs broker; do \
 	    $(BIN)/ister bench $$name --json || exit 1; done
 
 # SCALE below 1 is a shorter trial; PEERS_CACHE is a directory that keeps the peers for the next run.

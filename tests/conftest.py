@@ -4,6 +4,7 @@ Puts `tests/` on the import path, so that tests find the shared builders from an
 """
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,11 @@ if _TESTS not in sys.path:
 from doc_runner.summary import summarize  # noqa: E402 - found through the path above
 from ister import failpoints, threads  # noqa: E402
 from support.machine import Machine  # noqa: E402
+
+# The contexts of whoever runs the tests name brokers that are none of ours.
+os.environ["XDG_CONFIG_HOME"] = "/nonexistent"
+for _name in ("ISTER_CONTEXT", "ISTER_BROKER", "ISTER_TOKEN"):
+    os.environ.pop(_name, None)
 
 # How long an example takes says nothing on a machine that is busy with other work.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -1,7 +1,8 @@
 """The command line: one file per command, thin over the layers below.
 
-Commands: auth, bench, brokers, completion, config, consume, danube, demo, inspect, namespaces,
-pipeline, produce, recover, repair, serve, subscriptions, top, topics, up. What they share:
+Commands: auth, bench, brokers, completion, config, consume, contexts, danube, demo, dlq, inspect,
+namespaces, pipeline, produce, recover, repair, schema, serve, subscriptions, top, topics, up. What
+they share:
 
 main            arguments in, exit code out
 parser          the layout of help, hints after wrong usage
