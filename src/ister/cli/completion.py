@@ -1,8 +1,8 @@
 """`ister completion SHELL`: prints a completion script for a shell.
 
 Owns: the command, and how arguments are completed: as files or directories, by their metavars, or
-as names of topics, subscriptions and namespaces. Does not own: the scripts, which are `shtab`'s;
-where names come from (`known_names`).
+as names of topics, subscriptions, namespaces, subjects and contexts. Does not own: the scripts,
+which are `shtab`'s; where names come from (`known_names`).
 
 For names, a script runs `ister completion SHELL --names KIND` with the line so far. What that
 prints is offered as it is: no shell evaluates it.
@@ -54,9 +54,9 @@ def register(commands: Subparsers) -> None:
         "completion",
         help="print a completion script for a shell",
         description="Prints a script for a shell that completes commands, options, choices, "
-        "files and directories, and the names of topics, subscriptions and namespaces. Names "
-        "come from the broker of the command line, or from its --data or --config; there are "
-        "none if no broker answers within a second.",
+        "files and directories, and the names of topics, subscriptions, namespaces, schema "
+        "subjects and contexts. Names come from the broker of the command line, or from its "
+        "--data or --config; there are none if no broker answers within a second.",
         examples=(
             "ister completion bash > ~/.local/share/bash-completion/completions/ister",
             "ister completion zsh > ~/.zfunc/_ister",
@@ -97,7 +97,7 @@ def make_script(parser: Parser, shell: str) -> str:
 
     for command in walk_commands(parser):
         for action in command.arguments:
-            kind = _kind_of(action)
+            kind = _kind_of(command.prog, action)
             if kind is not None:
                 action.complete = _names(kind)  # type: ignore[attr-defined]
             elif action.metavar in _FILES:
@@ -108,12 +108,17 @@ def make_script(parser: Parser, shell: str) -> str:
     return script
 
 
-def _kind_of(action: argparse.Action) -> str | None:
-    """Which names an argument takes."""
+def _kind_of(prog: str, action: argparse.Action) -> str | None:
+    """Which names an argument of a command takes."""
     if action.metavar in _TOPICS:
         return "topics"
-    if action.dest in ("subscription", "namespace"):
+    group = prog.partition(" ")[2].partition(" ")[0]
+    if action.dest == "subscription" and group == "dlq":
+        return None  # one of the topic in which messages failed, which the line does not name
+    if action.dest in ("subscription", "namespace", "subject", "context"):
         return f"{action.dest}s"
+    if action.dest == "name" and group in ("context", "namespaces"):
+        return "contexts" if group == "context" else group
     return None
 
 

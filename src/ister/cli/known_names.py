@@ -1,4 +1,4 @@
-"""Names of topics, subscriptions and namespaces, for the completion of a command line.
+"""Names of topics, subscriptions and other things, for the completion of a command line.
 
 Owns: where names come from, and which of them a shell may be given. Does not own: the scripts of
 shells (`completion`).
@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from ister.cli.connection import add_broker_arguments, connected, names_broker
+from ister.cli.contexts import load_contexts
 from ister.cli.location import DATA_DEFAULT, add_place_arguments, load_place, wal_root
 from ister.errors import InvariantError, IsterError, NotFoundError, TopicNameError
 from ister.model import TopicName
@@ -30,7 +31,7 @@ from ister.partitions import base_of_partition
 if TYPE_CHECKING:
     from ister.client import Client
 
-KINDS: Final = ("topics", "subscriptions", "namespaces")
+KINDS: Final = ("topics", "subscriptions", "namespaces", "subjects", "contexts")
 """What can be asked for."""
 
 _ANSWER_SECONDS: Final = 1.0
@@ -46,16 +47,20 @@ def known_names(kind: str, line: str, prefix: str) -> list[str]:
         line: The command line, up to the cursor.
         prefix: The beginning of the name.
     """
-    words = _words_of(line)
     try:
-        options, rest = _Lenient.parse(words)
-        if options.data or options.config:
-            found = _stored(options, kind, rest)
-        else:
-            found = _asked(options, kind, rest)
+        found = _found(kind, line)
     except (IsterError, OSError, _UnusableError):
         return []
     return sorted({name for name in found if name.startswith(prefix) and _is_plain(name)})
+
+
+def _found(kind: str, line: str) -> Iterable[str]:
+    if kind == "contexts":
+        return load_contexts().by_name
+    options, rest = _Lenient.parse(_words_of(line))
+    if options.data or options.config:
+        return _stored(options, kind, rest)
+    return _asked(options, kind, rest)
 
 
 class _UnusableError(Exception):
@@ -118,6 +123,8 @@ def _names_at(client: Client, kind: str, rest: Sequence[str]) -> Iterable[str]:
     if kind == "subscriptions":
         topic = _topic_in(rest)
         return [] if topic is None else client.subscriptions(str(topic))
+    if kind == "subjects":
+        return [one.subject for one in client.schema_subjects()]
     namespaces = client.namespaces()
     if kind == "namespaces":
         return namespaces
@@ -131,6 +138,8 @@ def _names_at(client: Client, kind: str, rest: Sequence[str]) -> Iterable[str]:
 def _stored(options: argparse.Namespace, kind: str, rest: Sequence[str]) -> Iterable[str]:
     from ister.cli.stored_topics import describe_topic, describe_topics, to_json  # noqa: PLC0415
 
+    if kind == "subjects":
+        return []  # brokers alone know them
     storage = load_place(options).storage
     root = wal_root(storage)
     if kind == "subscriptions":

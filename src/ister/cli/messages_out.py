@@ -18,6 +18,7 @@ import os
 import select
 import stat
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ister.cli.interrupts import Interrupts
@@ -47,6 +48,8 @@ class Received(NamedTuple):
     routing_key: str | None
     schema_id: int | None = None
     schema_version: int | None = None
+    more: Mapping[str, object] = MappingProxyType({})
+    """What only some commands know of a message, by the names of template fields."""
 
 
 def as_fields(message: Received) -> JsonObject:

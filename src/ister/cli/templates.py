@@ -15,7 +15,7 @@ import base64
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -88,12 +88,15 @@ def is_template(text: str) -> bool:
     return "{" in text or "}" in text or "\\" in text
 
 
-def parse_template(text: str, shown: Callable[[bytes], bytes]) -> Callable[[Received], bytes]:
+def parse_template(
+    text: str, shown: Callable[[bytes], bytes], *, more: Sequence[str] = ()
+) -> Callable[[Received], bytes]:
     """What makes a message into text, by a template.
 
     Args:
         text: The template.
         shown: Applied to the values of fields, not to the text between them.
+        more: Fields that messages have in `Received.more`.
 
     Raises:
         InvalidRequestError: The template is invalid; the message says where.
@@ -109,7 +112,7 @@ def parse_template(text: str, shown: Callable[[bytes], bytes]) -> Callable[[Rece
                 hint="write {{ and }} for braces, and \\\\ for a backslash",
             )
         if found["field"] is not None:
-            parts.append(_parse_field(found["field"], text))
+            parts.append(_parse_field(found["field"], text, more))
         else:
             parts.append(_literal(found, text))
         at = found.end()
@@ -136,17 +139,19 @@ def _literal(found: re.Match[str], text: str) -> bytes:
     return found["text"].encode(errors="surrogateescape")
 
 
-def _parse_field(name: str, text: str) -> Callable[[Received], bytes]:
+def _parse_field(name: str, text: str, more: Sequence[str]) -> Callable[[Received], bytes]:
     if name in _FIELDS:
         return _FIELDS[name][0]
+    if name in more:
+        return lambda message: _text(message.more.get(name))
     if name.startswith(_ATTRIBUTE):
         attribute = name.removeprefix(_ATTRIBUTE)
         return lambda message: _text(message.attributes.get(attribute))
     if name.startswith((f"{_PAYLOAD}.", f"{_PAYLOAD}[")):
         return partial(_value, JsonPath.parse(name.removeprefix(_PAYLOAD)))
-    near = difflib.get_close_matches(name, _FIELDS, n=1)
+    near = difflib.get_close_matches(name, [*_FIELDS, *more], n=1)
     hint = f"did you mean {{{near[0]}}}? " if near else ""
-    known = ", ".join([*_FIELDS, "attributes.NAME", "payload.PATH"])
+    known = ", ".join([*_FIELDS, *more, "attributes.NAME", "payload.PATH"])
     raise InvalidRequestError(
         f"unknown field {{{name}}} in template {text!r}", hint=f"{hint}known fields: {known}"
     )

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,6 +136,9 @@ class _Broker:
             "shop": ["/shop/orders"],
         }[namespace]
 
+    def schema_subjects(self):
+        return [SimpleNamespace(subject="orders"), SimpleNamespace(subject="users")]
+
     def subscriptions(self, topic):
         names = ["billing", "bill-2", "$(touch evil)", "a b", "-x", "eu:1", "audit"]
         return names if topic == "/default/orders" else []
@@ -159,6 +163,7 @@ def test_names_are_those_of_the_broker(broker, tmp_path, monkeypatch):
     ]
     assert known_names("topics", "ister consume /sh", "/sh") == ["/shop/orders"]
     assert known_names("namespaces", "ister top --namespace ", "") == ["default", "gone", "shop"]
+    assert known_names("subjects", "ister schema show or", "or") == ["orders"]
     # Names that a shell would evaluate, or take apart, are left out.
     line = "ister subscriptions seek /default/orders "
     assert known_names("subscriptions", line, "") == ["audit", "bill-2", "billing"]
@@ -200,6 +205,14 @@ def test_names_of_a_directory(broker, tmp_path, monkeypatch):
     assert known_names("topics", "ister topics describe --broker b:1 ", "") == []
 
 
+def test_names_of_contexts_need_no_broker(broker, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert known_names("contexts", "ister context use ", "") == []
+    assert main(["context", "add", "prod", "--broker", "b:1"]) == 0
+    assert known_names("contexts", "ister consume --context p", "p") == ["prod"]
+    assert broker.asked == []
+
+
 @contextlib.contextmanager
 def _no_broker(options):
     raise UnavailableError("no broker answers")
@@ -227,6 +240,10 @@ def test_bash_asks_for_names_and_evaluates_none(script, tmp_path):
         ("ister consume /default/orders --subscription ", "subscriptions"),
         ("ister subscriptions lag --namespace ", "namespaces"),
         ("ister pipeline replay /default/a ", "topics"),
+        ("ister schema show ", "subjects"),
+        ("ister context use ", "contexts"),
+        ("ister top --context ", "contexts"),
+        ("ister namespaces delete ", "namespaces"),
     ]:
         (tmp_path / "asked").write_text("")
         found = complete(script, line, tmp_path, **path)
