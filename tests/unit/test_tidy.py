@@ -59,6 +59,7 @@ _LAYERS = {
                 "forks",
                 "limits",
                 "logs",
+                "message_filter",
                 "metrics",
                 "model",
                 "partitions",
