@@ -45,6 +45,7 @@ RULES = [
     for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]
     for rule in group["rules"]
 ]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MANIFESTS = {
     path.name: list(yaml.safe_load_all(path.read_text()))
     for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
@@ -218,9 +219,11 @@ def test_every_alarm_says_what_it_is_and_where_to_read_on():
     names = [rule["alert"] for rule in RULES]
     assert len(names) == len(set(names))
     for rule in RULES:
-        assert set(rule["annotations"]) == {"summary", "description", "runbook"}, rule["alert"]
+        assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}, rule["alert"]
         assert rule["labels"]["severity"] in ("page", "ticket"), rule["alert"]
-        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        url, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        home, _, page = url.partition("/blob/main/")
+        assert home == PROJECT["urls"]["Repository"]
         assert ROOT / page == ALARMS
         assert anchor == rule["alert"].lower()
 
@@ -443,9 +446,7 @@ def test_images_are_pinned_not_root_and_without_secrets():
 
 
 def test_extras_of_the_images_exist():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    extras = PROJECT["optional-dependencies"]
     for listed in re.findall(r"'\.\[([\w,]+)\]'", DOCKERFILE):
         assert set(listed.split(",")) <= set(extras)
 
