@@ -28,7 +28,10 @@ _DOCKER = frozenset(
     {"build", "compose", "run", "up", "down", "ps", "logs", "exec", "stop", "pull", "config"}
 )
 _KUBECTL = frozenset(
-    {"apply", "create", "delete", "get", "logs", "describe", "rollout", "exec", "port-forward"}
+    {
+        *("apply", "create", "delete", "get", "logs", "describe", "rollout", "exec"),
+        *("port-forward", "kustomize"),
+    }
 )
 _SYSTEMCTL = frozenset(
     {"enable", "disable", "start", "stop", "restart", "reload", "status", "daemon-reload"}
