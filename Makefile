@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SHARED := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint types test nightly docs bench peers soak endurance cluster fuzz browser protos clean
+.PHONY: help setup demo lint types test nightly docs bench peers soak endurance cluster fuzz browser dist images protos clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -84,6 +84,22 @@ fuzz: $(STAMP) ## coverage-guided fuzzing of the decoders, five minutes
 
 browser: ## the browser of the dashboard's tests, from Debian's packages (root)
 	command -v chromium || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium)
+
+# One tree makes one file, byte for byte: archives have the time of the last commit.
+dist: $(STAMP) ## wheel and sdist, into dist/; the wheel is installed on its own, and started
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt build
+	rm -rf dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv dist/.trial
+	dist/.trial/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd dist && .trial/bin/ister --version && rm -rf .trial
+
+# For another registry: make images IMAGE=registry.example/ister TAG=v0.1.0
+IMAGE ?= ister
+TAG ?= local
+images: ## the images of the broker and of the pipeline (needs Docker)
+	docker build -f deploy/docker/Dockerfile --target broker -t $(IMAGE):$(TAG) .
+	docker build -f deploy/docker/Dockerfile --target spark -t $(IMAGE)-spark:$(TAG) .
 
 protos: $(STAMP) ## compile src/ister/wire/*.proto
 	$(BIN)/python -m tools.protos

@@ -465,7 +465,7 @@ class Broker:
     def _register_gauges(self) -> None:
         metrics, topics = self._log.metrics, self.topics
         schemas = self.schemas
-        metrics.register_gauge("broker.schema_misfits", schemas.count_mismatches)
+        metrics.register_counter("broker.schema_misfits", schemas.count_mismatches)
         metrics.register_gauge("broker.topics", lambda: len(topics.served))
         cluster = self.cluster
         metrics.register_gauge(
@@ -481,7 +481,7 @@ class Broker:
         budget = topics.budget
         metrics.register_gauge("broker.delivery_bytes", lambda: budget.used)
         metrics.register_gauge("broker.delivery_budget_bytes", lambda: budget.bytes_max)
-        metrics.register_gauge("broker.delivery_releases", lambda: budget.released)
+        metrics.register_counter("broker.delivery_releases", lambda: budget.released)
         metrics.register_gauge(
             "broker.consumers",
             lambda: sum(
