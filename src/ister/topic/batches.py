@@ -446,26 +446,35 @@ class _Appending:
             raise CorruptDataError("a staged file has fewer rows than it should", path=file.key)
 
     def _read_blocks(self, file: StagedFile) -> Iterator[tuple[bytes, memoryview]]:
-        """Yields the header and body of each block of a file; one read returns several blocks."""
+        """Yields the header and body of each block of a file; one read returns several blocks.
+
+        A block that is larger than a read is read at once, with the header of the next one, so
+        that no byte of it is copied again.
+        """
         at = file.position or 0
         end = at + file.size_bytes
         data = memoryview(b"")
+
+        def take(size: int) -> memoryview:
+            nonlocal at, data
+            parts: list[memoryview] = []
+            while len(data) < size:
+                parts.append(data)
+                size -= len(data)
+                wanted = min(max(size + BLOCK_HEADER_SIZE, _READ_BYTES), end - at)
+                data = memoryview(self._objects.read(file.key, at, wanted))
+                if not data or (len(data) < size and wanted == end - at):
+                    raise CorruptDataError("a staged file is cut short", path=file.key)
+                at += len(data)
+            taken, data = data[:size], data[size:]
+            return memoryview(b"".join((*parts, taken))) if any(parts) else taken
+
         while at < end or data:
-            size = BLOCK_HEADER_SIZE
-            if len(data) >= size:
-                size += parse_block_size(bytes(data[:BLOCK_HEADER_SIZE]))
+            header = bytes(take(BLOCK_HEADER_SIZE))
+            size = parse_block_size(header)
             if size > _BLOCK_BYTES_MAX:
                 raise CorruptDataError("a staged block is damaged", path=file.key)
-            if len(data) < size:
-                wanted = min(max(size - len(data), _READ_BYTES), end - at)
-                read = self._objects.read(file.key, at, wanted)
-                if len(data) + len(read) < size and (not read or wanted == end - at):
-                    raise CorruptDataError("a staged file is cut short", path=file.key)
-                at += len(read)
-                data = memoryview(b"".join((data, read)))
-                continue
-            yield bytes(data[:BLOCK_HEADER_SIZE]), data[BLOCK_HEADER_SIZE:size]
-            data = data[size:]
+            yield header, take(size)
 
     def _finish(self, done: WriterRecord, revision: int | None) -> None:
         """The commit point: from here on the batch is in the topic."""
