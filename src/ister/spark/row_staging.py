@@ -380,7 +380,9 @@ class Committer:
                 return log.append_staged(topic, staged[topic], gate)
 
             def tidy(topic: str, _: Callable[[], None]) -> None:
-                self._tidy(log, topic, is_swept=staged[topic].batch % _SWEEP_EVERY == 0)
+                # A new topic has no leftovers.
+                is_swept = topic in existing and staged[topic].batch % _SWEEP_EVERY == 0
+                self._tidy(log, topic, is_swept=is_swept)
 
             appended = _commit_at_once([staged], append)
             _commit_at_once([staged], tidy)
