@@ -79,6 +79,7 @@ from ister.config import (
 from ister.errors import IsterError, UnavailableError
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
 from ister.metadata.base import MetadataStore
+from ister.topic.known_topics import RATES_NAME
 from ister.topic.log import Log
 from ister.topic.stores import open_metadata
 
@@ -392,7 +393,9 @@ class Broker:
     def _serve_api(self, metadata: MetadataStore) -> None:
         """Makes the HTTP port report topics, and starts sampling rates."""
         clock = self._clock
-        self.history = RateHistory(self.topics, clock=clock)
+        directory = self.config.storage.wal.dir if self._log.has_files else None
+        path = None if directory is None else os.path.join(os.path.abspath(directory), RATES_NAME)
+        self.history = RateHistory(self.topics, clock=clock, path=path)
         query_threads = QueryThreads()
         self.views = Views(
             self.topics,

@@ -29,7 +29,8 @@ from ister.broker.observe.holdings import (
 )
 from ister.broker.observe.other_brokers import OtherBrokers
 from ister.broker.observe.query_threads import QueryThreads
-from ister.broker.observe.rates import RateHistory
+from ister.broker.observe.rate_file import Interval
+from ister.broker.observe.rates import MINUTES, RateHistory
 from ister.broker.observe.subscriptions import describe_stored, describe_subscriptions
 from ister.broker.observe.totals import StoredTotals, TotalsCache
 from ister.broker.schemas.registry import SchemaRegistry
@@ -103,11 +104,14 @@ class Views:
 
     # -- topics -----------------------------------------------------------------------------
 
-    async def topic(self, name: str, *, opens: bool = False) -> TopicJson:
+    async def topic(
+        self, name: str, *, opens: bool = False, window: Interval = MINUTES
+    ) -> TopicJson:
         """Describes a topic with all fields.
 
         `opens` opens a topic that no broker serves, and refuses one that another broker serves, so
-        that the caller goes there.
+        that the caller goes there. `window` is that of its history; another broker has the last
+        minutes only.
 
         Raises:
             TopicNameError: The name is invalid.
@@ -126,7 +130,7 @@ class Views:
                 told = await self._others.topic(name)
                 return told if told is not None else (await self._elsewhere(parsed)).to_json()
             found = await self.topics.get(name)
-        return (await self._whole(found)).to_json()
+        return (await self._whole(found, window)).to_json()
 
     async def topics_listed(self, names: Sequence[str]) -> list[TopicJson]:
         """Describes topics in short, by name; topics deleted meanwhile are left out."""
@@ -182,11 +186,12 @@ class Views:
                 found.append(_empty_view(name, error))
         return found
 
-    async def _whole(self, topic: ServedTopic) -> TopicView:
+    async def _whole(self, topic: ServedTopic, window: Interval = MINUTES) -> TopicView:
         read = await self.query_threads.run(self._read, topic)
         view = self._base(topic, subscriptions_max=_SUBSCRIPTIONS_SHOWN)
         view.policies = asdict(topic.policies)
-        view.history = self.history.as_json(self.history.points(topic.name))
+        points = self.history.points(topic.name, window)
+        view.history = self.history.as_json(points, window)
         view.schema = read.schema
         view.errors += read.errors
         view.objects = describe_objects(read.counted, read.tiered)
@@ -360,11 +365,13 @@ class Views:
 
     # -- the broker, and others -------------------------------------------------------------
 
-    async def overview(self, visible: list[ServedTopic] | None) -> JsonObject:
+    async def overview(
+        self, visible: list[ServedTopic] | None, window: Interval = MINUTES
+    ) -> JsonObject:
         """The broker's health, totals, rates, peers and pipeline.
 
         `visible` has the topics that the caller may see; None for all of them, the
-        disk and the other brokers.
+        disk and the other brokers. `window` is that of the history.
         """
         history, own, storage = self.history, self.topics.cluster.own, self._config.storage
         served = self.topics.served
@@ -376,7 +383,7 @@ class Views:
             totals = history.totals
         points: list[list[float]] = []
         if visible is None:
-            rates, points = history.all_rates.as_json(), history.all_points
+            rates, points = history.all_rates.as_json(), history.all_points(window)
         else:
             each = [history.rates(topic.name).as_json() for topic in visible]
             rates = {
@@ -398,7 +405,7 @@ class Views:
             "totals": {**asdict(totals), **sums},
             "rates": rates,
             "disk": {**disk, "used_by_wal_bytes": sums["files_bytes"]} if disk else None,
-            "history": history.as_json(points),
+            "history": history.as_json(points, window),
             "brokers": [one for one in await self.brokers() if visible is None or one["is_this"]],
             "pipeline": await self.pipeline_in_short(),
         }
