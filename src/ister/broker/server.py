@@ -57,6 +57,7 @@ from ister.broker.services.admin import (
     TopicAdminService,
 )
 from ister.broker.services.consumer import ConsumerService
+from ister.broker.services.dead_letters import DeadLetterCalls, DeadLetterService
 from ister.broker.services.delivery import DeliveryService
 from ister.broker.services.discovery import DiscoveryService, HealthService, StorageService
 from ister.broker.services.forwarding import FORWARDING, forwarding, receiving
@@ -66,6 +67,7 @@ from ister.broker.services.producer import ProducerService
 from ister.broker.services.schemas import SchemaService
 from ister.broker.services.security_admin import SecurityAdmin
 from ister.broker.topics.assignee import Assignee
+from ister.broker.topics.dead_letter_queue import DeadLetterQueue
 from ister.broker.topics.topics import Topics
 from ister.bucket.members import Load, Member, MemberState
 from ister.clock import Clock, SystemClock
@@ -147,6 +149,7 @@ class Broker:
         self.health: BrokerHealth
         self.history: RateHistory
         self.views: Views
+        self.dead_letters: DeadLetterCalls
         self._api: Api
         self._flight: FlightService
         self._source: BrokerSource
@@ -370,6 +373,7 @@ class Broker:
             "danube_admin.SecurityAdmin": SecurityAdmin(guard),
             "ister.Delivery": DeliveryService(topics, guard, slots),
             "ister.Admin": IsterAdminService(topics, guard, self.views),
+            "ister.DeadLetters": DeadLetterService(self.dead_letters),
             "ister.Peers": PeersService(topics, guard),
         }
         size_max = storage.max_message_size + ENVELOPE_SIZE_BYTES_MAX + 64 * KIB
@@ -407,7 +411,9 @@ class Broker:
             clock=clock,
         )
         browser = Browser(self.topics, self.schemas, query_threads, clock=clock)
-        served = ApiContext(self.views, browser, metadata, clock=clock)
+        queue = DeadLetterQueue(self.topics, browser, query_threads, metadata, clock=clock)
+        self.dead_letters = DeadLetterCalls(queue, self.guard)
+        served = ApiContext(self.views, browser, self.dead_letters, metadata, clock=clock)
         self.history.start()
         self._api.serve(served)
 

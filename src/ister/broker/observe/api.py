@@ -4,8 +4,10 @@
     GET  /api/topics                                     topics in short, page by page
     GET  /api/topics/{ns}/{topic}                        a topic with all fields
     GET  /api/topics/{ns}/{topic}/messages               some of its messages
+    GET  /api/topics/{ns}/{topic}/dead-letters, /dead-letters/count
     GET  /api/brokers, /api/cluster, /api/pipeline
     POST /api/topics/{ns}/{topic}/subscriptions/{s}/seek
+    POST /api/topics/{ns}/{topic}/dead-letters/requeue, /dead-letters/drop
     POST /api/topics/{ns}/{topic}/unload, /move, /take-over
     POST /api/brokers/{node}/drain, /activate
     POST /api/cluster/rebalance
@@ -13,7 +15,8 @@
     POST /api/clock/confirm
 
 Owns: paths, parameters, status codes, and protection against requests from foreign web pages. Does
-not own: authentication (`http_guard`), content (`views`, `browse`), the cluster (`cluster_api`).
+not own: authentication (`http_guard`), content (`views`, `browse`), the cluster (`cluster_api`),
+dead letters (`dead_letter_api`).
 
 Errors are `{"code", "error", "hint"}`. Each call checks a permission: LOOKUP to read, CONSUME for
 messages, MANAGE_TOPIC and MANAGE_BROKER for changes.
@@ -39,11 +42,13 @@ from aiohttp import web
 
 from ister.broker.observe.browse import LIMIT_DEFAULT, LIMIT_MAX, Browser
 from ister.broker.observe.cluster_api import ClusterApi, ask_other
+from ister.broker.observe.dead_letter_api import DeadLetterApi
 from ister.broker.observe.requests import read_body, topic_of
 from ister.broker.observe.subscriptions import describe_subscription
 from ister.broker.observe.views import Views, list_topics
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
+from ister.broker.services.dead_letters import DeadLetterCalls
 from ister.broker.topics.open_topics import ElsewhereError
 from ister.broker.topics.served_topic import ServedTopic
 from ister.bucket.pipeline import PipelineKeys, request_job
@@ -113,10 +118,17 @@ class ApiContext:
     """What the API uses, once the broker has its topics."""
 
     def __init__(
-        self, views: Views, browser: Browser, metadata: MetadataStore, *, clock: Clock
+        self,
+        views: Views,
+        browser: Browser,
+        dead_letters: DeadLetterCalls,
+        metadata: MetadataStore,
+        *,
+        clock: Clock,
     ) -> None:
         self.views = views
         self.browser = browser
+        self.dead_letters = dead_letters
         self.metadata = metadata
         self.clock = clock
 
@@ -134,6 +146,7 @@ class Api:
         self._config = config
         self._served: ApiContext | None = None
         self._cluster = ClusterApi(guard, lambda: self.served.views)
+        self._dead_letters = DeadLetterApi(lambda: self.served)
         self._hosts = _own_hosts(config)
         self._is_open = config.auth.mode is AuthMode.NONE
 
@@ -162,6 +175,8 @@ class Api:
             "/api/topics": self._topics,
             topic: self._topic,
             f"{topic}/messages": self._messages,
+            f"{topic}/dead-letters": self._dead_letters.show,
+            f"{topic}/dead-letters/count": self._dead_letters.count,
             "/api/brokers": self._brokers,
             "/api/cluster": self._cluster.cluster,
             "/api/pipeline": self._pipeline,
@@ -169,6 +184,8 @@ class Api:
             application.router.add_get(path, self._answering(handler), allow_head=False)
         for path, handler in {
             f"{topic}/subscriptions/{{subscription}}/seek": self._seek,
+            f"{topic}/dead-letters/requeue": self._dead_letters.requeue,
+            f"{topic}/dead-letters/drop": self._dead_letters.drop,
             f"{topic}/unload": self._unload,
             f"{topic}/move": self._cluster.move,
             f"{topic}/take-over": self._cluster.take_over,

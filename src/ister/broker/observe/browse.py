@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import threading
+from collections.abc import Callable
 from datetime import datetime
 from typing import Final
 
@@ -75,6 +76,7 @@ class Browser:
         start: Start = "latest",
         end: int | None = None,
         limit: int = LIMIT_DEFAULT,
+        takes: Callable[[Message], bool] | None = None,
     ) -> JsonObject:
         """Messages of a topic.
 
@@ -83,6 +85,7 @@ class Browser:
             start: Where to begin; `latest` is the last `limit` of those before `end`.
             end: The offset before which to stop.
             limit: At most so many.
+            takes: Returns whether a message is shown; called in a thread.
 
         Raises:
             InvalidRequestError: The topic keeps nothing, or has partitions; or a bound is wrong.
@@ -100,7 +103,7 @@ class Browser:
             )
         if self._waiting >= _WAITING_MAX:
             raise CapacityError("too many requests for messages", hint="retry in a moment")
-        look = _Look(topic, self._schemas, limit, self._clock, self._ending)
+        look = _Look(topic, self._schemas, limit, self._clock, self._ending, takes=takes)
         self._waiting += 1
         try:
             async with self._gate:
@@ -121,7 +124,10 @@ class _Look:
         limit: int,
         clock: Clock,
         ending: threading.Event,
+        *,
+        takes: Callable[[Message], bool] | None = None,
     ) -> None:
+        self._takes = takes
         self._topic = topic
         self._schemas = schemas
         self._clock = clock
@@ -189,7 +195,9 @@ class _Look:
                 for message in batch:
                     if not self._has_room():
                         return message.offset
-                    self._shown.append(self._show(message))
+                    self._read_bytes -= message.size_bytes
+                    if self._takes is None or self._takes(message):
+                        self._shown.append(self._show(message))
                     self._at = message.offset + 1
                 at = reader.next_offset
         except ClosedError as error:
@@ -214,7 +222,6 @@ class _Look:
             payload, misfit = message.body, error.message
         cut = payload[: min(_PAYLOAD_BYTES_MAX, max(KIB, self._shown_bytes))]
         self._messages -= 1
-        self._read_bytes -= message.size_bytes
         self._shown_bytes -= len(cut) + KIB
         is_cut = len(cut) < len(payload)
         text = _as_text(cut)
