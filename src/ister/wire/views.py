@@ -173,7 +173,7 @@ class TopicJson(TypedDict, total=False):
     parent: str | None
     partitions: list[str]
     topics: list[TopicJson]
-    """The partitions, where a command describes them too."""
+    """The partitions, where a command or the HTTP API describes them too."""
     is_here: bool
     is_reliable: bool
     mode: str | None
@@ -199,6 +199,8 @@ class TopicJson(TypedDict, total=False):
     cache: dict[str, int] | None
     producers: int | None
     policies: dict[str, int]
+    own_policies: dict[str, int]
+    """Those that are set for the topic itself; only in the HTTP API."""
     schema: dict[str, str | int | None] | None
     rates: dict[str, float] | None
     upload_lag: dict[str, int]

@@ -3,6 +3,7 @@
 http            the HTTP port
 api             the JSON API
 cluster_api     the part of it that is about the cluster
+topic_api       the part that changes topics and subscriptions, and publishes messages
 dead_letter_api the part of it that is about dead letters
 requests        reads paths and bodies of its requests
 dashboard       the pages

@@ -107,7 +107,10 @@ class TopicCounters:
 
     @property
     def streams(self) -> tuple[object, ...]:
-        """The names of producers that publish by Flight now, each once. Thread-safe."""
+        """The names of producers that publish by Flight now, each once. Thread-safe.
+
+        One without a name is another object for each stream.
+        """
         with self._lock:
             return tuple(self._streams)
 

@@ -346,7 +346,7 @@ def _open_file(path: str | None) -> RateFile:
 def _add(totals: OpenTotals, topic: ServedTopic, now: float, spread: _Spread) -> int:
     """Adds a topic, except the producers of a partition, which go to `spread`; returns its lag."""
     totals.topics += 1
-    if topic.has_producers:
+    if topic.producers or topic.counters.streams:
         base = base_of_partition(topic.name)
         if base is None:
             totals.producers += topic.count_producers(now)

@@ -284,6 +284,15 @@ class Views:
             errors=_errors(core),
         )
 
+    async def own_policies(self, name: str) -> dict[str, int]:
+        """The limits that are set for the topic itself.
+
+        Raises:
+            UnavailableError: The metadata store does not answer.
+        """
+        record = await self.query_threads.run(self.topics.records.topic, TopicName.parse(name))
+        return {} if record is None else {**record.policies}
+
     # -- topics that are not open here ------------------------------------------------------
 
     async def _elsewhere(self, name: TopicName) -> TopicView:

@@ -214,20 +214,9 @@ class ServedTopic:
         """The offset that the next message gets; without a log, the number of messages so far."""
         return self.topic.next_offset if self.topic is not None else self._pushed_total
 
-    @property
-    def has_producers(self) -> bool:
-        """Whether there may be any; quicker than to count them."""
-        return bool(self.producers) or bool(self.counters.streams)
-
     def live_producers(self, now: float) -> set[object]:
-        """The names of producers that were active lately by gRPC, or publish by Flight.
-
-        A producer without a name is one of its own.
-        """
-        streams = self.counters.streams
-        if not self.producers:
-            return set(streams)
-        return {one.name for one in self.producers.live(now)}.union(streams)
+        """The names of producers that were active lately by gRPC, or publish by Flight."""
+        return {one.name for one in self.producers.live(now)}.union(self.counters.streams)
 
     def count_producers(self, now: float) -> int:
         """The number of these; one that uses both, or several streams, counts once."""

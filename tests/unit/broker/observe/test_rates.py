@@ -21,8 +21,8 @@ class Made:
     def __init__(self, name):
         self.name = name
         self.next_offset = 0
-        self.counters = SimpleNamespace(bytes_in=0, messages_out=0, bytes_out=0)
-        self.has_producers = False
+        self.counters = SimpleNamespace(bytes_in=0, messages_out=0, bytes_out=0, streams=())
+        self.producers = ()
         self.subscriptions = {}
         self.topic = None
 
