@@ -201,6 +201,10 @@ class TopicJson(TypedDict, total=False):
     policies: dict[str, int]
     own_policies: dict[str, int]
     """Those that are set for the topic itself; only in the HTTP API."""
+    dead_letters_of: list[dict[str, str]]
+    """Subscriptions whose dead letters go here; only in the HTTP API."""
+    recent: dict[str, list[float]]
+    """Messages in/s of partitions in the last minutes; only in the HTTP API."""
     schema: dict[str, str | int | None] | None
     rates: dict[str, float] | None
     upload_lag: dict[str, int]

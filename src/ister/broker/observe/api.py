@@ -370,8 +370,7 @@ class Api:
         if is_folded:
             await _describe_partitions(views, listed)
         names = [name for one in listed for name in (one["topic"], *one.get("partitions", ()))]
-        recent = {name: views.history.recent(name, _RECENT_POINTS) for name in names}
-        return {**found, "recent": {name: points for name, points in recent.items() if points}}
+        return {**found, "recent": _recent(views, names)}
 
     async def _topic(self, request: web.Request) -> TopicJson:
         name = topic_of(request)
@@ -386,9 +385,14 @@ class Api:
         }
         partitions = view.get("partitions") or []
         if partitions:
-            view["topics"] = await views.topics_listed(partitions[:_PARTITIONS_SHOWN])
+            shown = partitions[:_PARTITIONS_SHOWN]
+            view["topics"] = await views.topics_listed(shown)
+            view["recent"] = _recent(views, shown)
         else:
             view["own_policies"] = await views.own_policies(name)
+            sources = views.dead_letter_sources(name)
+            seen = set(self._guard.visible(caller, {one["topic"] for one in sources}))
+            view["dead_letters_of"] = [one for one in sources if one["topic"] in seen]
         return view
 
     async def _messages(self, request: web.Request) -> JsonObject:
@@ -543,6 +547,12 @@ class Api:
             "done": f"requested {job}{which}; the pipeline starts it as soon as it can",
             "request": {**told, "job": job, "state": "waiting"},
         }
+
+
+def _recent(views: Views, names: list[str]) -> dict[str, list[float]]:
+    """The last messages in/s of topics that were used, for small lines."""
+    found = {name: views.history.recent(name, _RECENT_POINTS) for name in names}
+    return {name: points for name, points in found.items() if points}
 
 
 async def _describe_partitions(views: Views, listed: list[TopicJson]) -> None:

@@ -60,6 +60,7 @@ _log = logging.getLogger("ister.broker.observe.views")
 _SUBSCRIPTIONS_SHOWN: Final = 500
 _SUBSCRIPTIONS_LISTED: Final = 50
 _DAMAGE_SHOWN: Final = 100
+_SOURCES_SHOWN: Final = 20
 # The loop runs other tasks after this many topics.
 _TOPICS_AT_ONCE: Final = 20
 # With more topics than this, totals are those of the last sample.
@@ -284,6 +285,17 @@ class Views:
             errors=_errors(core),
         )
 
+    def dead_letter_sources(self, name: str) -> list[dict[str, str]]:
+        """Subscriptions of topics here whose dead letters go to a topic; some of them."""
+        found: list[dict[str, str]] = []
+        for topic in self.topics.served:
+            for one in topic.subscriptions.values():
+                if one.stored.policy.dead_letter_topic == name:
+                    found.append({"topic": topic.name, "subscription": one.name})
+            if len(found) >= _SOURCES_SHOWN:
+                break
+        return found
+
     async def own_policies(self, name: str) -> dict[str, int]:
         """The limits that are set for the topic itself.
 
@@ -436,7 +448,17 @@ class Views:
     async def brokers(self, *, is_new: bool = False) -> list[BrokerJson]:
         """All brokers that are up, this one first; cached for up to 2 s unless `is_new`."""
         state = await self._cluster_state(is_new=is_new)
-        return describe_brokers(state, self.topics.cluster.own, len(self.topics.served))
+        return self._with_own_load(
+            describe_brokers(state, self.topics.cluster.own, len(self.topics.served))
+        )
+
+    def _with_own_load(self, brokers: list[BrokerJson]) -> list[BrokerJson]:
+        """Brokers with this one's load of now; it tells others only from time to time."""
+        rates, lag = self.history.all_rates.as_json(), self.history.totals.upload_lag_bytes
+        for one in brokers:
+            if one["is_this"]:
+                one["load"] = {**one["load"], **rates, "upload_lag_bytes": lag}
+        return brokers
 
     async def cluster(self) -> ClusterJson:
         """Brokers, leader, balance, moves under way, and topics that wait for a disk.
@@ -444,9 +466,11 @@ class Views:
         Raises:
             UnavailableError: The metadata store does not answer.
         """
-        return await describe_cluster(
+        found = await describe_cluster(
             self.control, self.topics.cluster.own, len(self.topics.served)
         )
+        self._with_own_load(found["brokers"])
+        return found
 
     async def _cluster_state(self, *, is_new: bool = False) -> ClusterState:
         """The cluster; as it was last known if the metadata store does not answer."""
