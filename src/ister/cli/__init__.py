@@ -1,7 +1,7 @@
 """The command line: one file per command, thin over the layers below.
 
-Commands: auth, bench, brokers, completion, config, consume, danube, demo, inspect, namespaces,
-pipeline, produce, recover, repair, serve, subscriptions, topics, up. What they share:
+Commands: auth, bench, brokers, completion, config, consume, danube, demo, dlq, inspect, namespaces,
+pipeline, produce, recover, repair, schema, serve, subscriptions, topics, up. What they share:
 
 main            arguments in, exit code out
 parser          the layout of help, hints after wrong usage
@@ -10,6 +10,7 @@ table           tables in the terminal
 tier_map        a topic's tiers drawn to scale
 errors_out      errors for people and for programs
 location        which log a command works on
+contexts        named brokers, and the command `context`
 connection      which broker a command talks to
 messages_in     the input of `produce`
 messages_out    the output of `consume`
