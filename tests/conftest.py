@@ -71,6 +71,16 @@ def machine() -> Iterator[Machine]:
         yield machine
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """Tests that use Spark share a process; see `support.schedule`."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from support.schedule import FilesAndSpark  # noqa: PLC0415 - xdist may be missing
+
+    return FilesAndSpark(config, log)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = (report for stat in terminalreporter.stats.values() for report in stat)
     if lines := summarize(reports):

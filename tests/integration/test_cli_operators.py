@@ -89,6 +89,12 @@ def test_dead_letters_are_listed_shown_requeued_and_dropped(run, dead):
     assert "attribute  shop=eu" in out
     assert "x-original" not in out
     assert out.count("payload") == 1
+    template = "{offset} {key} {payload} {attributes.shop} {reason} {source}@{source_offset}"
+    shown = ("dlq", "show", target, "--subscription", "mail")
+    code, out, _ = run(*shown, "--format", template + " {subscription} {attempts}")
+    assert code == 0
+    assert out.splitlines()[0].endswith(f"k a eu mail failed on a {source}@0 mail 1")
+    assert run(*shown, "--reason", "none", "--format", template)[1] == ""
 
     # Nothing happens without a confirmation, or in a dry run.
     code, out, err = run("dlq", "requeue", target)

@@ -81,6 +81,7 @@ from ister.config import (
 from ister.errors import IsterError, UnavailableError
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
 from ister.metadata.base import MetadataStore
+from ister.topic.known_topics import RATES_NAME
 from ister.topic.log import Log
 from ister.topic.stores import open_metadata
 
@@ -149,6 +150,8 @@ class Broker:
         self.history: RateHistory
         self.views: Views
         self.dead_letters: DeadLetterCalls
+        self._topic_admin: TopicAdminService
+        self._ister_admin: IsterAdminService
         self._api: Api
         self._flight: FlightService
         self._source: BrokerSource
@@ -366,12 +369,10 @@ class Broker:
             "danube_admin.BrokerAdmin": BrokerAdminService(topics, guard, self.views.control),
             "danube_admin.ClusterAdmin": ClusterAdminService(topics, guard, self.views.control),
             "danube_admin.NamespaceAdmin": NamespaceAdminService(topics, guard),
-            "danube_admin.TopicAdmin": TopicAdminService(
-                topics, guard, self.schemas, self.views.control
-            ),
+            "danube_admin.TopicAdmin": self._topic_admin,
             "danube_admin.SecurityAdmin": SecurityAdmin(guard),
             "ister.Delivery": DeliveryService(topics, guard, slots),
-            "ister.Admin": IsterAdminService(topics, guard, self.views),
+            "ister.Admin": self._ister_admin,
             "ister.DeadLetters": DeadLetterService(self.dead_letters),
             "ister.Peers": PeersService(topics, guard),
         }
@@ -396,7 +397,9 @@ class Broker:
     def _serve_api(self, metadata: MetadataStore) -> None:
         """Makes the HTTP port report topics, and starts sampling rates."""
         clock = self._clock
-        self.history = RateHistory(self.topics, clock=clock)
+        directory = self.config.storage.wal.dir if self._log.has_files else None
+        path = None if directory is None else os.path.join(os.path.abspath(directory), RATES_NAME)
+        self.history = RateHistory(self.topics, clock=clock, path=path)
         query_threads = QueryThreads()
         self.views = Views(
             self.topics,
@@ -410,7 +413,21 @@ class Broker:
         browser = Browser(self.topics, self.schemas, query_threads, clock=clock)
         queue = DeadLetterQueue(self.topics, browser, query_threads, metadata, clock=clock)
         self.dead_letters = DeadLetterCalls(queue, self.guard)
-        served = ApiContext(self.views, browser, self.dead_letters, metadata, clock=clock)
+        self._topic_admin = TopicAdminService(
+            self.topics, self.guard, self.schemas, self.views.control
+        )
+        self._ister_admin = IsterAdminService(self.topics, self.guard, self.views)
+        served = ApiContext(
+            self.views,
+            browser,
+            self.dead_letters,
+            metadata,
+            services={
+                "danube_admin.TopicAdmin": self._topic_admin,
+                "ister.Admin": self._ister_admin,
+            },
+            clock=clock,
+        )
         self.history.start()
         self._api.serve(served)
 
@@ -465,7 +482,7 @@ class Broker:
     def _register_gauges(self) -> None:
         metrics, topics = self._log.metrics, self.topics
         schemas = self.schemas
-        metrics.register_gauge("broker.schema_misfits", schemas.count_mismatches)
+        metrics.register_counter("broker.schema_misfits", schemas.count_mismatches)
         metrics.register_gauge("broker.topics", lambda: len(topics.served))
         cluster = self.cluster
         metrics.register_gauge(
@@ -481,7 +498,7 @@ class Broker:
         budget = topics.budget
         metrics.register_gauge("broker.delivery_bytes", lambda: budget.used)
         metrics.register_gauge("broker.delivery_budget_bytes", lambda: budget.bytes_max)
-        metrics.register_gauge("broker.delivery_releases", lambda: budget.released)
+        metrics.register_counter("broker.delivery_releases", lambda: budget.released)
         metrics.register_gauge(
             "broker.consumers",
             lambda: sum(

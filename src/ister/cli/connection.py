@@ -43,7 +43,7 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.model import Start, TopicName
-from ister.positions import parse_position
+from ister.positions import format_position, parse_position
 
 if TYPE_CHECKING:
     from ister.client import Client, TlsOptions
@@ -217,6 +217,15 @@ def print_change(options: argparse.Namespace, text: str, facts: Mapping[str, obj
         print(f"{text} (broker {broker_address(options)})")
 
 
+FIXED_START_HELP: Final = (
+    "earliest, latest, an offset, a time such as 2026-01-31T12:00:00Z (UTC without a zone), or "
+    "milliseconds since 1970 such as @1769860800000"
+)
+"""What `parse_fixed_start` reads, for help texts."""
+START_HELP: Final = FIXED_START_HELP.replace(", or ", ", ") + ", or an age such as 7d"
+"""What `parse_start` reads, for help texts."""
+
+
 def parse_seconds(text: str) -> float:
     """A length of time that is not negative, for argparse."""
     try:
@@ -245,11 +254,26 @@ def parse_name(text: str) -> str:
 
 
 def parse_start(text: str) -> Start:
-    """A position in a topic, for argparse: earliest, latest, an offset, a time or an age."""
+    """A position in a topic, for argparse: earliest, latest, an offset, a time or an age.
+
+    A time without a zone is in UTC, as all times are that commands print.
+    """
     try:
-        return parse_position(text, ages_from=SystemClock())
+        return parse_position(text, ages_from=SystemClock(), utc=True)
     except InvalidRequestError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def parse_fixed_start(text: str) -> Start:
+    """A position that means the same in every run, for argparse: `parse_start` without ages."""
+    start = parse_start(text)
+    with suppress(InvalidRequestError):
+        parse_position(text, utc=True)
+        return start
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is another time in every run, and running the command again would not continue: "
+        f"use {format_position(start)} or an offset"
+    )
 
 
 # -- clients --------------------------------------------------------------------------------
@@ -306,7 +330,7 @@ def explained(options: argparse.Namespace) -> Iterator[None]:
 
 def _denied(message: str) -> str:
     if "is exclusive" in message:
-        return "create the subscription with --type shared or failover to allow several consumers"
+        return "create the subscription with --kind shared or failover to allow several consumers"
     return f"the principal of this token (--token, {_TOKEN}) lacks the permission"
 
 

@@ -11,7 +11,9 @@ others.
 from __future__ import annotations
 
 import argparse
+import base64
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -25,6 +27,7 @@ from ister.cli.connection import (
 )
 from ister.cli.errors_out import answer, print_json
 from ister.cli.location import add_topic_argument, parse_topic
+from ister.cli.messages_out import Received, printable
 from ister.cli.output import (
     Subparsers,
     add_command,
@@ -33,6 +36,7 @@ from ister.cli.output import (
     print_error,
     print_table,
 )
+from ister.cli.templates import TEMPLATE_HELP, parse_template
 from ister.clock import SystemClock
 from ister.errors import InvalidRequestError, IsterError, NotFoundError
 from ister.model import JsonObject
@@ -50,6 +54,10 @@ if TYPE_CHECKING:
 _RANGE: Final = re.compile(r"(\d{1,18})(?:(?:-|\.\.)(\d{1,18}))?")
 _SHOWN_DEFAULT: Final = 20
 _FAILURES_SHOWN: Final = 5
+_FIELDS: Final = ("reason", "source", "source_offset", "subscription", "attempts")
+_FIELDS_HELP: Final = """\
+  Dead letters have also {reason}, {source} (the topic), {source_offset}, {subscription} and
+  {attempts}. Of long payloads, the first part is shown."""
 
 
 def register(commands: Subparsers) -> None:
@@ -93,7 +101,15 @@ def register(commands: Subparsers) -> None:
         examples=(
             "dlq show /default/orders-dead",
             "dlq show /default/orders-dead --offset 4-9 --json",
+            "dlq show /default/orders-dead --format '{offset} {reason}: {payload}'",
         ),
+        notes=f"{TEMPLATE_HELP}\n{_FIELDS_HELP}",
+    )
+    shown.add_argument(
+        "--format",
+        metavar="TEMPLATE",
+        type=_parse_format,
+        help="print a line for each message, such as '{offset} {reason}: {payload}'",
     )
     _add_selection(shown, f"at most this many (default: {_SHOWN_DEFAULT})")
 
@@ -143,9 +159,12 @@ def _register(
     help: str,
     description: str,
     examples: tuple[str, ...],
+    notes: str | None = None,
 ) -> argparse.ArgumentParser:
     lines = tuple(f"ister {one}" for one in examples)
-    parser = add_command(actions, name, help=help, description=description, examples=lines)
+    parser = add_command(
+        actions, name, help=help, description=description, examples=lines, notes=notes
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_broker_arguments(parser)
     parser.set_defaults(run=lambda options: answer(options, lambda: run(options), {"ok": False}))
@@ -177,6 +196,14 @@ def _add_selection(parser: argparse.ArgumentParser, limit: str) -> None:
         help="subscription in which the message failed",
     )
     group.add_argument("--limit", metavar="N", type=parse_count, help=limit)
+
+
+def _parse_format(text: str) -> str:
+    try:
+        parse_template(text, bytes, more=_FIELDS)
+    except InvalidRequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _parse_range(text: str) -> tuple[int, int]:
@@ -304,10 +331,38 @@ def _show(options: argparse.Namespace) -> int:
         letters = [{"topic": part, **one} for part, one in shown]
         print_json({"topic": str(options.topic), "messages": letters})
     elif not shown:
-        print("no pending dead letters match")
+        print("no pending dead letters match", file=sys.stderr if options.format else sys.stdout)
+    elif options.format is not None:
+        render = parse_template(
+            options.format, printable if sys.stdout.isatty() else bytes, more=_FIELDS
+        )
+        for part, one in shown:
+            sys.stdout.buffer.write(render(_received(part, one)) + b"\n")
     else:
         print("\n\n".join(_letter_text(part, one) for part, one in shown))
     return 0
+
+
+def _received(topic: str, letter: DeadLetterJson) -> Received:
+    story = letter["dead_letter"]
+    return Received(
+        topic,
+        letter["offset"],
+        letter["publish_time"] or 0,
+        letter["producer_name"] or "",
+        base64.b64decode(letter["payload_base64"]),
+        letter["attributes"],
+        letter["routing_key"],
+        more={}
+        if story is None
+        else {
+            "reason": story["reason"],
+            "source": story["topic"],
+            "source_offset": story["offset"],
+            "subscription": story["subscription"],
+            "attempts": story["attempt"],
+        },
+    )
 
 
 def _letter_text(topic: str, letter: DeadLetterJson) -> str:

@@ -27,7 +27,7 @@ _EXIT_FAILED: Final = 1
 _GROUPS: Final = {
     "run": ("up", "serve", "demo"),
     "messages": ("produce", "consume", "dlq"),
-    "resources": ("topics", "subscriptions", "namespaces", "schema", "brokers"),
+    "resources": ("topics", "subscriptions", "namespaces", "schema", "brokers", "top"),
     "Spark": ("pipeline",),
     "inspect and repair": ("inspect", "repair", "recover", "danube"),
     "settings and access": ("config", "context", "auth", "completion"),
@@ -47,6 +47,7 @@ _COMMANDS: Final = {
     "namespaces": "list, create and delete namespaces",
     "schema": "list, show, register and check schemas",
     "brokers": "list, drain and balance the brokers of a cluster",
+    "top": "show rates, lag, blocked subscriptions and upload lag of all topics, live",
     "pipeline": "upload, merge, check, clean up, export and replay topics with Spark",
     "inspect": "inspect stored files, objects and topics",
     "repair": "restore damaged files from the bucket, and objects from files",

@@ -173,7 +173,7 @@ class TopicJson(TypedDict, total=False):
     parent: str | None
     partitions: list[str]
     topics: list[TopicJson]
-    """The partitions, where a command describes them too."""
+    """The partitions, where a command or the HTTP API describes them too."""
     is_here: bool
     is_reliable: bool
     mode: str | None
@@ -199,6 +199,12 @@ class TopicJson(TypedDict, total=False):
     cache: dict[str, int] | None
     producers: int | None
     policies: dict[str, int]
+    own_policies: dict[str, int]
+    """Those that are set for the topic itself; only in the HTTP API."""
+    dead_letters_of: list[dict[str, str]]
+    """Subscriptions whose dead letters go here; only in the HTTP API."""
+    recent: dict[str, list[float]]
+    """Messages in/s of partitions in the last minutes; only in the HTTP API."""
     schema: dict[str, str | int | None] | None
     rates: dict[str, float] | None
     upload_lag: dict[str, int]

@@ -74,7 +74,7 @@ def test_numbers():
 def test_errors_say_what_to_do_in_a_shell():
     assert "--token" in explain(UnauthenticatedError("no")).hint
     assert "--token" in explain(PermissionDeniedError("no")).hint
-    assert "--type shared" in explain(PermissionDeniedError("it is exclusive, and taken")).hint
+    assert "--kind shared" in explain(PermissionDeniedError("it is exclusive, and taken")).hint
     assert "older" in explain(UnsupportedOperationError("no")).hint
     assert explain(PermissionDeniedError("no", hint="its own")).hint == "its own"
     refused = UnavailableError("b:1 does not answer: failed; last error: x: Connection refused")

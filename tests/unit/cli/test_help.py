@@ -206,7 +206,7 @@ def test_wrong_usage_ends_with_2_and_one_line(capsys):
         consume /default/orders --from yesterday
         consume /default/orders --limit 0
         consume /default/orders --timeout -1
-        consume /default/orders --type nonsense --subscription s
+        consume /default/orders --kind nonsense --subscription s
         consume /default/orders --format nonsense
         recover orders
         recover --data . --config x.yml
