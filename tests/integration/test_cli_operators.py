@@ -14,6 +14,7 @@ from ister.client import Client
 from ister.subscription.policy import FailurePolicy, PoisonPolicy
 from servers.broker import BrokerProcess
 from support.certificates import Authority
+from support.waiting import eventually
 
 PATIENCE = 120.0
 _numbers = count()
@@ -56,8 +57,7 @@ def dead(broker):
                 for _ in range(2):
                     message = consumer.receive(timeout=PATIENCE)
                     consumer.nack(message, reason=f"{name} failed on {message.payload.decode()}")
-                while client.describe_subscription(source, name).cursor < 2:
-                    pass
+                eventually(lambda name=name: client.describe_subscription(source, name).cursor == 2)
     return source, target
 
 

@@ -88,6 +88,7 @@ _LAYERS = {
     "ister.client": 5,
     "ister.spark": 5,
     "ister.cli": 6,
+    "ister.__main__": 6,
 }
 _FORBIDDEN = {
     # package: what it must not import although its layer would allow it

@@ -6,9 +6,10 @@
     aio.AsyncClient ────────────┴► the same core ─────┤ ister.Delivery    messages and acks
                                                       └ ister.Admin, danube_admin
 
-`messages` has what a consumer gets, `options` how a client reaches brokers, `admin`,
-`cluster_admin`, `rights`, `schemas` and `dead_letters` the calls for operators. Besides, for Arrow data: `flight` reads ranges, `publisher`
-publishes tables, `frames` fetches a topic's frames for an upload.
+`messages` has what a consumer gets, `options` how a client reaches brokers, `tls_probe` why it does
+not. Calls for operators: `admin`, `cluster_admin`, `rights`, `schemas`, `dead_letters`. Besides,
+for Arrow data: `flight` reads ranges, `publisher` publishes tables, `frames` fetches a topic's
+frames for an upload.
 
 Nothing is loaded before it is asked for: gRPC and pyarrow are an extra, `ister[client]`.
 """
