@@ -40,7 +40,6 @@ def visit(page, site, route):
     settled(page)
 
 
-@pytest.mark.nightly
 def test_a_phone_never_scrolls_sideways(shop, open_page):
     page = open_page(shop, **PHONE)
     for width in (390, 320):
@@ -129,6 +128,7 @@ def test_keys_lead_to_the_filter_and_to_pages(shop, open_page):
     page.keyboard.press("h")
     page.wait_for_selector("h1:text-is('Health')")
     visit(page, shop, ROUTES["messages"])
+    page.wait_for_selector("#contains")
     page.keyboard.press("/")
     assert page.evaluate("document.activeElement.name") == "contains"
 
