@@ -8,7 +8,9 @@ DEMO_STAMP := $(VENV)/.installed-demo
 SPARKS := $(patsubst pyspark==%,$(VENV)/spark-%,$(shell grep ^pyspark constraints-spark.txt))
 # How many processes share the files of the tests: most wait for something most of the time.
 JOBS ?= 4
-SHARED := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+# Tests start hundreds of interpreters, which would all compile the same sources without it.
+export PYTHONDONTWRITEBYTECODE :=
+SHARED := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo lint types test nightly docs bench peers soak endurance cluster fuzz browser dist images protos clean
@@ -49,11 +51,19 @@ lint: $(STAMP) ## ruff: rules and format
 types: $(STAMP) ## mypy, strict, over src, benchmarks and demo
 	$(BIN)/mypy
 
-test: lint types $(firstword $(SPARKS)) ## lint, types and the tests that everybody runs, in about sixteen minutes on two cores
+# What is to be done before the tests: ruff, mypy, another Spark, and test modules as bytecode.
+.PHONY: ready compiled
+ready: lint types compiled $(firstword $(SPARKS))
+
+compiled: $(STAMP)
+	$(BIN)/python -m pytest --collect-only --quiet --quiet -m "not nightly" > /dev/null
+
+test: $(STAMP) ## lint, types and the tests that everybody runs, in about sixteen minutes on two cores
+	$(MAKE) --jobs 3 --output-sync=target ready
 	$(BIN)/python -m pytest -m "not nightly" $(SHARED)
 
 nightly: lint types $(SPARKS) ## every test with its large counts, soak, endurance, cluster, fuzzing and benchmarks: several hours
-	ISTER_NIGHTLY=1 $(BIN)/python -m pytest --timeout=3000 $(SHARED)
+	ISTER_NIGHTLY=1 $(BIN)/python -m pytest --timeout=3000 --override-ini faulthandler_timeout=3300 $(SHARED)
 	$(MAKE) soak endurance cluster fuzz bench
 	$(MAKE) peers SCALE=$(SCALE) PEERS_CACHE=$(PEERS_CACHE)
 
@@ -62,7 +72,7 @@ docs: $(STAMP) ## the site of the documents, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(STAMP) ## every benchmark, each beside its limit, as JSON lines
-	@for name in append replay tail recover topics readers upload express history catalog cycle chain spark jobs broker; do \
+	@for name in startup append replay tail recover topics readers upload express history catalog cycle chain spark jobs broker; do \
 	    $(BIN)/ister bench $$name --json || exit 1; done
 
 # SCALE below 1 is a shorter trial; PEERS_CACHE is a directory that keeps the peers for the next run.

@@ -6,8 +6,8 @@
     aio.AsyncClient ────────────┴► the same core ─────┤ ister.Delivery    messages and acks
                                                       └ ister.Admin, danube_admin
 
-`messages` has what a consumer gets, `options` how a client reaches brokers, `admin` and
-`cluster_admin` the calls for operators. Besides, for Arrow data: `flight` reads ranges, `publisher`
+`messages` has what a consumer gets, `options` how a client reaches brokers, `admin`,
+`cluster_admin`, `rights`, `schemas` and `dead_letters` the calls for operators. Besides, for Arrow data: `flight` reads ranges, `publisher`
 publishes tables, `frames` fetches a topic's frames for an upload.
 
 Nothing is loaded before it is asked for: gRPC and pyarrow are an extra, `ister[client]`.
@@ -21,8 +21,11 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from ister.client.admin import SubscriptionDescription, TopicDescription
     from ister.client.aio import AsyncClient, AsyncConsumer, AsyncProducer, AsyncSentMessage
+    from ister.client.dead_letters import LetterFilter
     from ister.client.messages import ReceivedMessage
     from ister.client.options import TlsOptions
+    from ister.client.rights import BindingDescription, RoleDescription
+    from ister.client.schemas import RegisteredSchema, Schema, SchemaVersion, SubjectDescription
     from ister.client.sync import Client, Consumer, Producer, SentMessage
 
 __all__ = [
@@ -30,11 +33,18 @@ __all__ = [
     "AsyncConsumer",
     "AsyncProducer",
     "AsyncSentMessage",
+    "BindingDescription",
     "Client",
     "Consumer",
+    "LetterFilter",
     "Producer",
     "ReceivedMessage",
+    "RegisteredSchema",
+    "RoleDescription",
+    "Schema",
+    "SchemaVersion",
     "SentMessage",
+    "SubjectDescription",
     "SubscriptionDescription",
     "TlsOptions",
     "TopicDescription",
@@ -45,11 +55,18 @@ _HOMES: Final = {
     "AsyncConsumer": "aio",
     "AsyncProducer": "aio",
     "AsyncSentMessage": "aio",
+    "BindingDescription": "rights",
     "Client": "sync",
     "Consumer": "sync",
+    "LetterFilter": "dead_letters",
     "Producer": "sync",
     "ReceivedMessage": "messages",
+    "RegisteredSchema": "schemas",
+    "RoleDescription": "rights",
+    "Schema": "schemas",
+    "SchemaVersion": "schemas",
     "SentMessage": "sync",
+    "SubjectDescription": "schemas",
     "SubscriptionDescription": "admin",
     "TlsOptions": "options",
     "TopicDescription": "admin",
