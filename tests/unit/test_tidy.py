@@ -278,6 +278,19 @@ def test_nothing_is_left_to_do():
         assert not re.findall(r"\b(?:FIXME|XXX|TODO|HACK)\b", text), module
 
 
+def test_times_are_formatted_in_one_place():
+    """`ister.positions.format_time`; other formats are those of protocols, schemas and tables."""
+    others = {
+        "ister.objectstore.s3_uploads",
+        "ister.broker.schemas.decoding",
+        "ister.spark.tables.writing",
+    }
+    found = {
+        name for name, text in _TEXTS.items() if re.search(r"\.(?:isoformat|strftime)\(", text)
+    }
+    assert found == {"ister.positions", *others}
+
+
 def test_version_is_the_distributions():
     project = tomllib.loads((_PROJECT / "pyproject.toml").read_text())
     assert ister.__version__ == project["project"]["version"]
