@@ -36,7 +36,7 @@ from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.object_check import Checked, ObjectChecker
 from ister.spark.jobs.object_repair import DamagedRange, RepairResult, repair_range
 from ister.spark.jobs.progress import JobProgress
-from ister.spark.jobs.runners import Executors
+from ister.spark.jobs.runners import SparkOrRunner
 from ister.spark.jobs.tasks import run_tasks
 from ister.spark.jobs.topic_scrub import BadObject, CheckItem, MissingRange, TopicScrub
 from ister.spark.location import Place
@@ -51,7 +51,7 @@ _ITEM_BYTES_MIN: Final = 256 * KIB
 
 
 def scrub(
-    spark: Executors,
+    spark: SparkOrRunner,
     config: JobConfig = None,
     *,
     broker: str | None = None,
