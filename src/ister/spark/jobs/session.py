@@ -175,7 +175,8 @@ def is_shown(record: logging.LogRecord) -> bool:
 
     That is a call that was interrupted, and the calls of other threads when the JVM ends then.
     """
-    from py4j.protocol import Py4JNetworkError  # noqa: PLC0415 - comes with PySpark
+    # Comes with PySpark, and has no types.
+    from py4j.protocol import Py4JNetworkError  # type: ignore[import-untyped] # noqa: PLC0415
 
     error = record.exc_info[1] if record.exc_info else None
     while error is not None and not isinstance(error, KeyboardInterrupt | Py4JNetworkError):
