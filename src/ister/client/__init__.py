@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ister.client.messages import ReceivedMessage
     from ister.client.options import TlsOptions
     from ister.client.sync import Client, Consumer, Producer, SentMessage
+    from ister.serializers import JsonSerializer, Serializer
 
 __all__ = [
     "AsyncClient",
@@ -32,27 +33,31 @@ __all__ = [
     "AsyncSentMessage",
     "Client",
     "Consumer",
+    "JsonSerializer",
     "Producer",
     "ReceivedMessage",
     "SentMessage",
+    "Serializer",
     "SubscriptionDescription",
     "TlsOptions",
     "TopicDescription",
 ]
 
 _HOMES: Final = {
-    "AsyncClient": "aio",
-    "AsyncConsumer": "aio",
-    "AsyncProducer": "aio",
-    "AsyncSentMessage": "aio",
-    "Client": "sync",
-    "Consumer": "sync",
-    "Producer": "sync",
-    "ReceivedMessage": "messages",
-    "SentMessage": "sync",
-    "SubscriptionDescription": "admin",
-    "TlsOptions": "options",
-    "TopicDescription": "admin",
+    "AsyncClient": "ister.client.aio",
+    "AsyncConsumer": "ister.client.aio",
+    "AsyncProducer": "ister.client.aio",
+    "AsyncSentMessage": "ister.client.aio",
+    "Client": "ister.client.sync",
+    "Consumer": "ister.client.sync",
+    "JsonSerializer": "ister.serializers",
+    "Producer": "ister.client.sync",
+    "ReceivedMessage": "ister.client.messages",
+    "SentMessage": "ister.client.sync",
+    "Serializer": "ister.serializers",
+    "SubscriptionDescription": "ister.client.admin",
+    "TlsOptions": "ister.client.options",
+    "TopicDescription": "ister.client.admin",
 }
 
 
@@ -60,7 +65,7 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

@@ -21,17 +21,25 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Concatenate, Final, ParamSpec, Self, TypeVar, cast
+from typing import Concatenate, Final, ParamSpec, Self, TypeVar, Unpack, cast
 
 from ister import forks, threads
 from ister.client.admin import AdminCalls
-from ister.client.aio import AsyncClient, AsyncConsumer, AsyncProducer, ConsumerView, ProducerView
+from ister.client.aio import (
+    AsyncClient,
+    AsyncConsumer,
+    AsyncProducer,
+    ConsumerView,
+    ProducerView,
+    SendOptions,
+)
 from ister.client.core.batches import Batch
 from ister.client.core.producer import ProducerCore
 from ister.client.messages import ReceivedMessage
 from ister.client.options import TlsOptions, Token
 from ister.clock import SystemClock
 from ister.errors import ClosedError, InvalidRequestError, IsterError, WaitTimeoutError
+from ister.serializers import JSON
 
 _log = logging.getLogger("ister.client")
 
@@ -225,7 +233,7 @@ class Producer(ProducerView):
 
     def send(
         self,
-        payload: bytes | bytearray | memoryview,
+        payload: object,
         *,
         attributes: Mapping[str, str] | None = None,
         routing_key: str | None = None,
@@ -236,7 +244,7 @@ class Producer(ProducerView):
         """Accepts a message; blocks while `max_pending_bytes` are pending.
 
         Args:
-            payload: The message body.
+            payload: The message body, as bytes; with a serializer, any value that it takes.
             attributes: Message attributes, as key/value strings.
             routing_key: Chooses the partition, and the consumer of a key-shared subscription.
             schema_id: The schema of the payload.
@@ -249,6 +257,38 @@ class Producer(ProducerView):
             ClosedError: The producer is closed.
             IsterError: The producer has failed and publishes nothing any more.
         """
+        return self._accept(
+            self._core.serialize(payload),
+            attributes=attributes,
+            routing_key=routing_key,
+            schema_id=schema_id,
+            schema_version=schema_version,
+            timeout=timeout,
+        )
+
+    def send_json(self, value: object, **options: Unpack[SendOptions]) -> SentMessage:
+        """Accepts a message whose payload is a value as JSON, whatever the serializer.
+
+        Args:
+            value: What JSON can express: a dict, a list, a dataclass, a pydantic model, …
+            **options: As for `send`.
+
+        Raises:
+            InvalidRequestError: JSON has no form for the value.
+            As `send`.
+        """
+        return self._accept(JSON.serialize(value), **options)
+
+    def _accept(
+        self,
+        payload: bytes,
+        *,
+        attributes: Mapping[str, str] | None = None,
+        routing_key: str | None = None,
+        schema_id: int | None = None,
+        schema_version: int | None = None,
+        timeout: float | None = None,
+    ) -> SentMessage:
         self._thread.check_process()
         core = self._core
         message = (payload, attributes, routing_key, schema_id, schema_version)
@@ -268,7 +308,7 @@ class Producer(ProducerView):
 
     def publish(
         self,
-        payload: bytes | bytearray | memoryview,
+        payload: object,
         *,
         attributes: Mapping[str, str] | None = None,
         routing_key: str | None = None,
@@ -333,7 +373,7 @@ class Consumer(ConsumerView):
 
         Raises:
             WaitTimeoutError: No message came in time.
-            ClosedError: The consumer is closed.
+            ClosedError: The consumer is stopped or closed.
             IsterError: The consumer has failed and receives nothing any more.
         """
         self._thread.check_process()
@@ -350,7 +390,7 @@ class Consumer(ConsumerView):
     def messages(
         self, *, limit: int | None = None, timeout: float | None = None
     ) -> Iterator[ReceivedMessage]:
-        """Yields messages as they arrive, until the consumer is closed.
+        """Yields messages as they arrive, until the consumer is stopped or closed.
 
         Args:
             limit: Stop after this many messages.
@@ -372,8 +412,44 @@ class Consumer(ConsumerView):
     def __iter__(self) -> Iterator[ReceivedMessage]:
         return self.messages()
 
-    def _check_process(self) -> None:
+    def ack(self, message: ReceivedMessage) -> None:
+        """Acknowledges a message. It is sent to the broker soon; `flush` waits for that.
+
+        Raises:
+            InvalidRequestError: Another consumer received the message.
+            ClosedError: The consumer is closed.
+        """
         self._thread.check_process()
+        self._core.ack(message)
+
+    def nack(
+        self, message: ReceivedMessage, *, delay: float | None = None, reason: str | None = None
+    ) -> None:
+        """Rejects a message: it is delivered again, by the subscription's failure policy.
+
+        Args:
+            message: A message that could not be processed.
+            delay: Seconds until the redelivery, at least; by default the subscription's.
+            reason: Stored with the message if it goes to a dead-letter topic.
+
+        Raises:
+            InvalidRequestError: Another consumer received the message, or the delay is invalid.
+            ClosedError: The consumer is closed.
+        """
+        self._thread.check_process()
+        self._core.nack(message, delay=delay, reason=reason)
+
+    def stop(self) -> None:
+        """Ends `for` and `receive` after the current message; from any thread or signal handler.
+
+        Messages that were received can still be acknowledged. For a graceful shutdown:
+
+            signal.signal(signal.SIGTERM, lambda *_: consumer.stop())
+            for message in consumer: ...
+        """
+        # The loop is closed if the client is.
+        with contextlib.suppress(RuntimeError):
+            self._core.stop()
 
     def flush(self, timeout: float | None = None) -> None:
         """Waits until the broker has confirmed every acknowledgement.

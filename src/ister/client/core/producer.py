@@ -36,6 +36,7 @@ from ister.errors import (
 from ister.limits import MIB
 from ister.model import AckLevel
 from ister.partitions import partition_of
+from ister.serializers import AnySerializer, find_serializer
 
 _GOOD_BYE_SECONDS: Final = 2.0
 
@@ -60,6 +61,7 @@ class ProducerOptions:
     linger_ms: float = 20.0
     max_pending_bytes: int = 64 * MIB
     timeout: float | None = None
+    serializer: AnySerializer | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -75,6 +77,8 @@ class ProducerOptions:
                 raise InvalidRequestError(f"{name} must be from {low} to {high}, not {value}")
         if self.timeout is not None and not self.timeout > 0:
             raise InvalidRequestError(f"timeout must be above 0 seconds, not {self.timeout}")
+        if self.serializer is not None:
+            find_serializer(self.serializer)
 
 
 class ProducerCore:
@@ -92,6 +96,11 @@ class ProducerCore:
         self.name = options.name or f"ister-{secrets.token_hex(8)}"
         self._network = network
         self._options = options
+        self._serialize = (
+            as_payload
+            if options.serializer is None
+            else find_serializer(options.serializer).serialize
+        )
         self._post = post
         self._clock: Clock = clock or SystemClock()
         self._linger = options.linger_ms / 1000
@@ -232,9 +241,17 @@ class ProducerCore:
 
     # -- sending ----------------------------------------------------------------------------
 
+    def serialize(self, value: object) -> bytes:
+        """The payload of a value, by the producer's serializer; without one, of bytes.
+
+        Raises:
+            InvalidRequestError: Neither the value nor what the serializer returned is bytes.
+        """
+        return as_payload(self._serialize(value))
+
     def try_send(
         self,
-        payload: bytes | bytearray | memoryview,
+        payload: bytes,
         attributes: Mapping[str, str] | None = None,
         routing_key: str | None = None,
         schema_id: int | None = None,
@@ -247,7 +264,6 @@ class ProducerCore:
             ClosedError: The producer is closed.
             IsterError: Nothing can be published any more, and why.
         """
-        payload = as_payload(payload)
         size = size_of(payload, attributes, routing_key)
         options = self._options
         with self._lock:
