@@ -48,10 +48,8 @@ __all__ = ["LocalBroker", "run_broker"]
 _START_SECONDS: Final = 60.0
 _STOP_SECONDS: Final = 30.0
 _CLIENT_SECONDS: Final = 30.0
-# Nothing is uploaded or deleted by itself: tests see what they have done, and nothing else.
 _SETTINGS: Final[dict[str, object]] = {
     "broker": {"host": "127.0.0.1", "ports": {"grpc": 0, "flight": 0, "http": 0}},
-    "storage": {"uploader": {"engine": "none"}},
 }
 
 
@@ -111,14 +109,7 @@ def run_broker(
     except ImportError as error:
         raise missing_extra("ister.testing", "broker", error) from error
     with _kept(directory) as place, _hushed():
-        tree = _merged(_SETTINGS, settings or {})
-        storage = tree.setdefault("storage", {})
-        if not isinstance(storage, dict):
-            raise ConfigError(f"storage must be a mapping, not {storage!r}")
-        if storage.get("mode") not in ("memory", "bucket"):
-            wal = _merged({"dir": os.path.join(place, "wal")}, storage.get("wal") or {})
-            storage["wal"] = wal
-        config = load_config(tree)
+        config = load_config(_merged(_settings_in(place, settings or {}), settings or {}))
         running = _Running(lambda: Broker(config))
         try:
             yield LocalBroker(config, running.listening, place)
@@ -135,6 +126,16 @@ def _kept(directory: str | os.PathLike[str] | None) -> Iterator[str]:
         yield made
 
 
+def _settings_in(directory: str, settings: Mapping[str, object]) -> dict[str, object]:
+    """The defaults of a broker whose data is in a directory, for its storage mode."""
+    storage = settings.get("storage")
+    mode = storage.get("mode", "wal_cloud") if isinstance(storage, Mapping) else "wal_cloud"
+    files = {"wal": {"dir": os.path.join(directory, "wal")}}
+    # Nothing is uploaded by itself: tests see what they have done, and nothing else.
+    by_mode = {"wal_cloud": {**files, "uploader": {"engine": "none"}}, "local_only": files}
+    return {**_SETTINGS, "storage": by_mode.get(str(mode), {})}
+
+
 def _merged(below: Mapping[str, object], above: object) -> dict[str, object]:
     """One tree over another; both stay as they are."""
     if not isinstance(above, Mapping):
@@ -143,9 +144,6 @@ def _merged(below: Mapping[str, object], above: object) -> dict[str, object]:
     for key, value in above.items():
         old = merged.get(key)
         merged[key] = _merged(old, value) if isinstance(old, Mapping) else value
-    for key, value in merged.items():
-        if isinstance(value, Mapping):
-            merged[key] = _merged(value, {})
     return merged
 
 

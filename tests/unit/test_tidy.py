@@ -40,6 +40,7 @@ _LAYERS = {
                 "logs",
                 "metrics",
                 "model",
+                "notebook",
                 "partitions",
                 "positions",
                 "retry",

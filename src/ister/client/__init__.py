@@ -2,7 +2,7 @@
 
     from ister.client import Client, AsyncClient
 
-    sync.Client ─► loop thread ─┐                     ┌ Flight do_put     batches with sequences
+    sync.Client ─► loop_thread ─┐                     ┌ Flight do_put     batches with sequences
     aio.AsyncClient ────────────┴► the same core ─────┤ ister.Delivery    messages and acks
                                                       └ ister.Admin, danube_admin
 

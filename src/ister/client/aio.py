@@ -18,7 +18,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from typing import Final, Self, TypedDict, Unpack
+from datetime import datetime
+from typing import TYPE_CHECKING, Final, Self, TypedDict, Unpack
 
 from ister.client.admin import AdminCalls
 from ister.client.core.batches import Batch
@@ -27,11 +28,15 @@ from ister.client.core.network import Network
 from ister.client.core.producer import Post, ProducerCore, ProducerOptions
 from ister.client.messages import ReceivedMessage
 from ister.client.options import TlsOptions, Token
+from ister.client.tables import ArrowRead
 from ister.errors import ClosedError, IsterError, WaitTimeoutError
 from ister.limits import MIB
 from ister.model import AckLevel, Start
 from ister.serializers import JSON, AnySerializer
 from ister.subscription.policy import SubscriptionKind
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _log = logging.getLogger("ister.client")
 
@@ -565,6 +570,43 @@ class AsyncClient(AdminCalls):
             timeout=self._network.timeout if timeout is None else timeout,
         )
         return AsyncConsumer(self, ConsumerCore(self._network, options, post=self._post))
+
+    async def read_arrow(
+        self,
+        topic: str,
+        start: Start = "earliest",
+        *,
+        end: int | datetime | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> AsyncIterator[pa.RecordBatch]:
+        """Yields a range of a topic as Arrow record batches: `async for batch in …`.
+
+        Arguments and errors are those of `Client.read_arrow`. Threads wait for the batches, as
+        Arrow Flight's reader blocks.
+        """
+        loop, network = asyncio.get_running_loop(), self._network
+
+        def locate(name: str) -> list[tuple[str, str]]:
+            return asyncio.run_coroutine_threadsafe(network.locate_flight(name), loop).result()
+
+        read = await asyncio.to_thread(
+            ArrowRead,
+            topic,
+            start,
+            end,
+            columns,
+            locate=locate,
+            open_flight=network.open_flight,
+            timeout=network.timeout,
+        )
+        batches = read.batches()
+        try:
+            while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+                yield batch
+        finally:
+            # A thread that is in the midst of it after a cancellation drops it at its end.
+            with contextlib.suppress(ValueError):
+                batches.close()
 
     def joined(self, one: AsyncProducer | AsyncConsumer) -> None:
         """Remembers an open producer or consumer, to close it with the client."""
