@@ -1,7 +1,14 @@
-"""What Python programs reach for: fixtures, JSON, graceful ends, tables. One broker for all."""
+"""What Python programs reach for: fixtures, JSON, graceful ends, tables. One broker for all.
 
+The examples of `examples/` that talk to a broker are run here, too, in this process.
+"""
+
+import ast
 import asyncio
+import json
 import logging
+import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -10,6 +17,7 @@ import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +30,7 @@ from ister.client import AsyncClient, JsonSerializer
 from ister.errors import ClosedError, ConfigError, InvalidRequestError, NotFoundError
 from ister.testing import run_broker
 from support.broker import run
+from support.example_runs import EXAMPLES, rows_of_table
 from support.waiting import eventually
 
 PATIENCE = 60.0
@@ -343,12 +352,114 @@ def test_tables_of_pandas_polars_and_duckdb(client, topic):
     assert table.to_arrow().num_rows == 5, "each use reads it anew"
 
 
+# -- examples -------------------------------------------------------------------------------
+
+
+def run_main(script, broker, capsys):
+    """What an example prints that is given a broker."""
+    found = runpy.run_path(str(EXAMPLES / script), run_name="example")
+    found["main"](["--broker", broker.address])
+    return capsys.readouterr().out
+
+
+def test_a_service_publishes(broker, client, capsys):
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    assert run_main("fastapi_publisher.py", broker, capsys).splitlines() == [
+        "Ulm orders for 12.5: 201",
+        "Linz orders for 3: 201",
+        "Ruse orders for -1: 422",
+        'in the topic: {"shop":"Ulm","amount":12.5}',
+        'in the topic: {"shop":"Linz","amount":3.0}',
+    ]
+    keys = client.read_arrow("/default/web-orders", columns=["routing_key"]).read_all()
+    assert keys["routing_key"].to_pylist() == ["Ulm", "Linz"]
+
+
+def test_workers_end_gracefully(broker, client, capsys):
+    before = [signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGINT)]
+    printed = run_main("asyncio_worker.py", broker, capsys)
+    done = dict(re.findall(r"^(\S+): (\d+) orders$", printed, re.M))
+    assert done.pop("failed") == "6"
+    assert sum(map(int, done.values())) == 60
+    described = client.describe_subscription("/default/worker-orders", "billing")
+    assert (described.cursor, described.lag, described.kind) == (60, 0, "shared")
+    assert before == [signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGINT)]
+
+
+def test_sql_over_a_topic(broker, capsys):
+    pytest.importorskip("duckdb")
+    printed = run_main("duckdb_tail.py", broker, capsys)
+    for title, count in (("What each shop has sold:", 900), ("A hundred orders later:", 1000)):
+        expected = [
+            [shop, str(len(amounts)), f"{sum(amounts):.2f}"]
+            for at, shop in enumerate(("Linz", "Ruse", "Ulm"))
+            if (amounts := [n % 39 + 0.25 for n in range(at, count, 3)])
+        ]
+        assert rows_of_table(printed, title)[-3:] == expected
+    assert "In the last five minutes: 1000" in printed
+
+
+def test_a_micro_batch_is_in_a_delta_table_once(tmp_path):
+    """The example's commits; `test_jobs_export` runs all of it at night."""
+    pytest.importorskip("pyspark")
+    deltalake = pytest.importorskip("deltalake")
+    script = runpy.run_path(str(EXAMPLES / "spark_to_delta.py"), run_name="example")
+    script["publish"](str(tmp_path / "data"), 4)
+    with ister.open(tmp_path / "data") as log:
+        topic = log.topic(script["TOPIC"])
+        assert topic.watermarks.tiered >= 3
+        rows = SimpleNamespace(toArrow=topic.table(columns=["offset", "text"]).to_arrow)
+        table = str(tmp_path / "table")
+        assert [script["commit"](table, rows, batch) for batch in (0, 0, 1, 0, 1)] == [
+            *(True, False, True),
+            *(False, False),
+        ]
+    found = deltalake.DeltaTable(table)
+    assert found.version() == 1
+    assert sorted(found.to_pyarrow_table()["offset"].to_pylist()) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_notebook(broker, client, monkeypatch):
+    """Goal: each cell runs, and what a notebook shows of a cell is there."""
+    pytest.importorskip("duckdb")
+    pytest.importorskip("polars")
+    pytest.importorskip("pandas")
+    monkeypatch.setenv("ISTER_BROKER", broker.address)
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
+    names, shown = {}, []
+    for cell in notebook["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        assert cell["outputs"] == [], "the file is kept without outputs"
+        *body, last = ast.parse("".join(cell["source"])).body
+        if not isinstance(last, ast.Expr):
+            body.append(last)
+        exec(compile(ast.Module(body, []), cell["id"], "exec"), names)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), cell["id"], "eval"), names)
+            shown.append(value._repr_html_() if hasattr(value, "_repr_html_") else value)
+    topic, table, frame, revenue, count, _ = shown
+    assert ">300<" in topic
+    assert "{&quot;order&quot;:0,&quot;shop&quot;:&quot;Linz&quot;" in table
+    assert re.findall(r"<td>(\d+)</td>", frame) == ["100"] * 3
+    for at in range(3):
+        assert f"{sum(n % 39 + 0.25 for n in range(at, 300, 3)):.2f}" in revenue
+    assert count == 100
+    with pytest.raises(ClosedError):
+        names["client"].partitions("/default/t")
+
+
 # -- ister.testing --------------------------------------------------------------------------
 
 CONFTEST = 'pytest_plugins = ["ister.testing"]\n'
 INNER = """
+import ast
 import asyncio
+import json
 import logging
+import re
+import runpy
 from pathlib import Path
 
 from ister.client import AsyncClient
