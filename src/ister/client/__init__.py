@@ -7,8 +7,8 @@
                                                       └ ister.Admin, danube_admin
 
 `messages` has what a consumer gets, `options` how a client reaches brokers, `admin` and
-`cluster_admin` the calls for operators. Besides, for Arrow data: `flight` reads ranges, `publisher`
-publishes tables, `frames` fetches a topic's frames for an upload.
+`cluster_admin` the calls for operators. Besides, for Arrow data: `tables` reads topics, `flight`
+ranges of one, `publisher` publishes tables, `frames` fetches a topic's frames for an upload.
 
 Nothing is loaded before it is asked for: gRPC and pyarrow are an extra, `ister[client]`.
 """
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ister.client.options import TlsOptions
     from ister.client.sync import Client, Consumer, Producer, SentMessage
     from ister.serializers import JsonSerializer, Serializer
+    from ister.topic.table import TopicTable
 
 __all__ = [
     "AsyncClient",
@@ -41,6 +42,7 @@ __all__ = [
     "SubscriptionDescription",
     "TlsOptions",
     "TopicDescription",
+    "TopicTable",
 ]
 
 _HOMES: Final = {
@@ -58,6 +60,7 @@ _HOMES: Final = {
     "SubscriptionDescription": "ister.client.admin",
     "TlsOptions": "ister.client.options",
     "TopicDescription": "ister.client.admin",
+    "TopicTable": "ister.topic.table",
 }
 
 

@@ -541,7 +541,7 @@ class Client:
             start: `earliest`, `latest`, an offset, or a time with its time zone.
             end: The offset or the time before which to stop; by default, and at the latest, what
                 is durable at the time of the call.
-            columns: As for `ister.Topic.read_arrow`, `text` among them.
+            columns: As for `Topic.read_arrow`, `text` among them.
 
         Raises:
             InvalidRequestError: There is no such column, an offset in a partitioned topic, or
