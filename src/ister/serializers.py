@@ -149,3 +149,20 @@ def find_serializer(serializer: AnySerializer) -> Serializer[Json]:
                 f"a serializer needs a method {name}; {type(serializer).__name__} has none"
             )
     return serializer
+
+
+def decode_payload_by(
+    serializer: Serializer[Json], payload: bytes, *, offset: int, topic: str | None = None
+) -> Json:
+    """The value of a message's payload; errors of this module say which message it is.
+
+    Raises:
+        InvalidRequestError: The payload cannot be decoded.
+        Exception: What another serializer raises.
+    """
+    try:
+        return serializer.deserialize(payload)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            error.message, topic=topic, offset=offset, hint=error.hint
+        ) from error

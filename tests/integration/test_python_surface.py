@@ -26,10 +26,18 @@ pytest.importorskip("grpc")
 
 import ister
 from ister import testing
-from ister.client import AsyncClient, JsonSerializer
-from ister.errors import ClosedError, ConfigError, InvalidRequestError, NotFoundError
+from ister.client import AsyncClient, Client, JsonSerializer, TlsOptions
+from ister.client.flight import FlightClient
+from ister.errors import (
+    ClosedError,
+    ConfigError,
+    InvalidRequestError,
+    IsterError,
+    NotFoundError,
+)
 from ister.testing import run_broker
 from support.broker import run
+from support.certificates import LOCAL_NAMES, Authority
 from support.example_runs import EXAMPLES, rows_of_table
 from support.waiting import eventually
 
@@ -350,6 +358,28 @@ def test_tables_of_pandas_polars_and_duckdb(client, topic):
     with client.producer(topic) as producer:
         producer.publish(b"y")
     assert table.to_arrow().num_rows == 5, "each use reads it anew"
+
+
+def test_client_certificates_are_shown_to_flight_too(tmp_path):
+    servers, clients = Authority("servers"), Authority("clients")
+    cert_file, key_file = servers.issue("broker", names=LOCAL_NAMES).write(tmp_path, "broker")
+    own_cert, own_key = clients.issue("reader").write(tmp_path, "reader")
+    trusted = clients.write(tmp_path, "clients")
+    tls = {"cert_file": cert_file, "key_file": key_file, "ca_file": trusted}
+    tls["client_auth"] = "required"
+    ca = servers.write(tmp_path, "servers")
+    with run_broker({"broker": {"tls": tls}}) as broker:
+        shown = TlsOptions(ca=ca, cert=own_cert, key=own_key)
+        with Client(broker.address, tls=shown, timeout=PATIENCE) as client:
+            fill(client, "/default/t")
+            assert client.read_arrow("/default/t").read_all().num_rows == 3
+        with (
+            FlightClient(
+                f"grpc+tls://{broker.flight}", tls_ca=Path(ca).read_bytes(), timeout_seconds=5
+            ) as unknown,
+            pytest.raises(IsterError),
+        ):
+            unknown.topics()
 
 
 # -- examples -------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ister.client.admin import AdminCalls
 from ister.client.core.batches import Batch
 from ister.client.core.consumer import ConsumerCore, ConsumerOptions
 from ister.client.core.network import Network
-from ister.client.core.producer import Post, ProducerCore, ProducerOptions
+from ister.client.core.producer import Outgoing, Post, ProducerCore, ProducerOptions
 from ister.client.messages import ReceivedMessage
 from ister.client.options import TlsOptions, Token
 from ister.client.tables import ArrowRead
@@ -56,6 +56,17 @@ class SendOptions(TypedDict, total=False):
     schema_id: int | None
     schema_version: int | None
     timeout: float | None
+
+
+def json_message(value: object, options: SendOptions) -> Outgoing:
+    """A message whose payload is a value as JSON."""
+    return (
+        JSON.serialize(value),
+        options.get("attributes"),
+        options.get("routing_key"),
+        options.get("schema_id"),
+        options.get("schema_version"),
+    )
 
 
 class AsyncSentMessage:
@@ -155,14 +166,9 @@ class AsyncProducer(ProducerView):
             ClosedError: The producer is closed.
             IsterError: The producer has failed and publishes nothing any more.
         """
-        return await self._accept(
-            self._core.serialize(payload),
-            attributes=attributes,
-            routing_key=routing_key,
-            schema_id=schema_id,
-            schema_version=schema_version,
-            timeout=timeout,
-        )
+        payload = self._core.serialize(payload)
+        message = (payload, attributes, routing_key, schema_id, schema_version)
+        return await self._accept(message, timeout)
 
     async def send_json(self, value: object, **options: Unpack[SendOptions]) -> AsyncSentMessage:
         """Accepts a message whose payload is a value as JSON, whatever the serializer.
@@ -175,20 +181,10 @@ class AsyncProducer(ProducerView):
             InvalidRequestError: JSON has no form for the value.
             As `send`.
         """
-        return await self._accept(JSON.serialize(value), **options)
+        return await self._accept(json_message(value, options), options.get("timeout"))
 
-    async def _accept(
-        self,
-        payload: bytes,
-        *,
-        attributes: Mapping[str, str] | None = None,
-        routing_key: str | None = None,
-        schema_id: int | None = None,
-        schema_version: int | None = None,
-        timeout: float | None = None,
-    ) -> AsyncSentMessage:
+    async def _accept(self, message: Outgoing, timeout: float | None) -> AsyncSentMessage:
         core = self._core
-        message = (payload, attributes, routing_key, schema_id, schema_version)
         accepted = core.try_send(*message)
         if accepted is None:
             try:

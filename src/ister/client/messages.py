@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from ister.client.core.receiver import Receiver
     from ister.wire import ister_api
 
-from ister.errors import InvalidRequestError
 from ister.positions import EPOCH
-from ister.serializers import JSON, TEXT, Json, Serializer
+from ister.serializers import JSON, TEXT, Json, Serializer, decode_payload_by
 
 
 class ReceivedMessage:
@@ -95,12 +94,7 @@ class ReceivedMessage:
         return str(self._decoded(TEXT))
 
     def _decoded(self, serializer: Serializer[Json]) -> Json:
-        try:
-            return serializer.deserialize(self.payload)
-        except InvalidRequestError as error:
-            raise InvalidRequestError(
-                error.message, topic=self.topic, offset=self.offset, hint=error.hint
-            ) from error
+        return decode_payload_by(serializer, self.payload, topic=self.topic, offset=self.offset)
 
     @property
     def publish_time(self) -> datetime:

@@ -32,9 +32,10 @@ from ister.client.aio import (
     ConsumerView,
     ProducerView,
     SendOptions,
+    json_message,
 )
 from ister.client.core.batches import Batch
-from ister.client.core.producer import ProducerCore
+from ister.client.core.producer import Outgoing, ProducerCore
 from ister.client.loop_thread import STEP_SECONDS, LoopThread, wait_in_steps
 from ister.client.messages import ReceivedMessage
 from ister.client.options import TlsOptions, Token
@@ -42,7 +43,6 @@ from ister.client.tables import ArrowRead
 from ister.clock import SystemClock
 from ister.errors import ClosedError, IsterError, WaitTimeoutError
 from ister.model import Start
-from ister.serializers import JSON
 from ister.topic.table import TopicTable
 
 if TYPE_CHECKING:
@@ -167,14 +167,9 @@ class Producer(ProducerView):
             ClosedError: The producer is closed.
             IsterError: The producer has failed and publishes nothing any more.
         """
-        return self._accept(
-            self._core.serialize(payload),
-            attributes=attributes,
-            routing_key=routing_key,
-            schema_id=schema_id,
-            schema_version=schema_version,
-            timeout=timeout,
-        )
+        payload = self._core.serialize(payload)
+        message = (payload, attributes, routing_key, schema_id, schema_version)
+        return self._accept(message, timeout)
 
     def send_json(self, value: object, **options: Unpack[SendOptions]) -> SentMessage:
         """Accepts a message whose payload is a value as JSON, whatever the serializer.
@@ -187,21 +182,11 @@ class Producer(ProducerView):
             InvalidRequestError: JSON has no form for the value.
             As `send`.
         """
-        return self._accept(JSON.serialize(value), **options)
+        return self._accept(json_message(value, options), options.get("timeout"))
 
-    def _accept(
-        self,
-        payload: bytes,
-        *,
-        attributes: Mapping[str, str] | None = None,
-        routing_key: str | None = None,
-        schema_id: int | None = None,
-        schema_version: int | None = None,
-        timeout: float | None = None,
-    ) -> SentMessage:
+    def _accept(self, message: Outgoing, timeout: float | None) -> SentMessage:
         self._thread.check_process()
         core = self._core
-        message = (payload, attributes, routing_key, schema_id, schema_version)
         accepted = core.try_send(*message)
         if accepted is None:
             if self._thread.is_current:

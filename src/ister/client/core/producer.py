@@ -42,6 +42,8 @@ _GOOD_BYE_SECONDS: Final = 2.0
 
 Post = Callable[[Callable[[], object]], object]
 """Calls a function on the loop soon; may be called in any thread."""
+Outgoing = tuple[bytes, Mapping[str, str] | None, str | None, int | None, int | None]
+"""A message: payload, attributes, routing key, schema id, schema version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,13 @@ class ProducerOptions:
             find_serializer(self.serializer)
 
 
+def _serialize_by(serializer: AnySerializer | None) -> Callable[[object], bytes]:
+    if serializer is None:
+        return as_payload
+    serialize = find_serializer(serializer).serialize
+    return lambda value: as_payload(serialize(value))
+
+
 class ProducerCore:
     """See the module header."""
 
@@ -96,11 +105,8 @@ class ProducerCore:
         self.name = options.name or f"ister-{secrets.token_hex(8)}"
         self._network = network
         self._options = options
-        self._serialize = (
-            as_payload
-            if options.serializer is None
-            else find_serializer(options.serializer).serialize
-        )
+        self.serialize: Callable[[object], bytes] = _serialize_by(options.serializer)
+        """The payload of a value; raises InvalidRequestError if that is not bytes."""
         self._post = post
         self._clock: Clock = clock or SystemClock()
         self._linger = options.linger_ms / 1000
@@ -240,14 +246,6 @@ class ProducerCore:
             self._failed = None  # raised by the close
 
     # -- sending ----------------------------------------------------------------------------
-
-    def serialize(self, value: object) -> bytes:
-        """The payload of a value, by the producer's serializer; without one, of bytes.
-
-        Raises:
-            InvalidRequestError: Neither the value nor what the serializer returned is bytes.
-        """
-        return as_payload(self._serialize(value))
 
     def try_send(
         self,
