@@ -27,6 +27,7 @@ _HOSTS = {
     "grafana.com",
     "etcd.io",
     "duckdb.org",
+    "docs.astral.sh",
 }
 
 

@@ -94,6 +94,7 @@ def test_scripts_make_a_directory_of_their_own_and_remove_it(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["errors", "tmp"]
 
 
+@pytest.mark.nightly
 def test_cluster(tmp_path):
     data = tmp_path / "data"
     printed = run_example("cluster/run.py", data, home=tmp_path / "home")

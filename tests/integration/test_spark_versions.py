@@ -21,7 +21,7 @@ _VERSIONS = re.findall(
     r"(?m)^pyspark==(\S+)$", (_TESTS.parent / "constraints-spark.txt").read_text()
 )
 _SUITES = ["integration/test_spark_batch.py", "integration/test_spark_stream.py"]
-_SECONDS = 2400 if IS_NIGHTLY else 600
+_SECONDS = 2400 if IS_NIGHTLY else 1200
 
 
 @pytest.mark.timeout(_SECONDS + 60)

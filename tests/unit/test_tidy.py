@@ -21,7 +21,28 @@ _FILES = {
     for path in sorted(_PACKAGE.rglob("*.py"))
 }
 _TEXTS = {name: path.read_text() for name, path in _FILES.items()}
-_TREES = {name: ast.parse(text) for name, text in _TEXTS.items()}
+
+
+class _Lazily(dict):
+    """What a function makes of each module, when a test asks: all workers import this file."""
+
+    def __init__(self, make):
+        super().__init__(dict.fromkeys(_FILES))
+        self._make = make
+
+    def __getitem__(self, module):
+        if (found := super().__getitem__(module)) is None:
+            found = self[module] = self._make(module)
+        return found
+
+    def items(self):
+        return [(module, self[module]) for module in _FILES]
+
+    def values(self):
+        return [self[module] for module in _FILES]
+
+
+_TREES = _Lazily(lambda module: ast.parse(_TEXTS[module]))
 
 _LAYERS = {
     **dict.fromkeys(
@@ -38,6 +59,7 @@ _LAYERS = {
                 "forks",
                 "limits",
                 "logs",
+                "message_filter",
                 "metrics",
                 "model",
                 "notebook",
@@ -166,7 +188,7 @@ def _find_imports(module):
     return found
 
 
-_IMPORTS = {name: _find_imports(name) for name in _FILES}
+_IMPORTS = _Lazily(_find_imports)
 
 
 # -- layers -------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ merge               makes one object of several
 retention           which objects expire, and their removal
 orphans             objects without a descriptor, and their removal
 shared_staging      staged files of several topics, and their removal
+writer_files        the staged files that a writer's record names
 rebuild             metadata from the bucket alone
 object_choice       which objects of a bucket make up a topic
 offset_ranges       ranges of offsets: union, difference

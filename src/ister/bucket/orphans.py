@@ -37,12 +37,11 @@ from ister.bucket.names import (
     staging_prefix,
 )
 from ister.bucket.ownership import OwnedTopic
+from ister.bucket.writer_files import read_files
 from ister.clock import Clock
 from ister.errors import NotFoundError
 from ister.format.descriptor import parse_run_id
-from ister.format.manifest import decode_manifest
 from ister.format.records import decode_retired, decode_writer
-from ister.limits import MANIFEST_BYTES_MAX
 from ister.metadata.base import Delete, RevisionIs
 from ister.metrics import Metrics
 from ister.objectstore.base import ObjectInfo, ObjectStore
@@ -307,8 +306,7 @@ def sweep_staging(
         elif not record.is_done:
             needed.add(record.manifest)
             with suppress(NotFoundError):
-                data = objects.read(record.manifest, 0, MANIFEST_BYTES_MAX)
-                needed.update(file.key for file in decode_manifest(data, key=record.manifest))
+                needed.update(file.key for file in read_files(objects, record))
     removed: list[str] = []
     for info in list(objects.list(staging_prefix(keys.topic))):
         is_old = info.modified_at is not None and now - info.modified_at > grace_seconds

@@ -21,12 +21,11 @@ from ister import failpoints
 from ister.bucket.footers import read_end
 from ister.bucket.names import SHARED_STAGING_PREFIX, TopicKeys, parse_writer_of_key
 from ister.bucket.orphans import JOB_PREFIX, is_past
+from ister.bucket.writer_files import read_files
 from ister.clock import Clock
 from ister.errors import CorruptDataError, NotFoundError, UnsupportedVersionError
-from ister.format.manifest import decode_manifest
 from ister.format.records import decode_writer
 from ister.format.staged_file import FOOTER, StagedSegment, decode_footer
-from ister.limits import MANIFEST_BYTES_MAX
 from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import TopicName
@@ -105,8 +104,7 @@ class StagedNeeds:
         if record.is_done or is_over:
             return frozenset()
         with suppress(NotFoundError):
-            data = self._objects.read(record.manifest, 0, MANIFEST_BYTES_MAX)
-            return frozenset(file.key for file in decode_manifest(data, key=record.manifest))
+            return frozenset(file.key for file in read_files(self._objects, record))
         return frozenset()
 
 

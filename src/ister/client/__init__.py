@@ -6,9 +6,10 @@
     aio.AsyncClient ────────────┴► the same core ─────┤ ister.Delivery    messages and acks
                                                       └ ister.Admin, danube_admin
 
-`messages` has what a consumer gets, `options` how a client reaches brokers, `admin` and
-`cluster_admin` the calls for operators. Besides, for Arrow data: `tables` reads topics, `flight`
-ranges of one, `publisher` publishes tables, `frames` fetches a topic's frames for an upload.
+`messages` has what a consumer gets, `options` how a client reaches brokers, `admin`,
+`cluster_admin`, `rights`, `schemas` and `dead_letters` the calls for operators. Besides, for Arrow
+data: `tables` reads topics, `flight` ranges of one, `publisher` publishes tables, `frames` fetches
+a topic's frames for an upload.
 
 Nothing is loaded before it is asked for: gRPC and pyarrow are an extra, `ister[client]`.
 """
@@ -21,8 +22,11 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from ister.client.admin import SubscriptionDescription, TopicDescription
     from ister.client.aio import AsyncClient, AsyncConsumer, AsyncProducer, AsyncSentMessage
+    from ister.client.dead_letters import LetterFilter
     from ister.client.messages import ReceivedMessage
     from ister.client.options import TlsOptions
+    from ister.client.rights import BindingDescription, RoleDescription
+    from ister.client.schemas import RegisteredSchema, Schema, SchemaVersion, SubjectDescription
     from ister.client.sync import Client, Consumer, Producer, SentMessage
     from ister.serializers import JsonSerializer, Serializer
     from ister.topic.table import TopicTable
@@ -32,13 +36,20 @@ __all__ = [
     "AsyncConsumer",
     "AsyncProducer",
     "AsyncSentMessage",
+    "BindingDescription",
     "Client",
     "Consumer",
     "JsonSerializer",
+    "LetterFilter",
     "Producer",
     "ReceivedMessage",
+    "RegisteredSchema",
+    "RoleDescription",
+    "Schema",
+    "SchemaVersion",
     "SentMessage",
     "Serializer",
+    "SubjectDescription",
     "SubscriptionDescription",
     "TlsOptions",
     "TopicDescription",
@@ -50,13 +61,20 @@ _HOMES: Final = {
     "AsyncConsumer": "ister.client.aio",
     "AsyncProducer": "ister.client.aio",
     "AsyncSentMessage": "ister.client.aio",
+    "BindingDescription": "ister.client.rights",
     "Client": "ister.client.sync",
     "Consumer": "ister.client.sync",
     "JsonSerializer": "ister.serializers",
+    "LetterFilter": "ister.client.dead_letters",
     "Producer": "ister.client.sync",
     "ReceivedMessage": "ister.client.messages",
+    "RegisteredSchema": "ister.client.schemas",
+    "RoleDescription": "ister.client.rights",
+    "Schema": "ister.client.schemas",
+    "SchemaVersion": "ister.client.schemas",
     "SentMessage": "ister.client.sync",
     "Serializer": "ister.serializers",
+    "SubjectDescription": "ister.client.schemas",
     "SubscriptionDescription": "ister.client.admin",
     "TlsOptions": "ister.client.options",
     "TopicDescription": "ister.client.admin",

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from ister import forks, threads
 from ister.client.publisher import Publisher
+from ister.client.tls_probe import find_tls_mismatch
 from ister.errors import (
     ClosedError,
     CorruptDataError,
@@ -100,7 +101,7 @@ class FlightClient:
         tls_ca: bytes | None = None,
         tls_cert: bytes | None = None,
         tls_key: bytes | None = None,
-        tls_server_name: str | None = None,
+        server_name: str | None = None,
     ) -> None:
         """Connects when it is first needed.
 
@@ -112,7 +113,7 @@ class FlightClient:
                 given.
             tls_cert: The client's own certificate, PEM, for brokers that ask for one.
             tls_key: Its key, PEM.
-            tls_server_name: The name in the server's certificate, if it is not the address's.
+            server_name: The name in the server's certificate, if it is not the address's.
 
         Raises:
             ConfigError: pyarrow is not installed.
@@ -136,7 +137,7 @@ class FlightClient:
             "tls_root_certs": tls_ca,
             "cert_chain": tls_cert,
             "private_key": tls_key,
-            "override_hostname": tls_server_name,
+            "override_hostname": server_name,
         }
         more = {name: value for name, value in tls.items() if value is not None}
         self._client = flight.FlightClient(_as_location(address), generic_options=_OPTIONS, **more)
@@ -510,6 +511,10 @@ class FlightClient:
                 topic=topic,
                 hint="retry, or allow more time",
             )
+        scheme, _, address = _as_location(self.address).partition("://")
+        mismatch = find_tls_mismatch(address, is_encrypted=scheme == "grpc+tls")
+        if mismatch is not None:
+            return mismatch
         return UnavailableError(
             f"{self.address} does not answer: {text}",
             topic=topic,

@@ -505,6 +505,18 @@ class Client:
     delete_namespace = _blocking(AsyncClient.delete_namespace)
     grant_role = _blocking(AsyncClient.grant_role)
     revoke_role = _blocking(AsyncClient.revoke_role)
+    roles = _blocking(AsyncClient.roles)
+    bindings = _blocking(AsyncClient.bindings)
+    schema_subjects = _blocking(AsyncClient.schema_subjects)
+    schema_versions = _blocking(AsyncClient.schema_versions)
+    schema = _blocking(AsyncClient.schema)
+    register_schema = _blocking(AsyncClient.register_schema)
+    check_schema = _blocking(AsyncClient.check_schema)
+    set_compatibility = _blocking(AsyncClient.set_compatibility)
+    count_dead_letters = _blocking(AsyncClient.count_dead_letters)
+    show_dead_letters = _blocking(AsyncClient.show_dead_letters)
+    requeue_dead_letters = _blocking(AsyncClient.requeue_dead_letters)
+    drop_dead_letters = _blocking(AsyncClient.drop_dead_letters)
 
     # -- tables -----------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
     {"version": 2, "files": [{"key": …, "position": …, "rows": …, "size": …}]}
 
 Files are listed in the order of the rows, one entry for each segment. Version 1 has no positions:
-each file has rows of one topic only, from its first byte to its last one.
+each file has rows of one topic only, from its first byte to its last one. A short manifest is part
+of the writer's record (`ister.format.records`), a longer one is an object.
 
 What is in the files is `ister.format.staged_rows`'s.
 """
@@ -11,9 +12,9 @@ What is in the files is `ister.format.staged_rows`'s.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from ister.errors import CorruptDataError, UnsupportedVersionError
 
@@ -32,8 +33,8 @@ class StagedFile:
     """Where the segment begins; None for a file that has nothing else."""
 
 
-def encode_manifest(files: Sequence[StagedFile]) -> bytes:
-    """The list of files a batch is made of, in their order."""
+def manifest_fields(files: Sequence[StagedFile]) -> dict[str, object]:
+    """Returns the JSON object that lists the files of a batch, in their order."""
     listed = [
         {"key": file.key}
         | ({} if file.position is None else {"position": file.position})
@@ -41,7 +42,12 @@ def encode_manifest(files: Sequence[StagedFile]) -> bytes:
         for file in files
     ]
     version = 1 if all(file.position is None for file in files) else 2
-    return json.dumps({"version": version, "files": listed}, separators=(",", ":")).encode()
+    return {"version": version, "files": listed}
+
+
+def encode_manifest(files: Sequence[StagedFile]) -> bytes:
+    """The list of files a batch is made of, in their order."""
+    return json.dumps(manifest_fields(files), separators=(",", ":")).encode()
 
 
 def decode_manifest(data: bytes, *, key: str) -> tuple[StagedFile, ...]:
@@ -53,6 +59,18 @@ def decode_manifest(data: bytes, *, key: str) -> tuple[StagedFile, ...]:
     """
     try:
         fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptDataError(f"not a manifest: {error!r}", path=key) from error
+    return parse_manifest(fields, key=key)
+
+
+def parse_manifest(fields: Mapping[str, Any], *, key: str) -> tuple[StagedFile, ...]:
+    """Reads the JSON object of `manifest_fields`.
+
+    Raises:
+        As `decode_manifest`.
+    """
+    try:
         if fields["version"] not in _VERSIONS:
             raise UnsupportedVersionError(
                 f"a manifest of version {fields['version']}",

@@ -24,11 +24,12 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
 from ister.errors import CorruptDataError
+from ister.format.manifest import StagedFile, manifest_fields, parse_manifest
 from ister.model import AckLevel, Codec
 
 if TYPE_CHECKING:
@@ -194,12 +195,15 @@ class WriterRecord:
     """All of its rows are below this offset; equals `start` while it is not done."""
     rows: int
     manifest: str
-    """The object that lists its staged files."""
+    """The object that lists its staged files, or would, if `files` did not: no two batches share
+    this name."""
     epoch: int
     """The epoch of the owner that wrote this record."""
     incarnation: str
     updated_at: int
     """Seconds since the Unix epoch."""
+    files: tuple[StagedFile, ...] | None = None
+    """Its staged files; None if the object `manifest` lists them, or if it is done."""
 
 
 def encode_topic(record: TopicRecord) -> bytes:
@@ -322,13 +326,23 @@ def decode_progress(data: bytes, *, key: str) -> Progress:
 
 
 def encode_writer(record: WriterRecord) -> bytes:
-    """Encodes a writer's record."""
-    return _encode(record)
+    """Encodes a writer's record; its files are a part of the field `manifest`."""
+    values = _values(record)
+    if (files := values.pop("files")) is not None:
+        # An object where earlier versions expect a key: they refuse the record, and so use or
+        # remove nothing of a batch whose files they cannot find.
+        values["manifest"] = {"key": record.manifest, **manifest_fields(files)}
+    return _dump(values)
 
 
 def decode_writer(data: bytes, *, key: str) -> WriterRecord:
     """Decodes a writer's record."""
-    return _decode(WriterRecord, "writer's record", data, key)
+    found = _load(data, key)
+    files, manifest = None, found.get("manifest")
+    if isinstance(manifest, dict):
+        files = parse_manifest(manifest, key=key)
+        found["manifest"] = manifest.get("key")
+    return replace(_build(WriterRecord, "writer's record", found, key), files=files)
 
 
 # -- JSON -----------------------------------------------------------------------------------
@@ -368,19 +382,33 @@ _NAMES: Final[dict[type, dict[str, str]]] = {
 
 
 def _encode(record: DataclassInstance) -> bytes:
-    names = _NAMES.get(type(record), {})
-    values = asdict(record)
-    others = values.pop("more", {})
-    return _dump({**others, **{names.get(name, name): value for name, value in values.items()}})
+    return _dump(_values(record))
+
+
+def _values(record: DataclassInstance) -> dict[str, Any]:
+    """The fields of a record by their names in JSON, with the fields of others before its own."""
+    own, keeps_more = _fields(type(record))
+    values = dict(record.more) if keeps_more else {}  # type: ignore[attr-defined]
+    for name, stored in own:
+        values[stored] = getattr(record, name)
+    return values
 
 
 def _decode(kind: type[_Record], what: str, data: bytes, key: str) -> _Record:
+    return _build(kind, what, _load(data, key), key)
+
+
+def _load(data: bytes, key: str) -> dict[str, Any]:
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CorruptDataError("not JSON", path=key) from error
     if not isinstance(found, dict):
         raise CorruptDataError("not a JSON object", path=key)
+    return found
+
+
+def _build(kind: type[_Record], what: str, found: dict[str, Any], key: str) -> _Record:
     own, keeps_more = _fields(kind)
     values = {name: found.pop(stored) for name, stored in own if stored in found}
     if keeps_more:
@@ -401,4 +429,4 @@ def _fields(kind: type[DataclassInstance]) -> tuple[tuple[tuple[str, str], ...],
 
 
 def _dump(values: Mapping[str, object]) -> bytes:
-    return json.dumps(values, separators=(",", ":")).encode()
+    return json.dumps(values, separators=(",", ":"), default=asdict).encode()

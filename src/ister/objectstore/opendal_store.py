@@ -372,7 +372,8 @@ class OpendalStore:
     def _put_file(self, files: StagedFiles, key: str, data: bytes, *, is_exclusive: bool) -> None:
         staged = files.stage()
         try:
-            self._repeat("put", key, lambda _: self._operator.write(staged, data))
+            # In this thread: opendal would pass a few bytes between several, and sync them twice.
+            self._repeat("put", key, lambda _: files.write(staged, data))
             self.attempt("put", key, lambda: files.publish(staged, key, is_exclusive=is_exclusive))
         except BaseException:
             files.discard(staged)

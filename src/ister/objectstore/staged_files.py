@@ -9,7 +9,8 @@ A crash leaves files below `.tmp`, which are invisible; `remove_stale` takes tho
 has written to for long. A power cut between the rename and the sync of the directory leaves the
 old object, or none, or the new one, always whole: its bytes were synced before it had a name.
 
-Does not own: writing the bytes (opendal does), reading, or which errors are repeated.
+Does not own: writing the bytes of an object that is streamed (opendal does), or which errors are
+repeated.
 """
 
 from __future__ import annotations
@@ -71,6 +72,20 @@ class StagedFiles:
         except OSError as error:
             raise map_os_error(error, "create", path) from error
         return staged
+
+    def write(self, staged: str, data: bytes) -> None:
+        """Writes all of a staged file; does not sync it."""
+        path = f"{self._root}/{staged}"
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(fd, view) :]
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise map_os_error(error, "write", path) from error
 
     def sync(self, staged: str) -> None:
         """Has what was written of a staged file so far on the disk."""

@@ -27,7 +27,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Self, TypeVar
@@ -44,7 +44,7 @@ from ister.errors import (
     MessageTooLargeError,
     NotFoundError,
 )
-from ister.format.arrow.encode import encode_frames
+from ister.format.arrow.encode import check_rows
 from ister.format.manifest import StagedFile
 from ister.format.staged_file import StagedSegment, encode_footer
 from ister.format.staged_rows import encode_block
@@ -56,6 +56,7 @@ from ister.retry import retry_unavailable
 from ister.spark.location import Place
 from ister.spark.owners import ask, ask_any, group_by_owner, has_brokers
 from ister.topic.batches import AppendedBatch, StagedBatch
+from ister.topic.bucket_link import TopicTier
 from ister.topic.log import Log
 
 _log = logging.getLogger("ister.spark.row_staging")
@@ -64,11 +65,13 @@ _CHUNK_BYTES: Final = 4 * MIB
 _CONCURRENT_PARTS: Final = 2
 # What a task holds in memory before it writes a segment for each topic.
 _WAITING_BYTES: Final = 32 * MIB
-_BLOCK_BYTES: Final = 4 * MIB
+_BLOCK_BYTES_MIN: Final = 1 * MIB
 # Topics that are appended to at once, by each broker and by this process. Most of the time of a
 # small batch is waiting for disks.
 _TOPICS_AT_ONCE: Final = 8
 _THREADS_MAX: Final = 64
+# A topic is uploaded while it is appended to, from this size on: objects of a good size.
+_UPLOAD_BYTES: Final = 32 * MIB
 _LOCK_PAUSE_SECONDS: Final = 0.1
 _SWEEP_EVERY: Final = 64
 
@@ -210,16 +213,21 @@ def _in_blocks(waiting: list[tuple[pa.RecordBatch, int]]) -> Iterator[pa.RecordB
     few: list[pa.RecordBatch] = []
     size = 0
     for batch, batch_bytes in waiting:
-        if few and size + batch_bytes > _BLOCK_BYTES:
-            yield pa.concat_batches(few)
-            few, size = [], 0
         few.append(batch)
         size += batch_bytes
+        if size >= _BLOCK_BYTES_MIN:
+            yield _joined(few)
+            few, size = [], 0
     if few:
-        yield pa.concat_batches(few)
+        yield _joined(few)
 
 
-def check_rows(topic: str, rows: pa.RecordBatch, *, payload_bytes_max: int) -> None:
+def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    # Joining copies, also if there is one batch only.
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+
+
+def check_staged(topic: str, rows: pa.RecordBatch, *, payload_bytes_max: int) -> None:
     """Checks in a task that rows can become messages.
 
     In the commit it would be too late: other rows of the batch might be in the topic already.
@@ -228,21 +236,14 @@ def check_rows(topic: str, rows: pa.RecordBatch, *, payload_bytes_max: int) -> N
         InvalidRequestError: A value is invalid for a message.
         MessageTooLargeError: A row is too large.
     """
-    encode_frames(
-        rows,
-        topic=topic,
-        # The topic's own codec may lack fields; that is checked before the first append.
-        codec=Codec.BINCODE2,
-        first_offset=0,
-        now_ms=0,
-        payload_bytes_max=payload_bytes_max,
-    )
+    # The topic's own codec may lack fields; that is checked before the first append.
+    check_rows(rows, topic=topic, codec=Codec.BINCODE2, payload_bytes_max=payload_bytes_max)
 
 
 def check_parts(
     parts: Sequence[tuple[str, pa.RecordBatch]], rows: pa.RecordBatch, *, payload_bytes_max: int
 ) -> None:
-    """Checks the rows of several topics, like `check_rows`, but in one pass if all are valid.
+    """Checks the rows of several topics, like `check_staged`, but in one pass if all are valid.
 
     Args:
         parts: Topics and their rows.
@@ -250,17 +251,17 @@ def check_parts(
         payload_bytes_max: The size limit of a payload.
 
     Raises:
-        As `check_rows`; names the topic.
+        As `check_staged`; names the topic.
     """
     if not parts:
         return
     try:
         # The longest name leaves the least room for everything else.
         longest = max((topic for topic, _ in parts), key=lambda topic: len(topic.encode()))
-        check_rows(longest, rows, payload_bytes_max=payload_bytes_max)
+        check_staged(longest, rows, payload_bytes_max=payload_bytes_max)
     except (InvalidRequestError, MessageTooLargeError):
         for topic, part in parts:
-            check_rows(topic, part, payload_bytes_max=payload_bytes_max)
+            check_staged(topic, part, payload_bytes_max=payload_bytes_max)
 
 
 def remove_staged(store: ObjectStore, keys: Iterable[str]) -> None:
@@ -365,17 +366,23 @@ class Committer:
         )
 
     def _commit_here(self, staged: Mapping[str, StagedBatch]) -> dict[str, AppendedBatch]:
-        with self._open_log() as log:
+        threads = self.place.config.storage.uploader.threads
+        # The pool ends first: an upload that runs when the log is closed would fail.
+        with self._open_log() as log, ThreadPoolExecutor(threads, "ister-upload") as pool:
             existing = set(log.topics())
             self._check_topics(staged, existing)
 
             def append(topic: str, _: Callable[[], None]) -> AppendedBatch:
                 if topic not in existing:
                     log.topic(topic, create=True, ack=self.ack, codec=self.codec)
-                return log.append_staged(topic, staged[topic])
+                tier = log.topic(topic).tier if self._uploads else None
+                gate = None if tier is None else _EarlyUpload(tier, pool)
+                return log.append_staged(topic, staged[topic], gate)
 
             def tidy(topic: str, _: Callable[[], None]) -> None:
-                self._tidy(log, topic, is_swept=staged[topic].batch % _SWEEP_EVERY == 0)
+                # A new topic has no leftovers.
+                is_swept = topic in existing and staged[topic].batch % _SWEEP_EVERY == 0
+                self._tidy(log, topic, is_swept=is_swept)
 
             appended = _commit_at_once([staged], append)
             _commit_at_once([staged], tidy)
@@ -416,12 +423,9 @@ class Committer:
         """Uploads and removes leftovers, as a server would in the background."""
         try:
             tier = log.topic(topic).tier
-            engine = self.place.config.storage.uploader.engine
             if tier is None:
                 return
-            if engine in (Engine.AUTO, Engine.EMBEDDED) and tier.is_due_by_age(
-                SystemClock.now_ns() / 1e9
-            ):
+            if self._uploads and tier.is_due_by_age(SystemClock.now_ns() / 1e9):
                 tier.upload()
                 tier.trim()
             if is_swept:
@@ -431,11 +435,54 @@ class Committer:
                 "maintenance after the commit failed", extra={"topic": topic, "error": str(error)}
             )
 
+    @property
+    def _uploads(self) -> bool:
+        """Whether a commit in this process uploads."""
+        return self.place.config.storage.uploader.engine in (Engine.AUTO, Engine.EMBEDDED)
+
     def _sweep_shared(self, log: Log, topic: str) -> None:
         """Removes old staged files that topics share, through any one of them."""
         tier = log.topic(topic).tier
         if tier is not None:
             tier.collect_shared_staging()
+
+
+class _EarlyUpload:
+    """Uploads a topic while its rows are appended. A `Gate` that admits all of them.
+
+    The commit of many rows takes less time if both happen at once, and producers are never held
+    because too much waits for its upload. Used by the thread that appends.
+    """
+
+    is_needed = False
+
+    def __init__(self, tier: TopicTier, pool: ThreadPoolExecutor) -> None:
+        self._tier = tier
+        self._pool = pool
+        self._running: Future[None] | None = None
+        self._has_failed = False
+
+    def check(self, rows: pa.RecordBatch) -> None:
+        """Admits all rows."""
+
+    def wait(self, count: int) -> None:
+        """Starts an upload if there is enough to upload; does not wait for it."""
+        if self._has_failed or not self._is_due():
+            return
+        if self._running is None or self._running.done():
+            self._running = self._pool.submit(self._upload)
+
+    def _is_due(self) -> bool:
+        return self._tier.lag_bytes >= _UPLOAD_BYTES
+
+    def _upload(self) -> None:
+        try:
+            while self._is_due():
+                self._tier.upload(is_paced=False)
+        except IsterError as error:
+            # The rows are in the log; `Committer._tidy` tries once more.
+            self._has_failed = True
+            _log.info("early upload failed", extra={"error": str(error)})
 
 
 def _commit_at_once(

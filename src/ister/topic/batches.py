@@ -3,6 +3,8 @@
     tasks ─► staged files ─► manifest ─► begin ─► rows ─► synced ─► done ─► staged files go
              (bucket)        (bucket)    (metadata)  (topic)          (metadata)
 
+A short manifest is a part of the record that begins the batch, and no object.
+
 A writer has a name and numbers its batches, as a streaming query does. Its newest batch is
 remembered with the topic. A request for a batch that is done is answered with "known". If some rows
 of the batch are in the topic, the remaining rows of the *first* request are appended, from its
@@ -43,6 +45,7 @@ from ister import failpoints
 from ister.bucket.names import shared_staging_prefix, staging_prefix
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.shared_staging import StagedNeeds
+from ister.bucket.writer_files import read_files
 from ister.clock import Clock
 from ister.errors import (
     CommitUnknownError,
@@ -53,10 +56,10 @@ from ister.errors import (
     NotFoundError,
     UnavailableError,
 )
-from ister.format.manifest import StagedFile, decode_manifest, encode_manifest
+from ister.format.manifest import StagedFile, encode_manifest
 from ister.format.records import WriterRecord, decode_writer, encode_writer
 from ister.format.staged_rows import BLOCK_HEADER_SIZE, decode_block, parse_block_size
-from ister.limits import MANIFEST_BYTES_MAX, MIB
+from ister.limits import KIB, MIB
 from ister.metadata.base import Absent, Compare, Delete, Put, RevisionIs
 from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.base import ObjectStore
@@ -67,6 +70,8 @@ _log = logging.getLogger("ister.topic.batches")
 _WRITER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,119}")
 _ATTEMPTS: Final = 5
 _BLOCK_BYTES_MAX: Final = 1024 * MIB
+# A longer list of files is an object of its own, instead of a part of the writer's record.
+_SHORT_MANIFEST_BYTES_MAX: Final = 8 * KIB
 # Bytes of a staged file that are read at once.
 _READ_BYTES: Final = 8 * MIB
 # Rows encoded under the topic's lock at once: a few milliseconds for other producers.
@@ -233,13 +238,15 @@ class _Appending:
             end=end,
             epoch=self._owned.epoch,
             updated_at=self._now_seconds(),
+            files=None,
         )
         self._finish(done, begun.revision)
         failpoints.reach("batch.after_done")
         self._remove(begun.files)
         self._remove(staged.files)
         self._release(begun.files)
-        self._delete(record.manifest)
+        if record.files is None:
+            self._delete(record.manifest)
         return AppendedBatch(start=done.start, end=done.end, rows=done.rows, is_known=False)
 
     def _carry_on(self, record: WriterRecord, revision: int | None) -> int | None:
@@ -248,11 +255,14 @@ class _Appending:
         if begun is None:
             return revision
         end = self._append(begun)
-        done = replace(begun.record, is_done=True, end=end, updated_at=self._now_seconds())
+        done = replace(
+            begun.record, is_done=True, end=end, updated_at=self._now_seconds(), files=None
+        )
         revision = self._change(begun.revision, Put(self._key, encode_writer(done)))
         self._remove(begun.files)
         self._release(begun.files)
-        self._delete(record.manifest)
+        if record.files is None:
+            self._delete(record.manifest)
         return revision
 
     # -- what is known ----------------------------------------------------------------------
@@ -301,7 +311,7 @@ class _Appending:
             # The new rows are as good as the first ones: the writer may have corrected them.
             return None
         try:
-            files = self._read_manifest(record.manifest)
+            files = read_files(self._objects, record)
             self._check_files(files)
         except (NotFoundError, CorruptDataError) as error:
             files = ()
@@ -355,9 +365,6 @@ class _Appending:
                             hint="leave the column out, or use a topic with codec bincode2",
                         )
 
-    def _read_manifest(self, key: str) -> tuple[StagedFile, ...]:
-        return decode_manifest(self._objects.read(key, 0, MANIFEST_BYTES_MAX), key=key)
-
     def _count_rows(self, record: WriterRecord) -> tuple[int, int]:
         """The number of the batch's rows in the topic, always its first ones, and their end."""
         topic = self._topic
@@ -385,7 +392,10 @@ class _Appending:
                     self._gate.check(batch)
         prefix = staging_prefix(self._name, staged.writer, staged.batch)
         manifest = f"{prefix}manifest-{secrets.token_hex(8)}.json"
-        self._objects.put(manifest, encode_manifest(staged.files))
+        listed = encode_manifest(staged.files)
+        is_short = len(listed) <= _SHORT_MANIFEST_BYTES_MAX
+        if not is_short:
+            self._objects.put(manifest, listed)
         failpoints.reach("batch.after_manifest")
         # Of what is durable: what is not may be taken back, and rows would get lower offsets.
         start = self._topic.flush()
@@ -399,6 +409,7 @@ class _Appending:
             epoch=self._owned.epoch,
             incarnation=self._owned.record.incarnation,
             updated_at=self._now_seconds(),
+            files=staged.files if is_short else None,
         )
         revision = self._change(revision, Put(self._key, encode_writer(record)))
         failpoints.reach("batch.after_begin")
@@ -446,26 +457,35 @@ class _Appending:
             raise CorruptDataError("a staged file has fewer rows than it should", path=file.key)
 
     def _read_blocks(self, file: StagedFile) -> Iterator[tuple[bytes, memoryview]]:
-        """Yields the header and body of each block of a file; one read returns several blocks."""
+        """Yields the header and body of each block of a file; one read returns several blocks.
+
+        A block that is larger than a read is read at once, with the header of the next one, so
+        that no byte of it is copied again.
+        """
         at = file.position or 0
         end = at + file.size_bytes
         data = memoryview(b"")
+
+        def take(size: int) -> memoryview:
+            nonlocal at, data
+            parts: list[memoryview] = []
+            while len(data) < size:
+                parts.append(data)
+                size -= len(data)
+                wanted = min(max(size + BLOCK_HEADER_SIZE, _READ_BYTES), end - at)
+                data = memoryview(self._objects.read(file.key, at, wanted))
+                if not data or (len(data) < size and wanted == end - at):
+                    raise CorruptDataError("a staged file is cut short", path=file.key)
+                at += len(data)
+            taken, data = data[:size], data[size:]
+            return memoryview(b"".join((*parts, taken))) if any(parts) else taken
+
         while at < end or data:
-            size = BLOCK_HEADER_SIZE
-            if len(data) >= size:
-                size += parse_block_size(bytes(data[:BLOCK_HEADER_SIZE]))
+            header = bytes(take(BLOCK_HEADER_SIZE))
+            size = parse_block_size(header)
             if size > _BLOCK_BYTES_MAX:
                 raise CorruptDataError("a staged block is damaged", path=file.key)
-            if len(data) < size:
-                wanted = min(max(size - len(data), _READ_BYTES), end - at)
-                read = self._objects.read(file.key, at, wanted)
-                if len(data) + len(read) < size and (not read or wanted == end - at):
-                    raise CorruptDataError("a staged file is cut short", path=file.key)
-                at += len(read)
-                data = memoryview(b"".join((data, read)))
-                continue
-            yield bytes(data[:BLOCK_HEADER_SIZE]), data[BLOCK_HEADER_SIZE:size]
-            data = data[size:]
+            yield header, take(size)
 
     def _finish(self, done: WriterRecord, revision: int | None) -> None:
         """The commit point: from here on the batch is in the topic."""

@@ -58,7 +58,9 @@ class ReadOnlyTier(TopicTier):
         if not self._fence.is_valid:
             raise self.lapsed_error()
 
-    def upload(self, *, is_crowded: Callable[[], bool] = lambda: False) -> Tiered:
+    def upload(
+        self, *, is_crowded: Callable[[], bool] = lambda: False, is_paced: bool = True
+    ) -> Tiered:
         """Raises UnavailableError: another node has what is not in the bucket."""
         raise UnavailableError(
             "the topic is read-only: what is not in the bucket is on another node's disk",

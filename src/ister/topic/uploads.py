@@ -312,12 +312,15 @@ class TopicUploads:
             or now_seconds - made_at >= settings.interval_seconds
         )
 
-    def upload(self, *, is_crowded: Callable[[], bool] = lambda: False) -> Tiered:
+    def upload(
+        self, *, is_crowded: Callable[[], bool] = lambda: False, is_paced: bool = True
+    ) -> Tiered:
         """One cycle: everything that is synced by now goes into the bucket.
 
         Args:
             is_crowded: Called after each object; if other topics wait for a thread, the cycle
                 ends, and the next one continues.
+            is_paced: Whether the upload slows down in favour of producers in this process.
 
         Raises:
             FencedError: Another owner has the topic.
@@ -333,7 +336,7 @@ class TopicUploads:
             self._cycle_at = began
             was_wanted, self.is_wanted = self.is_wanted, False
             try:
-                tiered = self._upload(is_crowded)
+                tiered = self._upload(is_crowded, is_paced=is_paced)
             except BaseException as error:
                 # The callers still wait.
                 self.is_wanted = self.is_wanted or was_wanted
@@ -351,7 +354,7 @@ class TopicUploads:
             self._behind_since = None
             return tiered
 
-    def _upload(self, is_crowded: Callable[[], bool]) -> Tiered:
+    def _upload(self, is_crowded: Callable[[], bool], *, is_paced: bool) -> Tiered:
         wal = self._wal
         mark, synced = wal.synced_bytes_total, wal.synced
         # A commit that seemed to have failed may have happened, or a pipeline has committed.
@@ -360,7 +363,7 @@ class TopicUploads:
         wal.advance_tiered(min(self.owned.tiered, synced))
         first = start = self._next_start()
         objects: list[ObjectDescriptor] = []
-        source = self._paced_source()
+        source = self._paced_source() if is_paced else self._source()
         try:
             while (described := self._upload_next(source, start, synced)) is not None:
                 start = described.end

@@ -23,7 +23,7 @@ from ister.errors import (  # noqa: E402
 )
 from ister.format.arrow import decode  # noqa: E402
 from ister.format.arrow.decode import ColumnarDecoder, FrameFeed  # noqa: E402
-from ister.format.arrow.encode import EncodedFrames, encode_frames  # noqa: E402
+from ister.format.arrow.encode import EncodedFrames, check_rows, encode_frames  # noqa: E402
 from ister.format.arrow.schema import HIDDEN, arrow_schema  # noqa: E402
 from ister.format.frame import (  # noqa: E402
     Corrupt,
@@ -1023,6 +1023,52 @@ def test_rows_that_cannot_be_messages_are_refused(is_compiled, batch, settings, 
         encode(batch, is_compiled, **settings)
     assert type(caught.value) is kind
     assert caught.value.hint or kind is MessageTooLargeError or "Arrow" not in caught.value.message
+
+
+@each(
+    ("batch", "settings", "kind", "text"),
+    [bad for bad in BAD_TABLES.values() if "now_ms" not in bad[1]],
+    ids=[name for name, bad in BAD_TABLES.items() if "now_ms" not in bad[1]],
+)
+def test_check_refuses_what_cannot_be_encoded(is_compiled, batch, settings, kind, text):
+    settings = {"topic": TOPIC, "codec": Codec.BINCODE2, "payload_bytes_max": 10 * MIB, **settings}
+    with pytest.raises(InvalidRequestError, match=text) as caught:
+        check_rows(batch, is_compiled=is_compiled, **settings)
+    assert type(caught.value) is kind
+
+
+@each("rows", [0, 1, 3000])
+def test_check_accepts_what_can_be_encoded(is_compiled, rows):
+    """Attributes that only Python can check are in the first row and in the last one."""
+    many = [(str(number), "x") for number in range(100)]
+    batch = table_of(
+        payload=pa.array([b"x" * (number % 7) for number in range(rows)], pa.binary()),
+        attributes=pa.array(
+            [many if n in (0, rows - 1) else [("a", "b")] for n in range(rows)], MAP
+        ),
+    )
+    check_rows(
+        batch, topic=TOPIC, codec=Codec.BINCODE2, payload_bytes_max=6, is_compiled=is_compiled
+    )
+
+
+def test_row_that_passes_the_check_fits_with_any_offset(is_compiled):
+    """An envelope at its limit with the smallest numbers is over it with larger ones."""
+    limits = {"topic": TOPIC, "codec": Codec.BINCODE2, "payload_bytes_max": 10}
+
+    def fits(name_bytes):
+        batch = table_of(payload=[b"a"], producer_name=["x" * name_bytes])
+        try:
+            check_rows(batch, is_compiled=is_compiled, **limits)
+        except MessageTooLargeError:
+            return None
+        return batch
+
+    sizes = range(ENVELOPE_SIZE_BYTES_MAX - 200, ENVELOPE_SIZE_BYTES_MAX)
+    last = [batch for size in sizes if (batch := fits(size)) is not None][-1]
+    largest = {"first_offset": 2**62, "producer_id": 2**64 - 1, "first_request_id": 2**62}
+    assert encode(last, is_compiled, payload_bytes_max=10, **largest)
+    assert fits(len(last["producer_name"][0].as_py()) + 1) is None
 
 
 @each("codec", list(Codec))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ister.errors import CorruptDataError
+from ister.format.manifest import StagedFile
 from ister.format.records import (
     Lineage,
     OwnerRecord,
@@ -243,6 +244,17 @@ _COUNTS = st.integers(0, 2**63)
         epoch=_COUNTS,
         incarnation=st.text(),
         updated_at=_COUNTS,
+        files=st.none()
+        | st.lists(
+            st.builds(
+                StagedFile,
+                key=st.text(),
+                rows=_COUNTS,
+                size_bytes=_COUNTS,
+                position=st.none() | _COUNTS,
+            ),
+            max_size=3,
+        ).map(tuple),
     )
 )
 def test_writers_record_comes_back_whatever_is_in_it(record):
@@ -254,6 +266,25 @@ def test_writers_record_needs_all_of_its_fields(name):
     fields = json.loads(encode_writer(WRITER))
     del fields[name]
     with pytest.raises(CorruptDataError, match="writer's record"):
+        decode_writer(json.dumps(fields).encode(), key=_KEY)
+
+
+def test_files_are_where_an_earlier_ister_expects_the_manifests_key():
+    """It refuses such a record, instead of taking the batch for one that needs no files."""
+    file = StagedFile(key="a", rows=1, size_bytes=2, position=0)
+    stored = json.loads(encode_writer(replace(WRITER, files=(file,))))
+    assert stored["manifest"] == {
+        "key": WRITER.manifest,
+        "version": 2,
+        "files": [{"key": "a", "position": 0, "rows": 1, "size": 2}],
+    }
+    assert set(stored) == set(json.loads(encode_writer(WRITER)))
+
+
+@each("manifest", [{}, {"key": 1}, {"key": "k", "version": 2}, {"version": 2, "files": []}])
+def test_manifest_in_a_record_is_whole_or_the_record_is_damaged(manifest):
+    fields = {**json.loads(encode_writer(WRITER)), "manifest": manifest}
+    with pytest.raises(CorruptDataError):
         decode_writer(json.dumps(fields).encode(), key=_KEY)
 
 

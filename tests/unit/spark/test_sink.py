@@ -16,9 +16,10 @@ from fault.tier_checks import memory_directory
 from ister import failpoints, retry
 from ister.errors import DirectoryLockedError, InvalidRequestError, NotFoundError, UnavailableError
 from ister.partitions import partition_of
-from ister.spark import location
+from ister.spark import location, row_staging
 from ister.spark.options import WriteOptions
 from ister.spark.sink import StreamWriter
+from ister.topic.uploads import TopicUploads
 from ister.wire.contract import Action
 from servers.flight import FlightProcess, FlightTopics
 from support.cluster import enter
@@ -555,6 +556,61 @@ def test_large_batches_are_uploaded_by_the_commit_itself(tmp_path, monkeypatch):
     Sink(monkeypatch, {"config": home.config, "topic": A}).run(0, [[b"x" * 100] * 50])
     with ister.open_history(home.config) as history:
         assert history.topic(A).tiered == 50
+
+
+@pytest.fixture
+def early(tmp_path, monkeypatch):
+    """A sink whose commits upload from the first synced byte on, and the tiers that they upload."""
+    tiers = []
+
+    class Noted(row_staging._EarlyUpload):
+        def __init__(self, tier, pool):
+            super().__init__(tier, pool)
+            tiers.append(tier)
+
+    monkeypatch.setattr(row_staging, "_EarlyUpload", Noted)
+    monkeypatch.setattr(row_staging, "_UPLOAD_BYTES", 1)
+    home = Home(
+        tmp_path,
+        uploader={"engine": "auto", "max_batch_bytes": 1},
+        wal={"fsync_max_batch_bytes": 1},
+    )
+    yield Sink(monkeypatch, {"config": home.config, "topic": A}), home, tiers
+    failpoints.disarm()
+
+
+def test_upload_begins_while_rows_are_still_appended(early):
+    sink, home, tiers = early
+    visits = itertools.count(1)
+
+    def after_rows():
+        visit = next(visits)
+        if visit == 1:
+            eventually(lambda: tiers[0].lag_bytes > 0)
+        elif visit == 2:
+            eventually(lambda: tiers[0].owned.tiered > 0)
+
+    failpoints.arm("batch.after_rows", after_rows)
+    sink.run(0, [[b"0"], [b"1"], [b"2"]])
+    with ister.open_history(home.config) as history:
+        assert history.topic(A).tiered == 3
+        assert len(history.topic(A).descriptors(0, 3)) > 1
+
+
+def test_early_upload_that_fails_does_not_fail_the_commit(early, monkeypatch):
+    sink, home, tiers = early
+    calls = []
+
+    def refuse(tier, *, is_paced=True, **_):
+        calls.append(is_paced)
+        raise UnavailableError("silent")
+
+    monkeypatch.setattr(TopicUploads, "upload", refuse)
+    failpoints.arm("batch.after_rows", lambda: eventually(lambda: tiers[0].lag_bytes > 0))
+    sink.run(0, [[b"0"], [b"1"], [b"2"]])
+    assert payloads(home.read(A)) == [b"0", b"1", b"2"]
+    # Once while the rows are appended, and once more at the end.
+    assert calls == [False, True]
 
 
 def test_small_batches_wait_for_their_upload(home, monkeypatch):

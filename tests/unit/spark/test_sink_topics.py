@@ -80,7 +80,7 @@ def test_rows_beyond_the_bound_make_more_segments_of_the_same_file(make, there, 
     rows = [b"%05d" % number * 20 for number in range(40)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_staging, "_WAITING_BYTES", 2000)
-        patch.setattr(row_staging, "_BLOCK_BYTES", 500)
+        patch.setattr(row_staging, "_BLOCK_BYTES_MIN", 500)
         blocks = [[(A, row), (B, row)] for row in rows]
         message = make(schema=BY_TOPIC).write(0, 0, *blocks)
     assert len(staged_rows(home)) == 1

@@ -23,6 +23,7 @@ from ister.client.options import (
     parse_url,
     reachable,
 )
+from ister.client.tls_probe import find_tls_mismatch
 from ister.errors import (
     ClosedError,
     InvalidRequestError,
@@ -49,6 +50,8 @@ _CALL_SECONDS: Final = 10.0
 # A look-up that takes longer is tried at another broker, if one is known.
 _LOOKUP_SECONDS: Final = 3.0
 _LEARNED_MAX: Final = 32
+# A broker may be starting when a port is probed for TLS; later it is down, whatever it speaks.
+_PROBES_MAX: Final = 8
 # A connection carries a bounded number of streams, and a call beyond it waits without a word.
 _STREAMS_PER_CHANNEL: Final = 64
 _OPTIONS: Final = [
@@ -118,6 +121,8 @@ class Network:
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
         self._flight: dict[str, str] = {}
         self._streams: dict[str, int] = {}
+        self._answering: set[str] = set()
+        self._probes: dict[str, int] = {}
         self._is_closed = False
         self._fork_error: ClosedError | None = None
         forks.register(self)
@@ -294,7 +299,7 @@ class Network:
             tls_ca=ca,
             tls_cert=cert,
             tls_key=key,
-            tls_server_name=self._tls.server_name,
+            server_name=self._tls.server_name,
         )
 
     def forget(self, route: Route) -> None:
@@ -329,11 +334,31 @@ class Network:
         """Calls one broker, once.
 
         Raises:
+            ConfigError: It uses TLS and this client does not, or the other way round.
             IsterError: What it has answered, or that it has not.
         """
-        channel = self._channel(route.address, "calls")
+        address = route.address
+        channel = self._channel(address, "calls")
         call = rpc.call(channel, request, timeout=answer_within, metadata=self.headers(route))
-        return await self.answered(call, route.address, topic)
+        try:
+            found = await self.answered(call, address, topic)
+        except UnavailableError as error:
+            await self._check_tls(address, error)
+            raise
+        self._answering.add(address)
+        return found
+
+    async def _check_tls(self, address: str, error: UnavailableError) -> None:
+        """Raises a better error than `error` if TLS is why an address has never answered."""
+        probes = self._probes.get(address, 0)
+        if address in self._answering or probes == _PROBES_MAX:
+            return
+        self._probes[address] = probes + 1
+        mismatch = await asyncio.to_thread(
+            find_tls_mismatch, address, is_encrypted=self._tls is not None
+        )
+        if mismatch is not None:
+            raise mismatch from error
 
     async def answered(
         self, waiting: Awaitable[_Result], address: str, topic: str | None

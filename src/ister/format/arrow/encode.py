@@ -36,6 +36,8 @@ from ister.model import COLUMNS, Codec, MessageId, StreamMessage
 
 # Rows that become Python objects at a time.
 _PYTHON_ROWS: Final = 1024
+# No integer takes more bytes in a body.
+_LARGE_NUMBER: Final = 1 << 62
 
 _Value = Any  # a value of any Arrow type, as `to_pylist` gives it
 
@@ -67,6 +69,8 @@ class _Writing:
     segment_bytes: int
     producer_name: str | None
     """Of all messages; None for what the rows say."""
+    is_check: bool = False
+    """Whether rows are checked, and nothing is written."""
 
 
 def encode_frames(
@@ -123,6 +127,51 @@ def encode_frames(
     _check_writing(writing, rows.num_rows)
     if isinstance(rows, Payloads):
         return _encode_payloads(rows, writing)
+    return _encode_rows(rows, writing, is_compiled)
+
+
+def check_rows(
+    rows: pa.RecordBatch,
+    *,
+    topic: str,
+    codec: Codec,
+    payload_bytes_max: int,
+    is_compiled: bool | None = None,
+) -> None:
+    """Checks that `encode_frames` can encode rows, whatever their offsets and ids will be.
+
+    Faster than encoding: nothing is written, and no checksum is computed.
+
+    Args:
+        rows: As for `encode_frames`.
+        topic: The topic's name, which is part of every body.
+        codec: How bodies are encoded.
+        payload_bytes_max: The size limit of a payload.
+        is_compiled: Whether to use compiled code: None if it is available, True to require it.
+
+    Raises:
+        As `encode_frames`.
+    """
+    # Numbers of the largest size: a message must fit with the ones that it gets.
+    writing = _Writing(
+        topic=topic,
+        codec=codec,
+        first_offset=_LARGE_NUMBER,
+        now_ms=TIME_MS_MAX,
+        payload_bytes_max=payload_bytes_max,
+        producer_id=_LARGE_NUMBER,
+        first_request_id=_LARGE_NUMBER,
+        segment_bytes=0,
+        producer_name=None,
+        is_check=True,
+    )
+    _check_writing(writing, rows.num_rows)
+    _encode_rows(rows, writing, is_compiled)
+
+
+def _encode_rows(
+    rows: pa.RecordBatch, writing: _Writing, is_compiled: bool | None
+) -> list[EncodedFrames]:
     is_fast = wants_compiled(is_compiled)
     table = as_table(rows)
     if not table.count:
@@ -203,6 +252,7 @@ def _encode_segments(
     fields[at.PAYLOAD_BYTES_MAX] = min(writing.payload_bytes_max, FRAME_BODY_BYTES_MAX)
     fields[at.ENVELOPE_BYTES_MAX] = ENVELOPE_SIZE_BYTES_MAX
     fields[at.SEGMENT_BYTES] = writing.segment_bytes
+    fields[at.IS_CHECK] = writing.is_check
     fields[at.TIME_DEFAULT] = writing.now_ms
     # Room for a segment, or for everything if that is less.
     room = min(writing.segment_bytes, bytes_max + count * (middle.size + name.size))
@@ -308,6 +358,9 @@ def _encode_in_python(table: BatchColumns, writing: _Writing) -> list[EncodedFra
 
     for message in _messages(table, writing, range(table.count)):
         frame = encode_frame(offset, _encode_body(message, writing))
+        if writing.is_check:
+            offset += 1
+            continue
         if frames and size + len(frame) > writing.segment_bytes:
             cut()
         frames.append(frame)

@@ -23,8 +23,8 @@ from numba import types
 # fmt: off
 from ister.format.arrow.loops import (
     ATTRIBUTES, BASE, BODY_BYTES_MAX, BODY_IS_BAD, BROKERS, CROWDED, CROWD_MIN, DATA, DATA_BYTES,
-    DATA_BYTES_MAX, DONE, END_OFFSET, ENVELOPE_BYTES_MAX, EXACT_TIMES, FIELDS, IS_VARINT, KEYS,
-    MESSAGE_OFFSETS, MESSAGE_TOPICS, MIDDLE, MIDDLE_BYTES, NAMES, NEEDS_ROOM, NUMBERS, OFFSET,
+    DATA_BYTES_MAX, DONE, END_OFFSET, ENVELOPE_BYTES_MAX, EXACT_TIMES, FIELDS, IS_CHECK, IS_VARINT,
+    KEYS, MESSAGE_OFFSETS, MESSAGE_TOPICS, MIDDLE, MIDDLE_BYTES, NAMES, NEEDS_ROOM, NUMBERS, OFFSET,
     OFFSETS, PAYLOADS, PAYLOAD_BYTES_MAX, PERMITTED, POSITION, PRODUCER_IDS, REQUEST_ID,
     REQUEST_IDS, ROOM, ROUTING_KEYS, ROWS, ROWS_MAX, SCHEMA_IDS, SCHEMA_VERSIONS, SCRATCH,
     SEGMENT_BYTES, SEGMENT_IS_FULL, SIZE, STARTS, SUBSCRIPTIONS, TIMES, TIME_DEFAULT, TIME_DIVISOR,
@@ -405,7 +405,10 @@ def _value(fields: IntArray, column: int, row: int) -> tuple[int, int]:
 
 
 def encode(fields: IntArray) -> int:
-    """Writes rows as frames from `BASE` on, until a segment is full; returns why it stopped."""
+    """Writes rows as frames from `BASE` on, until a segment is full; returns why it stopped.
+
+    With `IS_CHECK` it writes nothing, and stops at the first row that cannot be written.
+    """
     base = fields[BASE]
     room = fields[SIZE]
     used = fields[POSITION]
@@ -414,6 +417,7 @@ def encode(fields: IntArray) -> int:
     row = fields[ROWS]
     rows_max = fields[ROWS_MAX]
     is_varint = fields[IS_VARINT]
+    is_check = fields[IS_CHECK]
     limit = base + room
     middle, middle_bytes = fields[MIDDLE], fields[MIDDLE_BYTES]
     request_id = fields[REQUEST_ID]
@@ -552,6 +556,12 @@ def encode(fields: IntArray) -> int:
         body_bytes = payload_bytes + envelope
         if envelope > fields[ENVELOPE_BYTES_MAX] or body_bytes > fields[BODY_BYTES_MAX]:
             break
+        if is_check:
+            status = DONE
+            row += 1
+            offset += 1
+            request_id += 1
+            continue
         if used > 0 and used + 16 + body_bytes > segment_bytes:
             status = SEGMENT_IS_FULL
             break

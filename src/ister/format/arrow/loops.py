@@ -100,6 +100,8 @@ TOPIC: Final = 22
 TOPIC_BYTES: Final = 23
 STARTS: Final = 24
 """The address of an array for the position of each frame; 0 for none."""
+IS_CHECK: Final = 25
+"""1 to check rows, and to write nothing."""
 
 # Columns, a block of fields each. OFFSETS is 0 for a column that is not wanted or absent.
 COLUMN_FIELDS: Final = 6
@@ -116,7 +118,7 @@ VALID: Final = 5
 VALIDITY_START: Final = 5
 """Encoding: the bit of the first row."""
 
-_HEADER_FIELDS: Final = 25
+_HEADER_FIELDS: Final = 26
 TIMES: Final = _HEADER_FIELDS
 NAMES: Final = TIMES + COLUMN_FIELDS
 PAYLOADS: Final = NAMES + COLUMN_FIELDS

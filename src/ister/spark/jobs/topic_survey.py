@@ -28,10 +28,10 @@ from ister.bucket.names import (
     parse_pending_epoch,
     staging_prefix,
 )
+from ister.bucket.writer_files import read_files
 from ister.clock import Clock
 from ister.errors import CorruptDataError, NotFoundError, UnsupportedVersionError
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor
-from ister.format.manifest import decode_manifest
 from ister.format.records import (
     SealedState,
     TopicRecord,
@@ -40,7 +40,6 @@ from ister.format.records import (
     decode_session,
     decode_writer,
 )
-from ister.limits import MANIFEST_BYTES_MAX
 from ister.metadata.base import KeyValue
 from ister.objectstore.base import ObjectInfo, ObjectStore
 
@@ -511,8 +510,7 @@ def _find_staged(survey: Survey, catalog: Catalog, store: ObjectStore, oldest: f
             record = decode_writer(found.value, key=found.key)
             if not record.is_done:
                 needed.add(record.manifest)
-                data = store.read(record.manifest, 0, MANIFEST_BYTES_MAX)
-                needed.update(file.key for file in decode_manifest(data, key=record.manifest))
+                needed.update(file.key for file in read_files(store, record))
         except NotFoundError:
             continue
         except CorruptDataError:

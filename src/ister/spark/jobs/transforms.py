@@ -42,7 +42,7 @@ import pyarrow as pa
 from ister.errors import InvalidRequestError, IsterError, MessageTooLargeError, NotFoundError
 from ister.format.staged_rows import STAGED_COLUMNS, STAGED_SCHEMA
 from ister.model import COLUMNS
-from ister.spark.row_staging import check_rows
+from ister.spark.row_staging import check_staged
 from ister.spark.rows import to_staged
 
 Function: TypeAlias = Callable[..., object]
@@ -305,7 +305,7 @@ class Transform:
             raise InvalidRequestError(f"the transform returned invalid types: {error}") from error
         if self.is_marked:
             rows = _marked(rows, _offsets_of(result, batch))
-        check_rows(self.target, rows, payload_bytes_max=self.payload_bytes_max)
+        check_staged(self.target, rows, payload_bytes_max=self.payload_bytes_max)
         yield rows
 
     # -- by message -------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class Transform:
         if rows:
             staged = pa.RecordBatch.from_pylist(rows, schema=STAGED_SCHEMA)
             try:
-                check_rows(self.target, staged, payload_bytes_max=self.payload_bytes_max)
+                check_staged(self.target, staged, payload_bytes_max=self.payload_bytes_max)
             except IsterError as error:
                 error.offset, error.topic = batch["offset"][0].as_py(), _topic_of(batch)
                 raise
