@@ -6,10 +6,10 @@
     aio.AsyncClient ────────────┴► the same core ─────┤ ister.Delivery    messages and acks
                                                       └ ister.Admin, danube_admin
 
-`messages` has what a consumer gets, `options` how a client reaches brokers, `admin`,
-`cluster_admin`, `rights`, `schemas` and `dead_letters` the calls for operators. Besides, for Arrow
-data: `tables` reads topics, `flight` ranges of one, `publisher` publishes tables, `frames` fetches
-a topic's frames for an upload.
+`messages` has what a consumer gets, `options` how a client reaches brokers, `tls_probe` whether a
+port that does not answer wants TLS; `admin`, `cluster_admin`, `rights`, `schemas` and
+`dead_letters` the calls for operators. Besides, for Arrow data: `tables` reads topics, `flight`
+ranges of one, `publisher` publishes tables, `frames` fetches a topic's frames for an upload.
 
 Nothing is loaded before it is asked for: gRPC and pyarrow are an extra, `ister[client]`.
 """
