@@ -59,9 +59,9 @@ class LocalBroker:
     def __init__(self, config: Config, listening: Listening, directory: str) -> None:
         addresses = listening.to_json()
         self.config = config
-        """Its settings; `ister.open_history(config)` and Spark read what it has uploaded."""
+        """Its settings."""
         self.directory = directory
-        """Where its data is."""
+        """Where its data is; `ister.open_history(directory)` reads what it has uploaded."""
         self.address: str = addresses["grpc"]
         """For `Client`, `AsyncClient` and the command line: `host:port`."""
         self.flight: str = addresses["flight"]
@@ -109,7 +109,10 @@ def run_broker(
     except ImportError as error:
         raise missing_extra("ister.testing", "broker", error) from error
     with _kept(directory) as place, _hushed():
-        config = load_config(_merged(_settings_in(place, settings or {}), settings or {}))
+        tree = _merged(_settings_in(place, settings or {}), settings or {})
+        # A developer's own ISTER_… variables must not change what tests see.
+        others = {name: os.environ[name] for name in os.environ if not name.startswith("ISTER_")}
+        config = load_config(tree, others)
         running = _Running(lambda: Broker(config))
         try:
             yield LocalBroker(config, running.listening, place)

@@ -572,16 +572,22 @@ def test_a_missing_extra_is_named():
     assert "pip install 'ister[broker]'" in done.stdout
 
 
-def test_settings_and_a_directory_that_stays(tmp_path):
+def test_settings_and_a_directory_that_stays(tmp_path, monkeypatch):
     settings = {"storage": {"uploader": {"engine": "embedded", "interval_seconds": 1}}}
-    with run_broker(settings, directory=tmp_path / "data") as broker:
+    with monkeypatch.context() as developer:
+        developer.setenv("ISTER_STORAGE__MODE", "memory")
+        running = run_broker(settings, directory=tmp_path / "data")
+        broker = running.__enter__()
+    try:
         with broker.client(timeout=PATIENCE) as client:
             fill(client, "/default/orders")
             eventually(lambda: client.describe_topic("/default/orders").tiered == 3)
-        with ister.open_history(tmp_path / "data") as history:
+        with ister.open_history(broker.directory) as history:
             assert history.topic("/default/orders").read_arrow().read_all().num_rows == 3
         host, _, port = broker.address.rpartition(":")
         socket.create_connection((host, int(port)), PATIENCE).close()
+    finally:
+        running.__exit__(None, None, None)
     with pytest.raises(OSError, match="refused"):
         socket.create_connection((host, int(port)), PATIENCE)
     with ister.open(tmp_path / "data") as log:
