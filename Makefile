@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 # Other PySparks, each in a directory that comes first on the import path of the tests that use it.
 SPARKS := $(patsubst pyspark==%,$(VENV)/spark-%,$(shell grep ^pyspark constraints-spark.txt))
 # How many processes share the files of the tests: most wait for something most of the time.
@@ -19,9 +20,20 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with everything that the other targets need
 
+# A progress line stands for pip's own output: it says nothing for minutes otherwise.
+PIP := $(BIN)/python -m tools.install --constraint constraints.txt
+
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Set-up, once: about $$(grep -c == constraints.txt) packages into $(VENV), 2 GB on disk. It takes a few minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,fast,etcd,spark,avro,broker,native,client,lakehouse,tracing]'
+	$(PIP) --editable '.[dev,docs,all,native]'
+	touch $@
+
+# The demo needs less than the tests: without .venv, what users install.
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	@test -e $(STAMP) || { \
+	    echo "Set-up, once: the packages of ister[all] into $(VENV). It takes a few minutes; the demo then takes under three."; \
+	    $(PYTHON) -m venv $(VENV) && $(PIP) --editable '.[all]'; }
 	touch $@
 
 $(VENV)/spark-%: | $(STAMP)
@@ -29,7 +41,7 @@ $(VENV)/spark-%: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.part pyspark==$*
 	mv -T $@.part $@
 
-demo: $(STAMP) ## a broker, 120,000 messages, a kill -9, Spark, Iceberg and a report, in under three minutes
+demo: $(DEMO_STAMP) ## a broker, 120,000 messages, a kill -9, Spark, Iceberg and a report, in under three minutes
 	$(BIN)/ister demo
 
 lint: $(STAMP) ## ruff: rules and format

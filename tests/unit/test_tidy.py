@@ -62,9 +62,11 @@ _LAYERS = {
                 "message_filter",
                 "metrics",
                 "model",
+                "notebook",
                 "partitions",
                 "positions",
                 "retry",
+                "serializers",
                 "threads",
                 "tracing",
             ]
@@ -89,6 +91,7 @@ _LAYERS = {
     "ister.spark": 5,
     "ister.cli": 6,
     "ister.__main__": 6,
+    "ister.testing": 6,
 }
 _FORBIDDEN = {
     # package: what it must not import although its layer would allow it
@@ -108,7 +111,7 @@ _IO_ALLOWED = {
 
 _FILE_LINES_MAX = 700
 _FUNCTION_LINES_MAX = 100
-_ANY_MAX = 19
+_ANY_MAX = 20
 """How often `Any` is used, each time with its reason. Lower it when you remove some."""
 
 _PUBLIC = [
@@ -310,7 +313,7 @@ def test_every_module_is_reachable():
     # Used by programs that log, not by the package itself.
     waiting += ["ister.logs"]
     # What users of Spark and of a broker import.
-    waiting += ["ister.spark", "ister.client"]
+    waiting += ["ister.spark", "ister.client", "ister.testing"]
     reached = set()
     while waiting:
         module = waiting.pop()
