@@ -105,7 +105,7 @@ def test_a_new_subscription_starts_at_the_earliest_message(run, client, topic):
     arguments = ("consume", topic, "--no-follow", "--subscription")
     assert run(*arguments, "all")[1].count("\n") == 3
     assert run(*arguments, "late", "--from", "latest") == (0, "", "")
-    with client.consumer(topic, "of the API") as consumer:
+    with client.consumer(topic, "api") as consumer:
         assert consumer.receive(PATIENCE_SECONDS).offset == 0
 
 
