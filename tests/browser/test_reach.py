@@ -166,6 +166,11 @@ def test_pages_have_landmarks_headings_and_tables_with_names(shop, open_page):
         current = page.locator("#nav [aria-current=page]").all_inner_texts()
         assert len(current) == (0 if name == "none" else 1), name
         assert page.evaluate(WITHOUT_NAMES) == [], name
+        # Nothing of a table is beyond its edge.
+        cut = "[...document.querySelectorAll('.table-box')]" + (
+            ".some((one) => one.scrollWidth > one.clientWidth)"
+        )
+        assert not page.evaluate(cut), name
 
 
 @pytest.mark.nightly
