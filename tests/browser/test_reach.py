@@ -32,6 +32,8 @@ WITHOUT_NAMES = """() => {
     return [...tables, ...controls, ...pictures].map(bad);
 }"""
 """Tables without a caption or headers, controls and pictures without a name."""
+CUT_TABLES = """() => [...document.querySelectorAll('.table-box')]
+    .filter((one) => one.scrollWidth > one.clientWidth).length"""
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 
 
@@ -166,6 +168,8 @@ def test_pages_have_landmarks_headings_and_tables_with_names(shop, open_page):
         current = page.locator("#nav [aria-current=page]").all_inner_texts()
         assert len(current) == (0 if name == "none" else 1), name
         assert page.evaluate(WITHOUT_NAMES) == [], name
+        # Nothing of a table is beyond its edge.
+        assert page.evaluate(CUT_TABLES) == 0, name
 
 
 @pytest.mark.nightly

@@ -147,7 +147,7 @@ class Browser:
     ) -> Download:
         """Messages of a topic as lines of JSON, with whole payloads; see `read`.
 
-        The fields are those of `ister consume --json`, which `ister produce --json` takes.
+        The fields are those of `ister consume --json`, which `ister produce --json-lines` takes.
 
         Raises:
             CorruptDataError: A message cannot be read.

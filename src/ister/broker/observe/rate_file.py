@@ -89,7 +89,8 @@ class RateFile:
         self._is_new = found is None
         self._data = bytearray(SIZE_BYTES) if found is None else found
         self._data[: _HEADER.size] = _header()
-        self._changed: set[int] = set()
+        # Where something has changed, and how many bytes.
+        self._changed: dict[int, int] = {}
         self._series: dict[bytes, int] = {}
         for number in range(TOPICS_MAX + 1):
             at = _FIRST + number * _SERIES_BYTES
@@ -126,7 +127,7 @@ class RateFile:
                 return None
             # Also in the file: it may have points of another topic.
             self._data[at : at + _SERIES_BYTES] = bytes(_SERIES_BYTES)
-            self._changed.update(range(at, at + _SERIES_BYTES, _POINT.size))
+            self._changed[at] = _SERIES_BYTES
             self._series[digest] = at
         elif _SERIES.unpack_from(self._data, at)[1] // HOUR.seconds == now // HOUR.seconds:
             return at
@@ -151,7 +152,7 @@ class RateFile:
     def _seal(self, at: int, size: int) -> None:
         """Sets the CRC of a series or a point, and has it written."""
         _CRC.pack_into(self._data, at, zlib.crc32(self._data[at + _CRC.size : at + size]))
-        self._changed.add(at)
+        self._changed.setdefault(at, size)
 
     def _is_sound(self, at: int, size: int) -> bool:
         content = self._data[at + _CRC.size : at + size]
@@ -185,9 +186,8 @@ class RateFile:
 
     def take_changes(self) -> list[tuple[int, bytes]]:
         """What has changed since the last call, for `write`."""
-        changed, self._changed = self._changed, set()
-        # Series and points have one size.
-        return [(at, bytes(self._data[at : at + _POINT.size])) for at in sorted(changed)]
+        changed, self._changed = self._changed, {}
+        return [(at, bytes(self._data[at : at + size])) for at, size in sorted(changed.items())]
 
     def write(self, changes: list[tuple[int, bytes]]) -> None:
         """Brings changes to the file; thread-safe, one call at a time.

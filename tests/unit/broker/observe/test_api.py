@@ -11,6 +11,7 @@ import fastavro
 import pytest
 
 from ister.broker.observe.api import Api, _is_own_host, _is_same, _own_hosts, status_of
+from ister.broker.observe.rate_file import SIZE_BYTES
 from ister.bucket.fence import Fence
 from ister.bucket.pipeline import PipelineKeys, read_requests
 from ister.clock import SystemClock
@@ -82,6 +83,31 @@ def test_everything_can_be_looked_at(tmp_path, mode):
                 "topics/default/t/messages?start=t:yesterday": 400,
             }.items():
                 assert (await page.get(path))[0] == status, path
+
+    run(scenario())
+
+
+def test_the_last_hour_survives_a_restart(tmp_path):
+    async def scenario():
+        async with an_api(tmp_path) as (broker, page):
+            await filled(broker)
+            await broker.history.sample()
+            await filled(broker)
+            await broker.history.sample()
+            hour = (await page.found("overview?window=1h"))["history"]["points"]
+            assert sum(one[1] for one in hour) > 0
+            # Its own load is that of now; it tells others only from time to time.
+            [one] = (await page.found("cluster"))["brokers"]
+            assert one["load"]["messages_in"] == broker.history.all_rates.as_json()["messages_in"]
+            assert one["load"]["messages_in"] > 0
+        files = {path.name: path.stat().st_size for path in (tmp_path / "data" / "wal").iterdir()}
+        assert files[".rates"] == SIZE_BYTES
+        async with an_api(tmp_path) as (_, page):
+            again = (await page.found("overview?window=1h"))["history"]["points"]
+            assert [one[0] for one in again][: len(hour)] == [one[0] for one in hour]
+            assert again[0][1] > 0
+            assert (await page.found("topics/default/t?window=1h"))["history"]["points"]
+            assert [one["topic"] for one in (await page.found("topics"))["topics"]] == [T]
 
     run(scenario())
 

@@ -105,6 +105,32 @@ def test_broker_alone_is_a_cluster(tmp_path):
     run(scenario())
 
 
+def test_topics_are_changed_at_another_broker(tmp_path):
+    """Goal: changes are forwarded with their rights; messages are not, and the owner is named."""
+
+    async def scenario():
+        async with pages(tmp_path, "a", "b") as [a, b]:
+            topic = await at(a)
+            await topic.subscribe("s", SubscriptionKind.SHARED, "c", (), "earliest")
+            status, found = await b.post(f"{PATH}/policies", {"max_publish_rate": 70})
+            assert (status, found["policies"]["max_publish_rate"]) == (200, 70)
+            assert topic.policies.max_publish_rate == 70
+            path = f"{PATH}/subscriptions/s"
+            assert (await b.post(f"{path}/policy", {"max_redelivery_count": 3}))[0] == 200
+            assert topic.subscription("s").stored.policy.max_redelivery_count == 3
+            status, found = await b.post(f"{PATH}/publish", {"payload": "x"})
+            assert (status, found["owner"]["node"]) == (409, a.node)
+            assert (await b.post(f"{path}/delete", {"confirm": "s"}))[0] == 200
+            assert topic.subscriptions == {}
+            assert (await b.post(f"{PATH}/delete", {"confirm": T}))[0] == 200
+            assert a.broker.topics.find_open(T) is None
+            status, found = await b.post("topics", {"topic": "/default/parts", "partitions": 4})
+            assert status == 200, found
+            assert len((await a.get("topics/default/parts"))[1]["topics"]) == 4
+
+    run(scenario())
+
+
 def test_actions_at_another_broker(tmp_path):
     """Goal: each is asked for at one broker and done by the other, or said to be impossible."""
 

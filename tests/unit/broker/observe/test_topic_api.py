@@ -126,6 +126,11 @@ def test_subscriptions_get_policies_and_are_deleted(tmp_path):
                 "dead_letter",
                 "/default/dead",
             )
+            # The topic of dead letters knows whose they are.
+            await page.post("topics", {"topic": "/default/dead"})
+            dead = await page.found("topics/default/dead")
+            assert dead["dead_letters_of"] == [{"topic": T, "subscription": "s"}]
+            assert (await page.found("topics/default/t"))["dead_letters_of"] == []
             for wrong in ({"poisonous": 1}, {"poison": "x"}, {"dead_letter_topic": T}):
                 assert (await page.post(f"{path}/policy", wrong))[0] == 400, wrong
             assert (await page.post(f"{path}/delete", {}))[0] == 400

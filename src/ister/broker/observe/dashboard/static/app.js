@@ -82,6 +82,8 @@ function follow() {
   shown.route = next;
   const isSamePage = before !== null && before.hash === next.hash;
   if (!isSamePage) {
+    // What was typed for the page before must not lead back to it.
+    clearTimeout(shown.state.typing);
     shown.state = {};
     shown.data = null;
   }
