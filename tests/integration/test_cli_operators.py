@@ -14,6 +14,7 @@ from ister.client import Client
 from ister.subscription.policy import FailurePolicy, PoisonPolicy
 from servers.broker import BrokerProcess
 from support.certificates import Authority
+from support.waiting import eventually
 
 PATIENCE = 120.0
 _numbers = count()
@@ -56,8 +57,7 @@ def dead(broker):
                 for _ in range(2):
                     message = consumer.receive(timeout=PATIENCE)
                     consumer.nack(message, reason=f"{name} failed on {message.payload.decode()}")
-                while client.describe_subscription(source, name).cursor < 2:
-                    pass
+                eventually(lambda name=name: client.describe_subscription(source, name).cursor == 2)
     return source, target
 
 
@@ -95,6 +95,12 @@ def test_dead_letters_are_listed_shown_requeued_and_dropped(run, dead):
     assert code == 0
     assert out.splitlines()[0].endswith(f"k a eu mail failed on a {source}@0 mail 1")
     assert run(*shown, "--reason", "none", "--format", template)[1] == ""
+    for some, found in (
+        (("--contains", "b"), "b\n"),
+        (("--key", "k"), "a\nb\n"),
+        (("--key", "x"), ""),
+    ):
+        assert run(*shown, *some, "--format", "{payload}")[1] == found, some
 
     # Nothing happens without a confirmation, or in a dry run.
     code, out, err = run("dlq", "requeue", target)

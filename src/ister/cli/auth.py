@@ -110,6 +110,11 @@ def register(commands: Subparsers) -> None:
     token.add_argument("--json", action="store_true", help="print one JSON object")
     token.set_defaults(run=_make_token)
 
+    _register_changes(actions)
+    _register_views(actions)
+
+
+def _register_changes(actions: Subparsers) -> None:
     for name, run, what in (
         ("grant", _grant, "grant a role to a principal"),
         ("revoke", _revoke, "revoke a role of a principal"),
@@ -139,6 +144,8 @@ def register(commands: Subparsers) -> None:
         action.add_argument("--tls-ca", dest="ca_file", metavar="FILE", help=argparse.SUPPRESS)
         action.set_defaults(run=run)
 
+
+def _register_views(actions: Subparsers) -> None:
     listed = add_command(
         actions,
         "list",

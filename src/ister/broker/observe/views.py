@@ -289,9 +289,11 @@ class Views:
         """Subscriptions of topics here whose dead letters go to a topic; some of them."""
         found: list[dict[str, str]] = []
         for topic in self.topics.served:
-            for one in topic.subscriptions.values():
-                if one.stored.policy.dead_letter_topic == name:
-                    found.append({"topic": topic.name, "subscription": one.name})
+            found += [
+                {"topic": topic.name, "subscription": one.name}
+                for one in topic.subscriptions.values()
+                if one.stored.policy.dead_letter_topic == name
+            ]
             if len(found) >= _SOURCES_SHOWN:
                 break
         return found

@@ -82,7 +82,7 @@ function one(check, isWanted, ctx) {
     h("div", { class: "check-more" },
       subjects(check),
       h("p", null, book.meaning),
-      h("h3", null, "What to do"),
+      h("h2", { class: "small" }, "What to do"),
       check.hint ? h("p", null, sentence(check.hint), ".") : null,
       h("ul", null, book.steps.map((step) => h("li", { key: step.command ?? step },
         step.command ? command(step.command) : step))),

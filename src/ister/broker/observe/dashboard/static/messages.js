@@ -123,7 +123,7 @@ function questions(topic, ctx, mode) {
     h("h2", { id: "ask", class: "hidden-text" }, "Which messages"),
     h("form", { key: `form ${start} ${limit} ${isNarrow} ${JSON.stringify(wanted)}`, onsubmit: submit },
       h("div", { class: "fields" },
-        text("contains", "Text", "in the payload", { "data-filter": true }), isNarrow ? null : others),
+        text("contains", "Contains", "text in the payload", { "data-filter": true }), isNarrow ? null : others),
       isNarrow
         ? h("details", { class: "more-filters", open: Object.keys(wanted).some((name) => name !== "contains") },
           h("summary", null, "More filters"), h("div", { class: "fields" }, others))

@@ -8,7 +8,7 @@ export const RUNBOOK = {
     title: "Readiness",
     alarms: ["IsterNotReady"],
     meaning: "The broker runs but does not serve clients: it is recovering its topics, shutting down, or has lost its lease.",
-    steps: ["Recovery takes time, and the number of open topics should grow. Clients retry until then.", c("curl --silent http://127.0.0.1:9040/ready")],
+    steps: ["Recovery takes time, and the number of open topics should grow. Clients retry until then.", c("curl --silent 127.0.0.1:9040/ready")],
   },
   metadata: {
     title: "Metadata store",
@@ -85,7 +85,7 @@ export const RUNBOOK = {
     title: "Clock",
     alarms: ["IsterClock"],
     meaning: "The clock of the machine was set by a large step, or is not set. Deletion by age is suspended where it cannot be trusted.",
-    steps: ["Correct the clock, and see that NTP or chrony runs. If the clock is right, confirm it:", c("curl --request POST --header 'X-Ister-Action: yes' --header 'Content-Type: application/json' --data '{}' http://127.0.0.1:9040/api/clock/confirm")],
+    steps: ["Correct the clock, and see that NTP or chrony runs. If the clock is right, confirm it:", c("curl --request POST --header 'X-Ister-Action: yes' --header 'Content-Type: application/json' --data '{}' 127.0.0.1:9040/api/clock/confirm")],
   },
   files: {
     title: "File descriptors",
