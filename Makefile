@@ -3,23 +3,37 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 # Other PySparks, each in a directory that comes first on the import path of the tests that use it.
 SPARKS := $(patsubst pyspark==%,$(VENV)/spark-%,$(shell grep ^pyspark constraints-spark.txt))
 # How many processes share the files of the tests: most wait for something most of the time.
 JOBS ?= 4
-SHARED := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+# Tests start hundreds of interpreters, which would all compile the same sources without it.
+export PYTHONDONTWRITEBYTECODE :=
+SHARED := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint types test nightly docs bench peers soak endurance cluster fuzz browser protos clean
+.PHONY: help setup demo lint types test nightly docs bench peers soak endurance cluster fuzz browser dist images protos clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## make .venv with everything that the other targets need
 
+# A progress line stands for pip's own output: it says nothing for minutes otherwise.
+PIP := $(BIN)/python -m tools.install --constraint constraints.txt
+
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Set-up, once: about $$(grep -c == constraints.txt) packages into $(VENV), 2 GB on disk. It takes a few minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,fast,etcd,spark,avro,broker,native,client,lakehouse,tracing]'
+	$(PIP) --editable '.[dev,docs,all,native]'
+	touch $@
+
+# The demo needs less than the tests: without .venv, what users install.
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	@test -e $(STAMP) || { \
+	    echo "Set-up, once: the packages of ister[all] into $(VENV). It takes a few minutes; the demo then takes under three."; \
+	    $(PYTHON) -m venv $(VENV) && $(PIP) --editable '.[all]'; }
 	touch $@
 
 $(VENV)/spark-%: | $(STAMP)
@@ -27,7 +41,7 @@ $(VENV)/spark-%: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.part pyspark==$*
 	mv -T $@.part $@
 
-demo: $(STAMP) ## a broker, 120,000 messages, a kill -9, Spark, Iceberg and a report, in under three minutes
+demo: $(DEMO_STAMP) ## a broker, 120,000 messages, a kill -9, Spark, Iceberg and a report, in under three minutes
 	$(BIN)/ister demo
 
 lint: $(STAMP) ## ruff: rules and format
@@ -37,11 +51,19 @@ lint: $(STAMP) ## ruff: rules and format
 types: $(STAMP) ## mypy, strict, over src, benchmarks and demo
 	$(BIN)/mypy
 
-test: lint types $(firstword $(SPARKS)) ## lint, types and the tests that everybody runs, in about sixteen minutes on two cores
+# What is to be done before the tests: ruff, mypy, another Spark, and test modules as bytecode.
+.PHONY: ready compiled
+ready: lint types compiled $(firstword $(SPARKS))
+
+compiled: $(STAMP)
+	$(BIN)/python -m pytest --collect-only --quiet --quiet -m "not nightly" > /dev/null
+
+test: $(STAMP) ## lint, types and the tests that everybody runs, in about sixteen minutes on two cores
+	$(MAKE) --jobs 3 --output-sync=target ready
 	$(BIN)/python -m pytest -m "not nightly" $(SHARED)
 
 nightly: lint types $(SPARKS) ## every test with its large counts, soak, endurance, cluster, fuzzing and benchmarks: several hours
-	ISTER_NIGHTLY=1 $(BIN)/python -m pytest --timeout=3000 $(SHARED)
+	ISTER_NIGHTLY=1 $(BIN)/python -m pytest --timeout=3000 --override-ini faulthandler_timeout=3300 $(SHARED)
 	$(MAKE) soak endurance cluster fuzz bench
 	$(MAKE) peers SCALE=$(SCALE) PEERS_CACHE=$(PEERS_CACHE)
 
@@ -50,7 +72,7 @@ docs: $(STAMP) ## the site of the documents, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(STAMP) ## every benchmark, each beside its limit, as JSON lines
-	@for name in append replay tail recover topics readers upload express history catalog cycle chain spark jobs broker; do \
+	@for name in startup append replay tail recover topics readers upload express history catalog cycle chain spark jobs broker; do \
 	    $(BIN)/ister bench $$name --json || exit 1; done
 
 # SCALE below 1 is a shorter trial; PEERS_CACHE is a directory that keeps the peers for the next run.
@@ -74,6 +96,22 @@ fuzz: $(STAMP) ## coverage-guided fuzzing of the decoders, five minutes
 
 browser: ## the browser of the dashboard's tests, from Debian's packages (root)
 	command -v chromium || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium)
+
+# One tree makes one file, byte for byte: archives have the time of the last commit.
+dist: $(STAMP) ## wheel and sdist, into dist/; the wheel is installed on its own, and started
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt build
+	rm -rf dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv dist/.trial
+	dist/.trial/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd dist && .trial/bin/ister --version && rm -rf .trial
+
+# For another registry: make images IMAGE=registry.example/ister TAG=v0.1.0
+IMAGE ?= ister
+TAG ?= local
+images: ## the images of the broker and of the pipeline (needs Docker)
+	docker build -f deploy/docker/Dockerfile --target broker -t $(IMAGE):$(TAG) .
+	docker build -f deploy/docker/Dockerfile --target spark -t $(IMAGE)-spark:$(TAG) .
 
 protos: $(STAMP) ## compile src/ister/wire/*.proto
 	$(BIN)/python -m tools.protos

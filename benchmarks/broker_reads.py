@@ -40,7 +40,7 @@ _BUDGET_MIB: Final = 256
 _WAIT_SECONDS: Final = 120.0
 _COUNTERS: Final = (
     "ister_wal_reader_stitch_file_bytes_total",
-    "ister_cloud_reader_bytes_read_total",
+    "ister_cloud_reader_read_bytes_total",
 )
 
 

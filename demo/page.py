@@ -6,6 +6,7 @@ printed. Whatever comes from messages or errors is escaped.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, Final
@@ -14,6 +15,15 @@ from ister.limits import MIB
 
 _SMOOTHED: Final = 3
 """Samples over which a rate is taken."""
+_DOCUMENTS: Final = "https://github.com/ister-log/ister/blob/main/docs"
+_READ_ON: Final = (
+    ("Start: your own messages, a crash, a program", "start.md"),
+    ("What each ack level survives", "concepts/topics.md"),
+    ("Tiers: cache, local files, bucket", "concepts/tiers.md"),
+    ("Subscriptions and delivery", "concepts/subscriptions.md"),
+    ("Topics in Spark, and as Arrow", "SPARK.md"),
+    ("Run several brokers", "howto/cluster.md"),
+)
 _STYLE: Final = """
 :root{color-scheme:light dark;--bg:#fff;--soft:#f5f6f8;--ink:#1a1f26;--muted:#59636e;--rule:#dfe3e8;
 --c1:#2f6bd8;--c2:#d2700f;--c3:#0f8a7c;--c4:#8350d6;--c5:#a8324a;--good:#0b7a4b;--bad:#c4232f;
@@ -29,6 +39,9 @@ h1{font-size:34px;line-height:1.15;margin:0 0 6px;letter-spacing:-.02em}
 h2{font-size:21px;margin:52px 0 6px;letter-spacing:-.01em}
 h3{font-size:15px;margin:26px 0 6px}
 p{margin:6px 0 12px;max-width:74ch}.lead{color:var(--muted);font-size:17px}
+nav{margin:26px 0 0;font-size:14.5px}nav ol{display:flex;flex-wrap:wrap;gap:4px 22px;margin:4px 0 0;
+padding:0;list-style:none}a{color:var(--c1)}h2 a{color:inherit;text-decoration:none}
+h2 a:hover::after,h2 a:focus::after{content:" #";color:var(--muted)}
 .muted{color:var(--muted)}.good{color:var(--good)}.bad{color:var(--bad)}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(210px,1fr));gap:12px;
 margin:26px 0 0}
@@ -81,7 +94,7 @@ body{font-size:12px;-webkit-print-color-adjust:exact;print-color-adjust:exact}}
 
 
 def frame(figures: Mapping[str, Any], body: Sequence[str]) -> str:
-    """A whole page: the verdict, the parts, and a footer."""
+    """A whole page: the verdict, contents, the parts, and a footer."""
     is_ok = not figures["failures"]
     title = "Nothing was lost" if is_ok else "Something is wrong"
     head = f'<h1 class="{"good" if is_ok else "bad"}">{title}.</h1>'
@@ -94,8 +107,32 @@ def frame(figures: Mapping[str, Any], body: Sequence[str]) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>ister demo: {title.lower()}</title><style>{_STYLE}</style></head>"
-        f"<body><main>{head}{''.join(body)}{footer}</main></body></html>\n"
+        f"<body><main>{head}{_with_contents(''.join(body) + _read_on())}{footer}</main></body>"
+        "</html>\n"
     )
+
+
+def _with_contents(body: str) -> str:
+    """Gives every section a name, and lists them in front of the first one."""
+    sections: list[tuple[str, str]] = []
+
+    def name(heading: re.Match[str]) -> str:
+        slug = re.sub(r"[^a-z]+", "-", heading[1].lower()).strip("-")
+        sections.append((slug, heading[1]))
+        return f'<h2 id="{slug}"><a href="#{slug}">{heading[1]}</a></h2>'
+
+    body = re.sub(r"<h2>([^<]+)</h2>", name, body)
+    items = "".join(f'<li><a href="#{slug}">{title}</a></li>' for slug, title in sections)
+    contents = f'<nav aria-label="Contents"><b>Contents</b><ol>{items}</ol></nav>'
+    before, heading, after = body.partition("<h2 ")
+    return f"{before}{contents}{heading}{after}"
+
+
+def _read_on() -> str:
+    items = "".join(
+        f'<li><a href="{_DOCUMENTS}/{page}">{escape(title)}</a></li>' for title, page in _READ_ON
+    )
+    return f"<h2>Read on</h2><ul>{items}</ul>"
 
 
 def tiles(shown: Sequence[tuple[str, str]]) -> str:

@@ -148,7 +148,7 @@ class Player(Story):
             lake = self._lake
             run_until_signal(lambda: traffic.day(lambda: lake is None or lake.is_settled))
             step.command = (
-                f"ister consume {ORDERS} --subscription warehouse --type key_shared\n"
+                f"ister consume {ORDERS} --subscription warehouse --kind key_shared\n"
                 f"echo hello | ister produce {ORDERS}"
             )
             found = self.figures["traffic"] = _describe_traffic(traffic)

@@ -4,6 +4,7 @@ Puts `tests/` on the import path, so that tests find the shared builders from an
 """
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,11 @@ if _TESTS not in sys.path:
 from doc_runner.summary import summarize  # noqa: E402 - found through the path above
 from ister import failpoints, threads  # noqa: E402
 from support.machine import Machine  # noqa: E402
+
+# The contexts of whoever runs the tests name brokers that are none of ours.
+os.environ["XDG_CONFIG_HOME"] = "/nonexistent"
+for _name in ("ISTER_CONTEXT", "ISTER_BROKER", "ISTER_TOKEN"):
+    os.environ.pop(_name, None)
 
 # How long an example takes says nothing on a machine that is busy with other work.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -63,6 +69,16 @@ def machine() -> Iterator[Machine]:
     """A machine whose logs are closed when the test ends."""
     with Machine() as machine:
         yield machine
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """Tests that use Spark share a process; see `support.schedule`."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from support.schedule import FilesAndSpark  # noqa: PLC0415 - xdist may be missing
+
+    return FilesAndSpark(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -33,6 +33,7 @@ _NOTE: Final = "<!-- Made by `python -m tools.reference` from the code: edit the
 _MODULES: Final = {
     "ister": "Topics in this process: no broker, no Spark.",
     "ister.client": "Programs that talk to a broker: `pip install '.[client]'`.",
+    "ister.testing": "A broker for the tests of your program: `pip install '.[broker,client]'`.",
     "ister.spark": "Topics as tables and streams: `pip install '.[spark]'`.",
     "ister.spark.jobs": "The jobs of the pipeline, as functions.",
 }
@@ -61,7 +62,16 @@ _METRICS_TEXT: Final = """\
 `http://127.0.0.1:9040/metrics` has them in Prometheus' text form. In a process without a broker,
 `log.metrics.snapshot()` gives those that have a name in the last column. What to watch is in
 [Monitor](../howto/monitoring.md), and what to do when an alarm rings in
-[Alarms](../operations/alarms.md)."""
+[Alarms](../operations/alarms.md).
+
+Names end with their unit, in Prometheus' base units: `_seconds`, `_bytes`; counters end with
+`_total`. Names that begin with `danube_` are those of Danube's broker, so that its dashboards work;
+three of them are in milliseconds (`_ms`). In process, names and units are those of the last
+column."""
+
+_DEPRECATED_TEXT: Final = """\
+Both names are served in this release, with the same values in their units. The HELP text of the old
+one begins with `deprecated`. The next release has the new name alone."""
 
 _PYTHON_TEXT: Final = """\
 The names on this page, and no others, are what programs may rely on. Every error is an
@@ -192,9 +202,16 @@ def metrics_page() -> str:
                 labels = ", ".join(f"`{label}`" for label in metric.labels)
                 name = f"`{metric.name}`" if scope == "log" else ""
                 lines.append(
-                    f"| `{metric.exposed}` | {metric.kind} | {metric.unit} | {labels} | "
+                    f"| `{metric.exposed}` | {metric.kind} | {metric.exposed_unit} | {labels} | "
                     f"{_cell(metric.description)} | {name} |"
                 )
+    lines += ["", "## Deprecated names", "", _DEPRECATED_TEXT, ""]
+    lines += ["| deprecated | unit | use | unit |", "|---|---|---|---|"]
+    lines += [
+        f"| `{metric.deprecated}` | {metric.unit} | `{metric.exposed}` | {metric.exposed_unit} |"
+        for metric in METRICS
+        if metric.deprecated is not None
+    ]
     lines += ["", "## Left out", "", "Metrics of Danube's broker that have no equivalent here:", ""]
     lines += ["| metric | why |", "|---|---|"]
     lines += [f"| `{name}` | {_cell(why)} |" for name, why in LEFT_OUT]

@@ -12,13 +12,16 @@
 With a broker (`ister serve`), programs use `ister.client`; Spark reads and writes topics with
 `format("ister")`, see `ister.spark`. Start with `help(ister.open)`, `help(ister.Log)` and
 `help(ister.Topic)`.
+
+`import ister` loads names, errors and little more. What opens a log is loaded when it is first
+used, so that programs which only talk to a broker, and the command line, start quickly.
 """
 
+import importlib
 import logging
+from typing import TYPE_CHECKING
 
 from ister import logs
-from ister.api import open, open_history  # noqa: A004
-from ister.config import Config, load_config
 from ister.errors import (
     AlreadyExistsError,
     CapacityError,
@@ -47,13 +50,17 @@ from ister.errors import (
     WaitTimeoutError,
 )
 from ister.model import AckLevel, Codec, TopicState, Watermarks
-from ister.topic.log import Log
-from ister.topic.message import Message
-from ister.topic.partitioned import PartitionedTopic
-from ister.topic.reader import Reader
-from ister.topic.repair import Repaired
-from ister.topic.topic import Topic
-from ister.topic.uploads import Tiered
+
+if TYPE_CHECKING:
+    from ister.api import open, open_history  # noqa: A004
+    from ister.config import Config, load_config
+    from ister.topic.log import Log
+    from ister.topic.message import Message
+    from ister.topic.partitioned import PartitionedTopic
+    from ister.topic.reader import Reader
+    from ister.topic.repair import Repaired
+    from ister.topic.topic import Topic
+    from ister.topic.uploads import Tiered
 
 __all__ = [
     "AckLevel",
@@ -99,6 +106,34 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "ister.config",
+    "Log": "ister.topic.log",
+    "Message": "ister.topic.message",
+    "PartitionedTopic": "ister.topic.partitioned",
+    "Reader": "ister.topic.reader",
+    "Repaired": "ister.topic.repair",
+    "Tiered": "ister.topic.uploads",
+    "Topic": "ister.topic.topic",
+    "load_config": "ister.config",
+    "open": "ister.api",
+    "open_history": "ister.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Kept: the next use does not come here.
+    found = globals()[name] = getattr(importlib.import_module(home), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 if not logging.getLogger("ister").handlers:
     logging.getLogger("ister").addHandler(logs.LastResort())

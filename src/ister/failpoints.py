@@ -84,6 +84,7 @@ FAILPOINTS: Final[frozenset[str]] = frozenset(
         "broker.before_cursor",
         "broker.after_cursor",  # the cursor is written, the broker does not know
         "broker.after_dead_letter",  # the letter is published, the message still counts as failed
+        "broker.after_requeue",  # dead letters are published, not recorded as resolved
         "broker.before_ready",  # everything is recovered, nobody can connect
     }
 )

@@ -2,7 +2,8 @@
 
 Modules log through `logging.getLogger("ister.…")` with fields in `extra`, so a program that uses
 Ister sees ordinary log records and decides itself. One that has decided nothing gets warnings and
-errors on standard error, with their fields (`LastResort`). `configure` sets up JSON.
+errors on standard error, with their fields (`LastResort`). `configure` sets up JSON, or plain
+lines. Both have the time, in UTC.
 
 Levels: DEBUG for what is only of interest while a fault is looked for; INFO for what happens in
 normal work (rotated); WARNING for what was put right or is tried again (a torn tail was cut, a
@@ -15,6 +16,8 @@ import json
 import logging
 import sys
 from typing import Final, TextIO
+
+from ister.positions import format_time
 
 PIPELINE_STARTED: Final = "pipeline started"
 PIPELINE_STANDBY: Final = "standing by"
@@ -29,7 +32,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line."""
         event: dict[str, object] = {
-            "time": f"{record.created:.6f}",
+            "time": format_time(record.created * 1000),
             "level": record.levelname,
             "target": record.name,
             "event": record.getMessage(),
@@ -43,7 +46,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """For people: the event, and its fields behind it."""
+    """For people: the time, the event, and its fields behind it."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line."""
@@ -52,7 +55,8 @@ class TextFormatter(logging.Formatter):
             for name, value in vars(record).items()
             if name not in _STANDARD and value is not None
         )
-        text = f"ister: {record.levelname.lower()}: {record.getMessage()}"
+        when = format_time(record.created * 1000)
+        text = f"{when} ister: {record.levelname.lower()}: {record.getMessage()}"
         line = f"{text} ({fields})" if fields else text
         line = line.replace("\n", "\\n")
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

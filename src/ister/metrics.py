@@ -3,7 +3,8 @@
 `METRICS` is the list; a name that is not in it cannot be counted, and a broker serves no other.
 
 - scope `log`: kept per open log (not per topic: a process may have thousands of topics) and read
-  with `Metrics.snapshot`. On a broker's `/metrics` they are called `Metric.exposed`;
+  with `Metrics.snapshot`. On a broker's `/metrics` they are called `Metric.exposed`, in base units
+  (seconds, bytes) as Prometheus' conventions ask, and for one release also `Metric.deprecated`;
 - scope `broker`: what a broker says beside these, by topic and subscription and of its process.
   They are collected on request (`broker.observe.prometheus`), from plain numbers on the
   objects concerned. Those that Danube has too have Danube's names.
@@ -23,6 +24,22 @@ from typing import Final, Literal
 from ister import forks
 from ister.errors import ClosedError, check
 
+# Names whose unit is not at their end, or that do not say what they count.
+_EXPOSED: Final = {
+    "wal.cache.size": "ister_wal_cache_messages",
+    "uploader.bytes_uploaded_total": "ister_uploader_uploaded_bytes_total",
+    "cloud_reader.bytes_read_total": "ister_cloud_reader_read_bytes_total",
+    "cloud_reader.bytes_used": "ister_cloud_reader_used_bytes_total",
+    "broker.bytes_in_total": "ister_broker_in_bytes_total",
+    # Not the old names with `_total`: to OpenMetrics, both would be one family of two kinds.
+    "broker.schema_misfits": "ister_broker_schema_mismatches_total",
+    "broker.delivery_releases": "ister_broker_delivery_memory_releases_total",
+}
+# Released as gauges, and never went down.
+_WERE_GAUGES: Final = frozenset({"broker.schema_misfits", "broker.delivery_releases"})
+# How many of a unit are a second, and how names in that unit end.
+_PER_SECOND: Final = {"ms": (1e3, "_ms"), "µs": (1e6, "_us")}
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -40,9 +57,39 @@ class Metric:
         """What it is called on `/metrics`."""
         if self.scope == "broker":
             return self.name
-        name = "ister_" + self.name.replace(".", "_")
+        if self.name in _EXPOSED:
+            return _EXPOSED[self.name]
+        name = self._plain_name
+        if self.unit in _PER_SECOND:
+            return name.removesuffix(_PER_SECOND[self.unit][1]) + "_seconds"
         is_bare = self.kind == "counter" and not name.endswith("_total")
         return f"{name}_total" if is_bare else name
+
+    @property
+    def deprecated(self) -> str | None:
+        """The name that `/metrics` had for it before, and has for one more release."""
+        if self.scope == "broker":
+            return None
+        name = self._plain_name
+        is_counter = self.kind == "counter" and self.name not in _WERE_GAUGES
+        if is_counter and not name.endswith("_total"):
+            name = f"{name}_total"
+        return name if name != self.exposed else None
+
+    @property
+    def exposed_unit(self) -> str:
+        """The unit of the values on `/metrics`."""
+        is_converted = self.scope == "log" and self.unit in _PER_SECOND
+        return "s" if is_converted else self.unit
+
+    @property
+    def exposed_divisor(self) -> float:
+        """What a value is divided by to be one of `exposed_unit`."""
+        return _PER_SECOND[self.unit][0] if self.exposed_unit != self.unit else 1.0
+
+    @property
+    def _plain_name(self) -> str:
+        return "ister_" + self.name.replace(".", "_")
 
 
 def _of_broker(
@@ -175,7 +222,9 @@ _LOG: Final[tuple[Metric, ...]] = (
         "calls",
         "subscriptions, consumers and streams refused because their principal is at its limit",
     ),
-    Metric("broker.schema_misfits", "gauge", "messages", "messages that did not fit their schema"),
+    Metric(
+        "broker.schema_misfits", "counter", "messages", "messages that did not fit their schema"
+    ),
     Metric("broker.delivery_bytes", "gauge", "bytes", "memory of messages on their way out"),
     Metric(
         "broker.delivery_budget_bytes",
@@ -185,7 +234,7 @@ _LOG: Final[tuple[Metric, ...]] = (
     ),
     Metric(
         "broker.delivery_releases",
-        "gauge",
+        "counter",
         "times",
         "a subscription released memory because the budget was used up, since the start",
     ),
@@ -513,6 +562,15 @@ class Histogram:
         # Whoever adds to it meanwhile may have done a part: buckets and count go together.
         made.count = sum(made.counts)
         made.sum, made.max = self.sum, self.max
+        return made
+
+    def divided(self, divisor: float) -> Histogram:
+        """Returns the values in another unit; shares the counts."""
+        if divisor == 1:
+            return self
+        made = Histogram([bound / divisor for bound in self.bounds])
+        made.counts, made.count = self.counts, self.count
+        made.sum, made.max = self.sum / divisor, self.max / divisor
         return made
 
     def quantile(self, q: float) -> float:

@@ -1,11 +1,12 @@
-"""Positions in a topic: parsing, formatting, and times as milliseconds.
+"""Positions in a topic and times: parsing and formatting.
 
     position = "earliest" | "latest" | offset | time | "@" milliseconds | "t:" time | age
     time     = ISO 8601 with a time zone          2026-01-31T12:00:00Z
     age      = number and s, m, h or d            90s, 15m, 2h, 7d   (command line only)
 
 `@` is the form of the wire protocol. `t:` is the form of the HTTP API, where milliseconds and times
-without a zone (UTC) are also allowed. Messages carry whole milliseconds since 1970.
+without a zone (UTC) are also allowed; the command line takes these as well. Messages carry whole
+milliseconds since 1970. Times for people are in UTC: `2026-01-31T12:00:00.000Z` (`format_time`).
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ def parse_position(text: str, *, ages_from: Clock | None = None, utc: bool = Fal
 def _invalid(text: str, *, ages: bool) -> InvalidRequestError:
     forms = "earliest, latest, an offset or a time"
     if ages:
-        forms = "earliest, latest, an offset, a time such as 2026-01-31T12:00:00Z, or 7d"
+        forms = (
+            "earliest, latest, an offset, a time such as 2026-01-31T12:00:00Z, @MILLISECONDS, or "
+            "an age such as 7d"
+        )
     return InvalidRequestError(f"invalid position {text[:_SHOWN_CHARACTERS]!r}: use {forms}")
 
 
@@ -127,6 +131,22 @@ def time_of(milliseconds: int) -> datetime:
         raise InvalidRequestError(
             f"invalid time {milliseconds}", hint="use milliseconds since 1970"
         ) from error
+
+
+def format_time(time: datetime | float) -> str:
+    """A time as texts, logs and tables have it: `2026-01-31T12:00:00.000Z`.
+
+    Args:
+        time: With a zone, or milliseconds since 1970. Milliseconds outside of the calendar are
+            returned as a number.
+    """
+    if isinstance(time, int | float):
+        milliseconds = int(time)
+        try:
+            time = EPOCH + timedelta(milliseconds=milliseconds)
+        except OverflowError:
+            return str(milliseconds)
+    return time.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def to_milliseconds(time: datetime | int) -> int:

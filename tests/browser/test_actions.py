@@ -3,6 +3,7 @@
 import pytest
 
 from browser.rig import eventually, settled, until
+from ister.client import Client
 
 ORDERS = "/default/orders"
 
@@ -94,6 +95,88 @@ def test_jobs_without_a_pipeline_are_refused_in_words(shop, open_page):
     page.goto(f"{shop.url}/#/pipeline")
     page.get_by_role("button", name="Export now").click()
     assert "It processes all topics." in dialog(page).inner_text()
+
+
+def test_a_topic_is_created_used_and_deleted(shop, open_page):
+    topic = "/default/made-here"
+    page = open_page(shop, "#/topics")
+    settled(page)
+    page.get_by_role("button", name="Create a topic").click()
+    dialog(page).get_by_label("Name").fill("no slash")
+    dialog(page).get_by_role("button", name="Create the topic").click()
+    dialog(page).get_by_role("alert").wait_for()
+    assert "It was not done." in dialog(page).get_by_role("alert").inner_text()
+    dialog(page).get_by_label("Name").fill(topic)
+    dialog(page).get_by_role("button", name="Create the topic").click()
+    assert f"topic {topic} was created" in toast(page)
+    page.wait_for_selector(f"h1:text-is('{topic}')")
+    settled(page)
+
+    page.get_by_role("button", name="Publish a message").click()
+    dialog(page).get_by_label("Payload").fill('{"id": 7}')
+    dialog(page).get_by_label("Routing key").fill("seven")
+    dialog(page).get_by_label("Attributes").fill("source=page\nkind=test")
+    dialog(page).get_by_role("button", name="Publish the message").click()
+    page.wait_for_selector(".toast:has-text('at offset 0')")
+    (message,) = shop.api(f"/api/topics{topic}/messages")["messages"]
+    assert message["json"] == {"id": 7}
+    assert message["attributes"] == {"source": "page", "kind": "test"}
+
+    page.get_by_role("button", name="Policies…").click()
+    dialog(page).get_by_label("Messages per second in").fill("500")
+    dialog(page).get_by_role("button", name="Change the policies").click()
+    page.wait_for_selector(".toast:has-text('policies of')")
+    assert shop.api(f"/api/topics{topic}")["own_policies"] == {"max_publish_rate": 500}
+
+    page.get_by_role("button", name="Delete the topic").click()
+    confirm = dialog(page).get_by_role("button", name="Delete the topic")
+    dialog(page).get_by_role("textbox").fill("made-here")
+    confirm.click()
+    dialog(page).get_by_role("alert").wait_for()
+    assert shop.api(f"/api/topics{topic}")["watermarks"]["next"] == 1
+    dialog(page).get_by_role("textbox").fill(topic)
+    confirm.click()
+    page.wait_for_selector(".toast:has-text('was deleted')")
+    page.wait_for_selector("h1:text-is('Topics')")
+    assert topic not in [one["topic"] for one in shop.api("/api/topics")["topics"]]
+
+
+def test_dead_letters_are_requeued(shop, open_page):
+    topic, dead = "/default/letters", "/default/letters-dead"
+    shop.publish(topic, b"bad", b"good")
+    page = open_page(shop, f"#/topics{topic}")
+    with Client(shop.address) as client:
+        consumer = client.consumer(topic, "work", start="earliest")
+        settled(page)
+        page.get_by_role("button", name="Failure policy of work").click()
+        dialog(page).get_by_label("A message that failed too often").select_option("dead_letter")
+        dialog(page).get_by_label("Redeliveries before that").fill("0")
+        dialog(page).get_by_role("button", name="Change the policy").click()
+        assert "failure policy of work was changed" in toast(page)
+        consumer.nack(consumer.receive(20), reason="no such address")
+        consumer.ack(consumer.receive(20))
+        consumer.close()
+    page.get_by_role("link", name=dead).click()
+    page.wait_for_selector("h1:has-text('Dead letters of')")
+    eventually(lambda: shop.api(f"/api/topics{dead}/dead-letters/count")["pending"] == 1)
+    page.reload()
+    page.wait_for_selector("section[aria-labelledby=groups]")
+    words = page.locator("section[aria-labelledby=groups]").inner_text()
+    assert "no such address (1)" in words
+    assert f"of {topic}" in words
+    page.get_by_role("button", name=f"Requeue 1 message of work of {topic}").click()
+    assert "Fix the consumer first" in dialog(page).inner_text()
+    dialog(page).get_by_role("button", name="Requeue").click()
+    page.wait_for_selector(".toast:has-text('1 message requeued')")
+    page.wait_for_selector(".empty:has-text('No dead letter is pending.')")
+    newest = shop.api(f"/api/topics{topic}/messages")["messages"][-1]
+    assert (newest["offset"], newest["text"]) == (2, "bad")
+    page.goto(f"{shop.url}/#/topics{topic}")
+    page.get_by_role("button", name="Delete subscription work").click()
+    dialog(page).get_by_role("textbox").fill("work")
+    dialog(page).get_by_role("button", name="Delete the subscription").click()
+    page.wait_for_selector(".toast:has-text('subscription work was deleted')")
+    assert shop.api(f"/api/topics{topic}")["subscriptions"] == []
 
 
 def test_a_page_of_another_origin_can_do_nothing(shop, open_page):

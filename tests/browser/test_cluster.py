@@ -49,20 +49,22 @@ def test_brokers_are_drained_and_activated_from_any_page(pair, open_page):
         client.move_topic(TOPIC, there)
     page = open_page(a, "#/brokers")
     settled(page)
-    row = page.locator("tbody tr", has_text=there)
-    assert "active" in row.inner_text()
-    assert "west" in row.inner_text()
+    card = page.get_by_label(f"Broker {there}")
+    assert "active" in card.inner_text()
+    assert "west" in card.inner_text()
+    assert card.get_by_role("link", name="Its dashboard").get_attribute("href") == b.url
     page.get_by_role("button", name=f"Drain {there}").click()
     assert "takes no new ones" in dialog(page).inner_text()
     # The safe answer has the focus.
     assert page.evaluate("document.activeElement.innerText") == "Cancel"
     dialog(page).get_by_role("button", name="Drain the broker").click()
     assert f"{there} is draining" in toast(page)
-    page.wait_for_selector(f"tbody tr:has-text('{there}') .badge:text-is('draining')")
+    page.wait_for_selector(f"[data-node='{there}'] .badge:text-is('draining')")
+    assert "1 not active" in page.locator(".page-head").inner_text()
     assert a.api(f"/api/topics{TOPIC}")["owner"]["node"] == node_of(a)
     page.get_by_role("button", name=f"Activate {there}").click()
     dialog(page).get_by_role("button", name="Activate the broker").click()
-    page.wait_for_selector(f"tbody tr:has-text('{there}') .badge:text-is('active')")
+    page.wait_for_selector(f"[data-node='{there}'] .badge:text-is('active')")
 
 
 def test_topic_is_moved_to_the_broker_that_is_chosen(pair, open_page):

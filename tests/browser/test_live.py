@@ -56,7 +56,7 @@ def test_a_hidden_tab_asks_for_nothing(shop, open_page):
     asked.clear()
     page.wait_for_timeout(3000)
     assert asked == []
-    with page.expect_response("**/api/brokers"):
+    with page.expect_response("**/api/cluster"):
         page.evaluate("window.pretend(false)")
 
 
@@ -78,6 +78,24 @@ def test_a_broker_that_is_gone_is_said_to_be_and_its_return_too(empty, open_page
     banner.wait_for(state="detached")
     assert page.locator("#announce").inner_text() == "The broker answers again."
     eventually(lambda: "Live" in page.locator("#freshness").inner_text())
+
+
+def test_nothing_is_called_healthy_while_the_broker_is_gone(shop, open_page):
+    page = open_page(shop, "#/")
+    settled(page)
+    well = shop.api("/api/overview")
+    well["health"] = {"ready": True, "state": "ok", "words": [], "checks": []}
+    page.route("**/api/overview?*", lambda route: route.fulfill(json=well))
+    page.wait_for_selector("#health:text-is('Healthy')")
+    page.route("**/api/**", lambda route: route.abort())
+    page.wait_for_selector("#health:text-is('The broker does not answer')")
+    panel = page.locator("section.health")
+    assert "bad" in panel.get_attribute("class")
+    assert "Its state is not known." in panel.inner_text()
+    assert page.title().startswith("No answer")
+    page.unroute("**/api/**")
+    page.wait_for_selector("#health:text-is('Healthy')")
+    assert page.title() == "Overview · Ister"
 
 
 @pytest.mark.nightly

@@ -1,11 +1,15 @@
 """The message browser: where it begins, how payloads are shown, and that they stay text."""
 
+import base64
+import json
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
 from browser.rig import settled, until
 from browser.shop import HOSTILE
+from browser.shop import ODDITIES as ODDITY_LIST
 
 ODDITIES = "/default/oddities"
 ORDERS = "/default/orders"
@@ -27,13 +31,14 @@ def test_the_newest_messages_come_first_to_mind(shop, open_page):
     page = open_page(shop, f"#/topics{ORDERS}/messages?limit=25")
     settled(page)
     end = shop.api(f"/api/topics{ORDERS}")["watermarks"]["next"]
-    assert offsets(page) == list(range(end - 25, end))
+    newest = list(range(end - 1, end - 26, -1))
+    assert offsets(page) == newest
     page.get_by_role("button", name="Older").click()
-    until(page, f"document.querySelector('.toggle').innerText.includes('{end - 50:,}')")
-    assert offsets(page) == list(range(end - 50, end - 25))
+    until(page, f"document.querySelector('.toggle').innerText.includes('{end - 26:,}')")
+    assert offsets(page) == [one - 25 for one in newest]
     page.get_by_role("button", name="Newer").click()
-    until(page, f"document.querySelector('.toggle').innerText.includes('{end - 25:,}')")
-    assert offsets(page) == list(range(end - 25, end))
+    until(page, f"document.querySelector('.toggle').innerText.includes('{end - 1:,}')")
+    assert offsets(page) == newest
 
 
 def test_from_an_offset_and_from_the_earliest(shop, open_page):
@@ -42,15 +47,15 @@ def test_from_an_offset_and_from_the_earliest(shop, open_page):
     page.get_by_label("Offset", exact=True).fill("1234")
     page.get_by_label("At most").select_option("25")
     page.get_by_role("button", name="Show", exact=True).click()
-    until(page, "document.querySelector('.toggle').innerText.includes('1,234')")
-    assert offsets(page) == list(range(1234, 1259))
+    until(page, "document.querySelector('.toggle').innerText.includes('1,258')")
+    assert offsets(page) == list(range(1258, 1233, -1))
     assert "start=1234" in page.url
     # Those are in the bucket only, and it is said so.
     assert set(page.locator("[data-label='Read from']").all_inner_texts()) == {"bucket"}
     page.get_by_label("From", exact=True).select_option("earliest")
     page.get_by_role("button", name="Show", exact=True).click()
-    until(page, "/^\\D*0$/.test(document.querySelector('.toggle').innerText)")
-    assert offsets(page)[:2] == [0, 1]
+    until(page, "/^\\D*24$/.test(document.querySelector('.toggle').innerText)")
+    assert offsets(page)[-2:] == [1, 0]
 
 
 @pytest.mark.nightly
@@ -66,9 +71,9 @@ def test_from_a_time(shop, open_page):
         page.get_by_role("button", name="Show", exact=True).click()
     until(page, "document.querySelectorAll('.toggle').length > 0 && location.hash.includes('t%3A')")
     until(
-        page, f"document.querySelector('.toggle').innerText.includes('{expected[0]['offset']:,}')"
+        page, f"document.querySelector('.toggle').innerText.includes('{expected[-1]['offset']:,}')"
     )
-    assert offsets(page) == [one["offset"] for one in expected]
+    assert offsets(page) == [one["offset"] for one in expected[::-1]]
 
 
 def test_payloads_are_text_whatever_they_say(shop, open_page):
@@ -93,9 +98,10 @@ def test_payloads_as_json_text_and_bytes(shop, open_page):
     assert best[4].inner_text() == "Grüße aus Köln \N{SNOWMAN}\nzweite Zeile"
     page.get_by_label("Text", exact=True).check()
     assert page.get_by_label("Payload of message 1", exact=True).inner_text().startswith('{"text"')
+    # The newest first.
     assert "not text" in page.locator("tr.extra").nth(1).inner_text()
     page.get_by_label("JSON", exact=True).check()
-    assert "It is not JSON." in page.locator("tr.extra").nth(2).inner_text()
+    assert "It is not JSON." in page.locator("tr.extra").nth(0).inner_text()
     page.get_by_label("Hex", exact=True).check()
     dump = page.get_by_label("Payload of message 4", exact=True).inner_text()
     assert dump.splitlines()[0] == (
@@ -110,7 +116,7 @@ def test_payloads_as_json_text_and_bytes(shop, open_page):
     )
     page.get_by_label("Best").check()
     opened(page, 5)
-    assert "Only the first 64 KiB are shown." in page.locator("tr.extra").last.inner_text()
+    assert "Only the first 64 KiB are shown." in page.locator("tr.extra").first.inner_text()
 
 
 def test_payloads_are_decoded_by_their_schema(shop, open_page):
@@ -139,10 +145,75 @@ def test_messages_stay_while_new_ones_are_counted(shop, open_page):
     newest = page.get_by_role("button", name="Show the newest")
     newest.wait_for()
     assert "3 messages came since you looked." in page.locator(".range").inner_text()
-    assert offsets(page) == list(range(10))
+    assert offsets(page) == list(range(9, -1, -1))
     newest.click()
     until(page, "document.querySelectorAll('.toggle').length === 13")
-    assert offsets(page) == list(range(13))
+    assert offsets(page) == list(range(12, -1, -1))
+
+
+def test_messages_are_filtered_by_key_attribute_and_content(shop, open_page):
+    page = open_page(shop, f"#/topics{ORDERS}/messages?limit=25")
+    settled(page)
+    message = shop.api(f"/api/topics{ORDERS}/messages?start=1000&limit=1")["messages"][0]
+    page.get_by_label("Key", exact=True).fill(message["routing_key"])
+    page.get_by_label("JSON condition").fill(f"order == {message['json']['order']}")
+    page.keyboard.press("Enter")
+    until(page, "document.querySelectorAll('.toggle').length === 1")
+    assert offsets(page) == [1000]
+    assert "1 match in" in page.locator(".range").inner_text()
+    # What is shown is in the address.
+    page.reload()
+    settled(page)
+    assert offsets(page) == [1000]
+    page.get_by_role("button", name="Clear filters").click()
+    until(page, "document.querySelectorAll('.toggle').length === 25")
+    page.get_by_label("Attribute").fill("source=nowhere")
+    page.get_by_role("button", name="Show", exact=True).click()
+    page.wait_for_selector(".empty")
+    assert "No message matches here." in page.locator(".empty").inner_text()
+    page.goto(f"{shop.url}/#/topics{ORDERS}/messages?where=order%20is%201")
+    page.wait_for_selector(".banner.bad")
+    assert "invalid condition" in page.locator(".banner.bad").inner_text()
+    # From a message to all of its key.
+    page.goto(f"{shop.url}/#/topics{ORDERS}/messages?start=1000&limit=25")
+    opened(page, 1000)
+    page.locator("tr.extra").get_by_role("link", name=message["routing_key"]).click()
+    until(page, "location.hash.includes('key=')")
+    until(page, "!document.querySelector('tr.extra')")
+    keys = set(page.locator("td[data-label=Key]").all_inner_texts())
+    assert keys == {message["routing_key"]}
+
+
+def test_a_live_tail_adds_what_comes(shop, open_page):
+    topic = "/default/tailed"
+    shop.publish(topic, b"old", b"other")
+    page = open_page(shop, f"#/topics{topic}/messages?contains=o")
+    settled(page)
+    tail = page.get_by_role("button", name="Live tail")
+    tail.click()
+    assert tail.get_attribute("aria-pressed") == "true"
+    shop.publish(topic, b"one", b"hidden", b"two")
+    until(page, "document.querySelectorAll('.toggle').length === 4")
+    assert offsets(page) == [4, 2, 1, 0]
+    tail.click()
+    shop.publish(topic, b"more")
+    page.get_by_role("button", name="Show the newest").wait_for()
+    assert offsets(page) == [4, 2, 1, 0]
+
+
+def test_messages_are_downloaded(shop, open_page):
+    page = open_page(shop, f"#/topics{ODDITIES}/messages")
+    settled(page)
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="Download").click()
+    file = waiting.value
+    assert file.suggested_filename == "default-oddities.jsonl"
+    lines = [json.loads(line) for line in Path(file.path()).read_text().splitlines()]
+    assert [one["offset"] for one in lines] == list(range(len(ODDITY_LIST)))
+    assert [base64.b64decode(one["payload_base64"]) for one in lines] == [
+        payload for payload, _ in ODDITY_LIST
+    ]
+    page.wait_for_selector(f".toast:has-text('{len(lines)} messages downloaded')")
 
 
 def test_an_offset_that_is_not_there_is_said_beside_the_form(shop, open_page):
@@ -153,4 +224,4 @@ def test_an_offset_that_is_not_there_is_said_beside_the_form(shop, open_page):
     page.get_by_label("Offset", exact=True).fill("7")
     page.get_by_role("button", name="Show", exact=True).click()
     page.wait_for_selector(".banner.bad", state="detached")
-    assert offsets(page)[0] == 7
+    assert offsets(page)[-1] == 7

@@ -31,7 +31,7 @@ def test_overview_says_how_the_broker_is(shop, open_page):
     assert page.title() == "Overview · Ister"
     words = {"ok": "Healthy", "attention": "Needs attention", "bad": "Unhealthy"}
     assert page.locator("#health").inner_text() == words[overview["health"]["state"]]
-    said = page.locator("section.health li").all_inner_texts()
+    said = page.locator(".alarm-words").all_inner_texts()
     wanted = [] if overview["health"]["state"] == "ok" else overview["health"]["words"]
     assert [one.lower() for one in said] == [one.lower() for one in wanted]
     assert texts(page, ".tile-label") == ["In", "Out", "Behind", "Not uploaded yet"]
@@ -49,7 +49,7 @@ def test_overview_says_how_the_broker_is(shop, open_page):
 def test_topics_are_listed_and_searched(shop, open_page):
     page = open_page(shop, "#/topics")
     settled(page)
-    names = [one["topic"] for one in shop.api("/api/topics")["topics"]]
+    names = [one["topic"] for one in shop.api("/api/topics?fold=yes")["topics"]]
     assert texts(page, "tbody th a") == names
     page.get_by_role("searchbox").type("ORD")
     until(page, "document.querySelectorAll('tbody th').length === 1")
@@ -181,7 +181,7 @@ def test_the_tier_map_shows_the_newest_part_larger(shop, open_page):
     assert all(one["end"] > bounds[0] for one in drawn(page))
     assert "cursors further back" in page.locator("section[aria-labelledby=tiers]").inner_text()
     # It stays so when the page is brought up to date.
-    with page.expect_response(f"**/api/topics{ORDERS}"):
+    with page.expect_response(f"**/api/topics{ORDERS}?*"):
         pass
     page.wait_for_timeout(100)
     assert page.get_by_label("Newest 10 %").is_checked()
@@ -193,11 +193,98 @@ def test_a_partitioned_topic_leads_to_its_partitions(shop, open_page):
     page = open_page(shop, "#/topics/default/stock")
     settled(page)
     parts = [f"/default/stock-part-{number}" for number in range(3)]
-    assert column(page, "partitions", "Partition") == parts
+    assert column(page, "partitions", "Topic") == parts
     page.get_by_role("link", name=parts[1]).click()
     page.wait_for_selector(f"h1:text-is('{parts[1]}')")
     settled(page)
     assert page.get_by_role("link", name="/default/stock", exact=True).is_visible()
+
+
+def test_partitions_are_under_their_topic(shop, open_page):
+    page = open_page(shop, "#/topics")
+    settled(page)
+    stock = page.locator(
+        "tbody tr", has=page.get_by_role("link", name="/default/stock", exact=True)
+    )
+    parts = shop.api("/api/topics/default/stock")["topics"]
+    held = sum(one["watermarks"]["next"] for one in parts)
+    assert stock.locator("[data-label=Messages]").inner_text() == number(held) == "300"
+    assert page.get_by_role("link", name="/default/stock-part-0").count() == 0
+    page.get_by_role("button", name="Partitions of /default/stock").click()
+    assert texts(page, "tr.part th a") == [one["topic"] for one in parts]
+    # Small lines begin and end at the same place in every row.
+    lines = page.locator("tbody .sparkline").evaluate_all(
+        "all => all.map((one) => one.getBoundingClientRect()).map((box) => [box.left, box.right])"
+    )
+    assert len(lines) == page.locator("tbody tr").count()
+    assert len({(round(left), round(right)) for left, right in lines}) == 1
+
+
+def test_a_chart_says_its_values_at_the_pointer_and_by_keys(shop, open_page):
+    page = open_page(shop)
+    settled(page)
+    until(page, "document.querySelector('.handle')?.ariaValueMax > 2")
+    handle = page.get_by_role("slider", name="Messages per second: value at a time")
+    tip = page.locator("section[aria-labelledby=chart-messages] .tip")
+    assert not tip.is_visible()
+    box = handle.bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 12, box["y"] + 40)
+    assert tip.is_visible()
+    assert "In" in tip.inner_text()
+    assert "msg/s" in tip.inner_text()
+    page.mouse.move(5, 5)
+    assert not tip.is_visible()
+    handle.focus()
+    newest = handle.get_attribute("aria-valuetext")
+    assert tip.is_visible()
+    page.keyboard.press("Home")
+    oldest = handle.get_attribute("aria-valuetext")
+    assert oldest != newest
+    assert oldest.startswith(tip.locator(".tip-time").inner_text())
+    # It stays where it is while the page is brought up to date.
+    with page.expect_response("**/api/overview?*"):
+        pass
+    page.wait_for_timeout(100)
+    assert handle.get_attribute("aria-valuetext") == oldest
+    page.keyboard.press("Escape")
+    assert not tip.is_visible()
+
+
+def test_charts_show_five_minutes_an_hour_or_a_day(shop, open_page):
+    page = open_page(shop)
+    settled(page)
+    for label, words in (("1 hour", "the last hour"), ("1 day", "the last day")):
+        page.get_by_label(label).check()
+        until(page, f"document.querySelector('.chart svg').ariaLabel.includes('{words}')")
+    # Also elsewhere, and when one comes back.
+    page.goto(f"{shop.url}/#/topics{ORDERS}")
+    page.wait_for_selector("section[aria-labelledby=rates]")
+    assert "the last day" in page.locator(".chart svg").get_attribute("aria-label")
+    page.reload()
+    settled(page)
+    assert page.get_by_label("1 day").is_checked()
+    page.get_by_label("5 min").check()
+    until(page, "document.querySelector('.chart svg').ariaLabel.includes('five minutes')")
+
+
+def test_an_alarm_leads_to_the_subscription_and_to_what_to_do(shop, open_page):
+    page = open_page(shop)
+    settled(page)
+    alarm = page.locator(".alarms li", has_text="mailer")
+    alarm.get_by_role("link", name="mailer").click()
+    row = page.locator("tr.wanted")
+    row.wait_for()
+    assert "blocked" in row.inner_text()
+    assert row.evaluate("one => one.getBoundingClientRect().bottom <= innerHeight")
+    row.get_by_role("link", name="What to do").click()
+    page.wait_for_selector("h1:text-is('Health')")
+    check = page.locator("#check-subscriptions")
+    check.wait_for()
+    assert check.get_attribute("open") is not None
+    assert "seek to the offset" in check.inner_text()
+    assert "IsterSubscriptionBlocked" in check.inner_text()
+    checks = shop.api("/api/overview")["health"]["checks"]
+    assert page.locator(".check").count() == len(checks)
 
 
 def test_a_topic_that_keeps_nothing_says_so(shop, open_page):
@@ -214,10 +301,11 @@ def test_brokers(shop, open_page):
     page = open_page(shop, "#/brokers")
     settled(page)
     (broker,) = shop.api("/api/brokers")["brokers"]
-    row = page.locator("tbody tr").inner_text()
-    assert broker["node"] in row
-    assert broker["broker_url"] in row
-    assert "this one" in row
+    card = page.get_by_label(f"Broker {broker['node']}").inner_text()
+    assert broker["connect_url"] in card
+    assert "this one" in card
+    # Its load is that of now, although it has nobody to tell.
+    assert "A single broker" in page.locator("main").inner_text()
 
 
 def test_pipeline_without_one_says_what_to_start(shop, open_page):

@@ -13,6 +13,8 @@ ROUTES = {
     "oddities": "#/topics/default/oddities/messages",
     "pipeline": "#/pipeline",
     "brokers": "#/brokers",
+    "health": "#/health/subscriptions",
+    "dead letters": f"#/topics{ORDERS}/dead-letters",
     "none": "#/none",
 }
 WITHOUT_NAMES = """() => {
@@ -38,7 +40,6 @@ def visit(page, site, route):
     settled(page)
 
 
-@pytest.mark.nightly
 def test_a_phone_never_scrolls_sideways(shop, open_page):
     page = open_page(shop, **PHONE)
     for width in (390, 320):
@@ -106,6 +107,53 @@ def test_everything_can_be_done_with_the_keyboard(shop, open_page):
     assert page.evaluate("document.activeElement.getAttribute('aria-expanded')") == "false"
 
 
+def test_keys_lead_to_the_filter_and_to_pages(shop, open_page):
+    page = open_page(shop, "#/brokers")
+    settled(page)
+    page.keyboard.press("?")
+    dialog = page.locator("dialog[open]")
+    assert "Filter topics or messages" in dialog.inner_text()
+    page.keyboard.press("/")
+    assert dialog.is_visible()
+    page.keyboard.press("Escape")
+    dialog.wait_for(state="detached")
+    # A page without a filter leads to that of topics.
+    page.keyboard.press("/")
+    until(page, "document.activeElement.id === 'search'")
+    page.keyboard.type("/g?")
+    assert page.get_by_role("searchbox").input_value() == "/g?"
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.tagName") == "BODY"
+    page.keyboard.press("g")
+    page.keyboard.press("h")
+    page.wait_for_selector("h1:text-is('Health')")
+    visit(page, shop, ROUTES["messages"])
+    page.wait_for_selector("#contains")
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.name") == "contains"
+
+
+def test_the_theme_is_chosen_and_kept(shop, open_page):
+    page = open_page(shop, color_scheme="light")
+    settled(page)
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    button = page.get_by_role("button", name="Theme: auto")
+    button.click()
+    assert page.evaluate(ground) == light
+    page.get_by_role("button", name="Theme: light").click()
+    dark = page.evaluate(ground)
+    assert dark != light
+    page.reload()
+    settled(page)
+    assert page.evaluate(ground) == dark
+    page.get_by_role("button", name="Theme: dark").click()
+    assert page.evaluate(ground) == light
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate(ground) == dark
+    assert page.evaluate("localStorage.length") == 0
+
+
 def test_pages_have_landmarks_headings_and_tables_with_names(shop, open_page):
     page = open_page(shop)
     for name, route in ROUTES.items():
@@ -128,15 +176,18 @@ def test_axe_finds_nothing(shop, open_page, scheme):
     rules = {"runOnly": ["color-contrast"]} if scheme == "dark" else None
     page = open_page(shop, color_scheme=scheme)
     found = {}
-    for name in ("overview", "topics", "topic", "messages", "pipeline", "brokers"):
+    for name in ROUTES.keys() - {"oddities", "none"}:
         visit(page, shop, ROUTES[name])
         for button in page.locator("button.toggle").all()[:2]:
             button.click()
         found[name] = axe.run(page, options=rules)
     visit(page, shop, ROUTES["topic"])
-    page.get_by_role("button", name="Seek billing").click()
-    page.wait_for_selector("dialog[open]")
-    found["dialog"] = axe.run(page, options=rules)
+    for name in ("Seek billing", "Failure policy of billing", "Publish a message", "Policies…"):
+        page.get_by_role("button", name=name).click()
+        page.wait_for_selector("dialog[open]")
+        found[f"dialog {name}"] = axe.run(page, options=rules)
+        page.keyboard.press("Escape")
+        page.wait_for_selector("dialog[open]", state="detached")
     page.set_viewport_size({"width": 390, "height": 844})
     visit(page, shop, ROUTES["topics"])
     found["phone"] = axe.run(page, options=rules)

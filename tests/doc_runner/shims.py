@@ -19,13 +19,19 @@ from pathlib import Path
 _HERE = Path(__file__).resolve()
 _ROOT = _HERE.parents[2]
 
-CHECKED = ("pip", "make", "docker", "kubectl", "systemctl", "systemd-analyze", "sudo", "useradd")
+CHECKED = (
+    *("pip", "uv", "make", "docker", "kubectl"),
+    *("systemctl", "systemd-analyze", "sudo", "useradd"),
+)
 
 _DOCKER = frozenset(
     {"build", "compose", "run", "up", "down", "ps", "logs", "exec", "stop", "pull", "config"}
 )
 _KUBECTL = frozenset(
-    {"apply", "create", "delete", "get", "logs", "describe", "rollout", "exec", "port-forward"}
+    {
+        *("apply", "create", "delete", "get", "logs", "describe", "rollout", "exec"),
+        *("port-forward", "kustomize"),
+    }
 )
 _SYSTEMCTL = frozenset(
     {"enable", "disable", "start", "stop", "restart", "reload", "status", "daemon-reload"}
@@ -45,6 +51,7 @@ _VALUED = frozenset(
         "-v",
         "-u",
         "-l",
+        "--python",
     }
 )
 
@@ -140,6 +147,18 @@ def _pip(arguments: list[str]) -> None:
                     _refuse(f"pyproject.toml has no extra {extra}")
 
 
+def _uv(arguments: list[str]) -> None:
+    match arguments:
+        case ["venv", *rest]:
+            _venv(_words(rest) or [".venv"])
+        case ["pip", *rest]:
+            _pip(rest)
+        case ["build"]:
+            pass
+        case _:
+            _refuse(f"uv {' '.join(arguments)}")
+
+
 def _make(arguments: list[str]) -> None:
     makefile = (_ROOT / "Makefile").read_text()
     for target in (word for word in _words(arguments) if "=" not in word):
@@ -204,6 +223,7 @@ def _pass(arguments: list[str]) -> None:
 
 _CHECKS = {
     "pip": _pip,
+    "uv": _uv,
     "make": _make,
     "docker": _docker,
     "kubectl": _kubectl,

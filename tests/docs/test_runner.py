@@ -62,6 +62,8 @@ def test_blocks_share_a_shell_a_directory_and_an_interpreter(run):
         ("```python\nassert await_nothing\n```", "NameError"),
         ("```sh\npip install '.[nothing]'\n```", "no extra nothing"),
         ("```sh\npip install ister\n```", "nothing else has been published"),
+        ("```sh\nuv pip install '.[nothing]'\n```", "no extra nothing"),
+        ("```sh\nuv nothing\n```", "uv nothing"),
         ("```sh\nmake nothing\n```", "no target nothing"),
         ("```sh\ndocker compose -f nothing.yml up\n```", "no file nothing.yml"),
         ("```sh\nkubectl apply -f nothing.yml\n```", "no file nothing.yml"),

@@ -190,9 +190,9 @@ class ClusterRun:
                 self._cut(victim, fault, owned)
 
     def _choose_victim(self, owners: Mapping[str, int | None]) -> int:
-        """Mostly one that has a topic: of the others nothing depends."""
+        """Mostly one that has a topic, and at first always: of the others nothing depends."""
         owning = sorted({owner for owner in owners.values() if owner is not None})
-        is_any = self._chance.random() < 0.2 or not owning
+        is_any = (self._chance.random() < 0.2 and self._served) or not owning
         return self._chance.choice(self._cluster.alive() if is_any else owning)
 
     def _kill(self, victim: int, owned: Sequence[str]) -> None:

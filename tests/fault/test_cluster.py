@@ -23,6 +23,7 @@ import grpc
 from fault.cluster_run import (
     BUSY_SECONDS,
     CLUSTER_SETTINGS,
+    TOPICS,
     ClusterRun,
     Fault,
     faults_of,
@@ -37,11 +38,12 @@ from support.danube import connect, numbered, run, texts
 from support.scale import scaled
 from support.waiting import PATIENCE_SECONDS, eventually, eventually_async
 
-KILLS = scaled(6, 100)
+KILLS = scaled(3, 100)
+KILL_TOPICS = scaled(2, 3)
 RESTARTS = scaled(1, 5)
-ROLLING = scaled(3, 12)
+ROLLING = scaled(2, 12)
 """Topics under a rolling restart."""
-MANY = scaled(60, 1000)
+MANY = scaled(30, 1000)
 ASSIGNED_SECONDS = 10.0
 """How long many topics may take until each has a broker, once all brokers are ready."""
 TAKEN_SECONDS = 10.0
@@ -81,12 +83,14 @@ def test_kills_of_brokers_lose_nothing_and_topics_go_on_elsewhere(cluster, tmp_p
     """
     seed = new_seed()
     say_replay(seed, request.node.nodeid)
-    summary = ClusterRun(cluster, tmp_path, seed, faults_of(seed, kills=KILLS)).run()
+    options = Options(addresses=cluster.addresses, topics=TOPICS[:KILL_TOPICS], ack="tiered")
+    faults = faults_of(seed, kills=KILLS)
+    summary = ClusterRun(cluster, tmp_path, seed, faults, options=options).run()
     report("cluster kills", summary)
     assert summary["kills"] == KILLS
     assert summary["received_again"] > 0, "kills with nothing under way prove nothing"
     moved = summary["served again after kills (s)"]["count"]
-    assert moved >= KILLS // 6, "hardly a topic had to be served by another broker"
+    assert moved >= max(KILLS // 6, 1), "hardly a topic had to be served by another broker"
 
 
 @pytest.mark.nightly

@@ -23,7 +23,7 @@ from support.scale import scaled
 
 # Those of a log without a bucket; `test_tier_kill` has the rest.
 POINTS = sorted(point for point in FAILPOINTS if point.startswith("wal."))
-CYCLES = dict.fromkeys(("written", "synced", "mixed"), scaled(3, 66))
+CYCLES = dict.fromkeys(("written", "synced", "mixed"), scaled(2, 66))
 
 _VISITS_MAX = {
     # One visit per topic at opening, one more per rotation.

@@ -184,6 +184,7 @@ def _take_over(world, topic):
     return True
 
 
+@pytest.mark.nightly
 def test_one_pipeline_uploads_for_all_brokers_and_goes_on_when_one_dies(world, spark):
     """Goal: one `pipeline run` uploads the topics of every broker, wherever they are by then.
 

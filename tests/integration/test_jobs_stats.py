@@ -23,6 +23,6 @@ def test_the_numbers_on_spark(spark, tmp_path):
         messages = expected[fields["topic"]]
         assert fields["messages"] == len(messages) == 250
         assert fields["bytes"] == sum(len(message.payload) for message in messages)
-        hours = Counter(m.publish_time.strftime("%Y-%m-%dT%H:00:00Z") for m in messages)
+        hours = Counter(m.publish_time.strftime("%Y-%m-%dT%H:00:00.000Z") for m in messages)
         assert {item["hour"]: item["messages"] for item in fields["hours"]} == hours
     assert report.as_json()["totals"]["messages"] == 750

@@ -179,7 +179,7 @@ class LogSource:
     def count_appended(self, topic, batch):
         """Does nothing."""
 
-    def publishing(self, topic):
+    def publishing(self, topic, producer):
         return nullcontext()
 
 

@@ -44,10 +44,10 @@ from ister.topic.log import Log
 from ister.topic.topic import Topic
 from support.memory_fs import MemoryFileSystem
 from support.memory_store import MemoryObjectStore
-from tests.sim.tier_world import find_break, read_all
+from tests.sim.tier_world import read_all
 from tests.sim.world import BrokenPromiseError, InlineSchedule
 
-__all__ = ["CloneWorld", "find_break", "run_seed"]
+__all__ = ["CloneWorld", "run_seed"]
 
 LEASE_SECONDS: Final = 5
 TOPICS: Final = tuple(f"/ns/t{number}" for number in range(5))

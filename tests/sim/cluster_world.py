@@ -58,10 +58,10 @@ from ister.topic.log import Log
 from ister.topic.topic import Topic
 from support.memory_fs import MemoryFileSystem, SimulatedCrash
 from support.memory_store import MemoryObjectStore
-from tests.sim.tier_world import find_break, read_all
+from tests.sim.tier_world import read_all
 from tests.sim.world import BrokenPromiseError, InlineSchedule
 
-__all__ = ["ClusterWorld", "find_break", "run_seed"]
+__all__ = ["ClusterWorld", "run_seed"]
 
 ROOT: Final = "/danube"
 LEASE_SECONDS: Final = 6

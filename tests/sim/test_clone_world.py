@@ -13,7 +13,9 @@ from ister.bucket.membership import Membership
 from ister.bucket.ownership import OwnedTopic
 from ister.metadata.base import Absent, Put
 from support.scale import scaled
-from tests.sim.clone_world import find_break, run_seed
+from tests.sim.clone_world import run_seed
+from tests.sim.known_seeds import say_caught, seeds_for
+from tests.sim.world import find_break
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 RUNS = scaled(100, 10_000)
@@ -114,6 +116,6 @@ PLANTS: list[Plant] = [
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_worlds_of_copies_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    seed = find_break(range(SEEDS_MAX), run_seed)
-    print(f"{plant.__name__}: caught by seed {seed}")
+    seed = find_break(seeds_for("clone", plant.__name__, SEEDS_MAX), run_seed)
+    say_caught("clone", plant.__name__, seed)
     assert seed is not None

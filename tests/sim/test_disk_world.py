@@ -12,6 +12,7 @@ from ister.topic.disk import DiskGuard
 from ister.wal.log import Wal
 from support.scale import scaled
 from tests.sim.disk_world import DiskMetadata, run_seed
+from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.world import find_break
 
 WORLDS = scaled(4, 200)
@@ -103,6 +104,6 @@ PLANTED: list[Plant] = [
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_planted_bug_is_caught(monkeypatch, plant):
     plant(monkeypatch)
-    seed = find_break(range(SEEDS_MAX), run_seed)
+    seed = find_break(seeds_for("disk", plant.__name__, SEEDS_MAX), run_seed)
     assert seed is not None, f"{plant.__name__} was not caught in {SEEDS_MAX} worlds"
-    print(f"caught by seed {seed}")
+    say_caught("disk", plant.__name__, seed)

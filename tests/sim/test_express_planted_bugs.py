@@ -35,12 +35,13 @@ from ister.topic.express import Express
 from support.memory_fs import SimulatedCrash
 from support.scale import nightly
 from support.tiers import TTL_SECONDS, Cluster, Pipeline, Site, a_descriptor
+from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.test_tier_planted_bugs import (
     a_swap_forgets_the_pointer,
     a_swap_leaves_the_last_one,
 )
-from tests.sim.tier_world import find_break, run_seed
-from tests.sim.world import BrokenPromiseError
+from tests.sim.tier_world import run_seed
+from tests.sim.world import BrokenPromiseError, find_break
 from tests.unit.bucket.test_express import Node, topic_name
 from tests.unit.topic.test_express import Shared
 
@@ -307,8 +308,9 @@ RARE: list[Plant] = [
 )
 def test_worlds_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    seed = find_break(range(SEEDS_MAX), lambda seed: run_seed(seed, turns=TURNS, shares=True))
-    print(f"{plant.__name__}: caught by seed {seed}")
+    seeds = seeds_for("express", plant.__name__, SEEDS_MAX)
+    seed = find_break(seeds, lambda seed: run_seed(seed, turns=TURNS, shares=True))
+    say_caught("express", plant.__name__, seed)
     assert seed is not None
 
 

@@ -28,6 +28,7 @@ from ister.wal.recovery import Recovered, _Recovery
 from ister.wal.scan import FileScan
 from ister.wal.writer import WalWriter
 from support.memory_fs import FaultPlan
+from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.test_failing_operations import run_with_fault
 from tests.sim.world import find_break, run_seed
 
@@ -248,8 +249,8 @@ BY_FAULTS: list[Plant] = [
 @pytest.mark.parametrize("plant", BY_CRASHES, ids=lambda plant: plant.__name__)
 def test_crashes_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    seed = find_break(range(SEEDS_MAX), run_seed)
-    print(f"{plant.__name__}: caught by seed {seed}")
+    seed = find_break(seeds_for("wal", plant.__name__, SEEDS_MAX), run_seed)
+    say_caught("wal", plant.__name__, seed)
     assert seed is not None
 
 

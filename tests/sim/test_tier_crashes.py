@@ -29,7 +29,7 @@ from support.scale import scaled
 from tests.sim.tier_world import POINTS, read_all, run_seed
 from tests.sim.world import InlineSchedule
 
-RUNS = scaled(200, 20_000)
+RUNS = scaled(100, 20_000)
 HITS_PER_FAILPOINT = scaled(2, 50)
 TOPIC = "/ns/a"
 NAME = TopicName.parse(TOPIC)

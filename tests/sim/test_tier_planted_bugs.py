@@ -49,9 +49,10 @@ from ister.wal.directory import WalDirectory
 from ister.wal.state import LogState
 from support.scale import nightly
 from support.tiers import Cluster, Pipeline, a_descriptor
+from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.test_tier_crashes import collect_late
-from tests.sim.tier_world import find_break, run_seed
-from tests.sim.world import BrokenPromiseError
+from tests.sim.tier_world import run_seed
+from tests.sim.world import BrokenPromiseError, find_break
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 SEEDS_MAX = 3000
@@ -530,8 +531,9 @@ RARE: list[Plant] = [
 )
 def test_worlds_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    seed = find_break(range(SEEDS_MAX), lambda seed: run_seed(seed, turns=TURNS, shares=False))
-    print(f"{plant.__name__}: caught by seed {seed}")
+    seeds = seeds_for("tier", plant.__name__, SEEDS_MAX)
+    seed = find_break(seeds, lambda seed: run_seed(seed, turns=TURNS, shares=False))
+    say_caught("tier", plant.__name__, seed)
     assert seed is not None
 
 

@@ -1742,16 +1742,6 @@ def run_seed(
     return world
 
 
-def find_break(seeds: range, run: Callable[[int], object]) -> int | None:
-    """The first seed that breaks a promise, or None."""
-    for seed in seeds:
-        try:
-            run(seed)
-        except (BrokenPromiseError, IsterError, LookupError, ValueError, OSError):
-            return seed
-    return None
-
-
 def main() -> None:
     """Runs one seed, for replay."""
     import argparse  # noqa: PLC0415

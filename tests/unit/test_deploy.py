@@ -23,6 +23,7 @@ import kubernetes_validate
 import promql_parser
 import pytest
 import yaml
+from tools import alarms
 
 from ister.broker.observe.prometheus import PrometheusMetrics
 from ister.cli.main import make_parser
@@ -35,6 +36,7 @@ from servers.s3 import ACCESS_KEY, SECRET_KEY, rclone_server
 from support.broker import a_broker, a_record, eventually, run
 from support.cases import each
 from support.certificates import LOCAL_NAMES, Authority
+from support.kustomize import render
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -45,11 +47,12 @@ RULES = [
     for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]
     for rule in group["rules"]
 ]
-MANIFESTS = {
-    path.name: list(yaml.safe_load_all(path.read_text()))
-    for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-}
-DISKLESS = "kubernetes/diskless.yaml"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+KUBERNETES = DEPLOY / "kubernetes"
+OVERLAYS = ["base", "overlays/diskless", "overlays/example"]
+# What Kubernetes gets, by overlay, kind and name.
+MANIFESTS = {name: render(KUBERNETES / name) for name in OVERLAYS}
+DISKLESS = "kubernetes/overlays/diskless/ister.yml"
 COMPOSE = yaml.safe_load((DEPLOY / "compose" / "compose.yml").read_text())
 CLUSTER = yaml.safe_load((DEPLOY / "compose" / "cluster.yml").read_text())
 DOCKERFILE = (DEPLOY / "docker" / "Dockerfile").read_text()
@@ -218,9 +221,11 @@ def test_every_alarm_says_what_it_is_and_where_to_read_on():
     names = [rule["alert"] for rule in RULES]
     assert len(names) == len(set(names))
     for rule in RULES:
-        assert set(rule["annotations"]) == {"summary", "description", "runbook"}, rule["alert"]
+        assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}, rule["alert"]
         assert rule["labels"]["severity"] in ("page", "ticket"), rule["alert"]
-        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        url, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        home, _, page = url.partition("/blob/main/")
+        assert home == PROJECT["urls"]["Repository"]
         assert ROOT / page == ALARMS
         assert anchor == rule["alert"].lower()
 
@@ -261,9 +266,6 @@ def test_prometheus_asks_the_broker_of_compose():
 def settings_files():
     found = {str(path.relative_to(DEPLOY)): path.read_text() for path in DEPLOY.rglob("ister.yml")}
     found.pop("grafana/provisioning/dashboards/ister.yml")
-    for name, manifests in MANIFESTS.items():
-        (settings,) = [one["data"] for one in manifests if one["kind"] == "ConfigMap"]
-        found[f"kubernetes/{name}"] = settings["ister.yml"]
     return found
 
 
@@ -285,7 +287,7 @@ def test_there_are_settings_for_each_way():
         "compose/ister.yml",
         "docker/ister.yml",
         DISKLESS,
-        "kubernetes/ister.yaml",
+        "kubernetes/base/ister.yml",
         "systemd/ister.yml",
     }
 
@@ -324,7 +326,8 @@ def test_settings_pass_config_check(tmp_path, name):
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-@pytest.mark.parametrize("name", sorted(settings_files()))
+# tests/integration/test_compose.py starts the one of compose, with its stores.
+@pytest.mark.parametrize("name", sorted(set(settings_files()) - {"compose/ister.yml"}))
 def test_broker_starts_with_the_settings(tmp_path, name):
     text = settings_files()[name]
     settings = yaml.safe_load(moved(text, tmp_path))
@@ -356,7 +359,7 @@ def ister_commands():
         if service["image"].startswith("ister") and "command" in service:
             found[f"compose {name}"] = service["command"]
     for name, manifests in MANIFESTS.items():
-        (stateful,) = [one for one in manifests if one["kind"] == "StatefulSet"]
+        stateful = manifests["StatefulSet", "ister"]
         (container,) = stateful["spec"]["template"]["spec"]["containers"]
         found[f"kubernetes {name}"] = container["args"]
     return found
@@ -381,8 +384,11 @@ def test_every_file_is_checked_by_a_test_of_its_kind():
         "grafana/ister.json",
         "grafana/provisioning/dashboards/ister.yml",
         "grafana/provisioning/datasources/prometheus.yml",
-        DISKLESS,
-        "kubernetes/ister.yaml",
+        *(f"kubernetes/{name}/kustomization.yaml" for name in OVERLAYS),
+        "kubernetes/base/brokers.yaml",
+        "kubernetes/components/monitoring/alarms.yaml",
+        "kubernetes/components/monitoring/kustomization.yaml",
+        "kubernetes/components/monitoring/service-monitor.yaml",
         "nginx/ister.conf",  # tests/integration/test_nginx.py
         "prometheus/alerts.yml",
         "prometheus/prometheus.yml",
@@ -443,9 +449,7 @@ def test_images_are_pinned_not_root_and_without_secrets():
 
 
 def test_extras_of_the_images_exist():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    extras = PROJECT["optional-dependencies"]
     for listed in re.findall(r"'\.\[([\w,]+)\]'", DOCKERFILE):
         assert set(listed.split(",")) <= set(extras)
 
@@ -580,15 +584,42 @@ def test_units_are_hardened(unit):
 
 # -- Kubernetes -------------------------------------------------------------------------------
 
-
-@each("manifest", [manifest for found in MANIFESTS.values() for manifest in found])
-def test_manifest_fits_kubernetes_schemas(manifest):
-    kubernetes_validate.validate(manifest, "1.31", strict=True)
+# Resources of the Prometheus operator, whose schemas are not Kubernetes' own.
+OPERATORS = {"ServiceMonitor", "PrometheusRule"}
 
 
-@each("file", MANIFESTS)
-def test_manifests_fit_each_other(file):
-    by_name = {(m["kind"], m["metadata"]["name"]): m for m in MANIFESTS[file]}
+@each("name", OVERLAYS)
+def test_resources_fit_kubernetes_schemas(name):
+    for (kind, _), resource in MANIFESTS[name].items():
+        if kind in OPERATORS:
+            assert resource["apiVersion"] == "monitoring.coreos.com/v1"
+        else:
+            kubernetes_validate.validate(resource, "1.31", strict=True)
+
+
+@each("name", OVERLAYS)
+def test_kubectl_makes_the_same_of_it(name):
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is not installed")
+    made = subprocess.run(
+        [kubectl, "kustomize", str(KUBERNETES / name)], capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    resources = {(m["kind"], m["metadata"]["name"]): m for m in yaml.safe_load_all(made.stdout)}
+    assert resources == MANIFESTS[name]
+
+
+def secret_keys():
+    """The keys of the Secret that users are told to create."""
+    text = (KUBERNETES / "base" / "kustomization.yaml").read_text()
+    return set(re.findall(r"--from-(?:literal|file)=([\w.]+)", text))
+
+
+@each("name", OVERLAYS)
+def test_manifests_fit_each_other(name):
+    by_name = MANIFESTS[name]
+    assert "Secret" not in {kind for kind, _ in by_name}, "no secret, not even an example"
     sets = by_name["StatefulSet", "ister"]["spec"]
     assert ("Service", sets["serviceName"]) in by_name
     pod = sets["template"]["spec"]
@@ -599,18 +630,16 @@ def test_manifests_fit_each_other(file):
             assert manifest["spec"]["selector"].items() <= labels.items()
             ports = {port["targetPort"] for port in manifest["spec"]["ports"]}
             assert ports <= {port["name"] for port in container["ports"]}
-    secret = by_name["Secret", "ister-secrets"]["stringData"]
-    assert set(secret.values()) == {"CHANGE-ME"}, "no secret, not even an example"
     for variable in container["env"]:
         wanted = variable["valueFrom"].get("secretKeyRef")
-        assert wanted is None or wanted["key"] in secret
+        assert wanted is None or wanted["key"] in secret_keys()
     settings = by_name["ConfigMap", "ister"]["data"]["ister.yml"]
     given = {variable["name"] for variable in container["env"]}
     assert set(re.findall(r"\$\{(\w+)\}", settings)) <= given
     (tls,) = [volume["secret"] for volume in pod["volumes"] if volume["name"] == "tls"]
     files = {f"/etc/ister-tls/{item['path']}" for item in tls["items"]}
     assert files == set(yaml.safe_load(settings)["broker"]["tls"].values())
-    assert {item["key"] for item in tls["items"]} <= set(secret)
+    assert {item["key"] for item in tls["items"]} <= secret_keys()
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     claims = {claim["metadata"]["name"] for claim in sets.get("volumeClaimTemplates", ())}
     assert mounted == {volume["name"] for volume in pod["volumes"]} | claims
@@ -624,35 +653,63 @@ def test_manifests_fit_each_other(file):
 
 
 def test_pods_without_a_disk_have_nothing_to_write_to():
-    (stateful,) = [m["spec"] for m in MANIFESTS["diskless.yaml"] if m["kind"] == "StatefulSet"]
+    stateful = MANIFESTS["overlays/diskless"]["StatefulSet", "ister"]["spec"]
     assert "volumeClaimTemplates" not in stateful
-    (container,) = stateful["template"]["spec"]["containers"]
+    pod = stateful["template"]["spec"]
+    assert "fsGroup" not in pod["securityContext"]
+    (container,) = pod["containers"]
     assert all(mount["readOnly"] for mount in container["volumeMounts"])
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
-@each("file", MANIFESTS)
-def test_manifests_are_of_three_brokers_that_one_machine_cannot_take_down(file):
-    by_kind = {m["kind"]: m for m in MANIFESTS[file] if m["kind"] != "Service"}
-    stateful = by_kind["StatefulSet"]["spec"]
+@each("name", OVERLAYS)
+def test_manifests_are_of_three_brokers_that_one_machine_cannot_take_down(name):
+    by_name = MANIFESTS[name]
+    stateful = by_name["StatefulSet", "ister"]["spec"]
     assert stateful["replicas"] == 3
     labels = {"matchLabels": stateful["template"]["metadata"]["labels"]}
-    assert by_kind["PodDisruptionBudget"]["spec"] == {"maxUnavailable": 1, "selector": labels}
+    budget = by_name["PodDisruptionBudget", "ister"]["spec"]
+    assert budget == {"maxUnavailable": 1, "selector": labels}
     (apart,) = stateful["template"]["spec"]["affinity"]["podAntiAffinity"][
         "requiredDuringSchedulingIgnoredDuringExecution"
     ]
     assert apart == {"topologyKey": "kubernetes.io/hostname", "labelSelector": labels}
     # Each advertises the name that the headless service gives its pod.
-    advertised = yaml.safe_load(by_kind["ConfigMap"]["data"]["ister.yml"])["broker"]["advertised"]
+    settings = yaml.safe_load(by_name["ConfigMap", "ister"]["data"]["ister.yml"])
     host = f"${{ISTER_POD}}.{stateful['serviceName']}"
-    assert advertised == {
+    assert settings["broker"]["advertised"] == {
         "broker_url": f"https://{host}:6650",
         "flight_url": f"grpc+tls://{host}:6651",
     }
-    (headless,) = [
-        m["spec"]
-        for m in MANIFESTS[file]
-        if m["metadata"]["name"] == stateful["serviceName"] and m["kind"] == "Service"
-    ]
+    headless = by_name["Service", stateful["serviceName"]]["spec"]
     assert headless["clusterIP"] == "None"
     assert headless["publishNotReadyAddresses"] is True
+
+
+def test_service_monitor_scrapes_each_broker_once():
+    by_name = MANIFESTS["overlays/example"]
+    monitor = by_name["ServiceMonitor", "ister"]["spec"]
+    wanted = monitor["selector"]["matchLabels"].items()
+    services = [
+        resource
+        for (kind, _), resource in by_name.items()
+        if kind == "Service" and wanted <= resource["metadata"]["labels"].items()
+    ]
+    # Its name becomes the label `job`, which alarms select.
+    (service,) = services
+    assert service["metadata"]["name"] == "ister"
+    (scraped,) = monitor["endpoints"]
+    assert scraped["port"] in {port["name"] for port in service["spec"]["ports"]}
+    assert scraped["tlsConfig"]["serverName"] == "ister-any"
+    assert ("Service", "ister-any") in by_name
+    assert scraped["tlsConfig"]["ca"]["secret"] == {"name": "ister-secrets", "key": "ca.crt"}
+    assert "ca.crt" in secret_keys()
+    component = (KUBERNETES / "components" / "monitoring" / "kustomization.yaml").read_text()
+    token = scraped["authorization"]["credentials"]
+    assert f"secret generic {token['name']} --from-literal={token['key']}=" in component
+
+
+def test_alarms_of_the_operator_are_those_of_prometheus():
+    assert alarms.TARGET.read_text() == alarms.render(), "run `python -m tools.alarms`"
+    rules = MANIFESTS["overlays/example"]["PrometheusRule", "ister"]["spec"]["groups"]
+    assert [rule for group in rules for rule in group["rules"]] == RULES

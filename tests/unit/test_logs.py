@@ -3,11 +3,12 @@
 import io
 import json
 import logging
+import re
 import sys
 
 import pytest
 
-from ister.logs import JsonFormatter, configure
+from ister.logs import JsonFormatter, TextFormatter, configure
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def test_record_is_one_object_with_its_fields(lines):
     )
     (line,) = lines()
     event = json.loads(line)
-    assert float(event.pop("time")) > 1.7e9
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", event.pop("time"))
     assert event == {
         "level": "WARNING",
         "target": "ister.wal.log",
@@ -76,3 +77,18 @@ def test_standard_error_is_the_default(lines):
     handler = configure()
     assert handler.stream is sys.stderr
     assert isinstance(handler.formatter, JsonFormatter)
+
+
+def test_plain_line_has_the_time_of_the_record():
+    record = logging.makeLogRecord(
+        {
+            "msg": "torn tail cut",
+            "levelname": "WARNING",
+            "created": 1769860800.25,
+            "topic": "/a/b",
+        }
+    )
+    assert (
+        TextFormatter().format(record)
+        == "2026-01-31T12:00:00.250Z ister: warning: torn tail cut (topic=/a/b)"
+    )

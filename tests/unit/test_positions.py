@@ -10,6 +10,7 @@ from ister.positions import (
     EPOCH,
     PUBLISH_TIME_MS_MAX,
     format_position,
+    format_time,
     parse_position,
     parse_time,
     time_of,
@@ -78,6 +79,15 @@ def test_times_need_a_zone_unless_utc_is_assumed():
     assert parse_time("1970-01-01", utc=True) == EPOCH
     assert "no time zone" in refuses(parse_time, "1970-01-01")
     assert "invalid time 'noon'" in refuses(parse_time, "noon", utc=True)
+
+
+def test_times_are_shown_in_utc_with_milliseconds():
+    assert format_time(NOON) == format_time(ELSEWHERE) == "2026-01-31T12:30:15.250Z"
+    assert format_time(to_milliseconds(NOON)) == "2026-01-31T12:30:15.250Z"
+    assert format_time(0) == "1970-01-01T00:00:00.000Z"
+    assert format_time(PUBLISH_TIME_MS_MAX) == "9999-12-31T23:59:59.999Z"
+    assert format_time(PUBLISH_TIME_MS_MAX + 1) == str(PUBLISH_TIME_MS_MAX + 1)
+    assert format_time(1 << 62) == str(1 << 62)
 
 
 def test_milliseconds_and_times_convert_into_each_other():

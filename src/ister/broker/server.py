@@ -57,6 +57,7 @@ from ister.broker.services.admin import (
     TopicAdminService,
 )
 from ister.broker.services.consumer import ConsumerService
+from ister.broker.services.dead_letters import DeadLetterCalls, DeadLetterService
 from ister.broker.services.delivery import DeliveryService
 from ister.broker.services.discovery import DiscoveryService, HealthService, StorageService
 from ister.broker.services.forwarding import FORWARDING, forwarding, receiving
@@ -66,6 +67,7 @@ from ister.broker.services.producer import ProducerService
 from ister.broker.services.schemas import SchemaService
 from ister.broker.services.security_admin import SecurityAdmin
 from ister.broker.topics.assignee import Assignee
+from ister.broker.topics.dead_letter_queue import DeadLetterQueue
 from ister.broker.topics.topics import Topics
 from ister.bucket.members import Load, Member, MemberState
 from ister.clock import Clock, SystemClock
@@ -79,6 +81,7 @@ from ister.config import (
 from ister.errors import IsterError, UnavailableError
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
 from ister.metadata.base import MetadataStore
+from ister.topic.known_topics import RATES_NAME
 from ister.topic.log import Log
 from ister.topic.stores import open_metadata
 
@@ -146,6 +149,9 @@ class Broker:
         self.health: BrokerHealth
         self.history: RateHistory
         self.views: Views
+        self.dead_letters: DeadLetterCalls
+        self._topic_admin: TopicAdminService
+        self._ister_admin: IsterAdminService
         self._api: Api
         self._flight: FlightService
         self._source: BrokerSource
@@ -363,12 +369,11 @@ class Broker:
             "danube_admin.BrokerAdmin": BrokerAdminService(topics, guard, self.views.control),
             "danube_admin.ClusterAdmin": ClusterAdminService(topics, guard, self.views.control),
             "danube_admin.NamespaceAdmin": NamespaceAdminService(topics, guard),
-            "danube_admin.TopicAdmin": TopicAdminService(
-                topics, guard, self.schemas, self.views.control
-            ),
+            "danube_admin.TopicAdmin": self._topic_admin,
             "danube_admin.SecurityAdmin": SecurityAdmin(guard),
             "ister.Delivery": DeliveryService(topics, guard, slots),
-            "ister.Admin": IsterAdminService(topics, guard, self.views),
+            "ister.Admin": self._ister_admin,
+            "ister.DeadLetters": DeadLetterService(self.dead_letters),
             "ister.Peers": PeersService(topics, guard),
         }
         size_max = storage.max_message_size + ENVELOPE_SIZE_BYTES_MAX + 64 * KIB
@@ -392,7 +397,9 @@ class Broker:
     def _serve_api(self, metadata: MetadataStore) -> None:
         """Makes the HTTP port report topics, and starts sampling rates."""
         clock = self._clock
-        self.history = RateHistory(self.topics, clock=clock)
+        directory = self.config.storage.wal.dir if self._log.has_files else None
+        path = None if directory is None else os.path.join(os.path.abspath(directory), RATES_NAME)
+        self.history = RateHistory(self.topics, clock=clock, path=path)
         query_threads = QueryThreads()
         self.views = Views(
             self.topics,
@@ -404,7 +411,23 @@ class Broker:
             clock=clock,
         )
         browser = Browser(self.topics, self.schemas, query_threads, clock=clock)
-        served = ApiContext(self.views, browser, metadata, clock=clock)
+        queue = DeadLetterQueue(self.topics, browser, query_threads, metadata, clock=clock)
+        self.dead_letters = DeadLetterCalls(queue, self.guard)
+        self._topic_admin = TopicAdminService(
+            self.topics, self.guard, self.schemas, self.views.control
+        )
+        self._ister_admin = IsterAdminService(self.topics, self.guard, self.views)
+        served = ApiContext(
+            self.views,
+            browser,
+            self.dead_letters,
+            metadata,
+            services={
+                "danube_admin.TopicAdmin": self._topic_admin,
+                "ister.Admin": self._ister_admin,
+            },
+            clock=clock,
+        )
         self.history.start()
         self._api.serve(served)
 
@@ -459,7 +482,7 @@ class Broker:
     def _register_gauges(self) -> None:
         metrics, topics = self._log.metrics, self.topics
         schemas = self.schemas
-        metrics.register_gauge("broker.schema_misfits", schemas.count_mismatches)
+        metrics.register_counter("broker.schema_misfits", schemas.count_mismatches)
         metrics.register_gauge("broker.topics", lambda: len(topics.served))
         cluster = self.cluster
         metrics.register_gauge(
@@ -475,7 +498,7 @@ class Broker:
         budget = topics.budget
         metrics.register_gauge("broker.delivery_bytes", lambda: budget.used)
         metrics.register_gauge("broker.delivery_budget_bytes", lambda: budget.bytes_max)
-        metrics.register_gauge("broker.delivery_releases", lambda: budget.released)
+        metrics.register_counter("broker.delivery_releases", lambda: budget.released)
         metrics.register_gauge(
             "broker.consumers",
             lambda: sum(

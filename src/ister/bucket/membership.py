@@ -33,7 +33,6 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from typing import Final, NoReturn, Protocol
 
 from ister import forks
@@ -68,6 +67,7 @@ from ister.metadata.base import (
     RevisionIs,
     ValueIs,
 )
+from ister.positions import format_time
 
 _log = logging.getLogger("ister.bucket.membership")
 
@@ -491,5 +491,4 @@ def _unchanged(key: str, found: KeyValue | None) -> Compare:
 
 
 def _describe(process: NodeProcess) -> str:
-    since = datetime.fromtimestamp(process.since, UTC).isoformat(timespec="seconds")
-    return f"{process.holder}, since {since}"
+    return f"{process.holder}, since {format_time(process.since * 1000)}"

@@ -1,7 +1,8 @@
 """The command line: one file per command, thin over the layers below.
 
-Commands: auth, bench, brokers, completion, config, consume, danube, demo, inspect, namespaces,
-pipeline, produce, recover, repair, serve, subscriptions, topics, up. What they share:
+Commands: auth, bench, brokers, completion, config, consume, contexts, danube, demo, dlq, inspect,
+namespaces, pipeline, produce, recover, repair, schema, serve, subscriptions, top, topics, up. What
+they share:
 
 main            arguments in, exit code out
 parser          the layout of help, hints after wrong usage
@@ -13,6 +14,10 @@ location        which log a command works on
 connection      which broker a command talks to
 messages_in     the input of `produce`
 messages_out    the output of `consume`
+message_options    `--format` and filters of commands that print messages
+templates       messages as lines, by templates
+lag             `subscriptions lag`
+known_names     names for the completion of a command line
 topic_moves     `topics move` and `topics take-over`
 topic_reading   reading without a subscription
 stored_topics   topics as files and stores describe them

@@ -4,6 +4,8 @@
     ister auth token NAME --key-file FILE …   a JWT that a broker with the matching key takes
     ister auth grant NAME ROLE …              gives a role, on a running broker
     ister auth revoke NAME ROLE …             takes it back
+    ister auth list                           roles, and who has them
+    ister auth show NAME                      what a principal may do, and why
 
 Owns: arguments and output. What keys and tokens are is `ister.broker.security`'s; which broker is
 changed is `ister.cli.connection`'s, as for every other command.
@@ -12,15 +14,27 @@ changed is `ister.cli.connection`'s, as for every other command.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from types import ModuleType
+from typing import TYPE_CHECKING, Final
 
 from ister.cli.connection import add_broker_arguments, connected, print_change
-from ister.cli.errors_out import answer
+from ister.cli.errors_out import answer, print_json
 from ister.cli.location import parse_topic
-from ister.cli.output import Subparsers, add_command, print_facts
-from ister.errors import ConfigError
+from ister.cli.output import Subparsers, add_command, print_facts, print_table
+from ister.errors import ConfigError, NotFoundError
 from ister.extras import missing_extra
+from ister.model import JsonObject, TopicName
+from ister.partitions import base_of_partition
+
+if TYPE_CHECKING:
+    from ister.client.rights import BindingDescription
+
+_SEEING: Final = frozenset({"produce", "consume", "manage_topic"})
+"""Permissions that include `lookup`."""
 
 
 def register(commands: Subparsers) -> None:
@@ -28,12 +42,13 @@ def register(commands: Subparsers) -> None:
     parser = add_command(
         commands,
         "auth",
-        help="create API keys and tokens, grant and revoke roles",
+        help="create API keys and tokens; list, grant and revoke roles",
         description="Authentication and authorization. Keys and tokens are created locally; "
-        "roles are granted and revoked on a running broker.",
+        "roles are listed, granted and revoked on a running broker.",
         examples=(
             "ister auth key shop --file keys.txt",
             "ister auth grant service:shop producer --topic /default/orders",
+            "ister auth show service:shop",
         ),
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
@@ -95,6 +110,11 @@ def register(commands: Subparsers) -> None:
     token.add_argument("--json", action="store_true", help="print one JSON object")
     token.set_defaults(run=_make_token)
 
+    _register_changes(actions)
+    _register_views(actions)
+
+
+def _register_changes(actions: Subparsers) -> None:
     for name, run, what in (
         ("grant", _grant, "grant a role to a principal"),
         ("revoke", _revoke, "revoke a role of a principal"),
@@ -123,6 +143,37 @@ def register(commands: Subparsers) -> None:
         add_broker_arguments(action)
         action.add_argument("--tls-ca", dest="ca_file", metavar="FILE", help=argparse.SUPPRESS)
         action.set_defaults(run=run)
+
+
+def _register_views(actions: Subparsers) -> None:
+    listed = add_command(
+        actions,
+        "list",
+        help="list principals with their roles, and all roles",
+        description="Lists the principals that have roles, and where; and all roles with their "
+        "permissions. Principals of broker.auth.super_admins have all permissions and are not "
+        "listed. Needs the permission manage_cluster.",
+        examples=("ister auth list", "ister auth list --json"),
+    )
+    listed.set_defaults(run=_run_list)
+
+    shown = add_command(
+        actions,
+        "show",
+        help="show the roles and permissions of a principal",
+        description="Shows the roles of a principal and the permissions that they give: in the "
+        "cluster, in each namespace, on each topic; with --topic, all that apply to one topic. "
+        "Needs the permission manage_cluster.",
+        examples=("ister auth show alice", "ister auth show service:shop --topic /default/orders"),
+    )
+    shown.add_argument("name", metavar="NAME", help="user name, or service:NAME")
+    shown.add_argument(
+        "--topic", metavar="TOPIC", type=parse_topic, help="permissions on this topic"
+    )
+    shown.set_defaults(run=_run_show)
+    for action in (listed, shown):
+        action.add_argument("--json", action="store_true", help="print one JSON object")
+        add_broker_arguments(action)
 
 
 def _make_key(options: argparse.Namespace) -> int:
@@ -191,6 +242,111 @@ def _change(options: argparse.Namespace, done: str) -> int:
         return 0
 
     return answer(options, change, {"ok": False, "name": options.name})
+
+
+# -- roles and principals -------------------------------------------------------------------
+
+
+def _run_list(options: argparse.Namespace) -> int:
+    def show() -> int:
+        with connected(options) as client:
+            roles, bindings = client.roles(), client.bindings()
+        if options.json:
+            print_json(
+                {
+                    "bindings": [asdict(one) for one in bindings],
+                    "roles": [asdict(one) for one in roles],
+                }
+            )
+            return 0
+        if bindings:
+            rows = [
+                (one.principal, ", ".join(one.roles), one.scope, one.resource or None)
+                for one in bindings
+            ]
+            print_table(("principal", "roles", "scope", "resource"), rows)
+        else:
+            print("no principal has a role; grant one with `ister auth grant`")
+        print()
+        print_table(
+            ("role", "permissions"), [(one.name, ", ".join(one.permissions)) for one in roles]
+        )
+        return 0
+
+    return answer(options, show, {"bindings": [], "roles": []})
+
+
+def _run_show(options: argparse.Namespace) -> int:
+    name = options.name if ":" in options.name else f"user:{options.name}"
+    topic = None if options.topic is None else str(options.topic)
+
+    def show() -> int:
+        with connected(options) as client:
+            roles = {role.name: role.permissions for role in client.roles()}
+            bindings = client.bindings()
+        mine = [one for one in bindings if one.principal == name]
+        if not mine:
+            known = sorted({one.principal for one in bindings})
+            near = difflib.get_close_matches(name, known) or known[:10]
+            raise NotFoundError(
+                f"{name} has no roles",
+                hint=f"principals with roles: {', '.join(near)}" if near else None,
+            )
+        if topic is not None:
+            mine = [one for one in mine if _applies(one, topic)]
+        rights = _permissions(mine, roles)
+        everywhere = sorted({one for held in rights.values() for one in held})
+        if options.json:
+            facts: JsonObject = {"principal": name, "bindings": [asdict(one) for one in mine]}
+            if topic is None:
+                facts["permissions"] = [
+                    {"scope": scope, "resource": resource, "permissions": held}
+                    for (scope, resource), held in rights.items()
+                ]
+            else:
+                facts |= {"topic": topic, "permissions": everywhere}
+            print_json(facts)
+        elif topic is not None:
+            print_facts(
+                {"permissions": ", ".join(everywhere) or "none"}, title=f"{name} on {topic}"
+            )
+        else:
+            granted: dict[tuple[str, str], list[str]] = {}
+            for one in mine:
+                granted.setdefault((one.scope, one.resource), []).extend(one.roles)
+            rows = [
+                (scope, resource or None, ", ".join(granted[scope, resource]), ", ".join(held))
+                for (scope, resource), held in rights.items()
+            ]
+            print_table(("scope", "resource", "roles", "permissions"), rows, title=name)
+        return 0
+
+    return answer(options, show, {"ok": False, "principal": name})
+
+
+def _applies(binding: BindingDescription, topic: str) -> bool:
+    """Whether a binding is about a topic: its own, its namespace's, or the cluster's."""
+    if binding.scope == "cluster":
+        return True
+    if binding.scope == "namespace":
+        return binding.resource == TopicName.parse(topic).namespace
+    # One of a partitioned topic holds for its partitions.
+    return binding.resource in (topic, base_of_partition(topic))
+
+
+def _permissions(
+    bindings: Sequence[BindingDescription], roles: Mapping[str, Sequence[str]]
+) -> dict[tuple[str, str], list[str]]:
+    """The permissions in each scope. Whoever may use or manage something may look it up."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for binding in bindings:
+        held = found.setdefault((binding.scope, binding.resource), set())
+        for role in binding.roles:
+            held.update(roles.get(role, ()))
+    return {
+        where: sorted({*held, "lookup"} if held & _SEEING else held)
+        for where, held in found.items()
+    }
 
 
 def _minting() -> ModuleType:

@@ -14,6 +14,7 @@ from ister.cli.output import Subparsers, add_command
 from ister.errors import NotFoundError
 
 _BENCHES: Final = {
+    "startup": "CPU time of `import ister`, of `ister --help` and of the first use",
     "append": "appending 1 KiB messages, and making them durable",
     "replay": "reading a cold log from its beginning",
     "tail": "latency from an append to a reader",

@@ -9,6 +9,11 @@ address: a command that acts on another broker than its user had in mind is seen
 
     --broker, ISTER_BROKER      host:port, several with commas between them
     --token, ISTER_TOKEN        never part of any text
+    --context, ISTER_CONTEXT    a named broker (`contexts`)
+
+The first that is given counts: options, `--context` among them; the environment; the context of
+`ISTER_CONTEXT` or the current one; the default. A context that was not given as an option is used
+as a whole, or not at all: its token never goes to a broker that is named otherwise.
 
 A token on a command line can be seen by everybody on the machine; one in the environment cannot.
 """
@@ -16,15 +21,15 @@ A token on a command line can be seen by everybody on the machine; one in the en
 from __future__ import annotations
 
 import argparse
-import asyncio
 import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from ister.cli.contexts import CONTEXT_VARIABLE, Context, chosen_context
 from ister.cli.errors_out import print_json
 from ister.clock import SystemClock
 from ister.errors import (
@@ -38,7 +43,7 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.model import Start, TopicName
-from ister.positions import parse_position
+from ister.positions import format_position, parse_position
 
 if TYPE_CHECKING:
     from ister.client import Client, TlsOptions
@@ -68,7 +73,13 @@ def add_broker_arguments(
     group.add_argument(
         "--broker",
         metavar="HOST:PORT",
-        help=f"broker address (default: ${_BROKER} if set, else {BROKER_DEFAULT})",
+        help=f"broker address (default: ${_BROKER}, else the context's, else {BROKER_DEFAULT})",
+    )
+    group.add_argument(
+        "--context",
+        metavar="NAME",
+        help=f"use this context (default: ${CONTEXT_VARIABLE}, else the current one; see "
+        "`ister context`)",
     )
     group.add_argument(
         "--token",
@@ -80,6 +91,9 @@ def add_broker_arguments(
     group.add_argument("--cert-file", metavar="FILE", help="client certificate (PEM)")
     group.add_argument(
         "--key-file", metavar="FILE", help="private key of the client certificate (PEM)"
+    )
+    group.add_argument(
+        "--server-name", metavar="NAME", help="name in the broker's certificate, if not the host"
     )
     first = "" if retry_for == _ANSWER_SECONDS else f"; {_ANSWER_SECONDS:g} for the first response"
     group.add_argument(
@@ -107,14 +121,88 @@ class _RetryFor(argparse.Action):
         namespace.retry_for = namespace.answer_within = values
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The broker that a command talks to, and how."""
+
+    address: str
+    is_named: bool
+    """Whether the user named it, by whichever way."""
+    token: str | None = field(default=None, repr=False)
+    tls: bool = False
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    server_name: str | None = None
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether connections use TLS."""
+        given = self.tls or self.ca_file or self.cert_file or self.key_file or self.server_name
+        return bool(given) or self.address.startswith(("https://", "grpc+tls://"))
+
+    def tls_options(self) -> TlsOptions | bool | None:
+        """How connections are encrypted, for clients."""
+        from ister.client import TlsOptions  # noqa: PLC0415
+
+        if self.ca_file or self.cert_file or self.key_file or self.server_name:
+            return TlsOptions(
+                ca=self.ca_file,
+                cert=self.cert_file,
+                key=self.key_file,
+                server_name=self.server_name,
+            )
+        return True if self.tls else None
+
+
+def target_of(options: argparse.Namespace) -> Target:
+    """The broker of a command; see the module header.
+
+    Raises:
+        NotFoundError: There is no such context.
+        ConfigError: The contexts, or a token's file, cannot be read.
+    """
+    found: Target | None = getattr(options, "target", None)
+    if found is None:
+        found = options.target = _resolve(options)
+    return found
+
+
+def _resolve(options: argparse.Namespace) -> Target:
+    environment = os.environ.get(_BROKER), os.environ.get(_TOKEN)
+    is_chosen = options.context is not None
+    if is_chosen:
+        environment = None, None  # an option comes first
+    context = None
+    if is_chosen or not (options.broker or environment[0]):
+        chosen = chosen_context(options)
+        context = None if chosen is None else chosen[1]
+    address = options.broker or environment[0]
+    token = options.token or environment[1]
+    is_named = bool(address or context)
+    if context is None:
+        context = Context(broker=BROKER_DEFAULT)
+    is_tls_given = options.tls or options.ca_file
+    return Target(
+        address=address or context.broker,
+        is_named=is_named,
+        token=token or context.read_token() or None,
+        tls=options.tls or context.tls,
+        ca_file=options.ca_file if is_tls_given else context.ca_file,
+        cert_file=options.cert_file or context.cert_file,
+        key_file=options.key_file or context.key_file,
+        server_name=options.server_name or context.server_name,
+    )
+
+
 def names_broker(options: argparse.Namespace) -> bool:
     """Whether the user named a broker."""
-    return bool(options.broker or os.environ.get(_BROKER))
+    return target_of(options).is_named
 
 
 def broker_address(options: argparse.Namespace) -> str:
     """The address of the broker."""
-    return options.broker or os.environ.get(_BROKER) or BROKER_DEFAULT
+    return target_of(options).address
 
 
 def print_change(options: argparse.Namespace, text: str, facts: Mapping[str, object]) -> None:
@@ -127,6 +215,15 @@ def print_change(options: argparse.Namespace, text: str, facts: Mapping[str, obj
         print_json({"ok": True, **facts, "broker": broker_address(options)})
     else:
         print(f"{text} (broker {broker_address(options)})")
+
+
+FIXED_START_HELP: Final = (
+    "earliest, latest, an offset, a time such as 2026-01-31T12:00:00Z (UTC without a zone), or "
+    "milliseconds since 1970 such as @1769860800000"
+)
+"""What `parse_fixed_start` reads, for help texts."""
+START_HELP: Final = FIXED_START_HELP.replace(", or ", ", ") + ", or an age such as 7d"
+"""What `parse_start` reads, for help texts."""
 
 
 def parse_seconds(text: str) -> float:
@@ -157,11 +254,26 @@ def parse_name(text: str) -> str:
 
 
 def parse_start(text: str) -> Start:
-    """A position in a topic, for argparse: earliest, latest, an offset, a time or an age."""
+    """A position in a topic, for argparse: earliest, latest, an offset, a time or an age.
+
+    A time without a zone is in UTC, as all times are that commands print.
+    """
     try:
-        return parse_position(text, ages_from=SystemClock())
+        return parse_position(text, ages_from=SystemClock(), utc=True)
     except InvalidRequestError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def parse_fixed_start(text: str) -> Start:
+    """A position that means the same in every run, for argparse: `parse_start` without ages."""
+    start = parse_start(text)
+    with suppress(InvalidRequestError):
+        parse_position(text, utc=True)
+        return start
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is another time in every run, and running the command again would not continue: "
+        f"use {format_position(start)} or an offset"
+    )
 
 
 # -- clients --------------------------------------------------------------------------------
@@ -178,12 +290,12 @@ def connected(options: argparse.Namespace) -> Iterator[Client]:
     _hush()
     from ister.client import Client  # noqa: PLC0415 - an extra, and it takes a while
 
-    address = broker_address(options)
+    target = target_of(options)
     with explained(options):
         client = Client(
-            address,
-            token=_token(options),
-            tls=_tls(options),
+            target.address,
+            token=target.token,
+            tls=target.tls_options(),
             # What is done for a long time waits by itself, with a timeout of its own.
             timeout=min(options.retry_for, options.answer_within) or 0.1,
         )
@@ -218,7 +330,7 @@ def explained(options: argparse.Namespace) -> Iterator[None]:
 
 def _denied(message: str) -> str:
     if "is exclusive" in message:
-        return "create the subscription with --type shared or failover to allow several consumers"
+        return "create the subscription with --kind shared or failover to allow several consumers"
     return f"the principal of this token (--token, {_TOKEN}) lacks the permission"
 
 
@@ -232,11 +344,9 @@ def _no_broker(options: argparse.Namespace, error: UnavailableError) -> Unavaila
         hint = f"this looks like the HTTP port; gRPC is on {BROKER_DEFAULT.rpartition(':')[2]}"
         return UnavailableError(message, hint=f"{hint} by default")
     hint = f"is `ister serve` running? set its address with --broker or {_BROKER}"
-    if _is_encrypted(options):
-        hint += "; it may not use TLS, or its certificate may not be signed by the CA of "
-        "--ca-file"
-    else:
-        hint += "; pass --tls or --ca-file if it uses TLS"
+    if target_of(options).is_encrypted:
+        hint += "; its certificate may be signed by another CA than that of --ca-file, or name "
+        hint += "another host (--server-name)"
     return UnavailableError(message, hint=hint)
 
 
@@ -280,23 +390,6 @@ def _nearest(topic: str, names: Iterable[str]) -> list[str]:
     return [name for part in near for name in by_part[part]]
 
 
-def _token(options: argparse.Namespace) -> str | None:
-    return options.token or os.environ.get(_TOKEN) or None
-
-
-def _is_encrypted(options: argparse.Namespace) -> bool:
-    given = options.tls or options.ca_file or options.cert_file or options.key_file
-    return bool(given) or broker_address(options).startswith(("https://", "grpc+tls://"))
-
-
-def _tls(options: argparse.Namespace) -> TlsOptions | bool | None:
-    from ister.client import TlsOptions  # noqa: PLC0415
-
-    if options.ca_file or options.cert_file or options.key_file:
-        return TlsOptions(ca=options.ca_file, cert=options.cert_file, key=options.key_file)
-    return True if options.tls else None
-
-
 # -- readers --------------------------------------------------------------------------------
 
 
@@ -315,6 +408,8 @@ def locate_readers(options: argparse.Namespace, topic: str) -> list[ReaderAddres
         NotFoundError: There is no such topic.
         IsterError: It is refused, or no broker has answered in time.
     """
+    import asyncio  # noqa: PLC0415 - takes a while, and clients have loops of their own
+
     with explained(options):
         return asyncio.run(_locate(options, topic))
 
@@ -323,10 +418,11 @@ async def _locate(options: argparse.Namespace, topic: str) -> list[ReaderAddress
     _hush()
     from ister.client.core.network import Network  # noqa: PLC0415
 
+    target = target_of(options)
     network = Network(
-        broker_address(options),
-        token=_token(options),
-        tls=_tls(options),
+        target.address,
+        token=target.token,
+        tls=target.tls_options(),
         timeout=min(options.retry_for, _ANSWER_SECONDS) or 0.1,
     )
     try:
@@ -348,14 +444,20 @@ def open_reader(options: argparse.Namespace, address: str) -> FlightClient:
     """
     from ister.client.flight import FlightClient  # noqa: PLC0415
 
-    if options.cert_file:
+    target = target_of(options)
+    if target.cert_file:
         raise ConfigError(
             "client certificates are not supported without a subscription",
             hint="pass --subscription NAME",
         )
     tls_ca = None
-    tls = _tls(options)
+    tls = target.tls_options()
     if tls is not None and not isinstance(tls, bool):
         tls_ca = tls.texts()[0]
-    scheme = "grpc+tls" if _is_encrypted(options) else "grpc"
-    return FlightClient(f"{scheme}://{address}", token=_token(options), tls_ca=tls_ca)
+    scheme = "grpc+tls" if target.is_encrypted else "grpc"
+    return FlightClient(
+        f"{scheme}://{address}",
+        token=target.token,
+        tls_ca=tls_ca,
+        server_name=target.server_name,
+    )

@@ -1,7 +1,8 @@
 """`ister consume TOPIC`: messages to standard output, with or without a subscription.
 
 Owns: arguments, when a message is acknowledged, exit codes. Does not own: lines (`messages_out`),
-reading without a subscription (`topic_reading`), the subscription (`ister.client`).
+filters and formats (`message_options`), reading without a subscription (`topic_reading`), the
+subscription (`ister.client`).
 
     --subscription   a cursor at the broker: messages whose lines were read are acknowledged,
                      and the next `consume` continues behind them
@@ -21,6 +22,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from ister.cli.connection import (
+    START_HELP,
     add_broker_arguments,
     connected,
     parse_count,
@@ -30,8 +32,17 @@ from ister.cli.connection import (
 )
 from ister.cli.interrupts import Interrupts
 from ister.cli.location import add_topic_argument
-from ister.cli.messages_out import FORMATS, LineOutput, Received, StoppedError, formatter
+from ister.cli.message_options import (
+    FILTER_HELP,
+    add_filter_arguments,
+    add_format_arguments,
+    make_filter,
+    make_formatter,
+    matching,
+)
+from ister.cli.messages_out import LineOutput, Received, StoppedError
 from ister.cli.output import Subparsers, add_command, print_error
+from ister.cli.templates import TEMPLATE_HELP
 from ister.clock import SystemClock
 from ister.config import StorageMode
 from ister.errors import InvalidRequestError, NotFoundError, WaitTimeoutError
@@ -47,7 +58,7 @@ _BATCH_MESSAGES: Final = 1000
 _BATCH_BYTES: Final = 1 << 20
 # A subscription may be shared: what others were given does not come here.
 _QUIET_SECONDS: Final = 2.0
-_TYPES: Final = ("exclusive", "shared", "failover", "key_shared")
+_KINDS: Final = ("exclusive", "shared", "failover", "key_shared")
 
 _DESCRIPTION: Final = """\
 Prints the messages of a topic, one per line, and waits for new ones.
@@ -55,7 +66,10 @@ Prints the messages of a topic, one per line, and waits for new ones.
 With --subscription, the broker remembers the position, and the next consumer of the subscription
 continues there. A message is acknowledged after its line was written; if the output is a pipe,
 after the program behind it has read the line: `ister consume T --subscription S | head -5` takes
-five messages and leaves the rest. Without --subscription, no position is kept."""
+five messages and leaves the rest. Without --subscription, no position is kept.
+
+With filters, only matching messages are printed and counted. A consumer of a subscription skips the
+others: they are acknowledged."""
 
 
 def register(commands: Subparsers) -> None:
@@ -68,10 +82,13 @@ def register(commands: Subparsers) -> None:
         examples=(
             "ister consume /default/orders",
             "ister consume /default/orders --from 15m --format full",
+            r"ister consume /default/orders --format '{offset}\t{key}\t{payload.user.id}'",
+            "ister consume /default/orders --key 'eu-*' --where 'user.id == 7' --no-follow",
             "ister consume /default/orders --subscription billing | ./bill",
-            "ister consume /default/orders --subscription peek --limit 10 --json",
+            "ister consume /default/orders --subscription peek --from earliest --limit 10 --json",
             "ister consume /default/a --no-follow --json | ister produce /default/b --json-lines",
         ),
+        notes=f"{TEMPLATE_HELP}\n\n{FILTER_HELP}",
     )
     add_topic_argument(parser)
     place = parser.add_argument_group("what to read")
@@ -80,9 +97,8 @@ def register(commands: Subparsers) -> None:
         dest="start",
         metavar="WHERE",
         type=parse_start,
-        help="earliest, latest, an offset, a time such as 2026-01-31T12:00:00Z, or a "
-        "relative time such as 7d (default: earliest); an existing subscription continues at "
-        "its position",
+        help=f"{START_HELP} (default: earliest; latest for a new subscription); an existing "
+        "subscription continues at its position",
     )
     place.add_argument(
         "--limit", metavar="N", type=parse_count, help="stop after this many messages"
@@ -107,12 +123,14 @@ def register(commands: Subparsers) -> None:
         help="subscription name; created if it does not exist",
     )
     cursor.add_argument(
-        "--type",
-        choices=_TYPES,
+        "--kind",
+        choices=_KINDS,
         default="exclusive",
-        help="type of a new subscription: how messages are divided among its consumers "
+        help="kind of a new subscription: how messages are divided among its consumers "
         "(default: exclusive)",
     )
+    # Its name in earlier releases.
+    cursor.add_argument("--type", dest="kind", choices=_KINDS, help=argparse.SUPPRESS)
     cursor.add_argument("--name", metavar="NAME", type=parse_name, help="consumer name")
     cursor.add_argument(
         "--no-ack",
@@ -120,22 +138,8 @@ def register(commands: Subparsers) -> None:
         help="do not acknowledge: messages are redelivered later, and at most as many arrive "
         "as a consumer may have unacknowledged",
     )
-    form = parser.add_argument_group("output")
-    form.add_argument(
-        "--format",
-        choices=FORMATS,
-        default="payload",
-        help="payload: unchanged bytes (default); full: topic, offset, time, producer, key, "
-        "attributes and payload, separated by tabs; hex: payload as hexadecimal digits",
-    )
-    ends = form.add_mutually_exclusive_group()
-    ends.add_argument(
-        "--delimiter", metavar="TEXT", help="separator after each message (default: newline)"
-    )
-    ends.add_argument("-0", "--null", action="store_true", help="separate messages by a zero byte")
-    form.add_argument(
-        "--json", action="store_true", help="print one JSON object per line, with all fields"
-    )
+    add_filter_arguments(parser)
+    add_format_arguments(parser)
     add_broker_arguments(parser, retry_for=_RETRY_SECONDS)
     parser.set_defaults(run=_run)
 
@@ -150,12 +154,7 @@ def _run(options: argparse.Namespace) -> int:
             options,
             interrupts,
             LineOutput(fd, interrupts, is_careful=is_careful),
-            formatter(
-                options.format,
-                is_json=options.json,
-                delimiter=_delimiter(options),
-                is_terminal=sys.stdout.isatty(),
-            ),
+            make_formatter(options, is_terminal=sys.stdout.isatty()),
         )
         try:
             if options.subscription is None:
@@ -176,12 +175,6 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _delimiter(options: argparse.Namespace) -> bytes:
-    # Any bytes may be given, and Python has those that are no text as surrogates.
-    text: str = options.delimiter or "\n"
-    return b"\0" if options.null else text.encode(errors="surrogateescape")
-
-
 class _Consumption:
     """One run of the command."""
 
@@ -198,6 +191,7 @@ class _Consumption:
         self._interrupts = interrupts
         self._output = output
         self._as_line = as_line
+        self._filter = make_filter(options)
         self._clock = SystemClock()
 
     # -- without a subscription -------------------------------------------------------------
@@ -224,7 +218,11 @@ class _Consumption:
             on_idle=self._output.check_reader,
         )
         for batch in batches:
-            some = batch if options.limit is None else batch[: options.limit - self.count]
+            some = matching(self._filter, batch)
+            if not some:
+                self._output.check_reader()
+            if options.limit is not None:
+                some = some[: options.limit - self.count]
             for first in range(0, len(some), _BATCH_MESSAGES):
                 lines = map(self._as_line, some[first : first + _BATCH_MESSAGES])
                 self._output.write(b"".join(lines))
@@ -265,7 +263,7 @@ class _Consumption:
                     self._topic,
                     self._options.subscription,
                     name=self._options.name,
-                    kind=self._options.type,
+                    kind=self._options.kind,
                     start=start,
                     timeout=self._options.retry_for or None,
                 )
@@ -279,7 +277,7 @@ class _Consumption:
     def _start(self, client: Client, names: list[str]) -> Start:
         """Where the subscription begins if it is new."""
         options = self._options
-        start: Start = "earliest" if options.start is None else options.start
+        start: Start = "latest" if options.start is None else options.start
         subscription: str = options.subscription
         if subscription in client.subscriptions(self._topic):
             if options.start is not None:
@@ -293,6 +291,12 @@ class _Consumption:
             raise InvalidRequestError(
                 f"{self._topic} is partitioned, and each partition has offsets of its own",
                 hint=f"consume one of them: {names[0]}",
+            )
+        if options.start is None and any(client.describe_topic(name).next for name in names):
+            print(
+                f"ister: new subscription {subscription} starts at the end of {self._topic} "
+                "(--from earliest starts with its first message)",
+                file=sys.stderr,
             )
         return start
 
@@ -347,16 +351,18 @@ class _Consumption:
     def _print(self, consumer: Consumer, messages: list[ReceivedMessage]) -> None:
         is_acked = not self._options.no_ack
         if not self._output.is_stepwise:
-            self._output.write(b"".join(self._as_line(_received(one)) for one in messages))
-            self.count += len(messages)
+            some = matching(self._filter, [_received(one) for one in messages])
+            self._output.write(b"".join(map(self._as_line, some)))
+            self.count += len(some)
             if is_acked:
                 for message in messages:
                     consumer.ack(message)
             return
         for message in messages:
-            self._output.write(self._as_line(_received(message)))
-            self._output.taken()
-            self.count += 1
+            for one in matching(self._filter, [_received(message)]):
+                self._output.write(self._as_line(one))
+                self._output.taken()
+                self.count += 1
             consumer.ack(message)
 
 

@@ -45,6 +45,8 @@ def in_shell_words(text: str) -> str:
     for said, meant in (
         ("pass create=True to create it", ""),
         ("take_over=True", "`ister repair --take-over`"),
+        ("pass tls=True, or TlsOptions(ca=...)", "pass --tls, or --ca-file FILE"),
+        ("connect without tls", "leave out --tls and --ca-file"),
     ):
         text = text.replace(said, meant)
     return text

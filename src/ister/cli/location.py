@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from ister.clock import Clock
-from ister.config import CloudBackend, Config, StorageConfig, StorageMode, load_config
 from ister.errors import ConfigError, InvalidRequestError, NotFoundError, TopicNameError
 from ister.model import TopicName
-from ister.objectstore.base import ObjectStore
-from ister.topic.stores import open_objects
+
+# Settings and stores are loaded when they are used: commands that talk to a broker need neither.
+if TYPE_CHECKING:
+    from ister.clock import Clock
+    from ister.config import Config, StorageConfig
+    from ister.objectstore.base import ObjectStore
 
 DATA_DEFAULT: Final = "./ister-data"
 CONFIG_VARIABLE: Final = "ISTER_CONFIG"
@@ -79,6 +81,8 @@ def load_place(options: argparse.Namespace) -> Config:
         NotFoundError: There is no such directory.
         ConfigError: The config file cannot be used.
     """
+    from ister.config import load_config  # noqa: PLC0415
+
     file: str | None = options.config
     if file is None and options.data is None:
         file = os.environ.get(CONFIG_VARIABLE) or None
@@ -99,6 +103,8 @@ def wal_root(storage: StorageConfig) -> str | None:
     Raises:
         InvalidRequestError: Nowhere: this log is in memory.
     """
+    from ister.config import StorageMode  # noqa: PLC0415
+
     if storage.mode is StorageMode.BUCKET:
         return None
     if storage.mode is StorageMode.MEMORY or storage.wal.dir is None:
@@ -114,6 +120,8 @@ def require_bucket(storage: StorageConfig) -> None:
     Raises:
         InvalidRequestError: It has not.
     """
+    from ister.config import CloudBackend  # noqa: PLC0415
+
     if not storage.mode.has_bucket:
         raise InvalidRequestError(
             f"storage.mode is {storage.mode.value!r}, so this log has no bucket",
@@ -131,6 +139,9 @@ def open_bucket(storage: StorageConfig, clock: Clock) -> ObjectStore:
         NotFoundError: Its directory does not exist.
         ConfigError: Its settings do not make sense.
     """
+    from ister.config import CloudBackend  # noqa: PLC0415
+    from ister.topic.stores import open_objects  # noqa: PLC0415
+
     require_bucket(storage)
     cloud = storage.cloud
     is_directory = cloud.backend in (CloudBackend.FS, CloudBackend.LOCAL)

@@ -10,34 +10,15 @@ error with a hint; a traceback is shown only for bugs of Ister.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, cast
 
 from ister import __version__, logs
-from ister.cli import (
-    auth,
-    bench,
-    brokers,
-    completion,
-    config,
-    consume,
-    danube,
-    demo,
-    inspect,
-    namespaces,
-    pipeline,
-    produce,
-    recover,
-    repair,
-    serve,
-    subscriptions,
-    topics,
-    up,
-)
 from ister.cli.errors_out import print_errors
-from ister.cli.output import print_error
+from ister.cli.output import Subparsers, add_command, print_error
 from ister.cli.parser import Parser
 from ister.errors import InvariantError, IsterError
 
@@ -45,14 +26,44 @@ _EXIT_FAILED: Final = 1
 
 _GROUPS: Final = {
     "run": ("up", "serve", "demo"),
-    "messages": ("produce", "consume"),
-    "resources": ("topics", "subscriptions", "namespaces", "brokers"),
+    "messages": ("produce", "consume", "dlq"),
+    "resources": ("topics", "subscriptions", "namespaces", "schema", "brokers", "top"),
     "Spark": ("pipeline",),
     "inspect and repair": ("inspect", "repair", "recover", "danube"),
-    "settings and access": ("config", "auth", "completion"),
+    "settings and access": ("config", "context", "auth", "completion"),
     "measure": ("bench",),
 }
 """Commands as the help shows them."""
+
+_COMMANDS: Final = {
+    "up": "run a broker and the pipeline on Spark",
+    "serve": "run a broker, with a dashboard",
+    "demo": "run the demo, in under three minutes (needs a checkout)",
+    "produce": "publish messages from standard input, a file or the command line",
+    "consume": "print the messages of a topic, with or without a subscription",
+    "dlq": "list, show, requeue and drop dead letters",
+    "topics": "list, describe, create, delete and move topics",
+    "subscriptions": "list, describe, seek and remove subscriptions",
+    "namespaces": "list, create and delete namespaces",
+    "schema": "list, show, register and check schemas",
+    "brokers": "list, drain and balance the brokers of a cluster",
+    "top": "show rates, lag, blocked subscriptions and upload lag of all topics, live",
+    "pipeline": "upload, merge, check, clean up, export and replay topics with Spark",
+    "inspect": "inspect stored files, objects and topics",
+    "repair": "restore damaged files from the bucket, and objects from files",
+    "recover": "rebuild lost metadata from the bucket",
+    "danube": "exchange metadata with Danube",
+    "config": "check and show settings, print an example",
+    "context": "name brokers with their TLS settings and tokens, and switch between them",
+    "auth": "create API keys and tokens; list, grant and revoke roles",
+    "completion": "print a completion script for a shell",
+    "bench": "run a benchmark (needs a checkout of the project)",
+}
+"""The line about each command in the help; the same as its module registers. Modules are loaded
+when their command is used: all of them take half a second."""
+
+_MODULES: Final = {"context": "contexts"}
+"""Modules with another name than their command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: With 2 after wrong usage, with 0 after `--help` and `--version`.
     """
-    options = make_parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = make_parser(only=given[0] if given else "").parse_args(given)
     # Commands print their findings; the log is only for errors that need attention.
     logs.configure(level="ERROR", as_text=True)
     run: Callable[[argparse.Namespace], int] = options.run
@@ -87,8 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def make_parser() -> Parser:
-    """The parser of the whole command."""
+def make_parser(*, only: str | None = None) -> Parser:
+    """The parser of the whole command.
+
+    With `only`, the other commands have their names and no arguments, and are not loaded.
+    """
     parser = Parser(
         prog="ister",
         usage="ister COMMAND …",
@@ -102,28 +117,15 @@ def make_parser() -> Parser:
         groups=_GROUPS,
     )
     parser.add_argument("--version", action="version", version=f"ister {__version__}")
-    commands = parser.add_subparsers(prog="ister", metavar="COMMAND", required=True)
-    for module in (
-        up,
-        serve,
-        demo,
-        produce,
-        consume,
-        topics,
-        subscriptions,
-        namespaces,
-        brokers,
-        pipeline,
-        inspect,
-        repair,
-        recover,
-        danube,
-        config,
-        auth,
-        completion,
-        bench,
-    ):
-        module.register(commands)
+    commands = cast(
+        "Subparsers", parser.add_subparsers(prog="ister", metavar="COMMAND", required=True)
+    )
+    for name, line in _COMMANDS.items():
+        if only in (None, name):
+            module = importlib.import_module(f"ister.cli.{_MODULES.get(name, name)}")
+            module.register(commands)
+        else:
+            add_command(commands, name, help=line)
     return parser
 
 

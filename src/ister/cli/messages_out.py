@@ -18,13 +18,13 @@ import os
 import select
 import stat
 from collections.abc import Callable, Mapping
-from datetime import timedelta
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ister.cli.interrupts import Interrupts
 from ister.errors import DiskError
 from ister.model import JsonObject
-from ister.positions import EPOCH
+from ister.positions import format_time
 
 FORMATS: Final = ("payload", "full", "hex")
 
@@ -48,6 +48,8 @@ class Received(NamedTuple):
     routing_key: str | None
     schema_id: int | None = None
     schema_version: int | None = None
+    more: Mapping[str, object] = MappingProxyType({})
+    """What only some commands know of a message, by the names of template fields."""
 
 
 def as_fields(message: Received) -> JsonObject:
@@ -86,26 +88,31 @@ def formatter(
         return lambda message: json.dumps(as_fields(message)).encode() + b"\n"
     if form == "hex":
         return lambda message: message.payload.hex().encode() + delimiter
-    shown = _printable if is_terminal else bytes
+    shown = printable if is_terminal else bytes
     if form == "full":
         return lambda message: shown(_full(message)) + delimiter
     return lambda message: shown(message.payload) + delimiter
 
 
 def _full(message: Received) -> bytes:
-    when = EPOCH + timedelta(milliseconds=min(message.publish_time_ms, 253_402_300_799_999))
     about = [
         message.topic,
         str(message.offset),
-        when.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        format_time(message.publish_time_ms),
         message.producer_name or "-",
         message.routing_key if message.routing_key is not None else "-",
-        ",".join(f"{name}={value}" for name, value in sorted(message.attributes.items())) or "-",
+        format_attributes(message.attributes) or "-",
     ]
     return "\t".join(about).encode(errors="replace") + b"\t" + message.payload
 
 
-def _printable(data: bytes) -> bytes:
+def format_attributes(attributes: Mapping[str, str]) -> str:
+    """Attributes as one text, in the order of their names."""
+    return ",".join(f"{name}={value}" for name, value in sorted(attributes.items()))
+
+
+def printable(data: bytes) -> bytes:
+    """Text for a terminal: control characters and bytes that are not UTF-8 become numbers."""
     return data.decode(errors="backslashreplace").translate(_UNPRINTABLE).encode(errors="replace")
 
 

@@ -3,9 +3,10 @@
 Owns: the layout of help, errors of usage. Does not own: the commands (`main`), other output
 (`output`).
 
-Wrong usage ends with exit code 2, the usage and one sentence on standard error, and the nearest
-known word where there is one. A command that is given without its sub-command shows its help. Help
-has colours on a terminal; `rich-argparse` is loaded for that alone.
+Wrong usage ends with exit code 2 and one sentence on standard error, with the nearest known word
+where there is one, or the command that shows the usage. A command that is given without its
+sub-command shows its help. Help has colours on a terminal; `rich-argparse` is loaded for that
+alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, NoReturn, TextIO
 
 from ister.cli.output import is_terminal, print_error
-from ister.config import expand_home
 from ister.errors import ConfigError
 
 _EXIT_USAGE: Final = 2
@@ -131,7 +131,6 @@ class Parser(argparse.ArgumentParser):
         Raises:
             SystemExit: With 2.
         """
-        self.print_usage(sys.stderr)
         print_error(message, hint=hint or f"`{self.prog} --help` shows its usage")
         raise SystemExit(_EXIT_USAGE)
 
@@ -153,7 +152,9 @@ class Parser(argparse.ArgumentParser):
         """Expands `~` in paths; shells do not expand it in `--data=~/x`."""
         for action in self.arguments:
             value = getattr(parsed, action.dest, None)
-            if action.metavar in _PATHS and isinstance(value, str):
+            if action.metavar in _PATHS and isinstance(value, str) and value.startswith("~"):
+                from ister.config import expand_home  # noqa: PLC0415 - takes a while
+
                 try:
                     setattr(parsed, action.dest, expand_home(value))
                 except ConfigError as error:

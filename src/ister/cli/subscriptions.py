@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ister.cli.connection import (
+    START_HELP,
     add_broker_arguments,
     broker_address,
     connected,
@@ -23,6 +24,7 @@ from ister.cli.connection import (
     print_change,
 )
 from ister.cli.errors_out import answer, print_json
+from ister.cli.lag import register_lag
 from ister.cli.location import add_topic_argument, parse_topic
 from ister.cli.output import Subparsers, add_command, confirm, print_facts, print_table
 from ister.errors import NotFoundError
@@ -42,12 +44,14 @@ def register(commands: Subparsers) -> None:
         help="list, describe, seek and remove subscriptions",
         examples=(
             "ister subscriptions list /default/orders",
+            "ister subscriptions lag --min-lag 1000",
             "ister subscriptions seek /default/orders billing --to 2h",
             "ister subscriptions policy /default/orders billing --poison drop",
         ),
     )
     kinds = parser.add_subparsers(metavar="WHAT", required=True)
     _register_list(kinds)
+    register_lag(kinds)
     _register_describe(kinds)
     _register_seek(kinds)
     _register_remove(kinds)
@@ -86,17 +90,21 @@ def _register_seek(kinds: Subparsers) -> None:
             "ister subscriptions seek /default/orders billing --to earliest",
             "ister subscriptions seek /default/orders billing --to 12000",
             "ister subscriptions seek /default/orders billing --to 2026-01-31T12:00:00Z",
-            "ister subscriptions seek /default/orders billing --to 2h",
+            "ister subscriptions seek /default/orders billing --to 2h --dry-run",
         ),
     )
     _add_arguments(parser, _run_seek)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only show where it would move, and how many messages are read again or skipped",
+    )
     parser.add_argument(
         "--to",
         metavar="WHERE",
         type=parse_start,
         required=True,
-        help="earliest, latest, an offset, a time such as 2026-01-31T12:00:00Z, or a "
-        "relative time such as 7d",
+        help=START_HELP,
     )
 
 
@@ -287,7 +295,7 @@ def print_subscriptions(found: Sequence[SubscriptionJson]) -> None:
     headers = (
         *(("topic",) if is_partitioned else ()),
         "subscription",
-        "type",
+        "kind",
         "cursor",
         "lag",
         "in flight",
@@ -324,7 +332,7 @@ def _run_describe(options: argparse.Namespace) -> int:
         return 0
     (one,) = found
     facts = {
-        "type": one["type"],
+        "kind": one["type"],
         "cursor": one["cursor"],
         "lag": one["lag"],
         "in flight": one["in_flight"],
@@ -364,6 +372,8 @@ def _run_seek(options: argparse.Namespace) -> int:
     topic, name = str(options.topic), options.subscription
     with connected(options) as client:
         before = _one_of(client, topic, name)
+        if options.dry_run:
+            return _plan_seek(options, before)
         client.seek(topic, name, to=options.to)
         after = _one_of(client, topic, name)
     moves = [
@@ -377,6 +387,42 @@ def _run_seek(options: argparse.Namespace) -> int:
     cursor = moves[0]["cursor"] if len(moves) == 1 else None
     facts = {"topic": topic, "subscription": name, "cursor": cursor, "moves": moves}
     print_change(options, "\n".join(lines), facts)
+    return 0
+
+
+def _plan_seek(options: argparse.Namespace, before: list[SubscriptionJson]) -> int:
+    """Shows what a seek would do, for each partition."""
+    from ister.cli.topic_reading import resolve_starts  # noqa: PLC0415 - needs an extra
+
+    topic, name = str(options.topic), options.subscription
+    offsets = resolve_starts(options, topic, options.to)
+    moves: list[JsonObject] = []
+    lines = []
+    for old in before:
+        cursor, target = old["cursor"], offsets[old["topic"]]
+        again = skipped = None
+        if cursor is not None:
+            again, skipped = max(cursor - target, 0), max(target - cursor, 0)
+        moves.append(
+            {
+                "topic": old["topic"],
+                "before": cursor,
+                "cursor": target,
+                "read_again": again,
+                "skipped": skipped,
+            }
+        )
+        what = "would stay where it is"
+        if again:
+            what = f"{again:,} messages would be read again"
+        elif skipped:
+            what = f"{skipped:,} messages would be skipped"
+        of = f" of {old['topic']}" if len(before) > 1 else ""
+        lines.append(f"{name}{of} would move to offset {target} from {cursor}: {what}")
+    if options.json:
+        print_json({"topic": topic, "subscription": name, "dry_run": True, "moves": moves})
+    else:
+        print("\n".join(lines))
     return 0
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from datetime import UTC, datetime
 from typing import Final
 
 from ister.cli.output import print_table
+from ister.positions import format_time
 from ister.topic.survey import FileSurvey, Kind, Listing
 
 _LISTED_FRAMES_DEFAULT: Final = 1000
@@ -76,9 +76,10 @@ def _format_state(file: FileSurvey) -> str:
 
 def _format_published(file: FileSurvey) -> str | None:
     """From when to when the messages of a file were published."""
-    if file.publish_time_min is None:
+    first, last = file.publish_time_min, file.publish_time_max
+    if first is None or last is None:
         return None
-    return f"{format_time(file.publish_time_min)} … {format_time(file.publish_time_max)}"
+    return f"{format_time(first)} … {format_time(last)}"
 
 
 def print_bad_ranges(file: FileSurvey) -> None:
@@ -99,7 +100,13 @@ def print_frames(file: FileSurvey) -> None:
         return
     print()
     rows = [
-        (line.offset, line.position, line.size, format_time(line.publish_time), line.producer)
+        (
+            line.offset,
+            line.position,
+            line.size,
+            None if line.publish_time is None else format_time(line.publish_time),
+            line.producer,
+        )
         for line in file.listed
     ]
     print_table(
@@ -107,14 +114,3 @@ def print_frames(file: FileSurvey) -> None:
         rows,
         title=f"frames of {file.name}",
     )
-
-
-def format_time(milliseconds: int | None) -> str | None:
-    """A point in time for people; a number where the calendar ends."""
-    if milliseconds is None:
-        return None
-    try:
-        moment = datetime.fromtimestamp(milliseconds / 1000, tz=UTC)
-    except (OverflowError, ValueError, OSError):
-        return str(milliseconds)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

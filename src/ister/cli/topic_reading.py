@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, cast
 
-from ister.cli.connection import explained, locate_readers, open_reader
+from ister.cli.connection import ReaderAddress, explained, locate_readers, open_reader
 from ister.cli.interrupts import Interrupts
 from ister.cli.messages_out import Received
 from ister.clock import SystemClock
@@ -145,12 +145,7 @@ class _Reader:
     # -- where it is ------------------------------------------------------------------------
 
     def _locate(self, start: Start, *, is_following: bool) -> list[_Place]:
-        found = locate_readers(self._options, self._topic)
-        if isinstance(start, int) and len(found) > 1:
-            raise InvalidRequestError(
-                f"{self._topic} is partitioned, and each partition has offsets of its own",
-                hint=f"read one of them: {found[0].topic}",
-            )
+        found = _located(self._options, self._topic, start)
         places = []
         with explained(self._options):
             for one in found:
@@ -233,6 +228,41 @@ class _Reader:
                 error = again
             else:
                 return
+
+
+def resolve_starts(options: argparse.Namespace, topic: str, start: Start) -> dict[str, int]:
+    """The offset that a position is in a topic, or in each of its partitions.
+
+    Args:
+        options: Of the command: where the broker is.
+        topic: The topic.
+        start: The position.
+
+    Raises:
+        InvalidRequestError: An offset in a partitioned topic.
+        OffsetOutOfRangeError: There is no such offset.
+        IsterError: It is refused, or no broker has answered in time.
+    """
+    found = _located(options, topic, start)
+    offsets = {}
+    with explained(options):
+        for one in found:
+            flight = open_reader(options, one.flight)
+            with closing(flight):
+                offsets[one.topic] = _resolve(
+                    flight, flight.watermarks([one.topic])[one.topic], start
+                )
+    return offsets
+
+
+def _located(options: argparse.Namespace, topic: str, start: Start) -> list[ReaderAddress]:
+    found = locate_readers(options, topic)
+    if isinstance(start, int) and len(found) > 1:
+        raise InvalidRequestError(
+            f"{topic} is partitioned, and each partition has offsets of its own",
+            hint=f"name one of them: {found[0].topic}",
+        )
+    return found
 
 
 def _resolve(flight: FlightClient, status: TopicStatus, start: Start) -> int:

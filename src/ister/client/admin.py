@@ -1,6 +1,7 @@
-"""What an operator does with topics, subscriptions, namespaces and rights.
+"""What an operator does with topics, subscriptions and namespaces.
 
-Calls of ister.Admin and danube_admin.
+Calls of ister.Admin and danube_admin. Those about brokers are in `cluster_admin`, rights in
+`rights`, schemas in `schemas`, dead letters in `dead_letters`.
 
 Calls go to the broker that has the topic, and are repeated until it answers. One that was carried
 out and whose answer was lost is not an error when it is repeated.
@@ -8,7 +9,6 @@ out and whose answer was lost is not an error when it is repeated.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +17,12 @@ from typing import Final
 
 from ister import wire
 from ister.client.cluster_admin import ClusterCalls
+from ister.client.dead_letters import DeadLetterCalls
+from ister.client.rights import RightsCalls
+from ister.client.schemas import SchemaCalls
 from ister.errors import AlreadyExistsError, InvalidRequestError, NotFoundError
 from ister.model import AckLevel, Codec, Start, TopicName
+from ister.notebook import render_table
 from ister.positions import to_milliseconds
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy
 from ister.wire.views import TopicJson
@@ -72,8 +76,17 @@ class TopicDescription:
     subscriptions: tuple[SubscriptionDescription, ...]
     policies: Mapping[str, int] = field(default_factory=dict)
 
+    def _repr_html_(self) -> str:
+        headers = ("ack", "earliest", "trimmed", "tiered", "synced", "written", "next", "producers")
+        shown = render_table(
+            f"Topic {self.topic}", headers, [[getattr(self, name) for name in headers]]
+        )
+        columns = ("subscription", "kind", "cursor", "lag", "in_flight", "waiting", "blocked")
+        rows = [[getattr(one, name) for name in columns] for one in self.subscriptions]
+        return shown + render_table("Subscriptions", columns, rows) if rows else shown
 
-class AdminCalls(ClusterCalls):
+
+class AdminCalls(ClusterCalls, RightsCalls, SchemaCalls, DeadLetterCalls):
     """See the module header. Belongs to the network's loop."""
 
     # -- topics -----------------------------------------------------------------------------
@@ -522,55 +535,6 @@ class AdminCalls(ClusterCalls):
             wire.services.NamespaceAdmin.DeleteNamespace, request, done_before=NotFoundError
         )
 
-    # -- rights -----------------------------------------------------------------------------
-
-    async def grant_role(
-        self, principal: str, role: str, *, topic: str | None = None, namespace: str | None = None
-    ) -> None:
-        """Grants a role to a principal: on a topic, in a namespace, or for the cluster.
-
-        Args:
-            principal: A user's name, or `service:NAME` for an API key or a program.
-            role: `admin`, `producer`, `consumer`, or one that was made.
-            topic: On this topic alone.
-            namespace: In this namespace alone.
-
-        Raises:
-            NotFoundError: There is no such role.
-            IsterError: It is refused, or no broker has answered in time.
-        """
-        kind, name = _principal(principal)
-        scope, resource = _scope(topic, namespace)
-        request = wire.danube_admin.CreateBindingRequest(
-            binding=wire.danube_admin.BindingDefinition(
-                id=_binding_id(kind, name, role),
-                principal_type=kind,
-                principal_name=name,
-                role_names=[role],
-                scope=scope,
-                resource_name=resource,
-            )
-        )
-        await self._network.call(wire.services.SecurityAdmin.CreateBinding, request)
-
-    async def revoke_role(
-        self, principal: str, role: str, *, topic: str | None = None, namespace: str | None = None
-    ) -> None:
-        """Revokes a role that `grant_role` gave with the same arguments.
-
-        Raises:
-            NotFoundError: The role was not granted.
-            IsterError: It is refused, or no broker has answered in time.
-        """
-        kind, name = _principal(principal)
-        scope, resource = _scope(topic, namespace)
-        request = wire.danube_admin.DeleteBindingRequest(
-            scope=scope, resource_name=resource, binding_id=_binding_id(kind, name, role)
-        )
-        await self._network.call(
-            wire.services.SecurityAdmin.DeleteBinding, request, done_before=NotFoundError
-        )
-
     # -- inside -----------------------------------------------------------------------------
 
     async def _partitions(self, topic: str) -> list[str]:
@@ -578,24 +542,6 @@ class AdminCalls(ClusterCalls):
         if not names:
             raise NotFoundError(f"topic {topic} does not exist", topic=topic)
         return names
-
-
-def _principal(text: str) -> tuple[str, str]:
-    kind, separator, name = text.partition(":")
-    return (kind, name) if separator else ("user", text)
-
-
-def _scope(topic: str | None, namespace: str | None) -> tuple[str, str]:
-    if topic is not None and namespace is not None:
-        raise InvalidRequestError("pass topic or namespace, not both")
-    if topic is not None:
-        return "topic", str(TopicName.parse(topic))
-    return ("cluster", "") if namespace is None else ("namespace", namespace)
-
-
-def _binding_id(kind: str, name: str, role: str) -> str:
-    """Returns the binding's id, derived from its arguments, so that it can be revoked."""
-    return hashlib.sha256(f"{kind}\n{name}\n{role}".encode()).hexdigest()[:16]
 
 
 def _topic(found: wire.ister_api.TopicDescription) -> TopicDescription:

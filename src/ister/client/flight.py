@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from ister import forks, threads
 from ister.client.publisher import Publisher
+from ister.client.tls_probe import find_tls_mismatch
 from ister.errors import (
     ClosedError,
     CorruptDataError,
@@ -98,6 +99,9 @@ class FlightClient:
         timeout_seconds: float = _TIMEOUT_SECONDS,
         token: str | None = None,
         tls_ca: bytes | None = None,
+        tls_cert: bytes | None = None,
+        tls_key: bytes | None = None,
+        server_name: str | None = None,
     ) -> None:
         """Connects when it is first needed.
 
@@ -107,6 +111,9 @@ class FlightClient:
             token: A JWT or an API key, for a broker with authentication.
             tls_ca: Who signs the server's certificate, PEM; those that the system trusts if not
                 given.
+            tls_cert: The client's own certificate, PEM, for brokers that ask for one.
+            tls_key: Its key, PEM.
+            server_name: The name in the server's certificate, if it is not the address's.
 
         Raises:
             ConfigError: pyarrow is not installed.
@@ -126,7 +133,13 @@ class FlightClient:
         self._flight = flight
         self._arrow_schema: Callable[[tuple[str, ...] | None], pa.Schema] = arrow_schema
         self._errors = (flight.FlightError, pyarrow.ArrowException, OSError)
-        more = {"tls_root_certs": tls_ca} if tls_ca is not None else {}
+        tls = {
+            "tls_root_certs": tls_ca,
+            "cert_chain": tls_cert,
+            "private_key": tls_key,
+            "override_hostname": server_name,
+        }
+        more = {name: value for name, value in tls.items() if value is not None}
         self._client = flight.FlightClient(_as_location(address), generic_options=_OPTIONS, **more)
         self._headers = (
             [(b"authorization", f"Bearer {token}".encode())] if token is not None else []
@@ -498,6 +511,10 @@ class FlightClient:
                 topic=topic,
                 hint="retry, or allow more time",
             )
+        scheme, _, address = _as_location(self.address).partition("://")
+        mismatch = find_tls_mismatch(address, is_encrypted=scheme == "grpc+tls")
+        if mismatch is not None:
+            return mismatch
         return UnavailableError(
             f"{self.address} does not answer: {text}",
             topic=topic,

@@ -22,7 +22,9 @@ from ister.topic.node_clock import CLOCK_NAME
 from ister.topic.stores import Tiers
 from ister.wal.directory import LOCK_NAME
 
-_OWN_FILES: Final = (LOCK_NAME, NODE_NAME, INSTANCES_NAME, RESERVE_NAME, CLOCK_NAME)
+RATES_NAME: Final = ".rates"
+"""The file of a broker's charts (`ister.broker.observe.rate_file`)."""
+_OWN_FILES: Final = (LOCK_NAME, NODE_NAME, INSTANCES_NAME, RESERVE_NAME, CLOCK_NAME, RATES_NAME)
 """Beside the namespaces in a log's directory."""
 
 

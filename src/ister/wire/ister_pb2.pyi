@@ -14,6 +14,28 @@ class DeadLetter(_message.Message):
     message: bytes
     def __init__(self, topic: _Optional[str] = ..., message: _Optional[bytes] = ...) -> None: ...
 
+class DeadLettersRequest(_message.Message):
+    __slots__ = ("topic", "offsets", "reason", "source_topic", "source_subscription", "start", "end", "limit", "to")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_TOPIC_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    reason: str
+    source_topic: str
+    source_subscription: str
+    start: int
+    end: int
+    limit: int
+    to: str
+    def __init__(self, topic: _Optional[str] = ..., offsets: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., source_topic: _Optional[str] = ..., source_subscription: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., limit: _Optional[int] = ..., to: _Optional[str] = ...) -> None: ...
+
 class OwnTopicsRequest(_message.Message):
     __slots__ = ("topics",)
     TOPICS_FIELD_NUMBER: _ClassVar[int]

@@ -9,6 +9,7 @@ __all__ = [
     "BrokerAdmin",
     "ClusterAdmin",
     "ConsumerService",
+    "DeadLetters",
     "Delivery",
     "Discovery",
     "HealthCheck",
@@ -165,6 +166,15 @@ class Admin:
     ActivateBroker = Rpc[ister_api.BrokerName, ister_api.Document]("ister.Admin", "ActivateBroker")
     ShowBalance = Rpc[ister_api.InfoRequest, ister_api.Document]("ister.Admin", "ShowBalance")
     Rebalance = Rpc[ister_api.RebalanceRequest, ister_api.Document]("ister.Admin", "Rebalance")
+
+
+class DeadLetters:
+    """ister.DeadLetters."""
+
+    Count = Rpc[ister_api.DeadLettersRequest, ister_api.Document]("ister.DeadLetters", "Count")
+    Show = Rpc[ister_api.DeadLettersRequest, ister_api.Document]("ister.DeadLetters", "Show")
+    Requeue = Rpc[ister_api.DeadLettersRequest, ister_api.Document]("ister.DeadLetters", "Requeue")
+    Drop = Rpc[ister_api.DeadLettersRequest, ister_api.Document]("ister.DeadLetters", "Drop")
 
 
 class Peers:

@@ -173,7 +173,7 @@ class TopicJson(TypedDict, total=False):
     parent: str | None
     partitions: list[str]
     topics: list[TopicJson]
-    """The partitions, where a command describes them too."""
+    """The partitions, where a command or the HTTP API describes them too."""
     is_here: bool
     is_reliable: bool
     mode: str | None
@@ -199,6 +199,12 @@ class TopicJson(TypedDict, total=False):
     cache: dict[str, int] | None
     producers: int | None
     policies: dict[str, int]
+    own_policies: dict[str, int]
+    """Those that are set for the topic itself; only in the HTTP API."""
+    dead_letters_of: list[dict[str, str]]
+    """Subscriptions whose dead letters go here; only in the HTTP API."""
+    recent: dict[str, list[float]]
+    """Messages in/s of partitions in the last minutes; only in the HTTP API."""
     schema: dict[str, str | int | None] | None
     rates: dict[str, float] | None
     upload_lag: dict[str, int]
@@ -285,3 +291,69 @@ class PipelineJson(TypedDict):
     errors: list[JsonObject]
     words: NotRequired[str]
     """The same in a sentence."""
+
+
+class LetterGroupJson(TypedDict):
+    """Pending dead letters of one subscription."""
+
+    source_topic: str | None
+    """None for messages that are not dead letters."""
+    source_subscription: str | None
+    count: int
+    first_offset: int
+    oldest: int | None
+    """Publish time of the oldest message, in milliseconds since the Unix epoch."""
+    newest: int | None
+    reasons: dict[str, int]
+    """The most frequent reasons, and how often each occurs."""
+
+
+class DeadLetterCountJson(TypedDict):
+    """The pending dead letters of a dead-letter topic."""
+
+    topic: str
+    pending: int
+    selected: int
+    groups: list[LetterGroupJson]
+    end: int
+    """The offset behind the last letter that was counted."""
+    is_partial: bool
+    """Whether there may be more letters behind it."""
+
+
+class LetterStoryJson(TypedDict):
+    """Where a dead letter comes from, and why it is one."""
+
+    topic: str
+    subscription: str
+    offset: int | None
+    attempt: int | None
+    reason: str
+    hops: int
+    dropped_attributes: int
+
+
+class DeadLetterJson(TypedDict):
+    """A pending dead letter; its attributes are those that it had before it failed."""
+
+    offset: int
+    publish_time: int | None
+    producer_name: str | None
+    attributes: dict[str, str]
+    routing_key: str | None
+    size: int
+    payload_base64: str
+    is_cut: bool
+    text: str | None
+    decoded: NotRequired[object]
+    dead_letter: LetterStoryJson | None
+
+
+class ResolvedJson(TypedDict):
+    """Dead letters that were requeued or dropped, and those that stay pending."""
+
+    topic: str
+    done: int
+    failed: list[JsonObject]
+    """Each with `offset`, `code`, `error` and `hint`."""
+    next: NotRequired[int | None]

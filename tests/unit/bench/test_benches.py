@@ -9,7 +9,17 @@ from ister.cli.main import main
 from support.scale import nightly
 
 FIELDS = {"name", "value", "unit", "limit", "ratio", "target", "met"}
-BENCHES = ("append", "replay", "tail", "recover", "topics", "readers", "catalog", "cycle")
+BENCHES = (
+    "append",
+    "replay",
+    "tail",
+    "recover",
+    "topics",
+    "readers",
+    "catalog",
+    "cycle",
+    "startup",
+)
 
 
 @pytest.mark.parametrize("name", ["append", *map(nightly, BENCHES[1:])])

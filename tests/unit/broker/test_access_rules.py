@@ -31,7 +31,7 @@ SERVICES = (
     *("danube.ProducerService", "danube.ConsumerService", "danube.Discovery", "danube.HealthCheck"),
     *("danube.StorageService", "danube_admin.TopicAdmin", "danube_admin.NamespaceAdmin"),
     *("danube_admin.BrokerAdmin", "danube_schema.SchemaRegistry", "ister.Delivery", "ister.Admin"),
-    "ister.Peers",
+    *("ister.DeadLetters", "ister.Peers"),
 )
 
 

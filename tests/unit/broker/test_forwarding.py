@@ -157,6 +157,17 @@ def test_dead_letters_reach_a_topic_of_another_broker(tmp_path, engine):
             found = next(iter(letters.topic.reader(0))).record
             assert (found.payload, found.routing_key) == (b"poison", "k")
             assert found.producer_name == message.producer_name
+            # Requeueing is forwarded to the broker that has the letters, and publishes at the one
+            # that has their source.
+            source = await at(b)
+            letter = a_record(b"again", attributes={"x-original-topic": TOPIC})
+            await letters.publish(letter)
+            answer = await wire.stub(there.channel, "ister.DeadLetters").Requeue(
+                ister_api.DeadLettersRequest(topic="/default/letters", start=1),
+                metadata=[("authorization", f"Bearer {sign('root')}")],
+            )
+            assert json.loads(answer.json)["done"] == 1
+            assert next(iter(source.topic.reader(0))).payload == b"again"
             # Nobody else may: neither a caller with all rights nor one with a wrong secret.
             peers = wire.stub(there.channel, "ister.Peers")
             for header in (f"Bearer {sign('root')}", "Broker 00"):

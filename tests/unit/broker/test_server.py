@@ -196,7 +196,7 @@ def test_its_metrics_are_those_of_this_broker(tmp_path):
                 for sample in family.samples
             }
             assert values["ister_broker_messages_in_total"] == 1
-            assert values["ister_broker_bytes_in_total"] == 5
+            assert values["ister_broker_in_bytes_total"] == 5
             assert values["ister_broker_topics"] == 1
             assert values["ister_broker_consumers"] == 1
             stream.cancel()

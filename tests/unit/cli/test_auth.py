@@ -82,6 +82,33 @@ def test_what_is_wrong_is_said(capsys):
         assert said in err, arguments
 
 
+def shown_to(capsys, admin, key):
+    """What `auth list` and `auth show` tell of the one right that was granted."""
+    code, out, _ = output(capsys, "list", "--token", admin)
+    assert code == 0
+    rows = [line.split() for line in out.splitlines()]
+    assert ["service:loader", "producer", "topic", TOPIC] in rows
+    assert ["producer", "lookup,", "produce"] in rows
+    _, out, _ = output(capsys, "list", "--token", admin, "--json")
+    listed = json.loads(out)
+    [binding] = listed["bindings"]
+    assert (binding["principal"], binding["roles"]) == ("service:loader", ["producer"])
+    assert {role["name"] for role in listed["roles"]} == {"admin", "consumer", "producer"}
+    code, out, _ = output(capsys, "show", "service:loader", "--token", admin)
+    assert code == 0
+    assert out.splitlines()[-1].split() == ["topic", TOPIC, "producer", "lookup,", "produce"]
+    for topic, permissions in [(TOPIC, ["lookup", "produce"]), ("/default/other", [])]:
+        arguments = ("service:loader", "--topic", topic, "--json")
+        _, out, _ = output(capsys, "show", *arguments, "--token", admin)
+        assert json.loads(out)["permissions"] == permissions
+    code, _, err = output(capsys, "show", "loader", "--token", admin)
+    assert code == 1
+    assert "user:loader has no roles; principals with roles: service:loader" in err
+    code, _, err = output(capsys, "list", "--token", key)
+    assert code == 1
+    assert "manage_cluster" in err
+
+
 def test_rights_are_given_and_taken_back_on_a_running_broker(
     capsys, tmp_path, secret_file, monkeypatch
 ):
@@ -147,5 +174,6 @@ def test_rights_are_given_and_taken_back_on_a_running_broker(
         assert code == 0
         assert (json.loads(out)["resource"], json.loads(out)["broker"]) == (TOPIC, address)
         assert may(key) == "OK"
+        shown_to(capsys, admin, key)
         assert change("revoke")[0] == 0
         assert may(key) == "PERMISSION_DENIED"

@@ -1,11 +1,14 @@
 """The report shows the figures, is a page of its own, and escapes what it shows."""
 
 import re
+import tomllib
 from html.parser import HTMLParser
+from pathlib import Path
 
 from demo.charts import Band, Line, Mark, histogram, lines, tier_map
 from demo.report import render
 
+ROOT = Path(__file__).parents[3]
 _EVIL = '<script>alert("1")</script>'
 
 
@@ -190,8 +193,28 @@ def test_the_page_needs_nothing_but_itself():
     text = render(figures())
     page = _Page(text)
     assert not [tag for tag, _ in page.tags if tag in ("script", "link", "img", "iframe")]
-    assert not re.search(r"(?:src|href|url\()=?[\"']?http", text)
+    assert not re.search(r"(?:src=|url\()[\"']?http", text)
+    assert {tag for tag, named in page.tags if "href" in named} == {"a"}
     assert not [name for _, named in page.tags for name in named if name.startswith("on")]
+
+
+def test_the_page_has_contents_and_every_link_leads_somewhere():
+    page = _Page(render(figures()))
+    links = [named["href"] for tag, named in page.tags if tag == "a"]
+    sections = [named["id"] for tag, named in page.tags if tag == "h2"]
+    assert len(sections) == len(set(sections)) >= 6
+    inside = [link[1:] for link in links if link.startswith("#")]
+    # Once in the contents, and once at the section itself, to be copied.
+    assert sorted(inside) == sorted(sections * 2)
+    tags = [tag for tag, _ in page.tags]
+    assert tags.index("nav") < tags.index("h2")
+    outside = [link for link in links if not link.startswith("#")]
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    assert outside
+    for link in outside:
+        home, _, path = link.partition("/blob/main/")
+        assert home == urls["Repository"]
+        assert (ROOT / path).exists(), link
 
 
 def test_every_drawing_has_words():

@@ -187,10 +187,12 @@ class BrokerSource:
         if served is not None:
             served.counters.count_batch(batch)
 
-    def publishing(self, topic: SequencedTopic) -> AbstractContextManager[None]:
+    def publishing(
+        self, topic: SequencedTopic, producer: str | None
+    ) -> AbstractContextManager[None]:
         """Counts a producer for as long as it publishes."""
         served = self._topics.find_open(topic.topic.name)
-        return served.counters.publishing() if served is not None else nullcontext()
+        return served.counters.publishing(producer) if served is not None else nullcontext()
 
     def end(self) -> None:
         """Ends all waiting."""

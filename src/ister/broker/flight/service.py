@@ -359,7 +359,10 @@ class FlightService:
                     on_appended=self._source.count_appended,
                     still_allowed=partial(caller.check, Permission.PRODUCE, topic=opened.topic),
                 )
-                with self._listed(publishing), self._source.publishing(topic):
+                with (
+                    self._listed(publishing),
+                    self._source.publishing(topic, opened.producer),
+                ):
                     taking = asyncio.create_task(publishing.take_all(requests))
                     try:
                         async for answer in publishing.answers():

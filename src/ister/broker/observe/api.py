@@ -4,8 +4,13 @@
     GET  /api/topics                                     topics in short, page by page
     GET  /api/topics/{ns}/{topic}                        a topic with all fields
     GET  /api/topics/{ns}/{topic}/messages               some of its messages
+    GET  /api/topics/{ns}/{topic}/dead-letters, /dead-letters/count
+    GET  /api/topics/{ns}/{topic}/messages/download      the same as lines of JSON
     GET  /api/brokers, /api/cluster, /api/pipeline
-    POST /api/topics/{ns}/{topic}/subscriptions/{s}/seek
+    POST /api/topics
+    POST /api/topics/{ns}/{topic}/delete, /publish, /policies
+    POST /api/topics/{ns}/{topic}/subscriptions/{s}/seek, /policy, /delete
+    POST /api/topics/{ns}/{topic}/dead-letters/requeue, /dead-letters/drop
     POST /api/topics/{ns}/{topic}/unload, /move, /take-over
     POST /api/brokers/{node}/drain, /activate
     POST /api/cluster/rebalance
@@ -13,10 +18,11 @@
     POST /api/clock/confirm
 
 Owns: paths, parameters, status codes, and protection against requests from foreign web pages. Does
-not own: authentication (`http_guard`), content (`views`, `browse`), the cluster (`cluster_api`).
+not own: authentication (`http_guard`), content (`views`, `browse`), the cluster (`cluster_api`),
+dead letters (`dead_letter_api`), changes of topics (`topic_api`).
 
 Errors are `{"code", "error", "hint"}`. Each call checks a permission: LOOKUP to read, CONSUME for
-messages, MANAGE_TOPIC and MANAGE_BROKER for changes.
+messages, PRODUCE to publish, MANAGE_TOPIC and MANAGE_BROKER for changes.
 
 A browser sends requests on behalf of any page. A change needs a header that pages of other origins
 cannot send (`X-Ister-Action: yes`), and the page's own origin if an origin is sent. Without
@@ -31,19 +37,27 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
-from typing import Final
+from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
+import grpc
 import msgspec
 from aiohttp import web
+from google.protobuf.message import Message
+from multidict import MultiMapping
 
-from ister.broker.observe.browse import LIMIT_DEFAULT, LIMIT_MAX, Browser
+from ister.broker.observe.browse import DOWNLOAD_MAX, LIMIT_DEFAULT, LIMIT_MAX, Browser
 from ister.broker.observe.cluster_api import ClusterApi, ask_other
+from ister.broker.observe.dead_letter_api import DeadLetterApi
+from ister.broker.observe.rates import parse_window
 from ister.broker.observe.requests import read_body, topic_of
 from ister.broker.observe.subscriptions import describe_subscription
+from ister.broker.observe.topic_api import TopicApi
 from ister.broker.observe.views import Views, list_topics
+from ister.broker.rpc.handlers import Refused
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
+from ister.broker.services.dead_letters import DeadLetterCalls
 from ister.broker.topics.open_topics import ElsewhereError
 from ister.broker.topics.served_topic import ServedTopic
 from ister.bucket.pipeline import PipelineKeys, request_job
@@ -62,10 +76,11 @@ from ister.errors import (
     UnavailableError,
     UnsupportedOperationError,
 )
+from ister.message_filter import MessageFilter
 from ister.metadata.base import MetadataStore
 from ister.model import JsonObject, Start, TopicName
 from ister.positions import parse_position, to_milliseconds
-from ister.wire import danube_admin, ister_api, services
+from ister.wire import Rpc, danube_admin, ister_api, services
 from ister.wire.errors import BROKER_FAILED, http_error
 from ister.wire.views import PipelineJson, TopicJson
 
@@ -77,6 +92,7 @@ ACTION_HEADER: Final = "X-Ister-Action"
 _TOPICS_DEFAULT: Final = 100
 _TOPICS_MAX: Final = 500
 _TOPICS_ASKED_MAX: Final = 1001
+_PARTITIONS_SHOWN: Final = 200
 _SEARCH_CHARACTERS_MAX: Final = 256
 _HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -84,12 +100,24 @@ _HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 
+_RECENT_POINTS: Final = 60
+_REFUSED: Final = {
+    grpc.StatusCode.FAILED_PRECONDITION: 409,
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.UNAVAILABLE: 503,
+}
+
 _Handler = Callable[[web.Request], Awaitable[object]]
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response", bound=Message)
 
 
 def status_of(error: IsterError) -> int:
     """The HTTP status of an error."""
     match error:
+        case Refused():
+            return _REFUSED.get(error.status, 500)
         case UnauthenticatedError():
             return 401
         case PermissionDeniedError():
@@ -113,12 +141,28 @@ class ApiContext:
     """What the API uses, once the broker has its topics."""
 
     def __init__(
-        self, views: Views, browser: Browser, metadata: MetadataStore, *, clock: Clock
+        self,
+        views: Views,
+        browser: Browser,
+        dead_letters: DeadLetterCalls,
+        metadata: MetadataStore,
+        *,
+        services: Mapping[str, object],
+        clock: Clock,
     ) -> None:
+        """`services` are those of gRPC that the API calls, by name."""
+        self._services = services
         self.views = views
         self.browser = browser
+        self.dead_letters = dead_letters
         self.metadata = metadata
         self.clock = clock
+
+    async def call(self, rpc: Rpc[_Request, _Response], request: _Request) -> _Response:
+        """Calls a service of this broker on behalf of the current caller."""
+        service, _, method = rpc.path[1:].partition("/")
+        answer: _Response = await getattr(self._services[service], method)(request, None)
+        return answer
 
     async def stop(self) -> None:
         """Stops browsing and counting."""
@@ -134,6 +178,8 @@ class Api:
         self._config = config
         self._served: ApiContext | None = None
         self._cluster = ClusterApi(guard, lambda: self.served.views)
+        self._dead_letters = DeadLetterApi(lambda: self.served)
+        self._changes = TopicApi(guard, lambda: self.served)
         self._hosts = _own_hosts(config)
         self._is_open = config.auth.mode is AuthMode.NONE
 
@@ -162,13 +208,24 @@ class Api:
             "/api/topics": self._topics,
             topic: self._topic,
             f"{topic}/messages": self._messages,
+            f"{topic}/messages/download": self._download,
+            f"{topic}/dead-letters": self._dead_letters.show,
+            f"{topic}/dead-letters/count": self._dead_letters.count,
             "/api/brokers": self._brokers,
             "/api/cluster": self._cluster.cluster,
             "/api/pipeline": self._pipeline,
         }.items():
             application.router.add_get(path, self._answering(handler), allow_head=False)
         for path, handler in {
+            "/api/topics": self._changes.create,
+            f"{topic}/delete": self._changes.delete,
+            f"{topic}/publish": self._changes.publish,
+            f"{topic}/policies": self._changes.set_policies,
             f"{topic}/subscriptions/{{subscription}}/seek": self._seek,
+            f"{topic}/subscriptions/{{subscription}}/policy": self._changes.set_failure_policy,
+            f"{topic}/subscriptions/{{subscription}}/delete": self._changes.unsubscribe,
+            f"{topic}/dead-letters/requeue": self._dead_letters.requeue,
+            f"{topic}/dead-letters/drop": self._dead_letters.drop,
             f"{topic}/unload": self._unload,
             f"{topic}/move": self._cluster.move,
             f"{topic}/take-over": self._cluster.take_over,
@@ -194,6 +251,8 @@ class Api:
                 if is_action:
                     _check_action(request)
                 content = await handler(request)
+                if isinstance(content, web.Response):
+                    return content
                 return _response(await self.served.views.query_threads.run(_encode, content), 200)
             except (UnauthenticatedError, PermissionDeniedError):
                 raise  # answered by the guard
@@ -275,16 +334,21 @@ class Api:
     async def _overview(self, request: web.Request) -> JsonObject:
         caller, guard = current_principal(), self._guard
         guard.check_anywhere(caller, Permission.LOOKUP)
+        window = parse_window(request.query.get("window") or "5m")
         views = self.served.views
         visible: list[ServedTopic] | None = None
         if not guard.allows(caller, Permission.LOOKUP):
             served = {topic.name: topic for topic in views.topics.served}
             names = await views.query_threads.run(guard.visible, caller, list(served))
             visible = [served[name] for name in names]
-        content = await views.overview(visible)
+        content = await views.overview(visible, window)
         return {
             **content,
             "auth": {"mode": self._config.auth.mode.value, "principal": str(caller)},
+            "rights": {
+                "create": guard.allows_anywhere(caller, Permission.MANAGE_TOPIC),
+                "brokers": guard.allows(caller, Permission.MANAGE_BROKER),
+            },
         }
 
     async def _topics(self, request: web.Request) -> JsonObject:
@@ -292,24 +356,43 @@ class Api:
         limit = _whole(query, "limit", _TOPICS_DEFAULT, low=1, high=_TOPICS_MAX)
         namespace, after = query.get("namespace", ""), query.get("after", "")
         search = query.get("search", "")[:_SEARCH_CHARACTERS_MAX].lower()
-        return await list_topics(
-            self.served.views,
+        views, is_folded = self.served.views, query.get("fold") == "yes"
+        found = await list_topics(
+            views,
             self._guard,
             namespace=namespace,
             search=search,
             after=after,
             limit=limit,
+            with_partitions=not is_folded,
         )
+        listed: list[TopicJson] = found["topics"]  # type: ignore[assignment]
+        if is_folded:
+            await _describe_partitions(views, listed)
+        names = [name for one in listed for name in (one["topic"], *one.get("partitions", ()))]
+        return {**found, "recent": _recent(views, names)}
 
     async def _topic(self, request: web.Request) -> TopicJson:
         name = topic_of(request)
         self._check(Permission.LOOKUP, topic=name)
-        view = await self.served.views.topic(name)
+        views = self.served.views
+        view = await views.topic(name, window=parse_window(request.query.get("window") or "5m"))
         caller = current_principal()
         view["rights"] = {
             "consume": self._guard.allows(caller, Permission.CONSUME, topic=name),
+            "produce": self._guard.allows(caller, Permission.PRODUCE, topic=name),
             "manage": self._guard.allows(caller, Permission.MANAGE_TOPIC, topic=name),
         }
+        partitions = view.get("partitions") or []
+        if partitions:
+            shown = partitions[:_PARTITIONS_SHOWN]
+            view["topics"] = await views.topics_listed(shown)
+            view["recent"] = _recent(views, shown)
+        else:
+            view["own_policies"] = await views.own_policies(name)
+            sources = views.dead_letter_sources(name)
+            seen = set(self._guard.visible(caller, {one["topic"] for one in sources}))
+            view["dead_letters_of"] = [one for one in sources if one["topic"] in seen]
         return view
 
     async def _messages(self, request: web.Request) -> JsonObject:
@@ -318,8 +401,31 @@ class Api:
         return await self.served.browser.read(
             await self._plain_topic(request),
             start=parse_position(query.get("start") or "latest"),
-            end=_whole(query, "end", 0, low=0, high=(1 << 63) - 1) if query.get("end") else None,
+            end=_end(query),
             limit=_whole(query, "limit", LIMIT_DEFAULT, low=1, high=LIMIT_MAX),
+            wanted=_filter(query),
+        )
+
+    async def _download(self, request: web.Request) -> web.Response:
+        query, name = request.query, topic_of(request)
+        self._check(Permission.CONSUME, topic=name)
+        found = await self.served.browser.download(
+            await self._plain_topic(request),
+            start=parse_position(query.get("start") or "latest"),
+            end=_end(query),
+            limit=_whole(query, "limit", DOWNLOAD_MAX, low=1, high=DOWNLOAD_MAX),
+            wanted=_filter(query),
+        )
+        return web.Response(
+            body=b"".join(found.lines),
+            content_type="application/x-ndjson",
+            charset="utf-8",
+            headers={
+                **_HEADERS,
+                "Content-Disposition": f'attachment; filename="{name[1:].replace("/", "-")}.jsonl"',
+                "X-Ister-Messages": str(len(found.lines)),
+                "X-Ister-Next": str(found.next),
+            },
         )
 
     async def _brokers(self, request: web.Request) -> JsonObject:
@@ -443,6 +549,22 @@ class Api:
         }
 
 
+def _recent(views: Views, names: list[str]) -> dict[str, list[float]]:
+    """The last messages in/s of topics that were used, for small lines."""
+    found = {name: views.history.recent(name, _RECENT_POINTS) for name in names}
+    return {name: points for name, points in found.items() if points}
+
+
+async def _describe_partitions(views: Views, listed: list[TopicJson]) -> None:
+    """Adds short descriptions of partitions, up to a number of them."""
+    room = _PARTITIONS_SHOWN
+    for one in listed:
+        names = one.get("partitions", [])[:room]
+        if names:
+            room -= len(names)
+            one["topics"] = await views.topics_listed(names)
+
+
 async def _seek_elsewhere(
     views: Views, error: ElsewhereError, name: str, subscription: str, start: Start
 ) -> JsonObject:
@@ -473,6 +595,19 @@ def _whole(query: Mapping[str, str], name: str, default: int, *, low: int, high:
     if not (text.isascii() and text.isdecimal() and len(text) <= 19):
         raise InvalidRequestError(f"{name} must be a whole number, not {text[:40]!r}")
     return max(low, min(int(text), high))
+
+
+def _end(query: Mapping[str, str]) -> int | None:
+    return _whole(query, "end", 0, low=0, high=(1 << 63) - 1) if query.get("end") else None
+
+
+def _filter(query: MultiMapping[str]) -> MessageFilter:
+    return MessageFilter.parse(
+        keys=query.getall("key", []),
+        attributes=query.getall("attribute", []),
+        where=query.getall("where", []),
+        contains=query.get("contains", ""),
+    )
 
 
 def _parse_to(to: object) -> Start:

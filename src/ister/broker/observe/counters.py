@@ -38,6 +38,7 @@ class TopicCounters:
     __slots__ = (
         "_lock",
         "_sizes",
+        "_streams",
         "bytes_in",
         "bytes_out",
         "messages_in",
@@ -45,7 +46,6 @@ class TopicCounters:
         "refused",
         "send_latency",
         "sends",
-        "streams",
     )
 
     def __init__(self) -> None:
@@ -62,8 +62,7 @@ class TopicCounters:
         """Calls of gRPC that were acknowledged."""
         self.send_latency = Histogram(_SEND_LATENCIES)
         """How long these took, in milliseconds."""
-        self.streams = 0
-        """Producers that publish by Flight now."""
+        self._streams: Counter[object] = Counter()
         self.refused: Counter[str] = Counter()
         """Calls that were refused, by status."""
 
@@ -93,15 +92,27 @@ class TopicCounters:
             self._sizes.add(sizes)
 
     @contextmanager
-    def publishing(self) -> Iterator[None]:
+    def publishing(self, producer: str | None) -> Iterator[None]:
         """Counts a Flight producer while the block runs. Thread-safe."""
+        name: object = object() if producer is None else producer
         with self._lock:
-            self.streams += 1
+            self._streams[name] += 1
         try:
             yield
         finally:
             with self._lock:
-                self.streams -= 1
+                self._streams[name] -= 1
+                if not self._streams[name]:
+                    del self._streams[name]
+
+    @property
+    def streams(self) -> tuple[object, ...]:
+        """The names of producers that publish by Flight now, each once. Thread-safe.
+
+        One without a name is another object for each stream.
+        """
+        with self._lock:
+            return tuple(self._streams)
 
     def count_sends(self, count: int, seconds: float) -> None:
         """Counts gRPC sends that were acknowledged together, after `seconds`. Thread-safe."""

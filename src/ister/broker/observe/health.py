@@ -39,6 +39,7 @@ STATES: Final[tuple[State, ...]] = ("ok", "attention", "bad")
 
 _FRESH_SECONDS: Final = 1.0
 _NAMES_SHOWN: Final = 5
+_SUBJECTS_SHOWN: Final = 20
 
 _DISK_LOW_SHARE: Final = 0.1
 _DISK_LOW_BYTES: Final = 1 * GIB
@@ -62,6 +63,19 @@ _REPLACED: Final = "a copy of this broker's data directory replaced it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A topic that a check is about, or a subscription of it."""
+
+    topic: str
+    subscription: str | None = None
+
+    def __str__(self) -> str:
+        if self.subscription is None:
+            return self.topic
+        return f"{self.subscription} of {self.topic}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
     """The result of one check."""
 
@@ -69,6 +83,8 @@ class Check:
     state: State
     words: str
     hint: str | None = None
+    subjects: tuple[Subject, ...] = ()
+    """The first of those that are not ok, where they may be named."""
 
 
 @dataclass(slots=True)
@@ -82,7 +98,7 @@ class _Survey:
     held: list[ServedTopic]
     """Topics whose producers are throttled until uploads catch up."""
     behind: list[ServedTopic]
-    blocked: list[str]
+    blocked: list[Subject]
 
 
 class BrokerHealth:
@@ -162,13 +178,14 @@ class BrokerHealth:
         }
 
     def overview(self, *, names: bool = True) -> JsonObject:
-        """Readiness, the worst state, and the texts of all checks that are not ok."""
+        """Readiness, the worst state, all checks, and the texts of those that are not ok."""
         checks = self.checks(names=names)
         words = [check.words for check in checks if check.state != "ok"]
         return {
             "ready": self.is_ready,
             "state": worst(checks),
             "words": words or ["all checks are ok"],
+            "checks": [asdict(check) for check in checks],
         }
 
     # -- for people -------------------------------------------------------------------------
@@ -213,7 +230,7 @@ class BrokerHealth:
                 ):
                     found.behind.append(topic)
             found.blocked += [
-                f"{one.name} of {topic.name}"
+                Subject(topic=topic.name, subscription=one.name)
                 for one in topic.subscriptions.values()
                 if isinstance(one, Dispatcher) and one.delivery.blocked_count
             ]
@@ -297,6 +314,7 @@ class BrokerHealth:
             words=f"uploads are failing: {_named(failing, names)}{why}",
             hint=f"{meanwhile}; check that the bucket exists and the "
             "broker may write to it (storage.cloud)",
+            subjects=_subjects(failing, names),
         )
 
     def _check_lag(self, survey: _Survey, names: bool) -> Check:
@@ -307,6 +325,7 @@ class BrokerHealth:
                 state="bad",
                 words=f"producers are throttled until uploads catch up: {held}",
                 hint="the limit is storage.uploader.max_lag_bytes; find out why uploads are slow",
+                subjects=_subjects(survey.held, names),
             )
         if survey.behind:
             return Check(
@@ -314,6 +333,7 @@ class BrokerHealth:
                 state="attention",
                 words=f"uploads are behind: {_named(survey.behind, names)}",
                 hint="check whether the bucket or the pipeline keeps up with producers",
+                subjects=_subjects(survey.behind, names),
             )
         return Check(name="upload_lag", state="ok", words="uploads keep up")
 
@@ -391,15 +411,18 @@ class BrokerHealth:
 
     def _check_topics(self, survey: _Survey, names: bool) -> Check:
         found: list[str] = []
+        bad_ones: list[ServedTopic | str] = []
         state: State = "ok"
         for wanted in (TopicState.FAILED, TopicState.QUARANTINED, TopicState.STALLED):
             bad = survey.by_state.get(wanted.value)
             if bad:
                 state = "bad"
+                bad_ones += bad
                 found.append(f"{wanted.value}: {_named(bad, names)}")
         unopened = self._topics.unopened if self._topics is not None else {}
         if unopened:
             state = "bad"
+            bad_ones += unopened
             found.append(f"cannot be opened: {_named(list(unopened), names)}")
         if state == "ok":
             words = f"{_count(survey.count, 'topic')} open"
@@ -409,9 +432,10 @@ class BrokerHealth:
             state=state,
             words="; ".join(found),
             hint="`ister inspect` shows the damage, `ister repair` restores it from the bucket",
+            subjects=_subjects(bad_ones, names),
         )
 
-    def _check_subscriptions(self, blocked: list[str], names: bool) -> Check:
+    def _check_subscriptions(self, blocked: list[Subject], names: bool) -> Check:
         if not blocked:
             return Check(name="subscriptions", state="ok", words="no subscription is blocked")
         listed = _named(blocked, names, what="subscription")
@@ -420,6 +444,7 @@ class BrokerHealth:
             state="attention",
             words=f"blocked by a message that failed too often: {listed}",
             hint="acknowledge or skip the message, or set the poison policy to dead_letter or drop",
+            subjects=_subjects(blocked, names),
         )
 
     def _check_certificate(self, tls: ServerTls) -> Check:
@@ -513,11 +538,22 @@ def _error_of(topic: ServedTopic) -> str | None:
     return error.message if error is not None else None
 
 
-def _named(found: Sequence[ServedTopic | str], names: bool, *, what: str = "topic") -> str:
+def _subjects(found: Sequence[ServedTopic | str | Subject], names: bool) -> tuple[Subject, ...]:
+    """The first of them, if they may be named."""
+    shown = found[:_SUBJECTS_SHOWN] if names else ()
+    return tuple(
+        one if isinstance(one, Subject) else Subject(topic=getattr(one, "name", str(one)))
+        for one in shown
+    )
+
+
+def _named(
+    found: Sequence[ServedTopic | str | Subject], names: bool, *, what: str = "topic"
+) -> str:
     """The first names, or only the number."""
     if not names:
         return _count(len(found), what)
-    shown = [one if isinstance(one, str) else one.name for one in found[:_NAMES_SHOWN]]
+    shown = [str(getattr(one, "name", one)) for one in found[:_NAMES_SHOWN]]
     more = len(found) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
 

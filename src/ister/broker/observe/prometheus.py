@@ -37,7 +37,7 @@ from ister.broker.security.guard import Guard
 from ister.broker.topics.served_topic import ServedTopic
 from ister.clock import Clock
 from ister.config import Config, Engine, MetadataBackend
-from ister.metrics import BY_NAME, METRICS, Histogram
+from ister.metrics import BY_NAME, METRICS, Histogram, Metric
 from ister.model import TopicState
 from ister.topic.log import Log
 
@@ -455,12 +455,7 @@ def _add(families: _Families, name: str, value: float, labels: Labels) -> None:
 
 
 def _divided(value: Value, divisor: float) -> Value:
-    if not isinstance(value, Histogram) or divisor == 1:
-        return value
-    made = Histogram([bound / divisor for bound in value.bounds])
-    made.counts, made.count = value.counts, value.count
-    made.sum, made.max = value.sum / divisor, value.max / divisor
-    return made
+    return value.divided(divisor) if isinstance(value, Histogram) else value
 
 
 def _started_at() -> float | None:
@@ -487,20 +482,34 @@ def format_families(families: Iterable[Family]) -> str:
         family = by_name.get(metric.name)
         if family is None or not family.series:
             continue
-        name = metric.exposed
-        unit = "" if metric.unit == "1" else f" ({metric.unit})"
-        lines.append(f"# HELP {name} {_escape_help(metric.description)}{unit}")
-        lines.append(f"# TYPE {name} {metric.kind}")
+        _add_family(lines, metric, family)
+    return "\n".join(lines) + "\n"
+
+
+def _add_family(lines: list[str], metric: Metric, family: Family) -> None:
+    """Adds a family under its name, and under the one that it had before."""
+    for name, unit, divisor in (
+        (metric.exposed, metric.exposed_unit, metric.exposed_divisor),
+        (metric.deprecated, metric.unit, 1.0),
+    ):
+        if name is None:
+            continue
+        is_old = name == metric.deprecated
+        about = f"deprecated, use {metric.exposed}: " if is_old else ""
+        about += metric.description + ("" if unit == "1" else f" ({unit})")
+        # What was a gauge is not called a counter while its name does not say so.
+        is_bare = metric.kind == "counter" and not name.endswith("_total")
+        lines.append(f"# HELP {name} {_escape_help(about)}")
+        lines.append(f"# TYPE {name} {'gauge' if is_bare else metric.kind}")
         for values, value in family.series.items():
             pairs = [
                 f'{label}="{_escape_value(text)}"'
                 for label, text in zip(metric.labels, values, strict=True)
             ]
             if isinstance(value, Histogram):
-                _add_histogram(lines, name, pairs, value)
+                _add_histogram(lines, name, pairs, value.divided(divisor))
             else:
                 lines.append(f"{name}{_labels(pairs)} {_number(value)}")
-    return "\n".join(lines) + "\n"
 
 
 def _add_histogram(lines: list[str], name: str, pairs: list[str], histogram: Histogram) -> None:

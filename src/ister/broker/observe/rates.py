@@ -1,13 +1,14 @@
 """Rates of all topics: their counters are sampled regularly, and the last minutes are kept.
 
 Owns: samples, the rates between two of them, the rings that keep them. Does not own:
-what is counted (`topics.served_topic`), how it is shown (`ister.broker.observe.views`).
+what is counted (`topics.served_topic`), how it is shown (`ister.broker.observe.views`), the last
+hour and day (`ister.broker.observe.rate_file`).
 
 A sample reads a few numbers of each topic that are in memory, and nothing else: no file, no store.
 Thousands of topics are sampled in parts, so that calls are answered in between. An unused topic has
 no ring, and costs a comparison.
 
-Nothing of it is kept over a restart.
+The last five minutes are in memory; after a restart, the points of the last hour stand in for them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from typing import Final
 
 from ister import threads
 from ister.broker.dispatch.dispatcher import Dispatcher
+from ister.broker.observe.rate_file import DAY, HOUR, Interval, RateFile
 from ister.broker.topics.served_topic import ServedTopic
 from ister.broker.topics.topics import Topics
 from ister.clock import Clock
+from ister.errors import InvalidRequestError
 from ister.model import JsonObject
+from ister.partitions import base_of_partition
 
 _log = logging.getLogger("ister.broker.observe.rates")
 
@@ -33,6 +37,9 @@ EVERY_SECONDS: Final = 2.0
 """From one sample to the next."""
 POINTS: Final = 150
 """How many are kept: five minutes."""
+MINUTES: Final = Interval(round(EVERY_SECONDS), -1)
+WINDOWS: Final = {"5m": MINUTES, "1h": HOUR, "1d": DAY}
+"""What can be shown: the last five minutes, hour or day."""
 
 _RATE_POINTS: Final = 5
 _TOPICS_AT_ONCE: Final = 200
@@ -63,6 +70,18 @@ class OpenTotals:
     messages: int = 0
     lag_messages: int = 0
     upload_lag_bytes: int = 0
+
+
+def parse_window(text: str) -> Interval:
+    """A window by its name.
+
+    Raises:
+        InvalidRequestError: There is no such window.
+    """
+    window = WINDOWS.get(text)
+    if window is None:
+        raise InvalidRequestError(f"invalid window {text[:40]!r}: use {', '.join(WINDOWS)}")
+    return window
 
 
 class _Ring:
@@ -107,9 +126,14 @@ class _Watched:
 class RateHistory:
     """See the module header. Used on the broker's loop alone."""
 
-    def __init__(self, topics: Topics, *, clock: Clock) -> None:
+    def __init__(self, topics: Topics, *, clock: Clock, path: str | None = None) -> None:
+        """Begins without samples; `path` is the file that keeps the last hour and day."""
         self._topics = topics
         self._clock = clock
+        self._file = _open_file(path)
+        self._writing: asyncio.Task[None] | None = None
+        self._written_at = -float("inf")
+        self._is_writable = True
         self._watched: dict[str, _Watched] = {}
         # now, messages in, messages out, bytes in, lag, upload lag, bytes out
         self._all = _Ring(7)
@@ -125,19 +149,42 @@ class RateHistory:
         self._looking = asyncio.get_running_loop().create_task(self._keep_looking())
 
     async def stop(self) -> None:
-        """Ends it. May be called twice."""
+        """Ends it, and writes the last points. May be called twice."""
         looking, self._looking = self._looking, None
         if looking is not None:
             looking.cancel()
             with suppress(asyncio.CancelledError):
                 await looking
+            if self._writing is not None:
+                await self._writing
+            await self._write()
 
     async def _keep_looking(self) -> None:
         while True:
             # A failure here costs the dashboard a chart; it must not end the broker.
             with threads.guard("ister-rates"):
                 await self.sample()
+                self._write_soon()
             await asyncio.sleep(EVERY_SECONDS)
+
+    def _write_soon(self) -> None:
+        """Has the points of each interval written; a slow disk delays no sample."""
+        now = self._clock.monotonic()
+        is_idle = self._writing is None or self._writing.done()
+        if is_idle and now - self._written_at >= HOUR.seconds:
+            self._written_at = now
+            self._writing = asyncio.get_running_loop().create_task(self._write())
+            threads.watch_task("ister-rates", self._writing)
+
+    async def _write(self) -> None:
+        try:
+            await asyncio.to_thread(self._file.write, self._file.take_changes())
+            self._is_writable = True
+        except OSError as error:
+            # Once: a full disk stays full for a while, and this is only for charts.
+            if self._is_writable:
+                _log.warning("rates cannot be written", extra={"error": str(error)})
+            self._is_writable = False
 
     async def sample(self) -> None:
         """Samples every topic once."""
@@ -146,26 +193,28 @@ class RateHistory:
         self._sampled_at = now
         loop_now = asyncio.get_running_loop().time()
         totals, sums = OpenTotals(), [0.0, 0.0, 0.0, 0.0]
+        spread: _Spread = {}
         served = self._topics.served
         for at, topic in enumerate(served):
             if at % _TOPICS_AT_ONCE == _TOPICS_AT_ONCE - 1:
                 await asyncio.sleep(0)
-            lag = _add(totals, topic, loop_now)
+            lag = _add(totals, topic, loop_now, spread)
             self._sample_topic(topic, now_ms, seconds, lag, sums)
         names = {topic.name for topic in served}
         for name in [name for name in self._watched if name not in names]:
             del self._watched[name]
+        totals.producers += sum(map(len, spread.values()))
         self.totals = totals
         if seconds:
-            self._all.append(
-                now_ms,
+            values = (
                 sums[0] / seconds,
                 sums[2] / seconds,
                 sums[1] / seconds,
                 totals.lag_messages,
                 totals.upload_lag_bytes,
-                sums[3] / seconds,
             )
+            self._all.append(now_ms, *values, sums[3] / seconds)
+            self._file.add(None, now_ms / 1000, values)
 
     def _sample_topic(
         self, topic: ServedTopic, now_ms: float, seconds: float, lag: int, sums: list[float]
@@ -191,7 +240,10 @@ class RateHistory:
             watched.idle_looks += 1
         if watched.ring is None:
             watched.ring = _Ring(6)
-        watched.ring.append(now_ms, *_per_second(gained, seconds), lag)
+        rates = _per_second(gained, seconds)
+        watched.ring.append(now_ms, *rates, lag)
+        if any(gained):
+            self._file.add(topic.name, now_ms / 1000, (rates[0], rates[2], rates[1], lag, 0.0))
         if watched.idle_looks >= POINTS:
             # A straight line is known without a ring.
             watched.ring = None
@@ -204,11 +256,13 @@ class RateHistory:
         points = watched.ring.last(_RATE_POINTS) if watched is not None and watched.ring else []
         return _mean([(one[1], one[2], one[3], one[4]) for one in points])
 
-    def points(self, name: str) -> list[list[float]]:
-        """A topic's last minutes: `[unix_ms, messages in/s, messages out/s, lag]`.
+    def points(self, name: str, window: Interval = MINUTES) -> list[list[float]]:
+        """A topic's last minutes, hour or day: `[unix_ms, messages in/s, messages out/s, lag]`.
 
         Empty for a topic that was unused for that long.
         """
+        if window is not MINUTES:
+            return self._kept_points(name, window)
         watched = self._watched.get(name)
         if watched is None or watched.ring is None:
             return []
@@ -217,40 +271,87 @@ class RateHistory:
             for one in watched.ring.last(POINTS)
         ]
 
+    def _kept_points(self, name: str, window: Interval) -> list[list[float]]:
+        now = self._clock.now_ns() / 1e9
+        known = dict(self._file.read(name, window, now))
+        if not known:
+            return []
+        found: list[list[float]] = []
+        lag = 0.0
+        # A topic without a point while the broker ran was unused then.
+        for time, _ in self._file.read(None, window, now):
+            came, gone, _, lag, _ = known.get(time, (0.0, 0.0, 0.0, lag, 0.0))
+            found.append([time * 1000, round(came, 2), round(gone, 2), round(lag)])
+        return found
+
+    def recent(self, name: str, count: int) -> list[float]:
+        """A topic's last messages in/s, for a small line; empty if it was unused."""
+        watched = self._watched.get(name)
+        if watched is None or watched.ring is None:
+            return []
+        return [round(one[1], 1) for one in watched.ring.last(count)]
+
     @property
     def all_rates(self) -> Rates:
         """Returns the rates of all topics together."""
         points = self._all.last(_RATE_POINTS)
         return _mean([(one[1], one[3], one[2], one[6]) for one in points])
 
-    @property
-    def all_points(self) -> list[list[float]]:
-        """The last minutes of all topics.
+    def all_points(self, window: Interval = MINUTES) -> list[list[float]]:
+        """The last minutes, hour or day of all topics.
 
         `[unix_ms, messages in/s, messages out/s, bytes in/s, lag in messages, upload lag in bytes]`
         """
+        now = self._clock.now_ns() / 1e9
+        newest = [] if window is not MINUTES else self._all.last(POINTS)
+        kept = self._file.read(None, HOUR if window is MINUTES else window, now)
+        if window is MINUTES:
+            # Of the time before the broker was started.
+            begun = newest[0][0] / 1000 - HOUR.seconds if newest else now
+            kept = [one for one in kept if now - POINTS * EVERY_SECONDS <= one[0] < begun]
+        points = [[time * 1000.0, *values] for time, values in kept]
+        points += [one[:6] for one in newest]
         return [
             [round(one[0]), *(round(value, 2) for value in one[1:4]), round(one[4]), round(one[5])]
-            for one in self._all.last(POINTS)
+            for one in points
         ]
 
     def totals_of(self, topics: Iterable[ServedTopic]) -> OpenTotals:
         """Returns the current totals of some topics."""
         totals, now = OpenTotals(), asyncio.get_running_loop().time()
+        spread: _Spread = {}
         for topic in topics:
-            _add(totals, topic, now)
+            _add(totals, topic, now, spread)
+        totals.producers += sum(map(len, spread.values()))
         return totals
 
-    def as_json(self, points: list[list[float]]) -> JsonObject:
+    def as_json(self, points: list[list[float]], window: Interval = MINUTES) -> JsonObject:
         """Points as the views have them."""
-        return {"every_seconds": EVERY_SECONDS, "points": points}
+        name = next(name for name, one in WINDOWS.items() if one is window)
+        return {"window": name, "every_seconds": float(window.seconds), "points": points}
 
 
-def _add(totals: OpenTotals, topic: ServedTopic, now: float) -> int:
-    """Adds a topic; returns its lag."""
+_Spread = dict[str, set[object]]
+"""The producers of each partitioned topic: one publishes to several partitions."""
+
+
+def _open_file(path: str | None) -> RateFile:
+    try:
+        return RateFile(path)
+    except OSError as error:
+        _log.warning("rates cannot be read", extra={"error": str(error)})
+        return RateFile(None)
+
+
+def _add(totals: OpenTotals, topic: ServedTopic, now: float, spread: _Spread) -> int:
+    """Adds a topic, except the producers of a partition, which go to `spread`; returns its lag."""
     totals.topics += 1
-    if topic.producers:
-        totals.producers += topic.count_producers(now)
+    if topic.producers or topic.counters.streams:
+        base = base_of_partition(topic.name)
+        if base is None:
+            totals.producers += topic.count_producers(now)
+        else:
+            spread.setdefault(base, set()).update(topic.live_producers(now))
     lag = 0
     for one in topic.subscriptions.values():
         totals.subscriptions += 1

@@ -29,7 +29,8 @@ from ister.broker.observe.holdings import (
 )
 from ister.broker.observe.other_brokers import OtherBrokers
 from ister.broker.observe.query_threads import QueryThreads
-from ister.broker.observe.rates import RateHistory
+from ister.broker.observe.rate_file import Interval
+from ister.broker.observe.rates import MINUTES, RateHistory
 from ister.broker.observe.subscriptions import describe_stored, describe_subscriptions
 from ister.broker.observe.totals import StoredTotals, TotalsCache
 from ister.broker.schemas.registry import SchemaRegistry
@@ -59,6 +60,7 @@ _log = logging.getLogger("ister.broker.observe.views")
 _SUBSCRIPTIONS_SHOWN: Final = 500
 _SUBSCRIPTIONS_LISTED: Final = 50
 _DAMAGE_SHOWN: Final = 100
+_SOURCES_SHOWN: Final = 20
 # The loop runs other tasks after this many topics.
 _TOPICS_AT_ONCE: Final = 20
 # With more topics than this, totals are those of the last sample.
@@ -103,11 +105,14 @@ class Views:
 
     # -- topics -----------------------------------------------------------------------------
 
-    async def topic(self, name: str, *, opens: bool = False) -> TopicJson:
+    async def topic(
+        self, name: str, *, opens: bool = False, window: Interval = MINUTES
+    ) -> TopicJson:
         """Describes a topic with all fields.
 
         `opens` opens a topic that no broker serves, and refuses one that another broker serves, so
-        that the caller goes there.
+        that the caller goes there. `window` is that of its history; another broker has the last
+        minutes only.
 
         Raises:
             TopicNameError: The name is invalid.
@@ -126,7 +131,7 @@ class Views:
                 told = await self._others.topic(name)
                 return told if told is not None else (await self._elsewhere(parsed)).to_json()
             found = await self.topics.get(name)
-        return (await self._whole(found)).to_json()
+        return (await self._whole(found, window)).to_json()
 
     async def topics_listed(self, names: Sequence[str]) -> list[TopicJson]:
         """Describes topics in short, by name; topics deleted meanwhile are left out."""
@@ -182,11 +187,12 @@ class Views:
                 found.append(_empty_view(name, error))
         return found
 
-    async def _whole(self, topic: ServedTopic) -> TopicView:
+    async def _whole(self, topic: ServedTopic, window: Interval = MINUTES) -> TopicView:
         read = await self.query_threads.run(self._read, topic)
         view = self._base(topic, subscriptions_max=_SUBSCRIPTIONS_SHOWN)
         view.policies = asdict(topic.policies)
-        view.history = self.history.as_json(self.history.points(topic.name))
+        points = self.history.points(topic.name, window)
+        view.history = self.history.as_json(points, window)
         view.schema = read.schema
         view.errors += read.errors
         view.objects = describe_objects(read.counted, read.tiered)
@@ -279,6 +285,28 @@ class Views:
             errors=_errors(core),
         )
 
+    def dead_letter_sources(self, name: str) -> list[dict[str, str]]:
+        """Subscriptions of topics here whose dead letters go to a topic; some of them."""
+        found: list[dict[str, str]] = []
+        for topic in self.topics.served:
+            found += [
+                {"topic": topic.name, "subscription": one.name}
+                for one in topic.subscriptions.values()
+                if one.stored.policy.dead_letter_topic == name
+            ]
+            if len(found) >= _SOURCES_SHOWN:
+                break
+        return found
+
+    async def own_policies(self, name: str) -> dict[str, int]:
+        """The limits that are set for the topic itself.
+
+        Raises:
+            UnavailableError: The metadata store does not answer.
+        """
+        record = await self.query_threads.run(self.topics.records.topic, TopicName.parse(name))
+        return {} if record is None else {**record.policies}
+
     # -- topics that are not open here ------------------------------------------------------
 
     async def _elsewhere(self, name: TopicName) -> TopicView:
@@ -360,11 +388,13 @@ class Views:
 
     # -- the broker, and others -------------------------------------------------------------
 
-    async def overview(self, visible: list[ServedTopic] | None) -> JsonObject:
+    async def overview(
+        self, visible: list[ServedTopic] | None, window: Interval = MINUTES
+    ) -> JsonObject:
         """The broker's health, totals, rates, peers and pipeline.
 
         `visible` has the topics that the caller may see; None for all of them, the
-        disk and the other brokers.
+        disk and the other brokers. `window` is that of the history.
         """
         history, own, storage = self.history, self.topics.cluster.own, self._config.storage
         served = self.topics.served
@@ -376,7 +406,7 @@ class Views:
             totals = history.totals
         points: list[list[float]] = []
         if visible is None:
-            rates, points = history.all_rates.as_json(), history.all_points
+            rates, points = history.all_rates.as_json(), history.all_points(window)
         else:
             each = [history.rates(topic.name).as_json() for topic in visible]
             rates = {
@@ -398,7 +428,7 @@ class Views:
             "totals": {**asdict(totals), **sums},
             "rates": rates,
             "disk": {**disk, "used_by_wal_bytes": sums["files_bytes"]} if disk else None,
-            "history": history.as_json(points),
+            "history": history.as_json(points, window),
             "brokers": [one for one in await self.brokers() if visible is None or one["is_this"]],
             "pipeline": await self.pipeline_in_short(),
         }
@@ -420,7 +450,17 @@ class Views:
     async def brokers(self, *, is_new: bool = False) -> list[BrokerJson]:
         """All brokers that are up, this one first; cached for up to 2 s unless `is_new`."""
         state = await self._cluster_state(is_new=is_new)
-        return describe_brokers(state, self.topics.cluster.own, len(self.topics.served))
+        return self._with_own_load(
+            describe_brokers(state, self.topics.cluster.own, len(self.topics.served))
+        )
+
+    def _with_own_load(self, brokers: list[BrokerJson]) -> list[BrokerJson]:
+        """Brokers with this one's load of now; it tells others only from time to time."""
+        rates, lag = self.history.all_rates.as_json(), self.history.totals.upload_lag_bytes
+        for one in brokers:
+            if one["is_this"]:
+                one["load"] = {**one["load"], **rates, "upload_lag_bytes": lag}
+        return brokers
 
     async def cluster(self) -> ClusterJson:
         """Brokers, leader, balance, moves under way, and topics that wait for a disk.
@@ -428,9 +468,11 @@ class Views:
         Raises:
             UnavailableError: The metadata store does not answer.
         """
-        return await describe_cluster(
+        found = await describe_cluster(
             self.control, self.topics.cluster.own, len(self.topics.served)
         )
+        self._with_own_load(found["brokers"])
+        return found
 
     async def _cluster_state(self, *, is_new: bool = False) -> ClusterState:
         """The cluster; as it was last known if the metadata store does not answer."""

@@ -20,7 +20,6 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Final
 
 from ister.broker.security.principal import (
@@ -31,7 +30,7 @@ from ister.broker.security.principal import (
 )
 from ister.clock import Clock
 from ister.errors import ConfigError, InvalidRequestError
-from ister.positions import parse_time
+from ister.positions import format_time, parse_time
 
 _log = logging.getLogger("ister.broker.security.api_keys")
 
@@ -61,8 +60,7 @@ def format_line(key: ApiKey) -> str:
     """A line of the file."""
     parts = [key.name, f"sha256:{key.digest}", f"kind={key.kind}"]
     if key.expires_at is not None:
-        until = datetime.fromtimestamp(key.expires_at, UTC)
-        parts.append(f"expires={until.strftime('%Y-%m-%dT%H:%M:%SZ')}")
+        parts.append(f"expires={format_time(key.expires_at * 1000)}")
     return " ".join(parts)
 
 

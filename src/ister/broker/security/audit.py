@@ -22,7 +22,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from enum import StrEnum
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
@@ -31,6 +30,7 @@ from typing import Final
 from ister.broker.security.principal import Principal
 from ister.clock import Clock
 from ister.errors import ConfigError
+from ister.positions import format_time
 
 _log = logging.getLogger("ister.audit")
 
@@ -164,10 +164,7 @@ class AuditLog:
             self._write({**repeat.event, "repeated": repeat.count})
 
     def _write(self, event: Mapping[str, str | int]) -> None:
-        now = datetime.fromtimestamp(self._clock.now_ns() / 1e9, UTC)
-        content: dict[str, str | int] = {
-            "time": f"{now.strftime('%Y-%m-%dT%H:%M:%S')}.{now.microsecond // 1000:03d}Z"
-        }
+        content: dict[str, str | int] = {"time": format_time(self._clock.now_ns() // 1_000_000)}
         content |= {name: value for name, value in event.items() if value != ""}
         if self._suppressed:
             content["suppressed"] = self._suppressed

@@ -465,6 +465,14 @@ class Guard:
                 peer="" if caller is None else caller.peer,
             )
 
+    def allows_anywhere(self, principal: Principal, permission: Permission) -> bool:
+        """Like `check_anywhere`, but returns a bool; writes no audit record.
+
+        Raises:
+            UnavailableError: It is not known at the moment.
+        """
+        return not self.is_on or self.access.allows_anywhere(principal, permission)
+
     def allows(
         self,
         principal: Principal,

@@ -27,6 +27,7 @@ from ister.certificates import CertificateFiles, Loaded
 from ister.clock import Clock
 from ister.config import AuthMode, BrokerConfig, ClientAuth, TlsConfig
 from ister.errors import ConfigError
+from ister.positions import format_time
 
 _log = logging.getLogger("ister.broker.security.tls")
 
@@ -228,12 +229,13 @@ class ServerTls:
         now = self._clock.now_ns() / 1e9
         if now >= leaf.not_valid_after_utc.timestamp():
             raise ConfigError(
-                f"broker.tls.cert_file expired at {leaf.not_valid_after_utc.isoformat()}",
+                f"broker.tls.cert_file expired at {format_time(leaf.not_valid_after_utc)}",
                 path=path,
             )
         if now < leaf.not_valid_before_utc.timestamp():
+            begins = format_time(leaf.not_valid_before_utc)
             raise ConfigError(
-                f"broker.tls.cert_file is not valid before {leaf.not_valid_before_utc.isoformat()}",
+                f"broker.tls.cert_file is not valid before {begins}",
                 path=path,
                 hint="check the clock of this machine",
             )

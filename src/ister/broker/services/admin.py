@@ -492,7 +492,7 @@ class TopicAdminService(_Service):
         self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         topic = await self._reliable(request)
         self._check_use(topic, request.subscription)
-        policy = _parse_policy(request.failure_policy)
+        policy = decode_policy(request.failure_policy)
         if policy.dead_letter_topic == request.topic:
             raise InvalidRequestError("a topic cannot be its own dead-letter topic")
         if policy.dead_letter_topic is not None:
@@ -507,17 +507,8 @@ class TopicAdminService(_Service):
         """What happens to messages that fail."""
         self._check(Permission.LOOKUP, topic=request.topic)
         settings = await (await self._reliable(request)).settings(request.subscription)
-        policy = settings.policy
         return danube_admin.GetSubscriptionFailurePolicyResponse(
-            failure_policy=danube_admin.SubscriptionFailurePolicy(
-                max_redelivery_count=policy.max_redelivery_count,
-                ack_timeout_ms=policy.ack_timeout_ms,
-                base_redelivery_delay_ms=policy.base_redelivery_delay_ms,
-                max_redelivery_delay_ms=policy.max_redelivery_delay_ms,
-                backoff_strategy=_BACKOFFS.index(policy.backoff),
-                dead_letter_topic=policy.dead_letter_topic,
-                poison_policy=_POISONS.index(policy.poison),
-            ),
+            failure_policy=encode_policy(settings.policy),
             # Danube's answer for one that does not exist is 0, too.
             subscription_type=KINDS.index(settings.kind) if settings.kind is not None else 0,
         )
@@ -569,7 +560,25 @@ def _delivery(*, is_reliable: bool) -> str:
     return "Reliable" if is_reliable else "NonReliable"
 
 
-def _parse_policy(message: danube_admin.SubscriptionFailurePolicy) -> FailurePolicy:
+def encode_policy(policy: FailurePolicy) -> danube_admin.SubscriptionFailurePolicy:
+    """A failure policy in the protocol's words."""
+    return danube_admin.SubscriptionFailurePolicy(
+        max_redelivery_count=policy.max_redelivery_count,
+        ack_timeout_ms=policy.ack_timeout_ms,
+        base_redelivery_delay_ms=policy.base_redelivery_delay_ms,
+        max_redelivery_delay_ms=policy.max_redelivery_delay_ms,
+        backoff_strategy=_BACKOFFS.index(policy.backoff),
+        dead_letter_topic=policy.dead_letter_topic,
+        poison_policy=_POISONS.index(policy.poison),
+    )
+
+
+def decode_policy(message: danube_admin.SubscriptionFailurePolicy) -> FailurePolicy:
+    """A failure policy of the protocol.
+
+    Raises:
+        InvalidRequestError: A value is invalid; names it.
+    """
     if not 0 <= message.backoff_strategy < len(_BACKOFFS):
         raise InvalidRequestError(f"there is no backoff strategy {message.backoff_strategy}")
     if not 0 <= message.poison_policy < len(_POISONS):

@@ -24,6 +24,7 @@ FORWARDING: Final = frozenset(
         "danube_admin.TopicAdmin",
         "danube_schema.SchemaRegistry",
         "ister.Admin",
+        "ister.DeadLetters",
     }
 )
 """The services whose unary calls are forwarded."""

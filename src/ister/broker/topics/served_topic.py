@@ -214,9 +214,13 @@ class ServedTopic:
         """The offset that the next message gets; without a log, the number of messages so far."""
         return self.topic.next_offset if self.topic is not None else self._pushed_total
 
+    def live_producers(self, now: float) -> set[object]:
+        """The names of producers that were active lately by gRPC, or publish by Flight."""
+        return {one.name for one in self.producers.live(now)}.union(self.counters.streams)
+
     def count_producers(self, now: float) -> int:
-        """The number of producers that were active lately by gRPC, or publish by Flight."""
-        return len(self.producers.live(now)) + self.counters.streams
+        """The number of these; one that uses both, or several streams, counts once."""
+        return len(self.live_producers(now))
 
     def set_policies(self, policies: Policies) -> None:
         """Changes the topic's policies."""

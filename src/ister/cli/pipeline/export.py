@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
+from ister.cli.connection import START_HELP, parse_start
 from ister.cli.interrupts import SignalHandler
 from ister.cli.output import Subparsers, add_command
 from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
 from ister.config import TableFormat
 from ister.errors import InvalidRequestError
-from ister.positions import parse_position
+from ister.model import Start
 
 if TYPE_CHECKING:
     from ister.spark.jobs.job_report import JobReport
@@ -129,13 +130,15 @@ def _add_range_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="start",
         metavar="WHERE",
-        help="start offset, or a time such as 2026-03-01T00:00Z (default: earliest)",
+        type=parse_start,
+        help=f"start: {START_HELP} (default: earliest)",
     )
     parser.add_argument(
         "--until",
         dest="end",
         metavar="WHERE",
-        help="end offset, or end time, exclusive (default: the current end)",
+        type=parse_start,
+        help="end, exclusive: as --from (default: latest)",
     )
     parser.add_argument(
         "--dead-letters",
@@ -190,8 +193,8 @@ def _export(
             schema=options.schema,
             catalog=_pairs("--catalog", options.catalog),
             storage_options=_pairs("--storage-option", options.storage_option),
-            start=_bound("--from", options.start),
-            end=_bound("--until", options.end),
+            start=_bound("--from", options.start, whole="earliest"),
+            end=_bound("--until", options.end, whole="latest"),
             dead_letters=options.dead_letters,
             include_tail=options.include_tail,
             file_mb=options.file_mb,
@@ -240,11 +243,10 @@ def _pairs(option: str, items: Iterable[str]) -> dict[str, str] | None:
     return found or None
 
 
-def _bound(option: str, text: str | None) -> int | datetime | None:
-    """Parses an end of the range: an offset or a time, in UTC unless it has a zone."""
-    found = None if text is None else parse_position(text, utc=True)
+def _bound(option: str, found: Start | None, *, whole: str) -> int | datetime | None:
+    """An end of the range; None for `whole`, which is the default."""
     if isinstance(found, str):
-        raise InvalidRequestError(
-            f"invalid {option} {text!r}: use an offset or a time such as 2026-03-01T00:00Z"
-        )
+        if found != whole:
+            raise InvalidRequestError(f"{option} {found} leaves nothing to export")
+        return None
     return found

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Final, cast
 
+from ister.cli.connection import FIXED_START_HELP, parse_fixed_start
 from ister.cli.output import Subparsers, add_command, print_table
 from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
 from ister.errors import InvalidRequestError
 from ister.model import JsonObject
-from ister.positions import parse_position
 
 if TYPE_CHECKING:
     from ister.spark.jobs.job_report import JobReport
@@ -100,11 +100,16 @@ def register(jobs: Subparsers) -> None:
     parser.add_argument(
         "--from",
         dest="start",
-        metavar="PLACE",
-        help="start: an offset, a time (2026-01-31T12:00:00Z), earliest (default) or latest",
+        metavar="WHERE",
+        type=parse_fixed_start,
+        help=f"start: {FIXED_START_HELP} (default: earliest)",
     )
     parser.add_argument(
-        "--until", dest="end", metavar="PLACE", help="end, exclusive: as --from (default: latest)"
+        "--until",
+        dest="end",
+        metavar="WHERE",
+        type=parse_fixed_start,
+        help="end, exclusive: as --from (default: latest)",
     )
     parser.add_argument(
         "--name", metavar="NAME", help="identity of this replay: running it again continues it"
@@ -144,8 +149,8 @@ def _run(options: argparse.Namespace) -> int:
             transform=options.transform,
             sql=options.sql,
             per_message=options.per_message,
-            start=parse_position(options.start) if options.start is not None else None,
-            end=parse_position(options.end) if options.end is not None else None,
+            start=options.start,
+            end=options.end,
             name=options.name,
             create=not options.no_create,
             mark=options.mark,

@@ -7,7 +7,6 @@ and every job that ends leave it (`ister.bucket.pipeline`).
 from __future__ import annotations
 
 import argparse
-from datetime import UTC, datetime
 from typing import Final
 
 from ister.cli.errors_out import answer, print_json
@@ -15,6 +14,7 @@ from ister.cli.location import add_place_arguments, load_place
 from ister.cli.output import Subparsers, add_command, format_bytes, format_span, print_table
 from ister.clock import Clock, SystemClock
 from ister.errors import InvalidRequestError, NotFoundError
+from ister.positions import format_time
 from ister.topic.pipeline_status import JOBS, describe_absence, no_status, read_status
 from ister.topic.stores import open_metadata
 from ister.wire.views import PipelineJson, PipelineRequestJson, PipelineStatusJson
@@ -193,4 +193,4 @@ def _job_rows(fields: PipelineJson, now: int) -> list[tuple[object, ...]]:
 def _moment(seconds: object) -> str:
     if not isinstance(seconds, int | float):
         return "an unknown time"
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return format_time(seconds * 1000)

@@ -23,6 +23,7 @@ from ister.client.options import (
     parse_url,
     reachable,
 )
+from ister.client.tls_probe import find_tls_mismatch
 from ister.errors import (
     ClosedError,
     InvalidRequestError,
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     import grpc
     from google.protobuf.message import Message
 
+    from ister.client.flight import FlightClient
+
 _Request = TypeVar("_Request", bound="Message")
 _Response = TypeVar("_Response", bound="Message")
 _Result = TypeVar("_Result")
@@ -47,6 +50,8 @@ _CALL_SECONDS: Final = 10.0
 # A look-up that takes longer is tried at another broker, if one is known.
 _LOOKUP_SECONDS: Final = 3.0
 _LEARNED_MAX: Final = 32
+# A broker may be starting when a port is probed for TLS; later it is down, whatever it speaks.
+_PROBES_MAX: Final = 8
 # A connection carries a bounded number of streams, and a call beyond it waits without a word.
 _STREAMS_PER_CHANNEL: Final = 64
 _OPTIONS: Final = [
@@ -116,6 +121,8 @@ class Network:
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
         self._flight: dict[str, str] = {}
         self._streams: dict[str, int] = {}
+        self._answering: set[str] = set()
+        self._probes: dict[str, int] = {}
         self._is_closed = False
         self._fork_error: ClosedError | None = None
         forks.register(self)
@@ -266,6 +273,35 @@ class Network:
             known = self._flight[route.address] = reachable(info.flight_url, route.address)
         return known
 
+    async def locate_flight(self, topic: str) -> list[tuple[str, str]]:
+        """The topics behind a name, and the Flight address of the broker that has each.
+
+        Raises:
+            NotFoundError: There is no such topic.
+            UnavailableError: No broker answers.
+        """
+        names = await self.partitions(topic)
+        if not names:
+            raise NotFoundError(f"topic {topic} does not exist", topic=topic)
+        return [(name, await self.flight_address(await self.locate(name))) for name in names]
+
+    def open_flight(self, address: str) -> FlightClient:
+        """A blocking client of a broker's Flight port, for any thread; the caller closes it."""
+        from ister.client.flight import FlightClient  # noqa: PLC0415 - the reader's alone
+
+        token = self._token() if callable(self._token) else self._token
+        if self._tls is None:
+            return FlightClient(f"grpc://{address}", token=token)
+        ca, cert, key = self._tls.texts()
+        return FlightClient(
+            f"grpc+tls://{address}",
+            token=token,
+            tls_ca=ca,
+            tls_cert=cert,
+            tls_key=key,
+            server_name=self._tls.server_name,
+        )
+
     def forget(self, route: Route) -> None:
         """Has a broker be asked again where its ports are: it may be another one by now."""
         self._flight.pop(route.address, None)
@@ -298,11 +334,31 @@ class Network:
         """Calls one broker, once.
 
         Raises:
+            ConfigError: It uses TLS and this client does not, or the other way round.
             IsterError: What it has answered, or that it has not.
         """
-        channel = self._channel(route.address, "calls")
+        address = route.address
+        channel = self._channel(address, "calls")
         call = rpc.call(channel, request, timeout=answer_within, metadata=self.headers(route))
-        return await self.answered(call, route.address, topic)
+        try:
+            found = await self.answered(call, address, topic)
+        except UnavailableError as error:
+            await self._check_tls(address, error)
+            raise
+        self._answering.add(address)
+        return found
+
+    async def _check_tls(self, address: str, error: UnavailableError) -> None:
+        """Raises a better error than `error` if TLS is why an address has never answered."""
+        probes = self._probes.get(address, 0)
+        if address in self._answering or probes == _PROBES_MAX:
+            return
+        self._probes[address] = probes + 1
+        mismatch = await asyncio.to_thread(
+            find_tls_mismatch, address, is_encrypted=self._tls is not None
+        )
+        if mismatch is not None:
+            raise mismatch from error
 
     async def answered(
         self, waiting: Awaitable[_Result], address: str, topic: str | None

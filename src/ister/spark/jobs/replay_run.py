@@ -36,6 +36,7 @@ from ister.format.records import decode_writer
 from ister.limits import MIB
 from ister.metadata.base import Absent, Put
 from ister.model import COLUMNS, TopicName
+from ister.positions import format_time
 from ister.retry import backoff_seconds, retry_unavailable
 from ister.spark.jobs import replay_plan
 from ister.spark.jobs.job import Job
@@ -508,7 +509,7 @@ def _as_sample(row: _Row) -> SampleJson:
         text = None
     moment = row.get("publish_time")
     return {
-        "publish_time": moment.isoformat() if isinstance(moment, datetime) else None,
+        "publish_time": format_time(moment) if isinstance(moment, datetime) else None,
         "producer_name": row.get("producer_name"),
         "payload": text,
         "payload_base64": base64.b64encode(payload).decode(),

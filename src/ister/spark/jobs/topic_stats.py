@@ -18,7 +18,6 @@ import hashlib
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any, Final, TypedDict
 
 import pyarrow as pa
@@ -26,6 +25,7 @@ import pyarrow.compute as pc
 
 from ister.format.crc import Buffer
 from ister.limits import MIB
+from ister.positions import format_time
 
 COLUMNS: Final = ("publish_time", "producer_name", "payload", "routing_key")
 """What is read of each message."""
@@ -229,10 +229,14 @@ class TopicStats:
         return {
             "messages": self.total.messages,
             "bytes": self.total.bytes,
-            "first_publish_time": None if self.first_us is None else format_time(self.first_us),
-            "last_publish_time": None if self.last_us is None else format_time(self.last_us),
+            "first_publish_time": None
+            if self.first_us is None
+            else format_time(self.first_us // 1000),
+            "last_publish_time": None
+            if self.last_us is None
+            else format_time(self.last_us // 1000),
             "hours": [
-                {"hour": format_time(hour * _HOUR_US), **self.hours[hour].as_json()}
+                {"hour": format_time(hour * _HOUR_US // 1000), **self.hours[hour].as_json()}
                 for hour in sorted(self.hours)
             ],
             "producers": [{"producer": name, **counted.as_json()} for name, counted in top],
@@ -260,14 +264,6 @@ class TopicStats:
                 "sample_bytes": self.sample_bytes,
             },
         }
-
-
-def format_time(time_us: int) -> str:
-    """A time as ISO 8601 has it, in UTC."""
-    seconds, rest = divmod(time_us, 1_000_000)
-    moment = datetime.fromtimestamp(seconds, UTC)
-    text = moment.strftime("%Y-%m-%dT%H:%M:%S")
-    return f"{text}.{rest // 1000:03d}Z" if rest else f"{text}Z"
 
 
 # Any: whatever type the column has.

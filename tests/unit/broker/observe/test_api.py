@@ -4,18 +4,13 @@ import asyncio
 import base64
 import io
 import json
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from itertools import count
 from types import SimpleNamespace
 
-import aiohttp
 import fastavro
 import pytest
 
 from ister.broker.observe.api import Api, _is_own_host, _is_same, _own_hosts, status_of
-from ister.broker.security.principal import PrincipalKind
-from ister.broker.security.rights import Binding, Scope
 from ister.bucket.fence import Fence
 from ister.bucket.pipeline import PipelineKeys, read_requests
 from ister.clock import SystemClock
@@ -31,52 +26,12 @@ from ister.errors import (
 )
 from ister.model import TopicName
 from ister.subscription.policy import SubscriptionKind
-from support.broker import a_broker, a_record, run
-from support.security import auth_settings, sign
+from support.broker import a_record, run
+from support.http_api import ACTION, Callers, T, an_api, filled
+from support.security import auth_settings
 
-T, N, P = "/default/t", "/default/n", "/default/p"
-ACTION = {"X-Ister-Action": "yes"}
+N, P = "/default/n", "/default/p"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-
-
-class Page:
-    """Calls of the API, as a page makes them."""
-
-    def __init__(self, session):
-        self._session = session
-
-    async def get(self, path, **more):
-        async with self._session.get(f"/api/{path}", **more) as response:
-            content = await response.json()
-            if response.status != 200:
-                assert set(content) >= {"code", "error", "hint"}
-            return response.status, content
-
-    async def found(self, path, **more):
-        status, content = await self.get(path, **more)
-        assert status == 200, content
-        return content
-
-    async def post(self, path, body=None, **more):
-        more.setdefault("headers", ACTION)
-        async with self._session.post(f"/api/{path}", json=body or {}, **more) as response:
-            return response.status, await response.json()
-
-
-@asynccontextmanager
-async def an_api(directory, settings=None, *, mode="wal_cloud"):
-    async with (
-        a_broker(directory, settings, mode=mode) as (broker, _, listening),
-        aiohttp.ClientSession(f"http://127.0.0.1:{listening.http}") as session,
-    ):
-        yield broker, Page(session)
-
-
-async def filled(broker, name=T, payloads=None, **fields):
-    topic = await broker.topics.get_or_create(name, is_reliable=True)
-    for payload in payloads if payloads is not None else [b"%d" % n for n in range(20)]:
-        await topic.publish(a_record(payload, topic=name, **fields))
-    return topic
 
 
 # -- looking --------------------------------------------------------------------------------
@@ -104,8 +59,13 @@ def test_everything_can_be_looked_at(tmp_path, mode):
             [listed] = (await page.found("topics"))["topics"]
             assert (listed["topic"], listed["watermarks"]["next"]) == (T, 20)
             view = await page.found("topics/default/t")
-            assert view["rights"] == {"consume": True, "manage": True}
+            assert view["rights"] == {"consume": True, "produce": True, "manage": True}
             assert view["history"]["every_seconds"] == 2.0
+            for window, seconds in (("5m", 2.0), ("1h", 20.0), ("1d", 480.0)):
+                for path in ("overview", "topics/default/t"):
+                    history = (await page.found(f"{path}?window={window}"))["history"]
+                    assert (history["window"], history["every_seconds"]) == (window, seconds)
+            assert len((await page.found("overview?window=1d"))["history"]["points"]) == 1
             assert (await page.found("brokers"))["brokers"] == found["brokers"]
             assert (await page.found("pipeline"))["words"] == found["pipeline"]["words"]
             for path, status in {
@@ -115,6 +75,8 @@ def test_everything_can_be_looked_at(tmp_path, mode):
                 "topics/default": 404,
                 "topics/default/a%2Fb": 400,
                 "topics?limit=x": 400,
+                "overview?window=1w": 400,
+                "topics/default/t/messages?where=id": 400,
                 "topics/default/t/messages?start=middle": 400,
                 "topics/default/t/messages?start=21": 400,
                 "topics/default/t/messages?start=t:yesterday": 400,
@@ -149,7 +111,7 @@ def test_answers_are_for_this_page_alone(tmp_path):
     async def scenario():
         async with (
             an_api(tmp_path, mode="memory") as (_, page),
-            page._session.get("/api/brokers") as response,
+            page.session.get("/api/brokers") as response,
         ):
             assert response.headers["Cache-Control"] == "no-store"
             assert response.headers["X-Content-Type-Options"] == "nosniff"
@@ -467,7 +429,7 @@ def test_a_name_that_points_here_learns_no_names(tmp_path):
 
             async def told(host):
                 headers = {"Host": host}
-                async with page._session.get("/health", headers=headers) as response:
+                async with page.session.get("/health", headers=headers) as response:
                     return await response.text()
 
             assert "/default/secret" in await told("localhost")
@@ -482,7 +444,7 @@ def test_pages_of_others_do_nothing(tmp_path):
     async def scenario():
         async with an_api(tmp_path) as (broker, page):
             await filled(broker)
-            url, path = str(page._session._base_url).rstrip("/"), "topics/default/t/unload"
+            url, path = str(page.session._base_url).rstrip("/"), "topics/default/t/unload"
             for headers in (
                 {},
                 {"X-Ister-Action": "no"},
@@ -496,12 +458,12 @@ def test_pages_of_others_do_nothing(tmp_path):
                 status, refusal = await page.post(path, headers=headers)
                 assert (status, refusal["code"]) == (403, "PERMISSION_DENIED"), headers
             for kind in ("text/plain", "application/x-www-form-urlencoded"):
-                async with page._session.post(
+                async with page.session.post(
                     f"/api/{path}", data=b"{}", headers={**ACTION, "Content-Type": kind}
                 ) as response:
                     assert response.status == 400
             for body in (b"no", b"[]", b'{"a": ' * 20_000, b" " * 100_000):
-                async with page._session.post(
+                async with page.session.post(
                     f"/api/{path}",
                     data=body,
                     headers={**ACTION, "Content-Type": "application/json"},
@@ -553,30 +515,6 @@ def test_statuses():
 # -- rights ---------------------------------------------------------------------------------
 
 
-class Callers:
-    """People with rights, and their tokens."""
-
-    def __init__(self, broker):
-        self._access = broker.guard.access
-        self._numbers = count()
-
-    def allow(self, name, role, topic=""):
-        self._access.create_binding(
-            Binding(
-                id=f"b{next(self._numbers)}",
-                principal_kind=PrincipalKind.USER,
-                principal_name=name,
-                roles=(role,),
-                scope=Scope.TOPIC if topic else Scope.CLUSTER,
-                resource=topic,
-            )
-        )
-
-    @staticmethod
-    def of(name):
-        return {"Authorization": f"Bearer {sign(name)}"}
-
-
 def test_rights(tmp_path):
     async def scenario():
         settings = {"broker": {"auth": auth_settings(tmp_path)}}
@@ -622,7 +560,7 @@ def test_rights(tmp_path):
             assert found["total"] == 1
             assert (await page.found("topics", headers=callers.of("nobody")))["topics"] == []
             view = await page.found("topics/default/t", headers=reader)
-            assert view["rights"] == {"consume": True, "manage": False}
+            assert view["rights"] == {"consume": True, "produce": False, "manage": False}
             # A request for everything needs a right to everything.
             status, _ = await page.post(
                 "pipeline/requests", {"job": "scrub"}, headers={**reader, **ACTION}

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ister.broker.observe.health import STATES, Check, worst
+from ister.broker.observe.health import STATES, Check, Subject, worst
 from ister.broker.observe.probe import Disk, HealthProbe
 from ister.bucket.pipeline import PipelineKeys
 from ister.clock import SystemClock
@@ -151,6 +151,9 @@ def test_blocked_subscriptions_are_said(tmp_path):
             assert check.words.endswith(f"s of {NAME}")
             hidden = found(broker.health, "subscriptions", names=False)
             assert hidden.words.endswith("1 subscription")
+            # Where pages lead to, unless names are hidden.
+            assert check.subjects == (Subject(topic=NAME, subscription="s"),)
+            assert hidden.subjects == ()
 
     run(scenario())
 
@@ -514,8 +517,9 @@ def test_overview_says_what_is_not_well(tmp_path):
             health.probe.disk = Disk(path="/", total_bytes=GIB, free_bytes=GIB)
             health.probe.files_max = 0
             health._known = None
-            everything = {"ready": True, "state": "ok", "words": ["all checks are ok"]}
-            assert health.overview() == everything
+            told = health.overview()
+            assert {one["state"] for one in told.pop("checks")} == {"ok"}
+            assert told == {"ready": True, "state": "ok", "words": ["all checks are ok"]}
             health.probe.disk = Disk(path="/", total_bytes=100 * GIB, free_bytes=0)
             health._known = None
             told = health.overview()

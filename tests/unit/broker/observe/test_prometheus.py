@@ -150,6 +150,12 @@ def test_failures_of_a_subscription_are_told(tmp_path):
     run(scenario())
 
 
+def served_names():
+    """Every name on `/metrics`, those of the release before included."""
+    named = {one.exposed for one in METRICS} | {one.deprecated for one in METRICS}
+    return named - {None}
+
+
 def test_every_declared_metric_is_told_where_it_applies(tmp_path):
     elsewhere = {
         # With etcd, with TLS, after a job, between two brokers, with a schema, after a fault.
@@ -168,7 +174,7 @@ def test_every_declared_metric_is_told_where_it_applies(tmp_path):
             await eventually(lambda: broker.health.probe.answered_at is not None)
             text = await exposition(broker).text()
             told = set(re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE))
-            assert told == {metric.exposed for metric in METRICS} - elsewhere
+            assert told == served_names() - elsewhere
             assert not {name for name, _ in LEFT_OUT} & told
 
     run(scenario())
@@ -319,17 +325,53 @@ def test_every_line_is_one_that_prometheus_reads():
             typed.add(line.split()[2])
         else:
             assert sample.fullmatch(line), line
-    assert helped == typed == {metric.exposed for metric in METRICS}
-    assert len(list(text_string_to_metric_families(text))) == len(METRICS)
+    assert helped == typed == served_names()
+    assert len(list(text_string_to_metric_families(text))) == len(served_names())
 
 
 def test_names_follow_the_conventions():
     for metric in METRICS:
-        if metric.scope == "broker" and metric.kind == "histogram":
-            assert metric.name.endswith(("_seconds", "_bytes", "_ms")), metric.name
-        if metric.name.endswith("_seconds"):
-            assert metric.unit == "s", metric.name
+        name = metric.exposed
+        assert name.endswith("_total") == (metric.kind == "counter"), name
+        if name.startswith("danube_"):
+            continue
+        assert not re.search(r"_(ms|us|millis|micros|kb|mb)(_|$)", name), name
+        assert (metric.exposed_unit == "s") == ("_seconds" in name), name
+        assert (metric.exposed_unit == "bytes") == ("_bytes" in name), name
+        if metric.exposed_unit in ("s", "bytes"):
+            assert re.search(r"_(seconds|bytes)(_total)?$", name), name
+    in_milliseconds = {one.name for one in METRICS if one.exposed.endswith("_ms")}
+    assert in_milliseconds == {
+        "danube_producer_send_latency_ms",
+        "danube_wal_flush_latency_ms",
+        "danube_cloud_upload_latency_ms",
+    }
     assert BY_NAME["danube_topic_messages_in_total"].labels == ("topic",)
+
+
+def test_renamed_metric_is_told_under_both_names_each_in_its_unit():
+    slow = Histogram((1.0, 500.0))
+    slow.observe(250.0, 4)
+    text = format_families(
+        [
+            Family("wal.writer_sync_latency_ms", {(): slow}),
+            Family("broker.schema_misfits", {(): 7}),
+        ]
+    )
+    values, _ = read(text)
+    assert values[label("ister_wal_writer_sync_latency_seconds_sum")] == 1.0
+    assert values[label("ister_wal_writer_sync_latency_ms_sum")] == 1000.0
+    assert values[label("ister_wal_writer_sync_latency_seconds_bucket", le="0.5")] == 4
+    assert values[label("ister_wal_writer_sync_latency_seconds_bucket", le="0.001")] == 0
+    assert values[label("ister_wal_writer_sync_latency_ms_bucket", le="500")] == 4
+    assert values[label("ister_broker_schema_mismatches_total")] == 7
+    assert values[label("ister_broker_schema_misfits")] == 7
+    helped = dict(re.findall(r"^# HELP (\S+) (.*)$", text, re.MULTILINE))
+    new = "ister_wal_writer_sync_latency_seconds"
+    assert helped["ister_wal_writer_sync_latency_ms"].startswith(f"deprecated, use {new}: ")
+    assert helped[new] == "one fdatasync of the active file (s)"
+    assert "# TYPE ister_broker_schema_misfits gauge" in text
+    assert "# TYPE ister_broker_schema_mismatches_total counter" in text
 
 
 def test_two_who_ask_at_once_get_whole_answers(tmp_path):

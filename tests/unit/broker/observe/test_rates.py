@@ -1,10 +1,16 @@
 """Rates and curves, from looks at topics that change by hand."""
 
+import asyncio
 import time
 from types import SimpleNamespace
 
-from ister.broker.observe.rates import EVERY_SECONDS, POINTS, RateHistory
+import pytest
+
+from ister.broker.observe.rate_file import DAY, HOUR
+from ister.broker.observe.rates import EVERY_SECONDS, POINTS, RateHistory, parse_window
+from ister.broker.policies import Policies
 from ister.clock import ManualClock
+from ister.errors import InvalidRequestError
 from support.broker import a_record, run, some_topics
 from support.cases import each
 
@@ -15,15 +21,20 @@ class Made:
     def __init__(self, name):
         self.name = name
         self.next_offset = 0
-        self.counters = SimpleNamespace(bytes_in=0, messages_out=0, bytes_out=0)
+        self.counters = SimpleNamespace(bytes_in=0, messages_out=0, bytes_out=0, streams=())
         self.producers = ()
         self.subscriptions = {}
         self.topic = None
 
 
-def watched(*topics):
+def watched(*topics, path=None):
     clock = ManualClock()
-    return RateHistory(SimpleNamespace(served=list(topics)), clock=clock), clock
+    served = SimpleNamespace(served=list(topics))
+    return RateHistory(served, clock=clock, path=path), clock
+
+
+def loop_time():
+    return asyncio.get_running_loop().time()
 
 
 async def look(history, clock, times=1):
@@ -70,7 +81,7 @@ def test_a_ring_keeps_five_minutes_and_goes_with_its_topic():
             busy.next_offset += 1
             await look(history, clock)
         points = history.points(busy.name)
-        assert len(points) == len(history.all_points) == POINTS
+        assert len(points) == len(history.all_points()) == POINTS
         assert [one[0] for one in points] == sorted(one[0] for one in points)
         assert points[-1][0] - points[0][0] == round((POINTS - 1) * EVERY_SECONDS * 1000)
         assert history._watched[idle.name].ring is None
@@ -116,6 +127,87 @@ def test_totals_of_real_topics(tmp_path):
             totals = history.totals
             assert (totals.topics, totals.messages) == (1, 3)
             assert totals.upload_lag_bytes > 0
+
+    run(scenario())
+
+
+def test_the_last_hour_and_day_survive_a_restart(tmp_path):
+    path = str(tmp_path / ".rates")
+
+    async def scenario():
+        busy, idle = Made("/default/busy"), Made("/default/idle")
+        history, clock = watched(busy, idle, path=path)
+        await history.sample()
+        for _ in range(60):
+            busy.next_offset += 20
+            await look(history, clock)
+        await look(history, clock, 60)
+        await history._write()
+        again = RateHistory(history._topics, clock=clock, path=path)
+        for window in (HOUR, DAY):
+            points = again.all_points(window)
+            assert points == history.all_points(window)
+            assert sum(one[1] for one in points) > 0
+        hour = again.points(busy.name, HOUR)
+        assert [one[1] for one in hour][:5] == [10.0] * 5
+        # It was unused afterwards, and the broker was up.
+        assert hour[-1][1] == 0.0
+        assert [one[0] for one in hour] == [one[0] for one in again.all_points(HOUR)]
+        assert again.points(idle.name, HOUR) == []
+        # After a restart the last minutes are those of the hour, until there are new samples.
+        minutes = again.all_points()
+        assert [one for one in again.all_points(HOUR) if one in minutes] == minutes != []
+        assert again.as_json(hour, HOUR)["window"] == "1h"
+
+    run(scenario())
+
+
+def test_a_file_that_cannot_be_used_costs_only_the_charts(tmp_path, caplog):
+    async def scenario():
+        history, clock = watched(Made("/default/t"), path=str(tmp_path / "none" / ".rates"))
+        await look(history, clock, 3)
+        await history._write()
+        await history._write()
+        assert len(history.all_points()) == 2
+
+    run(scenario())
+    assert [one.message for one in caplog.records] == ["rates cannot be written"]
+
+
+def test_windows_have_names():
+    assert parse_window("1h") is HOUR
+    with pytest.raises(InvalidRequestError, match="use 5m, 1h, 1d"):
+        parse_window("1w")
+
+
+def test_each_producer_counts_once(tmp_path):
+    """By gRPC, by Flight or both, with several streams, or to several partitions."""
+
+    async def scenario():
+        async with some_topics(tmp_path) as topics:
+            names = ("/default/t", "/default/p-part-0", "/default/p-part-1")
+            t, p0, p1 = [await topics.get_or_create(name, is_reliable=True) for name in names]
+            history, now = RateHistory(topics, clock=ManualClock()), loop_time()
+
+            def total():
+                return history.totals_of(topics.served).producers
+
+            with t.counters.publishing("a"):
+                # Nobody uses gRPC.
+                assert (t.count_producers(now), total()) == (1, 1)
+                with t.counters.publishing("a"), t.counters.publishing("b"):
+                    assert (t.count_producers(now), total()) == (2, 2)
+                    for name in ("b", "c"):
+                        t.producers.register(name, is_exclusive=False, policies=Policies(), now=now)
+                    assert (t.count_producers(now), total()) == (3, 3)
+                with p0.counters.publishing("a"), p1.counters.publishing("a"):
+                    assert p0.count_producers(now) == p1.count_producers(now) == 1
+                    assert total() == 4
+                    await history.sample()
+                    assert history.totals.producers == 4
+            with t.counters.publishing(None), t.counters.publishing(None):
+                assert t.count_producers(now) == 4
+            assert total() == 2
 
     run(scenario())
 

@@ -46,7 +46,7 @@ def test_the_numbers_are_those_of_the_messages(place):
     assert (none["topic"], none["messages"]) == ("/default/none", 0)
     assert orders["messages"] == len(expected) == 80
     assert orders["bytes"] == sum(len(message.payload) for message in expected)
-    hours = Counter(message.publish_time.strftime("%Y-%m-%dT%H:00:00Z") for message in expected)
+    hours = Counter(message.publish_time.strftime("%Y-%m-%dT%H:00:00.000Z") for message in expected)
     assert {item["hour"]: item["messages"] for item in orders["hours"]} == hours
     producers = Counter(message.producer_name for message in expected)
     assert {item["producer"]: item["messages"] for item in orders["producers"]} == producers

@@ -15,7 +15,7 @@ const JOBS = {
 export const jobNames = Object.keys(JOBS);
 export const jobTitle = (job) => JOBS[job][0];
 
-function told(ctx) {
+export function told(ctx) {
   return (answer) => {
     ctx.toast(answer?.done ?? "Done.");
     ctx.reload();

@@ -6,6 +6,7 @@
 const KEY = "ister.credential";
 const TIMEOUT_MS = 10_000;
 const AGAIN_MS = 150;
+const DOWNLOAD_TIMEOUT_MS = 60_000;
 
 export class ApiError extends Error {
   constructor(status, code, message, hint = "") {
@@ -38,6 +39,32 @@ export function post(path, body) {
     headers: { "Content-Type": "application/json", "X-Ister-Action": "yes" },
     body: JSON.stringify(body),
   });
+}
+
+// Saves what a path answers as a file; the credential is a header, so a link would not do.
+export async function download(path, params) {
+  const given = Object.entries(params).filter(([, value]) => value !== "" && value != null);
+  const headers = credential.get() ? { Authorization: `Bearer ${credential.get()}` } : {};
+  let answer;
+  try {
+    answer = await fetch(`${path}?${new URLSearchParams(given)}`, {
+      headers, cache: "no-store", credentials: "same-origin", redirect: "error", signal: AbortSignal.timeout(DOWNLOAD_TIMEOUT_MS),
+    });
+  } catch {
+    throw new ApiError(0, "unreachable", "The broker does not answer.");
+  }
+  if (!answer.ok) {
+    const content = await answer.json().catch(() => null);
+    throw new ApiError(answer.status, content?.code ?? "", content?.error ?? `The broker answered ${answer.status}.`);
+  }
+  const name = /filename="([^"]+)"/.exec(answer.headers.get("Content-Disposition") ?? "")?.[1] ?? "messages.jsonl";
+  const url = URL.createObjectURL(await answer.blob());
+  const link = document.createElement("a");
+  link.href = url;
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+  return { name, messages: Number(answer.headers.get("X-Ister-Messages")), next: Number(answer.headers.get("X-Ister-Next")) };
 }
 
 async function call(path, options, signal) {

@@ -5,18 +5,25 @@
 
 import { ApiError, credential, get } from "./api.js";
 import { page as brokers } from "./brokers.js";
+import { refreshReader } from "./charts.js";
+import { page as deadLetters } from "./dead_letters.js";
 import { h, render } from "./dom.js";
+import { page as health } from "./health.js";
+import { focusFilter, listen, showKeys } from "./keys.js";
 import { page as messages } from "./messages.js";
 import { page as overview } from "./overview.js";
 import { badge } from "./parts.js";
 import { page as pipeline } from "./pipeline.js";
+import { setTheme, theme, THEMES } from "./settings.js";
 import { page as topic } from "./topic.js";
 import { page as topics } from "./topics.js";
 import { span } from "./words.js";
 
 const EVERY_MS = 2000;
 const ACCOUNT_EVERY_MS = 10_000;
-const NAV = [["#/", "Overview"], ["#/topics", "Topics"], ["#/pipeline", "Pipeline"], ["#/brokers", "Brokers"]];
+const NAV = [["#/", "Overview"], ["#/topics", "Topics"], ["#/pipeline", "Pipeline"], ["#/brokers", "Brokers"], ["#/health", "Health"]];
+// After this time without an answer, the page does not call itself live.
+const LIVE_SECONDS = 6;
 
 const place = (id) => document.getElementById(id);
 
@@ -31,6 +38,7 @@ const shown = {
   aboutAt: 0,
   refusal: "",      // why a credential was not taken
   isSignIn: false,
+  wantsFilter: false, // the filter of the next page is to get the focus
 };
 let round = 0;
 let timer = 0;
@@ -54,6 +62,8 @@ function find(hash) {
   else if (first === "topics" && parts.length === 1) page = topics;
   else if (first === "topics" && parts.length === 3) page = topic;
   else if (first === "topics" && parts.length === 4 && parts[3] === "messages") page = messages;
+  else if (first === "topics" && parts.length === 4 && parts[3] === "dead-letters") page = deadLetters;
+  else if (first === "health" && parts.length <= 2) page = health;
   else if (first === "pipeline" && parts.length === 1) page = pipeline;
   else if (first === "brokers" && parts.length === 1) page = brokers;
   return { hash: `#${path || "/"}`, parts, params, page, topic: parts.length > 2 ? `/${parts[1]}/${parts[2]}` : null };
@@ -98,10 +108,11 @@ async function reload() {
     const isAboutOld = shown.about === null || Date.now() - shown.aboutAt > ACCOUNT_EVERY_MS;
     const [data, about] = await Promise.all([
       route.page.load(route, state, asking.signal),
-      isAboutOld && route.page !== overview ? get("api/overview", {}, asking.signal).catch(keepSignIn) : null,
+      isAboutOld && route.page !== overview && route.page !== health ? get("api/overview", {}, asking.signal).catch(keepSignIn) : null,
     ]);
     if (mine !== round) return;
     if (route.page === overview) remember(data.overview);
+    else if (route.page === health) remember(data);
     else if (about) remember(about);
     noteAnswer();
     Object.assign(shown, { data, error: null, isSignIn: false });
@@ -186,14 +197,20 @@ function context() {
   shown.width = width();
   return {
     route: shown.route, state: shown.state, width: shown.width, about: shown.about,
+    isAnswering: shown.isAnswering, age: age(),
     update: draw, reload, navigate, toast, announce,
   };
+}
+
+// Seconds since the broker last answered.
+function age() {
+  return shown.updatedAt === null ? 0 : Math.max(0, Math.round((Date.now() - shown.updatedAt) / 1000));
 }
 
 function draw() {
   const { route } = shown;
   const title = route.page === null ? "Page not found" : route.page.title(route);
-  document.title = `${shown.isSignIn ? "Sign in" : title} · Ister`;
+  document.title = `${shown.isAnswering ? "" : "No answer · "}${shown.isSignIn ? "Sign in" : title} · Ister`;
   render(place("nav"), NAV.map(([href, words]) => {
     const isHere = href === "#/" ? route.hash === "#/" : route.hash.startsWith(href);
     return h("a", { key: href, href, "aria-current": isHere ? "page" : null }, words);
@@ -209,10 +226,23 @@ function draw() {
   else if (shown.data === null) content = [h("h1", { tabindex: -1 }, title), h("p", { class: "loading" }, "Loading…")];
   else content = view(route, title);
   render(main, silence(), content);
+  refreshReader();
   if (shown.focusHeading) {
     shown.focusHeading = false;
     main.querySelector("h1")?.focus({ preventScroll: true });
   }
+  if (shown.data !== null && shown.wantsFilter && focusFilter()) shown.wantsFilter = false;
+  scrollToWanted();
+}
+
+// A link to one row or check: that is what is to be seen, once.
+function scrollToWanted() {
+  const name = shown.route.params.subscription ?? (shown.route.page === health ? shown.route.parts[1] : null);
+  if (!name || shown.data === null || shown.state.hasScrolled === name) return;
+  const node = place("wanted") ?? place(`check-${name}`);
+  if (node === null) return;
+  shown.state.hasScrolled = name;
+  node.scrollIntoView({ block: "center" });
 }
 
 function view(route, title) {
@@ -241,11 +271,33 @@ function drawFreshness() {
     render(node, shown.isAnswering ? null : [h("span", { class: "dot bad" }), "No answer"]);
     return;
   }
-  const seconds = Math.max(0, Math.round((Date.now() - shown.updatedAt) / 1000));
+  const seconds = age();
+  const isLate = seconds > LIVE_SECONDS;
+  const tone = !shown.isAnswering ? "bad" : isLate ? "attention" : "ok";
   render(node,
-    h("span", { class: `dot ${shown.isAnswering ? "ok" : "bad"}` }),
-    h("span", { class: "freshness-words" }, shown.isAnswering ? "Live" : "No answer"),
+    h("span", { class: `dot ${tone}` }),
+    h("span", { class: "freshness-words" }, !shown.isAnswering ? "No answer" : isLate ? "Waiting" : "Live"),
     h("span", { class: "note" }, ` last update ${span(seconds)} ago`));
+}
+
+const ICONS = {
+  auto: [["circle", { cx: 8, cy: 8, r: 6.2, class: "ring" }], ["path", { d: "M8 2a6 6 0 0 1 0 12Z", class: "full" }]],
+  light: [["circle", { cx: 8, cy: 8, r: 3.2, class: "full" }], ["path", { d: "M8 .8v2.4M8 12.8v2.4M.8 8h2.4M12.8 8h2.4M2.9 2.9l1.7 1.7M11.4 11.4l1.7 1.7M13.1 2.9l-1.7 1.7M4.6 11.4l-1.7 1.7", class: "ring" }]],
+  dark: [["path", { d: "M13.5 9.6A6 6 0 0 1 6.4 2.5a6 6 0 1 0 7.1 7.1Z", class: "full" }]],
+};
+
+function drawTools() {
+  const now = theme();
+  const next = THEMES[(THEMES.indexOf(now) + 1) % THEMES.length];
+  const change = () => {
+    setTheme(next);
+    announce(`Theme: ${next}.`);
+    drawTools();
+  };
+  render(place("tools"),
+    h("button", { key: "theme", type: "button", class: "icon", "aria-label": `Theme: ${now}. Change to ${next}`, title: `Theme: ${now}`, onclick: change },
+      h("svg", { key: now, width: 16, height: 16, viewBox: "0 0 16 16", "aria-hidden": "true" }, ICONS[now].map(([tag, props], at) => h(tag, { key: at, ...props })))),
+    h("button", { key: "keys", type: "button", class: "icon help", "aria-label": "Keys", title: "Keys (?)", onclick: showKeys }, "?"));
 }
 
 function drawFrame() {
@@ -334,6 +386,13 @@ document.addEventListener("visibilitychange", () => {
   if (document.hidden) clearTimeout(timer);
   else reload();
 });
+listen({
+  wantFilter: () => {
+    shown.wantsFilter = true;
+    navigate("#/topics");
+  },
+});
+drawTools();
 setInterval(() => {
   if (document.hidden) return;
   drawFreshness();

@@ -1,6 +1,7 @@
 // The pieces that pages are made of: panels, tables, figures, badges, empty states.
 
 import { h } from "./dom.js";
+import { chartWindow, keepWindow, WINDOWS } from "./settings.js";
 
 export function panel(title, props, ...children) {
   const { id, aside, note, ...rest } = props ?? {};
@@ -15,7 +16,7 @@ export function panel(title, props, ...children) {
 
 // Columns are {title, of(row), kind}; a kind is "number", "name" or a class of the column.
 // The roles are spelled out because phones show rows as blocks, which would hide that it is a table.
-export function table(caption, columns, rows, { keyOf, empty, extra } = {}) {
+export function table(caption, columns, rows, { keyOf, empty, extra, rowClass, rowId } = {}) {
   if (!rows.length) return empty ?? null;
   const head = h(
     "tr",
@@ -33,7 +34,7 @@ export function table(caption, columns, rows, { keyOf, empty, extra } = {}) {
         ? h("th", { ...props, scope: "row", role: "rowheader" }, content)
         : h("td", { ...props, role: "cell" }, content === null ? null : h("div", { class: "cell" }, content));
     });
-    const line = h("tr", { role: "row", key: `row ${key}` }, cells);
+    const line = h("tr", { role: "row", key: `row ${key}`, class: rowClass?.(row) ?? null, id: rowId?.(row) ?? null }, cells);
     const more = extra ? extra(row) : null;
     if (!more) return [line];
     return [line, h("tr", { role: "row", class: "extra", key: `extra ${key}` },
@@ -99,6 +100,25 @@ export function choice(label, name, options, current, choose) {
           onchange: () => choose(value),
         }),
         h("span", null, words))));
+}
+
+// A button for an action; for who may not do it, one that says why.
+export function actionButton(words, run, { label = null, refusal = "", ...props } = {}) {
+  return h("button", {
+    type: "button", "aria-label": label, onclick: refusal ? null : run, disabled: Boolean(refusal), title: refusal || null, ...props,
+  }, words);
+}
+
+// Which time charts show; all of them the same.
+export function windowChoice(ctx) {
+  return choice("Time that charts show", "window", WINDOWS, chartWindow(), (value) => {
+    keepWindow(value);
+    ctx.reload();
+  });
+}
+
+export function subscriptionLink(topic, name, words = name) {
+  return h("a", { href: `#/topics${topic}?subscription=${encodeURIComponent(name)}` }, words);
 }
 
 export function subscriptionWords(kind) {

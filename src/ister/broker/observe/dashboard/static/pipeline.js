@@ -3,7 +3,7 @@
 import { askJob, jobNames, jobTitle } from "./actions.js";
 import { get } from "./api.js";
 import { h } from "./dom.js";
-import { badge, command, empty, facts, panel, table, topicLink } from "./parts.js";
+import { actionButton, badge, command, empty, facts, panel, table, topicLink } from "./parts.js";
 import { bytes, count, moment, plural, sentence, span } from "./words.js";
 
 const JOBS = ["tier", "resort", "compact", "export", "gc", "scrub", "replay", "stats"];
@@ -103,6 +103,7 @@ function next(name, data) {
 }
 
 function jobs(data, ctx) {
+  const refusal = ctx.about?.rights?.brokers === false ? "You may not run jobs: this needs the right to manage brokers" : "";
   return panel("Jobs", { id: "jobs", class: "panel flush" },
     table("Jobs of the pipeline and their last runs", [
       { title: "Job", kind: "name", of: (name) => name },
@@ -113,10 +114,11 @@ function jobs(data, ctx) {
       {
         title: "Actions", isHidden: true, kind: "action",
         of: (name) => (jobNames.includes(name)
-          ? h("button", { type: "button", "aria-label": `${jobTitle(name)} now`, onclick: () => askJob(ctx, name) }, "Run now…")
+          ? actionButton("Run now…", () => askJob(ctx, name), { label: `${jobTitle(name)} now`, refusal })
           : null),
       },
-    ], JOBS, { keyOf: (name) => name }));
+    ], JOBS, { keyOf: (name) => name }),
+    refusal ? h("p", { class: "note inset" }, `${refusal}.`) : null);
 }
 
 function requests(data) {

@@ -1,12 +1,14 @@
 // One topic: where its messages are, who reads them, what can be done.
 
 import { askJob, askMove, askSeek, askUnload } from "./actions.js";
+import { askDelete, askFailurePolicy, askPolicies, askPublish, askUnsubscribe } from "./changes.js";
 import { get, topicPath } from "./api.js";
 import { lineChart } from "./charts.js";
 import { h } from "./dom.js";
-import { badge, choice, empty, facts, panel, subscriptionWords, table, topicLink } from "./parts.js";
+import { actionButton, badge, choice, empty, facts, panel, subscriptionLink, subscriptionWords, table, topicLink, windowChoice } from "./parts.js";
+import { chartWindow } from "./settings.js";
 import { bounds, describe, SCALES, tierMap } from "./tiermap.js";
-import { topicState } from "./topics.js";
+import { topicState, topicTable } from "./topics.js";
 import { byteRate, bytes, clock, count, day, messageRate, moment, plural, short } from "./words.js";
 
 const ROWS = 10;
@@ -25,12 +27,12 @@ export function schemaWords(schema) {
   return `schema ${schema.subject ?? `number ${schema.id}`}${version}${schema.type ? ` (${schema.type})` : ""}`;
 }
 
-export function topicHead(route, topic, current) {
+export function topicHead(route, topic, current, ctx) {
   const base = `#/topics${route.topic}`;
   const tab = (href, words, name) => h("a", { href, "aria-current": name === current ? "page" : null }, words);
   return h("div", { key: "head", class: "topic-head" },
     h("nav", { class: "crumbs", "aria-label": "Breadcrumb" }, h("a", { href: "#/topics" }, "Topics"), h("span", { "aria-hidden": "true" }, " / "), route.parts[1]),
-    h("h1", { tabindex: -1 }, current === "messages" ? [h("span", { class: "hidden-text" }, "Messages of "), route.topic] : route.topic),
+    h("h1", { tabindex: -1 }, { messages: h("span", { class: "hidden-text" }, "Messages of "), "dead-letters": h("span", { class: "hidden-text" }, "Dead letters of ") }[current] ?? null, route.topic),
     topic
       ? h("p", { class: "badges" }, topicState(topic),
         topic.ack ? badge(`ack ${topic.ack}`) : null,
@@ -39,17 +41,18 @@ export function topicHead(route, topic, current) {
         topic.policies?.compaction ? badge("compacted") : null)
       : null,
     h("nav", { class: "tabs", "aria-label": `Parts of ${route.topic}` },
-      tab(base, "Topic", "topic"), tab(`${base}/messages`, "Messages", "messages")));
+      tab(base, "Topic", "topic"), tab(`${base}/messages`, "Messages", "messages"),
+      current === "dead-letters" || topic?.dead_letters_of?.length ? tab(`${base}/dead-letters`, "Dead letters", "dead-letters") : null));
 }
 
 export const page = {
   title: (route) => route.topic,
 
-  load: (route, state, signal) => get(topicPath(route.topic), {}, signal),
+  load: (route, state, signal) => get(topicPath(route.topic), { window: chartWindow() }, signal),
 
   view(topic, ctx) {
-    const head = topicHead(ctx.route, topic, "topic");
-    if (topic.partitions?.length) return [head, partitions(topic)];
+    const head = topicHead(ctx.route, topic, "topic", ctx);
+    if (topic.partitions?.length) return [head, partitions(topic, ctx), actions(topic, ctx)];
     return [
       head,
       trouble(topic),
@@ -58,18 +61,21 @@ export const page = {
       h("div", { key: "columns", class: "columns" },
         rates(topic, ctx),
         topic.watermarks && topic.is_reliable !== false ? watermarks(topic) : null),
+      h("div", { key: "rest", class: "columns" }, actions(topic, ctx), about(topic)),
       topic.objects ? objects(topic, ctx) : null,
       topic.files?.length ? files(topic, ctx) : null,
-      h("div", { key: "rest", class: "columns" }, actions(topic, ctx), about(topic)),
     ];
   },
 };
 
-function partitions(topic) {
-  return panel("Partitions", { id: "partitions", class: "panel flush" },
-    table(`Partitions of ${topic.topic}`, [
-      { title: "Partition", kind: "name", of: (one) => topicLink(one) },
-    ], topic.partitions, { keyOf: (one) => one }));
+function partitions(topic, ctx) {
+  const described = topic.topics ?? [];
+  const more = topic.partitions.length - described.length;
+  return panel("Partitions", {
+    id: "partitions", class: "panel flush",
+    aside: more > 0 ? h("span", { class: "note" }, `${count(described.length)} of ${count(topic.partitions.length)} are shown`) : null,
+  },
+  topicTable(described, `Partitions of ${topic.topic}`, topic.recent ?? {}, ctx));
 }
 
 function trouble(topic) {
@@ -113,8 +119,14 @@ function tiers(topic, ctx) {
 }
 
 function blockedWords(one) {
+  const letters = one.failure_policy?.dead_letter_topic;
+  const where = letters ? h("div", { class: "note" }, "dead letters: ", h("a", { href: `#/topics${letters}/dead-letters` }, letters)) : null;
+  return [stateWords(one), where];
+}
+
+function stateWords(one) {
   if (one.blocked !== null && one.blocked !== undefined) {
-    return [badge("blocked", "bad"), ` ${one.blocked_reason ?? `at offset ${count(one.blocked)}`}`];
+    return [badge("blocked", "bad"), ` ${one.blocked_reason ?? `at offset ${count(one.blocked)}`} `, h("a", { href: "#/health/subscriptions" }, "What to do")];
   }
   if (one.blocked_reason) return [badge("waiting", "attention"), ` ${one.blocked_reason}`];
   if (!one.consumers?.length) return badge("no consumer", one.lag ? "attention" : "plain");
@@ -123,6 +135,7 @@ function blockedWords(one) {
 
 function subscriptions(topic, ctx) {
   const rows = topic.subscriptions ?? [];
+  const wanted = ctx.route.params.subscription ?? null;
   const isMovable = topic.is_reliable !== false && mayManage(topic);
   const total = topic.subscriptions_total ?? rows.length;
   return panel("Subscriptions", {
@@ -134,16 +147,21 @@ function subscriptions(topic, ctx) {
       { title: "Type", kind: "time", of: (one) => subscriptionWords(one.type) },
       { title: "Cursor", kind: "number", of: (one) => count(one.cursor) },
       { title: "Lag", kind: "number", of: (one) => count(one.lag) },
-      { title: "In flight", kind: "number", of: (one) => [count(one.in_flight), one.max_unacked_messages ? h("span", { class: "note" }, ` of ${count(one.max_unacked_messages)} each`) : null] },
+      { title: "In flight", kind: "number", of: (one) => [count(one.in_flight), one.max_unacked_messages ? h("span", { class: "note under" }, ` of ${count(one.max_unacked_messages)} each`) : null] },
       { title: "Pending redelivery", kind: "number", of: (one) => count(one.waiting) },
-      { title: "State", kind: "words", of: blockedWords },
+      { title: "State", kind: "words state-words", of: blockedWords },
       { title: "Consumers", kind: "words", of: (one) => consumers(one) },
       isMovable ? {
         title: "Actions", isHidden: true, kind: "action",
-        of: (one) => h("button", { type: "button", "aria-label": `Seek ${one.name}`, onclick: () => askSeek(ctx, topic, one) }, "Seek…"),
+        of: (one) => h("div", { class: "buttons" },
+          actionButton("Seek…", () => askSeek(ctx, topic, one), { label: `Seek ${one.name}`, class: "quiet" }),
+          actionButton("Policy…", () => askFailurePolicy(ctx, topic, one), { label: `Failure policy of ${one.name}`, class: "quiet" }),
+          actionButton("Delete…", () => askUnsubscribe(ctx, topic, one), { label: `Delete subscription ${one.name}`, class: "quiet" })),
       } : null,
     ].filter(Boolean), rows, {
       keyOf: (one) => one.name,
+      rowClass: (one) => (one.name === wanted ? "wanted" : null),
+      rowId: (one) => (one.name === wanted ? "wanted" : null),
       empty: empty("No subscriptions yet.", h("p", null, h("code", { class: "command" }, `ister consume ${topic.topic} --subscription mine`))),
     }));
 }
@@ -160,13 +178,14 @@ function consumers(one) {
 }
 
 function rates(topic, ctx) {
-  const points = topic.history?.points ?? [];
+  const { points = [], window = "5m", every_seconds: every = 2 } = topic.history ?? {};
   const width = (ctx.width > 900 ? Math.floor((ctx.width - 20) / 2) : ctx.width) - 42;
   const series = (name, tone, at) => ({ name, tone, points: points.map((one) => [one[0], one[at]]) });
-  return panel("Messages per second", { id: "rates" },
+  return panel("Messages per second", { id: "rates", aside: windowChoice(ctx) },
+    window === chartWindow() ? null : h("p", { class: "note" }, "Another broker has this topic; only its last five minutes are known here."),
     lineChart("Messages per second", [series("In", "in", 1), series("Out", "out", 2)], {
       say: (value, isShort) => (isShort ? short(value) : messageRate(value)),
-      width, now: points.length ? points.at(-1)[0] : Date.now(),
+      width, now: points.length ? points.at(-1)[0] : Date.now(), window, every,
     }),
     h("p", { class: "note" },
       `${byteRate(topic.rates?.bytes_in)} in; ${plural(topic.producers ?? 0, "producer")} connected.`));
@@ -251,20 +270,28 @@ function files(topic, ctx) {
 const mayManage = (topic) => topic.rights?.manage !== false;
 
 function actions(topic, ctx) {
-  if (!mayManage(topic)) {
+  const refusal = mayManage(topic) ? "" : "this needs the right to manage the topic";
+  const publishRefusal = topic.rights?.produce === false ? "You may not publish: this needs the right to produce" : "";
+  const publish = actionButton("Publish…", () => askPublish(ctx, topic), { key: "publish", label: "Publish a message", refusal: publishRefusal });
+  if (refusal) {
     return panel("Actions", { id: "actions" },
-      h("p", null, "You have read-only access to this topic."),
-      h("p", { class: "note" }, "Moving cursors, unloading and jobs need the right to manage the topic."));
+      h("p", null, publishRefusal ? "You have read-only access to this topic." : "You may publish to this topic, but not change it."),
+      h("div", { class: "buttons" }, publish),
+      h("p", { class: "note" }, `Moving cursors, policies, jobs and deletion: ${refusal}.`));
   }
-  const button = (words, run) => h("button", { key: words, type: "button", onclick: run }, words);
+  const button = (words, run) => actionButton(words, run, { key: words });
+  const isPlain = !topic.partitions?.length;
   return panel("Actions", { id: "actions", note: "Each asks for confirmation." },
     h("div", { class: "buttons" },
-      button("Unload…", () => askUnload(ctx, topic)),
-      (ctx.about?.brokers ?? []).length > 1 ? button("Move…", () => askMove(ctx, topic, ctx.about.brokers)) : null,
-      topic.is_reliable === false ? null : [
+      publish,
+      isPlain ? button("Policies…", () => askPolicies(ctx, topic)) : null,
+      isPlain ? button("Unload…", () => askUnload(ctx, topic)) : null,
+      isPlain && (ctx.about?.brokers ?? []).length > 1 ? button("Move…", () => askMove(ctx, topic, ctx.about.brokers)) : null,
+      !isPlain || topic.is_reliable === false ? null : [
         button("Compact now…", () => askJob(ctx, "compact", topic.topic)),
         button("Scrub now…", () => askJob(ctx, "scrub", topic.topic)),
-      ]));
+      ],
+      topic.parent ? null : actionButton("Delete…", () => askDelete(ctx, topic), { key: "delete", label: "Delete the topic", class: "danger-quiet" })));
 }
 
 function policyWords(name, value) {
@@ -278,6 +305,9 @@ function about(topic) {
     facts([
       topic.owner ? ["Owner", topic.owner.node, topic.owner.broker_url ? ` ${topic.owner.broker_url}` : ""] : null,
       topic.parent ? ["Partition of", topicLink(topic.parent)] : null,
+      topic.dead_letters_of?.length
+        ? ["Dead letters of", topic.dead_letters_of.map((one, at) => [at ? ", " : "", subscriptionLink(one.topic, one.subscription), ` of ${one.topic}`])]
+        : null,
       topic.epoch === null || topic.epoch === undefined ? null : ["Epoch", count(topic.epoch)],
       topic.incarnation ? ["Incarnation", h("code", null, String(topic.incarnation))] : null,
       ["Producers", count(topic.producers)],

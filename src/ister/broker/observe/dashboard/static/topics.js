@@ -1,24 +1,18 @@
-// All topics, with a search.
+// All topics, with a filter by name; partitions are under their topic.
 
+import { askCreate } from "./changes.js";
 import { get } from "./api.js";
 import { sparkline } from "./charts.js";
 import { h } from "./dom.js";
-import { badge, command, empty, table, topicLink } from "./parts.js";
+import { actionButton, badge, command, empty, table, topicLink } from "./parts.js";
 import { bytes, count, messageRate, plural } from "./words.js";
 
 const PAGE = 50;
-const SAMPLES = 90;
+const SLOTS = 60;
 const WAIT_MS = 250;
-const rates = new Map();
 
-function sample(topics) {
-  for (const one of topics) {
-    const values = rates.get(one.topic) ?? [];
-    values.push(one.rates?.messages_in ?? 0);
-    rates.set(one.topic, values.slice(-SAMPLES));
-  }
-  if (rates.size > 5000) rates.clear();
-}
+// Which partitioned topics are unfolded; also while another page is shown.
+const unfolded = new Set();
 
 export function topicState(topic) {
   if (topic.partitions?.length) return badge(plural(topic.partitions.length, "partition"));
@@ -37,30 +31,80 @@ function worstLag(topic) {
   return lags.length ? Math.max(...lags) : null;
 }
 
-function lagCell(topic) {
-  const isBlocked = (topic.subscriptions ?? []).some((one) => one.blocked !== null && one.blocked !== undefined);
-  return [count(worstLag(topic)), isBlocked ? [" ", badge("blocked", "bad")] : null];
+const isBlocked = (topic) =>
+  (topic.subscriptions ?? []).some((one) => one.blocked !== null && one.blocked !== undefined);
+
+// The sum of what each partition has; null if none of them says.
+function sum(topics, of) {
+  const values = topics.map(of).filter((value) => value !== null && value !== undefined);
+  return values.length ? values.reduce((total, one) => total + one, 0) : null;
 }
 
-export function topicTable(topics, caption) {
+function added(lists) {
+  const longest = Math.max(0, ...lists.map((one) => one.length));
+  return Array.from({ length: longest }, (_, at) =>
+    lists.reduce((total, one) => total + (one[one.length - longest + at] ?? 0), 0));
+}
+
+// The figures of a row: those of a topic, or of all partitions together.
+function figures(topic, recent) {
+  const parts = topic.partitions?.length ? topic.topics ?? [] : [topic];
+  const lags = parts.map(worstLag).filter((one) => one !== null);
+  return {
+    came: sum(parts, (one) => one.rates?.messages_in),
+    gone: sum(parts, (one) => one.rates?.messages_out),
+    held: sum(parts, held),
+    objects: sum(parts, (one) => (one.is_reliable === false ? null : one.objects_total)),
+    objectsBytes: sum(parts, (one) => one.objects_bytes),
+    filesBytes: sum(parts, (one) => (one.is_reliable === false ? null : one.files_bytes)),
+    subscriptions: parts.length ? Math.max(...parts.map((one) => one.subscriptions_total ?? one.subscriptions?.length ?? 0)) : null,
+    lag: lags.length ? lags.reduce((total, one) => total + one, 0) : null,
+    isBlocked: parts.some(isBlocked),
+    recent: added(parts.map((one) => recent[one.topic] ?? [])),
+  };
+}
+
+function nameCell(row, ctx) {
+  const { topic } = row;
+  if (row.isPart) return h("span", { class: "part-name" }, topicLink(topic.topic));
+  if (!topic.partitions?.length) return topicLink(topic.topic);
+  const isOpen = unfolded.has(topic.topic);
+  const toggle = () => {
+    if (!unfolded.delete(topic.topic)) unfolded.add(topic.topic);
+    ctx.update();
+  };
+  return h("span", { class: "folder" },
+    topicLink(topic.topic),
+    h("button", {
+      type: "button", class: "toggle fold", "aria-expanded": String(isOpen),
+      "aria-label": `Partitions of ${topic.topic}`, onclick: toggle,
+    }, h("span", { class: "chevron", "aria-hidden": "true" }, "›")));
+}
+
+export function topicTable(topics, caption, recent, ctx) {
+  const rows = topics.flatMap((topic) => [
+    { topic, of: figures(topic, recent) },
+    ...(unfolded.has(topic.topic) ? topic.topics ?? [] : []).map((one) => ({ topic: one, isPart: true, of: figures(one, recent) })),
+  ]);
   return table(caption, [
-    { title: "Topic", kind: "name", of: (one) => topicLink(one.topic) },
-    { title: "State", of: topicState },
+    { title: "Topic", kind: "name", of: (one) => nameCell(one, ctx) },
+    { title: "State", of: (one) => topicState(one.topic) },
     {
       title: "Messages in", kind: "number",
-      of: (one) => h("span", { class: "with-spark" },
-        sparkline(one.topic, rates.get(one.topic) ?? [], "in", 64, 20), messageRate(one.rates?.messages_in)),
+      of: ({ of }) => h("span", { class: "with-spark" },
+        sparkline(of.recent, { width: 72, height: 20, slots: SLOTS, title: "The last two minutes" }),
+        h("span", { class: "rate" }, messageRate(of.came))),
     },
-    { title: "Out", kind: "number", of: (one) => messageRate(one.rates?.messages_out) },
-    { title: "Messages", kind: "number", of: (one) => count(held(one)) },
+    { title: "Out", kind: "number", of: ({ of }) => messageRate(of.gone) },
+    { title: "Messages", kind: "number", of: ({ of }) => count(of.held) },
     {
       title: "In the bucket", kind: "number",
-      of: (one) => (one.objects_total === undefined || one.is_reliable === false ? "–" : [bytes(one.objects_bytes), h("span", { class: "note" }, ` in ${count(one.objects_total)}`)]),
+      of: ({ of }) => (of.objects === null ? "–" : [bytes(of.objectsBytes), h("span", { class: "note" }, ` in ${count(of.objects)}`)]),
     },
-    { title: "On disk", kind: "number", of: (one) => (one.is_reliable === false ? "–" : bytes(one.files_bytes)) },
-    { title: "Subscriptions", kind: "number", of: (one) => (one.subscriptions ? count(one.subscriptions_total ?? one.subscriptions.length) : "–") },
-    { title: "Most lag", kind: "number", of: lagCell },
-  ], topics, { keyOf: (one) => one.topic });
+    { title: "On disk", kind: "number", of: ({ of }) => bytes(of.filesBytes) },
+    { title: "Subscriptions", kind: "number", of: ({ of }) => count(of.subscriptions) },
+    { title: "Most lag", kind: "number", of: ({ of }) => [count(of.lag), of.isBlocked ? [" ", badge("blocked", "bad")] : null] },
+  ], rows, { keyOf: (one) => `${one.isPart ? "part " : ""}${one.topic.topic}`, rowClass: (one) => (one.isPart ? "part" : null) });
 }
 
 export function noTopics() {
@@ -71,11 +115,9 @@ export function noTopics() {
 export const page = {
   title: () => "Topics",
 
-  async load(route, state, signal) {
+  load(route, state, signal) {
     const { search = "", after = "" } = route.params;
-    const data = await get("api/topics", { search, after, limit: PAGE }, signal);
-    sample(data.topics);
-    return data;
+    return get("api/topics", { search, after, limit: PAGE, fold: "yes" }, signal);
   },
 
   view(data, ctx) {
@@ -90,16 +132,19 @@ export const page = {
       ctx.state.typing = setTimeout(() => ctx.navigate(go({ search: value }), { replace: true }), WAIT_MS);
     };
     let content;
-    if (data.topics.length) content = topicTable(data.topics, "Topics and their state");
+    if (data.topics.length) content = topicTable(data.topics, "Topics and their state", data.recent ?? {}, ctx);
     else if (search) content = empty(`No topic has “${search}” in its name.`);
     else content = noTopics();
+    const refusal = ctx.about?.rights?.create === false ? "You may not create topics: this needs the right to manage topics" : "";
     return [
       h("div", { key: "head", class: "page-head" },
         h("h1", { tabindex: -1 }, "Topics"),
         h("p", { class: "note", role: "status" }, search ? `${plural(data.total, "topic")} found` : plural(data.total, "topic")),
-        h("form", { class: "search", role: "search", onsubmit: (event) => event.preventDefault() },
-          h("label", { for: "search", class: "hidden-text" }, "Search topics by name"),
-          h("input", { id: "search", type: "search", value: search, placeholder: "Search by name", autocomplete: "off", oninput: typed }))),
+        h("div", { class: "page-tools" },
+          h("form", { class: "search", role: "search", onsubmit: (event) => event.preventDefault() },
+            h("label", { for: "search", class: "hidden-text" }, "Filter topics by name"),
+            h("input", { id: "search", type: "search", "data-filter": true, value: search, placeholder: "Filter by name", autocomplete: "off", oninput: typed })),
+          actionButton("Create…", () => askCreate(ctx), { label: "Create a topic", refusal }))),
       h("section", { key: "topics", class: "panel flush" }, content),
       after || data.next
         ? h("nav", { key: "pages", class: "pager", "aria-label": "Pages of topics" },
@@ -109,5 +154,3 @@ export const page = {
     ];
   },
 };
-
-export { sample as sampleRates };

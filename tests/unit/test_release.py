@@ -1,0 +1,170 @@
+"""How the project is packaged and released: metadata, workflows, community files."""
+
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import ister
+from support.cases import each
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([a-z]+):", MAKEFILE, re.MULTILINE))
+WORKFLOWS = {
+    path.stem: yaml.safe_load(path.read_text())
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+}
+RELEASE_PAGE = (ROOT / "docs" / "operations" / "release.md").read_text()
+# For those who work on the project, and the engine that is somebody's deliberate choice.
+NOT_FOR_ALL = {"all", "dev", "docs", "fuzz", "native"}
+
+
+def steps():
+    return [
+        (f"{name}.{job}", step)
+        for name, workflow in WORKFLOWS.items()
+        for job, body in workflow["jobs"].items()
+        for step in body["steps"]
+    ]
+
+
+def python_versions(name):
+    """The versions that a workflow's jobs run on."""
+    text = (ROOT / ".github" / "workflows" / f"{name}.yml").read_text()
+    return {f"3.{minor}" for minor in re.findall(r'"3\.(\d+)"', text)}
+
+
+# -- metadata -----------------------------------------------------------------------------------
+
+
+def test_version_is_said_once():
+    assert PROJECT["version"] == ister.__version__
+
+
+def test_urls_are_of_one_repository():
+    home = PROJECT["urls"]["Homepage"]
+    assert re.fullmatch(r"https://github\.com/[\w-]+/[\w-]+", home)
+    assert set(PROJECT["urls"]) == {
+        "Homepage",
+        "Documentation",
+        "Repository",
+        "Issues",
+        "Changelog",
+    }
+    for name, url in PROJECT["urls"].items():
+        assert url.startswith(home), name
+        _, _, path = url.partition("/blob/main/")
+        assert (ROOT / path).exists(), url
+    assert home in RELEASE_PAGE
+
+
+def test_all_has_every_extra_of_users():
+    (line,) = EXTRAS["all"]
+    listed = re.fullmatch(r"ister\[([\w,]+)\]", line)[1].split(",")
+    assert listed == sorted(set(EXTRAS) - NOT_FOR_ALL)
+
+
+def test_python_versions_are_those_that_workflows_run():
+    stated = {
+        version
+        for line in PROJECT["classifiers"]
+        for version in re.findall(r"^Programming Language :: Python :: (3\.\d+)$", line)
+    }
+    assert stated == {"3.11", "3.12", "3.13", "3.14"}
+    assert PROJECT["requires-python"] == ">=3.11"
+    assert python_versions("test") | python_versions("nightly") == stated
+
+
+def test_installed_metadata_has_one_name_for_each_command():
+    """Goal: `python -m build` and an editable install see the same entry points."""
+    scripts = importlib.metadata.entry_points(group="console_scripts", name="ister")
+    assert {one.value for one in scripts} == set(PROJECT["scripts"].values())
+
+
+# -- workflows ----------------------------------------------------------------------------------
+
+
+def test_workflows_call_the_targets_that_people_call():
+    called = {
+        target
+        for _, step in steps()
+        for target in re.findall(r"\bmake ([a-z]+)", step.get("run", ""))
+    }
+    assert called <= TARGETS
+    assert called >= {"test", "nightly", "dist", "images"}
+
+
+@each(("where", "step"), [one for one in steps() if "uses" in one[1]])
+def test_actions_are_pinned_by_major_version(where, step):
+    assert re.fullmatch(r"[\w-]+/[\w-]+@(release/)?v\d+", step["uses"]), (where, step["uses"])
+
+
+@each("name", WORKFLOWS)
+def test_workflows_have_few_rights_and_end(name):
+    workflow = WORKFLOWS[name]
+    assert workflow["name"] == name
+    assert workflow["permissions"] == {"contents": "read"}
+    # YAML takes the key `on` for a boolean.
+    assert True in workflow
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"] < 360
+        assert re.fullmatch(r"ubuntu-\d\d\.\d\d", job["runs-on"])
+        # What a step runs comes from the repository, never from a title or a branch's name.
+        for step in job["steps"]:
+            assert "${{" not in step.get("run", ""), step
+
+
+def test_release_builds_before_it_publishes():
+    jobs = WORKFLOWS["release"]["jobs"]
+    assert set(jobs["publish"]["needs"]) == {"dist", "images"}
+    assert jobs["publish"]["if"] == "github.ref_type == 'tag'"
+    for step in jobs["images"]["steps"]:
+        if "push" in step.get("run", "") or "login" in step.get("uses", ""):
+            assert step["if"] == "github.ref_type == 'tag'"
+
+
+def test_image_targets_are_stages_of_the_dockerfile():
+    dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
+    stages = set(re.findall(r"^FROM \S+ AS (\S+)$", dockerfile, re.MULTILINE))
+    targets = set(re.findall(r"docker build .*--target (\S+)", MAKEFILE))
+    assert targets == {"broker", "spark"} <= stages
+
+
+# -- community ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bug.yml", "feature.yml"])
+def test_issue_forms_are_forms(name):
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / name).read_text())
+    assert {"name", "description", "body"} <= set(form)
+    ids = [part["id"] for part in form["body"] if part["type"] != "markdown"]
+    assert ids
+    assert len(ids) == len(set(ids))
+    for part in form["body"]:
+        assert part["type"] in {"markdown", "textarea", "input", "dropdown", "checkboxes"}
+        assert part["attributes"].get("label") or part["attributes"].get("value")
+
+
+def test_community_files_are_pages_that_others_link_to():
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    for name in ("SECURITY.md", "CODE_OF_CONDUCT.md"):
+        assert (ROOT / name).read_text().startswith("# ")
+        assert f"({name})" in contributing
+
+
+# -- documents ----------------------------------------------------------------------------------
+
+
+def test_no_document_ends_processes_by_their_name():
+    """Goal: a reader with a second broker, or a colleague's, does not lose that one too."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")]
+    assert len(pages) > 30
+    for page in pages:
+        found = re.findall(r"\b(?:pkill|killall|pgrep|pidof)\b", page.read_text())
+        assert found == [], page
