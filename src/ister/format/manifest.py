@@ -12,9 +12,9 @@ What is in the files is `ister.format.staged_rows`'s.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from ister.errors import CorruptDataError, UnsupportedVersionError
 
@@ -59,19 +59,6 @@ def decode_manifest(data: bytes, *, key: str) -> tuple[StagedFile, ...]:
     """
     try:
         fields = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptDataError(f"not a manifest: {error!r}", path=key) from error
-    return parse_manifest(fields, key=key)
-
-
-# `Any`, as JSON that was not looked at yet: whatever does not fit raises below.
-def parse_manifest(fields: Mapping[str, Any], *, key: str) -> tuple[StagedFile, ...]:
-    """Reads the JSON object of `manifest_fields`.
-
-    Raises:
-        As `decode_manifest`.
-    """
-    try:
         if fields["version"] not in _VERSIONS:
             raise UnsupportedVersionError(
                 f"a manifest of version {fields['version']}",

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 
 from ister.errors import CorruptDataError
-from ister.format.manifest import StagedFile, manifest_fields, parse_manifest
+from ister.format.manifest import StagedFile, decode_manifest, manifest_fields
 from ister.model import AckLevel, Codec
 
 if TYPE_CHECKING:
@@ -329,10 +329,10 @@ def encode_writer(record: WriterRecord) -> bytes:
     """Encodes a writer's record; its files are a part of the field `manifest`."""
     values = _values(record)
     del values["files"]
-    if (files := record.files) is not None:
+    if record.files is not None:
         # An object where earlier versions expect a key: they refuse the record, and so use or
         # remove nothing of a batch whose files they cannot find.
-        values["manifest"] = {"key": record.manifest, **manifest_fields(files)}
+        values["manifest"] = {"key": record.manifest, **manifest_fields(record.files)}
     return _dump(values)
 
 
@@ -341,7 +341,7 @@ def decode_writer(data: bytes, *, key: str) -> WriterRecord:
     found = _load(data, key)
     files, manifest = None, found.get("manifest")
     if isinstance(manifest, dict):
-        files = parse_manifest(manifest, key=key)
+        files = decode_manifest(_dump(manifest), key=key)
         found["manifest"] = manifest.get("key")
     return replace(_build(WriterRecord, "writer's record", found, key), files=files)
 
@@ -389,7 +389,9 @@ def _encode(record: DataclassInstance) -> bytes:
 def _values(record: DataclassInstance) -> dict[str, object]:
     """The fields of a record by their names in JSON, with the fields of others before its own."""
     own, keeps_more = _fields(type(record))
-    values = dict(record.more) if keeps_more else {}  # type: ignore[attr-defined]
+    values: dict[str, object] = {}
+    if keeps_more:
+        values.update(record.more)  # type: ignore[attr-defined]
     for name, stored in own:
         values[stored] = getattr(record, name)
     return values

@@ -58,7 +58,6 @@ from ister.spark.owners import ask, ask_any, group_by_owner, has_brokers
 from ister.topic.batches import AppendedBatch, StagedBatch
 from ister.topic.bucket_link import TopicTier
 from ister.topic.log import Log
-from ister.topic.topic import Topic
 
 _log = logging.getLogger("ister.spark.row_staging")
 
@@ -372,29 +371,26 @@ class Committer:
         with self._open_log() as log, ThreadPoolExecutor(threads, "ister-upload") as pool:
             existing = set(log.topics())
             self._check_topics(staged, existing)
-            topics: dict[str, Topic] = {}
-            uploads: dict[str, _EarlyUpload] = {}
 
             def append(topic: str, _: Callable[[], None]) -> AppendedBatch:
-                if topic not in existing:
+                is_new = topic not in existing
+                if is_new:
                     log.topic(topic, create=True, ack=self.ack, codec=self.codec)
-                topics[topic] = log.topic(topic)
-                tier = topics[topic].tier
-                if tier is not None and self._uploads:
-                    uploads[topic] = _EarlyUpload(tier, pool)
-                return log.append_staged(topic, staged[topic], uploads.get(topic))
-
-            def end(topic: str, _: Callable[[], None]) -> None:
-                if topic in uploads:
-                    uploads[topic].wait_for_end()
+                opened = log.topic(topic)
+                uploads = None
+                if opened.tier is not None and self._uploads:
+                    uploads = _EarlyUpload(opened.tier, pool)
+                rows = log.append_staged(topic, staged[topic], uploads)
+                if uploads is not None:
+                    uploads.wait_for_end()
                 # A new topic has no leftovers.
-                is_swept = topic in existing and staged[topic].batch % _SWEEP_EVERY == 0
+                is_swept = not is_new and staged[topic].batch % _SWEEP_EVERY == 0
                 self._tidy(log, topic, is_swept=is_swept)
-                # Here, because the log closes its topics one after the other.
-                topics[topic].close()
+                # Now, and not with the log: topics are closed in parallel, and few are open.
+                opened.close()
+                return rows
 
             appended = _commit_at_once([staged], append)
-            _commit_at_once([staged], end)
             is_sweep = any(batch.batch % _SWEEP_EVERY == 0 for batch in staged.values())
             if is_sweep and log.tiers is not None:
                 log.tiers.collect_shared_staging()
