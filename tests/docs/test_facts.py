@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shlex
+from functools import cache
 
 import pytest
 import yaml
@@ -49,12 +50,15 @@ def words_of(line: str) -> list[str] | None:
     return [word for word in words if word not in {"…", "..."}]
 
 
+parser = cache(make_parser)
+
+
 def takes(words: list[str]) -> str | None:
     """Why the parser does not take a command line; None if it does."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            make_parser().parse_args(words)
+            parser().parse_args(words)
     except SystemExit as ending:
         if ending.code in (0, None):
             return None
@@ -64,11 +68,11 @@ def takes(words: list[str]) -> str | None:
 
 def names_command(words: list[str]) -> bool:
     """Whether it is nothing but the name of a command."""
-    parser = make_parser()
+    at = parser()
     for word in words:
-        if word not in parser.commands:
+        if word not in at.commands:
             return False
-        parser = parser.commands[word]
+        at = at.commands[word]
     return True
 
 
