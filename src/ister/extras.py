@@ -1,4 +1,4 @@
-"""What to say when an optional library is not installed."""
+"""Errors for optional libraries that are not installed."""
 
 from __future__ import annotations
 

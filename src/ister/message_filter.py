@@ -50,7 +50,7 @@ _CHARACTERS_MAX: Final = 4096
 
 
 def parse_payload(payload: bytes) -> object:
-    """A payload as a JSON value; `NOT_JSON` if it is none."""
+    """A payload as a JSON value; `NOT_JSON` if it is not JSON."""
     try:
         return json.loads(payload, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -69,7 +69,7 @@ class JsonPath:
 
     @classmethod
     def parse(cls, text: str) -> JsonPath:
-        """Parses a path such as `user.id`, `items[0].sku` or `["a b"]`; `.` is the whole.
+        """Parses a path such as `user.id`, `items[0].sku` or `["a b"]`; `.` is the whole document.
 
         Raises:
             InvalidRequestError: It is not a path.
@@ -193,7 +193,7 @@ class _Scanner:
         while end < len(self._text) and self._text[end] != quote:
             end += 2 if self._text[end] == "\\" else 1
         if end >= len(self._text):
-            self.fail("a quoted text has no end:")
+            self.fail("quoted text is not terminated:")
         inner = self._text[self._at + 1 : end]
         if quote == "'":
             inner = inner.replace("\\'", "'").replace('"', '\\"')
@@ -312,7 +312,7 @@ class Pattern:
             else:
                 parts[-1] += re.escape(one)
         first, *middle, last = parts if len(parts) > 1 else (*parts, None)
-        # Atomic groups: what one has matched is not tried again, so the time is bounded.
+        # Atomic groups do not backtrack, so the time is bounded.
         between = "".join(f"(?>.*?{part})" for part in middle if part)
         end = "" if last is None else f".*{last}"
         return cls(text, re.compile(f"{first}{between}{end}", re.DOTALL))
@@ -324,7 +324,7 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class MessageFilter:
-    """Which messages to show. All parts have to match; parts that are empty match every message."""
+    """Which messages to show. All parts have to match; an empty part matches every message."""
 
     keys: tuple[Pattern, ...] = ()
     """Routing keys; one of them has to match."""
@@ -344,7 +344,7 @@ class MessageFilter:
         where: Iterable[str] = (),
         contains: str = "",
     ) -> MessageFilter:
-        """Makes a filter of texts, as users write them.
+        """Parses a filter from texts, as users write them.
 
         Args:
             keys: Patterns of routing keys.
@@ -363,7 +363,7 @@ class MessageFilter:
         )
 
     def __bool__(self) -> bool:
-        """Whether it leaves out anything at all."""
+        """Whether it can reject any message."""
         return bool(self.keys or self.attributes or self.conditions or self.contains)
 
     def matches(

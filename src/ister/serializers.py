@@ -1,6 +1,6 @@
-"""Serializers: values of a program to payloads and back.
+"""Serializers: convert values of a program to payloads and back.
 
-    json     what `msgspec` knows: dict, list, str, numbers, dataclasses, datetime, UUID, …
+    json     what `msgspec` supports: dict, list, str, numbers, dataclasses, datetime, UUID, …
     text     str, as UTF-8
     bytes    bytes, unchanged
 
@@ -53,7 +53,7 @@ class JsonSerializer(Generic[_Value]):
         """Encodes a value; NaN and infinities become null.
 
         Raises:
-            InvalidRequestError: JSON has no form for the value.
+            InvalidRequestError: The value cannot be encoded as JSON.
         """
         try:
             return self._encoder.encode(value)
@@ -73,7 +73,7 @@ class JsonSerializer(Generic[_Value]):
 
 
 def _as_known(value: object) -> object:
-    """Makes a dict of a pydantic model, which msgspec does not know."""
+    """Converts a pydantic model to a dict, since msgspec does not support it."""
     dump = getattr(value, "model_dump", None)
     if dump is None:
         raise TypeError(f"objects of type {type(value).__name__} are not supported")
@@ -109,7 +109,7 @@ class TextSerializer:
 
 
 class BytesSerializer:
-    """Payloads as they are."""
+    """Bytes, unchanged."""
 
     def serialize(self, value: bytes) -> bytes:
         return value
@@ -139,14 +139,14 @@ def find_serializer(serializer: AnySerializer) -> Serializer[Json]:
         found = _BY_NAME.get(serializer)
         if found is None:
             raise InvalidRequestError(
-                f"there is no serializer {serializer!r}",
-                hint=f"one of: {', '.join(_BY_NAME)}; or an object of your own",
+                f"unknown serializer {serializer!r}",
+                hint=f"use {', '.join(_BY_NAME)}, or an object with serialize and deserialize",
             )
         return found
     for name in ("serialize", "deserialize"):
         if not callable(getattr(serializer, name, None)):
             raise InvalidRequestError(
-                f"a serializer needs a method {name}; {type(serializer).__name__} has none"
+                f"serializer {type(serializer).__name__} has no method {name}"
             )
     return serializer
 

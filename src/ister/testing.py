@@ -18,8 +18,8 @@ data is in a temporary directory. Does not own: the program under test. The brok
 messages go through its ports and its files, are acknowledged and redelivered as in production.
 Nothing is uploaded to a bucket unless the settings say so.
 
-It ends with its block: consumers and producers that are still open lose it, the thread ends, the
-directory is deleted. A process that is killed leaves the directory.
+At the end of the block the broker stops: open consumers and producers lose their connection, the
+thread ends, and the directory is deleted. A process that is killed leaves the directory.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LocalBroker:
         self.config = config
         """Its settings."""
         self.directory = directory
-        """Where its data is; `ister.open_history(directory)` reads what it has uploaded."""
+        """Its data directory; `ister.open_history(directory)` reads what it has uploaded."""
         self.address: str = addresses["grpc"]
         """For `Client`, `AsyncClient` and the command line: `host:port`."""
         self.flight: str = addresses["flight"]
@@ -98,7 +98,7 @@ def run_broker(
         settings: What differs from the defaults, as the tree of an `ister.yml`:
             `{"storage": {"uploader": {"engine": "embedded"}}}` uploads to the bucket, which is a
             directory too.
-        directory: For the data, which stays then; a temporary one, which is deleted, by default.
+        directory: Data directory, which is kept; by default a temporary one, which is deleted.
 
     Raises:
         ConfigError: The extra `ister[broker]` is not installed, or a setting is wrong.
@@ -110,7 +110,7 @@ def run_broker(
         raise missing_extra("ister.testing", "broker", error) from error
     with _kept(directory) as place, _hushed():
         tree = _merged(_settings_in(place, settings or {}), settings or {})
-        # A developer's own ISTER_… variables must not change what tests see.
+        # ISTER_… variables of the developer must not affect tests.
         others = {name: os.environ[name] for name in os.environ if not name.startswith("ISTER_")}
         config = load_config(tree, others)
         running = _Running(lambda: Broker(config))
@@ -130,17 +130,17 @@ def _kept(directory: str | os.PathLike[str] | None) -> Iterator[str]:
 
 
 def _settings_in(directory: str, settings: Mapping[str, object]) -> dict[str, object]:
-    """The defaults of a broker whose data is in a directory, for its storage mode."""
+    """The default settings of a broker in `directory`, by its storage mode."""
     storage = settings.get("storage")
     mode = storage.get("mode", "wal_cloud") if isinstance(storage, Mapping) else "wal_cloud"
     files = {"wal": {"dir": os.path.join(directory, "wal")}}
-    # Nothing is uploaded by itself: tests see what they have done, and nothing else.
+    # No background uploads: tests see only what they have done.
     by_mode = {"wal_cloud": {**files, "uploader": {"engine": "none"}}, "local_only": files}
     return {**_SETTINGS, "storage": by_mode.get(str(mode), {})}
 
 
 def _merged(below: Mapping[str, object], above: object) -> dict[str, object]:
-    """One tree over another; both stay as they are."""
+    """Merges `above` over `below`; changes neither."""
     if not isinstance(above, Mapping):
         raise ConfigError(f"settings must be a mapping, not {above!r}")
     merged = dict(below)
@@ -186,23 +186,23 @@ class _Running:
             await broker.stop()
 
     def stop(self) -> None:
-        """Ends the broker, and waits for it.
+        """Stops the broker and waits for it.
 
         Raises:
-            UnavailableError: It did not end in time.
+            UnavailableError: It did not stop in time.
         """
         if self._loop is not None and self._ending is not None:
             with suppress(RuntimeError):  # it has ended already
                 self._loop.call_soon_threadsafe(self._ending.set)
         self._thread.join(_STOP_SECONDS)
         if self._thread.is_alive():
-            raise UnavailableError(f"the broker did not end within {_STOP_SECONDS:g} seconds")
+            raise UnavailableError(f"the broker did not stop within {_STOP_SECONDS:g} seconds")
         if self._failures:
             raise self._failures[0]
 
 
 class _PollerNoise(logging.Filter):
-    """Drops reports of gRPC's pollers, which several event loops in one process cause."""
+    """Drops gRPC's poller errors, which several event loops in one process cause."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -212,7 +212,7 @@ class _PollerNoise(logging.Filter):
 
 @contextmanager
 def _hushed() -> Iterator[None]:
-    """Keeps what a program's own event loop reports about the broker's out of its log."""
+    """Filters gRPC's poller errors out of the log of asyncio."""
     logger, noise = logging.getLogger("asyncio"), _PollerNoise()
     logger.addFilter(noise)
     try:
@@ -229,7 +229,7 @@ else:
 
     @pytest.fixture(scope="session")
     def ister_settings() -> Mapping[str, object]:
-        """Settings of the broker beside the defaults; override it in a `conftest.py`."""
+        """Settings of the broker that differ from the defaults; override it in `conftest.py`."""
         return {}
 
     @pytest.fixture(scope="session")

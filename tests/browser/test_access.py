@@ -60,7 +60,7 @@ def test_who_may_only_look_sees_no_actions_and_no_messages(guarded, open_page):
     assert page.get_by_role("button", name="Delete").count() == 0
     publish = page.get_by_role("button", name="Publish a message")
     assert publish.is_disabled()
-    assert "right to produce" in publish.get_attribute("title")
+    assert "permission produce" in publish.get_attribute("title")
     page.get_by_role("link", name="Messages", exact=True).click()
     page.wait_for_selector(".empty")
     assert "You may see this topic, but not its messages." in page.locator("main").inner_text()
@@ -75,12 +75,12 @@ def test_who_may_only_look_sees_no_actions_and_no_messages(guarded, open_page):
     page.goto(f"{guarded.url}/#/pipeline")
     # A button that would be refused says why.
     until(page, "document.querySelector('[aria-label=\"Compact now\"]')?.disabled")
-    assert "needs the right to manage brokers" in page.locator("main").inner_text()
+    assert "needs the permission manage_broker" in page.locator("main").inner_text()
     page.goto(f"{guarded.url}/#/topics")
     page.get_by_role("button", name="Create a topic").wait_for()
     create = page.get_by_role("button", name="Create a topic")
     assert create.is_disabled()
-    assert "right to manage topics" in create.get_attribute("title")
+    assert "permission manage_topic" in create.get_attribute("title")
 
 
 def test_who_may_consume_reads_messages_but_changes_nothing(guarded, open_page):

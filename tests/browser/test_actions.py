@@ -168,7 +168,7 @@ def test_dead_letters_are_requeued(shop, open_page):
     assert "Fix the consumer first" in dialog(page).inner_text()
     dialog(page).get_by_role("button", name="Requeue").click()
     page.wait_for_selector(".toast:has-text('1 message requeued')")
-    page.wait_for_selector(".empty:has-text('No dead letter is pending.')")
+    page.wait_for_selector(".empty:has-text('No pending dead letters.')")
     newest = shop.api(f"/api/topics{topic}/messages")["messages"][-1]
     assert (newest["offset"], newest["text"]) == (2, "bad")
     page.goto(f"{shop.url}/#/topics{topic}")

@@ -303,7 +303,7 @@ def test_brokers(shop, open_page):
     (broker,) = shop.api("/api/brokers")["brokers"]
     card = page.get_by_label(f"Broker {broker['node']}").inner_text()
     assert broker["connect_url"] in card
-    assert "this one" in card
+    assert "this broker" in card
     # Its load is that of now, although it has nobody to tell.
     assert "A single broker" in page.locator("main").inner_text()
 

@@ -105,7 +105,7 @@ def test_a_payload_that_is_not_json_matches_nothing():
         ("user.id = 7", "not '= 7' at character 9; use == to compare"),
         ("user.id == ", "expected a value, not the end"),
         ("status == failed", "expected a value, not 'failed' at character 11"),
-        ('a == "x', "a quoted text has no end: '\"x' at character 6"),
+        ('a == "x', "quoted text is not terminated: '\"x' at character 6"),
         ("a. == 7", "expected a field name, not ' == 7' at character 3"),
         ("a[x] == 7", "expected a number or a \"name\" in brackets, not 'x] == 7' at character 3"),
         ("a[0 == 7", "expected ], not ' == 7' at character 4"),

@@ -330,7 +330,7 @@ def _applies(binding: BindingDescription, topic: str) -> bool:
         return True
     if binding.scope == "namespace":
         return binding.resource == TopicName.parse(topic).namespace
-    # One of a partitioned topic holds for its partitions.
+    # A binding of a partitioned topic applies to its partitions.
     return binding.resource in (topic, base_of_partition(topic))
 
 

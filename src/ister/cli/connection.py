@@ -11,9 +11,9 @@ address: a command that acts on another broker than its user had in mind is seen
     --token, ISTER_TOKEN        never part of any text
     --context, ISTER_CONTEXT    a named broker (`contexts`)
 
-The first that is given counts: options, `--context` among them; the environment; the context of
-`ISTER_CONTEXT` or the current one; the default. A context that was not given as an option is used
-as a whole, or not at all: its token never goes to a broker that is named otherwise.
+The first that is given is used: options, including `--context`; the environment; the context of
+`ISTER_CONTEXT` or the current one; the default. If an option or the environment names the broker,
+a context that `--context` does not name is ignored: its token is sent only to its own broker.
 
 A token on a command line can be seen by everybody on the machine; one in the environment cannot.
 """
@@ -127,7 +127,7 @@ class Target:
 
     address: str
     is_named: bool
-    """Whether the user named it, by whichever way."""
+    """Whether the user named it, by option, environment or context."""
     token: str | None = field(default=None, repr=False)
     tls: bool = False
     ca_file: str | None = None
@@ -271,7 +271,7 @@ def parse_fixed_start(text: str) -> Start:
         parse_position(text, utc=True)
         return start
     raise argparse.ArgumentTypeError(
-        f"{text!r} is another time in every run, and running the command again would not continue: "
+        f"{text!r} is a different time in every run, so another run would not continue this one: "
         f"use {format_position(start)} or an offset"
     )
 
@@ -345,7 +345,7 @@ def _no_broker(options: argparse.Namespace, error: UnavailableError) -> Unavaila
         return UnavailableError(message, hint=f"{hint} by default")
     hint = f"is `ister serve` running? set its address with --broker or {_BROKER}"
     if target_of(options).is_encrypted:
-        hint += "; its certificate may be signed by another CA than that of --ca-file, or name "
+        hint += "; its certificate may be signed by a CA other than --ca-file, or name "
         hint += "another host (--server-name)"
     return UnavailableError(message, hint=hint)
 

@@ -68,8 +68,8 @@ continues there. A message is acknowledged after its line was written; if the ou
 after the program behind it has read the line: `ister consume T --subscription S | head -5` takes
 five messages and leaves the rest. Without --subscription, no position is kept.
 
-With filters, only matching messages are printed and counted. A consumer of a subscription skips the
-others: they are acknowledged."""
+With filters, only matching messages are printed and counted. With a subscription, the others are
+acknowledged."""
 
 
 def register(commands: Subparsers) -> None:

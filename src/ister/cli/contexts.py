@@ -74,7 +74,7 @@ class Context:
             raise ConfigError("cannot read the token file", path=self.token_file) from error
 
     def to_json(self) -> JsonObject:
-        """All but the token: whether there is one, and its file."""
+        """The settings for JSON output; without the token, but whether there is one."""
         shown: JsonObject = {
             one.name: getattr(self, one.name) for one in fields(self) if one.name != "token"
         }
@@ -87,7 +87,7 @@ class Context:
         return None if self.token is None else "stored, not shown"
 
     def facts(self) -> dict[str, object]:
-        """The same for people."""
+        """The settings for text output, without the token."""
         return {
             "broker": self.broker,
             "tls": self.uses_tls,
@@ -110,20 +110,20 @@ class Contexts:
         """A context by its name.
 
         Raises:
-            NotFoundError: There is none; names the others.
+            NotFoundError: It does not exist; the error names the others.
         """
         found = self.by_name.get(name)
         if found is None:
             known = ", ".join(sorted(self.by_name))
             raise NotFoundError(
-                f"there is no context {name!r}",
+                f"context {name!r} does not exist",
                 hint=f"known: {known}" if known else "create it with `ister context add`",
             )
         return found
 
 
 def chosen_context(options: argparse.Namespace) -> tuple[str, Context] | None:
-    """The context of a command, by its name; None without one.
+    """The name and context that a command uses; None if it uses none.
 
     Raises:
         NotFoundError: It does not exist.
@@ -142,7 +142,7 @@ def chosen_context(options: argparse.Namespace) -> tuple[str, Context] | None:
 
 def contexts_path() -> str:
     """Where contexts are stored."""
-    # Specified so: a path that is not absolute does not count.
+    # XDG Base Directory Specification: relative paths are ignored.
     home = os.environ.get("XDG_CONFIG_HOME") or ""
     if not os.path.isabs(home):
         home = os.path.join(os.path.expanduser("~"), ".config")
@@ -153,7 +153,7 @@ def load_contexts() -> Contexts:
     """Reads the file; no contexts if it does not exist.
 
     Raises:
-        ConfigError: It cannot be read, or is not such a file.
+        ConfigError: The file cannot be read, or is invalid.
     """
     path = contexts_path()
     try:
@@ -234,13 +234,13 @@ def save_contexts(contexts: Contexts) -> None:
 
 
 _NOTES: Final = f"""\
-which broker a command talks to, the first that is given:
+the broker that a command uses is the first of these that is given:
   1. options: --broker, --token, --tls and the like; and --context NAME
   2. environment: ISTER_BROKER, ISTER_TOKEN
   3. the context of {CONTEXT_VARIABLE}, or the current one (`ister context use`)
   4. 127.0.0.1:6650, without TLS or token
-A context's token is sent only to the context's own broker: where --broker or ISTER_BROKER names
-another and --context is not given, no context is used.
+A context's token is sent only to the context's own broker: if --broker or ISTER_BROKER names
+a broker and --context is not given, no context is used.
 """
 
 
@@ -268,7 +268,7 @@ def register(commands: Subparsers) -> None:
         actions,
         "add",
         help="add or replace a context",
-        description="Adds a context. One of that name is replaced only with --replace.",
+        description="Adds a context. An existing one is replaced only with --replace.",
         examples=(
             "ister context add local --broker 127.0.0.1:6650 --use",
             (
@@ -279,7 +279,10 @@ def register(commands: Subparsers) -> None:
     )
     added.add_argument("name", metavar="NAME", help="context name, such as prod")
     added.add_argument(
-        "--broker", metavar="HOST:PORT", required=True, help="broker address; several with commas"
+        "--broker",
+        metavar="HOST:PORT",
+        required=True,
+        help="broker address, or several separated by commas",
     )
     added.add_argument("--tls", action="store_true", help="use TLS and the system CA store")
     added.add_argument("--ca-file", metavar="FILE", help="use TLS and this CA (PEM)")
@@ -295,10 +298,10 @@ def register(commands: Subparsers) -> None:
         "--token-file", metavar="FILE", help="file with the token or API key; read for each command"
     )
     token.add_argument(
-        "--token-stdin", action="store_true", help="read the token from standard input, store it"
+        "--token-stdin", action="store_true", help="read the token from standard input and store it"
     )
     added.add_argument("--use", action="store_true", help="make it the current context")
-    added.add_argument("--replace", action="store_true", help="replace a context of that name")
+    added.add_argument("--replace", action="store_true", help="replace an existing context")
     added.set_defaults(run=_run_add)
 
     listed = add_command(actions, "list", help="list contexts", examples=("ister context list",))
@@ -310,7 +313,9 @@ def register(commands: Subparsers) -> None:
         help="show a context without its token",
         examples=("ister context show", "ister context show prod --json"),
     )
-    shown.add_argument("name", metavar="NAME", nargs="?", help="the current context by default")
+    shown.add_argument(
+        "name", metavar="NAME", nargs="?", help="context name (default: the current one)"
+    )
     shown.set_defaults(run=_run_show)
 
     used = add_command(
@@ -320,7 +325,7 @@ def register(commands: Subparsers) -> None:
         examples=("ister context use prod", "ister context use --none"),
     )
     used.add_argument("name", metavar="NAME", nargs="?", help="context name")
-    used.add_argument("--none", action="store_true", help="have no current context")
+    used.add_argument("--none", action="store_true", help="unset the current context")
     used.set_defaults(run=_run_use)
 
     removed = add_command(
@@ -360,7 +365,7 @@ def _add(options: argparse.Namespace) -> int:
             if (path := getattr(options, file)) is not None
         },
     )
-    # What is wrong shows now, not with the first command that uses it.
+    # Report errors now, not in the first command that uses the context.
     tls = TlsOptions(ca=context.ca_file, cert=context.cert_file, key=context.key_file)
     tls.texts()
     parse_addresses(context.broker, tls if context.uses_tls else None)

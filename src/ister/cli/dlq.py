@@ -61,8 +61,8 @@ _PAGE: Final = 100
 _OFFSET_MAX: Final = 1 << 62
 _FIELDS: Final = ("reason", "source", "source_offset", "subscription", "attempts")
 _FIELDS_HELP: Final = """\
-  Dead letters have also {reason}, {source} (the topic), {source_offset}, {subscription} and
-  {attempts}. Of long payloads, the first part is shown."""
+  Dead letters also have {reason}, {source} (the topic), {source_offset}, {subscription} and
+  {attempts}. Long payloads are cut."""
 
 
 def register(commands: Subparsers) -> None:
@@ -102,7 +102,7 @@ def register(commands: Subparsers) -> None:
         _show,
         help="show pending dead letters",
         description="Shows pending dead letters: why they failed, where they come from, and the "
-        "message as it was, without the attributes that dead letters have.",
+        "original message.",
         examples=(
             "dlq show /default/orders-dead",
             "dlq show /default/orders-dead --offset 4-9 --json",
@@ -124,11 +124,11 @@ def register(commands: Subparsers) -> None:
         "requeue",
         _requeue,
         help="publish dead letters to the topic they failed in",
-        description="Publishes dead letters to the topic they failed in, as they were: payload, "
-        "key and attributes, without the attributes of dead letters. Then they are no longer "
-        "pending, and a second run does not publish them again. Delivery is at least once: if a "
-        "broker crashes in between, the last 100 may be published twice. All subscriptions of "
-        "that topic get the message again, not only the one in which it failed.",
+        description="Publishes dead letters to the topic they failed in, with their original "
+        "payload, key and attributes. They are then no longer pending, so a second run does not "
+        "publish them again. Delivery is at least once: if a broker crashes in between, the last "
+        "100 may be published twice. All subscriptions of that topic get the message again, not "
+        "only the one in which it failed.",
         examples=(
             "dlq requeue /default/orders-dead --dry-run",
             "dlq requeue /default/orders-dead --offset 4 --offset 7-9 --yes",
@@ -145,7 +145,7 @@ def register(commands: Subparsers) -> None:
         "drop",
         _drop,
         help="drop dead letters without publishing them",
-        description="Marks dead letters as handled without publishing them. The dead-letter topic "
+        description="Marks dead letters as resolved without publishing them. The dead-letter topic "
         "keeps the messages until its retention removes them.",
         examples=("dlq drop /default/orders-dead --reason 'unknown customer'",),
     )
@@ -179,17 +179,17 @@ def _register(
 
 def _add_selection(parser: argparse.ArgumentParser, limit: str) -> None:
     add_topic_argument(parser)
-    group = parser.add_argument_group("selection", "Dead letters that match all that is given.")
+    group = parser.add_argument_group("selection", "All of them have to match.")
     group.add_argument(
         "--offset",
         metavar="N[-M]",
         type=_parse_range,
         action="append",
         default=[],
-        help="offset in the dead-letter topic, or a range with both ends; may be repeated",
+        help="offset in the dead-letter topic, or an inclusive range; repeatable",
     )
     group.add_argument(
-        "--reason", metavar="TEXT", default="", help="text in the reason, in any case"
+        "--reason", metavar="TEXT", default="", help="text in the reason (case-insensitive)"
     )
     group.add_argument(
         "--source", metavar="TOPIC", type=parse_topic, help="topic in which the message failed"
@@ -417,7 +417,7 @@ def _letter_text(topic: str, letter: DeadLetterJson) -> str:
     if story is not None and story["dropped_attributes"]:
         lines.append(f"  lost       {story['dropped_attributes']} attributes, which did not fit")
     text = letter["text"]
-    payload = f"{letter['size']} bytes, not a text" if text is None else _plain(text)
+    payload = f"{letter['size']} bytes, not text" if text is None else _plain(text)
     lines.append(f"  payload    {payload}{' …' if letter['is_cut'] else ''}")
     return "\n".join(lines)
 

@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from ister.client import Client
 
 KINDS: Final = ("topics", "subscriptions", "namespaces", "subjects", "contexts")
-"""What can be asked for."""
+"""Kinds of names."""
 
 _ANSWER_SECONDS: Final = 1.0
-# Bash takes a word apart at these.
+# Bash splits words at these.
 _BREAKS: Final = frozenset(":=@")
 
 
 def known_names(kind: str, line: str, prefix: str) -> list[str]:
-    """The names that can stand at the end of a line.
+    """The names that can complete a command line.
 
     Args:
         kind: One of `KINDS`.
@@ -64,7 +64,7 @@ def _found(kind: str, line: str) -> Iterable[str]:
 
 
 class _UnusableError(Exception):
-    """The line is wrong in a way that its command will complain about."""
+    """The command line is invalid; the command itself will report it."""
 
 
 class _Lenient(argparse.ArgumentParser):

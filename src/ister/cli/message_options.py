@@ -1,4 +1,4 @@
-"""Options of commands that print messages: which of them, and in which form.
+"""Options of commands that print messages: filters and output format.
 
 Owns: `--format`, `--delimiter`, `--null`, `--json`, and the filters `--key`, `--attribute`,
 `--where` and `--contains`. Does not own: what filters match (`ister.message_filter`), templates
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 FILTER_HELP: Final = """\
 filter syntax:
   All filters have to match; of several --key, one has to. In --key and --attribute, * stands for
-  any characters and ? for one; \\* and \\? are the characters themselves.
+  any characters and ? for one; \\* and \\? are literal.
   --where compares values in JSON payloads: a path, one of == != < <= > >= ~, and a number, a
   quoted text, true, false or null. ~ means contains. Conditions are joined by `and` and `or`.
       --where 'user.id == 7 and items[0].sku ~ "A-"'
@@ -67,7 +67,7 @@ def add_filter_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _checked(parse: Callable[[str], _T]) -> Callable[[str], _T]:
-    """A parser for argparse, whose errors are wrong usage."""
+    """An argparse type: errors of `parse` become usage errors."""
 
     def parsed(text: str) -> _T:
         try:
@@ -96,7 +96,7 @@ def is_match(wanted: MessageFilter, message: Received) -> bool:
 
 
 def add_format_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--format`, `--json` and what ends a message."""
+    """Adds `--format`, `--json` and the delimiters."""
     group = parser.add_argument_group("output")
     group.add_argument(
         "--format",
@@ -131,13 +131,13 @@ def _parse_format(text: str) -> str:
 def make_formatter(
     options: argparse.Namespace, *, is_terminal: bool
 ) -> Callable[[Received], bytes]:
-    """What makes a message into a line, its end included.
+    """Returns a function that formats a message, with its delimiter.
 
     Args:
         options: With those that `add_format_arguments` adds.
         is_terminal: The output is a terminal: control characters in messages are shown as numbers.
     """
-    # Any bytes may be given, and Python has those that are no text as surrogates.
+    # Arguments may be any bytes; Python decodes those that are not UTF-8 as surrogates.
     text: str = options.delimiter or "\n"
     delimiter = b"\0" if options.null else text.encode(errors="surrogateescape")
     if options.json or not is_template(options.format):

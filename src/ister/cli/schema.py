@@ -1,7 +1,7 @@
 """`ister schema`: subjects of the schema registry, their versions, compatibility.
 
-Owns: arguments, output, which kind of schema a file has. Does not own: the registry and what is
-compatible, which a broker judges (`ister.client`).
+Owns: arguments, output, detection of a file's schema type. Does not own: the registry and the
+compatibility check, which are the broker's (`ister.client`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def register(commands: Subparsers) -> None:
         "schema",
         help="list, show, register and check schemas",
         description="The schema registry of a broker. A subject has the versions of one schema; "
-        "the subject of a topic's schema usually has the topic's name.",
+        "the subject of a topic usually has the topic's name.",
         examples=(
             "ister schema list",
             "ister schema register orders order.avsc",
@@ -81,8 +81,8 @@ def register(commands: Subparsers) -> None:
         _add_version,
         {"ok": False},
         help="register a schema from a file",
-        description="Adds a version to a subject, and creates the subject with its first one. A "
-        "definition that the subject has already keeps its version.",
+        description="Adds a version to a subject; the first version creates the subject. A "
+        "definition that is already registered keeps its version.",
         examples=(
             "schema register orders order.avsc",
             "schema register orders order.json --type json_schema --description 'with tax'",
@@ -90,9 +90,11 @@ def register(commands: Subparsers) -> None:
     )
     _add_subject(registered)
     _add_definition(registered)
-    registered.add_argument("--description", metavar="TEXT", default="", help="text for people")
     registered.add_argument(
-        "--tag", metavar="WORD", action="append", default=[], help="tag; may be repeated"
+        "--description", metavar="TEXT", default="", help="description of the version"
+    )
+    registered.add_argument(
+        "--tag", metavar="WORD", action="append", default=[], help="tag; repeatable"
     )
 
     checked = _register(
@@ -111,7 +113,7 @@ def register(commands: Subparsers) -> None:
         "--mode",
         metavar="MODE",
         choices=[*CompatibilityMode],
-        help=f"{', '.join(CompatibilityMode)} (default: that of the subject)",
+        help=f"{', '.join(CompatibilityMode)} (default: the subject's own)",
     )
 
     compat = _register(
@@ -119,10 +121,10 @@ def register(commands: Subparsers) -> None:
         "compat",
         _compat,
         {"ok": False},
-        help="show or set how new versions must be compatible",
-        description="Compatibility of new versions with the latest one. backward: readers with "
-        "the new version can read old messages; forward: readers with the old version can read "
-        "new messages; full: both; none: not checked.",
+        help="show or set the compatibility mode of a subject",
+        description="Shows or sets how new versions must be compatible with the latest one. "
+        "backward: readers with the new version can read old messages; forward: readers with the "
+        "old version can read new messages; full: both; none: not checked.",
         examples=("schema compat orders", "schema compat orders full"),
     )
     _add_subject(compat)
@@ -131,7 +133,7 @@ def register(commands: Subparsers) -> None:
         metavar="MODE",
         nargs="?",
         choices=[*CompatibilityMode],
-        help=f"{', '.join(CompatibilityMode)}; left out, the mode is shown",
+        help=f"{', '.join(CompatibilityMode)}; without it, the mode is shown",
     )
 
 
@@ -163,7 +165,7 @@ def _add_definition(parser: argparse.ArgumentParser) -> None:
         "--type",
         metavar="TYPE",
         choices=[*SchemaType],
-        help=f"{', '.join(SchemaType)} (default: found by the file's name and content)",
+        help=f"{', '.join(SchemaType)} (default: detected from the file's name and content)",
     )
 
 
@@ -190,7 +192,7 @@ def _read(options: argparse.Namespace) -> tuple[bytes, str]:
 
 
 def detect_type(path: str, data: bytes) -> SchemaType | None:
-    """The type of a definition: by the suffix of its file, or by what JSON it has; else None."""
+    """The type of a definition, by its file's suffix or its JSON content; None if unknown."""
     by_name = _BY_SUFFIX.get(os.path.splitext(path)[1].lower())
     if by_name is not None:
         return by_name
@@ -204,7 +206,7 @@ def detect_type(path: str, data: bytes) -> SchemaType | None:
     if content.get("type") in _AVRO_TYPES or "fields" in content:
         return SchemaType.AVRO
     if _JSON_SCHEMA_WORDS & content.keys() or content.get("type") in ("object", "array"):
-        # An Avro array has `items`, too, and neither of those words.
+        # An Avro array has `items` too, but neither of those keys.
         is_avro = content.get("type") == "array" and isinstance(content.get("items"), str)
         return SchemaType.AVRO if is_avro else SchemaType.JSON_SCHEMA
     return None

@@ -97,7 +97,7 @@ def _register_seek(kinds: Subparsers) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="only show where it would move, and how many messages are read again or skipped",
+        help="show the new offset, and how many messages would be read again or skipped",
     )
     parser.add_argument(
         "--to",

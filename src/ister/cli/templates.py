@@ -49,7 +49,7 @@ _FIELDS: Final[Mapping[str, tuple[Callable[[Received], bytes], str]]] = {
     ),
     "hex": (lambda message: message.payload.hex().encode(), "payload as hexadecimal digits"),
     "base64": (lambda message: base64.b64encode(message.payload), "payload in Base64"),
-    "size": (lambda message: _text(len(message.payload)), "bytes of the payload"),
+    "size": (lambda message: _text(len(message.payload)), "payload size in bytes"),
     "timestamp": (
         lambda message: _text(format_time(message.publish_time_ms)),
         "publish time, in UTC",
@@ -77,8 +77,8 @@ TEMPLATE_HELP: Final = (
     + """
   {attributes.NAME}   one attribute
   {payload.PATH}      a value in a JSON payload: {payload.user.id}, {payload.items[0]}
-  A field that a message does not have is empty. {{ and }} are braces; \\n, \\t, \\r, \\0, \\\\
-  and \\xHH are characters."""
+  Missing fields are empty. {{ and }} are literal braces; \\n, \\t, \\r, \\0, \\\\ and \\xHH
+  are escapes."""
 )
 """The fields, for the help of commands."""
 
@@ -91,7 +91,7 @@ def is_template(text: str) -> bool:
 def parse_template(
     text: str, shown: Callable[[bytes], bytes], *, more: Sequence[str] = ()
 ) -> Callable[[Received], bytes]:
-    """What makes a message into text, by a template.
+    """Returns a function that formats a message by a template.
 
     Args:
         text: The template.

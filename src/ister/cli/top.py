@@ -97,7 +97,7 @@ def _bytes_rate(value: float) -> str:
     return f"{format_bytes(value)}/s"
 
 
-# From what is kept longest in a narrow terminal to what is left out first.
+# In a narrow terminal, the last columns are left out first.
 _COLUMNS: Final = (
     _Column("in", "IN/S", lambda one: one.messages_in, lambda one: _rate(one.messages_in)),
     _Column("out", "OUT/S", lambda one: one.messages_out, lambda one: _rate(one.messages_out)),
@@ -159,7 +159,7 @@ def measure(views: Iterable[TopicJson], *, by_partition: bool) -> list[TopicLoad
 def sort_loads(
     loads: Iterable[TopicLoad], by: str, *, is_reversed: bool = False
 ) -> list[TopicLoad]:
-    """Topics by a column: names and states from A on, numbers from the largest on."""
+    """Sorts topics by a column: names and states alphabetically, numbers in descending order."""
     ordered = sorted(loads, key=lambda one: one.topic)
     column = next((one for one in _COLUMNS if one.name == by), None)
     if column is not None:
@@ -169,7 +169,7 @@ def sort_loads(
 
 
 def _total(loads: Iterable[TopicLoad]) -> TopicLoad:
-    """All topics as one; its lag is the largest."""
+    """The totals over all topics; the lag is the largest one."""
     total = TopicLoad(topic="")
     for one in loads:
         total.messages_in += one.messages_in
@@ -208,7 +208,7 @@ def register(commands: Subparsers) -> None:
         commands,
         "top",
         help="show rates, lag, blocked subscriptions and upload lag of all topics, live",
-        description="Shows the load of all topics, of all brokers of a cluster: messages and "
+        description="Shows the load of all topics on all brokers of a cluster: messages and "
         "bytes per second in and out, the largest lag of a subscription, blocked subscriptions, "
         "and bytes that are not uploaded yet. Keys: q quits, s sorts by the next column, r "
         "reverses the order. If the output is not a terminal, snapshots are printed one after "
@@ -231,7 +231,9 @@ def register(commands: Subparsers) -> None:
     parser.add_argument(
         "--partitions", action="store_true", help="show partitions instead of their topics"
     )
-    parser.add_argument("--limit", metavar="N", type=parse_count, help="show only so many topics")
+    parser.add_argument(
+        "--limit", metavar="N", type=parse_count, help="show at most this many topics"
+    )
     parser.add_argument(
         "--interval",
         metavar="SECONDS",
@@ -241,7 +243,7 @@ def register(commands: Subparsers) -> None:
     )
     parser.add_argument("--once", action="store_true", help="print one snapshot and exit")
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object per line and snapshot"
+        "--json", action="store_true", help="print each snapshot as a line with one JSON object"
     )
     add_broker_arguments(parser)
     parser.set_defaults(run=_run)
@@ -284,7 +286,7 @@ def _repeat(view: View, interrupts: Interrupts, interval: float) -> None:
 
 
 class View:
-    """The last numbers, their order, and what went wrong since."""
+    """The last numbers, their order, and the last error."""
 
     def __init__(
         self, ask: Callable[[], list[TopicJson]], options: argparse.Namespace, clock: Clock
@@ -301,7 +303,7 @@ class View:
         self.is_reversed: bool = options.reverse
 
     def refresh(self) -> None:
-        """Asks again; keeps the last numbers if no broker answers."""
+        """Requests the numbers again; keeps the last ones if no broker answers."""
         try:
             self._loads = measure(self._ask(), by_partition=self._options.partitions)
         except UnavailableError as error:
@@ -311,10 +313,10 @@ class View:
             self._measured_ms = self._clock.now_ns() // 1_000_000
 
     def check(self) -> None:
-        """Makes sure that a broker answered.
+        """Raises the error of the last refresh, if it failed.
 
         Raises:
-            UnavailableError: None did.
+            UnavailableError: No broker answered.
         """
         if self._error is not None:
             raise self._error
@@ -391,14 +393,14 @@ class View:
         if self._error is None:
             return
         age = (self._clock.now_ns() // 1_000_000 - self._measured_ms) / 1000
-        yield f"{self._error.message}; these numbers are {format_span(age)} old; asking again"
+        yield f"{self._error.message}; these numbers are {format_span(age)} old; retrying"
 
     def _table(self, loads: Sequence[TopicLoad], width: int | None) -> list[str]:
         longest = max(len("TOPIC"), *(len(one.topic) for one in loads))
         columns = [
             one for one in _COLUMNS if one.name != "state" or any(one.state for one in loads)
         ]
-        # The column of the order is always there.
+        # The sort column is always shown.
         columns.sort(key=lambda one: one.name != self.sort)
         room = longest
         while width is not None and columns:
@@ -423,7 +425,7 @@ class View:
 
 
 def _width(column: _Column, loads: Sequence[TopicLoad]) -> int:
-    # One more for the mark of the order.
+    # One more for the sort mark.
     return max(len(column.header) + 1, *(len(column.show(one)) for one in loads))
 
 
@@ -498,12 +500,12 @@ def _keys(interrupts: Interrupts) -> Iterator[Callable[[float], str]]:
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     try:
-        # Keys come one by one, unseen; Ctrl-C is still a signal.
+        # Keys are read one at a time, without echo; Ctrl-C is still a signal.
         tty.setcbreak(fd)
 
         def wait(seconds: float) -> str:
             ready, _, _ = select.select([fd, interrupts.fd], [], [], seconds)
-            # The end of the input is no key, and must not be asked for again and again.
+            # The end of the input is not a key, and must not be polled again.
             return (os.read(fd, 1).decode(errors="replace") or "q") if fd in ready else ""
 
         yield wait

@@ -231,7 +231,7 @@ class _Reader:
 
 
 def resolve_starts(options: argparse.Namespace, topic: str, start: Start) -> dict[str, int]:
-    """The offset that a position is in a topic, or in each of its partitions.
+    """Resolves a position to an offset in a topic, or in each of its partitions.
 
     Args:
         options: Of the command: where the broker is.

@@ -6,9 +6,9 @@
             offset = await sent                         # the broker has it
         async with client.consumer("/default/orders", "billing", start="earliest") as consumer:
             async for message in consumer:
-                consumer.ack(message)                   # or await it: the broker has it
+                consumer.ack(message)                   # await it for confirmation
 
-Everything runs on the loop that uses it, without threads, but for `read_arrow`. The logic is in
+Everything runs on the loop that uses it, without threads, except `read_arrow`. The logic is in
 `ister.client.core` and `admin`. Cancelling a call that waits does not take back what was accepted.
 """
 
@@ -171,14 +171,14 @@ class AsyncProducer(ProducerView):
         return await self._accept(message, timeout)
 
     async def send_json(self, value: object, **options: Unpack[SendOptions]) -> AsyncSentMessage:
-        """Accepts a message whose payload is a value as JSON, whatever the serializer.
+        """Accepts a message whose payload is a value as JSON; ignores the serializer.
 
         Args:
             value: What JSON can express: a dict, a list, a dataclass, a pydantic model, …
             **options: As for `send`.
 
         Raises:
-            InvalidRequestError: JSON has no form for the value.
+            InvalidRequestError: The value cannot be encoded as JSON.
             As `send`.
         """
         return await self._accept(json_message(value, options), options.get("timeout"))
@@ -282,7 +282,7 @@ class ConsumerView:
 
 
 class AsyncAck:
-    """An acknowledgement that will be sent soon. Awaiting it waits until it was."""
+    """An ack or nack in progress. Await it until the ack is confirmed, or the nack sent."""
 
     __slots__ = ("_core", "_message")
 
@@ -352,7 +352,7 @@ class AsyncConsumer(ConsumerView):
         return self.messages()
 
     def ack(self, message: ReceivedMessage) -> AsyncAck:
-        """Acknowledges a message. It is sent to the broker soon, with others.
+        """Acknowledges a message; acks are sent in the background, in batches.
 
         `await consumer.ack(message)` also waits until the broker has confirmed it; without
         `await`, `flush` and `close` wait for all of them.
@@ -600,7 +600,7 @@ class AsyncClient(AdminCalls):
             while (batch := await asyncio.to_thread(next, batches, None)) is not None:
                 yield batch
         finally:
-            # A thread that is in the midst of it after a cancellation drops it at its end.
+            # After a cancellation, a thread may still run the generator: it cannot be closed.
             with contextlib.suppress(ValueError):
                 batches.close()
 

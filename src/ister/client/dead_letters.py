@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LetterFilter:
-    """Which dead letters; those that match all that is given."""
+    """Selects dead letters; all conditions have to match."""
 
     offsets: Sequence[tuple[int, int]] = ()
     """Ranges, each from its first offset up to, not including, its second; all if empty."""
     reason: str = ""
-    """A part of the reason, in any case."""
+    """Text in the reason, case-insensitive."""
     source_topic: str = ""
     """The topic in which it failed."""
     source_subscription: str = ""
@@ -43,7 +43,7 @@ _ALL: Final = LetterFilter()
 
 
 class DeadLetterCalls:
-    """What operators do with dead letters. Belongs to the network's loop."""
+    """Counts, shows, requeues and drops dead letters. Belongs to the network's loop."""
 
     _network: Network
 
@@ -98,7 +98,7 @@ class DeadLetterCalls:
     async def requeue_dead_letters(
         self, topic: str, which: LetterFilter = _ALL, *, to: str = ""
     ) -> ResolvedJson:
-        """Publishes dead letters to the topic that they failed in, as they were.
+        """Publishes dead letters to the topic that they failed in, as the original messages.
 
         At least once: letters that were published when a broker crashed, and not recorded as
         resolved, are published again by the next call.

@@ -1,7 +1,7 @@
 """A message as a consumer gets it from a broker.
 
-Payloads are decoded when a program asks, so one that cannot be decoded raises where the program
-can reject it, and the consumer goes on.
+Payloads are decoded on access, so one that cannot be decoded raises where the program can reject
+the message, and the consumer continues.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ReceivedMessage:
         Args:
             delivered: The protocol's message.
             receiver: Where it came from.
-            life: Which of the receiver's streams it came by.
+            life: Which of the receiver's streams delivered it.
         """
         self.topic: str = receiver.topic
         """The topic, or the partition of one."""
@@ -64,7 +64,7 @@ class ReceivedMessage:
         self.attempt: int = delivered.attempt
         """1 for the first delivery; one more for each that has failed."""
         self.token: int = delivered.token
-        """The receipt that the broker wants back with the acknowledgement."""
+        """The delivery receipt, which is returned to the broker with the acknowledgement."""
         self.receiver = receiver
         self.life = life
 
@@ -81,7 +81,7 @@ class ReceivedMessage:
         """The payload, decoded as JSON.
 
         Raises:
-            InvalidRequestError: It is not JSON; with the topic and the offset.
+            InvalidRequestError: It is not JSON; the error has the topic and the offset.
         """
         return self._decoded(JSON)
 
@@ -89,7 +89,7 @@ class ReceivedMessage:
         """The payload, decoded as UTF-8.
 
         Raises:
-            InvalidRequestError: It is not UTF-8; with the topic and the offset.
+            InvalidRequestError: It is not UTF-8; the error has the topic and the offset.
         """
         return str(self._decoded(TEXT))
 

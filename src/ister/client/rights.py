@@ -1,7 +1,7 @@
-"""Calls about roles and bindings: who may do what.
+"""Calls about roles and bindings.
 
 Owns: calls of danube_admin.SecurityAdmin. Does not own: what a role permits, which the broker
-judges.
+decides.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class RightsCalls:
 
         Args:
             principal: A user's name, or `service:NAME` for an API key or a program.
-            role: `admin`, `producer`, `consumer`, or one that was made.
+            role: `admin`, `producer`, `consumer`, or a custom role.
             topic: On this topic alone.
             namespace: In this namespace alone.
 

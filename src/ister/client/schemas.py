@@ -1,7 +1,7 @@
 """Calls about the schema registry: subjects, their versions, compatibility.
 
 Owns: calls of danube_schema.SchemaRegistry for operators. Does not own: which versions are
-compatible, which the broker judges.
+compatible, which the broker decides.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SubjectDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemaVersion:
-    """A version of a subject, in short."""
+    """A version of a subject, without its definition."""
 
     version: int
     schema_id: int
@@ -58,7 +58,7 @@ class RegisteredSchema:
     version: int
     schema_id: int
     is_new: bool
-    """Whether it was added; a definition that was there keeps its version."""
+    """Whether it was added; an existing definition keeps its version."""
     fingerprint: str
 
 
@@ -157,8 +157,8 @@ class SchemaCalls:
             subject: Its name; a topic's name for the schema of that topic.
             definition: Avro or JSON Schema as JSON, a protobuf descriptor set, and so on.
             schema_type: `avro`, `json_schema`, `protobuf`, `string`, `number` or `bytes`.
-            description: A text for people.
-            tags: Words for people.
+            description: Free text about the version.
+            tags: Free-form labels.
 
         Raises:
             InvalidRequestError: The definition cannot be read.

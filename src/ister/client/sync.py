@@ -172,14 +172,14 @@ class Producer(ProducerView):
         return self._accept(message, timeout)
 
     def send_json(self, value: object, **options: Unpack[SendOptions]) -> SentMessage:
-        """Accepts a message whose payload is a value as JSON, whatever the serializer.
+        """Accepts a message whose payload is a value as JSON; ignores the serializer.
 
         Args:
             value: What JSON can express: a dict, a list, a dataclass, a pydantic model, …
             **options: As for `send`.
 
         Raises:
-            InvalidRequestError: JSON has no form for the value.
+            InvalidRequestError: The value cannot be encoded as JSON.
             As `send`.
         """
         return self._accept(json_message(value, options), options.get("timeout"))
@@ -308,7 +308,7 @@ class Consumer(ConsumerView):
         return self.messages()
 
     def ack(self, message: ReceivedMessage) -> None:
-        """Acknowledges a message. It is sent to the broker soon; `flush` waits for that.
+        """Acknowledges a message; acks are sent in the background, and `flush` waits for them.
 
         Raises:
             InvalidRequestError: Another consumer received the message.
@@ -571,7 +571,7 @@ class Client:
     ) -> TopicTable:
         """A range of a topic as a table, for pandas, Polars, DuckDB and notebooks.
 
-        Each use reads it anew. Arguments are those of `read_arrow`.
+        Each use reads the range again. Arguments are those of `read_arrow`.
         """
         return TopicTable(topic, lambda: self.read_arrow(topic, start, end=end, columns=columns))
 

@@ -2,12 +2,13 @@
 
     client.read_arrow ─► locate ─► the owner of each partition ─ Flight do_get ─► record batches
 
-Owns: which ranges are requested from which broker, and what happens when one goes away: reading
-continues with the first message that has not come out, at the broker that has the topic then. Does
-not own: the connection (`ister.client.flight`).
+Owns: which ranges are requested from which broker, and failover: if a broker becomes unavailable,
+reading continues after the last message returned, at the topic's current owner. Does not own: the
+connection (`ister.client.flight`).
 
-A range is fixed when it is opened. Its end is what no crash can take back: synced messages, and in
-a topic with `ack: tiered`, those in the bucket. There is no cursor, and nothing to acknowledge.
+A range is fixed when it is opened. It ends with the last durable message: the last synced one, or
+in a topic with `ack: tiered` the last one in the bucket. There is no cursor, and nothing to
+acknowledge.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class ArrowRead:
         """
         from ister.format.arrow.text import Projection  # noqa: PLC0415 - pyarrow is an extra
 
-        # Where reading has to go on is known by the offsets.
+        # Offsets tell where to continue after a failure.
         self._projection = Projection(columns, reads=["offset"])
         self._topic = topic
         self._locate = locate
@@ -93,7 +94,7 @@ class ArrowRead:
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns that were asked for."""
+        """The requested columns."""
         return self._projection.schema
 
     def batches(self) -> Generator[pa.RecordBatch]:
@@ -101,7 +102,7 @@ class ArrowRead:
 
         Raises:
             IsterError: The topic was deleted, messages are not there any more, or no broker has
-                answered in time. What came out before is right.
+                answered in time. Batches that were returned before are valid.
         """
         try:
             for part in self._parts:
@@ -178,10 +179,10 @@ class ArrowRead:
                 yield self._projection.apply(batch)
         part.next = part.end
 
-    # -- brokers that go away ---------------------------------------------------------------
+    # -- failover -------------------------------------------------------------------------
 
     def _pause(self, error: IsterError) -> None:
-        """Waits after a failure; raises it if another attempt cannot help, or the time is over."""
+        """Waits before a retry; raises if a retry cannot help or the timeout has passed."""
         now = SystemClock.monotonic()
         if self._timeout is not None and self._give_up_at is None:
             self._give_up_at = now + self._timeout
@@ -205,14 +206,14 @@ class ArrowRead:
 
 
 def _offset_at(flight: FlightClient, status: TopicStatus, where: Start, name: str) -> int:
-    """The offset of a position; of the end, an offset behind it is its end."""
+    """Resolves a position to an offset; as `end`, it may lie behind the end of the topic."""
     if where == "earliest":
         return status.earliest
     if where == "latest":
         return status.readable
     if isinstance(where, datetime):
         wanted, found = to_milliseconds(where), None
-        # No time is before the first message, so a topic without one needs no search.
+        # An empty topic needs no search.
         if status.earliest < status.readable:
             found = flight.find_time(status.topic, wanted, status.earliest, status.readable)
         return status.readable if found is None else found

@@ -1,7 +1,7 @@
 """Finds out whether a port uses TLS, after a connection to it has failed.
 
-gRPC reports a client without TLS at a TLS port, and the other way round, as a connection that was
-closed. Retrying does not help, so the cause is looked for: a TLS handshake without checking
+If only one of client and port uses TLS, gRPC reports a closed connection. Retrying does not help,
+so the port is probed: a TLS handshake without checking
 certificates, or the first bytes of HTTP/2 in clear text. Nothing else is sent, no credentials.
 
 Owns: the probe and the error. Does not own: when to probe (`core.network`, `flight`).
@@ -28,8 +28,8 @@ _FRAME_HEAD_BYTES: Final = 9
 def find_tls_mismatch(address: str, *, is_encrypted: bool) -> ConfigError | None:
     """Returns the error of a client that uses TLS at a port without it, or the other way round.
 
-    None if the port does as the client does, cannot be reached, or is not understood. Blocks for
-    some seconds at most.
+    None if both agree, the port cannot be reached, or it speaks another protocol. Blocks for some
+    seconds at most.
     """
     host, _, port = address.rpartition(":")
     place = host.strip("[]"), int(port)
@@ -54,7 +54,7 @@ def _answers_tls(place: tuple[str, int]) -> bool:
         ):
             return True
     except ssl.SSLError as error:
-        # A server that refuses the handshake says so in TLS.
+        # A server that refuses the handshake answers with a TLS alert.
         return "ALERT" in (error.reason or "")
     except (OSError, ValueError):
         return False

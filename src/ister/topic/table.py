@@ -1,7 +1,7 @@
 """Topics as tables, for pandas, Polars, DuckDB and notebooks.
 
-Owns: nothing. Each use reads the range anew, so a table from `earliest` without an end has the
-messages of the moment. Libraries are loaded when they are asked for; none is a dependency.
+Owns: nothing. Each use reads the range again, so a table without an end includes new messages.
+Libraries are loaded on first use; none is a dependency.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def test_a_file_that_others_may_read_or_nobody_can_is_told(run, home, prod, caps
     with open(path, "w") as file:
         file.write("current: gone\ncontexts: {}\n")
     assert target().address == "127.0.0.1:6650"
-    with pytest.raises(NotFoundError, match="there is no context 'nope'"):
+    with pytest.raises(NotFoundError, match="context 'nope' does not exist"):
         target("--context", "nope")
 
 

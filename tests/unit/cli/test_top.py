@@ -163,7 +163,7 @@ def test_a_dead_broker_is_said_and_the_last_numbers_stay(capsys):
     with pytest.raises(UnavailableError):
         one.check()
     lines = one.lines(width=None)
-    assert lines[2] == "no broker answers at b:1; these numbers are 2 min old; asking again"
+    assert lines[2] == "no broker answers at b:1; these numbers are 2 min old; retrying"
     assert any("/default/busy" in line for line in lines)
     assert lines[0].endswith("2026-01-31T12:00:00.000Z")
     one.print()

@@ -55,7 +55,7 @@ class LetterStory:
 
 
 def read_story(record: StreamMessage) -> LetterStory | None:
-    """Reads the story of a dead letter; None if the message is not one."""
+    """Reads the origin and reason of a dead letter; None if the message is not one."""
     known = record.attributes
     if _ORIGIN[0] not in known:
         return None
@@ -76,7 +76,7 @@ def own_attributes(record: StreamMessage) -> dict[str, str]:
 
 
 def restore_message(record: StreamMessage, target: str) -> StreamMessage:
-    """Makes the message that a dead letter was, to be published to `target` again.
+    """Restores the original message of a dead letter, to publish it to `target`.
 
     Payload, routing key, schema, producer name and publish time are those of the dead letter, which
     has them from the message that failed.

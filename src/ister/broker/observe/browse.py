@@ -81,7 +81,7 @@ class Download:
 
 
 class Browser:
-    """See the module header. Used on the broker's loop."""
+    """Reads some messages of a topic, and decodes them. Used on the broker's loop."""
 
     def __init__(
         self, topics: Topics, schemas: SchemaRegistry, query_threads: QueryThreads, *, clock: Clock

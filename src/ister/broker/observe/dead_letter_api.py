@@ -64,7 +64,7 @@ class DeadLetterApi:
         self._served = served
 
     async def show(self, request: web.Request) -> JsonObject:
-        """Pending letters, with their stories."""
+        """Pending letters, with their origin and reason."""
         served = self._served()
         asked = _parse(topic_of(request), request.query)
         return await self._call(served.dead_letters.show, services.DeadLetters.Show, asked)
@@ -114,7 +114,7 @@ def _parse(topic: str, given: Mapping[str, object]) -> _Request:
     for name, field in _TEXTS.items():
         text = given.get(name) or ""
         if not isinstance(text, str):
-            raise InvalidRequestError(f"{name} must be a text")
+            raise InvalidRequestError(f"{name} must be a string")
         setattr(asked, field, text)
     for name in _NUMBERS:
         setattr(asked, name, _whole(name, given.get(name) or 0))

@@ -59,7 +59,7 @@ _CRC: Final = struct.Struct("<I")
 _SERIES_BYTES: Final = _SERIES.size + len(_INTERVALS) * POINTS * _POINT.size
 _FIRST: Final = 4096
 SIZE_BYTES: Final = _FIRST + (TOPICS_MAX + 1) * _SERIES_BYTES
-"""Of every file."""
+"""The size of every file."""
 
 _ALL: Final = bytes(16)
 
@@ -150,7 +150,7 @@ class RateFile:
         return self._series.pop(digest)
 
     def _seal(self, at: int, size: int) -> None:
-        """Sets the CRC of a series or a point, and has it written."""
+        """Sets the CRC of a series or a point, and marks it to be written."""
         _CRC.pack_into(self._data, at, zlib.crc32(self._data[at + _CRC.size : at + size]))
         self._changed.setdefault(at, size)
 

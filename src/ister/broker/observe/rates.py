@@ -55,7 +55,7 @@ class Rates:
     bytes_out: float = 0.0
 
     def as_json(self) -> dict[str, float]:
-        """As the views have them."""
+        """The rates as a JSON object."""
         return {item.name: round(getattr(self, item.name), 2) for item in fields(self)}
 
 
@@ -124,7 +124,7 @@ class _Watched:
 
 
 class RateHistory:
-    """See the module header. Used on the broker's loop alone."""
+    """Samples topics and keeps their rates. Used on the broker's loop alone."""
 
     def __init__(self, topics: Topics, *, clock: Clock, path: str | None = None) -> None:
         """Begins without samples; `path` is the file that keeps the last hour and day."""
@@ -149,7 +149,7 @@ class RateHistory:
         self._looking = asyncio.get_running_loop().create_task(self._keep_looking())
 
     async def stop(self) -> None:
-        """Ends it, and writes the last points. May be called twice."""
+        """Stops sampling, and writes the last points. May be called twice."""
         looking, self._looking = self._looking, None
         if looking is not None:
             looking.cancel()
@@ -245,7 +245,7 @@ class RateHistory:
         if any(gained):
             self._file.add(topic.name, now_ms / 1000, (rates[0], rates[2], rates[1], lag, 0.0))
         if watched.idle_looks >= POINTS:
-            # A straight line is known without a ring.
+            # A constant rate needs no ring.
             watched.ring = None
 
     # -- results ----------------------------------------------------------------------------

@@ -144,7 +144,7 @@ class TopicApi:
     # -- subscriptions ----------------------------------------------------------------------
 
     async def set_failure_policy(self, request: web.Request) -> JsonObject:
-        """Changes what happens to messages that fail; fields that are missing stay."""
+        """Changes what happens to messages that fail; omitted fields are unchanged."""
         name, subscription = topic_of(request), request.match_info["subscription"]
         body = await read_body(request)
         for one in await self._partitions(name):
@@ -232,7 +232,7 @@ def _producer(principal: str) -> str:
 def _text(body: Mapping[str, object], name: str) -> str:
     value = body.get(name) or ""
     if not isinstance(value, str):
-        raise InvalidRequestError(f"{name} must be a text")
+        raise InvalidRequestError(f"{name} must be a string")
     return value
 
 
@@ -248,7 +248,7 @@ def _payload(body: Mapping[str, object]) -> bytes:
     if encoded is None:
         if not isinstance(text, str):
             raise InvalidRequestError(
-                "payload must be a text", hint="or payload_base64, for binary data"
+                "payload must be a string", hint="use payload_base64 for binary data"
             )
         return text.encode(errors="surrogatepass")
     try:
@@ -265,7 +265,7 @@ def _attributes(body: Mapping[str, object]) -> dict[str, str]:
         or not all(isinstance(value, str) for value in found.values())
     ):
         raise InvalidRequestError(
-            f"attributes must be an object of at most {_ATTRIBUTES_MAX} texts",
+            f"attributes must be an object of at most {_ATTRIBUTES_MAX} strings",
             hint='such as {"source": "web"}',
         )
     return found

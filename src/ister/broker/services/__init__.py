@@ -1,4 +1,4 @@
-"""A module per gRPC service: requests in, answers out. What is done is done elsewhere.
+"""A module per gRPC service: requests and responses. The logic is in other packages.
 
 producer, consumer, discovery    Danube's protocol for clients
 admin           Danube's admin services: brokers, cluster, namespaces, topics

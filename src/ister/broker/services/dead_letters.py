@@ -1,4 +1,4 @@
-"""ister.DeadLetters: dead letters for operators, with their rights.
+"""ister.DeadLetters: dead letters for operators, with permission checks.
 
     Count, Show      consume the dead-letter topic
     Requeue          manage the dead-letter topic, and produce to the topic that letters go to
@@ -26,7 +26,7 @@ _RANGES_MAX: Final = 1_000
 
 
 class DeadLetterCalls:
-    """The calls with their rights, for gRPC and HTTP. Used on the broker's loop."""
+    """The calls with permission checks, for gRPC and HTTP. Used on the broker's loop."""
 
     def __init__(self, queue: DeadLetterQueue, guard: Guard) -> None:
         self._queue = queue
@@ -66,7 +66,7 @@ class DeadLetterCalls:
 
 
 class DeadLetterService:
-    """The same calls in the protocol's words."""
+    """The gRPC service of `DeadLetterCalls`."""
 
     def __init__(self, calls: DeadLetterCalls) -> None:
         self._calls = calls
@@ -80,7 +80,7 @@ class DeadLetterService:
     async def Show(
         self, request: ister_api.DeadLettersRequest, context: object
     ) -> ister_api.Document:
-        """Shows pending letters with their stories."""
+        """Shows pending letters with their origin and reason."""
         return await _document(self._calls.show, request)
 
     async def Requeue(

@@ -84,12 +84,12 @@ _OTHER: Final = "not a dead letter"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which pending letters; those that match all that is given."""
+    """Selects pending letters; all conditions have to match."""
 
     ranges: Sequence[tuple[int, int]] = ()
     """Offsets from the first of each pair up to, not including, the second; all if empty."""
     reason: str = ""
-    """A part of the reason, in any case."""
+    """Text in the reason, case-insensitive."""
     topic: str = ""
     """The topic in which it failed."""
     subscription: str = ""
@@ -193,7 +193,7 @@ class DeadLetterQueue:
         }
 
     async def show(self, name: str, selection: Selection, *, limit: int) -> JsonObject:
-        """Shows pending letters: as `Browser.read`, each with its story in `dead_letter`.
+        """Shows pending letters like `Browser.read`, with origin and reason in `dead_letter`.
 
         `attributes` are those that the message had before it failed.
 
@@ -282,7 +282,7 @@ class DeadLetterQueue:
                 letters, at = await self._select(core, _pending(floor, selection), at, end, _BATCH)
                 if sum(1 for _ in floor.ranges()) + len(letters) > RANGES_MAX:
                     raise CapacityError(
-                        f"{RANGES_MAX} ranges of letters are resolved between pending ones",
+                        f"more than {RANGES_MAX} ranges of resolved letters between pending ones",
                         topic=name,
                         hint="requeue or drop the oldest letters first",
                     )

@@ -50,7 +50,7 @@ _CALL_SECONDS: Final = 10.0
 # A look-up that takes longer is tried at another broker, if one is known.
 _LOOKUP_SECONDS: Final = 3.0
 _LEARNED_MAX: Final = 32
-# A broker may be starting when a port is probed for TLS; later it is down, whatever it speaks.
+# Attempts to detect TLS at a port: the broker may still be starting when the first ones fail.
 _PROBES_MAX: Final = 8
 # A connection carries a bounded number of streams, and a call beyond it waits without a word.
 _STREAMS_PER_CHANNEL: Final = 64

@@ -1,7 +1,7 @@
 """The column `text`: payloads decoded as UTF-8.
 
-Not stored and not sent: whoever reads asks for `payload` and makes `text` of it. So a reader of any
-version of a broker, of frames and of Parquet has it.
+Not stored and not sent: the reader requests `payload` and derives `text` from it, so it works with
+brokers of any version, with frames and with Parquet.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def decode_text(payloads: pa.Array) -> pa.Array:
     try:
         return payloads.cast(pa.string())
     except pa.ArrowInvalid:
-        # Rarely: most topics have text everywhere, or are never asked for it.
+        # Rare: in most topics all payloads are text, or none is read as text.
         return pa.array([_decoded(payload) for payload in payloads.to_pylist()], pa.string())
 
 

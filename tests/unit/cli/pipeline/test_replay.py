@@ -78,7 +78,7 @@ def test_what_does_not_go_together(call, capsys):
 def test_an_age_cannot_bound_a_replay_that_may_be_continued(call, capsys):
     with pytest.raises(SystemExit):
         call("--from", "7d")
-    assert "'7d' is another time in every run" in capsys.readouterr().err
+    assert "'7d' is a different time in every run" in capsys.readouterr().err
     assert call("--from", "@1500")["start"] == datetime(1970, 1, 1, 0, 0, 1, 500_000, tzinfo=UTC)
 
 

@@ -30,7 +30,7 @@ export const page = {
   },
 };
 
-// The address in a browser, for who looks from there; a broker may be known by another name outside.
+// A link to the other broker's own dashboard, if its address can be opened in a browser.
 function dashboardLink(broker) {
   if (broker.is_this || !/^https?:\/\//.test(broker.http_url ?? "")) return null;
   return h("a", { href: broker.http_url, rel: "noreferrer" }, "Its dashboard");
@@ -38,14 +38,14 @@ function dashboardLink(broker) {
 
 function card(broker, data, ctx) {
   const isCluster = data.brokers.length > 1;
-  const refusal = data.rights?.brokers ? "" : "You may not manage brokers: this needs the right to manage them";
+  const refusal = data.rights?.brokers ? "" : "You may not manage brokers: this needs the permission manage_broker";
   const load = broker.load;
   return h("section", { key: broker.node, class: "panel broker", "aria-label": `Broker ${broker.node}`, "data-node": broker.node },
     h("div", { class: "panel-head" },
       h("h2", null, h("code", null, broker.node)),
       h("p", { class: "badges" },
         badge(broker.state ?? "unknown", TONES[broker.state] ?? "plain"),
-        broker.is_this ? badge("this one") : null,
+        broker.is_this ? badge("this broker") : null,
         broker.is_leader ? badge("leader", "plain", "Assigns topics to brokers") : null)),
     h("dl", { class: "figures" },
       figure("Topics", count(broker.topics)),
@@ -83,7 +83,7 @@ function alone() {
 
 function waiting(data, ctx) {
   if (!data.waiting.length) return null;
-  const refusal = data.rights?.topics ? "" : "You may not manage topics: this needs the right to manage them";
+  const refusal = data.rights?.topics ? "" : "You may not manage topics: this needs the permission manage_topic";
   const more = data.waiting_total - data.waiting.length;
   return h("section", { key: "waiting", class: "panel health bad", "aria-labelledby": "waiting" },
     h("h2", { id: "waiting" }, h("span", { class: "dot bad" }), `${plural(data.waiting_total, "topic")} wait${data.waiting_total === 1 ? "s" : ""} for a disk`),
@@ -114,7 +114,7 @@ function balance(data, ctx) {
   const found = data.balance;
   const most = Math.max(1e-9, ...found.brokers.map((one) => one.load));
   const isEven = found.variation <= found.threshold;
-  const refusal = data.rights?.brokers ? "" : "You may not manage brokers: this needs the right to manage them";
+  const refusal = data.rights?.brokers ? "" : "You may not manage brokers: this needs the permission manage_broker";
   return panel("Balance", {
     id: "balance",
     aside: actionButton("Rebalance…", () => askRebalance(ctx), { label: "Rebalance", refusal }),

@@ -1,4 +1,4 @@
-// Changes of topics, subscriptions and messages, each behind a question; the broker checks the rights.
+// Changes of topics, subscriptions and messages, each with a confirmation; the broker checks permissions.
 
 import { post, topicPath } from "./api.js";
 import { ask } from "./dialog.js";
@@ -44,10 +44,10 @@ export function askCreate(ctx) {
     fields: h("div", { class: "form-fields" },
       field("Name", h("input", { name: "topic", type: "text", required: true, autocomplete: "off", spellcheck: "false", placeholder: "/default/orders" })),
       field("Partitions", h("input", { name: "partitions", type: "number", min: 0, max: 1000, step: 1, value: "0", inputmode: "numeric" }),
-        "0 is a topic without partitions, in the order of its offsets."),
+        "0 creates a topic without partitions."),
       field("Acknowledged when", select("ack", [
-        ["", "as the broker's default"], ["memory", "memory: received"], ["written", "written: survives a crash of the broker"],
-        ["synced", "synced: survives a power cut"], ["tiered", "tiered: in the bucket"]], "")),
+        ["", "the broker's default"], ["memory", "memory: received"], ["written", "written: survives a crash of the broker"],
+        ["synced", "synced: survives power loss"], ["tiered", "tiered: in the bucket"]], "")),
       field("Messages", select("kept", [["yes", "are stored"], ["no", "go to connected consumers only"]], "yes"))),
     confirm: "Create the topic",
     run: (form) => post("api/topics", {
@@ -102,8 +102,8 @@ export function askPublish(ctx, topic) {
     fields: h("div", { class: "form-fields" },
       field("Payload", h("textarea", { name: "payload", rows: 5, spellcheck: "false", placeholder: '{"id": 1}' })),
       field("Routing key", h("input", { name: "key", type: "text", autocomplete: "off", spellcheck: "false" }),
-        topic.partitions?.length ? "Decides about the partition; without one, any partition." : null),
-      field("Attributes", h("textarea", { name: "attributes", rows: 2, spellcheck: "false", placeholder: "source=web" }), "One in each line.")),
+        topic.partitions?.length ? "Selects the partition; without a key, any partition." : null),
+      field("Attributes", h("textarea", { name: "attributes", rows: 2, spellcheck: "false", placeholder: "source=web" }), "One per line.")),
     confirm: "Publish the message",
     run: (form) => post(`${topicPath(topic.topic)}/publish`, {
       payload: form.payload.value, key: form.key.value.trim(), attributes: attributesOf(form.attributes.value),
@@ -138,7 +138,7 @@ export function askFailurePolicy(ctx, topic, subscription) {
     words: ["What happens to messages that consumers reject or do not acknowledge in time. It applies at once, also to a message that blocks the subscription."],
     fields: h("div", { class: "form-fields" },
       field("A message that failed too often", select("poison", [
-        ["block", "blocks the subscription until somebody decides"], ["dead_letter", "goes to a dead-letter topic"], ["drop", "is dropped"]], policy.poison)),
+        ["block", "blocks the subscription"], ["dead_letter", "goes to a dead-letter topic"], ["drop", "is dropped"]], policy.poison)),
       field("Dead-letter topic", h("input", { name: "dead_letter_topic", type: "text", autocomplete: "off", spellcheck: "false", value: policy.dead_letter_topic ?? "", placeholder: `${topic.topic}-dead` }),
         "Letters in it can be requeued."),
       field("Redeliveries before that", number("max_redelivery_count")),
@@ -164,7 +164,7 @@ export function askUnsubscribe(ctx, topic, subscription) {
   ask({
     title: `Delete subscription ${subscription.name}`,
     words: [
-      `Its position (offset ${count(subscription.cursor)}) and policy are deleted; messages stay. A consumer that uses the name later begins anew.`,
+      `Its position (offset ${count(subscription.cursor)}) and policy are deleted; messages stay. A consumer that uses the name later creates a new subscription.`,
       subscription.consumers?.length ? `${plural(subscription.consumers.length, "consumer")} is connected, so this will be refused.`.replace("consumers is", "consumers are") : "No consumer is connected.",
     ],
     fields: confirmField(subscription.name),
@@ -204,7 +204,7 @@ export function askRequeue(ctx, topic, selection, what) {
   ask({
     title: `Requeue ${what}`,
     words: [
-      "The messages are published again to the topic that they failed in, as they were before, at its end. Every subscription of that topic gets them, each at least once.",
+      "The messages are published again to the end of the topic that they failed in, with their original attributes. Every subscription of that topic gets them, each at least once.",
       "Fix the consumer first: otherwise they come back.",
     ],
     fields: field("To another topic", h("input", { name: "to", type: "text", autocomplete: "off", spellcheck: "false", placeholder: "the topic that each failed in" })),
@@ -218,7 +218,7 @@ export function askRequeue(ctx, topic, selection, what) {
 export function askDrop(ctx, topic, selection, what) {
   ask({
     title: `Drop ${what}`,
-    words: ["The messages are no longer pending. They stay in the dead-letter topic until its retention deletes them, but are not offered for requeueing again."],
+    words: ["The messages are no longer pending. They stay in the dead-letter topic until its retention removes them, but cannot be requeued."],
     confirm: "Drop",
     isDangerous: true,
     run: () => resolveAll(`${topicPath(topic)}/dead-letters/drop`, selection),

@@ -122,7 +122,7 @@ export function lineChart(title, series, { say, width, isBytes = false, height =
         onfocus: (event) => { if (reader.node !== event.currentTarget) readAt(event.currentTarget, times.length - 1); },
         onblur: stopReading,
         onkeydown: (event) => steer(event),
-      }) : h("p", { key: "none", class: "no-points note" }, "No figures for this time."),
+      }) : h("p", { key: "none", class: "no-points note" }, "No data for this time range."),
       h("div", { key: "tip", class: "tip", "aria-hidden": "true" })));
 }
 

@@ -34,12 +34,12 @@ export const page = {
   view(topic, ctx) {
     const head = topicHead(ctx.route, topic, "dead-letters", ctx);
     if (topic.partitions?.length) return [head, empty("A partitioned topic holds no messages itself; its partitions do.")];
-    if (topic.rights?.consume === false) return [head, empty("You may see this topic, but not its messages.", h("p", null, "Reading them needs the right to consume."))];
+    if (topic.rights?.consume === false) return [head, empty("You may see this topic, but not its messages.", h("p", null, "Reading them needs the permission consume."))];
     const { letters } = ctx.state;
     if (!letters) return [head, empty("Loading…")];
     const { counted, shown } = letters;
-    const refusal = topic.rights?.manage === false ? "You may not change this topic: this needs the right to manage it" : "";
-    if (!counted.pending) return [head, empty("No dead letter is pending.")];
+    const refusal = topic.rights?.manage === false ? "You may not change this topic: this needs the permission manage_topic" : "";
+    if (!counted.pending) return [head, empty("No pending dead letters.")];
     return [head, groups(topic, ctx, counted, refusal), list(topic, ctx, shown, counted, refusal)];
   },
 };

@@ -11,7 +11,7 @@ const HELP = [
   [["g", "p"], "Pipeline"],
   [["g", "b"], "Brokers"],
   [["g", "h"], "Health"],
-  [["←", "→"], "In a chart: values before and after"],
+  [["←", "→"], "In a chart: previous and next value"],
 ];
 const PLACES = { o: "#/", t: "#/topics", p: "#/pipeline", b: "#/brokers", h: "#/health" };
 const CHORD_MS = 1200;

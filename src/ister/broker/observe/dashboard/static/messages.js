@@ -69,7 +69,7 @@ export const page = {
     }
     if (topic.is_reliable === false) return [head, empty("This topic is not reliable: messages are not stored.")];
     if (topic.rights?.consume === false) {
-      return [head, empty("You may see this topic, but not its messages.", h("p", null, "Reading them needs the right to consume."))];
+      return [head, empty("You may see this topic, but not its messages.", h("p", null, "Reading them needs the permission consume."))];
     }
     const { found } = ctx.state;
     if (!found) return [head, empty("No broker has this topic open.")];
@@ -168,7 +168,7 @@ function range(topic, ctx, found) {
       `Offsets ${count(topic.earliest)} to ${count(topic.watermarks.next)} can be read.`,
       isFiltered && !found.error ? ` ${plural(found.messages.length, "match", "matches")}${found.scanned ? ` in ${plural(found.scanned, "message")}` : ""}.` : null,
       fresh > 0 && !isTail
-        ? [` ${plural(fresh, "message")} came since you looked. `,
+        ? [` ${plural(fresh, "message")} arrived since. `,
           h("button", { type: "button", onclick: () => go(ctx, { limit: ctx.route.params.limit ?? "", ...filters(ctx.route) }) }, "Show the newest")]
         : null),
     h("div", { class: "buttons" },
@@ -177,7 +177,7 @@ function range(topic, ctx, found) {
       h("button", { type: "button", onclick: () => save(ctx) }, "Download"),
       actionButton("Publish…", () => askPublish(ctx, topic), {
         label: "Publish a message",
-        refusal: topic.rights?.produce === false ? "You may not publish: this needs the right to produce" : "",
+        refusal: topic.rights?.produce === false ? "You may not publish: this needs the permission produce" : "",
       })));
 }
 
@@ -217,8 +217,8 @@ function listed(ctx, found, mode) {
     keyOf: (one) => one.offset,
     extra: (one) => (opened.has(one.offset) ? details(one, mode, ctx) : null),
     empty: Object.keys(filters(ctx.route)).length
-      ? empty("No message matches here.", found.first > (found.earliest ?? 0) ? h("p", null, "“Older” searches further back.") : null)
-      : empty("No messages here. Choose another offset or time."),
+      ? empty("No matching messages in this range.", found.first > (found.earliest ?? 0) ? h("p", null, "“Older” searches further back.") : null)
+      : empty("No messages in this range. Choose another offset or time."),
   });
 }
 

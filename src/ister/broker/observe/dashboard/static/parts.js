@@ -102,7 +102,7 @@ export function choice(label, name, options, current, choose) {
         h("span", null, words))));
 }
 
-// A button for an action; for who may not do it, one that says why.
+// A button for an action; disabled, with the reason, for users who may not do it.
 export function actionButton(words, run, { label = null, refusal = "", ...props } = {}) {
   return h("button", {
     type: "button", "aria-label": label, onclick: refusal ? null : run, disabled: Boolean(refusal), title: refusal || null, ...props,
@@ -111,7 +111,7 @@ export function actionButton(words, run, { label = null, refusal = "", ...props 
 
 // Which time charts show; all of them the same.
 export function windowChoice(ctx) {
-  return choice("Time that charts show", "window", WINDOWS, chartWindow(), (value) => {
+  return choice("Time range of charts", "window", WINDOWS, chartWindow(), (value) => {
     keepWindow(value);
     ctx.reload();
   });

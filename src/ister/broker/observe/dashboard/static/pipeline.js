@@ -103,7 +103,7 @@ function next(name, data) {
 }
 
 function jobs(data, ctx) {
-  const refusal = ctx.about?.rights?.brokers === false ? "You may not run jobs: this needs the right to manage brokers" : "";
+  const refusal = ctx.about?.rights?.brokers === false ? "You may not run jobs: this needs the permission manage_broker" : "";
   return panel("Jobs", { id: "jobs", class: "panel flush" },
     table("Jobs of the pipeline and their last runs", [
       { title: "Job", kind: "name", of: (name) => name },

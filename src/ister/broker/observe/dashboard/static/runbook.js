@@ -8,7 +8,7 @@ export const RUNBOOK = {
     title: "Readiness",
     alarms: ["IsterNotReady"],
     meaning: "The broker runs but does not serve clients: it is recovering its topics, shutting down, or has lost its lease.",
-    steps: ["Recovery takes time, and the number of open topics should grow. Clients retry until then.", c("curl --silent 127.0.0.1:9040/ready")],
+    steps: ["Recovery takes time, and the number of open topics should grow. Clients retry meanwhile.", c("curl --silent 127.0.0.1:9040/ready")],
   },
   metadata: {
     title: "Metadata store",
@@ -32,7 +32,7 @@ export const RUNBOOK = {
     title: "Upload lag",
     alarms: ["IsterUploadLag", "IsterProducersHeldBack"],
     meaning: "Messages come faster than they are uploaded. At storage.uploader.max_lag_bytes producers are throttled.",
-    steps: ["Look at the chart: a lag that grows needs a faster bucket or pipeline, one that falls needs patience.", c("ister pipeline status")],
+    steps: ["Look at the chart: a lag that grows needs a faster bucket or pipeline, one that falls clears by itself.", c("ister pipeline status")],
   },
   pipeline: {
     title: "Pipeline",
@@ -49,7 +49,7 @@ export const RUNBOOK = {
   memory: {
     title: "Memory",
     alarms: ["IsterMemoryFull"],
-    meaning: "Without a disk, messages wait in memory for their upload. When it is full, producers are held back.",
+    meaning: "Without a disk, messages wait in memory for their upload. When it is full, producers are throttled.",
     steps: ["Find out why uploads are slow, or raise storage.bucket.memory_max_bytes."],
   },
   disk: {
@@ -96,7 +96,7 @@ export const RUNBOOK = {
   threads: {
     title: "Background threads",
     alarms: ["IsterThreadFailed"],
-    meaning: "Unexpected errors in background threads are bugs of Ister.",
+    meaning: "Unexpected errors in background threads are bugs in Ister.",
     steps: ["Restart the broker if a thread has ended, and report the traceback from its log."],
   },
 };

@@ -270,8 +270,8 @@ function files(topic, ctx) {
 const mayManage = (topic) => topic.rights?.manage !== false;
 
 function actions(topic, ctx) {
-  const refusal = mayManage(topic) ? "" : "this needs the right to manage the topic";
-  const publishRefusal = topic.rights?.produce === false ? "You may not publish: this needs the right to produce" : "";
+  const refusal = mayManage(topic) ? "" : "this needs the permission manage_topic";
+  const publishRefusal = topic.rights?.produce === false ? "You may not publish: this needs the permission produce" : "";
   const publish = actionButton("Publish…", () => askPublish(ctx, topic), { key: "publish", label: "Publish a message", refusal: publishRefusal });
   if (refusal) {
     return panel("Actions", { id: "actions" },

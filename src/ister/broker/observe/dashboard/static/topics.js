@@ -103,7 +103,7 @@ export function topicTable(topics, caption, recent, ctx) {
     },
     { title: "On disk", kind: "number", of: ({ of }) => bytes(of.filesBytes) },
     { title: "Subscriptions", kind: "number", of: ({ of }) => count(of.subscriptions) },
-    { title: "Most lag", kind: "number", of: ({ of }) => [count(of.lag), of.isBlocked ? [" ", badge("blocked", "bad")] : null] },
+    { title: "Largest lag", kind: "number", of: ({ of }) => [count(of.lag), of.isBlocked ? [" ", badge("blocked", "bad")] : null] },
   ], rows, { keyOf: (one) => `${one.isPart ? "part " : ""}${one.topic.topic}`, rowClass: (one) => (one.isPart ? "part" : null) });
 }
 
@@ -135,7 +135,7 @@ export const page = {
     if (data.topics.length) content = topicTable(data.topics, "Topics and their state", data.recent ?? {}, ctx);
     else if (search) content = empty(`No topic has “${search}” in its name.`);
     else content = noTopics();
-    const refusal = ctx.about?.rights?.create === false ? "You may not create topics: this needs the right to manage topics" : "";
+    const refusal = ctx.about?.rights?.create === false ? "You may not create topics: this needs the permission manage_topic" : "";
     return [
       h("div", { key: "head", class: "page-head" },
         h("h1", { tabindex: -1 }, "Topics"),
