@@ -234,7 +234,7 @@ def save_contexts(contexts: Contexts) -> None:
 
 
 _NOTES: Final = f"""\
-the broker that a command uses is the first of these that is given:
+precedence of addresses, tokens and TLS settings, highest first:
   1. options: --broker, --token, --tls and the like; and --context NAME
   2. environment: ISTER_BROKER, ISTER_TOKEN
   3. the context of {CONTEXT_VARIABLE}, or the current one (`ister context use`)

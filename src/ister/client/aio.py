@@ -257,7 +257,7 @@ class AsyncProducer(ProducerView):
 
 
 class ConsumerView:
-    """What consumers of both clients show."""
+    """Properties that consumers of both clients share."""
 
     def __init__(self, core: ConsumerCore) -> None:
         self._core = core
@@ -494,7 +494,7 @@ class AsyncClient(AdminCalls):
             max_batch_bytes: Bytes in a batch, at most; a larger message is sent alone.
             linger_ms: How long a batch waits for more messages while another one is in flight.
             max_pending_bytes: Bytes that may be accepted and not acknowledged.
-            serializer: What makes payloads of the values that are sent: `json`, `text`, `bytes`,
+            serializer: Encodes the values that are sent: `json`, `text`, `bytes`,
                 or a `Serializer`; only bytes can be sent without one.
             timeout: Overrides the client's timeout.
 
@@ -544,7 +544,7 @@ class AsyncClient(AdminCalls):
             key_filters: Routing keys to receive, with `*` and `?`; for `key_shared`.
             create: Create the topic if it does not exist.
             buffer_bytes: Bytes to prefetch.
-            serializer: What makes `message.value` of payloads: `json`, `text`, `bytes`, or a
+            serializer: Decodes `message.value`: `json`, `text`, `bytes`, or a
                 `Serializer`.
             timeout: Overrides the client's timeout.
 

@@ -184,7 +184,7 @@ class SchemaCalls:
     async def check_schema(
         self, subject: str, definition: bytes, *, schema_type: str, mode: str | None = None
     ) -> list[str]:
-        """Why a definition could not be the next version of a subject; empty if it could.
+        """Returns why a definition cannot be the next version of a subject; empty if it can.
 
         `mode` is a compatibility mode in place of the subject's own.
 

@@ -387,7 +387,7 @@ class HistoryTopic:
         end: int | datetime | None = None,
         columns: Sequence[str] | None = None,
     ) -> TopicTable:
-        """A range as a table, for pandas, Polars, DuckDB and notebooks; as for `read_arrow`."""
+        """A range as a table, for pandas, Polars, DuckDB and notebooks; see `read_arrow`."""
         return TopicTable(self.name, lambda: self.read_arrow(start, end=end, columns=columns))
 
     def _resolve(self, name: str, where: Start, earliest: int, tiered: int) -> int:

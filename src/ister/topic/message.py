@@ -70,7 +70,7 @@ class Message:
         """The payload, decoded as JSON.
 
         Raises:
-            InvalidRequestError: It is not JSON; with the offset.
+            InvalidRequestError: It is not JSON; the error has the offset.
         """
         return self._decoded_by(JSON)
 
@@ -78,7 +78,7 @@ class Message:
         """The payload, decoded as UTF-8.
 
         Raises:
-            InvalidRequestError: It is not UTF-8; with the offset.
+            InvalidRequestError: It is not UTF-8; the error has the offset.
         """
         return str(self._decoded_by(TEXT))
 

@@ -322,7 +322,7 @@ class DeadLetterCountJson(TypedDict):
 
 
 class LetterStoryJson(TypedDict):
-    """Where a dead letter comes from, and why it is one."""
+    """The origin of a dead letter, and the reason."""
 
     topic: str
     subscription: str

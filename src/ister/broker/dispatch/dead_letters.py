@@ -40,7 +40,7 @@ _OURS: Final = frozenset({*_ORIGIN, _HOPS, _POLICY, _ATTEMPT, _REASON, _DROPPED}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LetterStory:
-    """Where a dead letter comes from, and why it is one."""
+    """The origin of a dead letter, and the reason."""
 
     topic: str
     """The topic in which it failed first."""
