@@ -345,7 +345,7 @@ def _no_broker(options: argparse.Namespace, error: UnavailableError) -> Unavaila
         return UnavailableError(message, hint=f"{hint} by default")
     hint = f"is `ister serve` running? set its address with --broker or {_BROKER}"
     if target_of(options).is_encrypted:
-        hint += "; its certificate may be signed by a CA other than --ca-file, or name "
+        hint += "; its certificate may be signed by a CA other than that of --ca-file, or name "
         hint += "another host (--server-name)"
     return UnavailableError(message, hint=hint)
 

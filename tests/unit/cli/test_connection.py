@@ -84,7 +84,7 @@ def test_errors_say_what_to_do_in_a_shell():
     assert "--ca-file" not in found.hint
     found = explain(UnavailableError("b:1 does not answer: last error: Tls handshake"), "--tls")
     assert found.message.endswith(": Tls handshake")
-    assert "another CA than that of --ca-file" in found.hint
+    assert "a CA other than that of --ca-file" in found.hint
     other = UnavailableError("no broker has the topic at the moment")
     assert explain(other) is other
 
