@@ -97,7 +97,7 @@ fuzz: $(STAMP) ## coverage-guided fuzzing of the decoders, five minutes
 browser: ## the browser of the dashboard's tests, from Debian's packages (root)
 	command -v chromium || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium)
 
-# One tree makes one file, byte for byte: archives have the time of the last commit.
+# Two builds of a commit make the same wheel, byte for byte: its files have the time of the commit.
 dist: $(STAMP) ## wheel and sdist, into dist/; the wheel is installed on its own, and started
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt build
 	rm -rf dist

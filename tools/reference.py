@@ -33,6 +33,7 @@ _NOTE: Final = "<!-- Made by `python -m tools.reference` from the code: edit the
 _MODULES: Final = {
     "ister": "Topics in this process: no broker, no Spark.",
     "ister.client": "Programs that talk to a broker: `pip install '.[client]'`.",
+    "ister.testing": "A broker for the tests of your program: `pip install '.[broker,client]'`.",
     "ister.spark": "Topics as tables and streams: `pip install '.[spark]'`.",
     "ister.spark.jobs": "The jobs of the pipeline, as functions.",
 }

@@ -51,7 +51,9 @@ def open_history(
     """Opens a log's bucket read-only, also while another process writes to the log.
 
     Neither the local files nor their lock nor a broker are touched, so this works on any machine
-    that reaches the bucket and the metadata store.
+    that reaches the bucket and the metadata store. The price: it does not see the tail, which is
+    what was appended since the last upload (by default, up to ten seconds or 8 MiB a topic).
+    `Client.read_arrow` reads a topic with its tail, through the broker.
 
     Args:
         source: A directory for data, the path of an `ister.yml`, or a mapping of the same tree.

@@ -22,6 +22,7 @@ from ister.cli.main import main
 from ister.client import Client
 from servers.broker import BrokerProcess
 from servers.ports import free_port
+from support.waiting import PATIENCE_SECONDS
 
 PATIENCE = 120.0
 _numbers = count()
@@ -99,15 +100,13 @@ def test_a_subscription_skips_what_does_not_match(run, client, topic):
     assert run(*arguments, "--limit", "1")[:2] == (0, "4\n")
 
 
-def test_a_new_subscription_starts_at_the_end_and_says_so(run, client, topic):
-    arguments = ("consume", topic, "--subscription", "s", "--no-follow")
-    assert run(*arguments) == (0, "", "")  # there is nothing to skip
+def test_a_new_subscription_starts_at_the_earliest_message(run, client, topic):
     publish(client, topic, 3)
-    code, out, err = run("consume", topic, "--subscription", "late", "--no-follow")
-    assert (code, out) == (0, "")
-    assert "new subscription late starts at the end" in err
-    assert "--from earliest" in err
-    assert run(*arguments)[1].count("\n") == 3
+    arguments = ("consume", topic, "--no-follow", "--subscription")
+    assert run(*arguments, "all")[1].count("\n") == 3
+    assert run(*arguments, "late", "--from", "latest") == (0, "", "")
+    with client.consumer(topic, "api") as consumer:
+        assert consumer.receive(PATIENCE_SECONDS).offset == 0
 
 
 def test_times_are_written_in_every_form(run, client, topic):

@@ -95,6 +95,12 @@ def test_dead_letters_are_listed_shown_requeued_and_dropped(run, dead):
     assert code == 0
     assert out.splitlines()[0].endswith(f"k a eu mail failed on a {source}@0 mail 1")
     assert run(*shown, "--reason", "none", "--format", template)[1] == ""
+    for some, found in (
+        (("--contains", "b"), "b\n"),
+        (("--key", "k"), "a\nb\n"),
+        (("--key", "x"), ""),
+    ):
+        assert run(*shown, *some, "--format", "{payload}")[1] == found, some
 
     # Nothing happens without a confirmation, or in a dry run.
     code, out, err = run("dlq", "requeue", target)

@@ -922,6 +922,8 @@ def test_tokens_and_certificates(tmp_path, topic):
                     producer.publish(b"x")
                 with client.consumer(topic, f"s-{len(asked)}", start="earliest") as consumer:
                     assert consumer.receive(PATIENCE).payload == b"x"
+                read = client.read_arrow(topic, columns=["text"]).read_all()
+                assert set(read["text"].to_pylist()) == {"x"}
         assert len(asked) > 2
         with (
             Client(broker.address, token="ist_wrong", tls=trusted, timeout=5) as client,

@@ -1,6 +1,7 @@
 """The scripts of `examples/` run as their README says, and print the right figures.
 
-Those that take a minute and more are in `tests/fault/test_examples_at_length.py`.
+Those that take a minute and more are in `tests/fault/test_examples_at_length.py`, and those that
+talk to a broker in `tests/integration/test_python_surface.py`.
 """
 
 import json
@@ -39,9 +40,10 @@ def test_readme_names_every_example_and_no_other():
     text = (EXAMPLES / "README.md").read_text()
     scripts = {
         path.relative_to(EXAMPLES).as_posix()
-        for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*/run.py"))
+        for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*/run.py"), *EXAMPLES.glob("*.ipynb"))
     }
-    assert set(re.findall(r"python examples/([\w/]+\.py)", text)) == scripts
+    named = re.findall(r"(?:python|jupyter lab) examples/([\w/]+\.(?:py|ipynb))", text)
+    assert set(named) == scripts
     for path in EXAMPLES.rglob("*.md"):
         for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
             assert (path.parent / target).exists(), target

@@ -1,5 +1,6 @@
 """The export on Spark: three formats, read back by DuckDB and by Spark."""
 
+import runpy
 import threading
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from integration.spark_topics import PUBLISHED_MS, SparkPlace
 from ister.spark.jobs import export
 from ister.spark.location import _close_all
 from servers.s3 import SECRET_KEY, moto_server
+from support.example_runs import EXAMPLES
 from support.exports import FORMATS, iceberg_catalog, offsets_in, read_table, tasks_here, where
 
 TOPIC = "/default/orders"
@@ -175,3 +177,21 @@ def test_a_table_in_a_bucket(tmp_path, format):
             counts.append(report.total("messages"))
             assert SECRET_KEY not in str(report.as_json())
         assert counts == [50, 10, 0]
+
+
+@pytest.mark.nightly
+def test_example_of_a_stream_to_a_delta_table(spark, tmp_path, capsys):
+    """The example, twice in one directory, on the session of these tests."""
+    script = runpy.run_path(str(EXAMPLES / "spark_to_delta.py"), run_name="example")
+    for run in (1, 2):
+        script["main"]([str(tmp_path)])
+        orders = [(("LINZ", "RUSE", "ULM")[n % 3], n % 39 + 0.25) for n in range(250 * run)]
+        sold = [[amount for at, amount in orders if at == shop] for shop in ("LINZ", "RUSE", "ULM")]
+        assert capsys.readouterr().out.splitlines() == [
+            *(
+                f"{shop}: {len(amounts)} orders, {sum(amounts):.2f}"
+                for shop, amounts in zip(("LINZ", "RUSE", "ULM"), sold, strict=True)
+            ),
+            f"commits of the table: {2 * run}",
+            "written again: False",
+        ]

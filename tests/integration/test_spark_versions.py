@@ -1,9 +1,10 @@
-"""The batch and stream suites on the other Spark versions that Ister supports.
+"""The suites of Spark on the other versions that Ister supports.
 
 Those are the lines of `constraints-spark.txt`. `make` installs each into a directory of its own in
 `.venv`, which comes first on the import path of a process that runs the suites. `make test` runs
-them on the oldest version besides the newest, which is the environment's, without the tests that
-use no Spark session; `make nightly` runs all of them on all versions.
+batches and streams on the oldest version besides the newest, which is the environment's, without
+the tests that use no Spark session; `make nightly` runs all of them on all versions, and those of
+SQL and the jobs.
 """
 
 import os
@@ -21,12 +22,26 @@ _VERSIONS = re.findall(
     r"(?m)^pyspark==(\S+)$", (_TESTS.parent / "constraints-spark.txt").read_text()
 )
 _SUITES = ["integration/test_spark_batch.py", "integration/test_spark_stream.py"]
+_NIGHTLY_SUITES = [
+    "integration/test_spark_sql.py",
+    *(f"integration/test_jobs_{job}.py" for job in ("stats", "scrub", "compact", "replay")),
+]
 _SECONDS = 2400 if IS_NIGHTLY else 1200
 
 
 @pytest.mark.timeout(_SECONDS + 60)
 @pytest.mark.parametrize("version", [_VERSIONS[0], *map(nightly, _VERSIONS[1:])])
 def test_batch_and_stream_suites_pass(version, tmp_path):
+    _run_suites(version, _SUITES, tmp_path, at_least=40)
+
+
+@pytest.mark.timeout(_SECONDS + 60)
+@pytest.mark.parametrize("version", map(nightly, _VERSIONS))
+def test_views_and_jobs_work(version, tmp_path):
+    _run_suites(version, _NIGHTLY_SUITES, tmp_path, at_least=30)
+
+
+def _run_suites(version, suites, tmp_path, *, at_least):
     spark = Path(os.environ.get("ISTER_SPARKS", sys.prefix)) / f"spark-{version}"
     if not spark.is_dir():
         pytest.skip(
@@ -40,7 +55,7 @@ def test_batch_and_stream_suites_pass(version, tmp_path):
             # PySpark 4.0 and 4.1 leave a socket to the garbage collector.
             *("-W", "ignore:unclosed:ResourceWarning", "--basetemp", str(tmp_path / "suites")),
             *selected,
-            *(str(_TESTS / suite) for suite in _SUITES),
+            *(str(_TESTS / suite) for suite in suites),
         ],
         cwd=_TESTS.parent,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "ISTER_EXPECTS_SPARK": version},
@@ -51,4 +66,4 @@ def test_batch_and_stream_suites_pass(version, tmp_path):
     )
     summary = done.stdout.splitlines()[-1]
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", summary)[1]) >= 40, summary
+    assert int(re.search(r"(\d+) passed", summary)[1]) >= at_least, summary

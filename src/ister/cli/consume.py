@@ -85,7 +85,7 @@ def register(commands: Subparsers) -> None:
             r"ister consume /default/orders --format '{offset}\t{key}\t{payload.user.id}'",
             "ister consume /default/orders --key 'eu-*' --where 'user.id == 7' --no-follow",
             "ister consume /default/orders --subscription billing | ./bill",
-            "ister consume /default/orders --subscription peek --from earliest --limit 10 --json",
+            "ister consume /default/orders --subscription peek --limit 10 --json",
             "ister consume /default/a --no-follow --json | ister produce /default/b --json-lines",
         ),
         notes=f"{TEMPLATE_HELP}\n\n{FILTER_HELP}",
@@ -97,8 +97,8 @@ def register(commands: Subparsers) -> None:
         dest="start",
         metavar="WHERE",
         type=parse_start,
-        help=f"{START_HELP} (default: earliest; latest for a new subscription); an existing "
-        "subscription continues at its position",
+        help=f"{START_HELP} (default: earliest); an existing subscription continues at its "
+        "position",
     )
     place.add_argument(
         "--limit", metavar="N", type=parse_count, help="stop after this many messages"
@@ -277,7 +277,7 @@ class _Consumption:
     def _start(self, client: Client, names: list[str]) -> Start:
         """Where the subscription begins if it is new."""
         options = self._options
-        start: Start = "latest" if options.start is None else options.start
+        start: Start = "earliest" if options.start is None else options.start
         subscription: str = options.subscription
         if subscription in client.subscriptions(self._topic):
             if options.start is not None:
@@ -291,12 +291,6 @@ class _Consumption:
             raise InvalidRequestError(
                 f"{self._topic} is partitioned, and each partition has offsets of its own",
                 hint=f"consume one of them: {names[0]}",
-            )
-        if options.start is None and any(client.describe_topic(name).next for name in names):
-            print(
-                f"ister: new subscription {subscription} starts at the end of {self._topic} "
-                "(--from earliest starts with its first message)",
-                file=sys.stderr,
             )
         return start
 

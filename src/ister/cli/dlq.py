@@ -14,7 +14,8 @@ import argparse
 import base64
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ister.cli.connection import (
@@ -27,6 +28,7 @@ from ister.cli.connection import (
 )
 from ister.cli.errors_out import answer, print_json
 from ister.cli.location import add_topic_argument, parse_topic
+from ister.cli.message_options import FILTER_HELP, add_filter_arguments, make_filter
 from ister.cli.messages_out import Received, printable
 from ister.cli.output import (
     Subparsers,
@@ -39,6 +41,7 @@ from ister.cli.output import (
 from ister.cli.templates import TEMPLATE_HELP, parse_template
 from ister.clock import SystemClock
 from ister.errors import InvalidRequestError, IsterError, NotFoundError
+from ister.message_filter import NOT_JSON, MessageFilter
 from ister.model import JsonObject
 
 if TYPE_CHECKING:
@@ -54,6 +57,8 @@ if TYPE_CHECKING:
 _RANGE: Final = re.compile(r"(\d{1,18})(?:(?:-|\.\.)(\d{1,18}))?")
 _SHOWN_DEFAULT: Final = 20
 _FAILURES_SHOWN: Final = 5
+_PAGE: Final = 100
+_OFFSET_MAX: Final = 1 << 62
 _FIELDS: Final = ("reason", "source", "source_offset", "subscription", "attempts")
 _FIELDS_HELP: Final = """\
   Dead letters have also {reason}, {source} (the topic), {source_offset}, {subscription} and
@@ -103,8 +108,9 @@ def register(commands: Subparsers) -> None:
             "dlq show /default/orders-dead --offset 4-9 --json",
             "dlq show /default/orders-dead --format '{offset} {reason}: {payload}'",
         ),
-        notes=f"{TEMPLATE_HELP}\n{_FIELDS_HELP}",
+        notes=f"{TEMPLATE_HELP}\n{_FIELDS_HELP}\n\n{FILTER_HELP}",
     )
+    add_filter_arguments(shown)
     shown.add_argument(
         "--format",
         metavar="TEMPLATE",
@@ -323,10 +329,8 @@ def _show(options: argparse.Namespace) -> int:
     shown: list[tuple[str, DeadLetterJson]] = []
     with connected(options) as client:
         for part in _parts(client, str(options.topic)):
-            room = limit - len(shown)
-            if room > 0:
-                found = client.show_dead_letters(part, which, limit=room)
-                shown += [(part, one) for one in found]
+            found = _matching(client, part, which, make_filter(options), limit - len(shown))
+            shown += [(part, one) for one in found]
     if options.json:
         letters = [{"topic": part, **one} for part, one in shown]
         print_json({"topic": str(options.topic), "messages": letters})
@@ -341,6 +345,34 @@ def _show(options: argparse.Namespace) -> int:
     else:
         print("\n\n".join(_letter_text(part, one) for part, one in shown))
     return 0
+
+
+def _matching(
+    client: Client, topic: str, which: LetterFilter, wanted: MessageFilter, limit: int
+) -> Iterator[DeadLetterJson]:
+    """Pending dead letters that match, at most `limit`. The broker knows nothing of `wanted`."""
+    start, page = 0, max(limit, _PAGE) if wanted else limit
+    while limit > 0:
+        ranges = which.offsets or ((0, _OFFSET_MAX),)
+        left = tuple((max(first, start), end) for first, end in ranges if end > start)
+        found = left and client.show_dead_letters(topic, replace(which, offsets=left), limit=page)
+        for one in found or ():
+            if _is_match(wanted, one) and limit > 0:
+                limit -= 1
+                yield one
+        if not found or len(found) < page:
+            return
+        start = found[-1]["offset"] + 1
+
+
+def _is_match(wanted: MessageFilter, letter: DeadLetterJson) -> bool:
+    decoded = letter.get("decoded")
+    return wanted.matches(
+        key=letter["routing_key"],
+        attributes=letter["attributes"],
+        payload=base64.b64decode(letter["payload_base64"]),
+        decoded=NOT_JSON if decoded is None else decoded,
+    )
 
 
 def _received(topic: str, letter: DeadLetterJson) -> Received:

@@ -112,7 +112,7 @@ def make_parser(*, only: str | None = None) -> Parser:
         epilog="examples:\n"
         "  ister up\n"
         "  echo hello | ister produce /default/greetings\n"
-        "  ister consume /default/greetings --subscription me --from earliest --limit 1\n"
+        "  ister consume /default/greetings --subscription me --limit 1\n"
         "\nExit codes: 0 done, 1 failed, 2 wrong usage.",
         groups=_GROUPS,
     )

@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from ister.cli.connection import add_broker_arguments, connected, parse_count, print_change
@@ -21,6 +20,7 @@ from ister.cli.errors_out import answer, print_json
 from ister.cli.output import Subparsers, add_command, print_facts, print_table
 from ister.errors import ConfigError, InvalidRequestError
 from ister.model import JsonObject
+from ister.positions import format_time
 from ister.topic.schema_kinds import CompatibilityMode, SchemaType
 
 if TYPE_CHECKING:
@@ -257,7 +257,12 @@ def _show(options: argparse.Namespace) -> int:
     print_facts(_facts(schema), title=f"{schema.subject}, version {schema.version}")
     print()
     rows = [
-        (one.version, _time(one.created_at), one.created_by or None, one.description or None)
+        (
+            one.version,
+            format_time(1000 * one.created_at),
+            one.created_by or None,
+            one.description or None,
+        )
         for one in versions
     ]
     print_table(("version", "created", "by", "description"), rows)
@@ -271,7 +276,7 @@ def _facts(schema: Schema) -> dict[str, object]:
         "type": schema.schema_type,
         "id": schema.schema_id,
         "compatibility": schema.compatibility,
-        "created": _time(schema.created_at),
+        "created": format_time(1000 * schema.created_at),
         "description": schema.description or None,
         "tags": ", ".join(schema.tags) or None,
         "fingerprint": schema.fingerprint,
@@ -285,10 +290,6 @@ def _text(definition: bytes) -> str | None:
         return None
     # A descriptor set may happen to be valid UTF-8.
     return text if not any(ord(one) < 32 and one not in "\t\n\r" for one in text) else None
-
-
-def _time(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _add_version(options: argparse.Namespace) -> int:

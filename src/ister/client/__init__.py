@@ -2,14 +2,14 @@
 
     from ister.client import Client, AsyncClient
 
-    sync.Client ─► loop thread ─┐                     ┌ Flight do_put     batches with sequences
+    sync.Client ─► loop_thread ─┐                     ┌ Flight do_put     batches with sequences
     aio.AsyncClient ────────────┴► the same core ─────┤ ister.Delivery    messages and acks
                                                       └ ister.Admin, danube_admin
 
-`messages` has what a consumer gets, `options` how a client reaches brokers, `tls_probe` why it does
-not. Calls for operators: `admin`, `cluster_admin`, `rights`, `schemas`, `dead_letters`. Besides,
-for Arrow data: `flight` reads ranges, `publisher` publishes tables, `frames` fetches a topic's
-frames for an upload.
+`messages` has what a consumer gets, `options` how a client reaches brokers, `tls_probe` whether a
+port that does not answer wants TLS; `admin`, `cluster_admin`, `rights`, `schemas` and
+`dead_letters` the calls for operators. Besides, for Arrow data: `tables` reads topics, `flight`
+ranges of one, `publisher` publishes tables, `frames` fetches a topic's frames for an upload.
 
 Nothing is loaded before it is asked for: gRPC and pyarrow are an extra, `ister[client]`.
 """
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ister.client.rights import BindingDescription, RoleDescription
     from ister.client.schemas import RegisteredSchema, Schema, SchemaVersion, SubjectDescription
     from ister.client.sync import Client, Consumer, Producer, SentMessage
+    from ister.serializers import JsonSerializer, Serializer
+    from ister.topic.table import TopicTable
 
 __all__ = [
     "AsyncClient",
@@ -37,6 +39,7 @@ __all__ = [
     "BindingDescription",
     "Client",
     "Consumer",
+    "JsonSerializer",
     "LetterFilter",
     "Producer",
     "ReceivedMessage",
@@ -45,32 +48,37 @@ __all__ = [
     "Schema",
     "SchemaVersion",
     "SentMessage",
+    "Serializer",
     "SubjectDescription",
     "SubscriptionDescription",
     "TlsOptions",
     "TopicDescription",
+    "TopicTable",
 ]
 
 _HOMES: Final = {
-    "AsyncClient": "aio",
-    "AsyncConsumer": "aio",
-    "AsyncProducer": "aio",
-    "AsyncSentMessage": "aio",
-    "BindingDescription": "rights",
-    "Client": "sync",
-    "Consumer": "sync",
-    "LetterFilter": "dead_letters",
-    "Producer": "sync",
-    "ReceivedMessage": "messages",
-    "RegisteredSchema": "schemas",
-    "RoleDescription": "rights",
-    "Schema": "schemas",
-    "SchemaVersion": "schemas",
-    "SentMessage": "sync",
-    "SubjectDescription": "schemas",
-    "SubscriptionDescription": "admin",
-    "TlsOptions": "options",
-    "TopicDescription": "admin",
+    "AsyncClient": "ister.client.aio",
+    "AsyncConsumer": "ister.client.aio",
+    "AsyncProducer": "ister.client.aio",
+    "AsyncSentMessage": "ister.client.aio",
+    "BindingDescription": "ister.client.rights",
+    "Client": "ister.client.sync",
+    "Consumer": "ister.client.sync",
+    "JsonSerializer": "ister.serializers",
+    "LetterFilter": "ister.client.dead_letters",
+    "Producer": "ister.client.sync",
+    "ReceivedMessage": "ister.client.messages",
+    "RegisteredSchema": "ister.client.schemas",
+    "RoleDescription": "ister.client.rights",
+    "Schema": "ister.client.schemas",
+    "SchemaVersion": "ister.client.schemas",
+    "SentMessage": "ister.client.sync",
+    "Serializer": "ister.serializers",
+    "SubjectDescription": "ister.client.schemas",
+    "SubscriptionDescription": "ister.client.admin",
+    "TlsOptions": "ister.client.options",
+    "TopicDescription": "ister.client.admin",
+    "TopicTable": "ister.topic.table",
 }
 
 
@@ -78,7 +86,7 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

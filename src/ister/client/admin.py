@@ -22,6 +22,7 @@ from ister.client.rights import RightsCalls
 from ister.client.schemas import SchemaCalls
 from ister.errors import AlreadyExistsError, InvalidRequestError, NotFoundError
 from ister.model import AckLevel, Codec, Start, TopicName
+from ister.notebook import render_table
 from ister.positions import to_milliseconds
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy
 from ister.wire.views import TopicJson
@@ -74,6 +75,15 @@ class TopicDescription:
     producers: int
     subscriptions: tuple[SubscriptionDescription, ...]
     policies: Mapping[str, int] = field(default_factory=dict)
+
+    def _repr_html_(self) -> str:
+        headers = ("ack", "earliest", "trimmed", "tiered", "synced", "written", "next", "producers")
+        shown = render_table(
+            f"Topic {self.topic}", headers, [[getattr(self, name) for name in headers]]
+        )
+        columns = ("subscription", "kind", "cursor", "lag", "in_flight", "waiting", "blocked")
+        rows = [[getattr(one, name) for name in columns] for one in self.subscriptions]
+        return shown + render_table("Subscriptions", columns, rows) if rows else shown
 
 
 class AdminCalls(ClusterCalls, RightsCalls, SchemaCalls, DeadLetterCalls):

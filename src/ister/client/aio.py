@@ -6,10 +6,10 @@
             offset = await sent                         # the broker has it
         async with client.consumer("/default/orders", "billing", start="earliest") as consumer:
             async for message in consumer:
-                consumer.ack(message)
+                consumer.ack(message)                   # or await it: the broker has it
 
-Everything runs on the loop that uses it, without threads. The logic is in `ister.client.core` and
-`admin`. Cancelling a call that waits does not take back what was accepted.
+Everything runs on the loop that uses it, without threads, but for `read_arrow`. The logic is in
+`ister.client.core` and `admin`. Cancelling a call that waits does not take back what was accepted.
 """
 
 from __future__ import annotations
@@ -18,19 +18,25 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from typing import Final, Self
+from datetime import datetime
+from typing import TYPE_CHECKING, Final, Self, TypedDict, Unpack
 
 from ister.client.admin import AdminCalls
 from ister.client.core.batches import Batch
 from ister.client.core.consumer import ConsumerCore, ConsumerOptions
 from ister.client.core.network import Network
-from ister.client.core.producer import Post, ProducerCore, ProducerOptions
+from ister.client.core.producer import Outgoing, Post, ProducerCore, ProducerOptions
 from ister.client.messages import ReceivedMessage
 from ister.client.options import TlsOptions, Token
+from ister.client.tables import ArrowRead
 from ister.errors import ClosedError, IsterError, WaitTimeoutError
 from ister.limits import MIB
 from ister.model import AckLevel, Start
+from ister.serializers import JSON, AnySerializer
 from ister.subscription.policy import SubscriptionKind
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _log = logging.getLogger("ister.client")
 
@@ -40,6 +46,27 @@ _ERROR_EXIT_SECONDS: Final = 5.0
 
 def _post(wake: Callable[[], object]) -> None:
     asyncio.get_running_loop().call_soon(wake)
+
+
+class SendOptions(TypedDict, total=False):
+    """The options of `send`."""
+
+    attributes: Mapping[str, str] | None
+    routing_key: str | None
+    schema_id: int | None
+    schema_version: int | None
+    timeout: float | None
+
+
+def json_message(value: object, options: SendOptions) -> Outgoing:
+    """A message whose payload is a value as JSON."""
+    return (
+        JSON.serialize(value),
+        options.get("attributes"),
+        options.get("routing_key"),
+        options.get("schema_id"),
+        options.get("schema_version"),
+    )
 
 
 class AsyncSentMessage:
@@ -115,7 +142,7 @@ class AsyncProducer(ProducerView):
 
     async def send(
         self,
-        payload: bytes | bytearray | memoryview,
+        payload: object,
         *,
         attributes: Mapping[str, str] | None = None,
         routing_key: str | None = None,
@@ -126,7 +153,7 @@ class AsyncProducer(ProducerView):
         """Accepts a message; waits while `max_pending_bytes` are pending.
 
         Args:
-            payload: The message body.
+            payload: The message body, as bytes; with a serializer, any value that it takes.
             attributes: Message attributes, as key/value strings.
             routing_key: Chooses the partition, and the consumer of a key-shared subscription.
             schema_id: The schema of the payload.
@@ -139,8 +166,25 @@ class AsyncProducer(ProducerView):
             ClosedError: The producer is closed.
             IsterError: The producer has failed and publishes nothing any more.
         """
-        core = self._core
+        payload = self._core.serialize(payload)
         message = (payload, attributes, routing_key, schema_id, schema_version)
+        return await self._accept(message, timeout)
+
+    async def send_json(self, value: object, **options: Unpack[SendOptions]) -> AsyncSentMessage:
+        """Accepts a message whose payload is a value as JSON, whatever the serializer.
+
+        Args:
+            value: What JSON can express: a dict, a list, a dataclass, a pydantic model, …
+            **options: As for `send`.
+
+        Raises:
+            InvalidRequestError: JSON has no form for the value.
+            As `send`.
+        """
+        return await self._accept(json_message(value, options), options.get("timeout"))
+
+    async def _accept(self, message: Outgoing, timeout: float | None) -> AsyncSentMessage:
+        core = self._core
         accepted = core.try_send(*message)
         if accepted is None:
             try:
@@ -153,7 +197,7 @@ class AsyncProducer(ProducerView):
 
     async def publish(
         self,
-        payload: bytes | bytearray | memoryview,
+        payload: object,
         *,
         attributes: Mapping[str, str] | None = None,
         routing_key: str | None = None,
@@ -213,7 +257,7 @@ class AsyncProducer(ProducerView):
 
 
 class ConsumerView:
-    """What consumers of both clients show, and their acknowledgements."""
+    """What consumers of both clients show."""
 
     def __init__(self, core: ConsumerCore) -> None:
         self._core = core
@@ -233,38 +277,21 @@ class ConsumerView:
         """Consumer name."""
         return self._core.name
 
-    def ack(self, message: ReceivedMessage) -> None:
-        """Acknowledges a message. It is sent to the broker soon; `flush` waits for that.
-
-        Raises:
-            InvalidRequestError: Another consumer received the message.
-            ClosedError: The consumer is closed.
-        """
-        self._check_process()
-        self._core.ack(message)
-
-    def nack(
-        self, message: ReceivedMessage, *, delay: float | None = None, reason: str | None = None
-    ) -> None:
-        """Rejects a message: it is delivered again, by the subscription's failure policy.
-
-        Args:
-            message: A message that could not be processed.
-            delay: Seconds until the redelivery, at least; by default the subscription's.
-            reason: Stored with the message if it goes to a dead-letter topic.
-
-        Raises:
-            InvalidRequestError: Another consumer received the message, or the delay is invalid.
-            ClosedError: The consumer is closed.
-        """
-        self._check_process()
-        self._core.nack(message, delay=delay, reason=reason)
-
-    def _check_process(self) -> None:
-        """Refuses to be used in a forked child; `Consumer` does."""
-
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.topic} {self.subscription} name={self.name}>"
+
+
+class AsyncAck:
+    """An acknowledgement that will be sent soon. Awaiting it waits until it was."""
+
+    __slots__ = ("_core", "_message")
+
+    def __init__(self, core: ConsumerCore, message: ReceivedMessage) -> None:
+        self._core = core
+        self._message = message
+
+    def __await__(self) -> Generator[object, None, None]:
+        return self._core.settled(self._message).__await__()
 
 
 class AsyncConsumer(ConsumerView):
@@ -284,7 +311,7 @@ class AsyncConsumer(ConsumerView):
 
         Raises:
             WaitTimeoutError: No message came in time.
-            ClosedError: The consumer is closed.
+            ClosedError: The consumer is stopped or closed.
             IsterError: The consumer has failed and receives nothing any more.
         """
         core = self._core
@@ -303,7 +330,7 @@ class AsyncConsumer(ConsumerView):
     async def messages(
         self, *, limit: int | None = None, timeout: float | None = None
     ) -> AsyncIterator[ReceivedMessage]:
-        """Yields messages as they arrive, until the consumer is closed.
+        """Yields messages as they arrive, until the consumer is stopped or closed.
 
         Args:
             limit: Stop after this many messages.
@@ -323,6 +350,49 @@ class AsyncConsumer(ConsumerView):
 
     def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
         return self.messages()
+
+    def ack(self, message: ReceivedMessage) -> AsyncAck:
+        """Acknowledges a message. It is sent to the broker soon, with others.
+
+        `await consumer.ack(message)` also waits until the broker has confirmed it; without
+        `await`, `flush` and `close` wait for all of them.
+
+        Raises:
+            InvalidRequestError: Another consumer received the message.
+            ClosedError: The consumer is closed.
+        """
+        self._core.ack(message)
+        return AsyncAck(self._core, message)
+
+    def nack(
+        self, message: ReceivedMessage, *, delay: float | None = None, reason: str | None = None
+    ) -> AsyncAck:
+        """Rejects a message: it is delivered again, by the subscription's failure policy.
+
+        `await consumer.nack(message)` also waits until it was sent to the broker.
+
+        Args:
+            message: A message that could not be processed.
+            delay: Seconds until the redelivery, at least; by default the subscription's.
+            reason: Stored with the message if it goes to a dead-letter topic.
+
+        Raises:
+            InvalidRequestError: Another consumer received the message, or the delay is invalid.
+            ClosedError: The consumer is closed.
+        """
+        self._core.nack(message, delay=delay, reason=reason)
+        return AsyncAck(self._core, message)
+
+    def stop(self) -> None:
+        """Ends `async for` and `receive` after the current message; call it on the loop.
+
+        Messages that were received can still be acknowledged. For a graceful shutdown:
+
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGTERM, consumer.stop)
+            async for message in consumer: ...
+        """
+        self._core.stop()
 
     async def flush(self, timeout: float | None = None) -> None:
         """Waits until the broker has confirmed every acknowledgement.
@@ -406,6 +476,7 @@ class AsyncClient(AdminCalls):
         max_batch_bytes: int = 1 * MIB,
         linger_ms: float = 20.0,
         max_pending_bytes: int = 64 * MIB,
+        serializer: AnySerializer | None = None,
         timeout: float | None = None,
     ) -> AsyncProducer:
         """Makes a producer, which publishes each message to a topic exactly once.
@@ -423,6 +494,8 @@ class AsyncClient(AdminCalls):
             max_batch_bytes: Bytes in a batch, at most; a larger message is sent alone.
             linger_ms: How long a batch waits for more messages while another one is in flight.
             max_pending_bytes: Bytes that may be accepted and not acknowledged.
+            serializer: What makes payloads of the values that are sent: `json`, `text`, `bytes`,
+                or a `Serializer`; only bytes can be sent without one.
             timeout: Overrides the client's timeout.
 
         Raises:
@@ -439,6 +512,7 @@ class AsyncClient(AdminCalls):
             max_batch_bytes=max_batch_bytes,
             linger_ms=linger_ms,
             max_pending_bytes=max_pending_bytes,
+            serializer=serializer,
             timeout=self._network.timeout if timeout is None else timeout,
         )
         return AsyncProducer(self, ProducerCore(self._network, options, post=self._post))
@@ -450,10 +524,11 @@ class AsyncClient(AdminCalls):
         *,
         name: str | None = None,
         kind: SubscriptionKind | str = SubscriptionKind.EXCLUSIVE,
-        start: Start = "latest",
+        start: Start = "earliest",
         key_filters: Sequence[str] = (),
         create: bool = False,
         buffer_bytes: int = 32 * MIB,
+        serializer: AnySerializer | None = None,
         timeout: float | None = None,
     ) -> AsyncConsumer:
         """Makes a consumer, which receives each message of a topic at least once.
@@ -463,11 +538,14 @@ class AsyncClient(AdminCalls):
             subscription: Subscription name; created if it does not exist.
             name: Consumer name; a unique one by default.
             kind: `exclusive`, `shared`, `failover` or `key_shared`.
-            start: Where a new subscription starts: `earliest`, `latest`, an offset, or a time with
-                its time zone (a future time means `latest`).
+            start: Where a new subscription starts: `earliest` (default), `latest`, an offset, or a
+                time with its time zone (a future time means `latest`). An existing one continues
+                at its position.
             key_filters: Routing keys to receive, with `*` and `?`; for `key_shared`.
             create: Create the topic if it does not exist.
             buffer_bytes: Bytes to prefetch.
+            serializer: What makes `message.value` of payloads: `json`, `text`, `bytes`, or a
+                `Serializer`.
             timeout: Overrides the client's timeout.
 
         Raises:
@@ -484,9 +562,47 @@ class AsyncClient(AdminCalls):
             key_filters=key_filters,
             create=create,
             buffer_bytes=buffer_bytes,
+            serializer=serializer,
             timeout=self._network.timeout if timeout is None else timeout,
         )
         return AsyncConsumer(self, ConsumerCore(self._network, options, post=self._post))
+
+    async def read_arrow(
+        self,
+        topic: str,
+        start: Start = "earliest",
+        *,
+        end: int | datetime | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> AsyncIterator[pa.RecordBatch]:
+        """Yields a range of a topic as Arrow record batches: `async for batch in …`.
+
+        Arguments and errors are those of `Client.read_arrow`. Threads wait for the batches, as
+        Arrow Flight's reader blocks.
+        """
+        loop, network = asyncio.get_running_loop(), self._network
+
+        def locate(name: str) -> list[tuple[str, str]]:
+            return asyncio.run_coroutine_threadsafe(network.locate_flight(name), loop).result()
+
+        read = await asyncio.to_thread(
+            ArrowRead,
+            topic,
+            start,
+            end,
+            columns,
+            locate=locate,
+            open_flight=network.open_flight,
+            timeout=network.timeout,
+        )
+        batches = read.batches()
+        try:
+            while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+                yield batch
+        finally:
+            # A thread that is in the midst of it after a cancellation drops it at its end.
+            with contextlib.suppress(ValueError):
+                batches.close()
 
     def joined(self, one: AsyncProducer | AsyncConsumer) -> None:
         """Remembers an open producer or consumer, to close it with the client."""

@@ -99,6 +99,8 @@ class FlightClient:
         timeout_seconds: float = _TIMEOUT_SECONDS,
         token: str | None = None,
         tls_ca: bytes | None = None,
+        tls_cert: bytes | None = None,
+        tls_key: bytes | None = None,
         server_name: str | None = None,
     ) -> None:
         """Connects when it is first needed.
@@ -109,7 +111,9 @@ class FlightClient:
             token: A JWT or an API key, for a broker with authentication.
             tls_ca: Who signs the server's certificate, PEM; those that the system trusts if not
                 given.
-            server_name: The name in the server's certificate, if it is not the host.
+            tls_cert: The client's own certificate, PEM, for brokers that ask for one.
+            tls_key: Its key, PEM.
+            server_name: The name in the server's certificate, if it is not the address's.
 
         Raises:
             ConfigError: pyarrow is not installed.
@@ -129,11 +133,13 @@ class FlightClient:
         self._flight = flight
         self._arrow_schema: Callable[[tuple[str, ...] | None], pa.Schema] = arrow_schema
         self._errors = (flight.FlightError, pyarrow.ArrowException, OSError)
-        more: dict[str, bytes | str] = {}
-        if tls_ca is not None:
-            more["tls_root_certs"] = tls_ca
-        if server_name is not None:
-            more["override_hostname"] = server_name
+        tls = {
+            "tls_root_certs": tls_ca,
+            "cert_chain": tls_cert,
+            "private_key": tls_key,
+            "override_hostname": server_name,
+        }
+        more = {name: value for name, value in tls.items() if value is not None}
         self._client = flight.FlightClient(_as_location(address), generic_options=_OPTIONS, **more)
         self._headers = (
             [(b"authorization", f"Bearer {token}".encode())] if token is not None else []

@@ -1,4 +1,8 @@
-"""A message as a consumer gets it from a broker."""
+"""A message as a consumer gets it from a broker.
+
+Payloads are decoded when a program asks, so one that cannot be decoded raises where the program
+can reject it, and the consumer goes on.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ if TYPE_CHECKING:
     from ister.wire import ister_api
 
 from ister.positions import EPOCH
+from ister.serializers import JSON, TEXT, Json, Serializer, decode_payload_by
 
 
 class ReceivedMessage:
@@ -62,6 +67,34 @@ class ReceivedMessage:
         """The receipt that the broker wants back with the acknowledgement."""
         self.receiver = receiver
         self.life = life
+
+    @property
+    def value(self) -> Json:
+        """The payload, decoded by the consumer's serializer; the payload itself without one.
+
+        Decoded anew at each call. What the serializer raises is raised here.
+        """
+        serializer = self.receiver.serializer
+        return self.payload if serializer is None else self._decoded(serializer)
+
+    def json(self) -> Json:
+        """The payload, decoded as JSON.
+
+        Raises:
+            InvalidRequestError: It is not JSON; with the topic and the offset.
+        """
+        return self._decoded(JSON)
+
+    def text(self) -> str:
+        """The payload, decoded as UTF-8.
+
+        Raises:
+            InvalidRequestError: It is not UTF-8; with the topic and the offset.
+        """
+        return str(self._decoded(TEXT))
+
+    def _decoded(self, serializer: Serializer[Json]) -> Json:
+        return decode_payload_by(serializer, self.payload, topic=self.topic, offset=self.offset)
 
     @property
     def publish_time(self) -> datetime:

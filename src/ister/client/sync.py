@@ -14,30 +14,44 @@ Messages are accepted, taken and acknowledged without going through the loop. Th
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import inspect
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Concatenate, Final, ParamSpec, Self, TypeVar, cast
+from datetime import datetime
+from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack, cast
 
-from ister import forks, threads
+from ister import forks
 from ister.client.admin import AdminCalls
-from ister.client.aio import AsyncClient, AsyncConsumer, AsyncProducer, ConsumerView, ProducerView
+from ister.client.aio import (
+    AsyncClient,
+    AsyncConsumer,
+    AsyncProducer,
+    ConsumerView,
+    ProducerView,
+    SendOptions,
+    json_message,
+)
 from ister.client.core.batches import Batch
-from ister.client.core.producer import ProducerCore
+from ister.client.core.producer import Outgoing, ProducerCore
+from ister.client.loop_thread import STEP_SECONDS, LoopThread, wait_in_steps
 from ister.client.messages import ReceivedMessage
 from ister.client.options import TlsOptions, Token
+from ister.client.tables import ArrowRead
 from ister.clock import SystemClock
-from ister.errors import ClosedError, InvalidRequestError, IsterError, WaitTimeoutError
+from ister.errors import ClosedError, IsterError, WaitTimeoutError
+from ister.model import Start
+from ister.topic.table import TopicTable
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _log = logging.getLogger("ister.client")
 
 # How long a `with` block that ends with an error waits for acknowledgements.
 _ERROR_EXIT_SECONDS: Final = 5.0
-_STEP_SECONDS: Final = 0.5
 _monotonic = SystemClock.monotonic
 
 _Result = TypeVar("_Result")
@@ -46,108 +60,12 @@ _Blocking = TypeVar("_Blocking", "Producer", "Consumer")
 _Args = ParamSpec("_Args")
 
 
-class _LoopThread:
-    """A loop that runs in a thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(_handle)
-        self._fork_error: ClosedError | None = None
-        self._thread = threads.start("ister-client", self._run)
-        forks.register(self)
-
-    def _after_fork(self, error: ClosedError) -> None:
-        """Abandons the event loop in a forked child: waking it would wake the parent's."""
-        forks.leak(self._loop)
-        self._fork_error = error
-
-    def check_process(self) -> None:
-        """Refuses calls of a forked child to its parent's client.
-
-        Raises:
-            ClosedError: This process is a fork of the one that opened the client.
-        """
-        if self._fork_error is not None:
-            raise self._fork_error.again()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the caller is the loop's own thread, which must not wait for itself."""
-        return threading.current_thread() is self._thread
-
-    def post(self, wake: Callable[[], object]) -> None:
-        """Calls a function on the loop soon."""
-        self._loop.call_soon_threadsafe(wake)
-
-    def run(self, work: Coroutine[object, None, _Result]) -> _Result:
-        """Runs a coroutine on the loop and returns its result."""
-        if self._fork_error is not None:
-            work.close()
-            self.check_process()
-        if self.is_current or self._loop.is_closed():
-            work.close()
-            if self.is_current:
-                raise self.would_hang()
-            raise ClosedError("the client is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            done = threading.Event()
-            future.add_done_callback(lambda _: done.set())
-            _wait_in_steps(done.wait)
-            return future.result()
-        except BaseException:
-            # Interrupted: the caller does not wait any more.
-            future.cancel()
-            raise
-
-    @staticmethod
-    def would_hang() -> InvalidRequestError:
-        return InvalidRequestError(
-            "a callback must not wait for the client: it is called by the client's own thread"
-        )
-
-    def close(self) -> None:
-        """Ends the thread. May be called twice."""
-        if self._fork_error is None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-
-
-def _wait_in_steps(wait: Callable[[float], bool], timeout: float | None = None) -> bool:
-    """Waits for something, and returns whether it happened in time.
-
-    In short waits: a signal that arrives just before the main thread begins to wait does not
-    interrupt the wait, and Ctrl-C would have no effect until it is pressed again.
-    """
-    give_up_at = None if timeout is None else _monotonic() + timeout
-    while True:
-        left = _STEP_SECONDS if give_up_at is None else give_up_at - _monotonic()
-        if wait(max(min(left, _STEP_SECONDS), 0)):
-            return True
-        if left <= 0:
-            return False
-
-
-def _handle(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-    # gRPC's pollers of several loops wake each other needlessly and report that as an error.
-    if not isinstance(context.get("exception"), BlockingIOError):
-        loop.default_exception_handler(context)
-
-
 class SentMessage:
     """A message that was accepted; like a future of its offset."""
 
     __slots__ = ("_batch", "_core", "_row", "_thread")
 
-    def __init__(self, thread: _LoopThread, core: ProducerCore, batch: Batch, row: int) -> None:
+    def __init__(self, thread: LoopThread, core: ProducerCore, batch: Batch, row: int) -> None:
         self._thread = thread
         self._core = core
         self._batch = batch
@@ -207,7 +125,7 @@ class SentMessage:
         if self._thread.is_current:
             raise self._thread.would_hang()
         done = threading.Event()
-        if self._core.when_done(self._batch, done.set) and not _wait_in_steps(done.wait, timeout):
+        if self._core.when_done(self._batch, done.set) and not wait_in_steps(done.wait, timeout):
             self._core.forget(self._batch, done.set)
             raise WaitTimeoutError(
                 f"the message was not acknowledged within {timeout} seconds", topic=self.topic
@@ -217,7 +135,7 @@ class SentMessage:
 class Producer(ProducerView):
     """Publishes to a topic. Made by `Client.producer`."""
 
-    def __init__(self, client: Client, thread: _LoopThread, producer: AsyncProducer) -> None:
+    def __init__(self, client: Client, thread: LoopThread, producer: AsyncProducer) -> None:
         super().__init__(producer._core)  # noqa: SLF001
         self._client = client
         self._thread = thread
@@ -225,7 +143,7 @@ class Producer(ProducerView):
 
     def send(
         self,
-        payload: bytes | bytearray | memoryview,
+        payload: object,
         *,
         attributes: Mapping[str, str] | None = None,
         routing_key: str | None = None,
@@ -236,7 +154,7 @@ class Producer(ProducerView):
         """Accepts a message; blocks while `max_pending_bytes` are pending.
 
         Args:
-            payload: The message body.
+            payload: The message body, as bytes; with a serializer, any value that it takes.
             attributes: Message attributes, as key/value strings.
             routing_key: Chooses the partition, and the consumer of a key-shared subscription.
             schema_id: The schema of the payload.
@@ -249,9 +167,26 @@ class Producer(ProducerView):
             ClosedError: The producer is closed.
             IsterError: The producer has failed and publishes nothing any more.
         """
+        payload = self._core.serialize(payload)
+        message = (payload, attributes, routing_key, schema_id, schema_version)
+        return self._accept(message, timeout)
+
+    def send_json(self, value: object, **options: Unpack[SendOptions]) -> SentMessage:
+        """Accepts a message whose payload is a value as JSON, whatever the serializer.
+
+        Args:
+            value: What JSON can express: a dict, a list, a dataclass, a pydantic model, …
+            **options: As for `send`.
+
+        Raises:
+            InvalidRequestError: JSON has no form for the value.
+            As `send`.
+        """
+        return self._accept(json_message(value, options), options.get("timeout"))
+
+    def _accept(self, message: Outgoing, timeout: float | None) -> SentMessage:
         self._thread.check_process()
         core = self._core
-        message = (payload, attributes, routing_key, schema_id, schema_version)
         accepted = core.try_send(*message)
         if accepted is None:
             if self._thread.is_current:
@@ -263,12 +198,12 @@ class Producer(ProducerView):
                     raise core.full(timeout)
                 with core.room:
                     # In short waits: room may have come before this one begins.
-                    core.room.wait(_STEP_SECONDS if left is None else min(left, _STEP_SECONDS))
+                    core.room.wait(STEP_SECONDS if left is None else min(left, STEP_SECONDS))
         return SentMessage(self._thread, core, *accepted)
 
     def publish(
         self,
-        payload: bytes | bytearray | memoryview,
+        payload: object,
         *,
         attributes: Mapping[str, str] | None = None,
         routing_key: str | None = None,
@@ -322,7 +257,7 @@ class Consumer(ConsumerView):
     to the next consumer when this one is closed.
     """
 
-    def __init__(self, client: Client, thread: _LoopThread, consumer: AsyncConsumer) -> None:
+    def __init__(self, client: Client, thread: LoopThread, consumer: AsyncConsumer) -> None:
         super().__init__(consumer._core)  # noqa: SLF001
         self._client = client
         self._thread = thread
@@ -333,7 +268,7 @@ class Consumer(ConsumerView):
 
         Raises:
             WaitTimeoutError: No message came in time.
-            ClosedError: The consumer is closed.
+            ClosedError: The consumer is stopped or closed.
             IsterError: The consumer has failed and receives nothing any more.
         """
         self._thread.check_process()
@@ -341,16 +276,16 @@ class Consumer(ConsumerView):
         give_up_at = None if timeout is None else _monotonic() + timeout
         with core.arrived:
             while (message := core.try_take_locked()) is None:
-                left = _STEP_SECONDS if give_up_at is None else give_up_at - _monotonic()
+                left = STEP_SECONDS if give_up_at is None else give_up_at - _monotonic()
                 if left <= 0:
                     raise WaitTimeoutError(f"no message for {timeout} seconds", topic=self.topic)
-                core.arrived.wait(min(left, _STEP_SECONDS))
+                core.arrived.wait(min(left, STEP_SECONDS))
         return message
 
     def messages(
         self, *, limit: int | None = None, timeout: float | None = None
     ) -> Iterator[ReceivedMessage]:
-        """Yields messages as they arrive, until the consumer is closed.
+        """Yields messages as they arrive, until the consumer is stopped or closed.
 
         Args:
             limit: Stop after this many messages.
@@ -372,8 +307,44 @@ class Consumer(ConsumerView):
     def __iter__(self) -> Iterator[ReceivedMessage]:
         return self.messages()
 
-    def _check_process(self) -> None:
+    def ack(self, message: ReceivedMessage) -> None:
+        """Acknowledges a message. It is sent to the broker soon; `flush` waits for that.
+
+        Raises:
+            InvalidRequestError: Another consumer received the message.
+            ClosedError: The consumer is closed.
+        """
         self._thread.check_process()
+        self._core.ack(message)
+
+    def nack(
+        self, message: ReceivedMessage, *, delay: float | None = None, reason: str | None = None
+    ) -> None:
+        """Rejects a message: it is delivered again, by the subscription's failure policy.
+
+        Args:
+            message: A message that could not be processed.
+            delay: Seconds until the redelivery, at least; by default the subscription's.
+            reason: Stored with the message if it goes to a dead-letter topic.
+
+        Raises:
+            InvalidRequestError: Another consumer received the message, or the delay is invalid.
+            ClosedError: The consumer is closed.
+        """
+        self._thread.check_process()
+        self._core.nack(message, delay=delay, reason=reason)
+
+    def stop(self) -> None:
+        """Ends `for` and `receive` after the current message; from any thread or signal handler.
+
+        Messages that were received can still be acknowledged. For a graceful shutdown:
+
+            signal.signal(signal.SIGTERM, lambda *_: consumer.stop())
+            for message in consumer: ...
+        """
+        # The loop is closed if the client is.
+        with contextlib.suppress(RuntimeError):
+            self._core.stop()
 
     def flush(self, timeout: float | None = None) -> None:
         """Waits until the broker has confirmed every acknowledgement.
@@ -419,7 +390,7 @@ def _blocking(
 
 def _opening(
     method: Callable[Concatenate[AsyncClient, _Args], _Async],
-    make: Callable[[Client, _LoopThread, _Async], _Blocking],
+    make: Callable[[Client, LoopThread, _Async], _Blocking],
 ) -> Callable[Concatenate[Client, _Args], _Blocking]:
     """Makes a method of `Client` that opens what a method of `AsyncClient` returns."""
 
@@ -468,7 +439,7 @@ class Client:
         self._lock = threading.Lock()
         self._open: set[Producer | Consumer] = set()
         self._is_closed = False
-        self._thread = _LoopThread()
+        self._thread = LoopThread()
         self._aio._post = self._thread.post  # noqa: SLF001
         forks.register(self)
 
@@ -484,7 +455,7 @@ class Client:
     consumer = _opening(AsyncClient.consumer, Consumer)
 
     def _join(
-        self, make: Callable[[Client, _LoopThread, _Async], _Blocking], opening: _Async
+        self, make: Callable[[Client, LoopThread, _Async], _Blocking], opening: _Async
     ) -> _Blocking:
         """Opens a producer or consumer; it is closed with the client."""
         self._run(_opened(opening))
@@ -546,6 +517,63 @@ class Client:
     show_dead_letters = _blocking(AsyncClient.show_dead_letters)
     requeue_dead_letters = _blocking(AsyncClient.requeue_dead_letters)
     drop_dead_letters = _blocking(AsyncClient.drop_dead_letters)
+
+    # -- tables -----------------------------------------------------------------------------
+
+    def read_arrow(
+        self,
+        topic: str,
+        start: Start = "earliest",
+        *,
+        end: int | datetime | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> pa.RecordBatchReader:
+        """Reads a range of a topic as Arrow record batches, including what is not uploaded yet.
+
+        There is no subscription and nothing to acknowledge. Partitions are read one after the
+        other; the column `topic` says which. Batches are fetched while they are consumed.
+
+        Args:
+            topic: Topic name; all partitions of a partitioned topic.
+            start: `earliest`, `latest`, an offset, or a time with its time zone.
+            end: The offset or the time before which to stop; by default, and at the latest, what
+                is durable at the time of the call.
+            columns: As for `Topic.read_arrow`, `text` among them.
+
+        Raises:
+            InvalidRequestError: There is no such column, an offset in a partitioned topic, or
+                messages that are in memory only.
+            NotFoundError: There is no such topic.
+            OffsetOutOfRangeError: The topic does not have the offset `start`.
+            IsterError: It is refused, or no broker responded in time.
+        """
+        import pyarrow as pa  # noqa: PLC0415 - an extra
+
+        network = self._aio._network  # noqa: SLF001
+        read = ArrowRead(
+            topic,
+            start,
+            end,
+            columns,
+            locate=lambda name: self._run(network.locate_flight(name)),
+            open_flight=network.open_flight,
+            timeout=network.timeout,
+        )
+        return pa.RecordBatchReader.from_batches(read.schema, read.batches())
+
+    def table(
+        self,
+        topic: str,
+        start: Start = "earliest",
+        *,
+        end: int | datetime | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> TopicTable:
+        """A range of a topic as a table, for pandas, Polars, DuckDB and notebooks.
+
+        Each use reads it anew. Arguments are those of `read_arrow`.
+        """
+        return TopicTable(topic, lambda: self.read_arrow(topic, start, end=end, columns=columns))
 
     def _run(self, work: Coroutine[object, None, _Result]) -> _Result:
         if self._is_closed:

@@ -64,6 +64,7 @@ def decode_manifest(data: bytes, *, key: str) -> tuple[StagedFile, ...]:
     return parse_manifest(fields, key=key)
 
 
+# `Any`, as JSON that was not looked at yet: whatever does not fit raises below.
 def parse_manifest(fields: Mapping[str, Any], *, key: str) -> tuple[StagedFile, ...]:
     """Reads the JSON object of `manifest_fields`.
 

@@ -24,7 +24,7 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
@@ -328,7 +328,8 @@ def decode_progress(data: bytes, *, key: str) -> Progress:
 def encode_writer(record: WriterRecord) -> bytes:
     """Encodes a writer's record; its files are a part of the field `manifest`."""
     values = _values(record)
-    if (files := values.pop("files")) is not None:
+    del values["files"]
+    if (files := record.files) is not None:
         # An object where earlier versions expect a key: they refuse the record, and so use or
         # remove nothing of a batch whose files they cannot find.
         values["manifest"] = {"key": record.manifest, **manifest_fields(files)}
@@ -385,7 +386,7 @@ def _encode(record: DataclassInstance) -> bytes:
     return _dump(_values(record))
 
 
-def _values(record: DataclassInstance) -> dict[str, Any]:
+def _values(record: DataclassInstance) -> dict[str, object]:
     """The fields of a record by their names in JSON, with the fields of others before its own."""
     own, keeps_more = _fields(type(record))
     values = dict(record.more) if keeps_more else {}  # type: ignore[attr-defined]
@@ -398,7 +399,7 @@ def _decode(kind: type[_Record], what: str, data: bytes, key: str) -> _Record:
     return _build(kind, what, _load(data, key), key)
 
 
-def _load(data: bytes, key: str) -> dict[str, Any]:
+def _load(data: bytes, key: str) -> dict[str, object]:
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -408,7 +409,7 @@ def _load(data: bytes, key: str) -> dict[str, Any]:
     return found
 
 
-def _build(kind: type[_Record], what: str, found: dict[str, Any], key: str) -> _Record:
+def _build(kind: type[_Record], what: str, found: dict[str, object], key: str) -> _Record:
     own, keeps_more = _fields(kind)
     values = {name: found.pop(stored) for name, stored in own if stored in found}
     if keeps_more:

@@ -380,6 +380,8 @@ class OpendalStore:
             raise
 
     def _stat(self, key: str) -> ObjectInfo:
+        if self._files is not None:
+            return self._files.stat(key)
         metadata = self._operator.stat(key)
         if not metadata.is_file:
             raise NotFoundError("stat failed: a folder is not an object", path=self.path(key))

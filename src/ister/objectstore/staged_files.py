@@ -247,6 +247,21 @@ class StagedFiles:
         with self._lock:
             self._durable.update([directory, *levels])
 
+    def stat(self, key: str) -> ObjectInfo:
+        """The size and time of an object.
+
+        Raises:
+            NotFoundError: There is no such object.
+        """
+        path = f"{self._root}/{key}"
+        try:
+            info = os.stat(path)
+        except OSError as error:
+            raise _map_object_error(error, "stat", path) from error
+        if not stat.S_ISREG(info.st_mode):
+            raise NotFoundError("stat failed: a folder is not an object", path=path)
+        return ObjectInfo(key=key, size=info.st_size, modified_at=info.st_mtime)
+
     def read(self, key: str, start: int, size: int) -> bytes:
         """Bytes of an object; fewer than `size` only at its end.
 
@@ -256,12 +271,8 @@ class StagedFiles:
         path = f"{self._root}/{key}"
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise NotFoundError("read failed: not found", path=path) from error
-        except PermissionError as error:
-            raise PermissionDeniedError(f"read failed: {error.strerror}", path=path) from error
         except OSError as error:
-            raise map_os_error(error, "read", path) from error
+            raise _map_object_error(error, "read", path) from error
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise NotFoundError("read failed: a folder is not an object", path=path)
@@ -274,6 +285,14 @@ class StagedFiles:
         finally:
             os.close(fd)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _map_object_error(error: OSError, action: str, path: str) -> IsterError:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return NotFoundError(f"{action} failed: not found", path=path)
+    if isinstance(error, PermissionError):
+        return PermissionDeniedError(f"{action} failed: {error.strerror}", path=path)
+    return map_os_error(error, action, path)
 
 
 def _create(path: str) -> None:

@@ -48,27 +48,28 @@ class OffsetsBehind:
 
 def offsets_behind(
     progress: StreamingQueryProgress | Mapping[str, object] | str | None,
-) -> list[OffsetsBehind]:
+) -> list[OffsetsBehind | None]:
     """Returns how many messages each source of `format("ister")` in a query has not read.
-
-    Before Spark 4.2 a progress does not say where topics end, and all numbers are 0.
 
     Args:
         progress: `query.lastProgress`, `event.progress` of a listener, or its JSON; or None, as
             before the first micro-batch.
 
     Returns:
-        An entry for each such source, in the order of the query's sources; none for None.
+        An entry for each such source, in the order of the query's sources; none for None. An entry
+        is None if the progress does not say where the topics end, as before Spark 4.2.
     """
-    found: list[OffsetsBehind] = []
+    found: list[OffsetsBehind | None] = []
     for source in _sources(progress):
         end, latest = _offset(source.get("endOffset")), _offset(source.get("latestOffset"))
         if end is None:
             continue
-        newest = end if latest is None else latest
+        if latest is None:
+            found.append(None)
+            continue
         behind = {
             name: max(0, place.offset - (end.topics[name].offset if name in end.topics else 0))
-            for name, place in newest.topics.items()
+            for name, place in latest.topics.items()
         }
         found.append(OffsetsBehind(behind))
     return found

@@ -30,6 +30,7 @@ from ister.topic.history import History
 from ister.topic.local_tail import LocalTail
 
 _HISTORIES_MAX: Final = 4
+_DIRECTORIES: Final = (CloudBackend.FS, CloudBackend.LOCAL)
 
 _lock = threading.Lock()
 _histories: OrderedDict[bytes, History] = OrderedDict()
@@ -55,7 +56,7 @@ class Place:
         with _lock:
             history = _histories.get(self.key)
             if history is None:
-                history = _histories[self.key] = History(self.config)
+                history = _histories[self.key] = History(_for_tasks(self.config))
             _histories.move_to_end(self.key)
             while len(_histories) > _HISTORIES_MAX:
                 _histories.popitem(last=False)[1].close()
@@ -157,11 +158,24 @@ def _absolute(config: Config) -> Config:
     wal, cloud, metadata = storage.wal, storage.cloud, storage.metadata
     if wal.dir is not None:
         wal = replace(wal, dir=os.path.abspath(wal.dir))
-    if cloud.root is not None and cloud.backend in (CloudBackend.FS, CloudBackend.LOCAL):
+    if cloud.root is not None and cloud.backend in _DIRECTORIES:
         cloud = replace(cloud, root=os.path.abspath(cloud.root))
     if metadata.path is not None:
         metadata = replace(metadata, path=os.path.abspath(metadata.path))
     return replace(config, storage=replace(storage, wal=wal, cloud=cloud, metadata=metadata))
+
+
+def _for_tasks(config: Config) -> Config:
+    """Returns the settings without prefetching if the bucket is a directory.
+
+    The kernel reads files ahead by itself, and other tasks use the other processors: a thread for
+    it costs a task more than it saves.
+    """
+    storage = config.storage
+    if storage.cloud.backend not in _DIRECTORIES:
+        return config
+    reader = replace(storage.cloud_reader, read_ahead=False)
+    return replace(config, storage=replace(storage, cloud_reader=reader))
 
 
 @forks.call_in_child

@@ -326,10 +326,10 @@ def as_time_ms(name: str, text: str) -> int:
 def as_duration_ms(name: str, text: str) -> int:
     """A duration such as `15m`, in milliseconds, which are also the default unit as in Spark."""
     match = _DURATION.fullmatch(text)
-    found = int(match[1]) * _DURATION_UNITS[(match[2] or "ms").lower()] if match else 0
-    if not 1 <= found <= _DURATION_MS_MAX:
+    found = int(match[1]) * _DURATION_UNITS[(match[2] or "ms").lower()] if match else -1
+    if not 0 <= found <= _DURATION_MS_MAX:
         raise InvalidRequestError(
-            f"{name} is {text!r}", hint="a time such as 500ms, 30s, 15m or 1h, at most 30d"
+            f"{name} is {text!r}", hint="a time such as 0s, 500ms, 30s, 15m or 1h, at most 30d"
         )
     return found
 

@@ -1,6 +1,6 @@
 """The type of a JSON payload: from DDL, a JSON Schema, or the schema registry.
 
-    payloadSchema = 'id BIGINT, note STRING'   DDL, which Spark parses
+    payloadSchema = 'id BIGINT, note STRING'   DDL
                     '{"type": "object", …}'    a JSON Schema, or a Spark schema in JSON
                     registry                   the newest version of the topic's schema
 
@@ -31,6 +31,7 @@ from pyspark.sql.types import (
 from ister.errors import InvalidRequestError, NotFoundError
 from ister.partitions import base_of_partition
 from ister.retry import retry_unavailable
+from ister.spark.ddl import parse_struct
 from ister.spark.location import Place, find_place
 from ister.spark.offset_resolver import OffsetResolver
 from ister.spark.options import PayloadFormat, ReadOptions
@@ -50,8 +51,8 @@ _TYPES: Final[dict[Form, DataType]] = {
 }
 
 
-def payload_type(options: ReadOptions) -> DataType | str | None:
-    """Returns the type of the column `payload`, or its DDL; None for binary.
+def payload_type(options: ReadOptions) -> DataType | None:
+    """Returns the type of the column `payload`; None for binary.
 
     Raises:
         InvalidRequestError: `payloadSchema` is missing, or is not the schema of an object.
@@ -73,7 +74,7 @@ def payload_type(options: ReadOptions) -> DataType | str | None:
         return retry_unavailable(lambda: _registered_type(place, options))
     if text.startswith("{"):
         return _json_type(text)
-    return text if text.lower().startswith("struct<") else f"STRUCT<{text}>"
+    return parse_struct("payloadSchema", text)
 
 
 def _find_json_schema(place: Place, topic: str) -> dict[str, object]:

@@ -46,13 +46,15 @@ from ister.model import TopicName
 from ister.spark.location import Place, client_of
 from ister.spark.owners import ask_first, check_has, find_owner, is_down
 from ister.spark.planner import Partition, Slice
-from ister.spark.workers import spare_collector
+from ister.spark.workers import compile_for, keep_buffers, spare_collector
 from ister.topic.columns import Decoders, Rows, decode_frames
 from ister.topic.history import HistoryTopic
 from ister.wire.contract import RangeTicket
 
 _log = logging.getLogger("ister.spark.read_task")
 
+# Loading the compiled loops takes less; while another process compiles them, Python's will do.
+_LOAD_SECONDS: Final = 5.0
 _ROUNDS: Final = 6
 _PAUSE_SECONDS: Final = 0.5
 # How long to wait for a broker that is down, or for a topic that is on its way to another one.
@@ -89,6 +91,8 @@ class ReadTask:
             CorruptDataError: A frame is damaged in all sources.
             UnavailableError: A store or the broker does not respond.
         """
+        keep_buffers()
+        compile_for(partition.bytes, timeout=_LOAD_SECONDS)
         decoders: dict[str, Decoders] = {}
         for part in partition.slices:
             found = decoders.get(part.topic)

@@ -58,6 +58,7 @@ from ister.spark.owners import ask, ask_any, group_by_owner, has_brokers
 from ister.topic.batches import AppendedBatch, StagedBatch
 from ister.topic.bucket_link import TopicTier
 from ister.topic.log import Log
+from ister.topic.topic import Topic
 
 _log = logging.getLogger("ister.spark.row_staging")
 
@@ -371,24 +372,32 @@ class Committer:
         with self._open_log() as log, ThreadPoolExecutor(threads, "ister-upload") as pool:
             existing = set(log.topics())
             self._check_topics(staged, existing)
+            topics: dict[str, Topic] = {}
+            uploads: dict[str, _EarlyUpload] = {}
 
             def append(topic: str, _: Callable[[], None]) -> AppendedBatch:
                 if topic not in existing:
                     log.topic(topic, create=True, ack=self.ack, codec=self.codec)
-                tier = log.topic(topic).tier if self._uploads else None
-                gate = None if tier is None else _EarlyUpload(tier, pool)
-                return log.append_staged(topic, staged[topic], gate)
+                topics[topic] = log.topic(topic)
+                tier = topics[topic].tier
+                if tier is not None and self._uploads:
+                    uploads[topic] = _EarlyUpload(tier, pool)
+                return log.append_staged(topic, staged[topic], uploads.get(topic))
 
-            def tidy(topic: str, _: Callable[[], None]) -> None:
+            def end(topic: str, _: Callable[[], None]) -> None:
+                if topic in uploads:
+                    uploads[topic].wait_for_end()
                 # A new topic has no leftovers.
                 is_swept = topic in existing and staged[topic].batch % _SWEEP_EVERY == 0
                 self._tidy(log, topic, is_swept=is_swept)
+                # Here, because the log closes its topics one after the other.
+                topics[topic].close()
 
             appended = _commit_at_once([staged], append)
-            _commit_at_once([staged], tidy)
-            first = next(iter(staged))
-            if staged[first].batch % _SWEEP_EVERY == 0:
-                self._sweep_shared(log, first)
+            _commit_at_once([staged], end)
+            is_sweep = any(batch.batch % _SWEEP_EVERY == 0 for batch in staged.values())
+            if is_sweep and log.tiers is not None:
+                log.tiers.collect_shared_staging()
         return appended
 
     def _check_topics(self, staged: Mapping[str, StagedBatch], existing: Collection[str]) -> None:
@@ -440,12 +449,6 @@ class Committer:
         """Whether a commit in this process uploads."""
         return self.place.config.storage.uploader.engine in (Engine.AUTO, Engine.EMBEDDED)
 
-    def _sweep_shared(self, log: Log, topic: str) -> None:
-        """Removes old staged files that topics share, through any one of them."""
-        tier = log.topic(topic).tier
-        if tier is not None:
-            tier.collect_shared_staging()
-
 
 class _EarlyUpload:
     """Uploads a topic while its rows are appended. A `Gate` that admits all of them.
@@ -471,6 +474,11 @@ class _EarlyUpload:
             return
         if self._running is None or self._running.done():
             self._running = self._pool.submit(self._upload)
+
+    def wait_for_end(self) -> None:
+        """Waits for the upload that runs, if one does."""
+        if self._running is not None:
+            self._running.result()
 
     def _is_due(self) -> bool:
         return self._tier.lag_bytes >= _UPLOAD_BYTES

@@ -82,29 +82,21 @@ def row_schema(columns: Sequence[str] | None) -> StructType:
     return StructType([StructField(name, _TYPES[name]) for name in columns or COLUMNS])
 
 
-def read_schema(options: ReadOptions, payload: DataType | str | None) -> StructType | str:
+def read_schema(options: ReadOptions, payload: DataType | None) -> StructType:
     """Returns the schema of a read for which the user gave none.
 
     Args:
         options: Name the columns.
-        payload: The type of the payload, or its DDL, which only Spark can parse; None for binary.
-
-    Returns:
-        A schema, or its DDL if the payload's type is DDL.
+        payload: The type of the payload; None for binary.
     """
     plain = row_schema(options.all_columns)
     if payload is None:
         return plain
-    if isinstance(payload, DataType):
-        return StructType(
-            [
-                StructField(field.name, payload if field.name == "payload" else field.dataType)
-                for field in plain.fields
-            ]
-        )
-    kinds = {field.name: field.dataType.simpleString() for field in plain.fields}
-    return ", ".join(
-        f"{name} {payload if name == 'payload' else kind}" for name, kind in kinds.items()
+    return StructType(
+        [
+            StructField(field.name, payload if field.name == "payload" else field.dataType)
+            for field in plain.fields
+        ]
     )
 
 

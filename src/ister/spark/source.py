@@ -44,7 +44,7 @@ class IsterDataSource(DataSource):
         """Returns the format's name."""
         return "ister"
 
-    def schema(self) -> StructType | str:
+    def schema(self) -> StructType:
         """Returns the schema of a read: all columns of a message, or those that options name.
 
         Called by `load()`, so that invalid options are refused there, not at the first row; and by
@@ -65,7 +65,7 @@ class IsterDataSource(DataSource):
                 raise error from None
         _check_version(options)
         payload = _load("payload_schema").payload_type(options)
-        schema: StructType | str = _load("rows").read_schema(options, payload)
+        schema: StructType = _load("rows").read_schema(options, payload)
         return schema
 
     def reader(self, schema: StructType) -> BatchReader:

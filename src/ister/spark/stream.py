@@ -88,6 +88,7 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
         self._held_at = -float("inf")
         self._triggered_at = -float("inf")
         self._warned: set[str] = set()
+        self._is_first_batch = True
 
     # -- positions --------------------------------------------------------------------------
 
@@ -146,21 +147,29 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
         limits are those of the options.
         """
         if start is None:
-            start = self._own_position()
+            start = self._position if self._position is not None else self.initialOffset()
             self._position = self._find_end(start, None)
+            if self._is_first_batch:
+                self._is_first_batch = False
+                self._warn_of_limit(StreamOffset.from_dict(self._position))
             return self._position
         return self._find_end(start, limit)
 
-    def _own_position(self) -> dict[str, object]:
-        if self._position is None:
-            if isinstance(self.getDefaultReadLimit(), ReadMaxRows | ReadMaxBytes):
-                _log.warning(
-                    "with a limit, trigger(availableNow=True) reads one batch only in Spark %s; "
-                    "run the query again for the rest",
-                    SPARK_VERSION,
-                )
-            return self.initialOffset()
-        return self._position
+    def _warn_of_limit(self, end: StreamOffset) -> None:
+        """Warns if a query that Spark ends after this micro-batch leaves messages unread.
+
+        Spark before 4.2 does not tell a reader which trigger the query has.
+        """
+        is_limited = isinstance(self.getDefaultReadLimit(), ReadMaxRows | ReadMaxBytes)
+        if is_limited and any(
+            name in end.topics and end.topics[name].offset < head.end
+            for name, head in self._seen.items()
+        ):
+            _log.warning(
+                "the first batch ends at its limit; with trigger(availableNow=True), Spark %s "
+                "reads one batch only: run the query again for the rest",
+                SPARK_VERSION,
+            )
 
     def _find_end(self, start: dict[str, object], limit: ReadLimit | None) -> dict[str, object]:
         previous = StreamOffset.from_dict(start)

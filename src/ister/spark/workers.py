@@ -55,10 +55,16 @@ def keep_buffers() -> None:
     keep_freed_buffers(buffer_bytes_max=_BUFFER_BYTES_MAX, kept_bytes_max=_KEPT_BYTES_MAX)
 
 
-def compile_for(size_bytes: int) -> None:
-    """Loads the JIT-compiled loops over frames, if a task reads enough."""
+def compile_for(size_bytes: int, *, timeout: float | None = None) -> None:
+    """Loads the JIT-compiled loops over frames, if a task reads enough.
+
+    Args:
+        size_bytes: How much the task reads.
+        timeout: How long to wait, in seconds. Loading takes one or two; the first process on a
+            machine compiles the loops, which takes much longer.
+    """
     if size_bytes >= _COMPILED_BYTES_MIN:
-        kernels.load()
+        kernels.load(timeout)
 
 
 def _is_worker() -> bool:

@@ -9,6 +9,7 @@ cache               the newest messages, in memory
 reader              one reader over bucket, local files, cache and live messages
 aio                 a topic for asyncio
 columns             messages as Arrow record batches
+table               ranges as tables of pandas, Polars and DuckDB; topics in notebooks
 message             a message as its reader gets it
 arguments           checks of payloads and offsets
 partitioned         a partitioned topic

@@ -35,6 +35,7 @@ from ister.errors import CorruptDataError, NotFoundError
 from ister.format.archive import ArchivedRows, ArchiveReader, Fetched
 from ister.format.arrow.decode import ColumnarDecoder, FrameFeed
 from ister.format.arrow.encode import encode_frames
+from ister.format.arrow.text import Projection
 from ister.format.descriptor import FORMAT_PARQUET
 from ister.format.frame import FrameBatch
 from ister.metrics import Metrics
@@ -108,16 +109,26 @@ def decode_frames(frames: FrameBatch, decoders: Decoders) -> Iterator[Rows]:
     yield Rows(decoded.batch, decoded.next_offset)
 
 
-def as_arrow_reader(reader: Reader, decoders: Decoders) -> pa.RecordBatchReader:
-    """Everything before a reader's end, as Arrow; the reader is closed at its end."""
+def as_arrow_reader(
+    topic: str, columns: Sequence[str] | None, open_reader: Callable[[], Reader]
+) -> pa.RecordBatchReader:
+    """Everything before a reader's end, as Arrow; the reader is closed at its end.
+
+    Raises:
+        InvalidRequestError: There is no such column.
+        As `open_reader`, which is called when the columns are known to exist.
+    """
+    projection = Projection(columns)
+    decoders = Decoders(topic, projection.stored)
+    reader = open_reader()
 
     def batches() -> Iterator[pa.RecordBatch]:
         with reader:
             while (frames := reader.next_frames()) is not None:
                 for rows in decode_frames(frames, decoders):
-                    yield rows.batch
+                    yield projection.apply(rows.batch)
 
-    return pa.RecordBatchReader.from_batches(decoders.schema, batches())
+    return pa.RecordBatchReader.from_batches(projection.schema, batches())
 
 
 def read_part(

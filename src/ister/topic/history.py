@@ -5,8 +5,9 @@
 
 Owns: the connections. Does not own: topics; their owners continue to write.
 
-Only tiered messages are visible: committed objects, by their descriptors. Stores are opened when
-first needed: a Spark task that knows its byte range of an object needs no metadata.
+Only tiered messages are visible: committed objects, by their descriptors. The tail, which is what a
+topic's owner has not uploaded yet, is not; reprs and results say so. Stores are opened when first
+needed: a Spark task that knows its byte range of an object needs no metadata.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ from ister.errors import (
     NotFoundError,
     OffsetOutOfRangeError,
 )
+from ister.format.arrow.text import Projection
 from ister.format.descriptor import ObjectDescriptor
 from ister.format.records import TopicRecord, decode_topic
 from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import Start, TopicName
+from ister.notebook import render_table
 from ister.objectstore.base import ObjectStore
 from ister.objectstore.slices import with_slices
 from ister.partitions import partition_name
@@ -49,12 +52,20 @@ from ister.positions import to_milliseconds
 from ister.topic.arguments import as_offset
 from ister.topic.columns import Decoders, Rows, read_part, read_range
 from ister.topic.stores import open_metadata, open_objects
+from ister.topic.table import TopicTable
 
 _READ_AHEAD_THREADS: Final = 2
+_UNSEEN: Final = "without messages not yet uploaded; a broker or the log's own process has them"
+
+COVERAGE: Final = b"ister.history"
+"""Schema metadata key of what is read from a topic: which offsets, and what may be missing."""
 
 
 class History:
-    """The tiered messages of a log's topics. Thread-safe. Made by `ister.open_history`."""
+    """The tiered messages of a log's topics, without the tails. Thread-safe.
+
+    Made by `ister.open_history`.
+    """
 
     def __init__(
         self,
@@ -199,11 +210,19 @@ class History:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<History {self.config.storage.cloud.root}>"
+        return f"<History {self.config.storage.cloud.root}, without messages not yet uploaded>"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        if not self._is_closed:
+            topics = [self.topic(name) for name in self.topics()]
+            rows = [[topic.name, topic.earliest, topic.tiered] for topic in topics]
+        title = f"History {self.config.storage.cloud.root}"
+        return render_table(title, ("topic", "earliest", "tiered"), rows, note=_UNSEEN)
 
 
 class HistoryTopic:
-    """The tiered messages of one topic. Thread-safe."""
+    """The tiered messages of one topic, without the tail. Thread-safe."""
 
     def __init__(self, history: History, name: TopicName, incarnation: str | None = None) -> None:
         """A topic by its name; with `incarnation`, only that topic of the name."""
@@ -265,6 +284,11 @@ class HistoryTopic:
         last = self.catalog.last()
         return last.end if last is not None else self.earliest
 
+    @property
+    def is_sealed(self) -> bool:
+        """Whether everything is tiered: the last owner has uploaded the tail and handed it over."""
+        return self.catalog.sealed() is not None
+
     def descriptors(self, start: int, end: int) -> list[ObjectDescriptor]:
         """The objects with offsets in a range, ascending."""
         if start >= end:
@@ -315,18 +339,23 @@ class HistoryTopic:
     ) -> pa.RecordBatchReader:
         """The messages of a range as Arrow, read while it is consumed.
 
+        What the topic's owner has not uploaded yet is not among them, unless the topic is sealed.
+        The schema's metadata says so: `reader.schema.metadata[b"ister.history"]`.
+
         Args:
             start: `earliest`; `latest`, which is the end; an offset; or a point in time, which is
                 the first message published then or later.
             end: The offset, or the point in time, before which to stop; everything that is tiered
                 now by default.
-            columns: Which ones, in this order; all of them by default.
+            columns: Which ones, in this order; all of them by default. By name only: `text`, the
+                payload as UTF-8, null where it is not.
 
         Raises:
             OffsetOutOfRangeError: The bucket does not have the offset.
             InvalidRequestError: An argument makes no sense, or there is no such column.
         """
-        decoders = Decoders(self.name, columns)
+        projection = Projection(columns)
+        decoders = Decoders(self.name, projection.stored)
         self.record()
         earliest, tiered = self.earliest, self.tiered
         first = self._resolve("start", start, earliest, tiered)
@@ -344,8 +373,22 @@ class HistoryTopic:
             raise InvalidRequestError(
                 f"end {last} is before start {first}", topic=self.name, offset=first
             )
-        batches = self._batches(first, last, decoders)
-        return pa.RecordBatchReader.from_batches(decoders.schema, batches)
+        batches = map(projection.apply, self._batches(first, last, decoders))
+        said = f"offsets {first} to {last} of {self.name}"
+        if not self.is_sealed:
+            said = f"{said}, {_UNSEEN}"
+        schema = projection.schema.with_metadata({COVERAGE: said})
+        return pa.RecordBatchReader.from_batches(schema, batches)
+
+    def table(
+        self,
+        start: Start = "earliest",
+        *,
+        end: int | datetime | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> TopicTable:
+        """A range as a table, for pandas, Polars, DuckDB and notebooks; as for `read_arrow`."""
+        return TopicTable(self.name, lambda: self.read_arrow(start, end=end, columns=columns))
 
     def _resolve(self, name: str, where: Start, earliest: int, tiered: int) -> int:
         if where == "earliest":
@@ -392,7 +435,13 @@ class HistoryTopic:
         return read_range(self.reader, start, end, decoders, bytes_max=chunk_bytes)
 
     def __repr__(self) -> str:
-        return f"<HistoryTopic {self.name}>"
+        return f"<HistoryTopic {self.name}, without messages not yet uploaded>"
+
+    def _repr_html_(self) -> str:
+        row = [self.earliest, self.tiered, self.is_sealed]
+        note = "" if self.is_sealed else _UNSEEN
+        headers = ("earliest", "tiered", "sealed")
+        return render_table(f"History of {self.name}", headers, [row], note=note)
 
 
 def _batches(found: Iterator[Rows]) -> Iterator[pa.RecordBatch]:

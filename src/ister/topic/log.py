@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 from weakref import WeakValueDictionary
 
@@ -48,6 +47,7 @@ from ister.topic.reconcile import remove_directory
 from ister.topic.repair import Repaired, repair_topic
 from ister.topic.room import Room
 from ister.topic.stores import Tiers, open_tiers
+from ister.topic.table import render_topics
 from ister.topic.topic import Topic
 from ister.tracing import span
 from ister.wal.scheduler import Scheduler, Threads
@@ -687,14 +687,13 @@ class Log:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
         where = self._root if self._root is not None else "memory"
         return f"<Log {where} {'closed' if self._is_closed else 'open'}>"
+
+    def _repr_html_(self) -> str:
+        names = [] if self._is_closed else self.topics()
+        return render_topics(repr(self)[1:-1], [self._topics.get(name, name) for name in names])

@@ -20,6 +20,7 @@ from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import decode_message, decode_payload
 from ister.model import Codec, StreamMessage
 from ister.positions import EPOCH
+from ister.serializers import JSON, TEXT, Json, Serializer, decode_payload_by
 
 
 class Message:
@@ -64,6 +65,25 @@ class Message:
         if buffer is None:
             return self.record.payload
         return decode_payload(buffer, self._codec, start=self._start, end=self._end)
+
+    def json(self) -> Json:
+        """The payload, decoded as JSON.
+
+        Raises:
+            InvalidRequestError: It is not JSON; with the offset.
+        """
+        return self._decoded_by(JSON)
+
+    def text(self) -> str:
+        """The payload, decoded as UTF-8.
+
+        Raises:
+            InvalidRequestError: It is not UTF-8; with the offset.
+        """
+        return str(self._decoded_by(TEXT))
+
+    def _decoded_by(self, serializer: Serializer[Json]) -> Json:
+        return decode_payload_by(serializer, self.payload, offset=self.offset)
 
     @property
     def body(self) -> bytes:

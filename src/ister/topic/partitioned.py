@@ -21,6 +21,7 @@ from zlib import crc32
 from ister.errors import InvalidRequestError
 from ister.partitions import partition_of
 from ister.topic.append import MessageFields
+from ister.topic.table import render_topics
 from ister.topic.topic import Topic
 
 if TYPE_CHECKING:
@@ -105,6 +106,9 @@ class PartitionedTopic:
 
     def __repr__(self) -> str:
         return f"<PartitionedTopic {self.name} partitions={len(self.partitions)}>"
+
+    def _repr_html_(self) -> str:
+        return render_topics(f"Partitioned topic {self.name}", self.partitions)
 
 
 def split_rows(batch: pa.RecordBatch, partitions: int) -> Iterator[tuple[int, pa.RecordBatch]]:

@@ -42,6 +42,7 @@ from ister.topic.cache import Cache
 from ister.topic.message import Message
 from ister.topic.reader import Reader, check_start
 from ister.topic.retention import ActiveFloor, no_floor
+from ister.topic.table import TopicTable, render_topics
 from ister.topic.time_search import TimeSearch, searchable_end
 from ister.topic.uploads import Tiered
 from ister.wal.directory import format_log_name
@@ -514,7 +515,8 @@ class Topic(Appender):
             start: As for `reader`.
             end: The offset before which to stop; everything appended before this call by default.
             columns: Some of `topic`, `offset`, `publish_time`, `producer_name`, `payload`,
-                `attributes`, `routing_key`, `schema_id` and `schema_version`; all by default.
+                `attributes`, `routing_key`, `schema_id` and `schema_version`; all by default. By
+                name only: `text`, the payload as UTF-8, null where it is not.
             timeout: How long to wait for what was appended before this call to become visible.
 
         Raises:
@@ -524,12 +526,20 @@ class Topic(Appender):
         """
         return self._as_arrow(columns, lambda: self._bounded_reader(start, end, timeout))
 
+    def table(
+        self,
+        start: Start = "earliest",
+        *,
+        end: int | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> TopicTable:
+        """A range as a table, for pandas, Polars, DuckDB and notebooks; as for `read_arrow`."""
+        return TopicTable(self.name, lambda: self.read_arrow(start, end=end, columns=columns))
+
     def _as_arrow(
         self, columns: Sequence[str] | None, open_reader: Callable[[], Reader]
     ) -> pa.RecordBatchReader:
-        columns_of = load_columns()
-        decoders = columns_of.Decoders(self.name, columns)
-        return columns_of.as_arrow_reader(open_reader(), decoders)
+        return load_columns().as_arrow_reader(self.name, columns, open_reader)
 
     def _bounded_reader(self, start: Start, end: int | None, timeout: float | None) -> Reader:
         """A reader up to `end`, or of what was appended before this call, once it is visible."""
@@ -670,6 +680,9 @@ class Topic(Appender):
 
     def __repr__(self) -> str:
         return f"<Topic {self.name} {self.state.value} next={self.wal.next} ack={self.ack}>"
+
+    def _repr_html_(self) -> str:
+        return render_topics(f"Topic {self.name}", [self])
 
 
 def _iterate(reader: Reader, timeout: float | None) -> Iterator[Message]:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import pytest
 
 from ister.cli.interrupts import Interrupts
-from ister.client.sync import _LoopThread
+from ister.client.loop_thread import LoopThread
 
 PATIENCE = 60
 
@@ -69,7 +69,7 @@ def test_whoever_waits_for_the_file_is_woken():
 
 
 def test_a_call_that_may_be_broken_off_is():
-    thread = _LoopThread()
+    thread = LoopThread()
     began = time.monotonic()
     try:
         with (

@@ -183,6 +183,16 @@ def test_micro_batch_waits_no_longer_than_the_delay(home, query, now):
     assert running.run() == [], "the delay begins with the last micro-batch"
 
 
+def test_no_delay_waits_for_nothing(home, query, now):
+    home.append(A, 1)
+    running = query(
+        topic=A, startingOffsets="earliest", minOffsetsPerTrigger="3", maxTriggerDelay="0s"
+    )
+    running.run()
+    home.append(A, 1)
+    assert offsets_of(running.run()) == [1]
+
+
 def test_delay_does_not_begin_again_without_messages(home, query, now):
     home.append(A, 1)
     running = query(

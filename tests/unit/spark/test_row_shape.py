@@ -121,13 +121,17 @@ def test_payload_as_a_struct(home):
     assert [row["payload"] for row in found] == expected
 
 
-def test_ddl_is_left_to_spark(home):
-    publish(home, b"{}")
+def test_payload_by_ddl(home):
+    publish(home, b'{"id": 1}')
     for text in ("id BIGINT", "STRUCT<id: BIGINT>"):
-        ddl = source(home, payloadSchema=text, columns="offset, payload").schema()
-        assert ddl in ("offset bigint, payload STRUCT<id BIGINT>", f"offset bigint, payload {text}")
-    whole = source(home, payloadSchema="id BIGINT", includeHeaders="true").schema()
-    assert whole.endswith("headers array<struct<key:string,value:binary>>")
+        found = read(home, payloadSchema=text, columns="offset, payload")
+        assert found == [{"offset": 0, "payload": {"id": 1}}]
+
+
+def test_invalid_ddl_names_the_option(home):
+    publish(home, b"{}")
+    with pytest.raises(InvalidRequestError, match="payloadSchema is not valid DDL: unknown type"):
+        source(home, payloadSchema="id BIGNUM").schema()
 
 
 def test_every_type_that_json_is_read_as(home):

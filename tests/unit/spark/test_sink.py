@@ -608,9 +608,9 @@ def test_early_upload_that_fails_does_not_fail_the_commit(early, monkeypatch):
     monkeypatch.setattr(TopicUploads, "upload", refuse)
     failpoints.arm("batch.after_rows", lambda: eventually(lambda: tiers[0].lag_bytes > 0))
     sink.run(0, [[b"0"], [b"1"], [b"2"]])
-    assert payloads(home.read(A)) == [b"0", b"1", b"2"]
     # Once while the rows are appended, and once more at the end.
     assert calls == [False, True]
+    assert payloads(home.read(A)) == [b"0", b"1", b"2"]
 
 
 def test_small_batches_wait_for_their_upload(home, monkeypatch):

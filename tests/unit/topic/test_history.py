@@ -764,3 +764,51 @@ def test_history_that_is_closed_under_a_read_says_so(site, ahead):
         assert isinstance(error, (ClosedError, UnavailableError)), error
     # Or it ends well: what was under way may be finished.
     assert [row["offset"] for row in found] == list(range(len(found)))
+
+
+# -- what it does not see -----------------------------------------------------------------------
+
+
+def test_history_says_what_it_does_not_see(site):
+    topic = a_topic(site)
+    fill(topic, 10)
+    topic.upload()
+    fill(topic, 5)
+    topic.flush()
+    with a_history(site) as history:
+        found = history.topic(TEXT)
+        for shown in (repr(history), repr(found), history._repr_html_(), found._repr_html_()):
+            assert "without messages not yet uploaded" in shown
+        said = found.read_arrow().schema.metadata[b"ister.history"].decode()
+        assert said.startswith(f"offsets 0 to 10 of {TEXT}, without messages not yet uploaded")
+        assert found.read_arrow().read_all().schema.metadata, "the table has it, too"
+        assert not found.is_sealed
+    assert "does not see the tail" in ister.open_history.__doc__
+
+
+def test_history_of_a_sealed_topic_is_whole(site):
+    topic = a_topic(site)
+    fill(topic, 10)
+    topic.log.seal(TEXT)
+    with a_history(site) as history:
+        found = history.topic(TEXT)
+        assert found.is_sealed
+        assert found.read_arrow().schema.metadata == {
+            b"ister.history": b"offsets 0 to 10 of %s" % TEXT.encode()
+        }
+        assert "without" not in found._repr_html_()
+
+
+def test_text_is_null_where_a_payload_is_not_utf8(site):
+    topic = a_topic(site)
+    payloads = [b"a", b"\xff", "ü".encode(), b"", b"\xed\xa0\x80", b"\xf0\x9f\x8c\x8a"]
+    topic.append_many(payloads)
+    topic.flush()
+    expected = ["a", None, "ü", "", None, "🌊"]
+    local = topic.read_arrow(columns=["text", "offset"])
+    assert local.schema.names == ["text", "offset"]
+    assert local.read_all()["text"].to_pylist() == expected
+    topic.upload()
+    with a_history(site) as history:
+        table = history.topic(TEXT).table(0, columns=["text", "payload"]).to_arrow()
+    assert table.to_pydict() == {"text": expected, "payload": payloads}

@@ -60,6 +60,17 @@ def _at(seconds):
 # -- appending ----------------------------------------------------------------------------------
 
 
+def test_payloads_are_decoded_as_text_and_json(in_memory):
+    for payload in (b'{"a": 1}', "ü".encode(), b"\xff"):
+        in_memory.append(payload)
+    data, text, rest = in_memory.read(end=3)
+    assert (data.json(), data.text(), text.text()) == ({"a": 1}, '{"a": 1}', "ü")
+    for decode, says in ((rest.text, "not UTF-8"), (text.json, "cannot be decoded as JSON")):
+        with pytest.raises(InvalidRequestError, match=says) as caught:
+            decode()
+        assert caught.value.offset in (1, 2)
+
+
 def test_record_keeps_every_field_and_gets_its_offset(machine):
     """Goal: an empty field and a missing one are told apart, and a refused record has no offset."""
     full = StreamMessage(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ister.broker.schemas.avro import read_avro
 from ister.broker.schemas.definition import DEFINITION_BYTES_MAX, Definition
-from ister.broker.schemas.json_schema import read_json_schema
 from ister.broker.schemas.primitives import BytesDefinition, StringDefinition, read_number
 from ister.broker.schemas.protobuf import read_protobuf
 from ister.errors import InvalidRequestError
@@ -32,6 +31,9 @@ def read_definition(type_name: str, data: bytes) -> Definition:
         case SchemaType.AVRO:
             return read_avro(data)
         case SchemaType.JSON_SCHEMA:
+            # jsonschema is a tenth of a broker's start, and most brokers have no such schema.
+            from ister.broker.schemas.json_schema import read_json_schema  # noqa: PLC0415
+
             return read_json_schema(data)
         case SchemaType.PROTOBUF:
             return read_protobuf(data)

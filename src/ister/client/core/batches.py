@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MESSAGE_BYTES: Final = 128
 
 
-def as_payload(payload: bytes | bytearray | memoryview) -> bytes:
+def as_payload(payload: object) -> bytes:
     """The bytes of a message, as they are now.
 
     Raises:
@@ -31,7 +31,8 @@ def as_payload(payload: bytes | bytearray | memoryview) -> bytes:
     if isinstance(payload, bytes | bytearray | memoryview):
         return bytes(payload)
     raise InvalidRequestError(
-        f"payload must be bytes, not {type(payload).__name__}", hint="use .encode() for texts"
+        f"payload must be bytes, not {type(payload).__name__}",
+        hint="use .encode(), send_json, or a serializer",
     )
 
 

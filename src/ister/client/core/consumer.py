@@ -3,7 +3,8 @@
 Owns: the inbox, what is asked of the broker at the beginning, partitions that are new. Does not
 own: the way from the broker (`receivers`).
 
-`try_take`, `ack` and `nack` may be called by any thread; all else belongs to the loop.
+`try_take`, `ack` and `nack` may be called by any thread, `stop` by a signal handler too; all else
+belongs to the loop.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ister.errors import (
 from ister.limits import MIB
 from ister.model import Start
 from ister.positions import format_position
+from ister.serializers import AnySerializer, find_serializer
 from ister.subscription.policy import SubscriptionKind
 
 _log = logging.getLogger("ister.client.core.consumer")
@@ -55,9 +57,10 @@ class ConsumerOptions:
     subscription: str
     name: str | None = None
     kind: SubscriptionKind | str = SubscriptionKind.EXCLUSIVE
-    start: Start = "latest"
+    start: Start = "earliest"
     key_filters: Sequence[str] = ()
     create: bool = False
+    serializer: AnySerializer | None = None
     buffer_bytes: int = 32 * MIB
     timeout: float | None = None
 
@@ -74,6 +77,8 @@ class ConsumerOptions:
             raise InvalidRequestError(f"buffer_bytes must be at least 1, not {self.buffer_bytes}")
         if self.timeout is not None and not self.timeout > 0:
             raise InvalidRequestError(f"timeout must be above 0 seconds, not {self.timeout}")
+        if self.serializer is not None:
+            find_serializer(self.serializer)
 
 
 class ConsumerCore:
@@ -85,6 +90,9 @@ class ConsumerCore:
         self.name = options.name or f"ister-{secrets.token_hex(8)}"
         self._network = network
         self._options = options
+        self._serializer = (
+            None if options.serializer is None else find_serializer(options.serializer)
+        )
         self._post = post
         self._lock = threading.Lock()
         self.arrived = threading.Condition(self._lock)
@@ -96,6 +104,7 @@ class ConsumerCore:
         self._confirmed = asyncio.Event()
         self._failure: IsterError | None = None
         self._is_open = False
+        self._is_stopped = False
         self._is_closed = False
 
     # -- life -------------------------------------------------------------------------------
@@ -136,6 +145,7 @@ class ConsumerCore:
             key_filters=tuple(options.key_filters),
             buffer_bytes=min(options.buffer_bytes, max(share, _BYTES_PER_RECEIVER_MIN)),
             timeout=options.timeout,
+            serializer=self._serializer,
         )
         for name in names:
             receiver = self._receivers[name] = Receiver(self, self._network, name, settings)
@@ -202,6 +212,35 @@ class ConsumerCore:
             for receiver in receivers:
                 receiver.flushes -= 1
 
+    async def settled(self, message: ReceivedMessage) -> None:
+        """Waits until the broker has confirmed the ack of one message, or was sent its nack.
+
+        Raises:
+            ClosedError: The consumer was closed before.
+            IsterError: The consumer has failed.
+        """
+        receiver = self._receiver_of(message)
+        receiver.flushes += 1
+        receiver.wake()
+        try:
+            while True:
+                self._confirmed.clear()
+                with self._lock:
+                    if not receiver.is_pending(message.offset):
+                        return
+                if self._failure is not None:
+                    raise self._failure.again()
+                if not self._tasks:
+                    raise ClosedError("the consumer is closed", topic=self.topic)
+                await self._confirmed.wait()
+        finally:
+            receiver.flushes -= 1
+
+    def stop(self) -> None:
+        """Hands out no more messages; they can still be acknowledged. Takes no lock."""
+        self._is_stopped = True
+        self._post(self._wake)
+
     async def close(self, timeout: float | None = None) -> None:
         """Waits until every acknowledgement is confirmed, and ends. May be called twice.
 
@@ -211,7 +250,7 @@ class ConsumerCore:
             WaitTimeoutError: They were not in time; it is closed all the same.
         """
         with self._lock:
-            self._is_closed = True
+            self._is_closed = self._is_stopped = True
         self._wake()
         try:
             if self._failure is None:
@@ -233,6 +272,7 @@ class ConsumerCore:
             if receiver.opened.done() and not receiver.opened.cancelled():
                 receiver.opened.exception()  # seen
         self._wake()
+        self._confirmed.set()
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -263,6 +303,9 @@ class ConsumerCore:
 
     def try_take_locked(self) -> ReceivedMessage | None:
         """Like `try_take`, with the lock held."""
+        if self._is_stopped:
+            how = "closed" if self._is_closed else "stopped"
+            raise ClosedError(f"the consumer is {how}", topic=self.topic)
         inbox = self._inbox
         while inbox:
             message = inbox.popleft()
@@ -281,7 +324,7 @@ class ConsumerCore:
         """Returns when there may be a message, or the consumer ended."""
         waiter = asyncio.get_running_loop().create_future()
         with self._lock:
-            if self._inbox or self._is_closed or self._failure is not None:
+            if self._inbox or self._is_stopped or self._is_closed or self._failure is not None:
                 return
             self._arrival_waiters.append(waiter)
         try:

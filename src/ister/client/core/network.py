@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     import grpc
     from google.protobuf.message import Message
 
+    from ister.client.flight import FlightClient
+
 _Request = TypeVar("_Request", bound="Message")
 _Response = TypeVar("_Response", bound="Message")
 _Result = TypeVar("_Result")
@@ -270,6 +272,35 @@ class Network:
             info = await self.call_at(route, wire.services.Admin.Info, wire.ister_api.InfoRequest())
             known = self._flight[route.address] = reachable(info.flight_url, route.address)
         return known
+
+    async def locate_flight(self, topic: str) -> list[tuple[str, str]]:
+        """The topics behind a name, and the Flight address of the broker that has each.
+
+        Raises:
+            NotFoundError: There is no such topic.
+            UnavailableError: No broker answers.
+        """
+        names = await self.partitions(topic)
+        if not names:
+            raise NotFoundError(f"topic {topic} does not exist", topic=topic)
+        return [(name, await self.flight_address(await self.locate(name))) for name in names]
+
+    def open_flight(self, address: str) -> FlightClient:
+        """A blocking client of a broker's Flight port, for any thread; the caller closes it."""
+        from ister.client.flight import FlightClient  # noqa: PLC0415 - the reader's alone
+
+        token = self._token() if callable(self._token) else self._token
+        if self._tls is None:
+            return FlightClient(f"grpc://{address}", token=token)
+        ca, cert, key = self._tls.texts()
+        return FlightClient(
+            f"grpc+tls://{address}",
+            token=token,
+            tls_ca=ca,
+            tls_cert=cert,
+            tls_key=key,
+            server_name=self._tls.server_name,
+        )
 
     def forget(self, route: Route) -> None:
         """Has a broker be asked again where its ports are: it may be another one by now."""

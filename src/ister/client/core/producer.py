@@ -36,11 +36,14 @@ from ister.errors import (
 from ister.limits import MIB
 from ister.model import AckLevel
 from ister.partitions import partition_of
+from ister.serializers import AnySerializer, find_serializer
 
 _GOOD_BYE_SECONDS: Final = 2.0
 
 Post = Callable[[Callable[[], object]], object]
 """Calls a function on the loop soon; may be called in any thread."""
+Outgoing = tuple[bytes, Mapping[str, str] | None, str | None, int | None, int | None]
+"""A message: payload, attributes, routing key, schema id, schema version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,7 @@ class ProducerOptions:
     linger_ms: float = 20.0
     max_pending_bytes: int = 64 * MIB
     timeout: float | None = None
+    serializer: AnySerializer | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -75,6 +79,15 @@ class ProducerOptions:
                 raise InvalidRequestError(f"{name} must be from {low} to {high}, not {value}")
         if self.timeout is not None and not self.timeout > 0:
             raise InvalidRequestError(f"timeout must be above 0 seconds, not {self.timeout}")
+        if self.serializer is not None:
+            find_serializer(self.serializer)
+
+
+def _serialize_by(serializer: AnySerializer | None) -> Callable[[object], bytes]:
+    if serializer is None:
+        return as_payload
+    serialize = find_serializer(serializer).serialize
+    return lambda value: as_payload(serialize(value))
 
 
 class ProducerCore:
@@ -92,6 +105,8 @@ class ProducerCore:
         self.name = options.name or f"ister-{secrets.token_hex(8)}"
         self._network = network
         self._options = options
+        self.serialize: Callable[[object], bytes] = _serialize_by(options.serializer)
+        """The payload of a value; raises InvalidRequestError if that is not bytes."""
         self._post = post
         self._clock: Clock = clock or SystemClock()
         self._linger = options.linger_ms / 1000
@@ -234,7 +249,7 @@ class ProducerCore:
 
     def try_send(
         self,
-        payload: bytes | bytearray | memoryview,
+        payload: bytes,
         attributes: Mapping[str, str] | None = None,
         routing_key: str | None = None,
         schema_id: int | None = None,
@@ -247,7 +262,6 @@ class ProducerCore:
             ClosedError: The producer is closed.
             IsterError: Nothing can be published any more, and why.
         """
-        payload = as_payload(payload)
         size = size_of(payload, attributes, routing_key)
         options = self._options
         with self._lock:

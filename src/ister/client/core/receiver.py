@@ -48,6 +48,7 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.retry import AsyncRetry
+from ister.serializers import Json, Serializer
 
 if TYPE_CHECKING:
     _Call = wire.Stream[wire.ister_api.ConsumeRequest]
@@ -81,6 +82,7 @@ class ReceiverOptions:
     key_filters: tuple[str, ...]
     buffer_bytes: int
     timeout: float | None
+    serializer: Serializer[Json] | None = None
 
 
 class Inbox(Protocol):
@@ -95,7 +97,7 @@ class Inbox(Protocol):
         ...
 
     def progressed(self) -> None:
-        """Called when acknowledgements were confirmed; without the lock."""
+        """Called when acks were confirmed, or nacks sent or dropped; without the lock."""
         ...
 
 
@@ -106,6 +108,8 @@ class Receiver:
         self, inbox: Inbox, network: Network, topic: str, options: ReceiverOptions
     ) -> None:
         self.topic = topic
+        self.serializer = options.serializer
+        """Decodes `ReceivedMessage.value`; None for payloads as they are."""
         self.life = 0
         """Which stream it is; what came by another one before is not handed out any more."""
         self.held: dict[int, int] = {}
@@ -185,6 +189,14 @@ class Receiver:
         """Whether every acknowledgement is confirmed."""
         return not (self._acks or self._unconfirmed or self._nacks)
 
+    def is_pending(self, offset: int) -> bool:
+        """Whether the ack or nack of a message has to be sent or confirmed yet."""
+        return (
+            offset in self._unconfirmed
+            or any(offset == one for one, _ in self._acks)
+            or any(offset == nack.offset for nack in self._nacks)
+        )
+
     # -- on the loop ------------------------------------------------------------------------
 
     def wake(self) -> None:
@@ -239,6 +251,7 @@ class Receiver:
             self._acks = [*sorted(self._unconfirmed.items()), *self._acks]
             self._resumed.update((offset, _ANY_ATTEMPT) for offset, _ in self._acks)
             self._unconfirmed.clear()
+        self._inbox.progressed()  # those that wait for a nack
 
     async def _receive(self) -> None:
         """One stream, from its beginning to its end."""
@@ -339,6 +352,8 @@ class Receiver:
                 await self._answered(call.write(request), route)
             for nack in nacks:
                 await self._answered(call.write(api.ConsumeRequest(nack=nack)), route)
+            if nacks:
+                self._inbox.progressed()  # the broker does not confirm them
             if received is not None:
                 await self._answered(call.write(api.ConsumeRequest(received=received)), route)
             if is_due or nacks or received is not None:

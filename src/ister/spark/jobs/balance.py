@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 from ister.errors import InvariantError, IsterError
 from ister.limits import GIB
 from ister.spark.jobs.job_report import error_as_fields
-from ister.spark.jobs.runners import Executors, runner_of
+from ister.spark.jobs.runners import SparkOrRunner, runner_of
 from ister.spark.jobs.tasks import Done, run_tasks
 
 Item = TypeVar("Item")
@@ -32,7 +32,7 @@ _GROUP_BYTES: Final = 4 * GIB
 
 
 def run_balanced(
-    spark: Executors,
+    spark: SparkOrRunner,
     items: Sequence[Item],
     work: Callable[[Item], Result],
     *,

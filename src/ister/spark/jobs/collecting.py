@@ -63,7 +63,7 @@ from ister.spark.jobs.job import (
 )
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.progress import JobProgress
-from ister.spark.jobs.runners import Executors
+from ister.spark.jobs.runners import SparkOrRunner
 from ister.spark.jobs.tasks import Done, run_tasks
 from ister.topic.node_clock import longest_seconds
 
@@ -76,7 +76,7 @@ _GRACE_SECONDS_MIN: Final = 3600
 
 
 def gc(
-    spark: Executors,
+    spark: SparkOrRunner,
     config: JobConfig = None,
     *,
     broker: str | None = None,

@@ -62,7 +62,7 @@ from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_top
 from ister.spark.jobs.job_report import ErrorFields, JobReport, error_as_fields
 from ister.spark.jobs.merge_task import MergeItem, merge
 from ister.spark.jobs.progress import JobProgress
-from ister.spark.jobs.runners import Executors
+from ister.spark.jobs.runners import SparkOrRunner
 from ister.spark.jobs.tasks import Done, run_tasks
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _check_between(name: str, value: float, low: float, high: float | None) -> N
 
 
 def compact(
-    spark: Executors,
+    spark: SparkOrRunner,
     config: JobConfig = None,
     *,
     broker: str | None = None,

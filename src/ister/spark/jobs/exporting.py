@@ -46,7 +46,7 @@ from ister.spark.jobs.export_round import ExportRound
 from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.progress import JobProgress
-from ister.spark.jobs.runners import Executors
+from ister.spark.jobs.runners import SparkOrRunner
 
 _log = logging.getLogger("ister.spark.jobs.export")
 
@@ -103,7 +103,7 @@ class ExportSettings:
 
 
 def export(
-    spark: Executors,
+    spark: SparkOrRunner,
     config: JobConfig = None,
     *,
     broker: str | None = None,

@@ -43,7 +43,7 @@ from ister.model import TopicName
 from ister.spark.jobs.job_report import JobReport, error_as_fields, unexpected_as_fields
 from ister.spark.jobs.leases import LeaseKeeper
 from ister.spark.jobs.progress import JobProgress, NoProgress
-from ister.spark.jobs.runners import Executors, TaskRunner, runner_of
+from ister.spark.jobs.runners import SparkOrRunner, TaskRunner, runner_of
 from ister.spark.location import Place, find_place, place_of
 from ister.topic.history import History
 from ister.topic.stores import open_metadata
@@ -142,7 +142,7 @@ class Job:
 @contextmanager
 def open_job(
     name: str,
-    spark: Executors,
+    spark: SparkOrRunner,
     config: JobConfig,
     *,
     broker: str | None = None,

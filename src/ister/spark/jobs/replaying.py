@@ -36,7 +36,7 @@ from ister.spark.jobs.job import Job, JobConfig, find_job_place, open_job
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.progress import JobProgress
 from ister.spark.jobs.replay_run import ReplayRun, TaskFailedError
-from ister.spark.jobs.runners import Executors
+from ister.spark.jobs.runners import SparkOrRunner
 from ister.spark.jobs.transforms import TransformSource, identify, parse_transform
 from ister.spark.location import Place
 from ister.topic.batches import check_writer_name
@@ -49,7 +49,7 @@ _LEASES: Final = 1.5
 
 
 def replay(
-    spark: Executors,
+    spark: SparkOrRunner,
     config: JobConfig = None,
     *,
     broker: str | None = None,
@@ -134,7 +134,7 @@ def replay(
 
 @contextmanager
 def _opened(
-    spark: Executors,
+    spark: SparkOrRunner,
     place: Place,
     request: ReplayRequest,
     *,

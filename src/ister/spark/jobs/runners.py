@@ -118,11 +118,11 @@ class TaskRunner(ABC):
         return threads.start(name, work)
 
 
-Executors: TypeAlias = "SparkSession | TaskRunner | None"
+SparkOrRunner: TypeAlias = "SparkSession | TaskRunner | None"
 """What jobs take: a session, classic or Connect; a runner; None for a dry run."""
 
 
-def runner_of(spark: Executors, *, dry_run: bool = False) -> TaskRunner:
+def runner_of(spark: SparkOrRunner, *, dry_run: bool = False) -> TaskRunner:
     """Returns the runner for what was passed to a job.
 
     Raises:

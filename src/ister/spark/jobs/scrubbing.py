@@ -26,7 +26,6 @@ from typing import Final
 
 from ister import failpoints
 from ister.bucket.rebuild import find_runs
-from ister.config import CloudBackend
 from ister.errors import UnsupportedVersionError
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor
 from ister.limits import KIB
@@ -37,7 +36,7 @@ from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.object_check import Checked, ObjectChecker
 from ister.spark.jobs.object_repair import DamagedRange, RepairResult, repair_range
 from ister.spark.jobs.progress import JobProgress
-from ister.spark.jobs.runners import Executors
+from ister.spark.jobs.runners import SparkOrRunner
 from ister.spark.jobs.tasks import run_tasks
 from ister.spark.jobs.topic_scrub import BadObject, CheckItem, MissingRange, TopicScrub
 from ister.spark.location import Place
@@ -52,7 +51,7 @@ _ITEM_BYTES_MIN: Final = 256 * KIB
 
 
 def scrub(
-    spark: Executors,
+    spark: SparkOrRunner,
     config: JobConfig = None,
     *,
     broker: str | None = None,
@@ -141,8 +140,7 @@ def check_object(place: Place, item: CheckItem) -> Checked:
         history.objects,
         chunk_bytes=settings.cloud_reader.fetch_chunk_size,
         index_every_messages=settings.uploader.index_every_messages,
-        # The kernel reads files ahead by itself, and other tasks use the other processors.
-        ahead=None if history.config.storage.cloud.backend in _DIRECTORIES else history.ahead,
+        ahead=history.ahead,
         clock=history.clock,
         metrics=history.metrics,
     )
@@ -150,9 +148,6 @@ def check_object(place: Place, item: CheckItem) -> Checked:
 
 
 # -- checking -------------------------------------------------------------------------------
-
-
-_DIRECTORIES: Final = (CloudBackend.FS, CloudBackend.LOCAL)
 
 
 def _check(job: Job, scrubs: Sequence[TopicScrub]) -> None:

@@ -44,7 +44,7 @@ from ister.spark.jobs.pipeline_term import (
     TierTotals,
 )
 from ister.spark.jobs.progress import JobProgress
-from ister.spark.jobs.runners import Executors, runner_of
+from ister.spark.jobs.runners import SparkOrRunner, runner_of
 from ister.spark.jobs.stop_signals import stop_on_signals
 from ister.spark.location import Place
 
@@ -58,7 +58,7 @@ _ONCE_JOBS: Final = ("tier", "resort", "compact", "export", "gc", "scrub")
 
 
 def run(
-    spark: Executors,
+    spark: SparkOrRunner,
     config: JobConfig = None,
     *,
     broker: str | None = None,
@@ -105,7 +105,7 @@ def run(
 
 
 def run_once(
-    spark: Executors,
+    spark: SparkOrRunner,
     config: JobConfig = None,
     *,
     jobs: Sequence[str],
@@ -331,7 +331,7 @@ class Service:
 
     def __init__(
         self,
-        spark: Executors,
+        spark: SparkOrRunner,
         place: Place,
         *,
         tier: TierCycle | None,

@@ -54,6 +54,8 @@ _NOISE: Final = re.compile(
     r"|\d\d/\d\d/\d\d \d\d:\d\d:\d\d (WARN|INFO) "
     r"|\s*$"
 )
+# The root logger, and those of Py4J whose records are not filtered by it.
+_PY4J_LOGGERS: Final = (None, "py4j.java_gateway", "py4j.clientserver")
 _LOCAL_CONF: Final = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
@@ -151,7 +153,8 @@ def _start_quietly(settings: Mapping[str, str]) -> None:
     # Advice to programmers, which a command's user cannot follow.
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", module=r"pyspark\.")
-    logging.getLogger().addFilter(is_no_interrupt)
+    for name in _PY4J_LOGGERS:
+        logging.getLogger(name).addFilter(is_shown)
     conf = SparkConf().setAll(list(settings.items()))
     reading, writing = os.pipe()
     try:
@@ -167,10 +170,16 @@ def _start_quietly(settings: Mapping[str, str]) -> None:
     SparkContext(conf=conf, gateway=gateway)
 
 
-def is_no_interrupt(record: logging.LogRecord) -> bool:
-    """Leaves out the interruption of a call, which Py4J logs as an error, and raises too."""
+def is_shown(record: logging.LogRecord) -> bool:
+    """Leaves out what Py4J logs with a traceback and raises too.
+
+    That is a call that was interrupted, and the calls of other threads when the JVM ends then.
+    """
+    # Comes with PySpark, and has no types.
+    from py4j.protocol import Py4JNetworkError  # type: ignore[import-untyped] # noqa: PLC0415
+
     error = record.exc_info[1] if record.exc_info else None
-    while error is not None and not isinstance(error, KeyboardInterrupt):
+    while error is not None and not isinstance(error, KeyboardInterrupt | Py4JNetworkError):
         error = error.__context__
     return error is None
 

@@ -20,7 +20,7 @@ from ister.spark.jobs.balance import run_balanced
 from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.progress import JobProgress
-from ister.spark.jobs.runners import Executors
+from ister.spark.jobs.runners import SparkOrRunner
 from ister.spark.jobs.topic_stats import COLUMNS, TopicStats, take_sample
 from ister.spark.location import Place
 from ister.spark.offset_resolver import Head, OffsetResolver
@@ -37,7 +37,7 @@ _SAMPLES: Final = 8
 
 
 def stats(
-    spark: Executors,
+    spark: SparkOrRunner,
     config: JobConfig = None,
     *,
     broker: str | None = None,

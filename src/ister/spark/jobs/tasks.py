@@ -28,7 +28,7 @@ from ister import failpoints
 from ister.errors import InvariantError, IsterError
 from ister.limits import KIB, MIB
 from ister.spark.jobs.job_report import ErrorFields, error_as_fields
-from ister.spark.jobs.runners import Executors, TaskRunner, runner_of
+from ister.spark.jobs.runners import SparkOrRunner, TaskRunner, runner_of
 from ister.spark.workers import keep_buffers, spare_collector
 
 Item = TypeVar("Item")
@@ -54,7 +54,7 @@ class Done(Generic[Item, Result]):
 
 
 def run_tasks(
-    spark: Executors,
+    spark: SparkOrRunner,
     items: Sequence[Item],
     work: Callable[[Item], Result],
     *,

@@ -64,7 +64,7 @@ from ister.spark.jobs.job import (
 )
 from ister.spark.jobs.job_report import ErrorFields, JobReport, error_as_fields
 from ister.spark.jobs.progress import JobProgress
-from ister.spark.jobs.runners import Executors
+from ister.spark.jobs.runners import SparkOrRunner
 from ister.spark.jobs.stop_signals import stop_on_signals
 from ister.spark.jobs.tasks import Done, run_tasks
 from ister.spark.jobs.tier_topics import Cycle, Known, TopicBook
@@ -445,7 +445,7 @@ def tier_cycle(
 
 
 def tier(
-    spark: Executors,
+    spark: SparkOrRunner,
     config: JobConfig = None,
     *,
     broker: str | None = None,

@@ -5,9 +5,11 @@ import os
 import signal
 
 import pytest
+from py4j.protocol import Py4JNetworkError
 
-from ister.spark.jobs.session import _jvm_options, _start_quietly, forward_errors, is_no_interrupt
+from ister.spark.jobs.session import _jvm_options, _start_quietly, forward_errors, is_shown
 from ister.spark.jobs.stop_signals import hold_signals
+from support.loops import case
 
 NOISE = """\
 WARNING: Using incubator modules: jdk.incubator.vector
@@ -74,11 +76,15 @@ def test_jvm_is_started_with_signals_held(monkeypatch):
 
 
 def test_interruption_is_not_logged_as_an_error():
-    """Py4J logs one with a traceback, to the root logger, before it raises it again."""
-    follows = ValueError("broken")
+    """Py4J logs one with a traceback before it raises it again, and a JVM that has ended."""
+    follows, refused = ValueError("broken"), Py4JNetworkError("no connection")
     follows.__context__ = KeyboardInterrupt()
-    for error in (KeyboardInterrupt(), follows, ValueError("broken")):
-        record = logging.LogRecord(
-            "root", logging.ERROR, "", 1, "failed", None, (type(error), error, None)
-        )
-        assert is_no_interrupt(record) == (error.__context__ is None and error.args != ())
+    refused.__context__ = ConnectionRefusedError("refused")
+    errors = {KeyboardInterrupt(): False, follows: False, refused: False, ValueError("x"): True}
+    for error, expected in errors.items():
+        with case(error):
+            record = logging.LogRecord(
+                "root", logging.ERROR, "", 1, "failed", None, (type(error), error, None)
+            )
+            assert is_shown(record) is expected
+    assert is_shown(logging.LogRecord("root", logging.ERROR, "", 1, "failed", None, None))

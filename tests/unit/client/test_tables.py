@@ -1,0 +1,184 @@
+"""A range read by Flight, from brokers that go away meanwhile."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+import pyarrow as pa
+
+from ister.client.tables import ArrowRead
+from ister.errors import (
+    ConflictError,
+    InvalidRequestError,
+    OffsetOutOfRangeError,
+    UnavailableError,
+)
+from ister.format.arrow.schema import arrow_schema
+from ister.model import AckLevel, Codec
+from ister.wire.contract import TopicStatus
+
+TOPIC = "/default/t"
+
+
+class Brokers:
+    """Topics of some messages each, at addresses; what goes wrong is listed in `faults`."""
+
+    def __init__(self, topics=(TOPIC,), *, count=10, ack=AckLevel.SYNCED, synced=None):
+        self.topics = topics
+        self.count = count
+        self.ack = ack
+        self.synced = count if synced is None else synced
+        self.faults = []
+        self.located = 0
+        self.opened = []
+        self.asked = []
+
+    def locate(self, topic):
+        assert topic == TOPIC
+        self.located += 1
+        return [(name, f"broker-{self.located}:1") for name in self.topics]
+
+    def open(self, address):
+        made = Flight(self, address)
+        self.opened.append(made)
+        return made
+
+    def read(self, *args, timeout=30.0, **named):
+        named = {"start": "earliest", "end": None, "columns": ["offset"], **named}
+        return ArrowRead(TOPIC, **named, locate=self.locate, open_flight=self.open, timeout=timeout)
+
+
+class Flight:
+    def __init__(self, brokers, address):
+        self.brokers = brokers
+        self.address = address
+        self.is_closed = False
+
+    def close(self):
+        self.is_closed = True
+
+    def watermarks(self, topics):
+        self._fail("watermarks")
+        count, synced = self.brokers.count, self.brokers.synced
+        return {
+            topic: TopicStatus(
+                topic=topic,
+                incarnation="i",
+                earliest=0,
+                trimmed=0,
+                tiered=0,
+                synced=synced,
+                written=synced,
+                next=count,
+                codec=Codec.BINCODE2,
+                ack=self.brokers.ack,
+            )
+            for topic in topics
+        }
+
+    def find_time(self, topic, milliseconds, start, end):
+        return milliseconds if milliseconds < end else None
+
+    def read(self, ticket):
+        self.brokers.asked.append((self.address, ticket.topic, ticket.start, ticket.end))
+        for offset in range(ticket.start, ticket.end, 2):
+            self._fail(offset)
+            rows = [
+                {"topic": ticket.topic, "offset": one, "payload": b"%d" % one}
+                for one in range(offset, min(offset + 2, ticket.end))
+            ]
+            schema = arrow_schema(ticket.columns)
+            yield pa.RecordBatch.from_pylist(
+                [{name: row.get(name) for name in schema.names} for row in rows], schema
+            )
+
+    def _fail(self, where):
+        if self.brokers.faults and self.brokers.faults[0][0] == where:
+            raise self.brokers.faults.pop(0)[1]
+
+
+def offsets(read):
+    return [one for batch in read.batches() for one in batch["offset"].to_pylist()]
+
+
+def test_reading_goes_on_at_another_broker():
+    brokers = Brokers()
+    brokers.faults = [(4, UnavailableError("gone")), (6, UnavailableError("gone again"))]
+    assert offsets(brokers.read()) == list(range(10))
+    assert brokers.asked == [
+        ("broker-1:1", TOPIC, 0, 10),
+        ("broker-2:1", TOPIC, 4, 10),
+        ("broker-3:1", TOPIC, 6, 10),
+    ]
+    assert all(one.is_closed for one in brokers.opened)
+
+
+def test_the_range_is_asked_for_again():
+    brokers = Brokers()
+    brokers.faults = [("watermarks", UnavailableError("gone"))]
+    assert offsets(brokers.read(start=7)) == [7, 8, 9]
+    assert brokers.located == 2
+    assert all(one.is_closed for one in brokers.opened)
+
+
+def test_what_cannot_be_retried_is_raised():
+    brokers = Brokers()
+    brokers.faults = [(4, ConflictError("deleted and made again"))]
+    with pytest.raises(ConflictError):
+        offsets(brokers.read())
+    assert all(one.is_closed for one in brokers.opened)
+
+
+def test_brokers_that_stay_away_are_given_up():
+    brokers = Brokers()
+    brokers.faults = [(4, UnavailableError("gone"))] * 1000
+    with pytest.raises(UnavailableError, match="gone"):
+        offsets(brokers.read(timeout=0.05))
+    assert all(one.is_closed for one in brokers.opened)
+
+
+def test_ranges():
+    brokers = Brokers()
+    at = datetime.fromtimestamp(0.003, UTC)
+    assert offsets(brokers.read(start=at)) == [3, 4, 5, 6, 7, 8, 9]
+    assert offsets(brokers.read(start=2, end=at)) == [2]
+    assert offsets(brokers.read(start=datetime(2026, 1, 1, tzinfo=UTC))) == []
+    assert offsets(brokers.read(start="latest")) == []
+    assert offsets(brokers.read(start=8, end=100)) == [8, 9], "behind the end is the end"
+    assert offsets(brokers.read(start=at, end=at)) == []
+    with pytest.raises(InvalidRequestError, match="end 3 is before start 4"):
+        brokers.read(start=4, end=3)
+    with pytest.raises(OffsetOutOfRangeError):
+        brokers.read(start=11)
+    with pytest.raises(InvalidRequestError, match="unknown column 'x'") as caught:
+        brokers.read(columns=["x"])
+    assert caught.value.hint.endswith("text")
+
+
+def test_columns():
+    brokers = Brokers(count=2)
+    batch = pa.Table.from_batches(brokers.read(columns=["text"]).batches())
+    assert batch.to_pydict() == {"text": ["0", "1"]}
+    assert [one.num_rows for one in brokers.read(columns=[]).batches()] == [2]
+    with pytest.raises(InvalidRequestError, match="column 'text' occurs twice"):
+        brokers.read(columns=["text", "text"])
+
+
+def test_partitions_one_after_the_other():
+    brokers = Brokers([f"{TOPIC}-part-0", f"{TOPIC}-part-1"], count=3)
+    brokers.faults = [(2, UnavailableError("gone"))]
+    read = brokers.read(columns=["topic", "offset"])
+    found = [tuple(row.values()) for batch in read.batches() for row in batch.to_pylist()]
+    assert found == [(name, offset) for name in brokers.topics for offset in range(3)]
+    for named in ({"start": 1}, {"end": 1}):
+        with pytest.raises(InvalidRequestError, match="each partition has offsets of its own"):
+            brokers.read(**named)
+
+
+def test_messages_in_memory_only_are_not_passed_over_in_silence():
+    with pytest.raises(InvalidRequestError, match="none of the messages of /default/t is durable"):
+        Brokers(ack=AckLevel.MEMORY, synced=0).read()
+    assert offsets(Brokers(ack=AckLevel.MEMORY, synced=4).read()) == [0, 1, 2, 3]
+    assert offsets(Brokers(ack=AckLevel.MEMORY, count=0).read()) == []

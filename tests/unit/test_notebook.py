@@ -1,0 +1,92 @@
+"""HTML for notebooks: right, and nothing in it that came from outside is markup."""
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+import ister
+from ister.client.admin import SubscriptionDescription, TopicDescription
+from ister.notebook import render_table
+
+
+def test_everything_is_escaped():
+    bad = "<script>alert('&')</script>"
+    shown = render_table(bad, [bad], [[bad], [bad.encode()], [[bad]]], note=bad)
+    assert "<script>" not in shown
+    assert shown.count("&lt;script&gt;") == 6
+
+
+def test_cells():
+    shown = render_table("t", ["a"], [[None], [7], [True], [b"\xff"], ["x" * 1000]])
+    cells = shown.split("<tr>")[2:]
+    assert cells[0].startswith("<td></td>")
+    assert 'right">7<' in cells[1]
+    assert 'left">True<' in cells[2]
+    assert "\\xff" in cells[3]
+    assert f">{'x' * 200}…<" in cells[4]
+
+
+def test_logs_topics_and_tables(tmp_path):
+    with ister.open(tmp_path) as log:
+        topic = log.topic("/default/orders", create=True)
+        topic.append(b"<b>bold</b>", attributes={"<i>": "1"})
+        topic.append(b"\xff")
+        topic.flush()
+        for shown in (log._repr_html_(), topic._repr_html_()):
+            assert ">/default/orders<" in shown
+            assert "<th>tiered</th>" in shown
+            assert 'right">2<' in shown
+        table = topic.table(columns=["offset", "text", "attributes"])
+        shown = table._repr_html_()
+        assert "&lt;b&gt;bold&lt;/b&gt;" in shown
+        assert "{&#x27;&lt;i&gt;&#x27;: &#x27;1&#x27;}" in shown
+        assert "<td></td>" in shown, "what is not text"
+        assert "the first" not in shown
+        assert repr(table) == "<TopicTable /default/orders>"
+        topic.append_many([b"x"] * 20)
+        topic.flush()
+        assert table._repr_html_().count("<tr>") == 11
+        assert "the first 10 rows" in table._repr_html_()
+    assert "closed" in log._repr_html_()
+    with ister.open(tmp_path) as log:
+        assert ">not open<" in log._repr_html_()
+
+
+def test_partitioned_topics(tmp_path):
+    with ister.open(tmp_path) as log:
+        for number in range(2):
+            log.topic(f"/default/p-part-{number}", create=True)
+        shown = log.partitioned("/default/p")._repr_html_()
+    assert "/default/p-part-0" in shown
+    assert "/default/p-part-1" in shown
+
+
+def test_what_a_broker_says_of_a_topic():
+    subscription = SubscriptionDescription(
+        topic="/default/t",
+        subscription="<s>",
+        kind="shared",
+        cursor=3,
+        lag=4,
+        in_flight=0,
+        waiting=0,
+        blocked=None,
+        consumers=(),
+        active=None,
+        max_unacked_messages=1000,
+    )
+    watermarks = dict.fromkeys(("earliest", "trimmed", "tiered", "synced", "written", "next"), 7)
+    description = TopicDescription(
+        topic="/default/t",
+        partitions=(),
+        is_reliable=True,
+        ack="synced",
+        codec="bincode2",
+        incarnation="i",
+        producers=0,
+        subscriptions=(subscription,),
+        **watermarks,
+    )
+    shown = description._repr_html_()
+    assert "&lt;s&gt;" in shown
+    assert 'right">7<' in shown
