@@ -191,7 +191,7 @@ def test_a_live_tail_adds_what_comes(shop, open_page):
     settled(page)
     tail = page.get_by_role("button", name="Live tail")
     tail.click()
-    assert tail.get_attribute("aria-pressed") == "true"
+    page.wait_for_selector("button.switch[aria-pressed=true]")
     shop.publish(topic, b"one", b"hidden", b"two")
     until(page, "document.querySelectorAll('.toggle').length === 4")
     assert offsets(page) == [4, 2, 1, 0]
