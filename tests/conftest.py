@@ -4,6 +4,7 @@ Puts `tests/` on the import path, so that tests find the shared builders from an
 """
 
 import logging
+import signal
 import os
 import sys
 import threading
@@ -29,6 +30,11 @@ for _name in ("ISTER_CONTEXT", "ISTER_BROKER", "ISTER_TOKEN"):
 # How long an example takes says nothing on a machine that is busy with other work.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+
+# A shell has the commands that it runs in the background ignore Ctrl-C, and so all that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,7 @@ def test_batch_and_stream_suites_pass(version, tmp_path):
 
 
 @pytest.mark.timeout(_SECONDS + 60)
-@pytest.mark.parametrize("version", map(nightly, _VERSIONS))
+@pytest.mark.parametrize("version", [nightly(version) for version in _VERSIONS])
 def test_views_and_jobs_work(version, tmp_path):
     _run_suites(version, _NIGHTLY_SUITES, tmp_path, at_least=30)
 

@@ -114,9 +114,9 @@ def descriptor_before_object(patch: pytest.MonkeyPatch) -> None:
 def tiered_is_told_before_the_commit(patch: pytest.MonkeyPatch) -> None:
     real = TopicTier._upload
 
-    def upload(self: TopicTier, is_crowded):
+    def upload(self: TopicTier, is_crowded, **options):
         self._wal.advance_tiered(self._wal.synced)
-        return real(self, is_crowded)
+        return real(self, is_crowded, **options)
 
     patch.setattr(TopicTier, "_upload", upload)
 
@@ -150,14 +150,14 @@ def upload_of_what_is_not_synced(patch: pytest.MonkeyPatch) -> None:
         if self.wal.next:
             self.wal.wait(self.wal.next - 1, ister.topic.bucket_link.AckLevel.WRITTEN)
         with self.tier._uploading:
-            return self.tier._upload(lambda: False)
+            return self.tier._upload(lambda: False, is_paced=True)
 
     real = TopicTier._upload
 
-    def upload_written(self: TopicTier, is_crowded):
+    def upload_written(self: TopicTier, is_crowded, **options):
         synced, self._wal.synced = self._wal.synced, self._wal.written
         try:
-            return real(self, is_crowded)
+            return real(self, is_crowded, **options)
         finally:
             self._wal.synced = synced
 
