@@ -23,7 +23,7 @@ async def read_body(request: web.Request) -> JsonObject:
     """The JSON object of a request.
 
     Raises:
-        InvalidRequestError: It is too large, or not a JSON object.
+        InvalidRequestError: It is too large, not a JSON object, or not valid Unicode.
     """
     data = b""
     async for chunk in request.content.iter_chunked(16 * KIB):
@@ -32,6 +32,10 @@ async def read_body(request: web.Request) -> JsonObject:
             raise InvalidRequestError(f"the request has more than {_BODY_BYTES_MAX} bytes")
     try:
         content = json.loads(data or b"{}")
+        if b"\\u" in data:  # half of a surrogate pair can be escaped, and is no character
+            json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError("the request is not valid Unicode") from error
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError("the request is not JSON") from error
     if not isinstance(content, dict):

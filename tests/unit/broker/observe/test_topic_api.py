@@ -33,6 +33,7 @@ def test_topics_are_created_and_deleted(tmp_path):
                 {"topic": "/default/x", "partitions": -1},
                 {"topic": "/default/x", "ack": "perhaps"},
                 {"topic": 7},
+                {"topic": "/default/x", "ack": "\ud800"},
             ):
                 assert (await page.post("topics", wrong))[0] == 400, wrong
             assert (await page.post("topics", {"topic": "/nowhere/x"}))[0] == 404
