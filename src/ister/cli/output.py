@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol, TextIO, TypeAlias
 
-from ister.cli.table import format_cell, format_table, is_number_column
+from ister.cli.table import format_cell, format_table, is_number_column, plain
 from ister.limits import KIB
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ _BAD: Final = frozenset({"no", "damaged", "failed", "missing", "not repairable",
 """Cells that are one of these words stand out; so do those that begin with it and a comma."""
 
 
-def is_terminal(file: TextIO) -> bool:
-    """Whether a file is a terminal that can show more than plain text."""
-    return bool(file.isatty()) and os.environ.get("TERM") != "dumb"
+def is_terminal(file: TextIO | None) -> bool:
+    """Whether a file is a terminal that can show more than plain text; None (`>&-`) is not."""
+    return file is not None and file.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -176,6 +176,9 @@ def print_facts(facts: Mapping[str, object], *, title: str | None = None) -> Non
 
 def print_error(text: str, *, hint: str | None = None) -> None:
     """What went wrong, on standard error, and what to do about it."""
+    # Errors quote names and values of others, which must not control a terminal.
+    text = "\n".join(map(plain, text.split("\n")))
+    hint = hint and "\n".join(map(plain, hint.split("\n")))
     if not is_terminal(sys.stderr):
         print(f"ister: {text}" + (f"; {hint}" if hint else ""), file=sys.stderr)
         return
@@ -271,7 +274,7 @@ def confirm(question: str, *, is_confirmed: bool) -> bool:
     """
     if is_confirmed:
         return True
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if not all(file is not None and file.isatty() for file in (sys.stdin, sys.stderr)):
         print_error("not confirmed", hint="pass --yes")
         return False
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)

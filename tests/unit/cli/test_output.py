@@ -133,6 +133,24 @@ def test_facts_are_lines_in_both(terminal, monkeypatch):
     assert shown == sys.stdout.getvalue() == "things\na       first\nlonger  -\nn       3\n"
 
 
+HOSTILE = "\x1b]0;title\x07\x1b[31m\x9b2J\r\n\u202e"
+HARMLESS = r"\x1b]0;title\x07\x1b[31m\x9b2J\r\n\u202e"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_texts_of_others_do_not_control_a_terminal(terminal, monkeypatch, is_terminal):
+    shown = terminal()
+    monkeypatch.setattr(output, "is_terminal", lambda _: is_terminal)
+    print_table(("reason",), [(HOSTILE,)])
+    print_facts({"reason": HOSTILE})
+    print_error(HOSTILE.replace("\n", ""), hint="first\nsecond\x9b")
+    text = without_style(shown.getvalue())
+    assert text.count(HARMLESS) == 2
+    assert r"ister: \x1b]0;title" in text
+    assert r"second\x9b" in text
+    assert not set("\x1b\x07\x9b\r\u202e") & set(text)
+
+
 # -- errors ---------------------------------------------------------------------------------
 
 
