@@ -26,7 +26,7 @@ from ister.cli.connection import (
     parse_name,
     print_change,
 )
-from ister.cli.errors_out import answer, print_json
+from ister.cli.errors_out import answer, in_shell_words, print_json
 from ister.cli.location import add_topic_argument, parse_topic
 from ister.cli.message_options import FILTER_HELP, add_filter_arguments, make_filter
 from ister.cli.messages_out import Received, printable
@@ -523,8 +523,8 @@ def _print_failures(options: argparse.Namespace, failed: Sequence[JsonObject]) -
     if options.json:
         return
     for one in failed[:_FAILURES_SHOWN]:
-        hint = one.get("hint")
+        hint = in_shell_words(str(one.get("hint") or ""))
         where = f"{one['topic']} offset {one['offset']} stays pending"
-        print_error(f"{where}: {one['error']}", hint=str(hint) if hint else None)
+        print_error(f"{where}: {one['error']}", hint=hint or None)
     if len(failed) > _FAILURES_SHOWN:
         print_error(f"{len(failed) - _FAILURES_SHOWN} more stay pending")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -78,6 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: With 2 after wrong usage, with 0 after `--help` and `--version`.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Not every locale has our dashes; bytes are written without it.
+        sys.stdout.reconfigure(errors="backslashreplace")
     options = make_parser(only=given[0] if given else "").parse_args(given)
     # Commands print their findings; the log is only for errors that need attention.
     logs.configure(level="ERROR", as_text=True)

@@ -47,6 +47,17 @@ def test_output_to_a_full_disk_is_an_error_without_a_traceback():
     assert done.stderr == "ister: cannot write the output: No space left on device\n"
 
 
+def test_help_in_a_locale_without_its_characters():
+    done = subprocess.run(
+        [sys.executable, "-m", "ister.cli.main", "--help"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"usage: ister COMMAND" in done.stdout
+
+
 def test_closed_standard_files_are_no_terminal(monkeypatch):
     """`ister … <&- >&-`: Python has None in their place."""
     monkeypatch.setattr(sys, "stdout", None)

@@ -19,6 +19,7 @@ from ister.cli.output import (
     print_table,
     progress,
 )
+from ister.cli.table import format_table
 from ister.limits import GIB, KIB, MIB
 
 ROWS = [("/default/orders", 12, 3.5, None, True), ("/shop/[a]", 7, 1234.5, "x", False)]
@@ -105,6 +106,13 @@ def test_only_columns_of_numbers_stand_right(capsys):
 def test_empty_table_is_its_titles(capsys):
     print_table(("a", "b"), [])
     assert capsys.readouterr().out == "A  B\n"
+
+
+def test_words_of_a_table_are_whole_in_a_narrow_terminal(terminal, monkeypatch):
+    shown = terminal()
+    monkeypatch.setenv("COLUMNS", "20")
+    print_table(HEADERS, ROWS)
+    assert shown.getvalue() == f"{format_table([one.upper() for one in HEADERS], ROWS)}\n"
 
 
 def test_no_color_keeps_colours_away(terminal, monkeypatch):
