@@ -4,8 +4,8 @@ Puts `tests/` on the import path, so that tests find the shared builders from an
 """
 
 import logging
-import signal
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator

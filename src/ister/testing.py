@@ -19,7 +19,8 @@ messages go through its ports and its files, are acknowledged and redelivered as
 Nothing is uploaded to a bucket unless the settings say so.
 
 At the end of the block the broker stops: open consumers and producers lose their connection, the
-thread ends, and the directory is deleted. A process that is killed leaves the directory.
+thread ends, and the directory is deleted. A process that is killed leaves the directory. A child
+process that leaves the block (`os.fork`) stops nothing: the broker is its parent's.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import asyncio
 import itertools
 import logging
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -109,7 +111,8 @@ def run_broker(
     except ImportError as error:
         raise missing_extra("ister.testing", "broker", error) from error
     with _kept(directory) as place, _hushed():
-        tree = _merged(_settings_in(place, settings or {}), settings or {})
+        given = _merged({}, settings or {})
+        tree = _merged(_settings_in(place, given), given)
         # ISTER_… variables of the developer must not affect tests.
         others = {name: os.environ[name] for name in os.environ if not name.startswith("ISTER_")}
         config = load_config(tree, others)
@@ -125,8 +128,13 @@ def _kept(directory: str | os.PathLike[str] | None) -> Iterator[str]:
     if directory is not None:
         yield os.path.abspath(directory)
         return
-    with tempfile.TemporaryDirectory(prefix="ister-") as made:
+    # Not a TemporaryDirectory: a child process that ends would delete it as well.
+    made, owner = tempfile.mkdtemp(prefix="ister-"), os.getpid()
+    try:
         yield made
+    finally:
+        if os.getpid() == owner:
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def _settings_in(directory: str, settings: Mapping[str, object]) -> dict[str, object]:
@@ -156,6 +164,7 @@ class _Running:
     def __init__(self, make: Callable[[], Broker]) -> None:
         self.listening: Listening
         self._make = make
+        self._owner = os.getpid()
         self._failures: list[BaseException] = []
         self._is_up = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -186,11 +195,13 @@ class _Running:
             await broker.stop()
 
     def stop(self) -> None:
-        """Stops the broker and waits for it.
+        """Stops the broker and waits for it. Does nothing in a child process, which has none.
 
         Raises:
             UnavailableError: It did not stop in time.
         """
+        if os.getpid() != self._owner:
+            return
         if self._loop is not None and self._ending is not None:
             with suppress(RuntimeError):  # it has ended already
                 self._loop.call_soon_threadsafe(self._ending.set)

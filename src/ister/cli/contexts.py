@@ -38,6 +38,9 @@ CONTEXT_VARIABLE: Final = "ISTER_CONTEXT"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _FILES: Final = ("ca_file", "cert_file", "key_file", "token_file")
 _OTHERS: Final = 0o077
+_WORDS: Final = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
+    ("false", "no", "off", "0"), False
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,14 +178,18 @@ def _parse(text: str, path: str) -> Contexts:
 
     try:
         tree = parse_yaml(text).tree
-        stored = tree.get("contexts")
-        named = stored if isinstance(stored, Mapping) else {}
-        found = {str(name): _context(str(name), one) for name, one in named.items()}
+        found = _named(tree.get("contexts") or {})
     except ConfigError as error:
         error.path = error.path or path
         raise
     current = tree.get("current")
-    return Contexts(found, str(current) if current and str(current) in found else None)
+    return Contexts(found, str(current) if current else None)
+
+
+def _named(stored: object) -> dict[str, Context]:
+    if not isinstance(stored, Mapping):
+        raise ConfigError("contexts are not names with their settings")
+    return {str(name): _context(str(name), one) for name, one in stored.items()}
 
 
 def _context(name: str, stored: object) -> Context:
@@ -192,8 +199,11 @@ def _context(name: str, stored: object) -> Context:
     if unknown := sorted(set(stored) - known):
         raise ConfigError(f"context {name!r} has the unknown setting {unknown[0]!r}")
     texts = {key: str(value) for key, value in stored.items() if value is not None}
-    is_tls = texts.pop("tls", "false").lower() in ("true", "yes", "1")
-    return Context(tls=is_tls, **texts)
+    tls = texts.pop("tls", "false").lower()
+    if tls not in _WORDS:
+        # A token must not be sent in clear because of a typing error.
+        raise ConfigError(f"context {name!r} has tls: {tls!r}", hint="use true or false")
+    return Context(tls=_WORDS[tls], **texts)
 
 
 def save_contexts(contexts: Contexts) -> None:

@@ -26,7 +26,7 @@ from ister.cli.connection import (
     parse_name,
     print_change,
 )
-from ister.cli.errors_out import answer, print_json
+from ister.cli.errors_out import answer, in_shell_words, print_json
 from ister.cli.location import add_topic_argument, parse_topic
 from ister.cli.message_options import FILTER_HELP, add_filter_arguments, make_filter
 from ister.cli.messages_out import Received, printable
@@ -38,6 +38,7 @@ from ister.cli.output import (
     print_error,
     print_table,
 )
+from ister.cli.table import plain
 from ister.cli.templates import TEMPLATE_HELP, parse_template
 from ister.clock import SystemClock
 from ister.errors import InvalidRequestError, IsterError, NotFoundError
@@ -404,31 +405,27 @@ def _letter_text(topic: str, letter: DeadLetterJson) -> str:
         lines.append("  not a dead letter: it has no x-original-topic")
     else:
         at = "" if story["offset"] is None else f" offset {story['offset']}"
-        lines.append(f"  from       {story['topic']}{at}, subscription {story['subscription']}")
+        whose = f"subscription {plain(story['subscription'])}"
+        lines.append(f"  from       {plain(story['topic'])}{at}, {whose}")
         attempts = "" if story["attempt"] is None else f" (attempt {story['attempt']})"
-        lines.append(f"  reason     {_plain(story['reason']) or 'none given'}{attempts}")
+        lines.append(f"  reason     {plain(story['reason']) or 'none given'}{attempts}")
     now_ms = SystemClock().now_ns() // 1_000_000
     age = _age(letter["publish_time"], now_ms)
-    lines.append(f"  published  {age or '?'} ago by {_plain(letter['producer_name'] or '-')}")
+    lines.append(f"  published  {age or '?'} ago by {plain(letter['producer_name'] or '-')}")
     if letter["routing_key"] is not None:
-        lines.append(f"  key        {_plain(letter['routing_key'])}")
+        lines.append(f"  key        {plain(letter['routing_key'])}")
     for name, value in sorted(letter["attributes"].items()):
-        lines.append(f"  attribute  {_plain(name)}={_plain(value)}")
+        lines.append(f"  attribute  {plain(name)}={plain(value)}")
     if story is not None and story["dropped_attributes"]:
         lines.append(f"  lost       {story['dropped_attributes']} attributes, which did not fit")
     text = letter["text"]
-    payload = f"{letter['size']} bytes, not text" if text is None else _plain(text)
+    payload = f"{letter['size']} bytes, not text" if text is None else plain(text)
     lines.append(f"  payload    {payload}{' …' if letter['is_cut'] else ''}")
     return "\n".join(lines)
 
 
 def _letters(count: int) -> str:
     return f"{count} dead letter{'' if count == 1 else 's'}"
-
-
-def _plain(text: str) -> str:
-    """A text on one line, which cannot control a terminal."""
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 # -- requeue, drop --------------------------------------------------------------------------
@@ -526,8 +523,8 @@ def _print_failures(options: argparse.Namespace, failed: Sequence[JsonObject]) -
     if options.json:
         return
     for one in failed[:_FAILURES_SHOWN]:
-        hint = one.get("hint")
+        hint = in_shell_words(str(one.get("hint") or ""))
         where = f"{one['topic']} offset {one['offset']} stays pending"
-        print_error(f"{where}: {one['error']}", hint=str(hint) if hint else None)
+        print_error(f"{where}: {one['error']}", hint=hint or None)
     if len(failed) > _FAILURES_SHOWN:
         print_error(f"{len(failed) - _FAILURES_SHOWN} more stay pending")

@@ -10,7 +10,9 @@ error with a hint; a traceback is shown only for bugs of Ister.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +25,8 @@ from ister.cli.parser import Parser
 from ister.errors import InvariantError, IsterError
 
 _EXIT_FAILED: Final = 1
+_UNWRITABLE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of standard output, which may be a file; those of other files have a name."""
 
 _GROUPS: Final = {
     "run": ("up", "serve", "demo"),
@@ -75,6 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: With 2 after wrong usage, with 0 after `--help` and `--version`.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Not every locale has our dashes; bytes are written without it.
+        sys.stdout.reconfigure(errors="backslashreplace")
     options = make_parser(only=given[0] if given else "").parse_args(given)
     # Commands print their findings; the log is only for errors that need attention.
     logs.configure(level="ERROR", as_text=True)
@@ -92,11 +99,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_error("interrupted")
         return _EXIT_FAILED
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`). Python would try to flush once more at
-        # exit and complain, so the rest goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()  # the reader of our output has gone (`| head`)
+        return _EXIT_FAILED
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
+        _discard_output()
+        print_error(f"cannot write the output: {error.strerror}")
         return _EXIT_FAILED
     return code
+
+
+def _discard_output() -> None:
+    """Makes the rest of the output go nowhere.
+
+    Python would try to flush it once more at exit, and complain.
+    """
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_parser(*, only: str | None = None) -> Parser:

@@ -30,10 +30,10 @@ FORMATS: Final = ("payload", "full", "hex")
 
 _PIPE_BYTES: Final = 4096
 _SET_PIPE_SIZE: Final = getattr(fcntl, "F_SETPIPE_SZ", None)
-# What would move the cursor of a terminal, or worse.
+# What would move the cursor of a terminal, or worse; and what reverses the text that follows.
 _UNPRINTABLE: Final = {
     number: f"\\x{number:02x}" for number in (*range(32), *range(0x7F, 0xA0)) if number != 9
-}
+} | {number: f"\\u{number:04x}" for number in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
 
 class Received(NamedTuple):

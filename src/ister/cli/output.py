@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol, TextIO, TypeAlias
 
-from ister.cli.table import format_cell, format_table, is_number_column
+from ister.cli.table import format_cell, format_table, is_number_column, plain
 from ister.limits import KIB
 
 if TYPE_CHECKING:
@@ -49,14 +50,15 @@ _HOUR: Final = 60 * _MINUTE
 _DAY: Final = 24 * _HOUR
 _BYTES: Final = "bytes"
 _FIRST_COLUMN_SHARE_MAX: Final = 0.7
+_COLUMN_MIN: Final = 5
 _GOOD: Final = frozenset({"ok", "yes", "whole", "done", "repaired", "recovered"})
 _BAD: Final = frozenset({"no", "damaged", "failed", "missing", "not repairable", "bad"})
 """Cells that are one of these words stand out; so do those that begin with it and a comma."""
 
 
-def is_terminal(file: TextIO) -> bool:
-    """Whether a file is a terminal that can show more than plain text."""
-    return bool(file.isatty()) and os.environ.get("TERM") != "dumb"
+def is_terminal(file: TextIO | None) -> bool:
+    """Whether a file is a terminal that can show more than plain text; None (`>&-`) is not."""
+    return file is not None and file.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -105,7 +107,14 @@ def print_table(
 ) -> None:
     """A table, on standard output. Numbers are aligned to the right, None is a dash."""
     headers = [header.upper() for header in headers]
-    if not is_terminal(sys.stdout):
+    widths = [
+        max((len(format_cell(row[at])) for row in rows), default=0) for at in range(len(headers))
+    ]
+    width = shutil.get_terminal_size().columns
+    first_max = width * _FIRST_COLUMN_SHARE_MAX
+    # Where there is no room for words, the terminal breaks the lines, not the words.
+    needed = min(widths[0], first_max) + (len(headers) - 1) * _COLUMN_MIN
+    if not is_terminal(sys.stdout) or needed > width:
         if title is not None:
             print(title)
         print(format_table(headers, rows))
@@ -121,19 +130,17 @@ def print_table(
         pad_edge=False,
         padding=(0, 2, 0, 0),
     )
-    shown = console()
     for number, header in enumerate(headers):
-        width = max((len(format_cell(row[number])) for row in rows), default=0)
         table.add_column(
             header,
             justify="right" if is_number_column(rows, number) else "left",
             overflow="fold",
             # What a line is about stays in one piece, to be copied, where that leaves some room.
-            no_wrap=number == 0 and width <= shown.width * _FIRST_COLUMN_SHARE_MAX,
+            no_wrap=number == 0 and widths[0] <= first_max,
         )
     for row in rows:
         table.add_row(*map(_cell, row))
-    shown.print(table)
+    console().print(table)
 
 
 def _cell(value: object) -> Text:
@@ -176,6 +183,9 @@ def print_facts(facts: Mapping[str, object], *, title: str | None = None) -> Non
 
 def print_error(text: str, *, hint: str | None = None) -> None:
     """What went wrong, on standard error, and what to do about it."""
+    # Errors quote names and values of others, which must not control a terminal.
+    text = "\n".join(map(plain, text.split("\n")))
+    hint = hint and "\n".join(map(plain, hint.split("\n")))
     if not is_terminal(sys.stderr):
         print(f"ister: {text}" + (f"; {hint}" if hint else ""), file=sys.stderr)
         return
@@ -271,7 +281,7 @@ def confirm(question: str, *, is_confirmed: bool) -> bool:
     """
     if is_confirmed:
         return True
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if not all(file is not None and file.isatty() for file in (sys.stdin, sys.stderr)):
         print_error("not confirmed", hint="pass --yes")
         return False
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)

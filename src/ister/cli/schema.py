@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from ister.cli.connection import add_broker_arguments, connected, parse_count, print_change
 from ister.cli.errors_out import answer, print_json
 from ister.cli.output import Subparsers, add_command, print_facts, print_table
+from ister.cli.table import plain
 from ister.errors import ConfigError, InvalidRequestError
 from ister.model import JsonObject
 from ister.positions import format_time
@@ -269,7 +270,10 @@ def _show(options: argparse.Namespace) -> int:
     ]
     print_table(("version", "created", "by", "description"), rows)
     print()
-    print(text.rstrip("\n") if text is not None else f"({len(schema.definition)} bytes, binary)")
+    if text is None:
+        print(f"({len(schema.definition)} bytes, binary)")
+    else:
+        print("\n".join(plain(line.expandtabs()) for line in text.rstrip().splitlines()))
     return 0
 
 
@@ -323,7 +327,7 @@ def _check(options: argparse.Namespace) -> int:
     else:
         print(f"{options.file} is not compatible with {options.subject}:")
         for problem in problems:
-            print(f"  {problem}")
+            print(f"  {plain(problem)}")
     return 1 if problems else 0
 
 

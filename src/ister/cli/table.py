@@ -1,4 +1,8 @@
-"""Plain tables for people: columns as wide as their widest cell, numbers to the right."""
+"""Plain tables for people: columns as wide as their widest cell, numbers to the right.
+
+What is shown often comes from others, such as the reason of a dead letter: a cell is one line, and
+cannot control a terminal.
+"""
 
 from __future__ import annotations
 
@@ -36,4 +40,11 @@ def format_cell(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return str(value)
+    return plain(str(value))
+
+
+def plain(text: str) -> str:
+    """A text on one line, which cannot control a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)

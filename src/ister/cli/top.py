@@ -20,7 +20,7 @@ import shutil
 import sys
 import termios
 import tty
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -400,21 +400,22 @@ class View:
         columns = [
             one for one in _COLUMNS if one.name != "state" or any(one.state for one in loads)
         ]
+        widths = {one.name: _width(one, loads) for one in columns}
         # The sort column is always shown.
         columns.sort(key=lambda one: one.name != self.sort)
         room = longest
         while width is not None and columns:
-            taken = sum(2 + _width(column, loads) for column in columns)
+            taken = sum(2 + widths[column.name] for column in columns)
             room = min(longest, width - taken)
             if room >= min(longest, _TOPIC_CHARACTERS_MIN) or len(columns) == 1:
                 break
             columns.pop()
         columns.sort(key=_COLUMNS.index)
-        titles = ["TOPIC", *(_aligned(one, self._title(one), loads) for one in columns)]
+        titles = ["TOPIC", *(_aligned(one, self._title(one), widths) for one in columns)]
         rows = [
             (
                 _shorten(load.topic, max(room, 1)),
-                *(_aligned(one, one.show(load), loads) for one in columns),
+                *(_aligned(one, one.show(load), widths) for one in columns),
             )
             for load in loads
         ]
@@ -429,8 +430,8 @@ def _width(column: _Column, loads: Sequence[TopicLoad]) -> int:
     return max(len(column.header) + 1, *(len(column.show(one)) for one in loads))
 
 
-def _aligned(column: _Column, text: str, loads: Sequence[TopicLoad]) -> str:
-    return text if column.name == "state" else text.rjust(_width(column, loads))
+def _aligned(column: _Column, text: str, widths: Mapping[str, int]) -> str:
+    return text if column.name == "state" else text.rjust(widths[column.name])
 
 
 def _shorten(topic: str, width: int) -> str:

@@ -159,7 +159,7 @@ def test_a_file_that_others_may_read_or_nobody_can_is_told(run, home, prod, caps
             target()
         assert said in str(caught.value)
     with open(path, "w") as file:
-        file.write("current: gone\ncontexts: {}\n")
+        file.write("current: null\ncontexts: {}\n")
     assert target().address == "127.0.0.1:6650"
     with pytest.raises(NotFoundError, match="context 'nope' does not exist"):
         target("--context", "nope")
@@ -170,3 +170,23 @@ def test_without_a_variable_the_file_is_in_the_home_directory(monkeypatch, tmp_p
     for value in ("", "relative"):
         monkeypatch.setenv("XDG_CONFIG_HOME", value)
         assert contexts_path() == str(tmp_path / ".config" / "ister" / "contexts.yaml")
+
+
+def test_a_file_with_a_typing_error_does_not_lead_elsewhere(run, home):
+    """Neither to a connection in clear, nor to the default broker, nor to a file without it."""
+    path = home / "config" / "ister" / "contexts.yaml"
+    path.parent.mkdir(parents=True)
+    for word, is_tls in (("on", True), ("yes", True), ("off", False)):
+        path.write_text(f"current: a\ncontexts: {{a: {{broker: 'b.example:1', tls: {word}}}}}")
+        assert load_contexts().by_name["a"].uses_tls is is_tls, word
+    path.write_text("contexts: {a: {broker: 'b.example:1', tls: ture}}")
+    with pytest.raises(ConfigError, match=r"'a' has tls: 'ture'.*; use true or false"):
+        load_contexts()
+    path.write_text("current: b\ncontexts: {a: {broker: 'b.example:1'}}")
+    with pytest.raises(NotFoundError, match="no context 'b'; known: a"):
+        target()
+    assert run("use", "a")[0] == 0
+    path.write_text("contexts: [a]")
+    code, _, error = run("add", "c", "--broker", "c.example:1")
+    assert (code, "contexts are not names" in error) == (1, True)
+    assert path.read_text() == "contexts: [a]"

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("grpc")
 
-from ister.cli.dlq import _matching
+from ister.cli.dlq import _letter_text, _matching
 from ister.client.dead_letters import LetterFilter
 from ister.message_filter import MessageFilter
 
@@ -55,3 +55,28 @@ def test_offsets_stay_what_they_are():
     ranges = ((1010, 1012), (1200, 1202))
     assert find(9, offsets=ranges, where=["id > 0"]) == ([1010, 1011, 1200, 1201], 1)
     assert find(200, offsets=((1000, 1120),), where=["id > 1100"])[0] == list(range(1101, 1120))
+
+
+def test_no_part_of_a_letter_controls_a_terminal():
+    hostile = "\x1b]0;title\x07\x9b2J\r\n\u202e"
+    letter = {
+        "offset": 3,
+        "publish_time": None,
+        "producer_name": hostile,
+        "routing_key": hostile,
+        "attributes": {hostile: hostile},
+        "text": hostile,
+        "size": 9,
+        "is_cut": False,
+        "dead_letter": {
+            "topic": f"/default/{hostile}",
+            "subscription": hostile,
+            "offset": 1,
+            "reason": hostile,
+            "attempt": 2,
+            "dropped_attributes": 0,
+        },
+    }
+    lines = _letter_text("/default/dead", letter).split("\n")
+    assert len(lines) == 7
+    assert all(line.isprintable() for line in lines)

@@ -1,5 +1,6 @@
 """The command as a whole: usage, exit codes, where errors go."""
 
+import os
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 import ister
 from ister import __version__
 from ister.cli.main import main
+from ister.cli.output import confirm, print_table
 
 
 def test_version_names_the_release(capsys):
@@ -29,6 +31,39 @@ def test_installed_command_shows_an_error_without_a_traceback(tmp_path):
     assert done.stderr.startswith("ister: ")
     assert "none" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_output_to_a_full_disk_is_an_error_without_a_traceback():
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ister.cli.main", "config", "example"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "ister: cannot write the output: No space left on device\n"
+
+
+def test_help_in_a_locale_without_its_characters():
+    done = subprocess.run(
+        [sys.executable, "-m", "ister.cli.main", "--help"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"usage: ister COMMAND" in done.stdout
+
+
+def test_closed_standard_files_are_no_terminal(monkeypatch):
+    """`ister … <&- >&-`: Python has None in their place."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stdin", None)
+    print_table(("a",), [("b",)])
+    assert not confirm("Go on?", is_confirmed=False)
 
 
 def test_output_into_a_closed_pipe_ends_quietly(tmp_path):

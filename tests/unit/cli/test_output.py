@@ -19,6 +19,7 @@ from ister.cli.output import (
     print_table,
     progress,
 )
+from ister.cli.table import format_table
 from ister.limits import GIB, KIB, MIB
 
 ROWS = [("/default/orders", 12, 3.5, None, True), ("/shop/[a]", 7, 1234.5, "x", False)]
@@ -107,6 +108,13 @@ def test_empty_table_is_its_titles(capsys):
     assert capsys.readouterr().out == "A  B\n"
 
 
+def test_words_of_a_table_are_whole_in_a_narrow_terminal(terminal, monkeypatch):
+    shown = terminal()
+    monkeypatch.setenv("COLUMNS", "20")
+    print_table(HEADERS, ROWS)
+    assert shown.getvalue() == f"{format_table([one.upper() for one in HEADERS], ROWS)}\n"
+
+
 def test_no_color_keeps_colours_away(terminal, monkeypatch):
     shown = terminal()
     monkeypatch.setenv("NO_COLOR", "1")
@@ -131,6 +139,24 @@ def test_facts_are_lines_in_both(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     print_facts(facts, title="things")
     assert shown == sys.stdout.getvalue() == "things\na       first\nlonger  -\nn       3\n"
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[31m\x9b2J\r\n\u202e"
+HARMLESS = r"\x1b]0;title\x07\x1b[31m\x9b2J\r\n\u202e"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_texts_of_others_do_not_control_a_terminal(terminal, monkeypatch, is_terminal):
+    shown = terminal()
+    monkeypatch.setattr(output, "is_terminal", lambda _: is_terminal)
+    print_table(("reason",), [(HOSTILE,)])
+    print_facts({"reason": HOSTILE})
+    print_error(HOSTILE.replace("\n", ""), hint="first\nsecond\x9b")
+    text = without_style(shown.getvalue())
+    assert text.count(HARMLESS) == 2
+    assert r"ister: \x1b]0;title" in text
+    assert r"second\x9b" in text
+    assert not set("\x1b\x07\x9b\r\u202e") & set(text)
 
 
 # -- errors ---------------------------------------------------------------------------------

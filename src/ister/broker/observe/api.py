@@ -50,7 +50,7 @@ from ister.broker.observe.browse import DOWNLOAD_MAX, LIMIT_DEFAULT, LIMIT_MAX, 
 from ister.broker.observe.cluster_api import ClusterApi, ask_other
 from ister.broker.observe.dead_letter_api import DeadLetterApi
 from ister.broker.observe.rates import parse_window
-from ister.broker.observe.requests import read_body, topic_of
+from ister.broker.observe.requests import Downloads, read_body, topic_of
 from ister.broker.observe.subscriptions import describe_subscription
 from ister.broker.observe.topic_api import TopicApi
 from ister.broker.observe.views import Views, list_topics
@@ -180,6 +180,7 @@ class Api:
         self._cluster = ClusterApi(guard, lambda: self.served.views)
         self._dead_letters = DeadLetterApi(lambda: self.served)
         self._changes = TopicApi(guard, lambda: self.served)
+        self._downloads = Downloads()
         self._hosts = _own_hosts(config)
         self._is_open = config.auth.mode is AuthMode.NONE
 
@@ -242,16 +243,16 @@ class Api:
 
     def _answering(
         self, handler: _Handler, *, is_action: bool = False
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """Wraps a handler: values and errors become JSON."""
 
-        async def answer(request: web.Request) -> web.Response:
+        async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 self.check_host(request)
                 if is_action:
                     _check_action(request)
                 content = await handler(request)
-                if isinstance(content, web.Response):
+                if isinstance(content, web.StreamResponse):
                     return content
                 return _response(await self.served.views.query_threads.run(_encode, content), 200)
             except (UnauthenticatedError, PermissionDeniedError):
@@ -406,7 +407,10 @@ class Api:
             wanted=_filter(query),
         )
 
-    async def _download(self, request: web.Request) -> web.Response:
+    async def _download(self, request: web.Request) -> web.StreamResponse:
+        return await self._downloads.send(request, lambda: self._read_lines(request))
+
+    async def _read_lines(self, request: web.Request) -> tuple[list[bytes], dict[str, str]]:
         query, name = request.query, topic_of(request)
         self._check(Permission.CONSUME, topic=name)
         found = await self.served.browser.download(
@@ -416,17 +420,13 @@ class Api:
             limit=_whole(query, "limit", DOWNLOAD_MAX, low=1, high=DOWNLOAD_MAX),
             wanted=_filter(query),
         )
-        return web.Response(
-            body=b"".join(found.lines),
-            content_type="application/x-ndjson",
-            charset="utf-8",
-            headers={
-                **_HEADERS,
-                "Content-Disposition": f'attachment; filename="{name[1:].replace("/", "-")}.jsonl"',
-                "X-Ister-Messages": str(len(found.lines)),
-                "X-Ister-Next": str(found.next),
-            },
-        )
+        return found.lines, {
+            **_HEADERS,
+            "Content-Type": "application/x-ndjson; charset=utf-8",
+            "Content-Disposition": f'attachment; filename="{name[1:].replace("/", "-")}.jsonl"',
+            "X-Ister-Messages": str(len(found.lines)),
+            "X-Ister-Next": str(found.next),
+        }
 
     async def _brokers(self, request: web.Request) -> JsonObject:
         self._check(Permission.LOOKUP)

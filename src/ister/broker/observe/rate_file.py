@@ -21,8 +21,10 @@ or of another program, is replaced. Without a path nothing is written.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Sequence
@@ -198,7 +200,7 @@ class RateFile:
         if self._path is None:
             return
         descriptor = os.open(
-            self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+            self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640
         )
         try:
             if self._is_new or os.fstat(descriptor).st_size != SIZE_BYTES:
@@ -220,9 +222,13 @@ def _place(series: int, interval: Interval, time: int) -> int:
 def _read(path: str) -> bytearray | None:
     """The content of a file of this layout; None if there is none."""
     try:
-        with open(path, "rb") as file:
-            content = bytearray(file.read(SIZE_BYTES + 1))
+        # A pipe of that name must not keep the broker from starting.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        content = bytearray(file.read(SIZE_BYTES + 1))
     is_ours = len(content) == SIZE_BYTES and content[: _HEADER.size] == _header()
     return content if is_ours else None

@@ -250,7 +250,7 @@ def _payload(body: Mapping[str, object]) -> bytes:
             raise InvalidRequestError(
                 "payload must be a string", hint="use payload_base64 for binary data"
             )
-        return text.encode(errors="surrogatepass")
+        return text.encode()
     try:
         return base64.b64decode(encoded if isinstance(encoded, str) else b"?", validate=True)
     except ValueError as error:

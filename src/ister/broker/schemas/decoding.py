@@ -147,7 +147,8 @@ class _Plain:
 
     def _text(self, text: str) -> str:
         self._take(len(text))
-        return text
+        # JSON may escape half of a surrogate pair, which no answer can be encoded with.
+        return text if text.isascii() else text.encode(errors="replace").decode()
 
     def _take(self, count: int) -> None:
         self._room -= count

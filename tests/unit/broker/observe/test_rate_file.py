@@ -128,3 +128,14 @@ def test_without_a_path_nothing_is_written():
     file.add(None, NOW, (1.0,) * 5)
     write(file)
     assert times(file.read(None, HOUR, NOW)) == [NOW]
+
+
+def test_a_pipe_or_a_link_of_that_name_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("pipe", "link"):
+        with pytest.raises(OSError, match=name):
+            RateFile(str(tmp_path / name))
+    file = RateFile(str(tmp_path / "rates"))
+    file.write(file.take_changes())
+    assert os.stat(tmp_path / "rates").st_mode & 0o007 == 0

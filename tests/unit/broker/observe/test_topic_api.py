@@ -1,8 +1,13 @@
 """Changes of topics over HTTP: what they do, what they refuse, and to whom."""
 
+import asyncio
 import base64
 import json
 
+import aiohttp
+import pytest
+
+from ister.broker.observe import requests
 from ister.partitions import partition_of
 from ister.subscription.policy import SubscriptionKind
 from support.broker import a_record, run
@@ -33,6 +38,7 @@ def test_topics_are_created_and_deleted(tmp_path):
                 {"topic": "/default/x", "partitions": -1},
                 {"topic": "/default/x", "ack": "perhaps"},
                 {"topic": 7},
+                {"topic": "/default/x", "ack": "\ud800"},
             ):
                 assert (await page.post("topics", wrong))[0] == 400, wrong
             assert (await page.post("topics", {"topic": "/nowhere/x"}))[0] == 404
@@ -268,5 +274,34 @@ def test_messages_are_downloaded_as_lines_of_json(tmp_path):
                 assert json.loads(await response.text())["offset"] == 11
             async with page.session.get(f"{path}?where=bad") as response:
                 assert response.status == 400
+
+    run(scenario())
+
+
+def test_a_slow_reader_of_a_download_does_not_fill_the_memory(tmp_path, monkeypatch):
+    """What is not read stays out of the socket's buffer; further downloads are refused."""
+    monkeypatch.setattr(requests, "_DOWNLOADS_MAX", 1)
+
+    async def scenario():
+        async with an_api(tmp_path) as (broker, page):
+            await filled(broker, payloads=[b"x" * (1 << 20)] * 6)
+            path = "/api/topics/default/t/messages/download?start=earliest"
+            async with page.session.get(path) as slow:
+                status, found = await page.get(path.removeprefix("/api/"))
+                assert (status, found["error"]) == (503, "too many downloads")
+                lines = (await slow.read()).splitlines()
+                assert [json.loads(line)["offset"] for line in lines] == list(range(6))
+                assert slow.headers["X-Ister-Next"] == "6"
+            monkeypatch.setattr(requests, "_DOWNLOAD_SECONDS", 0.05)
+            async with page.session.get(path) as slow:
+                monkeypatch.setattr(requests, "_DOWNLOAD_SECONDS", 60.0)
+                while True:
+                    async with page.session.get(path) as other:
+                        if other.status == 200:
+                            assert len((await other.read()).splitlines()) == 6
+                            break
+                    await asyncio.sleep(0.01)
+                with pytest.raises(aiohttp.ClientError):
+                    await slow.read()
 
     run(scenario())

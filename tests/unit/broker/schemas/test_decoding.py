@@ -114,6 +114,11 @@ def test_long_names_that_come_often_are_not_written_out():
         decode_payload(definition("avro", schema), payload)
 
 
+def test_half_of_a_surrogate_pair_is_replaced():
+    found = parse_json(rb'{"\ud800": ["\udfff", "\ud83d\ude00"]}')
+    assert found == {"?": ["?", "\U0001f600"]}
+
+
 def test_json_that_is_nested_deep_is_none():
     with pytest.raises((ValueError, InvalidRequestError)):
         parse_json(b"[" * 100_000 + b"]" * 100_000)

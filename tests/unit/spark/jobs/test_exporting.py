@@ -758,8 +758,7 @@ def test_wrong_arguments(monkeypatch, wrong):
     monkeypatch.setattr(exporting, "export", lambda *_, **__: None)
     # Some are refused as wrong usage already.
     with pytest.raises((InvalidRequestError, SystemExit)):
-        options = _parse("--to", "x", *wrong)
-        command._export(options, None, command.JobLocation(None, None), None)
+        command._export(_parse("--to", "x", *wrong), None, command.JobLocation(None, None), None)
 
 
 def test_a_signal_ends_an_export_that_goes_on(monkeypatch):
