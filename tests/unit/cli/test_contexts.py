@@ -183,7 +183,7 @@ def test_a_file_with_a_typing_error_does_not_lead_elsewhere(run, home):
     with pytest.raises(ConfigError, match=r"'a' has tls: 'ture'.*; use true or false"):
         load_contexts()
     path.write_text("current: b\ncontexts: {a: {broker: 'b.example:1'}}")
-    with pytest.raises(NotFoundError, match="no context 'b'; known: a"):
+    with pytest.raises(NotFoundError, match="'b' does not exist; known: a"):
         target()
     assert run("use", "a")[0] == 0
     path.write_text("contexts: [a]")
