@@ -9,7 +9,7 @@ import pytest
 
 from servers.broker import BrokerProcess
 
-# Three processes one after the other; wall time on a machine that does nothing else is about this.
+# Of three processes, one after the other.
 CPU_SECONDS_MAX = 5.0
 
 
