@@ -13,13 +13,13 @@ import pytest
 from doc_runner.pages import ROOT, SHELL, find_pages, read_page
 from doc_runner.run import Outcome
 from doc_runner.summary import OUTCOME
-from support.scale import nightly
+from support.scale import nightly, scaled
 
 PAGES = [path for path in find_pages() if read_page(path).runs()]
-# The first page that a reader follows, with the one after it; the others are for the night.
+# The first page that a reader follows; the others are for the night.
 _EVERYBODY = {ROOT / "README.md"}
 # Pages that say that they go on from another one: run after it, in its directory, and alone.
-_NEXT = {ROOT / "README.md": (ROOT / "docs" / "start.md",)}
+_NEXT = {ROOT / "README.md": scaled((), (ROOT / "docs" / "start.md",))}
 # Several times what the longest page takes on a machine that is busy with something else.
 _PAGE_SECONDS = 420
 

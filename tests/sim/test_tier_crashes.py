@@ -30,7 +30,7 @@ from tests.sim.tier_world import POINTS, read_all, run_seed
 from tests.sim.world import InlineSchedule
 
 RUNS = scaled(100, 20_000)
-HITS_PER_FAILPOINT = scaled(2, 50)
+HITS_PER_FAILPOINT = scaled(1, 50)
 TOPIC = "/ns/a"
 NAME = TopicName.parse(TOPIC)
 
