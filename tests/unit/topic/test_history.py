@@ -783,7 +783,7 @@ def test_history_says_what_it_does_not_see(site):
         assert said.startswith(f"offsets 0 to 10 of {TEXT}, without messages not yet uploaded")
         assert found.read_arrow().read_all().schema.metadata, "the table has it, too"
         assert not found.is_sealed
-    assert "does not see the tail" in ister.open_history.__doc__
+    assert "are not visible" in ister.open_history.__doc__
 
 
 def test_history_of_a_sealed_topic_is_whole(site):
