@@ -21,14 +21,21 @@ if _TESTS not in sys.path:
 from doc_runner.summary import summarize  # noqa: E402 - found through the path above
 from ister import failpoints, threads  # noqa: E402
 from support.machine import Machine  # noqa: E402
+from support.scale import IS_NIGHTLY  # noqa: E402
 
 # The contexts of whoever runs the tests name brokers that are none of ours.
 os.environ["XDG_CONFIG_HOME"] = "/nonexistent"
 for _name in ("ISTER_CONTEXT", "ISTER_BROKER", "ISTER_TOKEN"):
     os.environ.pop(_name, None)
 
-# How long an example takes says nothing on a machine that is busy with other work.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes says nothing on a machine that is busy with other work. By day everybody
+# gets the same examples, as the same simulated worlds (`support.scale`).
+settings.register_profile(
+    "busy",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=not IS_NIGHTLY,
+)
 settings.load_profile("busy")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Callable
 
 import pytest
@@ -19,7 +17,7 @@ from ister.metadata.base import Absent, Put
 from ister.model import TopicName
 from ister.topic.bucket_link import Tiered, TopicTier
 from ister.topic.log import Log
-from support.scale import scaled
+from support.scale import first_seed, scaled
 from tests.sim.cluster_world import run_seed
 from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.world import find_break
@@ -36,9 +34,9 @@ SEEDS_MAX = 1000
 def test_brokers_that_move_topics_lose_nothing_and_settle() -> None:
     """Goal: whatever fails, one broker at a time has a topic, and in the end one has each.
 
-    Method: worlds from consecutive seeds, beginning with a random one that is printed.
+    Method: worlds from consecutive seeds, beginning with `first_seed`, which is printed.
     """
-    first = int(os.environ.get("ISTER_SIM_SEED", random.randrange(1 << 32)))
+    first = first_seed()
     acks = created = handed_over = changes = leaders = drains = moves = waiting = taken = 0
     for seed in range(first, first + RUNS):
         world = run_seed(seed, turns=TURNS)
@@ -69,7 +67,7 @@ def test_brokers_without_disks_lose_nothing_and_settle() -> None:
 
     Method: the same worlds; most brokers keep no files, so each of their ends loses all of them.
     """
-    first = int(os.environ.get("ISTER_SIM_SEED", random.randrange(1 << 32)))
+    first = first_seed()
     acks = changes = waiting = 0
     for seed in range(first, first + DISKLESS_RUNS):
         world = run_seed(seed, turns=TURNS, diskless=True)

@@ -6,7 +6,6 @@ was last saved, and in the end lets everything settle: then every message has be
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -15,7 +14,7 @@ from ister.subscription.entries import Send
 from ister.subscription.keys import hash_key
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from support.delivery import Rig
-from support.scale import scaled
+from support.scale import first_seed, scaled
 
 WORLDS = scaled(10, 2000)
 STEPS = 250
@@ -131,7 +130,7 @@ def test_restarts_and_churn_lose_nothing_and_break_no_rule(kind: SubscriptionKin
 
     Replay one world: ISTER_SIM_SEED=<seed> pytest tests/sim/test_delivery_sim.py
     """
-    first = int(os.environ.get("ISTER_SIM_SEED", random.randrange(1 << 32)))
+    first = first_seed()
     lives = sends = 0
     for seed in range(first, first + WORLDS):
         world = World(seed, kind)

@@ -28,7 +28,7 @@ from ister.topic.node import NODE_NAME
 from ister.wal.directory import WalDirectory
 from ister.wal.reader import WalReader
 from support.machine import Task, numbered, payloads
-from support.scale import scaled
+from support.scale import first_seed, scaled
 from support.tiers import NAME, Site
 
 TEXT = str(NAME)
@@ -700,7 +700,7 @@ def test_every_snapshot_is_what_was_appended_while_the_owner_works(place, codec)
     """Goal: appends, rotations, uploads and trims beside it: every frame read is the one appended,
     none is above what is synced, and reading ends only where files were trimmed.
     """
-    seed = int(os.environ.get("ISTER_SIM_SEED", random.randrange(1 << 32)))
+    seed = first_seed()
     print(f"ISTER_SIM_SEED={seed}")
     place.open(rotate_max_bytes=16_384, cache_capacity=64)
     topic = place.make_again(codec=codec)
