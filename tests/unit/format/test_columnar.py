@@ -261,9 +261,10 @@ def test_batch_holds_little_more_than_its_rows(is_compiled):
         before = pa.total_allocated_bytes()
         batches.append(one.decode(data, expected_offset=0).batch)
         held = pa.total_allocated_bytes() - before
-        # Threads that other tests have left may give some of theirs back meanwhile.
+        # Batches share columns that have one value; threads that other tests have left may give
+        # some of theirs back meanwhile.
         size = batches[-1].nbytes
-        assert 0.95 * size <= held <= size * 1.13 + 12 * 17 * KIB
+        assert 0.8 * size <= held <= size * 1.13 + 12 * 17 * KIB
 
 
 def test_batch_is_independent_of_the_buffer(is_compiled):

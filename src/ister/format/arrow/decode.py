@@ -11,6 +11,7 @@ import pyarrow as pa
 from ister import kernels
 from ister.errors import CorruptDataError, InvalidRequestError, InvariantError
 from ister.format.arrow import loops as at
+from ister.format.arrow.layout import FIXED, FRAME_BYTES_MIN, NULLABLE, VARIABLE, Layout, Room
 from ister.format.arrow.loops import (
     ROWS_WEIGHT,
     TIME_MS_MAX,
@@ -40,9 +41,9 @@ from ister.format.message import decode_message
 from ister.limits import FRAME_BODY_BYTES_MAX, KIB
 from ister.model import Codec, StreamMessage
 
-_FRAME_BYTES_MIN: Final = {Codec.BINCODE1: 16 + 73, Codec.BINCODE2: 16 + 10}
-# A buffer may be this much, plus an eighth, larger than its content: shrinking it takes a copy.
+# A batch may have this much, plus an eighth, more memory than content: less takes a copy.
 _SLACK_BYTES: Final = 16 * KIB
+_ENTRY: Final = pa.struct([pa.field("key", pa.string(), nullable=False), ("value", pa.string())])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +111,12 @@ class ColumnarDecoder:
         self.codec = codec
         self.schema = arrow_schema(columns)
         """The columns of the batches."""
+        self.columns = tuple((field.name, field.type) for field in self.schema)
         self.is_compiled = wants_compiled(is_compiled)
         """Whether this decoder runs as compiled code."""
         self.topic_bytes = pa.py_buffer(topic.encode())
-        self.filling = dict(_FILLING)
-        """How much of each kind of room a byte of frames has taken so far."""
-        self._layout = _Layout(self.schema, codec) if self.is_compiled else None
-        self._topics = pa.array([], pa.string())
+        self._layout = Layout(self.schema, codec) if self.is_compiled else None
+        self._repeated: dict[str, pa.Array] = {}
 
     def decode(
         self,
@@ -167,17 +167,31 @@ class ColumnarDecoder:
         return _CompiledRows(self, self._layout, size_bytes)
 
     def topic_column(self, count: int) -> pa.Array:
-        """The topic's name `count` times, out of one array that all batches share."""
+        """The topic's name `count` times."""
+        rows_max = COLUMN_BYTES_MAX // max(self.topic_bytes.size, 1)
+        if count > rows_max:
+            raise self._too_much(f"{count} rows with their topic's name")
+        return self.repeated_column("topic", pa.string(), self.topic, count, rows_max)
+
+    def repeated_column(
+        self,
+        name: str,
+        kind: pa.DataType,
+        value: object,
+        count: int,
+        rows_max: int = COLUMN_BYTES_MAX,
+    ) -> pa.Array:
+        """One value `count` times, out of an array that all batches share.
+
+        Always the same value for a column.
+        """
         # Threads may make it at the same time: each uses the one that it has seen.
-        topics = self._topics
-        if len(topics) < count:
-            rows_max = COLUMN_BYTES_MAX // max(self.topic_bytes.size, 1)
-            if count > rows_max:
-                raise self._too_much(f"{count} rows with their topic's name")
+        found = self._repeated.get(name)
+        if found is None or len(found) < count:
             # Somewhat more, so that batches that grow little by little do not rebuild it each time.
-            size = min(count + count // 8, rows_max)
-            topics = self._topics = pa.repeat(pa.scalar(self.topic, pa.string()), size)
-        return topics.slice(0, count)
+            size = max(min(count + count // 8, rows_max), 1)
+            found = self._repeated[name] = pa.repeat(pa.scalar(value, kind), size)
+        return found.slice(0, count)
 
     def check_body(self, view: memoryview, position: int, offset: int) -> CorruptDataError | None:
         """Why the body of the intact frame at `position` is not a message; None if it is one."""
@@ -285,142 +299,29 @@ class _PythonRows:
         return pa.array(values, field.type)
 
 
-# Columns by their blocks in the compiled loops, with the bits of a value.
-_FIXED: Final = {
-    "offset": (at.NUMBERS, 64),
-    "publish_time": (at.TIMES, 64),
-    "schema_id": (at.SCHEMA_IDS, 64),
-    "schema_version": (at.SCHEMA_VERSIONS, 32),
-    "request_id": (at.REQUEST_IDS, 64),
-    "producer_id": (at.PRODUCER_IDS, 64),
-    "message_offset": (at.MESSAGE_OFFSETS, 64),
-    "publish_time_ms": (at.EXACT_TIMES, 64),
-}
-_VARIABLE: Final = {
-    "producer_name": at.NAMES,
-    "payload": at.PAYLOADS,
-    "routing_key": at.ROUTING_KEYS,
-    "message_topic": at.MESSAGE_TOPICS,
-    "broker_addr": at.BROKERS,
-    "subscription_name": at.SUBSCRIPTIONS,
-}
-_NULLABLE: Final = {
-    at.ROUTING_KEYS,
-    at.SCHEMA_IDS,
-    at.SCHEMA_VERSIONS,
-    at.MESSAGE_TOPICS,
-    at.MESSAGE_OFFSETS,
-    at.BROKERS,
-    at.SUBSCRIPTIONS,
-    at.EXACT_TIMES,
-}
-_ENTRY: Final = pa.struct([pa.field("key", pa.string(), nullable=False), ("value", pa.string())])
-
-_ROWS: Final = -1
-"""As `at.ROOM` says it: room for rows, rather than in a column's block."""
-# What a batch needs room for, and how much of it for each byte of frames, until batches have shown
-# it: rows, entries of attributes, and the bytes of columns.
-_FILLING: Final = {
-    _ROWS: 1 / 128,
-    at.ATTRIBUTES: 1 / 128,
-    at.NAMES: 1 / 8,
-    at.PAYLOADS: 1.0,
-    at.KEYS: 1 / 16,
-    at.VALUES: 1 / 16,
-    at.ROUTING_KEYS: 1 / 32,
-    at.MESSAGE_TOPICS: 0,
-    at.BROKERS: 1 / 64,
-    at.SUBSCRIPTIONS: 1 / 64,
-}
-
-
-class _Room(NamedTuple):
-    """A limited resource of a batch, with its fields in the compiled loops."""
-
-    block: int
-    """A key of `_FILLING`."""
-    used: int
-    """The field that says how much is used."""
-    capacity: int
-    """The field that says how much there is."""
-    bytes_min: int
-    """The fewest bytes of frames that use one of it."""
-
-
-class _Slot(NamedTuple):
-    """A buffer of a batch."""
-
-    field: int
-    """Where its address goes."""
-    room: _Room
-    bits: int
-    """For each one of `room`."""
-    extra_bytes: int
-
-    def size(self, count: int) -> int:
-        return (self.bits * count + 7) // 8 + self.extra_bytes
-
-
-class _Layout:
-    """The buffers that some columns need."""
-
-    def __init__(self, schema: pa.Schema, codec: Codec) -> None:
-        rows = _Room(_ROWS, at.ROWS, at.ROWS_MAX, _FRAME_BYTES_MIN[codec])
-        self.rooms = {_ROWS: rows}
-        self.slots: list[_Slot] = []
-
-        def add_room(block: int, bytes_min: int) -> _Room:
-            room = _Room(block, block + at.DATA_BYTES, block + at.DATA_BYTES_MAX, bytes_min)
-            self.rooms[block] = room
-            return room
-
-        def add_variable(block: int, count: _Room) -> None:
-            self.slots.append(_Slot(block + at.OFFSETS, count, 32, 4))
-            self.slots.append(_Slot(block + at.DATA, add_room(block, 1), 8, 0))
-
-        for column in schema.names:
-            block = _ROWS
-            if column in _FIXED:
-                block, bits = _FIXED[column]
-                self.slots.append(_Slot(block + at.OFFSETS, rows, bits, 0))
-            elif column in _VARIABLE:
-                block = _VARIABLE[column]
-                add_variable(block, rows)
-            elif column == "attributes":
-                self.slots.append(_Slot(at.ATTRIBUTES + at.OFFSETS, rows, 32, 4))
-                entries = add_room(at.ATTRIBUTES, 2)
-                add_variable(at.KEYS, entries)
-                add_variable(at.VALUES, entries)
-            if block in _NULLABLE:
-                self.slots.append(_Slot(block + at.VALIDITY, rows, 1, 0))
-
-
 class _CompiledRows:
     """Rows in Arrow's buffers, filled by compiled code.
 
     The sizes of the buffers are estimated from the batches before. When one is full the loop stops
-    and continues with a larger one; at the end, unused memory is given back.
+    and continues with a larger one. A batch is built for every few megabytes of frames, by Python
+    whose caches hold the frames by then: little is done here, and most of it once for all batches.
     """
 
-    def __init__(self, decoder: ColumnarDecoder, layout: _Layout, size_bytes: int) -> None:
+    def __init__(self, decoder: ColumnarDecoder, layout: Layout, size_bytes: int) -> None:
         self._decoder = decoder
         self._layout = layout
         self._taken_bytes = 0
-        self._fields = fields = loops().new_fields()
-        fields[at.PERMITTED] = -1
-        fields[at.BODY_BYTES_MAX] = FRAME_BODY_BYTES_MAX
+        plan = layout.plan(size_bytes)
+        self._positions = plan.positions
+        self._memory = pa.allocate_buffer(plan.size_bytes)
+        self._enlarged: dict[int, pa.Buffer] = {}
+        self._fields = fields = plan.fields.copy()
         fields[at.IS_VARINT] = decoder.codec is Codec.BINCODE2
         fields[at.TOPIC] = decoder.topic_bytes.address
         fields[at.TOPIC_BYTES] = decoder.topic_bytes.size
-        for room in layout.rooms.values():
-            likely = int(size_bytes * decoder.filling[room.block] * 1.03) + 64
-            fields[room.capacity] = min(likely, size_bytes // room.bytes_min + 1)
-        self._buffers: dict[int, pa.ResizableBuffer] = {}
-        for slot in layout.slots:
-            size = slot.size(int(fields[slot.room.capacity]))
-            buffer = pa.allocate_buffer(size, resizable=True)
-            self._buffers[slot.field] = buffer
-            fields[slot.field] = buffer.address
+        base = self._memory.address
+        for field, position in plan.positions.items():
+            fields[field] = base + position
 
     def take(self, view: memoryview, position: int, expected: int, end_offset: int) -> _Taken:
         fields, decode = self._fields, loops().decode
@@ -448,55 +349,79 @@ class _CompiledRows:
         self._taken_bytes += end - position
         return _Taken(end, next_offset, error)
 
-    def _make_room(self, room: _Room, left_bytes: int) -> None:
+    def _make_room(self, room: Room, left_bytes: int) -> None:
         """Enlarges the buffers of `room` to what `left_bytes` of frames need at most."""
-        fields = self._fields
-        capacity = int(fields[room.used]) + left_bytes // room.bytes_min + 1
-        fields[room.capacity] = capacity
-        for slot in self._layout.slots:
+        fields = self._fields.tolist()
+        capacity = fields[room.used] + left_bytes // room.bytes_min + 1
+        self._fields[room.capacity] = capacity
+        for slot in self._layout.slots.values():
             if slot.room is room:
-                buffer = self._buffers[slot.field]
-                buffer.resize(slot.size(capacity))
-                fields[slot.field] = buffer.address
+                larger = _copied(self._buffer(slot.field, fields), slot.size_for(capacity))
+                self._enlarged[slot.field] = larger
+                self._fields[slot.field] = larger.address
+
+    def _buffer(self, field: int, fields: Sequence[int]) -> pa.Buffer:
+        """A buffer, as far as it is filled."""
+        size = self._layout.slots[field].size(fields)
+        if self._enlarged and field in self._enlarged:
+            return self._enlarged[field].slice(0, size)
+        return self._memory.slice(self._positions[field], size)
 
     def finish(self) -> pa.RecordBatch:
-        schema, filling, fields = self._decoder.schema, self._decoder.filling, self._fields
-        if self._taken_bytes:
-            for room in self._layout.rooms.values():
-                now = int(fields[room.used]) / self._taken_bytes
-                # Rises at once and falls slowly: an estimate that is too low costs a copy.
-                filling[room.block] = max(now, (now + filling[room.block]) / 2)
-        for slot in self._layout.slots:
-            buffer = self._buffers[slot.field]
-            size = slot.size(int(fields[slot.room.used]))
-            buffer.resize(size, shrink_to_fit=buffer.size - size > _SLACK_BYTES + size // 8)
-        count = int(fields[at.ROWS])
-        return make_batch([self._column(field, count) for field in schema], schema, count)
+        fields, layout = self._fields.tolist(), self._layout
+        used = layout.used_bytes(fields)
+        held = self._memory.size + sum(buffer.size for buffer in self._enlarged.values())
+        is_loose = held - used > _SLACK_BYTES + used // 8
+        if is_loose:
+            # Who keeps the batch would keep the unused memory with it.
+            for field in self._positions:
+                filled = self._buffer(field, fields)
+                self._enlarged[field] = _copied(filled, filled.size)
+        if self._taken_bytes and (is_loose or self._enlarged):
+            layout.learn(fields, self._taken_bytes)
+        count = fields[at.ROWS]
+        columns = [self._column(name, kind, fields) for name, kind in self._decoder.columns]
+        return make_batch(columns, self._decoder.schema, count)
 
-    def _column(self, field: pa.Field, count: int) -> pa.Array:
-        buffers = self._buffers
-        if field.name == "topic":
-            return self._decoder.topic_column(count)
-        if field.name == "attributes":
-            entries = int(self._fields[at.ATTRIBUTES + at.DATA_BYTES])
+    def _column(self, name: str, kind: pa.DataType, fields: list[int]) -> pa.Array:
+        decoder, count = self._decoder, fields[at.ROWS]
+        if name == "topic":
+            return decoder.topic_column(count)
+        if name == "attributes":
+            entries = fields[at.ATTRIBUTES + at.DATA_BYTES]
+            if not entries:
+                return decoder.repeated_column(name, kind, [], count)
             children = [
-                pa.Array.from_buffers(pa.string(), entries, [None, *self._parts(block)], 0)
+                pa.Array.from_buffers(pa.string(), entries, [None, *self._text(block, fields)], 0)
                 for block in (at.KEYS, at.VALUES)
             ]
             entry = pa.Array.from_buffers(_ENTRY, entries, [None], 0, children=children)
-            offsets = buffers[at.ATTRIBUTES + at.OFFSETS]
-            return pa.Array.from_buffers(field.type, count, [None, offsets], 0, children=[entry])
-        block = _VARIABLE.get(field.name) or _FIXED[field.name][0]
+            offsets = self._buffer(at.ATTRIBUTES + at.OFFSETS, fields)
+            return pa.Array.from_buffers(kind, count, [None, offsets], 0, children=[entry])
+        is_variable = name in VARIABLE
+        block = VARIABLE[name] if is_variable else FIXED[name][0]
         validity, nulls = None, 0
-        if block in _NULLABLE:
-            nulls = count - int(self._fields[block + at.VALID])
-            validity = buffers[block + at.VALIDITY] if nulls else None
-        return pa.Array.from_buffers(field.type, count, [validity, *self._parts(block)], nulls)
+        if block in NULLABLE:
+            nulls = count - fields[block + at.VALID]
+            if nulls == count:
+                return decoder.repeated_column(name, kind, None, count)
+            validity = self._buffer(block + at.VALIDITY, fields) if nulls else None
+        if is_variable:
+            buffers = [validity, *self._text(block, fields)]
+        else:
+            buffers = [validity, self._buffer(block + at.OFFSETS, fields)]
+        return pa.Array.from_buffers(kind, count, buffers, nulls)
 
-    def _parts(self, block: int) -> list[pa.Buffer]:
-        """The buffers of a column without its validity."""
-        parts = (self._buffers.get(block + part) for part in (at.OFFSETS, at.DATA))
-        return [part for part in parts if part is not None]
+    def _text(self, block: int, fields: list[int]) -> tuple[pa.Buffer, pa.Buffer]:
+        """The buffers of a column of variable width, without its validity."""
+        return self._buffer(block + at.OFFSETS, fields), self._buffer(block + at.DATA, fields)
+
+
+def _copied(buffer: pa.Buffer, size_bytes: int) -> pa.Buffer:
+    """A buffer of a size that begins with the content of another."""
+    copied = pa.allocate_buffer(size_bytes)
+    memoryview(copied)[: buffer.size] = memoryview(buffer)
+    return copied
 
 
 class FrameFeed:
@@ -528,7 +453,7 @@ class FrameFeed:
         # The smallest frames in this many bytes do not overfill the column of the topic's name.
         rows_max = COLUMN_BYTES_MAX // max(decoder.topic_bytes.size, 1)
         self._bytes_max = max(
-            min(BATCH_BYTES_MAX, rows_max * _FRAME_BYTES_MIN[decoder.codec]),
+            min(BATCH_BYTES_MAX, rows_max * FRAME_BYTES_MIN[decoder.codec]),
             FRAME_HEADER_SIZE + FRAME_BODY_BYTES_MAX,
         )
         self.next_offset = expected_offset
