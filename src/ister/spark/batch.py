@@ -83,8 +83,13 @@ def read_rows(
     if not isinstance(partition, PlannedPartition):
         return  # what Spark makes of an empty list of partitions
     expected = arrow_schema_of(schema)
+    is_plain = shape is None or shape.is_plain
     for batch in task.read(partition.partition, partition.identities):
-        if batch.num_rows:
+        if not batch.num_rows:
+            continue
+        if is_plain and batch.schema.equals(expected):
+            yield batch
+        else:
             columns = batch.columns if shape is None else shape.apply(batch)
             yield pa.RecordBatch.from_arrays(columns, schema=expected)
 

@@ -81,6 +81,11 @@ class RowShape:
         """The columns of messages that a task reads."""
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the columns are those of messages, as they are."""
+        return self.columns == self._names and not self.is_parsed
+
+    @property
     def is_parsed(self) -> bool:
         """Whether payloads are parsed, as text or JSON."""
         return self._is_text or self._parser is not None

@@ -11,7 +11,15 @@ import pyarrow as pa
 from ister import kernels
 from ister.errors import CorruptDataError, InvalidRequestError, InvariantError
 from ister.format.arrow import loops as at
-from ister.format.arrow.layout import FIXED, FRAME_BYTES_MIN, NULLABLE, VARIABLE, Layout, Room
+from ister.format.arrow.layout import (
+    FIXED,
+    FRAME_BYTES_MIN,
+    NULLABLE,
+    VARIABLE,
+    Layout,
+    Room,
+    layout_of,
+)
 from ister.format.arrow.loops import (
     ROWS_WEIGHT,
     TIME_MS_MAX,
@@ -115,7 +123,7 @@ class ColumnarDecoder:
         self.is_compiled = wants_compiled(is_compiled)
         """Whether this decoder runs as compiled code."""
         self.topic_bytes = pa.py_buffer(topic.encode())
-        self._layout = Layout(self.schema, codec) if self.is_compiled else None
+        self._layout = layout_of(topic, codec, self.schema) if self.is_compiled else None
         self._repeated: dict[str, pa.Array] = {}
 
     def decode(
@@ -190,7 +198,7 @@ class ColumnarDecoder:
         if found is None or len(found) < count:
             # Somewhat more, so that batches that grow little by little do not rebuild it each time.
             size = max(min(count + count // 8, rows_max), 1)
-            found = self._repeated[name] = pa.repeat(pa.scalar(value, kind), size)
+            found = self._repeated[name] = _repeat(value, kind, size)
         return found.slice(0, count)
 
     def check_body(self, view: memoryview, position: int, offset: int) -> CorruptDataError | None:
@@ -415,6 +423,15 @@ class _CompiledRows:
     def _text(self, block: int, fields: list[int]) -> tuple[pa.Buffer, pa.Buffer]:
         """The buffers of a column of variable width, without its validity."""
         return self._buffer(block + at.OFFSETS, fields), self._buffer(block + at.DATA, fields)
+
+
+def _repeat(value: object, kind: pa.DataType, count: int) -> pa.Array:
+    """A text, null or no attributes, `count` times."""
+    if value == []:
+        # `repeat` would concatenate so many arrays.
+        ends = pa.repeat(pa.scalar(0, pa.int32()), count + 1)
+        return pa.MapArray.from_arrays(ends, pa.array([], pa.string()), pa.array([], pa.string()))
+    return pa.repeat(pa.scalar(value, kind), count)
 
 
 def _copied(buffer: pa.Buffer, size_bytes: int) -> pa.Buffer:

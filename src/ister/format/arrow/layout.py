@@ -11,6 +11,7 @@ batches of a topic are alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import pyarrow as pa
@@ -194,9 +195,13 @@ class Layout:
         return sum(fields[used] * bits for used, bits in self._bits) // 8
 
     def learn(self, fields: Sequence[int], taken_bytes: int) -> None:
-        """Estimates the rooms of batches from what one took, whose plan did not suit it."""
+        """Estimates the rooms of batches from one whose plan did not suit it."""
         for room in self.rooms.values():
-            now, had = fields[room.used] / taken_bytes, self._filling[room.block]
-            # Rises at once and falls slowly: an estimate that is too low costs a copy.
-            self._filling[room.block] = max(now, (now + had) / 2)
+            self._filling[room.block] = fields[room.used] / taken_bytes
         self._plans = {}
+
+
+@lru_cache(maxsize=256)
+def layout_of(topic: str, codec: Codec, schema: pa.Schema) -> Layout:
+    """The layout of a topic's batches, which all decoders share: each knows what came before."""
+    return Layout(schema, codec)
