@@ -103,6 +103,7 @@ def test_missing_object_is_not_found(store):
         lambda: store.stat("a"),
         lambda: store.read("a", 0, 10),
         lambda: store.read("a", 0, 0),
+        lambda: store.view("a", 0, MIB),
         lambda: store.read("a/b/c", 5, 10),
         lambda: store.stat("there/below"),
         lambda: store.read("there/below", 0, 1),
@@ -117,6 +118,8 @@ def test_folder_of_objects_is_no_object(store):
         store.stat("folder")
     with pytest.raises(NotFoundError):
         store.read("folder", 0, 1)
+    with pytest.raises(NotFoundError):
+        store.view("folder", 0, MIB)
     assert keys(store) == ["folder/a"]
 
 
@@ -152,12 +155,14 @@ def test_deleting_the_name_of_a_folder_changes_nothing(open_at, name):
 def test_read_is_shorter_only_at_the_end(store, start, size, expected):
     store.put("a", b"0123456789")
     assert store.read("a", start, size) == expected
+    assert bytes(store.view("a", start, size)) == expected
 
 
 def test_empty_object_reads_as_nothing(store):
     store.put("a", b"")
     assert store.read("a", 0, 10) == b""
     assert store.read("a", 5, 10) == b""
+    assert bytes(store.view("a", 0, 10)) == b""
 
 
 def test_negative_range_is_refused(store):
@@ -165,6 +170,8 @@ def test_negative_range_is_refused(store):
     for start, size in ((-1, 1), (0, -1)):
         with pytest.raises(InvalidRequestError):
             store.read("a", start, size)
+        with pytest.raises(InvalidRequestError):
+            store.view("a", start, size)
 
 
 @each(
@@ -222,6 +229,10 @@ def test_streamed_object_of_many_parts_reads_back(store):
     write(store, "big", *pieces)
     assert store.stat("big").size == len(data)
     assert store.read("big", 5 * MIB - 3, 7) == data[5 * MIB - 3 : 5 * MIB + 4]
+    view = store.view("big", 5 * MIB - 3, 9 * MIB)
+    store.delete("big")
+    assert bytes(view) == data[5 * MIB - 3 :]
+    write(store, "big", *pieces)
     assert read_all(store, "big") == data
 
 

@@ -105,6 +105,10 @@ class ObjectStore(Protocol):
         """
         ...
 
+    def view(self, key: str, start: int, size: int) -> Buffer:
+        """Like `read`, for bytes that are looked at once: a directory shows its file uncopied."""
+        ...
+
     def stat(self, key: str) -> ObjectInfo:
         """What the store says about an object.
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from ister.clock import Clock
+from ister.format.crc import Buffer
 from ister.metrics import Metrics
 from ister.objectstore.base import ObjectStore
+
+_Bytes = TypeVar("_Bytes", bound=Buffer)
 
 
 class MeasuredReads:
@@ -17,8 +23,17 @@ class MeasuredReads:
 
     def read(self, key: str, start: int, size: int) -> bytes:
         """Like `ObjectStore.read`."""
+        return self._measure(self._store.read, key, start, size)
+
+    def view(self, key: str, start: int, size: int) -> Buffer:
+        """Like `ObjectStore.view`."""
+        return self._measure(self._store.view, key, start, size)
+
+    def _measure(
+        self, fetch: Callable[[str, int, int], _Bytes], key: str, start: int, size: int
+    ) -> _Bytes:
         began = self._clock.monotonic()
-        data = self._store.read(key, start, size)
+        data = fetch(key, start, size)
         elapsed_ms = (self._clock.monotonic() - began) * 1000
         self._metrics.observe("cloud_reader.fetch_latency_ms", elapsed_ms)
         self._metrics.count("cloud_reader.range_requests_total")

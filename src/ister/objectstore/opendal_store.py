@@ -51,6 +51,7 @@ from ister.errors import (
     UnavailableError,
     UnsupportedOperationError,
 )
+from ister.format.crc import Buffer
 from ister.fs.local import LocalFileSystem
 from ister.objectstore.backends import (
     Backend,
@@ -228,6 +229,14 @@ class OpendalStore:
         check_key(key)
         check_range(start, size)
         return self._repeat("read", key, lambda deadline: self._read(key, start, size, deadline))
+
+    def view(self, key: str, start: int, size: int) -> Buffer:
+        files = self._files
+        if files is None:
+            return self.read(key, start, size)
+        check_key(key)
+        check_range(start, size)
+        return self._repeat("read", key, lambda _: files.view(key, start, size))
 
     def stat(self, key: str) -> ObjectInfo:
         check_key(key)

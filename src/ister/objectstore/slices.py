@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ister.errors import CorruptDataError, UnsupportedOperationError
+from ister.format.crc import Buffer
 from ister.objectstore.base import Capabilities, ObjectInfo, ObjectStore, ObjectWriter
 
 _SLICE: Final = re.compile(r"(.+\.dnbx)@([0-9]+)\+([0-9]+)")
@@ -57,6 +58,12 @@ class SlicedStore:
             return self._store.read(key, start, size)
         size = min(size, found.length - start)
         return self._store.read(found.key, found.position + start, size) if size > 0 else b""
+
+    def view(self, key: str, start: int, size: int) -> Buffer:
+        """Like `read`, for bytes that are looked at once."""
+        if _parse(key) is None:
+            return self._store.view(key, start, size)
+        return self.read(key, start, size)
 
     def stat(self, key: str) -> ObjectInfo:
         """Returns size, etag and time of an object or a slice.
