@@ -124,7 +124,8 @@ class ColumnarDecoder:
         """Whether this decoder runs as compiled code."""
         self.topic_bytes = pa.py_buffer(topic.encode())
         self._layout = layout_of(topic, codec, self.schema) if self.is_compiled else None
-        self._repeated: dict[str, pa.Array] = {}
+        # The values of a column, and the part of them that the last batch took.
+        self._repeated: dict[str, tuple[pa.Array, pa.Array]] = {}
 
     def decode(
         self,
@@ -194,12 +195,16 @@ class ColumnarDecoder:
         Always the same value for a column.
         """
         # Threads may make it at the same time: each uses the one that it has seen.
-        found = self._repeated.get(name)
-        if found is None or len(found) < count:
+        whole, last = self._repeated.get(name, (None, None))
+        if last is not None and len(last) == count:
+            return last
+        if whole is None or len(whole) < count:
             # Somewhat more, so that batches that grow little by little do not rebuild it each time.
             size = max(min(count + count // 8, rows_max), 1)
-            found = self._repeated[name] = _repeat(value, kind, size)
-        return found.slice(0, count)
+            whole = _repeat(value, kind, size)
+        last = whole.slice(0, count)
+        self._repeated[name] = whole, last
+        return last
 
     def check_body(self, view: memoryview, position: int, offset: int) -> CorruptDataError | None:
         """Why the body of the intact frame at `position` is not a message; None if it is one."""
