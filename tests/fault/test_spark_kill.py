@@ -236,10 +236,10 @@ def test_judge_sees_what_is_wrong(tmp_path, copies, complaint):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
-def test_sink_that_forgets_its_query_is_caught(tmp_path):
+def test_sink_that_forgets_its_batch_is_caught(tmp_path):
     """Goal: the tests here can fail: a batch that a dead commit has left, and that comes again.
 
-    Method: a sink that commits under another name each time, and dies when its batch is in.
+    Method: a sink that commits under another number each time, and dies when its batch is in.
     """
     run = Run(tmp_path, "broken", is_one_log=True)
     with run.driver() as child:
