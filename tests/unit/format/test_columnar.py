@@ -246,6 +246,20 @@ def test_batches_of_any_shape_follow_each_other(is_compiled, codec):
         assert batch.column("offset").to_pylist() == list(range(70, 70 + len(shape)))
 
 
+def test_batches_share_the_columns_that_have_one_value():
+    data = framed([a_message(payload=bytes(9), attributes={}) for _ in range(50)])
+    one = decoder(is_compiled=True)
+    first, second = (one.decode(data, expected_offset=0).batch for _ in range(2))
+    for name in ("topic", "routing_key", "schema_id", "schema_version", "attributes"):
+        buffers = [batch.column(name).buffers() for batch in (first, second)]
+        assert [part and part.address for part in buffers[0]] == [
+            part and part.address for part in buffers[1]
+        ]
+    assert first.column("payload").buffers()[2].address != (
+        second.column("payload").buffers()[2].address
+    )
+
+
 @pytest.mark.nightly
 def test_batch_holds_little_more_than_its_rows(is_compiled):
     """Goal: a batch that is kept does not keep room that it has no use for.

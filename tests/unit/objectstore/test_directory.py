@@ -1,5 +1,7 @@
 """The `fs` backend: objects appear whole, exclusively and for good."""
 
+import errno
+import mmap
 import os
 import shutil
 import subprocess
@@ -17,6 +19,7 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.fs.local import LocalFileSystem
+from ister.limits import KIB
 from ister.objectstore.opendal_store import open_store
 from ister.objectstore.staged_files import StagedFiles
 
@@ -107,6 +110,25 @@ def test_exclusive_name_is_synced_too_and_when_it_was_taken(tmp_path):
     assert fs.events[-1] == ("sync_directory", f"{root}/a")
     assert Path(root, "a/lock").read_bytes() == b"first"
     assert not Path(root, first).exists()
+
+
+def test_large_range_is_mapped_and_not_copied(tmp_path, store):
+    store.put("a", bytes(range(256)) * 4096)
+    view = store.view("a", 5, 512 * KIB)
+    assert isinstance(memoryview(view).obj, mmap.mmap)
+    assert bytes(view[:4]) == bytes([5, 6, 7, 8])
+    assert isinstance(store.view("a", 5, 64 * KIB), bytes)
+
+
+def test_file_that_cannot_be_mapped_is_read(store, monkeypatch):
+    def refuse(*arguments, **named):
+        raise OSError(errno.ENODEV, "no maps here")
+
+    store.put("a", bytes(range(256)) * 4096)
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    view = store.view("a", 5, 512 * KIB)
+    assert isinstance(view, bytes)
+    assert view == (bytes(range(256)) * 4096)[5 : 5 + 512 * KIB]
 
 
 def test_failed_sync_of_the_folder_is_an_unknown_outcome(tmp_path):

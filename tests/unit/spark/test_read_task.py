@@ -1,10 +1,13 @@
 """What a task prepares before it reads."""
 
+import pyarrow as pa
 import pytest
+from pyspark.sql.types import LongType, StructField, StructType
 
 from ister.config import load_config
 from ister.limits import MIB
 from ister.spark import read_task, workers
+from ister.spark.batch import PlannedPartition, read_rows
 from ister.spark.location import place_of
 from ister.spark.planner import Partition
 from ister.spark.read_task import ReadTask
@@ -37,3 +40,19 @@ def test_a_task_keeps_buffers_and_loads_the_compiled_loops(tmp_path, monkeypatch
         assert not list(task.read(Partition(number=0, slices=(), weight=weight), {}))
     # A wait with an end: the first process on a machine compiles for long.
     assert calls == ["buffers", "buffers", ("loops", True)]
+
+
+@pytest.mark.parametrize("nullable", [True, False])
+def test_batch_with_sparks_schema_is_handed_over_as_it_is(nullable):
+    batch = pa.record_batch({"offset": pa.array([1, 2], pa.int64())})
+
+    class Task:
+        def read(self, partition, identities):
+            yield batch
+
+    planned = PlannedPartition(Partition(number=0, slices=(), weight=0), {})
+    schema = StructType([StructField("offset", LongType(), nullable=nullable)])
+    (found,) = read_rows(Task(), planned, schema)
+    assert (found is batch) is nullable
+    assert found.schema.field("offset").nullable is nullable
+    assert found.column(0).to_pylist() == [1, 2]

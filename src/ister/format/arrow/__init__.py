@@ -5,11 +5,11 @@
     rows with every field ─ encode.restore_frames ────────────────────► the original frames
 
 `schema` has the columns and their Arrow types, `table` checks the columns of rows to be encoded,
-`kernel` has the loops that numba compiles, `loops` their arguments. With the extra `ister[fast]`
-the loops run as compiled code, without a Python object per message and without the interpreter
-lock; without it they run in Python, slower, with the same results. Both accept exactly what
-`ister.format.frame` and `ister.format.message` accept: every frame is checked by crc and offset,
-and its body is walked to its end, whatever columns are wanted.
+`kernel` has the loops that numba compiles, `loops` their arguments, `layout` the memory that they
+fill. With the extra `ister[fast]` the loops run as compiled code, without a Python object per
+message and without the interpreter lock; without it they run in Python, slower, with the same
+results. Both accept exactly what `ister.format.frame` and `ister.format.message` accept: every
+frame is checked by crc and offset, and its body is walked to its end, whatever columns are wanted.
 
 Does not own: where bytes come from, which offsets exist, the size limits of a topic.
 
