@@ -246,9 +246,10 @@ def test_batches_of_any_shape_follow_each_other(is_compiled, codec):
         assert batch.column("offset").to_pylist() == list(range(70, 70 + len(shape)))
 
 
-def test_batches_share_the_columns_that_have_one_value():
+@pytest.mark.parametrize("is_compiled", ["compiled"], indirect=True)
+def test_batches_share_the_columns_that_have_one_value(is_compiled):
     data = framed([a_message(payload=bytes(9), attributes={}) for _ in range(50)])
-    one = decoder(is_compiled=True)
+    one = decoder(is_compiled)
     first, second = (one.decode(data, expected_offset=0).batch for _ in range(2))
     for name in ("topic", "routing_key", "schema_id", "schema_version", "attributes"):
         buffers = [batch.column(name).buffers() for batch in (first, second)]
