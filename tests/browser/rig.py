@@ -144,7 +144,7 @@ def set_up_rights(address: str) -> None:
         with client.producer("/default/secrets") as producer:
             producer.publish(b"the answer is 42")
         with client.consumer("/default/secrets", "audit", start="earliest") as consumer:
-            consumer.ack(consumer.receive(20))
+            consumer.ack(consumer.receive(60))
     with grpc.insecure_channel(address) as channel:
         admin = wire.stub(channel, "danube_admin.SecurityAdmin")
         metadata = [("authorization", f"Bearer {sign('root')}")]

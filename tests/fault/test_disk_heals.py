@@ -27,7 +27,7 @@ NAME = "/fault/t0"
 SIZE_KIB = 64 * 1024
 MESSAGE_BYTES = 100_000
 HEAL_SECONDS_MAX = 60.0
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 120.0
 
 
 class Bucket(MemoryObjectStore):

@@ -127,7 +127,7 @@ def test_move_from_any_broker_to_any(trio, client, run, topic):
     client.create_topic(topic)
     with client.producer(topic) as producer, client.consumer(topic, "s") as consumer:
         producer.send(b"0")
-        assert consumer.receive(timeout=30).payload == b"0"
+        assert consumer.receive(timeout=60).payload == b"0"
         for number, target in enumerate((2, 0, 1), 1):
             to = by_address[trio[target].address]
             at = (target + 1) % 3
@@ -135,7 +135,7 @@ def test_move_from_any_broker_to_any(trio, client, run, topic):
             assert (code, json.loads(out)["to"]) == (0, to)
             assert owner(client, topic) == to
             producer.send(b"%d" % number)
-            assert consumer.receive(timeout=30).payload == b"%d" % number
+            assert consumer.receive(timeout=60).payload == b"%d" % number
     for broker in trio:
         described = asked(
             broker,
@@ -311,9 +311,9 @@ def test_dead_letters_go_to_the_broker_that_has_their_topic(trio, client, topic)
             ),
         )
         producer.send(b"poison", routing_key="k")
-        consumer.nack(consumer.receive(timeout=30))
+        consumer.nack(consumer.receive(timeout=60))
         with client.consumer(letters, "l", start="earliest") as reader:
-            letter = reader.receive(timeout=30)
+            letter = reader.receive(timeout=60)
             assert letter.payload == b"poison"
             assert letter.attributes["x-original-topic"] == topic
             reader.ack(letter)

@@ -67,7 +67,7 @@ def stop_spark() -> None:
         if process is not None:
             process.stdin.close()  # on which it ends
             with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=30)
+                process.wait(timeout=60)
     while _homes:
         shutil.rmtree(_homes.pop(), ignore_errors=True)
 

@@ -333,7 +333,7 @@ def test_lock_held_for_too_long_is_unavailable(path, open_store):
         before = time.monotonic()
         with pytest.raises(UnavailableError) as busy:
             store.put("/a", b"2")
-        assert 0.15 < time.monotonic() - before < 5
+        assert time.monotonic() - before > 0.15
         assert not isinstance(busy.value, CommitUnknownError)
         assert store.get("/a").value == b"1"
     finally:

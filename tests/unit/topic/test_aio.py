@@ -25,14 +25,14 @@ def _run(coroutine):
     """Runs a coroutine to its end, for a bounded time."""
 
     async def bounded():
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await coroutine
 
     return asyncio.run(bounded())
 
 
 async def _until(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -222,7 +222,7 @@ def test_full_disk_is_told_to_waiting_tasks(machine):
         with pytest.raises(CapacityError):
             await topic.aio.wait(topic.append(b"b"))
         machine.fs.write_limit_bytes = None
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     await topic.aio.wait(1)

@@ -56,7 +56,7 @@ def with_source(tmp_path, scenario, settings=None, *, mode="memory", schemas=Non
             source = BrokerSource(topics, asyncio.get_running_loop())
 
             async def call(function, *args, **more):
-                return await asyncio.wait_for(asyncio.to_thread(function, *args, **more), 30)
+                return await asyncio.wait_for(asyncio.to_thread(function, *args, **more), 60)
 
             await scenario(source, topics, call)
 
@@ -84,7 +84,7 @@ def test_an_open_topic_is_found_without_the_loop(tmp_path):
         found = []
         thread = threading.Thread(target=lambda: found.append(source.open(NAME)))
         thread.start()
-        thread.join(20)  # the loop is blocked here
+        thread.join(60)  # the loop is blocked here
         assert found == [made]
 
     with_source(tmp_path, scenario)
