@@ -22,7 +22,7 @@ from servers.broker import BrokerProcess
 from support.security import auth_settings
 
 _BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
-_PATIENCE_MS = 30_000
+_PATIENCE_MS = 60_000
 
 
 @pytest.fixture(scope="session")

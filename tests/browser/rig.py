@@ -71,14 +71,14 @@ class Site:
         """What the API answers."""
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         request = urllib.request.Request(f"{self.url}{path}", headers=headers)
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
     def headers(self, path: str, **sent: str) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and content of any path."""
         request = urllib.request.Request(f"{self.url}{path}", headers=sent)
         try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, dict(answer.headers), answer.read()
         except urllib.error.HTTPError as error:
             with error:

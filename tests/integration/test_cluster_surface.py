@@ -21,7 +21,7 @@ from servers.broker import BrokerProcess
 from support.danube import topic_for
 from support.waiting import eventually, eventually_async
 
-LEASE_SECONDS = 3
+LEASE_SECONDS = 10
 
 
 @pytest.fixture(scope="module")

@@ -267,6 +267,7 @@ async def test_a_stream_for_an_unknown_id_is_refused_slowly(broker, topic):
 
         part.receive = counted
         await consumer.receive()
+        await eventually(lambda: calls)
         await asyncio.sleep(2.0)
         assert 1 <= len(calls) <= 10, f"{len(calls)} calls in 2 s"
         answer = await session.health.HealthCheck(

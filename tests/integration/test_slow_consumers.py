@@ -102,7 +102,7 @@ async def test_what_a_program_does_not_take_goes_to_others(broker, topic):
         async with client.consumer(topic, subscription="s", kind="shared") as stuck:
             await session.send(topic, [f"{number}" for number in range(20)])
             first = await stuck.receive(60)
-            await session.set_failure_policy(topic, subscription="s", ack_timeout_ms=1500)
+            await session.set_failure_policy(topic, subscription="s", ack_timeout_ms=4000)
             async with client.consumer(topic, subscription="s", kind="shared") as other:
                 found = set()
                 while len(found) < 20:
