@@ -3,12 +3,13 @@
 Puts `tests/` on the import path, so that tests find the shared builders from any folder.
 """
 
+import gc
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -89,9 +90,29 @@ def machine() -> Iterator[Machine]:
         yield machine
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is collected stays until the end: the garbage collector need not look at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The order in which the processes of xdist take files; see `support.schedule`."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from support.schedule import reorder  # noqa: PLC0415 - xdist may be missing
+
+        reorder(items)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
-    """Tests that use Spark share a process; see `support.schedule`."""
+    """Which tests share a process; see `support.schedule`."""
     if config.getvalue("dist") != "loadfile":
         return None
     from support.schedule import FilesAndSpark  # noqa: PLC0415 - xdist may be missing

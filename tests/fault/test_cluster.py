@@ -38,7 +38,7 @@ from support.danube import connect, numbered, run, texts
 from support.scale import IS_NIGHTLY, scaled
 from support.waiting import PATIENCE_SECONDS, eventually, eventually_async
 
-KILLS = scaled(3, 100)
+KILLS = scaled(2, 100)
 KILL_TOPICS = scaled(2, 3)
 RESTARTS = scaled(1, 5)
 ROLLING = scaled(2, 12)
@@ -308,6 +308,7 @@ def ister_command(*words):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_take_over_gives_up_what_it_names_and_nothing_else(cluster, tmp_path):
     """Goal: a topic of a lost disk goes on at the end of its history; others wait as before.

@@ -157,7 +157,8 @@ def test_kill_at_failpoint_loses_nothing(tmp_path, request, point):
     """Goal: every failpoint is reached by a plain load, and a death at it loses nothing.
 
     Method: some messages, then (for the recovery's points, behind a torn tail) a writer that dies
-    at an early visit, then one that dies at the first; after each the log is compared and goes on.
+    at an early visit, by night then one that dies at the first; after each the log is compared and
+    goes on.
     """
     seed = new_seed()
     say_replay(seed, request.node.nodeid)
@@ -167,7 +168,8 @@ def test_kill_at_failpoint_loses_nothing(tmp_path, request, point):
     with WriterChild(tmp_path, history, session="a", seed=seed, messages=150, **options) as child:
         assert child.ended() == 0, child.complaints()
     early = min(3, _VISITS_MAX.get(point, 3))
-    for number, visit in enumerate([chance.randint(1, early), 1]):
+    visits = [chance.randint(1, early), *scaled([], [1])]
+    for number, visit in enumerate(visits):
         if point.startswith("wal.recovery_"):
             tear_tail(tmp_path, chance)
         with WriterChild(
@@ -208,8 +210,8 @@ def test_product_that_acknowledges_too_early_is_caught(tmp_path, request):
 def test_repeated_kill_in_recovery_loses_nothing(tmp_path, request):
     """Goal: recovery that dies again and again ends with the same log.
 
-    Method: a torn tail, then a writer killed at each point of recovery in turn, three times over
-    without a look in between; then the comparison.
+    Method: a torn tail, then a writer killed at each point of recovery in turn, three times over by
+    night, without a look in between; then the comparison.
     """
     seed = new_seed()
     say_replay(seed, request.node.nodeid)
@@ -219,7 +221,8 @@ def test_repeated_kill_in_recovery_loses_nothing(tmp_path, request):
     with WriterChild(tmp_path, history, session="a", seed=seed, messages=100, **options) as child:
         assert child.ended() == 0, child.complaints()
     deaths = 0
-    for number in range(3):
+    rounds = scaled(1, 3)
+    for number in range(rounds):
         tear_tail(tmp_path, chance)
         for point in (
             "wal.recovery_before_cut",
@@ -237,5 +240,5 @@ def test_repeated_kill_in_recovery_loses_nothing(tmp_path, request):
             ) as child:
                 # A cut that was made is not made again: the next writer passes that point.
                 deaths += child.ended() == -signal.SIGKILL
-    assert deaths >= 9, "too few deaths in recovery"
+    assert deaths >= 3 * rounds, "too few deaths in recovery"
     check_and_append(tmp_path, history, "mixed", "p")

@@ -28,7 +28,7 @@ from fault.tier_checks import (
 from fault.tier_child import TierChild
 from fault.writer_child import new_seed, say_replay
 from ister.failpoints import FAILPOINTS
-from support.scale import scaled
+from support.scale import nightly, scaled
 
 _LARGE = {"wal": {"rotate_max_bytes": 65536}, "uploader": {"max_object_bytes": 131072}}
 
@@ -210,7 +210,7 @@ def test_repeated_kill_loses_nothing(tmp_path, request):
     demand, trim, read and collect garbage, each killed after 30 to 300 ms; every other one only
     when it has done some of that.
     """
-    run_cycles(tmp_path, request, 7, 2)
+    run_cycles(tmp_path, request, 6, 1)
 
 
 @pytest.mark.nightly
@@ -242,7 +242,9 @@ def test_product_that_trims_too_early_is_caught(tmp_path, request):
     pytest.fail("10 kills and no loss seen: the harness proves nothing")
 
 
-@pytest.mark.parametrize("point", ["tier.after_claim", "tier.after_commit", "tier.after_complete"])
+@pytest.mark.parametrize(
+    "point", [nightly("tier.after_claim"), nightly("tier.after_commit"), "tier.after_complete"]
+)
 def test_repeated_kill_at_the_same_point_goes_on(tmp_path, request, point):
     """Goal: deaths in a row, without anybody looking in between, add nothing wrong.
 

@@ -41,10 +41,12 @@ from ister.wire.contract import RangeTicket
 from servers.broker import BrokerProcess
 from support.certificates import LOCAL_NAMES, Authority
 from support.example_runs import run_example
+from support.scale import scaled
 from support.security import auth_settings
 from support.waiting import eventually
 
 PATIENCE = 60.0
+KILLS = scaled(1, 3)
 _numbers = count()
 
 
@@ -553,7 +555,7 @@ def test_a_broker_is_killed_under_load(tmp_path, topic):
         consumer = client.consumer(topic, "s", start="earliest")
         loads = [Load(client, topic, name) for name in ("p", "q")]
         taker = Taker(consumer)
-        for _ in range(3):
+        for _ in range(KILLS):
             before = sum(len(load.acked) for load in loads)
             eventually(lambda b=before: sum(len(load.acked) for load in loads) > b + 300)
             time.sleep(0.05)
@@ -571,7 +573,7 @@ def test_a_broker_is_killed_under_load(tmp_path, topic):
         for offset, payload in taker.seen:
             assert log[offset] == payload
         # What comes twice was acknowledged after the cursor was last written, before a kill.
-        assert len(taker.seen) - len(log) <= 3 * 2000
+        assert len(taker.seen) - len(log) <= KILLS * 2000
 
 
 @pytest.mark.nightly
