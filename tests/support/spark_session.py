@@ -30,9 +30,7 @@ def get_spark() -> SparkSession:
     _prepare_environment()
     home = tempfile.mkdtemp(prefix="ister-spark-")
     # Such a short life is over before the thorough compiler has paid for itself.
-    java = (
-        f"-Djava.io.tmpdir={home} -XX:-UsePerfData -XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-    )
+    java = f"-Djava.io.tmpdir={home} -XX:-UsePerfData -XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
     settings = {
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",

@@ -124,9 +124,9 @@ async def asked(services, service, method, names, who, prefix=""):
     call = rpc.on(services.channel)
     request = filled(wire.message_class(method.input_type), f"{service}/{method.name}", names)
     if method.client_streaming:
-        call = call(iter([request]), metadata=metadata(who), timeout=30)
+        call = call(iter([request]), metadata=metadata(who), timeout=60)
     else:
-        call = call(request, metadata=metadata(who), timeout=30)
+        call = call(request, metadata=metadata(who), timeout=60)
     try:
         answer = await (call.read() if method.server_streaming else call)
         text = str(answer)

@@ -123,7 +123,7 @@ def test_it_is_ready_when_every_topic_is_recovered_and_not_before(tmp_path, monk
             assert [topic.name for topic in broker.topics.served] == [NAME]
             await services.channel.close()
             services = Services(ports["grpc"])
-            answer = await services.admin.Info(ister_api.InfoRequest(), timeout=20)
+            answer = await services.admin.Info(ister_api.InfoRequest(), timeout=60)
             assert answer.broker_url == f"http://127.0.0.1:{ports['grpc']}"
         finally:
             await services.channel.close()
@@ -259,7 +259,7 @@ def test_on_all_addresses_with_the_flag(tmp_path):
     async def scenario():
         settings = {"broker": {"host": "0.0.0.0", "allow_insecure": True}}
         async with a_broker(tmp_path, settings, mode="memory") as (_, services, listening):
-            answer = await services.admin.Info(ister_api.InfoRequest(), timeout=20)
+            answer = await services.admin.Info(ister_api.InfoRequest(), timeout=60)
             # An address that clients can use.
             assert answer.broker_url == f"http://127.0.0.1:{listening.grpc}"
             assert answer.flight_url == f"grpc://127.0.0.1:{listening.flight}"

@@ -144,7 +144,7 @@ def test_timeout_of_a_read_ends_it_and_of_a_wait_raises(machine):
         assert await reader.next_batch(timeout=0.01) == []
         gate.open()
         await topic.aio.wait(offset)
-        assert payloads(await reader.next_batch(timeout=5)) == [b"a"]
+        assert payloads(await reader.next_batch(timeout=60)) == [b"a"]
         assert payloads([m async for m in topic.aio.read(follow=True, timeout=0.01)]) == [b"a"]
         reader.close()
 

@@ -13,7 +13,7 @@ from support.scale import scaled
 from support.tiers import NAME, Pipeline, Site
 
 TEXT = str(NAME)
-LEASE_SECONDS = 2
+LEASE_SECONDS = 4
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def kept(site):
 def test_uploads_are_left_to_a_pipeline_and_followed(site, kept):
     topic = a_topic(site, "auto")
     append(topic)
-    waiter = Task(topic.wait, 4, "tiered", timeout=30)
+    waiter = Task(topic.wait, 4, "tiered", timeout=60)
     a_while()
     assert made_by(site) == 0
     assert waiter.is_running

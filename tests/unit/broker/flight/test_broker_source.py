@@ -18,6 +18,7 @@ from ister.errors import (
     UnavailableError,
 )
 from support.broker import run, some_topics
+from support.waiting import eventually_async
 
 NAME = "/default/t"
 
@@ -196,7 +197,6 @@ def test_a_topic_that_takes_too_long_to_open_is_unavailable(tmp_path, monkeypatc
         topics.get = slow
         with pytest.raises(UnavailableError, match="in time"):
             await call(source.open, NAME)
-        await asyncio.sleep(0.05)
-        assert cancelled == [NAME]
+        await eventually_async(lambda: cancelled == [NAME])
 
     with_source(tmp_path, scenario)

@@ -27,7 +27,7 @@ from support.machine import eventually
 from support.spark_here import SparkHere
 
 TTL = 2
-LIMIT = 20.0
+LIMIT = 60.0
 
 
 @pytest.fixture
