@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from support.scale import IS_NIGHTLY, nightly
+from support.scale import IS_NIGHTLY, nightly, scaled
 
 _TESTS = Path(__file__).resolve().parents[1]
 _VERSIONS = re.findall(
@@ -40,10 +40,13 @@ _NIGHTLY_SUITES = [
     "integration/test_spark_sql.py",
     *(f"integration/test_jobs_{job}.py" for job in ("stats", "scrub", "compact", "replay")),
 ]
-_SECONDS = 2400 if IS_NIGHTLY else 1200
+# Spark 4.0 gives a Python process of a stream ten seconds to start, whatever the machine.
+_WAS_TOO_SLOW = "Python worker failed to connect back"
+_ATTEMPTS = scaled(3, 1)
+_SECONDS = scaled(450, 2400)
 
 
-@pytest.mark.timeout(_SECONDS + 60)
+@pytest.mark.timeout(_ATTEMPTS * _SECONDS + 60)
 @pytest.mark.parametrize("version", [_VERSIONS[0], *map(nightly, _VERSIONS[1:])])
 def test_batch_and_stream_suites_pass(version, tmp_path):
     if IS_NIGHTLY:
@@ -52,7 +55,7 @@ def test_batch_and_stream_suites_pass(version, tmp_path):
         _run_suites(version, _BY_DAY, tmp_path, at_least=len(_BY_DAY))
 
 
-@pytest.mark.timeout(_SECONDS + 60)
+@pytest.mark.timeout(_ATTEMPTS * _SECONDS + 60)
 @pytest.mark.parametrize("version", [nightly(version) for version in _VERSIONS])
 def test_views_and_jobs_work(version, tmp_path):
     _run_suites(version, _NIGHTLY_SUITES, tmp_path, at_least=30)
@@ -66,21 +69,25 @@ def _run_suites(version, suites, tmp_path, *, at_least):
         )
     selected = [] if IS_NIGHTLY else ["-m", "not nightly"]
     path = [str(spark), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
-            # PySpark 4.0 and 4.1 leave a socket to the garbage collector.
-            *("-W", "ignore:unclosed:ResourceWarning", "--basetemp", str(tmp_path / "suites")),
-            *selected,
-            *(str(_TESTS / suite) for suite in suites),
-        ],
-        cwd=_TESTS.parent,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "ISTER_EXPECTS_SPARK": version},
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
+    command = [
+        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
+        # PySpark 4.0 and 4.1 leave a socket to the garbage collector.
+        *("-W", "ignore:unclosed:ResourceWarning", "--basetemp", str(tmp_path / "suites")),
+        *selected,
+        *(str(_TESTS / suite) for suite in suites),
+    ]
+    for _ in range(_ATTEMPTS):
+        done = subprocess.run(
+            command,
+            cwd=_TESTS.parent,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "ISTER_EXPECTS_SPARK": version},
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+        if done.returncode == 0 or _WAS_TOO_SLOW not in done.stdout:
+            break
     summary = done.stdout.splitlines()[-1]
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert int(re.search(r"(\d+) passed", summary)[1]) >= at_least, summary
