@@ -283,8 +283,9 @@ class StagedFiles:
         """Like `read`; a large range is mapped into memory, which copies nothing.
 
         All of it is read in when this returns, so that an error of the disk is raised here.
-        Objects never change and the map outlives a removed file; only a program other than Ister
-        that truncates the file meanwhile ends this process, with SIGBUS.
+        Objects never change, and the map outlives a removed file. If another program truncates the
+        file meanwhile, or memory is so short that a page has to be read again and the disk fails
+        then, SIGBUS ends this process.
 
         Raises:
             NotFoundError: There is no such object.
