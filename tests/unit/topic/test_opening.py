@@ -960,7 +960,7 @@ def test_topic_that_was_handed_over_to_a_full_disk_can_be_opened_elsewhere(site,
     first.topic(TEXT, create=True).append_many(numbered(3))
     first.seal(TEXT)
 
-    def fail(_wal):
+    def fail(_wal, **_options):
         raise CapacityError("no space left on device")
 
     with monkeypatch.context() as patch:
