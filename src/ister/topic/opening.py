@@ -258,8 +258,9 @@ class TopicOpener:
             is_known = is_new and recovered.state is None and recovered.next_offset == 0
             self._save_first_checkpoint(topic, is_new=is_new, is_synced=not is_known)
         try:
-            if not owned.is_leased:  # recovery has taken longer than the lease
-                owned.check()
+            # Recovery may have taken longer than the lease, and a process with a copy of this
+            # directory, which is the same node, need not wait for the lease.
+            owned.check()
         except IsterError:
             topic.close_quietly()
             raise
