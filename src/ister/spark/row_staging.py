@@ -58,6 +58,7 @@ from ister.spark.owners import ask, ask_any, group_by_owner, has_brokers
 from ister.topic.batches import AppendedBatch, StagedBatch
 from ister.topic.bucket_link import TopicTier
 from ister.topic.log import Log
+from ister.topic.topic import Topic
 
 _log = logging.getLogger("ister.spark.row_staging")
 
@@ -356,9 +357,11 @@ class Committer:
 
             def append(topic: str, _: Callable[[], None]) -> AppendedBatch:
                 is_new = topic not in existing
-                if is_new:
+                opened = (
                     log.topic(topic, create=True, ack=self.ack, codec=self.codec)
-                opened = log.topic(topic)
+                    if is_new
+                    else log.topic(topic)
+                )
                 uploads = None
                 if opened.tier is not None and self._uploads:
                     uploads = _EarlyUpload(opened.tier, pool)
@@ -367,7 +370,7 @@ class Committer:
                     uploads.wait_for_end()
                 # A new topic has no leftovers.
                 is_swept = not is_new and staged[topic].batch % _SWEEP_EVERY == 0
-                self._tidy(log, topic, is_swept=is_swept)
+                self._tidy(opened, is_swept=is_swept)
                 # Now, and not with the log: topics are closed in parallel, and few are open.
                 opened.close()
                 return rows
@@ -406,12 +409,12 @@ class Committer:
                     raise
             pause.wait(_LOCK_PAUSE_SECONDS)
 
-    def _tidy(self, log: Log, topic: str, *, is_swept: bool) -> None:
+    def _tidy(self, topic: Topic, *, is_swept: bool) -> None:
         """Uploads and removes leftovers, as a server would in the background."""
+        tier = topic.tier
+        if tier is None:
+            return
         try:
-            tier = log.topic(topic).tier
-            if tier is None:
-                return
             if self._uploads and tier.is_due_by_age(SystemClock.now_ns() / 1e9):
                 tier.upload()
                 tier.trim()
@@ -419,7 +422,8 @@ class Committer:
                 tier.collect_orphans()
         except IsterError as error:
             _log.warning(
-                "maintenance after the commit failed", extra={"topic": topic, "error": str(error)}
+                "maintenance after the commit failed",
+                extra={"topic": topic.name, "error": str(error)},
             )
 
     @property
