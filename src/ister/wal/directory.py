@@ -1,7 +1,7 @@
 """A topic's directory: the names in it, and how its checkpoint is replaced.
 
     wal.log  wal.1.log  wal.2.log …     frames; the highest number is the active file
-    wal.idx  wal.1.idx  wal.2.idx …     the sparse index beside each
+    wal.idx  wal.1.idx  wal.2.idx …     the sparse index beside each; none while it has one entry
     wal.origin                          empty, made with the directory; where not even this is,
                                         files were lost
     wal.ckpt                            the checkpoint, a hint
