@@ -39,7 +39,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, TypeVar
 
 from ister import forks, threads
 from ister.clock import Clock
@@ -142,7 +142,7 @@ class SqliteMetadata:
         self._on_full: Callable[[], bool] = on_full if on_full is not None else lambda: False
         self._writer_lock = threading.Lock()
         self._writer: sqlite3.Connection | None = None
-        self._requests: deque[_Request[Any]] = deque()
+        self._requests: deque[_Request] = deque()
         self._readers_lock = threading.Lock()
         self._idle_readers: list[sqlite3.Connection] = []
         self._watching = threading.Lock()
@@ -392,7 +392,12 @@ class SqliteMetadata:
             raise UnsupportedOperationError(
                 "the metadata store was opened read-only", path=self._path
             )
-        request = _Request(action, work)
+        results: list[_T] = []
+
+        def run(change: Change) -> None:
+            results[:] = [work(change)]  # the last attempt counts
+
+        request = _Request(action, run)
         self._requests.append(request)
         has_lock = False
         try:
@@ -411,16 +416,16 @@ class SqliteMetadata:
             self._writer_lock.release()
         if request.error is not None:
             raise request.error
-        return request.result
+        return results[0]
 
-    def _withdraw(self, request: _Request[Any]) -> bool:
+    def _withdraw(self, request: _Request) -> bool:
         """Takes a change back; returns False if another thread is committing it."""
         with suppress(ValueError):
             self._requests.remove(request)
             return True
         return request.is_alone
 
-    def _run(self, own: _Request[Any]) -> None:
+    def _run(self, own: _Request) -> None:
         """Commits `own` and the changes that wait; the writer lock is held."""
         self._withdraw(own)
         if own.is_committing:
@@ -449,7 +454,7 @@ class SqliteMetadata:
                 return
         self._run_alone(connection, own)
 
-    def _run_alone(self, connection: sqlite3.Connection, request: _Request[Any]) -> None:
+    def _run_alone(self, connection: sqlite3.Connection, request: _Request) -> None:
         remedies: list[Callable[[], bool]] = [
             partial(self._reuse_journal, connection),
             self._on_full,
@@ -468,9 +473,7 @@ class SqliteMetadata:
             else:
                 return
 
-    def _try_changes(
-        self, connection: sqlite3.Connection, requests: Sequence[_Request[Any]]
-    ) -> None:
+    def _try_changes(self, connection: sqlite3.Connection, requests: Sequence[_Request]) -> None:
         action = requests[0].action
         with self._file.mapped(action):
             connection.execute("BEGIN IMMEDIATE")
@@ -479,7 +482,7 @@ class SqliteMetadata:
                 change = Change(self, connection, self._boot, self._clock.boottime())
                 change.end_leases("boot != ? OR ends <= ?", [self._boot, change.now])
                 for request in requests:
-                    request.result = request.work(change)
+                    request.work(change)
                 change.finish()
                 for request in requests:
                     request.is_committing = True
@@ -593,21 +596,19 @@ class SqliteMetadata:
         return self._clock.boottime()
 
 
-class _Request(Generic[_T]):
+class _Request:
     """A change that waits for a commit.
 
     Attributes:
-        result: What `work` returned; valid when it is done without an error.
         is_alone: Whether a commit together with others has failed, and was rolled back.
         is_committing: Whether a commit with it was begun, so that it may have happened.
     """
 
-    __slots__ = ("action", "error", "is_alone", "is_committing", "is_done", "result", "work")
+    __slots__ = ("action", "error", "is_alone", "is_committing", "is_done", "work")
 
-    def __init__(self, action: str, work: Callable[[Change], _T]) -> None:
+    def __init__(self, action: str, work: Callable[[Change], None]) -> None:
         self.action = action
         self.work = work
-        self.result: _T
         self.error: IsterError | None = None
         self.is_done = False
         self.is_alone = False
