@@ -58,7 +58,7 @@ _DRIVER: dict[str, dict[str, int]] = {
     | {
         "batch.after_manifest": 2,
         "batch.after_begin": 2,
-        "batch.after_rows": 3,
+        "batch.after_rows": 2,
         "batch.before_done": 2,
         "batch.after_done": 2,
     },

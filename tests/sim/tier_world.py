@@ -1380,6 +1380,8 @@ class TierWorld:
             self.look()
         owned, cursor = topic.tier.owned, self._cursor()
         is_known = self.seen.is_open and owned.epoch == self.seen.epoch
+        # Those of now: if the topic is created anew while this reads, they are not the new one's.
+        promises = self.seen.promises
         start = max(topic.earliest, min(cursor or 0, topic.wal.next))
         with topic.reader(start) as reader:
             messages = reader.poll(self.rng.randrange(1, 20))
@@ -1388,7 +1390,7 @@ class TierWorld:
             if isinstance(topic, ReadOnlyTopic) and (tiered.get(message.offset) != message.payload):
                 raise BrokenPromiseError(f"{message.offset} was delivered and is not tiered")
             if is_known:
-                self.seen.promises.deliver(message.offset, message.payload)
+                promises.deliver(message.offset, message.payload)
         key = self.seen.keys.progress("s")
         progress = Progress(
             offset=max(cursor or 0, start + len(messages)),

@@ -61,6 +61,14 @@ class Subscription(NamedTuple):
     progress: Progress
 
 
+class Ownership(NamedTuple):
+    """Who may write a topic; each with its key's revision, or None if there is no such key."""
+
+    record: tuple[TopicRecord, int] | None
+    owner: tuple[OwnerRecord, int] | None
+    sealed: tuple[SealedState, int] | None
+
+
 class Ends(NamedTuple):
     """The oldest and the newest object of a topic."""
 
@@ -86,25 +94,25 @@ class Catalog:
 
     def record(self) -> tuple[TopicRecord, int] | None:
         """The topic's record and its revision; None if the topic never existed."""
-        found = self.store.get(self.keys.record)
-        if found is None:
-            return None
-        return decode_topic(found.value, key=found.key), found.revision
+        return _record(self.store.get(self.keys.record))
 
     def owner(self) -> tuple[OwnerRecord, int] | None:
         """The process that has the topic open for writing."""
-        found = self.store.get(self.keys.owner)
-        if found is None:
-            return None
-        return decode_owner(found.value, key=found.key), found.revision
+        return _owner(self.store.get(self.keys.owner))
 
     def sealed(self) -> tuple[SealedState, int] | None:
         """The seal, if the topic was handed over and has no new owner yet."""
-        found = self.store.get(self.keys.sealed)
-        if found is None:
-            return None
-        state = decode_sealed(found.value, key=found.key)
-        return None if state is None else (state, found.revision)
+        return _seal(self.store.get(self.keys.sealed))
+
+    def ownership(self) -> Ownership:
+        """The record, the owner and the seal, read at one moment."""
+        keys = self.keys
+        found = self.store.get_many([keys.record, keys.owner, keys.sealed])
+        return Ownership(
+            _record(found.get(keys.record)),
+            _owner(found.get(keys.owner)),
+            _seal(found.get(keys.sealed)),
+        )
 
     def find(self, offset: int) -> ObjectDescriptor | None:
         """The last object that starts at or before `offset`, whether or not it reaches it."""
@@ -278,6 +286,19 @@ class Catalog:
             "cloud_reader.query_duration_seconds", self._clock.monotonic() - began
         )
         return found
+
+
+def _record(found: KeyValue | None) -> tuple[TopicRecord, int] | None:
+    return None if found is None else (decode_topic(found.value, key=found.key), found.revision)
+
+
+def _owner(found: KeyValue | None) -> tuple[OwnerRecord, int] | None:
+    return None if found is None else (decode_owner(found.value, key=found.key), found.revision)
+
+
+def _seal(found: KeyValue | None) -> tuple[SealedState, int] | None:
+    state = None if found is None else decode_sealed(found.value, key=found.key)
+    return None if found is None or state is None else (state, found.revision)
 
 
 def list_partitions(store: MetadataStore, root_prefix: str, name: TopicName) -> list[int]:

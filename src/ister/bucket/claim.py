@@ -83,7 +83,8 @@ class ClaimView:
     @classmethod
     def read(cls, catalog: Catalog) -> ClaimView:
         """Reads the keys of one topic."""
-        return cls(record=catalog.record(), owner=catalog.owner(), sealed=catalog.sealed())
+        found = catalog.ownership()
+        return cls(record=found.record, owner=found.owner, sealed=found.sealed)
 
     @property
     def known(self) -> TopicRecord | None:

@@ -96,11 +96,19 @@ class OwnerTransactions:
             FencedError: Another process owns the topic.
             UnavailableError: The metadata store does not answer, or the answer was lost.
         """
+        return self.transact_at(compares, operations) is not None
+
+    def transact_at(self, compares: list[Compare], operations: list[Operation]) -> int | None:
+        """Like `transact`, but returns the revision of what was put, or None.
+
+        Raises:
+            FencedError: Another process owns the topic.
+            UnavailableError: The metadata store does not answer, or the answer was lost.
+        """
         try:
-            self._change(compares, operations)
+            return self._change(compares, operations)
         except ConflictError:
-            return False
-        return True
+            return None
 
     def release(self) -> None:
         """Removes the owner key of a closed topic; its next owner need not wait for the lease.

@@ -17,6 +17,7 @@ and what becomes of them.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import pyarrow as pa
@@ -57,3 +58,32 @@ def decode_block(header: bytes, body: Buffer, *, key: str, topic: str) -> pa.Rec
         return pa.ipc.read_record_batch(pa.py_buffer(body), STAGED_SCHEMA)
     except pa.ArrowException as error:
         raise CorruptDataError(f"a staged block has no rows: {error}", path=key) from error
+
+
+def join_batches(
+    batches: Iterable[tuple[pa.RecordBatch, int]], *, bytes_min: int
+) -> Iterator[pa.RecordBatch]:
+    """Joins small batches that follow each other, until they have `bytes_min` or more bytes.
+
+    Args:
+        batches: Each with about its size in bytes.
+        bytes_min: From this size on a batch is passed on as it is, without a copy.
+    """
+    few: list[pa.RecordBatch] = []
+    size = 0
+    for batch, batch_bytes in batches:
+        if few and batch_bytes >= bytes_min:
+            yield _joined(few)
+            few, size = [], 0
+        few.append(batch)
+        size += batch_bytes
+        if size >= bytes_min:
+            yield _joined(few)
+            few, size = [], 0
+    if few:
+        yield _joined(few)
+
+
+def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    # Joining copies, also if there is one batch only.
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)

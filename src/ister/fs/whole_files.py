@@ -31,12 +31,13 @@ def file_size(fs: FileSystem, path: str) -> int:
         file.close()
 
 
-def write_file(fs: FileSystem, path: str, data: bytes) -> None:
+def write_file(fs: FileSystem, path: str, data: bytes, *, is_synced: bool = True) -> None:
     """Writes and syncs a new file; its name is durable only after `sync_directory`."""
     file = fs.create(path)
     try:
         file.write_at(0, [data])
-        file.sync()
+        if is_synced:
+            file.sync()
     finally:
         file.close()
 

@@ -19,8 +19,10 @@ the order of commits over all processes. A key whose lease has ended is absent f
 compare from that moment on; the next change removes it, under a revision of its own. A lease of
 another boot has ended: the machine went down, and its holder with it.
 
-Writers wait for each other, at most `busy_timeout_seconds`; readers do not wait. The clock
-must be one that all processes share (`SystemClock`: CLOCK_BOOTTIME).
+Writers wait for each other, at most `busy_timeout_seconds`; readers do not wait. Changes of threads
+that wait for the same commit are committed together: one sync makes all of them durable, and each
+has its own revision. The clock must be one that all processes share (`SystemClock`:
+CLOCK_BOOTTIME).
 
 SQLite connections must not be used after a fork. A child neither uses nor closes its parent's
 connections (closing one could change the WAL that the parent writes). It cannot open the same file
@@ -33,6 +35,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -78,6 +81,10 @@ _T = TypeVar("_T")
 
 _IDLE_READERS_MAX: Final = 4
 _POLL_SECONDS: Final = 0.2
+# Changes that one commit takes; each adds a few pages to SQLite's log.
+_CHANGES_AT_ONCE_MAX: Final = 64
+# SQLite before 3.32 takes 999 parameters.
+_KEYS_AT_ONCE_MAX: Final = 500
 
 _ALIVE: Final = (
     "(lease IS NULL OR EXISTS "
@@ -135,6 +142,7 @@ class SqliteMetadata:
         self._on_full: Callable[[], bool] = on_full if on_full is not None else lambda: False
         self._writer_lock = threading.Lock()
         self._writer: sqlite3.Connection | None = None
+        self._requests: deque[_Request] = deque()
         self._readers_lock = threading.Lock()
         self._idle_readers: list[sqlite3.Connection] = []
         self._watching = threading.Lock()
@@ -175,14 +183,23 @@ class SqliteMetadata:
             return self._find(connection, key, encoded, self._clock.boottime())
 
     def get_many(self, keys: Sequence[str]) -> dict[str, KeyValue]:
-        encoded = {key: encode_key(key) for key in keys}
+        encoded = [encode_key(key) for key in keys]
+        found: dict[str, KeyValue] = {}
         with self._reader("get many") as connection:
-            now = self._clock.boottime()
-            return {
-                key: found
-                for key, value in encoded.items()
-                if (found := self._find(connection, key, value, now)) is not None
-            }
+            for at in range(0, len(encoded), _KEYS_AT_ONCE_MAX):
+                some = encoded[at : at + _KEYS_AT_ONCE_MAX]
+                values = {f"key{number}": key for number, key in enumerate(some)}
+                names = ", ".join(f":{name}" for name in values)
+                # One statement, so that all of them are read at one moment.
+                rows = connection.execute(
+                    f"SELECT key, value, revision FROM entries WHERE key IN ({names}) "  # noqa: S608
+                    f"AND {_ALIVE}",
+                    {**values, "boot": self._boot, "now": self._clock.boottime()},
+                )
+                for name, value, revision in rows:
+                    key = name.decode()
+                    found[key] = KeyValue(key, value, revision)
+        return found
 
     def range(
         self,
@@ -305,6 +322,7 @@ class SqliteMetadata:
     def _after_fork(self, error: ClosedError) -> None:
         """Abandons the parent's connections without closing them; see the module header."""
         forks.reset_locks(self._writer_lock, self._readers_lock, self._watching)
+        self._requests.clear()
         forks.leak(self._writer, *self._idle_readers)
         self._writer, self._idle_readers = None, []
         self._watches, self._poller = [], None
@@ -366,51 +384,111 @@ class SqliteMetadata:
         connection.close()
 
     def _change(self, action: str, work: Callable[[Change], _T]) -> _T:
-        """Runs `work` in a transaction that is durable when this returns."""
+        """Runs `work` in a transaction that is durable when this returns.
+
+        The first thread that gets the lock commits the changes of all threads that wait for it.
+        """
         if self._is_read_only:
             raise UnsupportedOperationError(
                 "the metadata store was opened read-only", path=self._path
             )
-        if not self._writer_lock.acquire(timeout=self._busy_timeout_seconds):
-            raise UnavailableError(
-                f"{action} failed: other threads' changes take too long", path=self._path
-            )
+        results: list[_T] = []
+
+        def run(change: Change) -> None:
+            results[:] = [work(change)]  # the last attempt counts
+
+        request = _Request(action, run)
+        self._requests.append(request)
+        has_lock = False
         try:
-            self._check_open()
-            connection = self._writer
-            if connection is None:
-                raise ClosedError("the metadata store was closed", path=self._path)
-            remedies: list[Callable[[], bool]] = [
-                partial(self._reuse_journal, connection),
-                self._on_full,
-            ]
-            while True:
-                try:
-                    return self._try_change(connection, action, work)
-                except CapacityError as error:
-                    if not _is_full(error.__cause__):
-                        raise
-                    while remedies:
-                        if remedies.pop(0)():
-                            break
-                    else:
-                        raise
+            has_lock = self._writer_lock.acquire(timeout=self._busy_timeout_seconds)
+        finally:
+            if not has_lock:  # also if a signal handler has raised
+                is_running = not self._withdraw(request)
+        if not has_lock:
+            text = f"{action} failed: other threads' changes take too long"
+            kind = CommitUnknownError if is_running else UnavailableError
+            raise kind(text, path=self._path)
+        try:
+            if not request.is_done:
+                self._run(request)
         finally:
             self._writer_lock.release()
+        if request.error is not None:
+            raise request.error
+        return results[0]
 
-    def _try_change(
-        self, connection: sqlite3.Connection, action: str, work: Callable[[Change], _T]
-    ) -> _T:
+    def _withdraw(self, request: _Request) -> bool:
+        """Takes a change back; returns False if another thread is committing it."""
+        with suppress(ValueError):
+            self._requests.remove(request)
+            return True
+        return request.is_alone
+
+    def _run(self, own: _Request) -> None:
+        """Commits `own` and the changes that wait; the writer lock is held."""
+        self._withdraw(own)
+        if own.is_committing:
+            raise CommitUnknownError(
+                f"{own.action}: the thread that committed it was interrupted", path=self._path
+            )
+        self._check_open()
+        connection = self._writer
+        if connection is None:
+            raise ClosedError("the metadata store was closed", path=self._path)
+        requests = [own]
+        while not own.is_alone and self._requests and len(requests) < _CHANGES_AT_ONCE_MAX:
+            requests.append(self._requests.popleft())
+        if len(requests) > 1:
+            try:
+                self._try_changes(connection, requests)
+            except CommitUnknownError as error:
+                for request in requests:
+                    request.error, request.is_done = error.again(), True
+                return
+            except IsterError:
+                # Nothing was changed. Each thread tries its own change, and gets its own error.
+                for request in requests:
+                    request.is_alone, request.is_committing = True, False
+            else:
+                return
+        self._run_alone(connection, own)
+
+    def _run_alone(self, connection: sqlite3.Connection, request: _Request) -> None:
+        remedies: list[Callable[[], bool]] = [
+            partial(self._reuse_journal, connection),
+            self._on_full,
+        ]
+        while True:
+            try:
+                self._try_changes(connection, [request])
+            except CapacityError as error:
+                if not _is_full(error.__cause__):
+                    raise
+                while remedies:
+                    if remedies.pop(0)():
+                        break
+                else:
+                    raise
+            else:
+                return
+
+    def _try_changes(self, connection: sqlite3.Connection, requests: Sequence[_Request]) -> None:
+        action = requests[0].action
         with self._file.mapped(action):
             connection.execute("BEGIN IMMEDIATE")
             with rolled_back_on_error(connection):
                 # Read the time after taking the lock: from here on no other writer can commit.
                 change = Change(self, connection, self._boot, self._clock.boottime())
                 change.end_leases("boot != ? OR ends <= ?", [self._boot, change.now])
-                result = work(change)
+                for request in requests:
+                    request.work(change)
                 change.finish()
+                for request in requests:
+                    request.is_committing = True
                 self._commit(connection, action)
-            return result
+        for request in requests:
+            request.is_done = True
 
     def _reuse_journal(self, connection: sqlite3.Connection) -> bool:
         """Checkpoints SQLite's WAL, so that the next change overwrites it instead of growing it.
@@ -516,6 +594,25 @@ class SqliteMetadata:
     def boottime(self) -> float:
         """The store's clock."""
         return self._clock.boottime()
+
+
+class _Request:
+    """A change that waits for a commit.
+
+    Attributes:
+        is_alone: Whether a commit together with others has failed, and was rolled back.
+        is_committing: Whether a commit with it was begun, so that it may have happened.
+    """
+
+    __slots__ = ("action", "error", "is_alone", "is_committing", "is_done", "work")
+
+    def __init__(self, action: str, work: Callable[[Change], None]) -> None:
+        self.action = action
+        self.work = work
+        self.error: IsterError | None = None
+        self.is_done = False
+        self.is_alone = False
+        self.is_committing = False
 
 
 class _SqliteWatch:

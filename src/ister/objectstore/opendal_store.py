@@ -38,6 +38,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ister import forks
@@ -379,11 +380,11 @@ class OpendalStore:
         return self._operator.capability().write_with_if_not_exists
 
     def _put_file(self, files: StagedFiles, key: str, data: bytes, *, is_exclusive: bool) -> None:
-        staged = files.stage()
+        # In this thread: opendal would pass a few bytes between several, and sync them twice.
+        staged = self._repeat("put", key, lambda _: files.stage_whole(data))
+        publish = partial(files.publish, staged, key, is_exclusive=is_exclusive, is_synced=True)
         try:
-            # In this thread: opendal would pass a few bytes between several, and sync them twice.
-            self._repeat("put", key, lambda _: files.write(staged, data))
-            self.attempt("put", key, lambda: files.publish(staged, key, is_exclusive=is_exclusive))
+            self.attempt("put", key, publish)
         except BaseException:
             files.discard(staged)
             raise

@@ -22,7 +22,7 @@ import secrets
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
@@ -37,7 +37,8 @@ from ister.errors import (
 )
 from ister.format.crc import Buffer
 from ister.fs.base import FileSystem
-from ister.fs.local import DIRECTORY_MODE, FILE_MODE, map_os_error
+from ister.fs.local import DIRECTORY_MODE, map_os_error
+from ister.fs.whole_files import write_file
 from ister.limits import KIB
 from ister.objectstore.base import ObjectInfo
 from ister.objectstore.keys import STAGING_FOLDER
@@ -66,34 +67,28 @@ class StagedFiles:
 
         Created here to set its mode: opendal leaves that to the umask.
         """
+        return self._stage(lambda path: self._fs.create(path).close())
+
+    def stage_whole(self, data: bytes) -> str:
+        """Like `stage`, with all bytes of the object, synced."""
+        return self._stage(lambda path: write_file(self._fs, path, data))
+
+    def _stage(self, create: Callable[[str], None]) -> str:
         staged = f"{STAGING_FOLDER}/{secrets.token_hex(16)}"
         path = f"{self._root}/{staged}"
         try:
             try:
-                _create(path)
-            except FileNotFoundError:
+                create(path)
+            except NotFoundError:
                 # The directory was removed after this process had created it.
                 with self._lock:
                     self._durable.clear()
                 self._make(os.path.dirname(path))
-                _create(path)
-        except OSError as error:
-            raise map_os_error(error, "create", path) from error
+                create(path)
+        except BaseException:
+            self.discard(staged)
+            raise
         return staged
-
-    def write(self, staged: str, data: bytes) -> None:
-        """Writes all of a staged file; does not sync it."""
-        path = f"{self._root}/{staged}"
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(fd, view) :]
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise map_os_error(error, "write", path) from error
 
     def sync(self, staged: str) -> None:
         """Has what was written of a staged file so far on the disk."""
@@ -116,8 +111,16 @@ class StagedFiles:
             self._fs.remove_directory(f"{self._root}/{folder}")
             self._fs.remove_directory(f"{self._root}/{folder.rpartition('/')[0]}")
 
-    def publish(self, staged: str, key: str, *, is_exclusive: bool = False) -> None:
+    def publish(
+        self, staged: str, key: str, *, is_exclusive: bool = False, is_synced: bool = False
+    ) -> None:
         """Gives a staged file its name; it is durable when this returns.
+
+        Args:
+            staged: The file, as `stage` returned it.
+            key: The object's key.
+            is_exclusive: Whether an object of that name is an error.
+            is_synced: Whether it is from `stage_whole`.
 
         Raises:
             AlreadyExistsError: `is_exclusive` is set, and there is an object of that name.
@@ -127,8 +130,9 @@ class StagedFiles:
         source, target = f"{self._root}/{staged}", f"{self._root}/{key}"
         directory = os.path.dirname(target)
         try:
-            # opendal syncs a file when it closes it, without promising to; again costs nothing.
-            self.sync(staged)
+            if not is_synced:
+                # opendal syncs a file when it closes it, without promising to.
+                self.sync(staged)
             try:
                 self._make(directory)
                 self._name(source, target, is_exclusive=is_exclusive)
@@ -335,8 +339,3 @@ def _map_object_error(error: OSError, action: str, path: str) -> IsterError:
     if isinstance(error, PermissionError):
         return PermissionDeniedError(f"{action} failed: {error.strerror}", path=path)
     return map_os_error(error, action, path)
-
-
-def _create(path: str) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    os.close(os.open(path, flags, FILE_MODE))

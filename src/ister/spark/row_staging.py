@@ -26,7 +26,7 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -47,7 +47,7 @@ from ister.errors import (
 from ister.format.arrow.encode import check_rows
 from ister.format.manifest import StagedFile
 from ister.format.staged_file import StagedSegment, encode_footer
-from ister.format.staged_rows import encode_block
+from ister.format.staged_rows import encode_block, join_batches
 from ister.limits import MIB
 from ister.model import AckLevel, Codec
 from ister.objectstore.base import ObjectStore, ObjectWriter
@@ -58,6 +58,7 @@ from ister.spark.owners import ask, ask_any, group_by_owner, has_brokers
 from ister.topic.batches import AppendedBatch, StagedBatch
 from ister.topic.bucket_link import TopicTier
 from ister.topic.log import Log
+from ister.topic.topic import Topic
 
 _log = logging.getLogger("ister.spark.row_staging")
 
@@ -65,6 +66,7 @@ _CHUNK_BYTES: Final = 4 * MIB
 _CONCURRENT_PARTS: Final = 2
 # What a task holds in memory before it writes a segment for each topic.
 _WAITING_BYTES: Final = 32 * MIB
+# A block costs a few hundred bytes and a call.
 _BLOCK_BYTES_MIN: Final = 1 * MIB
 # Topics that are appended to at once, by each broker and by this process. Most of the time of a
 # small batch is waiting for disks.
@@ -177,7 +179,7 @@ class StagedRowFile:
         waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
         for topic, batches in waiting.items():
             start, rows = self._position, 0
-            for block in _in_blocks(batches):
+            for block in join_batches(batches, bytes_min=_BLOCK_BYTES_MIN):
                 header, body = encode_block(block, topic)
                 self._write(header)
                 self._write(memoryview(body))
@@ -206,25 +208,6 @@ class StagedRowFile:
             self._writer.abort()
             # It may have been completed before the error.
             remove_staged(self._store, [self._key])
-
-
-def _in_blocks(waiting: list[tuple[pa.RecordBatch, int]]) -> Iterator[pa.RecordBatch]:
-    """Joins small batches: each block costs a few hundred bytes and a call."""
-    few: list[pa.RecordBatch] = []
-    size = 0
-    for batch, batch_bytes in waiting:
-        few.append(batch)
-        size += batch_bytes
-        if size >= _BLOCK_BYTES_MIN:
-            yield _joined(few)
-            few, size = [], 0
-    if few:
-        yield _joined(few)
-
-
-def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    # Joining copies, also if there is one batch only.
-    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
 
 def check_staged(topic: str, rows: pa.RecordBatch, *, payload_bytes_max: int) -> None:
@@ -374,9 +357,11 @@ class Committer:
 
             def append(topic: str, _: Callable[[], None]) -> AppendedBatch:
                 is_new = topic not in existing
-                if is_new:
+                opened = (
                     log.topic(topic, create=True, ack=self.ack, codec=self.codec)
-                opened = log.topic(topic)
+                    if is_new
+                    else log.topic(topic)
+                )
                 uploads = None
                 if opened.tier is not None and self._uploads:
                     uploads = _EarlyUpload(opened.tier, pool)
@@ -385,7 +370,7 @@ class Committer:
                     uploads.wait_for_end()
                 # A new topic has no leftovers.
                 is_swept = not is_new and staged[topic].batch % _SWEEP_EVERY == 0
-                self._tidy(log, topic, is_swept=is_swept)
+                self._tidy(opened, is_swept=is_swept)
                 # Now, and not with the log: topics are closed in parallel, and few are open.
                 opened.close()
                 return rows
@@ -424,12 +409,12 @@ class Committer:
                     raise
             pause.wait(_LOCK_PAUSE_SECONDS)
 
-    def _tidy(self, log: Log, topic: str, *, is_swept: bool) -> None:
+    def _tidy(self, topic: Topic, *, is_swept: bool) -> None:
         """Uploads and removes leftovers, as a server would in the background."""
+        tier = topic.tier
+        if tier is None:
+            return
         try:
-            tier = log.topic(topic).tier
-            if tier is None:
-                return
             if self._uploads and tier.is_due_by_age(SystemClock.now_ns() / 1e9):
                 tier.upload()
                 tier.trim()
@@ -437,7 +422,8 @@ class Committer:
                 tier.collect_orphans()
         except IsterError as error:
             _log.warning(
-                "maintenance after the commit failed", extra={"topic": topic, "error": str(error)}
+                "maintenance after the commit failed",
+                extra={"topic": topic.name, "error": str(error)},
             )
 
     @property

@@ -58,7 +58,12 @@ from ister.errors import (
 )
 from ister.format.manifest import StagedFile, encode_manifest
 from ister.format.records import WriterRecord, decode_writer, encode_writer
-from ister.format.staged_rows import BLOCK_HEADER_SIZE, decode_block, parse_block_size
+from ister.format.staged_rows import (
+    BLOCK_HEADER_SIZE,
+    decode_block,
+    join_batches,
+    parse_block_size,
+)
 from ister.limits import KIB, MIB
 from ister.metadata.base import Absent, Compare, Delete, Put, RevisionIs
 from ister.model import AckLevel, Codec, TopicName
@@ -76,6 +81,8 @@ _SHORT_MANIFEST_BYTES_MAX: Final = 8 * KIB
 _READ_BYTES: Final = 8 * MIB
 # Rows encoded under the topic's lock at once: a few milliseconds for other producers.
 _ENCODE_BYTES: Final = 4 * MIB
+# Smaller batches are joined: an append costs more than a few rows.
+_JOINED_BYTES_MIN: Final = 1 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,22 +426,15 @@ class _Appending:
         """Appends the rows that are missing; returns the offset after the batch's last one."""
         topic, end = self._topic, begun.end
         identity = _identity_of(begun.record, self._staged.writer)
-        number = 0
-        for file in begun.files:
-            if number + file.rows < begun.have:
-                number += file.rows
-                continue
-            for batch in self._read_rows(file):
-                skip = max(0, begun.have - number)
-                for part in _cut(batch.slice(skip)) if skip < batch.num_rows else ():
-                    if self._gate is not None:
-                        self._gate.wait(part.num_rows)
-                    end = topic.append_arrow(
-                        part, producer_id=identity, first_request_id=number + skip
-                    ).stop
-                    skip += part.num_rows
-                    failpoints.reach("batch.after_rows")
-                number += batch.num_rows
+        number = begun.have
+        missing = ((rows, rows.nbytes) for rows in self._missing_rows(begun))
+        for rows in join_batches(missing, bytes_min=_JOINED_BYTES_MIN):
+            for part in _cut(rows):
+                if self._gate is not None:
+                    self._gate.wait(part.num_rows)
+                end = topic.append_arrow(part, producer_id=identity, first_request_id=number).stop
+                number += part.num_rows
+                failpoints.reach("batch.after_rows")
         if end > 0:
             # What is remembered in the metadata store is durable, so the rows have to be first.
             if topic.ack is AckLevel.TIERED:
@@ -442,6 +442,18 @@ class _Appending:
             else:
                 topic.flush()
         return end
+
+    def _missing_rows(self, begun: _Begun) -> Iterator[pa.RecordBatch]:
+        """The rows that are not in the topic yet, in their order."""
+        skip = begun.have
+        for file in begun.files:
+            if file.rows < skip:
+                skip -= file.rows
+                continue
+            for batch in self._read_rows(file):
+                if skip < batch.num_rows:
+                    yield batch.slice(skip)
+                skip = max(0, skip - batch.num_rows)
 
     def _read_rows(self, file: StagedFile) -> Iterator[pa.RecordBatch]:
         """The rows of a file, which are as many as it should have, or the batch is never done."""
@@ -504,10 +516,12 @@ class _Appending:
         unknown: CommitUnknownError | None = None
         for _ in range(_ATTEMPTS):
             try:
-                self._owned.transact([compare], [operation])
+                done = self._owned.transact_at([compare], [operation])
             except CommitUnknownError as error:
-                unknown = error
-            # What is there now tells what happened, whatever the answer was.
+                done, unknown = None, error
+            if done is not None:
+                return None if wanted is None else done
+            # What is there now tells what happened: an earlier attempt may have been done.
             found = store.get(self._key)
             if (found.value if found is not None else None) == wanted:
                 return found.revision if found is not None else None

@@ -253,21 +253,24 @@ class TopicOpener:
         )
         topic.tier.active_floor = topic.subscription_floor
         if not recovered.damage:
-            # Where a log begins that has no file yet is in its checkpoint alone.
-            self._save_first_checkpoint(topic, is_new=not recovered.files)
+            is_new = not recovered.files
+            # Where a log begins that has no file yet is in its checkpoint alone, unless that is 0.
+            is_known = is_new and recovered.state is None and recovered.next_offset == 0
+            self._save_first_checkpoint(topic, is_new=is_new, is_synced=not is_known)
         try:
-            # Recovery may have taken longer than the lease.
+            # Recovery may have taken longer than the lease, and a process with a copy of this
+            # directory, which is the same node, need not wait for the lease.
             owned.check()
         except IsterError:
             topic.close_quietly()
             raise
         return topic
 
-    def _save_first_checkpoint(self, topic: Topic, *, is_new: bool) -> None:
+    def _save_first_checkpoint(self, topic: Topic, *, is_new: bool, is_synced: bool = True) -> None:
         """Records what recovery found; for a new topic, its ack level and codec."""
         failpoints.reach("wal.recovery_before_checkpoint")
         try:
-            topic.wal.save_checkpoint()
+            topic.wal.save_checkpoint(is_synced=is_synced)
         except IsterError as error:
             if is_new:
                 topic.wal.close_quietly()

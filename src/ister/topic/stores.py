@@ -37,6 +37,7 @@ from ister.bucket.names import (
     parse_epoch,
     segments_prefix,
     staging_prefix,
+    topic_prefix,
 )
 from ister.bucket.object_maker import ObjectMaker, UploadSettings
 from ister.bucket.ownership import OwnedTopic, resume_delete
@@ -321,6 +322,8 @@ class Tiers:
 
     def _refuse_forgotten(self, name: TopicName) -> None:
         """Refuses to create a topic whose history is in the bucket."""
+        if not self._has_any(topic_prefix(name)):
+            return  # neither objects nor a manifest
         has_objects = any(map(self._has_any, (objects_prefix(name), segments_prefix(name))))
         if has_objects or (
             # Its messages may be in express objects alone; a deletion removes the manifest.

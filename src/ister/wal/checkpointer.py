@@ -85,8 +85,8 @@ class Checkpointer:
             return self._saved_at
         return self._saved_at + CHECKPOINT_INTERVAL_SECONDS
 
-    def save(self) -> None:
-        """Replaces the checkpoint by one for this moment.
+    def save(self, *, is_synced: bool = True) -> None:
+        """Replaces the checkpoint by one for this moment, durably unless it need not be synced.
 
         Raises:
             IsterError: It could not be replaced; the old one stands.
@@ -102,7 +102,7 @@ class Checkpointer:
                 # Opening an unchanged topic writes nothing.
                 self._saved = point
                 return
-            self._writer.directory.save_state(state)
+            self._writer.directory.save_state(state, is_synced=is_synced)
             self._saved, self._stored = point, state
         self._metrics.count("wal.checkpoint_saves")
 

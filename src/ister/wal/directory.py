@@ -1,7 +1,7 @@
 """A topic's directory: the names in it, and how its checkpoint is replaced.
 
     wal.log  wal.1.log  wal.2.log …     frames; the highest number is the active file
-    wal.idx  wal.1.idx  wal.2.idx …     the sparse index beside each
+    wal.idx  wal.1.idx  wal.2.idx …     the sparse index beside each; none while it has one entry
     wal.origin                          empty, made with the directory; where not even this is,
                                         files were lost
     wal.ckpt                            the checkpoint, a hint
@@ -14,7 +14,9 @@ is in them.
 
 Replacing the checkpoint: write the new one beside it, sync that, rename it over the old one, sync
 the directory. The rename is the commit point; a crash leaves the old one or the new one, and
-possibly a `.tmp` that the next replacement overwrites.
+possibly a `.tmp` that the next replacement overwrites. The first checkpoint of a topic that says
+nothing which the metadata store does not know is not synced: a power cut may leave none, or a
+damaged one, which counts as none.
 """
 
 from __future__ import annotations
@@ -182,9 +184,10 @@ class WalDirectory:
         data = self._load(self.checkpoint_path)
         return None if data is None else decode_wal_checkpoint(data)
 
-    def save_state(self, state: WalState) -> None:
-        """Replaces the checkpoint; durable on return."""
-        self._replace(self.checkpoint_path, encode_wal_checkpoint(state), "wal")
+    def save_state(self, state: WalState, *, is_synced: bool = True) -> None:
+        """Replaces the checkpoint; durable on return, unless it need not be synced."""
+        data = encode_wal_checkpoint(state)
+        self._replace(self.checkpoint_path, data, "wal", is_synced=is_synced)
 
     def load_uploader(self) -> UploaderCheckpoint | None:
         """Returns the uploader's checkpoint; None if it is missing or damaged.
@@ -208,12 +211,13 @@ class WalDirectory:
             return None
         return data if len(data) <= CHECKPOINT_BYTES_MAX else None
 
-    def _replace(self, path: str, data: bytes, who: str) -> None:
+    def _replace(self, path: str, data: bytes, who: str, *, is_synced: bool = True) -> None:
         temporary = f"{path}.tmp"
-        write_file(self.fs, temporary, data)
+        write_file(self.fs, temporary, data, is_synced=is_synced)
         failpoints.reach(f"{who}.before_checkpoint_rename")
         self.fs.rename(temporary, path)
-        self.fs.sync_directory(self.path)
+        if is_synced:
+            self.fs.sync_directory(self.path)
         failpoints.reach(f"{who}.after_checkpoint")
 
     def load_index(self, seq: int) -> list[IndexEntry]:

@@ -88,14 +88,14 @@ class Wal(GroupCommit):
 
     # -- checkpoint, rotation and trim ---------------------------------------------------------
 
-    def save_checkpoint(self) -> None:
-        """Replaces the checkpoint by one for this moment.
+    def save_checkpoint(self, *, is_synced: bool = True) -> None:
+        """Replaces the checkpoint by one for this moment, durably unless it need not be synced.
 
         Raises:
             IsterError: It could not be replaced; the old one stands.
         """
         if self._checkpointer is not None:
-            self._checkpointer.save()
+            self._checkpointer.save(is_synced=is_synced)
 
     def rotate(self) -> bool:
         """Syncs everything appended so far and rotates the active file.

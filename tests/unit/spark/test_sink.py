@@ -19,6 +19,7 @@ from ister.partitions import partition_of
 from ister.spark import location, row_staging
 from ister.spark.options import WriteOptions
 from ister.spark.sink import StreamWriter
+from ister.topic import batches
 from ister.topic.uploads import TopicUploads
 from ister.wire.contract import Action
 from servers.flight import FlightProcess, FlightTopics
@@ -42,8 +43,9 @@ POINTS = sorted(point for point in failpoints.FAILPOINTS if point.startswith("ba
 
 
 @pytest.fixture(autouse=True)
-def _tidy():
-    """No connections that outlive a test."""
+def _tidy(monkeypatch):
+    """No connections that outlive a test, and an append for each block of a batch."""
+    monkeypatch.setattr(batches, "_JOINED_BYTES_MIN", 0)
     yield
     location._close_all()
 
@@ -476,7 +478,7 @@ def test_broker_whose_stores_do_not_answer_is_asked_again(home, monkeypatch, poi
 @pytest.mark.nightly
 def test_broker_that_dies_in_the_middle_of_a_commit_and_between_two(home, monkeypatch):
     monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.1, 0.1))
-    monkeypatch.setenv("ISTER_FAILPOINTS", "batch.after_rows=kill@2")
+    monkeypatch.setenv("ISTER_FAILPOINTS", "batch.before_done=kill@1")
     with FlightProcess(home.config) as broker:
         monkeypatch.delenv("ISTER_FAILPOINTS")
         options = {"broker": broker.address, "config": home.remote_config(), "topic": A}

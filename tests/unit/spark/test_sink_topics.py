@@ -17,6 +17,7 @@ from ister.bucket.shared_staging import read_segments
 from ister.errors import InvalidRequestError, MessageTooLargeError, UnavailableError
 from ister.spark import location, row_staging
 from ister.spark.row_staging import _commit_at_once
+from ister.topic import batches
 from servers.flight import FlightTopics
 from support.cluster import enter
 from support.machine import PATIENCE_SECONDS, Task, eventually, payloads
@@ -29,8 +30,9 @@ DAY = 86_400
 
 
 @pytest.fixture(autouse=True)
-def _tidy():
-    """No connections that outlive a test."""
+def _tidy(monkeypatch):
+    """No connections that outlive a test, and an append for each block of a batch."""
+    monkeypatch.setattr(batches, "_JOINED_BYTES_MIN", 0)
     yield
     location._close_all()
 

@@ -179,6 +179,12 @@ def desk():
         yield desk
 
 
+@pytest.fixture(autouse=True)
+def _apart(monkeypatch):
+    """Appends each block of a batch by itself, so that a crash can come between few rows."""
+    monkeypatch.setattr(batches, "_JOINED_BYTES_MIN", 0)
+
+
 def ask(log, staged):
     """Asks for a batch; what is said about it has to be true."""
     answer = log.append_staged(TEXT, staged)
@@ -474,6 +480,20 @@ def test_large_block_is_appended_in_pieces_that_let_others_in(desk, monkeypatch)
     assert without_foreign(found) == rows_of(count=40)
     assert len(found) - 40 >= 5
     assert found[-1].startswith(b"foreign")
+
+
+@pytest.mark.parametrize(("bytes_min", "appends"), [(100_000, 1), (300, 2), (0, 4)])
+def test_small_blocks_of_several_files_are_appended_at_once(desk, monkeypatch, bytes_min, appends):
+    rows = [b"%d-%s" % (number, b"x" * 60) for number in range(8)]
+    monkeypatch.setattr(batches, "_JOINED_BYTES_MIN", bytes_min)
+    log = desk.process()
+    crash_at("batch.after_rows", 99, before=appends_foreign(log))
+    ask(log, desk.stage([[rows[:2], rows[2:4]], [rows[4:6]], [rows[6:]]]))
+    found = contents(log)
+    assert without_foreign(found) == rows
+    assert len(found) - len(rows) == appends
+    numbers = [number for payload, _, number in marks(log) if not payload.startswith(b"foreign")]
+    assert numbers == list(range(8))
 
 
 @pytest.mark.parametrize("ack", ["memory", "written", "synced"])
@@ -947,9 +967,11 @@ def test_crash_after_every_piece_gets_there_in_the_end(desk, how):
 
 
 @pytest.mark.parametrize("at", range(1, 8))
-def test_block_that_is_half_in_is_finished(desk, at, monkeypatch):
-    """A crash in the middle of a block, whose pieces are appended one after the other."""
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_block_that_is_half_in_is_finished(desk, at, is_joined, monkeypatch):
+    """A crash in the middle of blocks, whose pieces are appended one after the other."""
     monkeypatch.setattr(batches, "_ENCODE_BYTES", 1)
+    monkeypatch.setattr(batches, "_JOINED_BYTES_MIN", 10_000 if is_joined else 0)
     log = desk.process()
     staged = desk.stage([[rows_of()[:3]], [rows_of()[3:]]])
     ask_and_crash(log, staged, "batch.after_rows", at, before=lambda: log.topic(TEXT).flush())

@@ -89,8 +89,26 @@ def test_making_a_topic_syncs_what_it_makes_and_nothing_above(site):
     synced = Counter()
     site.disk().before = lambda kind, path: synced.update([path] * (kind == "sync_directory"))
     make(log, 1)
-    # Its name; then its mark, its first checkpoint and its first file.
-    assert synced == {f"{ROOT}/default": 1, f"{ROOT}/default/topic-0001": 3}
+    # Its name; then its mark and its first file.
+    assert synced == {f"{ROOT}/default": 1, f"{ROOT}/default/topic-0001": 2}
+
+
+def test_making_a_topic_asks_the_stores_no_more_than_this(site):
+    log = opened(site)
+    make(log, 0)
+    cost = Counted(site).of(lambda: make(log, 1))
+    asked = {what: cost[what] for what in cost if what.startswith(("metadata", "object"))}
+    assert asked == {
+        # Partitions of that name, objects, cursors.
+        "metadata range": 3,
+        # The first partition, the pointer to the newest object, the record in the end.
+        "metadata get": 3,
+        "metadata get_many": 1,
+        "metadata transact": 1,
+        "object list": 1,
+        "object put": 1,
+    }
+    assert cost["file sync"] == 1, "of its first message"
 
 
 def test_names_that_differ_in_case_alone_are_refused_without_listing_again(site):

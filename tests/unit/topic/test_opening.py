@@ -302,6 +302,26 @@ def test_log_that_begins_behind_the_bucket_does_so_after_a_power_cut(site):
     assert payloads(topic.read()) == [*sent, b"on"]
 
 
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("is_written", [False, True])
+def test_new_topic_is_the_same_without_its_first_checkpoint(site, seed, is_written):
+    """Goal: that checkpoint is not synced, because the metadata store has what it says."""
+    log = site.open(scheduler=NoThreads())
+    topic = log.topic(TEXT, create=True, ack="written", codec="bincode1")
+    sent = fill(topic, 5) if is_written else []
+    assert (
+        WalDirectory(site.disk(), PATH).load_state().incarnation
+        == topic.tier.owned.record.incarnation
+    )
+    site.kill(log)
+    site.disk().crash(random.Random(seed))
+    topic = site.open().topic(TEXT)
+    assert (topic.ack, topic.codec, topic.state) == ("written", "bincode1", TopicState.OPEN)
+    assert topic.append(b"on") == len(sent)
+    topic.flush()
+    assert payloads(topic.read()) == [*sent, b"on"]
+
+
 def test_files_that_end_where_the_bucket_does_stay(site):
     log = site.open()
     topic = log.topic(TEXT, create=True)
@@ -960,7 +980,7 @@ def test_topic_that_was_handed_over_to_a_full_disk_can_be_opened_elsewhere(site,
     first.topic(TEXT, create=True).append_many(numbered(3))
     first.seal(TEXT)
 
-    def fail(_wal):
+    def fail(_wal, **_options):
         raise CapacityError("no space left on device")
 
     with monkeypatch.context() as patch:

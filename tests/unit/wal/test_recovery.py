@@ -14,6 +14,7 @@ from ister.errors import (
 )
 from ister.format.checkpoint import decode_wal_checkpoint
 from ister.model import AckLevel, Codec, TopicState
+from ister.wal import index
 from support.builders import with_valid_crc
 from support.cases import each
 from support.machine import NAME, ROOT, Calls, Machine, numbered, payloads
@@ -555,8 +556,9 @@ def test_topic_that_cannot_be_opened_concerns_no_other(machine):
 
 
 @pytest.mark.parametrize("has_index", [True, False])
-def test_messages_behind_damage_can_be_read_by_starting_there(machine, has_index):
+def test_messages_behind_damage_can_be_read_by_starting_there(machine, has_index, monkeypatch):
     """Whatever lies on the way: the frame asked for is found behind a damaged one."""
+    monkeypatch.setattr(index, "INDEX_STRIDE_BYTES", 4096)
     sent = _closed_log(machine, 30)
     path = f"{PATH}/wal.log"
     at = machine.read(path).find(sent[10])
