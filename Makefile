@@ -20,8 +20,9 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with everything that the other targets need
 
-# A progress line stands for pip's own output: it says nothing for minutes otherwise.
-PIP := $(BIN)/python -m tools.install --constraint constraints.txt
+# A progress line stands for pip's own output: it says nothing for minutes otherwise. Most of what is
+# installed is never imported, so nothing is compiled before it is.
+PIP := $(BIN)/python -m tools.install --no-compile --constraint constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Set-up, once: about $$(grep -c == constraints.txt) packages into $(VENV), 2 GB on disk. It takes a few minutes."

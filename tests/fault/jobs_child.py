@@ -16,8 +16,8 @@ from fault.spark_child import SparkChild
 __all__ = ["Drivers", "JobsChild"]
 
 _PROGRAM = str(Path(__file__).resolve().with_name("jobs_process.py"))
-_JOB_SECONDS_MAX = 300.0
-_ENDING_SECONDS_MAX = 120.0
+_JOB_SECONDS_MAX = 900.0
+_ENDING_SECONDS_MAX = 600.0
 _PAUSE_SECONDS = 0.05
 _CRASHED = b"Python worker exited unexpectedly"
 

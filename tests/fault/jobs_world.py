@@ -50,7 +50,7 @@ LEASE_SECONDS = 5
 
 _HOUR_MS = 3_600_000
 _KEYS = (None, *(f"key {number}" for number in range(12)))
-_WAIT_SECONDS_MAX = 90.0
+_WAIT_SECONDS_MAX = 600.0
 _FUNCTIONS = str(Path(__file__).resolve().parents[1] / "support" / "replay_functions.py")
 _SCHEMA = {
     "type": "object",
@@ -348,7 +348,8 @@ class World:
             # A file's time is not finer than this, and "old" begins now.
             time.sleep(0.02)
             for name in (*self.sent, *self.replays):
-                collected += len(log.topic(name).tier.collect_orphans())
+                tier = log.topic(name).tier
+                collected += len(tier.collect_orphans()) + len(tier.collect_shared_staging())
             stale = log.tiers.objects.remove_stale_parts(0)
             staged = [info.key for info in log.tiers.objects.list(STAGING_PREFIX)]
         assert not staged, f"staged files that nobody removes: {staged}"

@@ -22,7 +22,7 @@ __all__ = ["SparkChild", "spark_environment"]
 
 _PROGRAM = str(Path(__file__).resolve().with_name("spark_process.py"))
 _READ_BYTES = 1 << 16
-_STARTING_SECONDS_MAX = 120.0
+_STARTING_SECONDS_MAX = 600.0
 _ENDING_SECONDS_MAX = 60.0
 _COMPLAINT_BYTES = 6000
 _DAEMON = "pyspark.daemon"
@@ -112,7 +112,7 @@ class SparkChild:
         stdin.write((json.dumps({"do": do, **command}) + "\n").encode())
         stdin.flush()
 
-    def ask(self, do: str, *, patience: float = 120.0, **command: object) -> dict[str, Any]:
+    def ask(self, do: str, *, patience: float = 600.0, **command: object) -> dict[str, Any]:
         """Has it do something, and waits for that.
 
         Raises:

@@ -26,7 +26,7 @@ from servers.ports import free_port
 
 __all__ = ["SparkCluster"]
 
-_STARTING_SECONDS_MAX = 120.0
+_STARTING_SECONDS_MAX = 600.0
 _ENDING_SECONDS_MAX = 60.0
 _PAUSE_SECONDS = 0.05
 _LOG_CHARACTERS = 3000

@@ -21,7 +21,7 @@ A message that is copied carries the offset that it was read from as its attribu
 
 A stream's sink takes two options of its own. `failpoints` (or, where that is missing, the
 environment's ISTER_FAILPOINTS) arms the process that commits, and no other. `broken` forgets which
-query it is that writes: the tests have to catch that. A batch read takes `pause`, the seconds that
+batch it writes: the tests have to catch that. A batch read takes `pause`, the seconds that
 a task waits after each batch of rows, and `trace`, a file that it adds a byte to before that.
 """
 
@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import sys
 import threading
 import time
@@ -55,10 +54,10 @@ _OWN_OPTIONS = ("failpoints", "broken", "pause", "trace")
 
 
 class ForgetfulWriter(StreamWriter):
-    """What no sink may be: each commit is by somebody else."""
+    """What no sink may be: each commit is of another batch."""
 
     def _commit(self, messages, *, writer, batch):
-        super()._commit(messages, writer=f"q{secrets.token_hex(8)}", batch=batch)
+        super()._commit(messages, writer=writer, batch=time.time_ns())
 
 
 class SlowReader(BatchReader):

@@ -242,7 +242,7 @@ class Round:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("number", range(ROUNDS))
 def test_killed_jobs_that_are_run_again_leave_no_trace(tmp_path, drivers, request, number):
     """Goal: whoever dies wherever, the job run again has done what it should, once."""
@@ -271,7 +271,7 @@ def test_all_rounds_together_have_come_by_every_step(request):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("name", "point"), _SLEEPS.items())
 def test_job_that_slept_for_longer_than_its_lease_changes_nothing(
     tmp_path, drivers, request, name, point

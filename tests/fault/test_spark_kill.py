@@ -27,7 +27,7 @@ ROUNDS = scaled(1, 4)
 
 _LIMIT = 300
 _LIMIT_OF_A_DRAIN = 20_000
-_BATCH_SECONDS_MAX = 120.0
+_BATCH_SECONDS_MAX = 600.0
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ class Run:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3000)
 def test_killed_drivers_and_commits_copy_each_message_once(tmp_path, request):
     """Goal: no message is lost or doubled by a death of the driver, of a worker or of a commit.
 
@@ -235,11 +235,11 @@ def test_judge_sees_what_is_wrong(tmp_path, copies, complaint):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_sink_that_forgets_its_query_is_caught(tmp_path):
+@pytest.mark.timeout(3000)
+def test_sink_that_forgets_its_batch_is_caught(tmp_path):
     """Goal: the tests here can fail: a batch that a dead commit has left, and that comes again.
 
-    Method: a sink that commits under another name each time, and dies when its batch is in.
+    Method: a sink that commits under another number each time, and dies when its batch is in.
     """
     run = Run(tmp_path, "broken", is_one_log=True)
     with run.driver() as child:
@@ -250,7 +250,7 @@ def test_sink_that_forgets_its_query_is_caught(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3000)
 def test_driver_killed_five_times_copies_each_message_once(tmp_path, request):
     """The same with five deaths of the driver, then one at each failpoint of the commit.
 
@@ -274,7 +274,7 @@ def test_driver_killed_five_times_copies_each_message_once(tmp_path, request):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("number", range(ROUNDS))
 def test_random_deaths_copy_each_message_once(tmp_path, request, number):
     """Goal: deaths of all kinds in any order leave each message in B once.
