@@ -3,12 +3,13 @@
 Puts `tests/` on the import path, so that tests find the shared builders from any folder.
 """
 
+import gc
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,25 +45,30 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _our_threads() -> list[threading.Thread]:
+    """All but the one that loads the compiled loops: that is the process's, whoever started it."""
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("ister-") and thread.name != "ister-kernels"
+    ]
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     """No test leaves a thread of ours running, its failures on record or a failpoint armed."""
-    before = set(threading.enumerate())
+    before = _our_threads()
     yield
     failpoints.disarm()
     threads.forget()
-    # The one that loads the compiled loops is the process's, whatever a test has done.
-    ours = [
-        thread
-        for thread in threading.enumerate()
-        if thread.name.startswith("ister-")
-        and thread.name != "ister-kernels"
-        and thread not in before
-    ]
+    if before:
+        # Of a broker that serves several tests, which starts threads when it needs them.
+        return
+    ours = _our_threads()
     for thread in ours:
         # One that ran a call has answered it, and may take a moment to end.
         if thread.name in ("ister-call", "ister-open"):
-            thread.join(timeout=30)
+            thread.join(timeout=60)
     left = [thread.name for thread in ours if thread.is_alive()]
     assert not left, f"threads left behind: {left}"
 
@@ -84,9 +90,29 @@ def machine() -> Iterator[Machine]:
         yield machine
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is collected stays until the end: the garbage collector need not look at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The order in which the processes of xdist take files; see `support.schedule`."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from support.schedule import reorder  # noqa: PLC0415 - xdist may be missing
+
+        reorder(items)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
-    """Tests that use Spark share a process; see `support.schedule`."""
+    """Which tests share a process; see `support.schedule`."""
     if config.getvalue("dist") != "loadfile":
         return None
     from support.schedule import FilesAndSpark  # noqa: PLC0415 - xdist may be missing

@@ -274,7 +274,7 @@ class Soak:
 
     def _drain(self) -> None:
         """Waits until the followers have seen everything."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline and not self.failures:
             time.sleep(0.2)
             ends = {name: self._log.topic(name).watermarks.next for name in LEVELS}

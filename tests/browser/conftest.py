@@ -22,7 +22,7 @@ from servers.broker import BrokerProcess
 from support.security import auth_settings
 
 _BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
-_PATIENCE_MS = 30_000
+_PATIENCE_MS = 60_000
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +76,7 @@ def _note(message: Any, complaints: list[str]) -> None:
         complaints.append(message.text)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shop(playwright_api: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A broker with the topics of a shop; see `shop.py`."""
     directory = tmp_path_factory.mktemp("shop")
@@ -87,7 +87,7 @@ def shop(playwright_api: Any, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield Site(broker)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def guarded(playwright_api: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A broker that wants to know who calls; see `set_up_rights`."""
     directory = tmp_path_factory.mktemp("guarded")

@@ -71,14 +71,14 @@ class Site:
         """What the API answers."""
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         request = urllib.request.Request(f"{self.url}{path}", headers=headers)
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
     def headers(self, path: str, **sent: str) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and content of any path."""
         request = urllib.request.Request(f"{self.url}{path}", headers=sent)
         try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, dict(answer.headers), answer.read()
         except urllib.error.HTTPError as error:
             with error:
@@ -144,7 +144,7 @@ def set_up_rights(address: str) -> None:
         with client.producer("/default/secrets") as producer:
             producer.publish(b"the answer is 42")
         with client.consumer("/default/secrets", "audit", start="earliest") as consumer:
-            consumer.ack(consumer.receive(20))
+            consumer.ack(consumer.receive(60))
     with grpc.insecure_channel(address) as channel:
         admin = wire.stub(channel, "danube_admin.SecurityAdmin")
         metadata = [("authorization", f"Bearer {sign('root')}")]

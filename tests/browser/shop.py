@@ -235,7 +235,7 @@ class Shop:
         self._stack.callback(consumer.close)
         policy = FailurePolicy(max_redelivery_count=0, base_redelivery_delay_ms=0)
         self._client.set_failure_policy(topic, subscription, policy)
-        consumer.nack(consumer.receive(20), reason="no such address")
+        consumer.nack(consumer.receive(60), reason="no such address")
         consumer.flush()
 
     def _work(self, consumer: Any, takes: int | None) -> None:

@@ -76,7 +76,7 @@ def _keys(found):
     return [pair.key for pair in found]
 
 
-def _wait_until(condition, seconds=8.0):
+def _wait_until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -463,13 +463,13 @@ def test_readers_see_whole_transactions(open_store, root):
 
 def test_lease_holds_for_less_than_its_time(store, root):
     before = SystemClock.boottime()
-    lease = store.grant_lease(5)
-    assert lease.ttl_seconds == 5
-    assert before < lease.valid_until <= SystemClock.boottime() + 5
+    lease = store.grant_lease(60)
+    assert lease.ttl_seconds == 60
+    assert before < lease.valid_until <= SystemClock.boottime() + 60
     first = lease.valid_until
     time.sleep(0.01)
     lease.renew()
-    assert first < lease.valid_until <= SystemClock.boottime() + 5
+    assert first < lease.valid_until <= SystemClock.boottime() + 60
     lease.revoke()
     assert lease.valid_until <= SystemClock.boottime()
 
@@ -626,6 +626,6 @@ def test_close_under_use_gives_every_thread_an_answer(open_store, root):
     time.sleep(0.05)
     store.close()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     assert unexpected == []

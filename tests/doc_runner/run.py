@@ -190,7 +190,7 @@ def _end_group(process: subprocess.Popen[bytes], *, is_killed: bool = False) -> 
             if not _has_group(process.pid):
                 return
             time.sleep(_PAUSE_SECONDS)
-    process.wait(timeout=10)
+    process.wait(timeout=60)
 
 
 def _has_group(group: int) -> bool:

@@ -69,7 +69,7 @@ def new_world() -> Iterator[World]:
         finally:
             holder.stdin.close()
             holder.stdout.close()
-            holder.wait(timeout=30)
+            holder.wait(timeout=60)
     yield World()
 
 

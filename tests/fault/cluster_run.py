@@ -27,6 +27,7 @@ from fault.endurance_program import Options
 from ister.client import Client
 from servers.broker import READY_SECONDS
 from servers.cluster import BrokerCluster, Link
+from support.scale import scaled
 from support.waiting import eventually
 
 __all__ = ["CLUSTER_SETTINGS", "SERVED_SECONDS", "TOPICS", "ClusterRun", "Fault", "faults_of"]
@@ -42,7 +43,7 @@ CLUSTER_SETTINGS: Final = {
 TOPICS: Final = ("/default/left", "/default/right", "/default/middle")
 SERVED_SECONDS: Final = 5.0
 """How long a topic may be away beyond the lease of its broker."""
-BUSY_SECONDS: Final = 20.0
+BUSY_SECONDS: Final = scaled(60.0, 20.0)
 """More of it on a machine that has other things to do; the figures show what it was."""
 _SECOND: Final = 1_000_000_000
 _TICK_SECONDS: Final = 0.05

@@ -208,7 +208,7 @@ def main(directory, wanted, seed):
         storm.end()
         log.close()
         left = [t.name for t in threading.enumerate() if t.name.startswith(THREADS)]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while left and time.monotonic() < deadline:
             left = [t.name for t in threading.enumerate() if t.name.startswith(THREADS)]
         if left:

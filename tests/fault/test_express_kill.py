@@ -25,8 +25,8 @@ from support.scale import scaled
 TIERED = frozenset({"tiered"})
 SWAPS = ["tier.before_swap", "tier.after_swap"]
 POINTS = [*sorted(point for point in FAILPOINTS if point.startswith("express.")), *SWAPS]
-# Twice of what a process takes to start, to have objects to re-sort, and to come by.
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0
+ACKS = 12
 TOPICS = 4
 
 
@@ -79,7 +79,9 @@ class Series:
 
     def note(self, child: TierChild) -> None:
         """Takes in what a process has done; errors are none of its business."""
-        assert not child.errors, child.errors
+        # On a busy machine a lease of two seconds may end before it is renewed.
+        told = {name.rpartition(":")[2] for name in child.errors}
+        assert told <= {"UnavailableError"}, child.errors
         for what, count in child.did.items():
             self.did[what] = self.did.get(what, 0) + count
 
@@ -128,7 +130,7 @@ def kill_at(series: Series, point: str, *, loses_disk: bool) -> None:
     series.check()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("group", range(3))
 def test_kill_at_every_failpoint_loses_nothing_acknowledged(tmp_path, request, group):
     """Goal: each point is reached, and after a death at it nothing acknowledged is missing.
@@ -165,6 +167,8 @@ def kill_cycles(series: Series, cycles: int) -> None:
     for cycle in range(cycles):
         with series.child() as child:
             assert child.listen(PATIENCE_SECONDS, until="ready"), child.complaints()
+            if cycle % 2 == 0:
+                child.listen_for(lambda: has_done_all(child), "two of everything")
             child.listen(series.chance.uniform(0.1, 1.5))
             assert child.kill() == -signal.SIGKILL, child.complaints()
         series.note(child)
@@ -175,6 +179,11 @@ def kill_cycles(series: Series, cycles: int) -> None:
             series.check()
 
 
+def has_done_all(child: TierChild) -> bool:
+    """Whether a process has acknowledged some messages, re-sorted and collected twice."""
+    return child.lines["ack"] >= ACKS and min(child.did["resort"], child.did["collect"]) >= 2
+
+
 def run_cycles(tmp_path, request, cycles: int, rounds: int) -> None:
     seed = new_seed()
     say_replay(seed, request.node.nodeid)
@@ -183,19 +192,19 @@ def run_cycles(tmp_path, request, cycles: int, rounds: int) -> None:
         directory.mkdir()
         series = Series(directory, seed + number)
         kill_cycles(series, cycles)
-        assert series.history.acks > 5 * cycles, "hardly anything was acknowledged"
+        assert series.history.acks >= ACKS * cycles // 2, "hardly anything was acknowledged"
         assert series.did.get("resort", 0) >= cycles, "hardly anything was re-sorted"
         assert series.did.get("collect", 0) >= cycles, "hardly anything was collected"
         told = {"seed": seed + number, "acked": series.history.acks, "disks": series.lost_disks}
         print(json.dumps({"test": "kill -9 with express objects", **told, **series.did}))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_repeated_kill_loses_nothing_acknowledged(tmp_path, request):
     """Goal: nothing acknowledged is lost, doubled or changed by kill -9, with or without the disk.
 
     Method: processes that produce into four topics, re-sort, collect, trim and read, each killed
-    after 0.1 to 1.5 s.
+    after 0.1 to 1.5 s; every other one only when it has done two of everything.
     """
     run_cycles(tmp_path, request, 4, 1)
 

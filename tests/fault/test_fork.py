@@ -16,8 +16,8 @@ import ister
 _BEGIN = """
 import os, signal, sys, threading
 # For each process; faulthandler's timer is a thread, which a child waits for in vain at its end.
-signal.alarm(120)
-os.register_at_fork(after_in_child=lambda: signal.alarm(120))
+signal.alarm(300)
+os.register_at_fork(after_in_child=lambda: signal.alarm(300))
 import ister
 
 def refused(call):

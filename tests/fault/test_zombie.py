@@ -42,6 +42,10 @@ from support.waiting import eventually
 
 TTL = 2
 ETCD_TTL = 3
+SHORT_TTL = 8
+"""Of an owner that has to do something before it ends, and whose end is waited for."""
+LONG_TTL = 300
+"""Does not end within a test."""
 TOLD = {"FencedError", "UnavailableError"}
 
 
@@ -58,9 +62,9 @@ def tmp_path():
         yield directory
 
 
-def settings_of(directory, node, etcd=None):
+def settings_of(directory, node, etcd=None, *, ttl=TTL):
     """Of one of two nodes on the same bucket and metadata."""
-    metadata = {"lease_ttl_seconds": TTL}
+    metadata = {"lease_ttl_seconds": ttl}
     if etcd is not None:
         metadata |= {
             "backend": "etcd",
@@ -172,7 +176,7 @@ def test_owner_stopped_in_an_upload_and_replaced_publishes_nothing(tmp_path, poi
         pause_ms=5,
         tiered_share=0.0,
     ) as child:
-        child.listen_until_stopped(20)
+        child.listen_until_stopped(60)
         assert history.acks
         adopted, garbage = replaced_while_stopped(tmp_path, history, child)
     assert not adopted, "what was not committed is not part of the topic"
@@ -194,7 +198,7 @@ def test_owner_stopped_and_replaced_publishes_nothing_in_etcd(tmp_path, etcd):
         pause_ms=5,
         tiered_share=0.0,
     ) as child:
-        child.listen_until_stopped(20)
+        child.listen_until_stopped(60)
         _, garbage = replaced_while_stopped(tmp_path, history, child, etcd)
     assert garbage
 
@@ -212,7 +216,7 @@ def test_producer_that_waits_for_the_bucket_is_told_of_the_new_owner(tmp_path):
         session="a",
         tiered_share=1.0,
     ) as child:
-        child.listen_until_stopped(20)
+        child.listen_until_stopped(60)
         assert history.acks
         replaced_while_stopped(tmp_path, history, child)
 
@@ -220,7 +224,7 @@ def test_producer_that_waits_for_the_bucket_is_told_of_the_new_owner(tmp_path):
 def test_owner_stopped_for_less_than_its_lease_goes_on(tmp_path):
     """Nobody can take the topic, and after the pause everything is acknowledged as before."""
     history = History()
-    settings = settings_of(tmp_path, "a")
+    settings = settings_of(tmp_path, "a", ttl=LONG_TTL)
     with TierChild(
         settings,
         history,
@@ -230,16 +234,16 @@ def test_owner_stopped_for_less_than_its_lease_goes_on(tmp_path):
         session="a",
         pause_ms=5,
     ) as child:
-        child.listen_until_stopped(20)
+        child.listen_until_stopped(60)
         with (
-            ister.open(settings_of(tmp_path, "b")) as log,
+            ister.open(settings_of(tmp_path, "b", ttl=LONG_TTL)) as log,
             pytest.raises(ConflictError, match="open on node"),
         ):
             log.topic(TOPIC, take_over=True)
         acks = history.acks
         child.signal(signal.SIGCONT)
         for _ in range(20):
-            assert child.listen(10.0, until="ack"), child.complaints()
+            assert child.listen(60.0, until="ack"), child.complaints()
         assert history.acks >= acks + 20
         assert not child.errors, child.errors
         child.kill()
@@ -262,7 +266,7 @@ def test_stopped_owner_that_nobody_replaced_goes_on_after_its_lease(tmp_path):
         pause_ms=5,
         tiered_share=0.0,
     ) as child:
-        child.listen_until_stopped(20)
+        child.listen_until_stopped(60)
         time.sleep(TTL + 0.5)
         acks = history.acks
         child.signal(signal.SIGCONT)
@@ -280,7 +284,8 @@ def test_owner_replaced_between_two_looks_at_its_rights_acknowledges_nothing(tmp
     runs just when a waiting one has seen that nobody has fenced it yet, and before it looks at the
     lease, as it may after the process was stopped there.
     """
-    log_a = Log(ister.load_config(settings_of(tmp_path, "a"), {}), background=False)
+    settings = settings_of(tmp_path, "a", ttl=SHORT_TTL)
+    log_a = Log(ister.load_config(settings, {}), background=False)
     log_b = ister.open(settings_of(tmp_path, "b"))
     try:
         topic_a = log_a.topic(TOPIC, create=True)
@@ -312,7 +317,7 @@ def test_late_deletion_of_a_replaced_owner_takes_nothing_of_the_next_one(tmp_pat
     has found it to be garbage, and is stopped before it deletes it, while the next one takes over.
     """
     history = History()
-    settings = settings_of(tmp_path, "a")
+    settings = settings_of(tmp_path, "a", ttl=SHORT_TTL)
     settings["storage"]["uploader"]["engine"] = "none"
     log_a = Log(ister.load_config(settings, {}), background=False)
     log_b = ister.open(settings_of(tmp_path, "b"))
@@ -355,8 +360,8 @@ def test_late_deletion_of_a_topic_leaves_its_successor_alone(tmp_path):
     anew and fills it; then the first one goes on.
     """
     history = History()
-    log_a = ister.open(settings_of(tmp_path, "a"))
-    log_b = ister.open(settings_of(tmp_path, "b"))
+    log_a = ister.open(settings_of(tmp_path, "a", ttl=LONG_TTL))
+    log_b = ister.open(settings_of(tmp_path, "b", ttl=LONG_TTL))
     anew = []
     try:
         topic_a = log_a.topic(TOPIC, create=True)
@@ -406,8 +411,8 @@ def test_owners_stopped_at_any_moment_publish_nothing(tmp_path, request, etcd):
             seed=seed + number,
             tiered_share=0.1,
         ) as child:
-            assert child.listen(20, until="ready"), child.complaints()
+            assert child.listen(60, until="ready"), child.complaints()
             child.listen(chance.uniform(0.2, 0.8))
             child.signal(signal.SIGSTOP)
-            child.listen_until_stopped(5)
+            child.listen_until_stopped(60)
             replaced_while_stopped(directory, history, child, etcd)

@@ -65,7 +65,7 @@ def tier_settings(
         },
         "cloud": {"root": f"{directory}/objects", "call_timeout_seconds": 2},
         "cloud_reader": {"fetch_chunk_size": 65536},
-        "metadata": {"path": f"{directory}/metadata.db", "lease_ttl_seconds": 3},
+        "metadata": {"path": f"{directory}/metadata.db", "lease_ttl_seconds": 30},
     }
     for name, values in sections.items():
         tree[name].update(values)

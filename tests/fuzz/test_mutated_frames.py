@@ -11,7 +11,7 @@ import pytest
 from fuzz.mutate_frames import run
 from support.scale import scaled
 
-COUNT = int(os.environ.get("ISTER_FUZZ_COUNT", scaled("20000", "1000000")))
+COUNT = int(os.environ.get("ISTER_FUZZ_COUNT", scaled("10000", "1000000")))
 NEW_SEED = int(os.environ.get("ISTER_FUZZ_SEED", random.SystemRandom().getrandbits(32)))
 
 

@@ -28,7 +28,7 @@ if _TESTS not in sys.path:
 
 TOPIC = "/default/bystander"
 SUBSCRIPTION = "bystander"
-ROUND_SECONDS = 30.0
+ROUND_SECONDS = 120.0
 PAUSE_SECONDS = 0.02
 
 
@@ -65,7 +65,7 @@ class Bystander:
                 self._rounds.append(Round(**json.loads(line)))
                 self._changed.notify_all()
 
-    def wait(self, began: float, count: int = 1, within: float = 40.0) -> None:
+    def wait(self, began: float, count: int = 1, within: float = 240.0) -> None:
         """Until so many rounds that began after a moment are over."""
         with self._changed:
             assert self._changed.wait_for(

@@ -1,14 +1,13 @@
 """What these tests share: a Spark session, and the engines that serve gRPC."""
 
 import inspect
-import os
 
 import pytest
 from pyspark.sql import SparkSession
 
 from ister.broker.rpc.native_support import native_refusal
 from support.danube import run
-from support.scale import IS_NIGHTLY, nightly
+from support.scale import nightly
 from support.spark_session import get_spark
 
 
@@ -24,15 +23,6 @@ def engine(request: pytest.FixtureRequest) -> str:
     if request.param == "native" and (reason := native_refusal()) is not None:
         pytest.skip(reason)
     return request.param
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For `test_spark_versions`: the tests that use Spark; all of them in nightly."""
-    if IS_NIGHTLY or "ISTER_EXPECTS_SPARK" not in os.environ:
-        return
-    left_out = [item for item in items if "spark" not in getattr(item, "fixturenames", ())]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:

@@ -331,7 +331,7 @@ def test_one_connection_carries_hundreds_of_consumers(broker, topic):
                     for number in range(count)
                 )
             )
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 await producer.send(b"one")
             taken = await collect(inboxes, count)
             assert all(texts(part) == ["one"] for part in taken)

@@ -41,10 +41,12 @@ from ister.wire.contract import RangeTicket
 from servers.broker import BrokerProcess
 from support.certificates import LOCAL_NAMES, Authority
 from support.example_runs import run_example
+from support.scale import scaled
 from support.security import auth_settings
 from support.waiting import eventually
 
 PATIENCE = 60.0
+KILLS = scaled(1, 3)
 _numbers = count()
 
 
@@ -167,10 +169,11 @@ def test_many_threads_publish_through_one_producer(broker, client, topic):
 
 @pytest.mark.parametrize("most", [1, 7, 1000])
 def test_messages_go_in_batches(client, topic, monkeypatch, most):
-    sizes = []
+    sizes, all_sent = [], threading.Event()
     write = PutStream.write
 
     async def counting(self, batch, sequence):
+        await asyncio.to_thread(all_sent.wait, PATIENCE)
         sizes.append(batch.num_rows)
         await write(self, batch, sequence)
 
@@ -178,6 +181,7 @@ def test_messages_go_in_batches(client, topic, monkeypatch, most):
     with client.producer(topic, create=True, max_batch_messages=most) as producer:
         for payload in numbered(1000):
             producer.send(payload)
+        all_sent.set()
     assert sum(sizes) == 1000
     assert max(sizes) <= most
     assert len(sizes) <= 1000 / most + 100
@@ -295,9 +299,7 @@ def test_a_consumer_whose_buffer_is_full_is_heard(client, topic):
     with client.consumer(topic, "s", start="earliest", buffer_bytes=65_536) as consumer:
         for number in range(1, 61):
             consumer.ack(consumer.receive(timeout=PATIENCE))
-            eventually(
-                lambda end=number: client.describe_subscription(topic, "s").cursor == end, within=20
-            )
+            eventually(lambda end=number: client.describe_subscription(topic, "s").cursor == end)
 
 
 def test_an_exclusive_subscription_that_is_taken(client, topic):
@@ -449,7 +451,7 @@ def test_administration(client, topic):
 def test_producers_that_have_gone_do_not_count(client, topic):
     with client.producer(topic, create=True) as producer:
         producer.publish(b"a")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while client.show_topic(topic)["producers"]:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -553,7 +555,7 @@ def test_a_broker_is_killed_under_load(tmp_path, topic):
         consumer = client.consumer(topic, "s", start="earliest")
         loads = [Load(client, topic, name) for name in ("p", "q")]
         taker = Taker(consumer)
-        for _ in range(3):
+        for _ in range(KILLS):
             before = sum(len(load.acked) for load in loads)
             eventually(lambda b=before: sum(len(load.acked) for load in loads) > b + 300)
             time.sleep(0.05)
@@ -571,7 +573,7 @@ def test_a_broker_is_killed_under_load(tmp_path, topic):
         for offset, payload in taker.seen:
             assert log[offset] == payload
         # What comes twice was acknowledged after the cursor was last written, before a kill.
-        assert len(taker.seen) - len(log) <= 3 * 2000
+        assert len(taker.seen) - len(log) <= KILLS * 2000
 
 
 @pytest.mark.nightly
@@ -653,7 +655,7 @@ def test_messages_fail_when_the_time_is_over_and_later_ones_go_on(tmp_path, topi
 
 
 def test_a_consumer_fails_when_the_time_is_over(tmp_path, topic):
-    with BrokerProcess(tmp_path) as broker, Client(broker.address, timeout=1) as client:
+    with BrokerProcess(tmp_path) as broker, Client(broker.address, timeout=5) as client:
         consumer = client.consumer(topic, "s", create=True)
         broker.kill()
         with pytest.raises(UnavailableError):
@@ -831,7 +833,7 @@ def test_asyncio(broker, topic):
         with pytest.raises(ClosedError):
             await client.topics()
 
-    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+    asyncio.run(asyncio.wait_for(scenario(), 2 * PATIENCE))
 
 
 def test_asyncio_waits_for_room_and_can_be_cancelled(tmp_path, topic):
@@ -926,7 +928,7 @@ def test_tokens_and_certificates(tmp_path, topic):
                 assert set(read["text"].to_pylist()) == {"x"}
         assert len(asked) > 2
         with (
-            Client(broker.address, token="ist_wrong", tls=trusted, timeout=5) as client,
+            Client(broker.address, token="ist_wrong", tls=trusted) as client,
             pytest.raises(UnauthenticatedError) as caught,
         ):
             client.producer(topic)

@@ -203,7 +203,7 @@ async def test_a_new_subscription_on_a_full_topic_answers_without_a_publish(brok
         await session.send(topic, numbered(20))
         first = await session.consumer(topic, "first", kind=SHARED)
         await asyncio.sleep(0.3)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             second = await session.consumer(topic, "second", kind=SHARED)
             await session.set_failure_policy(topic, retries=2)
             await session.set_window(topic, 5)
@@ -643,7 +643,7 @@ async def test_a_send_with_an_unknown_producer_id_goes_through(broker, topic):
         producer = await session.producer(topic)
         inbox = await session.consumer(topic)
         producer._producers[0].producer_id = 123_456
-        await asyncio.wait_for(producer.send(b"one"), 30)
+        await asyncio.wait_for(producer.send(b"one"), 60)
         assert texts(await inbox.take(1)) == ["one"]
 
 

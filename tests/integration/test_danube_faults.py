@@ -1130,7 +1130,7 @@ def test_appends_at_once_lie_on_disk_in_the_order_of_their_offsets(place):
     ready = threading.Barrier(8)
 
     def produce(number):
-        ready.wait(10)
+        ready.wait(60)
         told = {}
         for message in range(200):
             payload = b"%d:%d" % (number, message)

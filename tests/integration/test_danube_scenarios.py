@@ -389,11 +389,11 @@ def test_readers_at_once_all_get_everything(place):
 
     def read():
         with storage.create_reader(TOPIC, StartPosition.at(0)) as stream:
-            ready.wait(10)
+            ready.wait(60)
             return payloads(take(stream, count))
 
     tasks = [Task(read) for _ in range(4)]
-    ready.wait(10)
+    ready.wait(60)
     fill(storage, numbered(count), every=10)
     assert [task.result() for task in tasks] == [numbered(count)] * 4
 

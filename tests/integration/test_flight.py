@@ -50,7 +50,7 @@ from support.memory_store import MemoryObjectStore
 
 TOPIC = "/default/orders"
 WRITER = "query-1"
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 def settings_of(directory, **sections):

@@ -29,7 +29,7 @@ from support.waiting import eventually
 
 A, B = "/default/a", "/default/b"
 TTL = 4
-LIMIT = 90.0
+LIMIT = 180.0
 CHILD = str(Path(__file__).parent / "service_child.py")
 
 

@@ -34,7 +34,7 @@ from servers.flight import FlightTopics
 from support.machine import Task, eventually
 
 A, B, C = "/default/a", "/default/b", "/shop/c"
-LEASE_SECONDS = 3
+LEASE_SECONDS = 15
 
 
 @pytest.fixture(autouse=True)

@@ -103,11 +103,11 @@ def test_a_client_publishes_and_consumes_through_the_proxy(proxied):
 def test_what_the_engine_would_take_in_is_refused_before(proxied, size, compression, expected):
     async def send():
         async with proxied.channel() as channel:
-            await wire.stub(channel, "ister.Admin").Info(ister_api.InfoRequest(), timeout=20)
+            await wire.stub(channel, "ister.Admin").Info(ister_api.InfoRequest(), timeout=60)
             method = channel.unary_unary("/danube.ProducerService/SendMessage")
             message = danube.StreamMessage(payload=bytes(size)).SerializeToString()
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await method(message, compression=compression, timeout=20)
+                await method(message, compression=compression, timeout=60)
             return caught.value
 
     error = run(send())

@@ -36,7 +36,7 @@ async def handle(receive, ack):
     """The payloads that a program handles, one after the other, until it has all of them."""
     handled = []
     while len(set(handled)) < MESSAGES:
-        message = await asyncio.wait_for(receive(), 30)
+        message = await asyncio.wait_for(receive(), 60)
         handled.append(message.payload)
         await asyncio.sleep(SECONDS)
         await ack(message)
@@ -72,8 +72,8 @@ async def test_a_slow_program_handles_each_message_once(broker, topic, kind):
             assert handled == [expected, expected]
             # What had been sent again would come before it.
             await session.send(topic, ["end"], name="last")
-            assert (await consumer.receive(20)).payload == b"end"
-            assert (await asyncio.wait_for(danubes.queue.get(), 20)).payload == b"end"
+            assert (await consumer.receive(60)).payload == b"end"
+            assert (await asyncio.wait_for(danubes.queue.get(), 60)).payload == b"end"
 
 
 @pytest.mark.nightly
@@ -101,12 +101,12 @@ async def test_what_a_program_does_not_take_goes_to_others(broker, topic):
         await session.create_topic(topic)
         async with client.consumer(topic, subscription="s", kind="shared") as stuck:
             await session.send(topic, [f"{number}" for number in range(20)])
-            first = await stuck.receive(20)
-            await session.set_failure_policy(topic, subscription="s", ack_timeout_ms=1500)
+            first = await stuck.receive(60)
+            await session.set_failure_policy(topic, subscription="s", ack_timeout_ms=4000)
             async with client.consumer(topic, subscription="s", kind="shared") as other:
                 found = set()
                 while len(found) < 20:
-                    message = await other.receive(20)
+                    message = await other.receive(60)
                     # Of all but the one that the program took nobody says that they failed.
                     assert message.attempt == 1 or message.payload == first.payload
                     found.add(message.payload)

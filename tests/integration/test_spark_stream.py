@@ -27,7 +27,7 @@ from servers.flight import READ, FlightProcess, FlightTopics
 from support.machine import Task, payloads
 from support.streams import A, B, C, Home, Row, offsets_of, payload_of, publish, rows_of
 
-QUERY_SECONDS = 60
+QUERY_SECONDS = 180
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 WRAPPER = "spark.sql.streaming.triggerAvailableNowWrapper.enabled"
 

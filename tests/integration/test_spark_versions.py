@@ -2,9 +2,8 @@
 
 Those are the lines of `constraints-spark.txt`. `make` installs each into a directory of its own in
 `.venv`, which comes first on the import path of a process that runs the suites. `make test` runs
-batches and streams on the oldest version besides the newest, which is the environment's, without
-the tests that use no Spark session; `make nightly` runs all of them on all versions, and those of
-SQL and the jobs.
+what Spark's versions differ in on the oldest one besides the newest, which is the environment's;
+`make nightly` runs all tests of batches and streams on all versions, and those of SQL and the jobs.
 """
 
 import os
@@ -15,27 +14,48 @@ from pathlib import Path
 
 import pytest
 
-from support.scale import IS_NIGHTLY, nightly
+from support.scale import IS_NIGHTLY, nightly, scaled
 
 _TESTS = Path(__file__).resolve().parents[1]
 _VERSIONS = re.findall(
     r"(?m)^pyspark==(\S+)$", (_TESTS.parent / "constraints-spark.txt").read_text()
 )
-_SUITES = ["integration/test_spark_batch.py", "integration/test_spark_stream.py"]
+_BATCH, _STREAM = "integration/test_spark_batch.py", "integration/test_spark_stream.py"
+_SUITES = [_BATCH, _STREAM]
+# What Spark itself does: schemas, projections, filters, SQL, writes and their aborts, the plans of
+# streams, limits and checkpoints.
+_BY_DAY = [
+    f"{_BATCH}::test_rows_equal_what_the_core_reader_yields[bucket]",
+    f"{_BATCH}::test_collect_shows_python_values",
+    f"{_BATCH}::test_columns_and_users_schema_through_spark",
+    f"{_BATCH}::test_pushdown_that_spark_does_not_have_is_refused_at_load",
+    f"{_BATCH}::test_temporary_view_in_sql",
+    f"{_BATCH}::test_all_columns_go_round_from_topic_to_topic[bincode2]",
+    f"{_BATCH}::test_row_that_is_no_message_leaves_nothing_of_the_write",
+    f"{_BATCH}::test_overwrite_is_refused",
+    f"{_STREAM}::test_available_now_that_spark_wraps_is_refused_before_it_goes_back",
+    f"{_STREAM}::test_golden_checkpoint_goes_on_where_it_stands",
+]
 _NIGHTLY_SUITES = [
     "integration/test_spark_sql.py",
     *(f"integration/test_jobs_{job}.py" for job in ("stats", "scrub", "compact", "replay")),
 ]
-_SECONDS = 2400 if IS_NIGHTLY else 1200
+# Spark 4.0 gives a Python process of a stream ten seconds to start, whatever the machine.
+_WAS_TOO_SLOW = "Python worker failed to connect back"
+_ATTEMPTS = scaled(3, 1)
+_SECONDS = scaled(450, 2400)
 
 
-@pytest.mark.timeout(_SECONDS + 60)
+@pytest.mark.timeout(_ATTEMPTS * _SECONDS + 60)
 @pytest.mark.parametrize("version", [_VERSIONS[0], *map(nightly, _VERSIONS[1:])])
 def test_batch_and_stream_suites_pass(version, tmp_path):
-    _run_suites(version, _SUITES, tmp_path, at_least=40)
+    if IS_NIGHTLY:
+        _run_suites(version, _SUITES, tmp_path, at_least=40)
+    else:
+        _run_suites(version, _BY_DAY, tmp_path, at_least=len(_BY_DAY))
 
 
-@pytest.mark.timeout(_SECONDS + 60)
+@pytest.mark.timeout(_ATTEMPTS * _SECONDS + 60)
 @pytest.mark.parametrize("version", [nightly(version) for version in _VERSIONS])
 def test_views_and_jobs_work(version, tmp_path):
     _run_suites(version, _NIGHTLY_SUITES, tmp_path, at_least=30)
@@ -49,21 +69,25 @@ def _run_suites(version, suites, tmp_path, *, at_least):
         )
     selected = [] if IS_NIGHTLY else ["-m", "not nightly"]
     path = [str(spark), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
-            # PySpark 4.0 and 4.1 leave a socket to the garbage collector.
-            *("-W", "ignore:unclosed:ResourceWarning", "--basetemp", str(tmp_path / "suites")),
-            *selected,
-            *(str(_TESTS / suite) for suite in suites),
-        ],
-        cwd=_TESTS.parent,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "ISTER_EXPECTS_SPARK": version},
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
+    command = [
+        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
+        # PySpark 4.0 and 4.1 leave a socket to the garbage collector.
+        *("-W", "ignore:unclosed:ResourceWarning", "--basetemp", str(tmp_path / "suites")),
+        *selected,
+        *(str(_TESTS / suite) for suite in suites),
+    ]
+    for _ in range(_ATTEMPTS):
+        done = subprocess.run(
+            command,
+            cwd=_TESTS.parent,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "ISTER_EXPECTS_SPARK": version},
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+        if done.returncode == 0 or _WAS_TOO_SLOW not in done.stdout:
+            break
     summary = done.stdout.splitlines()[-1]
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert int(re.search(r"(\d+) passed", summary)[1]) >= at_least, summary

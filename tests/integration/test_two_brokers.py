@@ -203,7 +203,7 @@ async def test_a_moved_topic_continues_its_offsets(pair, topic):
         await at_a.unload(topic)
         # The producer was made at the one and heals to the other, by itself.
         for payload in numbered(8, 10):
-            await asyncio.wait_for(producer.send(payload.encode()), 30)
+            await asyncio.wait_for(producer.send(payload.encode()), 60)
         assert await lookup(at_a, topic) == (REDIRECT, b.url)
         assert await lookup(at_b, topic) == (CONNECT, b.url)
         rest = await inbox.take(13)
@@ -230,7 +230,7 @@ async def test_a_moved_topic_delivers_the_unacknowledged_message_first(pair, top
         assert offsets(await inbox.take(3, ack=False)) == [4, 5, 6]
         await at_b.unload(topic)
         for payload in numbered(5, 10):
-            await asyncio.wait_for(producer.send(payload.encode()), 30)
+            await asyncio.wait_for(producer.send(payload.encode()), 60)
         rest = await inbox.take(12)
         assert offsets(rest) == [3, *range(4, 15)]
         assert texts(rest) == numbered(12, 3)
@@ -454,7 +454,7 @@ def test_idle_consumers_follow_a_topic_that_was_taken_over(tmp_path):
                 await at_b.send(name, numbered(3))
                 assert texts(await inbox.take(3)) == numbered(3)
                 await at_b.wait_for_cursor(name, 3)
-                received = [await own.receive(timeout=30) for _ in range(3)]
+                received = [await own.receive(timeout=60) for _ in range(3)]
                 assert [one.payload.decode() for one in received] == numbered(3)
 
     with ExitStack() as stack:

@@ -154,7 +154,7 @@ def test_broker_serves_at_once_and_one_interrupt_ends_both(tmp_path):
         assert sum(memory[part] for part in parts) < 1.5 * GIB
 
         running.child.send_signal(signal.SIGINT)
-        assert running.child.wait(30) == 0
+        assert running.child.wait(SECONDS) == 0
         assert running.holder() is None
         # Workers of Spark notice a moment later that the JVM is gone.
         eventually(lambda: are_gone(tree), lambda: [processes(pid) for pid in tree])

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from .ports import free_port
 
-_READY_SECONDS = 30
+_READY_SECONDS = 120
 _FRAME_HEADER_BYTES = 9
 _HEADERS_FRAME = 1
 _END_STREAM = 0x1
@@ -225,7 +225,7 @@ class _Wire:
     def join(self):
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(5)
+                thread.join(60)
 
 
 def _reset(connection):

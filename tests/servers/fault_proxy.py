@@ -122,7 +122,7 @@ class FaultProxy:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
         assert not any(thread.is_alive() for thread in self._threads)
 
     # -- inside -----------------------------------------------------------------------------

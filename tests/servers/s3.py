@@ -23,7 +23,7 @@ from .ports import free_port
 ACCESS_KEY = "LONGKEY1234"
 SECRET_KEY = "LONGSECRET12345"
 BUCKET = "history"
-_START_SECONDS = 30.0
+_START_SECONDS = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)

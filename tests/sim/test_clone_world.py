@@ -16,7 +16,7 @@ from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.world import find_break
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-RUNS = scaled(100, 10_000)
+RUNS = scaled(50, 10_000)
 SEEDS_MAX = 4000
 
 

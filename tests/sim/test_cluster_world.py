@@ -23,8 +23,8 @@ from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.world import find_break
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-RUNS = scaled(250, 20_000)
-DISKLESS_RUNS = scaled(80, 5000)
+RUNS = scaled(125, 20_000)
+DISKLESS_RUNS = scaled(40, 5000)
 TURNS = scaled(25, 60)
 SEEDS_MAX = 1000
 

@@ -12,7 +12,7 @@ from support.memory_fs import MemoryFileSystem
 from support.scale import first_seed, scaled
 from tests.sim.world import InlineSchedule, read_all, run_seed
 
-CRASHES_MIN = scaled(4_000, 400_000)
+CRASHES_MIN = scaled(2_000, 400_000)
 LEVELS = ("synced", "written", "memory")
 
 

@@ -56,7 +56,7 @@ class Held:
             answer = self._real(*args, **more) if self._is_stale else None
             self.begun.set()
             # On the loop nobody could ever let it go on.
-            self.was_in_time = self._go_on.wait(5)
+            self.was_in_time = self._go_on.wait(60)
             return answer if self._is_stale else self._real(*args, **more)
         finally:
             self.done.set()
@@ -117,7 +117,7 @@ class Client:
             )
         )
 
-        def send(payload=b"x", *, key=None, timeout=20, id=created.producer_id, by=name, **attrs):
+        def send(payload=b"x", *, key=None, timeout=60, id=created.producer_id, by=name, **attrs):
             return self.services.producers.SendMessage(
                 danube.StreamMessage(
                     request_id=1,
@@ -203,7 +203,7 @@ class Client:
         await self.settle()
 
 
-async def read(stream, count, *, within=20):
+async def read(stream, count, *, within=60):
     """The next messages of a stream."""
     got = []
     async with asyncio.timeout(within):
@@ -229,7 +229,7 @@ async def status(call):
 
 async def until_ok(make_call):
     """Does what clients do: UNAVAILABLE is tried again."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             try:
                 return await make_call()

@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 
 from ister.model import Codec, MessageId, StreamMessage
 from support.builders import VARINT_BOUNDARIES
+from support.scale import scaled
 
-EXAMPLES = settings(max_examples=300, deadline=None, print_blob=True)
+EXAMPLES = settings(max_examples=scaled(100, 300), deadline=None, print_blob=True)
 
 U64 = st.sampled_from(VARINT_BOUNDARIES) | st.integers(0, 2**64 - 1)
 TEXT = st.text(max_size=20)

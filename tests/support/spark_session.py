@@ -30,7 +30,7 @@ def get_spark() -> SparkSession:
     _prepare_environment()
     home = tempfile.mkdtemp(prefix="ister-spark-")
     # Such a short life is over before the thorough compiler has paid for itself.
-    java = f"-Djava.io.tmpdir={home} -XX:-UsePerfData -XX:TieredStopAtLevel=1"
+    java = f"-Djava.io.tmpdir={home} -XX:-UsePerfData -XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
     settings = {
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
@@ -67,7 +67,7 @@ def stop_spark() -> None:
         if process is not None:
             process.stdin.close()  # on which it ends
             with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=30)
+                process.wait(timeout=60)
     while _homes:
         shutil.rmtree(_homes.pop(), ignore_errors=True)
 

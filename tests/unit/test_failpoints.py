@@ -127,7 +127,7 @@ def test_process_is_armed_by_its_environment(tmp_path):
         [sys.executable, "-c", code],
         env={**os.environ, "ISTER_FAILPOINTS": "wal.before_sync=kill@4"},
         capture_output=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     assert done.returncode == -signal.SIGKILL

@@ -124,9 +124,9 @@ async def asked(services, service, method, names, who, prefix=""):
     call = rpc.on(services.channel)
     request = filled(wire.message_class(method.input_type), f"{service}/{method.name}", names)
     if method.client_streaming:
-        call = call(iter([request]), metadata=metadata(who), timeout=30)
+        call = call(iter([request]), metadata=metadata(who), timeout=60)
     else:
-        call = call(request, metadata=metadata(who), timeout=30)
+        call = call(request, metadata=metadata(who), timeout=60)
     try:
         answer = await (call.read() if method.server_streaming else call)
         text = str(answer)
@@ -403,7 +403,7 @@ def test_a_restriction_ends_the_streams_of_others(tmp_path, engine):
             )
             await stream.read()
             await restricting(services, "boss", "user:else")
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 status, text = await outcome(stream)
             assert (status, "may not use" in text) == ("PERMISSION_DENIED", True)
 
@@ -477,7 +477,7 @@ def test_a_principal_has_so_many_consumers_and_streams(tmp_path, engine, setting
             other = await opened("bob", "three")
             await other.read()
             first.cancel()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while (await outcome(await opened("ada", "two")))[0] != "OK":
                     await asyncio.sleep(0.05)
             other.cancel()

@@ -142,7 +142,7 @@ def test_rights_are_given_and_taken_back_on_a_running_broker(
                     stub(channel, "ister.Admin").DescribeTopic(
                         ister_api.TopicName(topic=TOPIC),
                         metadata=(("authorization", f"Bearer {credentials}"),),
-                        timeout=20,
+                        timeout=60,
                     )
                 except grpc.RpcError as error:
                     return error.code().name
@@ -165,7 +165,7 @@ def test_rights_are_given_and_taken_back_on_a_running_broker(
             stub(channel, "ister.Admin").CreateTopic(
                 ister_api.CreateTopicRequest(topic=TOPIC),
                 metadata=(("authorization", f"Bearer {admin}"),),
-                timeout=20,
+                timeout=60,
             )
         assert may("nonsense") == "UNAUTHENTICATED"
         assert may(key) == "PERMISSION_DENIED"

@@ -32,7 +32,7 @@ class Place:
         wal = {"dir": str(path / f"wal{node}"), **settings.pop("wal", {})}
         shared = {
             "cloud": {"root": str(path / "objects")},
-            "metadata": {"path": str(path / "metadata.db"), "lease_ttl_seconds": 2},
+            "metadata": {"path": str(path / "metadata.db"), "lease_ttl_seconds": 30},
         }
         path.mkdir(exist_ok=True)
         self.path = path
@@ -356,6 +356,8 @@ def test_take_over_needs_names(place, capsys):
 
 def test_lease_is_kept_while_a_repair_takes_its_time(place, capsys, monkeypatch):
     """Goal: nobody may take a topic away in the middle, even when a renewal fails."""
+    settings = place.config.read_text()
+    place.config.write_text(settings.replace("ttl_seconds: 30", "ttl_seconds: 2"))
     seen = []
 
     def slow(log, name, **_):

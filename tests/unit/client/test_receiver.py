@@ -151,7 +151,7 @@ def run(scenario, **options):
         finally:
             await core.close(5)
 
-    asyncio.run(asyncio.wait_for(all_of_it(), 30))
+    asyncio.run(asyncio.wait_for(all_of_it(), 60))
 
 
 async def receive(core):
@@ -434,7 +434,7 @@ def test_all_partitions_are_merged():
         with pytest.raises(ClosedError):
             core.ack(found[0])
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 @pytest.mark.parametrize(

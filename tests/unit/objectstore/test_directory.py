@@ -227,7 +227,7 @@ print(won, flush=True)
         won = [int(process.stdout.readline()) for process in processes]
     finally:
         for process in processes:
-            process.communicate(timeout=30)
+            process.communicate(timeout=60)
     assert sum(won) == 40
     store = open_store("fs", str(tmp_path / "objects"), {}, clock=SystemClock())
     owners = [store.read(f"lock/{number}", 0, 9) for number in range(40)]

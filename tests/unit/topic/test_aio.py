@@ -25,14 +25,14 @@ def _run(coroutine):
     """Runs a coroutine to its end, for a bounded time."""
 
     async def bounded():
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await coroutine
 
     return asyncio.run(bounded())
 
 
 async def _until(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -144,7 +144,7 @@ def test_timeout_of_a_read_ends_it_and_of_a_wait_raises(machine):
         assert await reader.next_batch(timeout=0.01) == []
         gate.open()
         await topic.aio.wait(offset)
-        assert payloads(await reader.next_batch(timeout=5)) == [b"a"]
+        assert payloads(await reader.next_batch(timeout=60)) == [b"a"]
         assert payloads([m async for m in topic.aio.read(follow=True, timeout=0.01)]) == [b"a"]
         reader.close()
 
@@ -222,7 +222,7 @@ def test_full_disk_is_told_to_waiting_tasks(machine):
         with pytest.raises(CapacityError):
             await topic.aio.wait(topic.append(b"b"))
         machine.fs.write_limit_bytes = None
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     await topic.aio.wait(1)

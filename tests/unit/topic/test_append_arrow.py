@@ -305,7 +305,7 @@ def test_reader_at_the_tail_sees_rows_and_messages_in_order(machine):
 
 def test_reader_that_waits_is_woken(machine):
     topic = machine.topic()  # with threads
-    follower = Task(lambda: payloads(topic.reader().next_batch(timeout=5.0)))
+    follower = Task(lambda: payloads(topic.reader().next_batch(timeout=60)))
     follower.join(0.05)
     topic.append_arrow(a_batch([b"x", b"y"]))
     assert follower.result()[0] == b"x"
@@ -441,7 +441,7 @@ def test_log_in_memory_keeps_the_newest_rows():
 def test_follower_in_memory_is_woken():
     with ister.open() as log:
         topic = log.topic(NAME, create=True)
-        follower = Task(lambda: payloads(topic.reader().next_batch(timeout=5.0)))
+        follower = Task(lambda: payloads(topic.reader().next_batch(timeout=60)))
         follower.join(0.05)
         topic.append_arrow(a_batch([b"x", b"y"]))
         assert follower.result() == [b"x", b"y"]

@@ -395,7 +395,7 @@ def test_wake_that_a_signal_interrupts_leaves_no_lock_behind(site):
     shared.express._is_awake = False
     other = threading.Thread(target=tier.on_express, daemon=True)
     other.start()
-    other.join(10)
+    other.join(60)
     assert not other.is_alive()
 
 
@@ -407,5 +407,5 @@ def test_thread_ends_although_it_was_woken_just_before(site):
         thread.start()
         express._wake()
         express.stop()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()

@@ -74,7 +74,7 @@ def test_waiters_for_the_bucket_are_woken(site):
     assert topic.ack is AckLevel.TIERED
     offset = topic.append(b"x")
     save(topic)
-    waiter = Task(topic.wait, offset, timeout=30)
+    waiter = Task(topic.wait, offset, timeout=60)
     eventually(lambda: waiting(topic, "tiered"))
     topic.tier.follow()
     assert waiter.is_running
@@ -226,7 +226,7 @@ def test_successors_uploads_are_not_followed(site):
     """They are other messages: nobody who waits here is told that his are in the bucket."""
     topic = a_topic(site)
     fill(topic, 5)
-    waiter = Task(topic.wait, 4, "tiered", timeout=30)
+    waiter = Task(topic.wait, 4, "tiered", timeout=60)
     eventually(lambda: waiting(topic, "tiered"))
     site.metadata.delete(site.catalog().keys.owner)
     other = a_topic(site, "b", take_over=True)

@@ -395,13 +395,13 @@ def test_slow_deletion_leaves_the_topic_that_was_made_since_listed(live_site):
         topic = real(name, **options)
         if threading.current_thread().name == "slow" and not has_it.is_set():
             has_it.set()
-            may_go.wait(10)
+            may_go.wait(60)
         return topic
 
     log.topic = slow
     deleting = threading.Thread(target=lambda: log.delete(TEXT), name="slow")
     deleting.start()
-    assert has_it.wait(10)
+    assert has_it.wait(60)
     log.delete(TEXT)
     made = log.topic(TEXT, create=True)
     may_go.set()
@@ -419,7 +419,7 @@ def test_upload_under_way_publishes_nothing_into_a_deleted_topic(live_site):
     def before(kind, key):
         if kind == "close" and threading.current_thread().name == "uploading":
             is_under_way.set()
-            may_go.wait(10)
+            may_go.wait(60)
 
     live_site.objects.before = before
     outcome = []
@@ -432,7 +432,7 @@ def test_upload_under_way_publishes_nothing_into_a_deleted_topic(live_site):
 
     uploading = threading.Thread(target=upload, name="uploading")
     uploading.start()
-    assert is_under_way.wait(10)
+    assert is_under_way.wait(60)
     deleting = threading.Thread(target=lambda: log.delete(TEXT))
     deleting.start()
     may_go.set()

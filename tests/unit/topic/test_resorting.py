@@ -626,7 +626,7 @@ def test_idle_topics_are_sorted_by_the_log():
         log = site.open(background=True, storage=storage)
         topics = [log.topic(str(name), create=True, ack="tiered") for name in names]
         for topic in topics:
-            topic.wait(topic.append(b"message 0"), timeout=30)
+            topic.wait(topic.append(b"message 0"), timeout=60)
         eventually(lambda: settled(site, names))
         assert all(_all(site, name) for name in names)
         for topic in topics:
@@ -651,7 +651,7 @@ def test_stream_across_swaps_sees_each_message_once(is_diskless):
             lambda: list(islice(topic.read(start=0, follow=True, timeout=60), count)),
         )
         for number in range(count):
-            topic.wait(topic.append(b"message %d" % number), timeout=30)
+            topic.wait(topic.append(b"message %d" % number), timeout=60)
         seen = [(message.offset, message.payload) for message in reader.result()]
         assert seen == list(enumerate(payloads(count)))
         eventually(lambda: settled(site))
@@ -667,7 +667,7 @@ def test_pipeline_keeps_the_log_from_it_unless_it_leaves_topics_behind(monkeypat
         pipeline = Pipeline(site, ttl_seconds=60)
         log = site.open(background=True, storage=storage)
         topic = log.topic(str(NAME), create=True, ack="tiered")
-        topic.wait(topic.append(b"message 0"), timeout=30)
+        topic.wait(topic.append(b"message 0"), timeout=60)
         sorter = topic.tier.sorter
         asked = []
         patience = RunSorter.is_left_behind

@@ -328,7 +328,7 @@ def test_async_wait_for_tiered_and_async_upload(site):
         await asyncio.sleep(0.01)
         assert not waits.done()
         tiered = await topic.aio.upload()
-        await asyncio.wait_for(waits, 5)
+        await asyncio.wait_for(waits, 60)
         return tiered.end
 
     assert asyncio.run(scenario()) == 1

@@ -527,7 +527,7 @@ def test_reader_of_a_synced_topic_never_sees_an_unsynced_message(machine):
     assert topic.watermarks.written == 1
     assert reader.poll() == []
     assert reader.next_batch(timeout=0.05) == []
-    blocked = Task(topic.reader().next_batch, timeout=5)
+    blocked = Task(topic.reader().next_batch, timeout=60)
     eventually(lambda: any(r is not reader for r in topic.readers))
     gate.open()
     assert payloads(blocked.result()) == [b"a"]
@@ -941,7 +941,7 @@ def test_reader_that_memory_has_left_behind_is_told(in_memory):
 
 
 def test_reader_of_a_log_in_memory_is_woken(in_memory):
-    readers = [Task(in_memory.reader("latest").next_batch, timeout=5) for _ in range(5)]
+    readers = [Task(in_memory.reader("latest").next_batch, timeout=60) for _ in range(5)]
     eventually(lambda: waiting(in_memory, AckLevel.MEMORY) == 5)
     in_memory.append(b"a")
     assert [payloads(task.result()) for task in readers] == [[b"a"]] * 5

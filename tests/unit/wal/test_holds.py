@@ -281,6 +281,6 @@ def test_async_wait_for_tiered_is_told(topic):
         waits = asyncio.create_task(topic.aio._passed(4, AckLevel.TIERED, None))
         await asyncio.sleep(0)
         await asyncio.to_thread(topic.wal.advance_tiered, 5)
-        await asyncio.wait_for(waits, 5)
+        await asyncio.wait_for(waits, 60)
 
     asyncio.run(scenario())

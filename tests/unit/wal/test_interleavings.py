@@ -188,7 +188,7 @@ def test_log_is_not_given_back_while_a_topic_is_being_recovered(machine):
     closing.join(0.2)
     assert closing.is_running
     gate.open()
-    opening.join(5)
+    opening.join(60)
     closing.result()
     assert payloads(machine.reopened().read()) == [b"a"]
 

@@ -185,7 +185,7 @@ async def receive(dispatch, outbox, count, *, ack=False):
     received = []
     while len(received) < count:
         for offset, attempt in await take(outbox, 1):
-            message = await asyncio.wait_for(dispatch.next_message(outbox, offset), 20)
+            message = await asyncio.wait_for(dispatch.next_message(outbox, offset), 60)
             if message is not None:  # it was acknowledged or taken back meanwhile
                 received.append((offset, attempt, message.payload.rstrip(b".")))
             dispatch.written(outbox, 1)
@@ -474,7 +474,7 @@ def test_acks_that_come_during_a_seek_do_not_undo_it():
 
             def hold():
                 loop.call_soon_threadsafe(reached.set)
-                asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(20)
+                asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60)
 
             rig.store.before_cursor = hold
             seeking = asyncio.create_task(dispatch.seek(5))
@@ -484,7 +484,7 @@ def test_acks_that_come_during_a_seek_do_not_undo_it():
             assert dispatch.delivery.cursor == 50
             rig.store.before_cursor = lambda: None
             go_on.set()
-            await asyncio.wait_for(seeking, 20)
+            await asyncio.wait_for(seeking, 60)
             assert dispatch.delivery.cursor == 5
             assert offsets(await receive(dispatch, outbox, 45, ack=True)) == list(range(5, 50))
             await eventually(lambda: rig.kept == 50)
@@ -506,7 +506,7 @@ def test_seek_during_a_read_begins_at_its_offset(monkeypatch, leaves):
         found = poll(self, *arguments)
         if not started.is_set():
             started.set()
-            go_on.wait(20)
+            go_on.wait(60)
         return found
 
     monkeypatch.setattr(Reader, "poll", held)
@@ -632,7 +632,7 @@ def test_settings_that_change_at_once_do_not_undo_each_other():
             def hold():
                 rig.store.before_options = lambda: None
                 loop.call_soon_threadsafe(first.set)
-                asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(20)
+                asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60)
 
             rig.store.before_options = hold
             policy = replace(QUICK, max_redelivery_count=77)
@@ -641,7 +641,7 @@ def test_settings_that_change_at_once_do_not_undo_each_other():
             windowing = asyncio.create_task(dispatch.set_window(33))
             await asyncio.sleep(0.05)
             go_on.set()
-            await asyncio.wait_for(asyncio.gather(setting, windowing), 20)
+            await asyncio.wait_for(asyncio.gather(setting, windowing), 60)
             for stored in (dispatch.stored, rig.store.load(rig.parsed, "")["s"]):
                 assert stored.policy == policy
                 assert stored.window == 33
@@ -783,7 +783,7 @@ def test_a_dead_letter_under_way_does_not_hold_up_the_end(monkeypatch):
             await receive(dispatch, outbox, 1)
             dispatch.nack(0, delay_ms=None, reason=None)
             await publishing.wait()
-            await asyncio.wait_for(dispatch.close(None), 20)
+            await asyncio.wait_for(dispatch.close(None), 60)
             # It was not resolved, so it comes again with its failures.
             assert rig.kept == 0
             assert rig.store.load(rig.parsed, "")["s"].saved["failed"] == [[0, 1, None]]
@@ -1152,7 +1152,7 @@ def test_a_later_stream_of_a_consumer_takes_over_and_gets_everything_again():
             await receive(dispatch, first, 4)
             acknowledge(dispatch, 1)
             second = dispatch.attach(1, ())
-            assert await asyncio.wait_for(first.take(), 20) == []
+            assert await asyncio.wait_for(first.take(), 60) == []
             got = await receive(dispatch, second, 9)
             assert [(o, a) for o, a, _ in got] == [(n, 1) for n in range(10) if n != 1]
             # The old stream ends now; that concerns nobody.
@@ -1365,7 +1365,7 @@ def test_a_topic_that_is_closed_under_a_subscription_ends_its_streams():
             await silence(outbox, 0.02)
             rig.topic.close()
             with pytest.raises(UnavailableError):
-                await asyncio.wait_for(outbox.take(), 20)
+                await asyncio.wait_for(outbox.take(), 60)
 
     run(scenario())
 
@@ -1382,7 +1382,7 @@ def test_an_unforeseen_error_ends_the_streams_and_is_in_the_log(monkeypatch, cap
             monkeypatch.setattr(dispatch.prefetcher, "_offer", fail)
             outbox = dispatch.attach(1, ())
             with pytest.raises(UnavailableError, match="stopped"):
-                await asyncio.wait_for(outbox.take(), 20)
+                await asyncio.wait_for(outbox.take(), 60)
             assert "a bug" in caplog.text
 
     run(scenario())

@@ -29,7 +29,7 @@ def test_taking_waits_for_the_first_item():
         assert not taking.done()
         outbox.push("a")
         outbox.push("b")
-        assert await asyncio.wait_for(taking, 10) == ["a", "b"]
+        assert await asyncio.wait_for(taking, 60) == ["a", "b"]
 
     run(scenario())
 
@@ -42,7 +42,7 @@ def test_taker_that_also_waits_for_something_else_is_woken_for_either():
             await asyncio.sleep(0)
             assert not waiting.done()
             happen()
-            await asyncio.wait_for(waiting, 10)
+            await asyncio.wait_for(waiting, 60)
             assert outbox.is_ready == (happen != outbox.wake)
 
     run(scenario())
@@ -100,10 +100,10 @@ def test_whoever_waits_is_told_of_the_end(reason):
         await asyncio.sleep(0)
         outbox.end(reason)
         if reason is None:
-            assert await asyncio.wait_for(taking, 10) == []
+            assert await asyncio.wait_for(taking, 60) == []
         else:
             with pytest.raises(UnavailableError):
-                await asyncio.wait_for(taking, 10)
+                await asyncio.wait_for(taking, 60)
 
     run(scenario())
 

@@ -77,7 +77,7 @@ def client(server, **more):
 
 def options(headers):
     return flight.FlightCallOptions(
-        headers=[(name.encode(), value.encode()) for name, value in headers.items()], timeout=30
+        headers=[(name.encode(), value.encode()) for name, value in headers.items()], timeout=60
     )
 
 
@@ -291,12 +291,12 @@ def test_nothing_of_a_request_is_read_before_its_caller_is_known(rig, monkeypatc
             yield from ()
 
         with pytest.raises(grpc.RpcError) as caught:
-            list(call(nothing(), timeout=20))
+            list(call(nothing(), timeout=60))
         silent.set()
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert read == []
         answers = call(
-            iter([b"\n\x06topics"]), timeout=20, metadata=tuple(rig.bearer("alice").items())
+            iter([b"\n\x06topics"]), timeout=60, metadata=tuple(rig.bearer("alice").items())
         )
         assert len(list(answers)) == len(read) == 1
 

@@ -49,7 +49,7 @@ from servers.flight import (
 
 TOPIC = "/default/orders"
 SCHEMA = pa.schema([("payload", pa.binary())])
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 @pytest.fixture

@@ -106,7 +106,7 @@ def test_connections_in_their_handshake_are_counted(tmp_path):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(b"\x16\x03\x01")
                 halves.append((reader, writer))
-            async with asyncio.timeout(5):  # less than a handshake may take
+            async with asyncio.timeout(9):  # less than a handshake may take
                 for reader, _ in halves[:5]:
                     with contextlib.suppress(ConnectionError):
                         assert await reader.read() == b""

@@ -9,7 +9,7 @@ import pytest
 from ister.broker.rpc import native_receivers as module
 from ister.broker.rpc.native_receivers import Receivers
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 
 
 @pytest.fixture

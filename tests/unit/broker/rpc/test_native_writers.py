@@ -8,7 +8,7 @@ import pytest
 from ister.broker.rpc import native_writers as module
 from ister.broker.rpc.native_writers import Senders
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 
 
 class Engine:

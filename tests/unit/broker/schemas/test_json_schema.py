@@ -105,7 +105,7 @@ def test_patterns_take_time_in_proportion(value):
     begun = time.monotonic()
     schema(value).check(payload)
     # The interpreter's own expressions would need longer than the sun has.
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
 
 
 def test_alternatives_that_multiply_end_in_a_refusal():
@@ -116,7 +116,7 @@ def test_alternatives_that_multiply_end_in_a_refusal():
     begun = time.monotonic()
     reason = schema({"$defs": definitions, "$ref": "#/$defs/d0"}).check(b"1")
     assert "too many alternatives" in reason
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
 
 
 def test_unique_items_are_counted_once():
@@ -126,7 +126,7 @@ def test_unique_items_are_counted_once():
     mixed = json.dumps([{"a": index} if index % 2 else index for index in range(20_000)]).encode()
     begun = time.monotonic()
     assert unique.check(mixed) is None
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
 
 
 PERSON = {

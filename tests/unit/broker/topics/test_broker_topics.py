@@ -340,7 +340,7 @@ def test_a_deleted_topic_leaves_nothing_and_one_made_again_starts_clean(tmp_path
             outbox = topic.subscription("s").attach(before.id, ())
             await topics.delete(NAME)
             with pytest.raises(NotFoundError, match="deleted"):
-                await asyncio.wait_for(outbox.take(), 20)
+                await asyncio.wait_for(outbox.take(), 60)
             assert topics.find_open(NAME) is None
             assert topics.consumers.find(before.id) is None
             # The log keeps a stone for the name, which says that it is gone.
@@ -537,7 +537,7 @@ def test_a_topic_that_turns_out_to_be_anothers_is_let_go_of(tmp_path, monkeypatc
             monkeypatch.setattr(topics.store, "save_cursor", fenced)
             ack(dispatch, 0)
             with pytest.raises(UnavailableError, match="another broker has the topic"):
-                await asyncio.wait_for(outbox.take(), 20)
+                await asyncio.wait_for(outbox.take(), 60)
             await eventually(lambda: topics.served == [])
             monkeypatch.undo()
 

@@ -73,10 +73,10 @@ def test_a_deletion_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
             await client.give_up(call)
             held.go_on()
             await held.is_done()
-            await eventually(lambda: topics.consumers.find(consumer) is None, within=5)
+            await eventually(lambda: topics.consumers.find(consumer) is None, within=60)
             assert await topics.names() == set()
             # The next topic of the name begins without a schema.
-            await eventually(lambda: schemas.topic_config(NAME) is None, within=5)
+            await eventually(lambda: schemas.topic_config(NAME) is None, within=60)
             assert await status(client.subscribe()) is Code.NOT_FOUND
 
     run(scenario())
@@ -118,7 +118,7 @@ def test_a_deletion_of_partitions_that_nobody_waits_for_takes_all_of_them(tmp_pa
             await client.give_up(call)
             held.go_on()
             await held.is_done()
-            await eventually(lambda: not topics.log.topics(), within=5)
+            await eventually(lambda: not topics.log.topics(), within=60)
             assert topics.served == []
 
     run(scenario())
@@ -151,7 +151,7 @@ def test_an_unload_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
             await asyncio.wait({sending}, timeout=MOMENT)
             held.go_on()
             await held.is_done()
-            await eventually(lambda: sealed == [NAME], within=5)
+            await eventually(lambda: sealed == [NAME], within=60)
             await sending
             again = await topics.get(NAME)
             assert again.topic.wal.next == 11
@@ -177,7 +177,7 @@ def test_a_seek_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
             held.go_on()
             await held.is_done()
             subscription = subscription_of(broker)
-            await eventually(lambda: subscription.delivery.cursor == 7, within=5)
+            await eventually(lambda: subscription.delivery.cursor == 7, within=60)
             assert kept(broker.topics)[0] == 7
 
     run(scenario())
@@ -198,7 +198,7 @@ def test_an_unsubscribe_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
             held.go_on()
             await held.is_done()
             topic = broker.topics.find_open(NAME)
-            await eventually(lambda: not topic.subscriptions, within=5)
+            await eventually(lambda: not topic.subscriptions, within=60)
             # The name is free again, for whom- and whatever.
             await send(b"before")
             stream = client.receive(await client.subscribe("another", kind=SHARED))

@@ -78,7 +78,7 @@ def test_what_is_beyond_the_log_is_put_back_before_the_topic_is_served(
             for number in range(end, 20):
                 assert await topic.publish(a_record(b"new")) == number
             got = set()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not got >= set(range(end, 20)):
                     got.update(offset for offset, _ in await outbox.take(20))
 
@@ -158,7 +158,7 @@ def test_acknowledgements_after_the_last_cursor_are_not_confirmed(tmp_path):
             await Client(slow).settle()
             confirmed = []
             with suppress(grpc.aio.AioRpcError):
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     while (answer := await stream.read()) is not grpc.aio.EOF:
                         if answer.WhichOneof("step") == "acked":
                             confirmed += answer.acked.offsets

@@ -179,7 +179,7 @@ def test_a_full_buffer_is_waited_for_and_then_told(tmp_path, monkeypatch):
         topic.topic.append_record = never
         monkeypatch.setattr(module, "_FULL_SECONDS", 0.1)
         with pytest.raises(CapacityError):
-            await asyncio.wait_for(topic.publish(a_record()), 20)
+            await asyncio.wait_for(topic.publish(a_record()), 60)
 
     with_topic(tmp_path, scenario)
 

@@ -34,6 +34,7 @@ from support.exports import (
 )
 from support.exports import adding as adding_one
 from support.loops import each, making, product
+from support.scale import scaled
 
 A, B, C = "/default/a", "/default/b", "/default/c"
 SCHEMA = {"properties": {"id": {"type": "integer"}}}
@@ -100,9 +101,10 @@ def _left(tmp_path, format) -> list[str]:
 # -- one commit ---------------------------------------------------------------------------------
 
 
-def test_a_hundred_topics_are_one_commit(spark, tmp_path):
+def test_many_topics_are_one_commit(spark, tmp_path):
     place = SparkPlace(tmp_path / "data")
-    topics = [f"/default/t{number:03d}" for number in range(100)]
+    count = scaled(30, 100)
+    topics = [f"/default/t{number:03d}" for number in range(count)]
     _fill(place, topics, 2)
     for format in FORMATS:  # noqa: A001
         report = _export(spark, place, tmp_path, format)
@@ -119,7 +121,7 @@ def test_a_hundred_topics_are_one_commit(spark, tmp_path):
     for format in FORMATS:  # noqa: A001
         assert _export(spark, place, tmp_path, format).total("messages") == 21
         assert commits_in(tmp_path, format) == 2
-        assert sum(map(len, _rows(tmp_path, format).values())) == 221
+        assert sum(map(len, _rows(tmp_path, format).values())) == 2 * count + 21
 
 
 @each("format", FORMATS, fresh=fresh)
@@ -184,14 +186,15 @@ def test_a_round_reads_as_much_after_many_rounds_as_after_few(
     monkeypatch.setattr("ister.spark.tables.parquet_directory._KEPT_RECORDS", 4)
     monkeypatch.setattr("ister.spark.tables.parquet_directory._KEPT_SECONDS", -1.0)
     counts = []
-    for number in range(24):
+    rounds = scaled(16, 24)
+    for number in range(rounds):
         _fill(place, [A, B], 1, first=number)
         reads.clear()
         assert _export(spark, place, tmp_path, format).ok
         counts.append(len(reads))
-    assert commits_in(tmp_path, format) == (4 if format == "parquet" else 24)
+    assert commits_in(tmp_path, format) == (4 if format == "parquet" else rounds)
     assert counts[-1] == counts[11], counts
-    assert _rows(tmp_path, format) == _each_has([A, B], list(range(24)))
+    assert _rows(tmp_path, format) == _each_has([A, B], list(range(rounds)))
 
 
 # -- a topic that fails -------------------------------------------------------------------------

