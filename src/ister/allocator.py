@@ -21,7 +21,7 @@ _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 
 
-def keep_freed_buffers(*, buffer_bytes_max: int = 4 * MIB, kept_bytes_max: int = 32 * MIB) -> None:
+def keep_freed_buffers(*, buffer_bytes_max: int = 4 * MIB, kept_bytes_max: int = 32 * MIB) -> bool:
     """Makes this process keep freed memory; does nothing if the C library is not glibc.
 
     The defaults are for a server, whose batches and chunks have about a megabyte.
@@ -29,8 +29,13 @@ def keep_freed_buffers(*, buffer_bytes_max: int = 4 * MIB, kept_bytes_max: int =
     Args:
         buffer_bytes_max: Larger buffers are returned as soon as they are freed; 32 MiB at most.
         kept_bytes_max: About how much memory is kept, for each of the allocator's arenas.
+
+    Returns:
+        Whether it does.
     """
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, buffer_bytes_max)
         mallopt(_M_TRIM_THRESHOLD, kept_bytes_max)
+        return True
+    return False

@@ -6,7 +6,9 @@ knows its work in advance, and compiles them first.
 PySpark runs a full garbage collection after each task of a reused worker, over a few hundred
 thousand objects of our libraries: a tenth of a second for nothing.
 
-A worker goes from chunk to chunk, and keeps memory for a few (`ister.allocator`).
+A worker goes from chunk to chunk, and keeps memory for a few (`ister.allocator`). Arrow's own
+allocator does not know of that and returns freed buffers to the kernel, so a worker's Arrow uses
+the C library's: an export takes a tenth less processor time, and less memory.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from __future__ import annotations
 import gc
 import sys
 from typing import Final
+
+import pyarrow as pa
 
 from ister import kernels
 from ister.allocator import keep_freed_buffers
@@ -44,7 +48,7 @@ def spare_collector() -> None:
 
 
 def keep_buffers() -> None:
-    """Makes a worker reuse freed buffers, about 128 MiB; called before a task.
+    """Makes a worker reuse freed buffers, Arrow's too, about 128 MiB; called before a task.
 
     Does nothing outside of a worker, or if the C library does not support it.
     """
@@ -52,7 +56,8 @@ def keep_buffers() -> None:
     if _keeps_buffers or not _is_worker():
         return
     _keeps_buffers = True
-    keep_freed_buffers(buffer_bytes_max=_BUFFER_BYTES_MAX, kept_bytes_max=_KEPT_BYTES_MAX)
+    if keep_freed_buffers(buffer_bytes_max=_BUFFER_BYTES_MAX, kept_bytes_max=_KEPT_BYTES_MAX):
+        pa.set_memory_pool(pa.system_memory_pool())
 
 
 def compile_for(size_bytes: int, *, timeout: float | None = None) -> None:

@@ -4,6 +4,7 @@ import os
 import platform
 import resource
 
+import pyarrow as pa
 import pytest
 
 from ister.limits import MIB
@@ -41,7 +42,20 @@ def test_a_worker_reads_into_memory_that_it_has(spark, tmp_path):
     assert faults < ROUNDS * CHUNK_BYTES // resource.getpagesize() // 2
 
 
+def pool_of_a_worker(_):
+    workers.keep_buffers()
+    return pa.default_memory_pool().backend_name
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked for that")
+def test_arrow_in_a_worker_reuses_buffers_too(spark):
+    pools = spark.sparkContext.parallelize([0], 1).map(pool_of_a_worker).collect()
+    assert pools == ["system"]
+
+
 def test_a_program_of_the_users_is_left_alone(monkeypatch):
     monkeypatch.setattr(workers, "_keeps_buffers", False)
+    pool = pa.default_memory_pool().backend_name
     workers.keep_buffers()
     assert not workers._keeps_buffers
+    assert pa.default_memory_pool().backend_name == pool

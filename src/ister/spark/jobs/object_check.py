@@ -19,7 +19,7 @@ from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +57,6 @@ from ister.objectstore.base import ObjectInfo, ObjectStore
 _PROBLEMS_MAX: Final = 16
 _SEARCH_BYTES_MIN: Final = 64 * KIB
 # The last millisecond that columns can tell.
-_Array: TypeAlias = npt.NDArray[np.int64]
 _CALENDAR_END_MS: Final = 253_402_300_799_999
 
 
@@ -397,6 +396,24 @@ class ObjectChecker:
         )
 
 
+class _Times(NamedTuple):
+    """Publish times of some frames: in microseconds as columns have them, or in milliseconds.
+
+    Divided only once the extreme is found: there is one for each message.
+    """
+
+    values: npt.NDArray[np.int64]
+    per_ms: int
+
+    def min_ms(self) -> int:
+        """The earliest, in milliseconds."""
+        return int(self.values.min()) // self.per_ms
+
+    def max_ms(self, start: int = 0, end: int | None = None) -> int:
+        """The latest of the rows `start` up to, not including, `end`, in milliseconds."""
+        return int(self.values[start:end].max()) // self.per_ms
+
+
 class _Sums:
     """What goes by when the frames of an object are walked over."""
 
@@ -453,29 +470,29 @@ class _Sums:
     def _take(self, view: memoryview, at: int, found: DecodedFrames) -> None:
         times = self._times(view, at, found)
         self._check_entries(view, at, found, times)
-        if times is not None and len(times):
-            low, high = int(times.min()), int(times.max())
+        if times is not None:
+            low, high = times.min_ms(), times.max_ms()
             self._time_min = low if self._time_min is None else min(self._time_min, low)
             self._time_max = max(self._time_max, high)
         self._crc = crc32(view[at : found.end], self._crc)
         self.bytes += found.end - at
         self.next_offset = found.next_offset
 
-    def _times(self, view: memoryview, at: int, found: DecodedFrames) -> _Array | None:
-        """Publish times in milliseconds; None if there is one that no clock gives."""
+    def _times(self, view: memoryview, at: int, found: DecodedFrames) -> _Times | None:
+        """Publish times; None if there is one that no clock gives."""
         if not self._has_times or not found.batch.num_rows:
             return None
-        times: _Array = found.batch.column(0).view(pa.int64()).to_numpy() // 1000
-        if int(times.max()) >= _CALENDAR_END_MS:
+        times = _Times(found.batch.column(0).view(pa.int64()).to_numpy(), 1000)
+        if times.max_ms() >= _CALENDAR_END_MS:
             # Columns hold none beyond it, and so do not tell which one it is.
             scan = scan_frames(view[: found.end], at, expected_offset=self.next_offset)
             exact = decode_publish_times(view, scan.starts, scan.end, self._codec or Codec.BINCODE2)
             self._has_times = exact is not None
-            return None if exact is None else np.array(exact, np.int64)
+            return None if exact is None else _Times(np.array(exact, np.int64), 1)
         return times
 
     def _check_entries(
-        self, view: memoryview, at: int, found: DecodedFrames, times: _Array | None
+        self, view: memoryview, at: int, found: DecodedFrames, times: _Times | None
     ) -> None:
         """Whether the entries of the index that fall among these frames point at them."""
         index, before = self._described.offset_index, self._described.publish_time_index
@@ -491,7 +508,7 @@ class _Sums:
             elif len(before) == len(index) and times is not None:
                 row = offset - self.next_offset
                 if row > seen:
-                    time_max = max(time_max, int(times[seen:row].max()))
+                    time_max = max(time_max, times.max_ms(seen, row))
                     seen = row
                 self._wrong_times += before[self._entry] != time_max
             self._entry += 1

@@ -28,7 +28,7 @@ from ister import failpoints
 from ister.bucket.rebuild import find_runs
 from ister.errors import UnsupportedVersionError
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor
-from ister.limits import KIB
+from ister.limits import KIB, MIB
 from ister.model import TopicName
 from ister.spark.jobs.balance import run_balanced
 from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
@@ -48,6 +48,9 @@ _ROUNDS: Final = 3
 # How many descriptors, with their indexes, the driver holds at a time.
 _ITEMS_MAX: Final = 2048
 _ITEM_BYTES_MIN: Final = 256 * KIB
+# Between two chunks a check runs in Python, which takes as long as it takes to check half a
+# megabyte; what readers fetch at a time would be too little.
+_CHUNK_BYTES_MIN: Final = 8 * MIB
 
 
 def scrub(
@@ -138,7 +141,7 @@ def check_object(place: Place, item: CheckItem) -> Checked:
     checker = ObjectChecker(
         TopicName.parse(item.topic),
         history.objects,
-        chunk_bytes=settings.cloud_reader.fetch_chunk_size,
+        chunk_bytes=max(settings.cloud_reader.fetch_chunk_size, _CHUNK_BYTES_MIN),
         index_every_messages=settings.uploader.index_every_messages,
         ahead=history.ahead,
         clock=history.clock,

@@ -423,7 +423,11 @@ def _list_objects(
     listing = list(list_objects(store, keys.topic))
     now = clock.now_ns() / 1e9
     # After the listing: objects that were committed meanwhile are not orphans.
-    named = {described.object_id for item in read_pages(catalog) for described in _decoded(item)}
+    entries = [*survey.entries, *survey.misplaced]
+    known = {(entry.key, entry.revision): entry.described.object_id for entry in entries}
+    named = {
+        known.get((item.key, item.revision)) or _decode_name(item) for item in read_pages(catalog)
+    }
     retired: set[str] = set()
     for found in catalog.store.range(keys.retired("")):
         with suppress(CorruptDataError):
@@ -452,11 +456,11 @@ def _list_objects(
     _find_staged(survey, catalog, store, now - grace_seconds)
 
 
-def _decoded(item: KeyValue) -> list[ObjectDescriptor]:
+def _decode_name(item: KeyValue) -> str | None:
     try:
-        return [decode_descriptor(item.value, key=item.key)]
+        return decode_descriptor(item.value, key=item.key).object_id
     except (CorruptDataError, UnsupportedVersionError):
-        return []
+        return None
 
 
 def _state_of(
