@@ -586,7 +586,8 @@ def test_task_reads_on_when_the_bucket_answers_again(home, query, monkeypatch):
     running = query(config=home.remote_config(), includeTail="false", startingOffsets="earliest")
     running.plan()
     store = type(running.driver._task.place.history().objects)
-    failing = Failing(monkeypatch, store, "view", times=4)
+    failing = Failing(monkeypatch, store, "read", times=4)
+    monkeypatch.setattr(store, "view", store.read)
     assert running.collect() == rows_of(A, range(6))
     assert failing.left == 0
 
