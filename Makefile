@@ -7,7 +7,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 # Other PySparks, each in a directory that comes first on the import path of the tests that use it.
 SPARKS := $(patsubst pyspark==%,$(VENV)/spark-%,$(shell grep ^pyspark constraints-spark.txt))
 # How many processes share the files of the tests: most wait for something most of the time.
-JOBS ?= 4
+JOBS ?= 5
 # Tests start hundreds of interpreters, which would all compile the same sources without it.
 export PYTHONDONTWRITEBYTECODE :=
 SHARED := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
