@@ -406,7 +406,10 @@ def test_a_service_publishes(broker, client, capsys):
     assert keys["routing_key"].to_pylist() == ["Ulm", "Linz"]
 
 
-def test_workers_end_gracefully(broker, client, capsys):
+def test_workers_end_gracefully(broker, client, capsys, request):
+    # asyncio gives SIGINT back to Python, whoever had it before; Spark's session takes it, too.
+    others = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, others))
     before = [signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGINT)]
     printed = run_main("asyncio_worker.py", broker, capsys)
     done = dict(re.findall(r"^(\S+): (\d+) orders$", printed, re.M))
