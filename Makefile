@@ -59,7 +59,7 @@ ready: lint types compiled $(firstword $(SPARKS))
 compiled: $(STAMP)
 	$(BIN)/python -m pytest --collect-only --quiet --quiet -m "not nightly" > /dev/null
 
-test: $(STAMP) ## lint, types and the tests that everybody runs, in about thirteen minutes on two cores
+test: $(STAMP) ## lint, types and the tests that everybody runs, in about eleven minutes on two cores, once installed
 	$(MAKE) --jobs 3 --output-sync=target ready
 	$(BIN)/python -m pytest -m "not nightly" $(SHARED)
 

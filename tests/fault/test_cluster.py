@@ -241,6 +241,7 @@ def names_of(broker):
     return (broker.address, node, node[:8])
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_history_of_a_dead_brokers_synced_topic_is_read_everywhere(cluster, tmp_path):
     """Goal: what is in the bucket is delivered by the others, sends are refused with the reason.
