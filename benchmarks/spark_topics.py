@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from typing import Final
@@ -41,11 +42,13 @@ def measure_topics(
         topic="/default/t0",
         columns=_COLUMNS,
     )
-    target = run.path("topics")
+    written = run.path("topics")
     cpu: dict[int, list[float]] = {_FEW: [], _MANY: []}
 
     def write(topics: int) -> float:
-        shutil.rmtree(target, ignore_errors=True)
+        # Nothing is removed between the rounds: ext4 creates files slowly for five seconds after
+        # many were deleted, and most of the files here are those of many topics.
+        target = os.path.join(written, secrets.token_hex(4))
         os.sync()
         writer = _with_topics(source.load(), topics).write.format(WatchedSource.name())
         save: Callable[[], None] = writer.mode("append").options(config=target, report=report).save
@@ -59,7 +62,7 @@ def measure_topics(
     read_notes(report, "write")
     cpu = {_FEW: [], _MANY: []}
     seconds = take_turns(rounds, sides)
-    shutil.rmtree(target)
+    shutil.rmtree(written)
     files = sum(note["files"] for note in read_notes(report, "write"))
     commits = read_notes(report, "commit")
     check(len(commits) == 2 * rounds, "every write is committed once")

@@ -19,9 +19,15 @@ from ister.limits import MIB
 # Numbers of glibc's <malloc.h>.
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
+_M_ARENA_MAX: Final = -8
 
 
-def keep_freed_buffers(*, buffer_bytes_max: int = 4 * MIB, kept_bytes_max: int = 32 * MIB) -> bool:
+def keep_freed_buffers(
+    *,
+    buffer_bytes_max: int = 4 * MIB,
+    kept_bytes_max: int = 32 * MIB,
+    is_one_arena: bool = False,
+) -> bool:
     """Makes this process keep freed memory; does nothing if the C library is not glibc.
 
     The defaults are for a server, whose batches and chunks have about a megabyte.
@@ -29,6 +35,8 @@ def keep_freed_buffers(*, buffer_bytes_max: int = 4 * MIB, kept_bytes_max: int =
     Args:
         buffer_bytes_max: Larger buffers are returned as soon as they are freed; 32 MiB at most.
         kept_bytes_max: About how much memory is kept, for each of the allocator's arenas.
+        is_one_arena: Whether new threads share one arena. Those of threads return memory in pieces
+            of up to 64 MiB whatever is to be kept. For a process with few threads.
 
     Returns:
         Whether it does.
@@ -37,5 +45,7 @@ def keep_freed_buffers(*, buffer_bytes_max: int = 4 * MIB, kept_bytes_max: int =
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, buffer_bytes_max)
         mallopt(_M_TRIM_THRESHOLD, kept_bytes_max)
+        if is_one_arena:
+            mallopt(_M_ARENA_MAX, 1)
         return True
     return False

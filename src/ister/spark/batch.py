@@ -35,6 +35,7 @@ from ister.spark.planner import (
 from ister.spark.read_task import ReadTask, TopicIdentity
 from ister.spark.row_shape import RowShape
 from ister.spark.rows import check_read_schema
+from ister.spark.workers import spare_collector
 
 START_REMEDY: Final = "; failOnDataLoss=false starts at the earliest message"
 
@@ -131,6 +132,11 @@ class BatchReader(TopicReader, DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         """Plans the read. Called once per DataFrame, on the driver."""
+        planned = self._plan_newest()
+        spare_collector()
+        return planned
+
+    def _plan_newest(self) -> list[InputPartition]:
         resolver = self._resolver()
         attempts = _ATTEMPTS
         while True:

@@ -47,6 +47,7 @@ from ister.spark.row_staging import (
     remove_staged,
 )
 from ister.spark.rows import check_write_schema, to_staged
+from ister.spark.workers import keep_buffers, spare_collector
 from ister.topic.batches import StagedBatch
 from ister.topic.partitioned import split_rows
 
@@ -81,6 +82,7 @@ class _Writer:
     def _stage(
         self, batches: Iterator[pa.RecordBatch], *, query: str | None, writer: str, batch: int
     ) -> StagedRows:
+        keep_buffers()
         context = TaskContext.get()
         payload_bytes_max = self._place.config.storage.max_message_size
         with StagedRowFile(self._place.history().objects, writer, batch) as staging:
@@ -94,6 +96,7 @@ class _Writer:
                     for number, share in split_rows(part, len(names)):
                         size = int(row_bytes * share.num_rows)
                         staging.add(names[number], share, size)
+        spare_collector()
         partition = context.partitionId() if context is not None else 0
         return StagedRows(partition=partition, query=query, files=staging.files)
 
@@ -142,6 +145,7 @@ class _Writer:
             topic: StagedBatch(writer=writer, batch=batch, files=tuple(files))
             for topic, files in sorted(by_topic.items())
         }
+        keep_buffers()
         options = self._options
         Committer(
             place=self._place,
@@ -150,6 +154,7 @@ class _Writer:
             codec=options.codec,
             timeout_seconds=options.commit_timeout_seconds,
         ).commit(staged)
+        spare_collector()
 
     def _abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         if all(message is not None for message in messages):

@@ -1,10 +1,10 @@
-"""Tuning of Spark's Python workers.
+"""Tuning of Spark's Python workers: processes that run tasks, plan a read or commit a write.
 
 Loops over frames are normally compiled in the background, once a process has read much; a worker
 knows its work in advance, and compiles them first.
 
-PySpark runs a full garbage collection after each task of a reused worker, over a few hundred
-thousand objects of our libraries: a tenth of a second for nothing.
+PySpark runs a full garbage collection after each task, plan and commit of a reused worker, over a
+few hundred thousand objects of our libraries: a tenth of a second for nothing.
 
 A worker goes from chunk to chunk, and keeps memory for a few (`ister.allocator`). Arrow's own
 allocator does not know of that and returns freed buffers to the kernel, so a worker's Arrow uses
@@ -34,7 +34,7 @@ _keeps_buffers = False
 
 
 def spare_collector() -> None:
-    """Excludes loaded libraries from garbage collection; called at the end of a task.
+    """Excludes loaded libraries from garbage collection; called at the end of a worker's work.
 
     Repeated only if many modules were loaded since, so that nothing accumulates over days.
     """
@@ -48,7 +48,7 @@ def spare_collector() -> None:
 
 
 def keep_buffers() -> None:
-    """Makes a worker reuse freed buffers, Arrow's too, about 128 MiB; called before a task.
+    """Makes a worker reuse freed buffers, Arrow's too, about 128 MiB; called before its work.
 
     Does nothing outside of a worker, or if the C library does not support it.
     """
@@ -56,7 +56,9 @@ def keep_buffers() -> None:
     if _keeps_buffers or not _is_worker():
         return
     _keeps_buffers = True
-    if keep_freed_buffers(buffer_bytes_max=_BUFFER_BYTES_MAX, kept_bytes_max=_KEPT_BYTES_MAX):
+    if keep_freed_buffers(
+        buffer_bytes_max=_BUFFER_BYTES_MAX, kept_bytes_max=_KEPT_BYTES_MAX, is_one_arena=True
+    ):
         pa.set_memory_pool(pa.system_memory_pool())
 
 
@@ -73,6 +75,10 @@ def compile_for(size_bytes: int, *, timeout: float | None = None) -> None:
 
 
 def _is_worker() -> bool:
-    """Returns whether this process runs a Spark task; then PySpark is loaded."""
+    """Returns whether Spark has started this process; then PySpark is loaded."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name.startswith("pyspark."):
+        return True
+    # Another program may start workers in PySpark's place; a task says what it is.
     spark = sys.modules.get("pyspark")
     return spark is not None and spark.TaskContext.get() is not None
