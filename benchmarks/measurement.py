@@ -154,10 +154,15 @@ class Run:
         at_least: float | None = None,
         at_most: float | None = None,
         on: Literal["value", "ratio"] = "value",
+        ratio: float | None = None,
         note: str | None = None,
     ) -> None:
-        """Records a figure; `at_least` or `at_most` is its target."""
-        ratio = value / limit if limit else None
+        """Records a figure; `at_least` or `at_most` is its target.
+
+        `ratio` is that of value and limit, unless it was measured better; see `median_ratio`.
+        """
+        if ratio is None and limit:
+            ratio = value / limit
         target = at_least if at_least is not None else at_most
         judged = value if on == "value" else ratio
         met: bool | None = None
@@ -221,6 +226,15 @@ def take_turns(rounds: int, sides: Mapping[str, Callable[[], T]]) -> dict[str, l
         for side in order:
             found[side].append(sides[side]())
     return found
+
+
+def median_ratio(values: Sequence[float], limits: Sequence[float]) -> float:
+    """The median of the ratios of all rounds.
+
+    The two sides of a round run one after the other, so that a machine which is busy for a while
+    slows both.
+    """
+    return median([value / limit for value, limit in zip(values, limits, strict=True)])
 
 
 def spread(values: Sequence[float]) -> str:

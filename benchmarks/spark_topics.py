@@ -16,7 +16,7 @@ from typing import Final
 
 from pyspark.sql import DataFrame, SparkSession, functions
 
-from benchmarks.measurement import Run, median, spread, take_turns
+from benchmarks.measurement import Run, median, median_ratio, spread, take_turns
 from benchmarks.spark_process import time_work
 from benchmarks.spark_sources import NullSource, WatchedSource, read_notes
 from ister.errors import check
@@ -75,6 +75,7 @@ def measure_topics(
         limit_name=f"the same rows into {_FEW} new topics",
         at_most=_TARGET,
         on="ratio",
+        ratio=median_ratio(seconds["many"], seconds["few"]),
         note=f"local[2], {count} rows of {_MESSAGE_BYTES} B in {_TASKS} tasks; median of {rounds} "
         f"rounds, {spread(seconds['many'])} s (limit {spread(seconds['few'])} s); processor time "
         f"{median(cpu[_MANY]):.2f} s (limit {median(cpu[_FEW]):.2f} s)",
