@@ -183,22 +183,11 @@ class SqliteMetadata:
             return self._find(connection, key, encoded, self._clock.boottime())
 
     def get_many(self, keys: Sequence[str]) -> dict[str, KeyValue]:
-        encoded = [encode_key(key) for key in keys]
         found: dict[str, KeyValue] = {}
         with self._reader("get many") as connection:
-            for at in range(0, len(encoded), _KEYS_AT_ONCE_MAX):
-                some = encoded[at : at + _KEYS_AT_ONCE_MAX]
-                values = {f"key{number}": key for number, key in enumerate(some)}
-                names = ", ".join(f":{name}" for name in values)
-                # One statement, so that all of them are read at one moment.
-                rows = connection.execute(
-                    f"SELECT key, value, revision FROM entries WHERE key IN ({names}) "  # noqa: S608
-                    f"AND {_ALIVE}",
-                    {**values, "boot": self._boot, "now": self._clock.boottime()},
-                )
-                for name, value, revision in rows:
-                    key = name.decode()
-                    found[key] = KeyValue(key, value, revision)
+            for at in range(0, len(keys), _KEYS_AT_ONCE_MAX):
+                some = keys[at : at + _KEYS_AT_ONCE_MAX]
+                found |= self._find_many(connection, some, self._clock.boottime())
         return found
 
     def range(
@@ -250,11 +239,10 @@ class SqliteMetadata:
         check_transaction(compares, operations)
 
         def work(change: Change) -> int | None:
-            for compare in compares:
-                encoded = encode_key(compare.key)
-                found = self._find(change.connection, compare.key, encoded, change.now)
-                if not holds(compare, found):
-                    return None
+            keys = [compare.key for compare in compares]
+            found = self._find_many(change.connection, keys, change.now) if keys else {}
+            if not all(holds(compare, found.get(compare.key)) for compare in compares):
+                return None
             return change.apply(operations)
 
         return self._change("transaction", work)
@@ -521,6 +509,20 @@ class SqliteMetadata:
             {"key": encoded, "boot": self._boot, "now": now},
         ).fetchone()
         return None if row is None else KeyValue(key, row[0], row[1])
+
+    def _find_many(
+        self, connection: sqlite3.Connection, keys: Sequence[str], now: float
+    ) -> dict[str, KeyValue]:
+        """Reads keys at one moment: in one statement."""
+        values = {f"key{number}": encode_key(key) for number, key in enumerate(keys)}
+        names = ", ".join(f":{name}" for name in values)
+        rows = connection.execute(
+            f"SELECT key, value, revision FROM entries WHERE key IN ({names}) AND {_ALIVE}",  # noqa: S608
+            {**values, "boot": self._boot, "now": now},
+        )
+        return {
+            key.decode(): KeyValue(key.decode(), value, revision) for key, value, revision in rows
+        }
 
     # -- leases and watches -----------------------------------------------------------------
 

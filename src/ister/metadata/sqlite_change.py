@@ -13,6 +13,8 @@ from ister.metadata.leases import LeaseStore, number_of
 
 CHANGES_KEPT: Final = 1000
 """Revisions that a watch may be late by before it is notified of every key instead."""
+_CHANGES_REMOVED: Final = 64
+"""Old revisions that are removed at a time: not every transaction has to."""
 
 
 class Change:
@@ -26,6 +28,8 @@ class Change:
         self._store = store
         self._boot = boot
         self._revision = self._first_revision = last_revision(connection)
+        self._changed: list[tuple[int, bytes]] = []
+        self._leases: set[int] = set()
 
     def apply(self, operations: Sequence[Operation]) -> int:
         """Does all operations under one revision, which it returns."""
@@ -62,32 +66,38 @@ class Change:
         if ended:
             self.connection.execute(f"DELETE FROM leases WHERE {where}", values)  # noqa: S608
         for lease_id in ended:
+            self._leases.discard(lease_id)
             self.remove("lease = ?", [lease_id])
 
     def finish(self) -> None:
-        """Stores the counter."""
+        """Stores the counter and the list of changes."""
         if self._revision == self._first_revision:
             return
         self.connection.execute(
             "UPDATE state SET value = ? WHERE name = 'revision'", (self._revision,)
         )
-        self.connection.execute(
-            "DELETE FROM changes WHERE revision <= ?", (self._revision - CHANGES_KEPT,)
+        self.connection.executemany(
+            "INSERT INTO changes (revision, key) VALUES (?, ?)", self._changed
         )
+        if self._revision // _CHANGES_REMOVED > self._first_revision // _CHANGES_REMOVED:
+            self.connection.execute(
+                "DELETE FROM changes WHERE revision <= ?", (self._revision - CHANGES_KEPT,)
+            )
 
     def _record(self, revision: int, keys: Sequence[bytes]) -> None:
         self._revision = revision
-        self.connection.executemany(
-            "INSERT INTO changes (revision, key) VALUES (?, ?)", [(revision, key) for key in keys]
-        )
+        self._changed += [(revision, key) for key in keys]
 
     def _lease_id(self, lease: Lease | None) -> int | None:
         if lease is None:
             return None
         lease_id = number_of(lease, self._store)
+        if lease_id in self._leases:
+            return lease_id
         # Those that have ended by now were removed when the transaction began.
         if not self.connection.execute("SELECT 1 FROM leases WHERE id = ?", (lease_id,)).fetchone():
             raise NotFoundError(f"the lease {lease_id} has ended")
+        self._leases.add(lease_id)
         return lease_id
 
 
