@@ -13,12 +13,11 @@ nothing has to be carried over.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from ister.clock import Clock
 from ister.format.crc import Buffer
@@ -27,8 +26,6 @@ from ister.metrics import Metrics
 from ister.model import Codec
 from ister.objectstore.base import ObjectStore
 from ister.objectstore.measured import MeasuredReads
-
-_Bytes = TypeVar("_Bytes", bound=Buffer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,41 +93,18 @@ def fetch_chunks(
     ahead: Executor | None,
     clock: Clock,
     metrics: Metrics,
-) -> Generator[bytes]:
+) -> Generator[Buffer]:
     """The bytes of a part in order; with `ahead`, the next chunk is fetched on it meanwhile.
+
+    For those who look at each chunk once: see `ObjectStore.view`.
 
     Raises:
         NotFoundError: There is no such object (any more).
         UnavailableError: The store does not answer.
     """
-    fetch = partial(MeasuredReads(store, clock=clock, metrics=metrics).read, key)
-    metrics.count("cloud_reader.objects_opened_total")
-    return _fetch(fetch, part, chunk_bytes, ahead)
-
-
-def view_chunks(
-    store: ObjectStore,
-    key: str,
-    part: ObjectPart,
-    *,
-    chunk_bytes: int,
-    ahead: Executor | None,
-    clock: Clock,
-    metrics: Metrics,
-) -> Generator[Buffer]:
-    """As `fetch_chunks`, for those who look at each chunk once: see `ObjectStore.view`."""
     fetch = partial(MeasuredReads(store, clock=clock, metrics=metrics).view, key)
     metrics.count("cloud_reader.objects_opened_total")
-    return _fetch(fetch, part, chunk_bytes, ahead)
-
-
-def _fetch(
-    fetch: Callable[[int, int], _Bytes],
-    part: ObjectPart,
-    chunk_bytes: int,
-    ahead: Executor | None,
-) -> Generator[_Bytes]:
-    coming: Future[_Bytes] | None = None
+    coming: Future[Buffer] | None = None
     position = part.position
     try:
         while position < part.end_position:

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ister.bucket.chunks import ObjectPart, view_chunks
+from ister.bucket.chunks import ObjectPart, fetch_chunks
 from ister.bucket.history_reader import HistoryReader, NothingLeftError
 from ister.clock import Clock
 from ister.errors import CorruptDataError, NotFoundError
@@ -174,7 +174,7 @@ def read_part(
         feed = FrameFeed(
             decoders.of(part.codec), expected_offset=part.index_offset, end_offset=part.end
         )
-        chunks = view_chunks(
+        chunks = fetch_chunks(
             store, key, part, chunk_bytes=chunk_bytes, ahead=ahead, clock=clock, metrics=metrics
         )
         try:

@@ -19,7 +19,7 @@ from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from ister.bucket.object_maker import ObjectSummary
 from ister.clock import Clock
 from ister.errors import CorruptDataError, NotFoundError
 from ister.format.arrow.decode import ColumnarDecoder, DecodedFrames
-from ister.format.crc import crc32
+from ister.format.crc import Buffer, crc32
 from ister.format.descriptor import (
     FORMAT_EXPRESS,
     FORMAT_PARQUET,
@@ -57,6 +57,7 @@ from ister.objectstore.base import ObjectInfo, ObjectStore
 _PROBLEMS_MAX: Final = 16
 _SEARCH_BYTES_MIN: Final = 64 * KIB
 # The last millisecond that columns can tell.
+_Array: TypeAlias = npt.NDArray[np.int64]
 _CALENDAR_END_MS: Final = 253_402_300_799_999
 
 
@@ -188,16 +189,16 @@ class ObjectChecker:
         carry, needed = b"", 0
         with closing(chunks):
             for chunk in chunks:
-                data = carry + chunk if carry else chunk
+                data = b"".join((carry, chunk)) if carry else chunk
                 if len(data) < needed:
-                    carry = data
+                    carry = bytes(data)
                     continue
                 end, stop = sums.add(data)
                 if sums.next_offset == described.end:
                     return True
                 if isinstance(stop, Corrupt):
                     return False
-                carry, needed = data[end:], stop.size_bytes
+                carry, needed = bytes(memoryview(data)[end:]), stop.size_bytes
         return False
 
     def _map_damage(
@@ -396,24 +397,6 @@ class ObjectChecker:
         )
 
 
-class _Times(NamedTuple):
-    """Publish times of some frames: in microseconds as columns have them, or in milliseconds.
-
-    Divided only once the extreme is found: there is one for each message.
-    """
-
-    values: npt.NDArray[np.int64]
-    per_ms: int
-
-    def min_ms(self) -> int:
-        """The earliest, in milliseconds."""
-        return int(self.values.min()) // self.per_ms
-
-    def max_ms(self, start: int = 0, end: int | None = None) -> int:
-        """The latest of the rows `start` up to, not including, `end`, in milliseconds."""
-        return int(self.values[start:end].max()) // self.per_ms
-
-
 class _Sums:
     """What goes by when the frames of an object are walked over."""
 
@@ -438,7 +421,7 @@ class _Sums:
         """How many frames there were."""
         return self.next_offset - self._described.start
 
-    def add(self, data: bytes) -> tuple[int, NeedMore | Corrupt]:
+    def add(self, data: Buffer) -> tuple[int, NeedMore | Corrupt]:
         """Takes the frames that `data` begins with: where they end, and why there are no more."""
         decoder, view = self._decoder_of(data), memoryview(data)
         at, stop = 0, NeedMore(0)
@@ -458,7 +441,7 @@ class _Sums:
                 return at, found.stop
         return at, stop
 
-    def _decoder_of(self, data: bytes) -> ColumnarDecoder:
+    def _decoder_of(self, data: Buffer) -> ColumnarDecoder:
         if self._decoder is None:
             first = decode_frame(data, expected_offset=self._described.start)
             self._codec = self._described.codec or Codec.BINCODE2
@@ -470,29 +453,29 @@ class _Sums:
     def _take(self, view: memoryview, at: int, found: DecodedFrames) -> None:
         times = self._times(view, at, found)
         self._check_entries(view, at, found, times)
-        if times is not None:
-            low, high = times.min_ms(), times.max_ms()
+        if times is not None and len(times):
+            low, high = int(times.min()), int(times.max())
             self._time_min = low if self._time_min is None else min(self._time_min, low)
             self._time_max = max(self._time_max, high)
         self._crc = crc32(view[at : found.end], self._crc)
         self.bytes += found.end - at
         self.next_offset = found.next_offset
 
-    def _times(self, view: memoryview, at: int, found: DecodedFrames) -> _Times | None:
-        """Publish times; None if there is one that no clock gives."""
+    def _times(self, view: memoryview, at: int, found: DecodedFrames) -> _Array | None:
+        """Publish times in milliseconds; None if there is one that no clock gives."""
         if not self._has_times or not found.batch.num_rows:
             return None
-        times = _Times(found.batch.column(0).view(pa.int64()).to_numpy(), 1000)
-        if times.max_ms() >= _CALENDAR_END_MS:
+        times: _Array = found.batch.column(0).view(pa.int64()).to_numpy() // 1000
+        if int(times.max()) >= _CALENDAR_END_MS:
             # Columns hold none beyond it, and so do not tell which one it is.
             scan = scan_frames(view[: found.end], at, expected_offset=self.next_offset)
             exact = decode_publish_times(view, scan.starts, scan.end, self._codec or Codec.BINCODE2)
             self._has_times = exact is not None
-            return None if exact is None else _Times(np.array(exact, np.int64), 1)
+            return None if exact is None else np.array(exact, np.int64)
         return times
 
     def _check_entries(
-        self, view: memoryview, at: int, found: DecodedFrames, times: _Times | None
+        self, view: memoryview, at: int, found: DecodedFrames, times: _Array | None
     ) -> None:
         """Whether the entries of the index that fall among these frames point at them."""
         index, before = self._described.offset_index, self._described.publish_time_index
@@ -508,7 +491,7 @@ class _Sums:
             elif len(before) == len(index) and times is not None:
                 row = offset - self.next_offset
                 if row > seen:
-                    time_max = max(time_max, times.max_ms(seen, row))
+                    time_max = max(time_max, int(times[seen:row].max()))
                     seen = row
                 self._wrong_times += before[self._entry] != time_max
             self._entry += 1
