@@ -2,8 +2,8 @@
 
 Those are the lines of `constraints-spark.txt`. `make` installs each into a directory of its own in
 `.venv`, which comes first on the import path of a process that runs the suites. `make test` runs
-what Spark's versions differ in on the oldest one besides the newest, which is the environment's;
-`make nightly` runs all tests of batches and streams on all versions, and those of SQL and the jobs.
+those of batches and streams on the oldest version besides the newest, which is the environment's;
+`make nightly` runs them on all versions, and those of SQL and the jobs.
 """
 
 import os
@@ -20,22 +20,7 @@ _TESTS = Path(__file__).resolve().parents[1]
 _VERSIONS = re.findall(
     r"(?m)^pyspark==(\S+)$", (_TESTS.parent / "constraints-spark.txt").read_text()
 )
-_BATCH, _STREAM = "integration/test_spark_batch.py", "integration/test_spark_stream.py"
-_SUITES = [_BATCH, _STREAM]
-# What Spark itself does: schemas, projections, filters, SQL, writes and their aborts, the plans of
-# streams, limits and checkpoints.
-_BY_DAY = [
-    f"{_BATCH}::test_rows_equal_what_the_core_reader_yields[bucket]",
-    f"{_BATCH}::test_collect_shows_python_values",
-    f"{_BATCH}::test_columns_and_users_schema_through_spark",
-    f"{_BATCH}::test_pushdown_that_spark_does_not_have_is_refused_at_load",
-    f"{_BATCH}::test_temporary_view_in_sql",
-    f"{_BATCH}::test_all_columns_go_round_from_topic_to_topic[bincode2]",
-    f"{_BATCH}::test_row_that_is_no_message_leaves_nothing_of_the_write",
-    f"{_BATCH}::test_overwrite_is_refused",
-    f"{_STREAM}::test_available_now_that_spark_wraps_is_refused_before_it_goes_back",
-    f"{_STREAM}::test_golden_checkpoint_goes_on_where_it_stands",
-]
+_SUITES = ["integration/test_spark_batch.py", "integration/test_spark_stream.py"]
 _NIGHTLY_SUITES = [
     "integration/test_spark_sql.py",
     *(f"integration/test_jobs_{job}.py" for job in ("stats", "scrub", "compact", "replay")),
@@ -49,10 +34,7 @@ _SECONDS = scaled(450, 2400)
 @pytest.mark.timeout(_ATTEMPTS * _SECONDS + 60)
 @pytest.mark.parametrize("version", [_VERSIONS[0], *map(nightly, _VERSIONS[1:])])
 def test_batch_and_stream_suites_pass(version, tmp_path):
-    if IS_NIGHTLY:
-        _run_suites(version, _SUITES, tmp_path, at_least=40)
-    else:
-        _run_suites(version, _BY_DAY, tmp_path, at_least=len(_BY_DAY))
+    _run_suites(version, _SUITES, tmp_path, at_least=40)
 
 
 @pytest.mark.timeout(_ATTEMPTS * _SECONDS + 60)
