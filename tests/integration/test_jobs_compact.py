@@ -29,6 +29,7 @@ from ister.bucket.ownership import OwnedTopic
 from ister.clock import SystemClock
 from ister.errors import CorruptDataError
 from ister.model import TopicName
+from ister.spark.compat import HAS_LIMITS
 from ister.spark.jobs import compact
 
 A, B = "/default/a", "/default/b"
@@ -107,7 +108,7 @@ def test_stream_goes_on_from_its_checkpoint_across_re_sorting(spark, tmp_path):
             for number in range(3):
                 fill_runs(topic, 5, 1, 9, first=15 * number)
                 topic.tier.trim()
-                query = (
+                writing = (
                     spark.readStream.format("ister")
                     .options(config=place.config, topic=A, startingOffsets="earliest")
                     .option("maxMessagesPerTrigger", "4")
@@ -117,10 +118,11 @@ def test_stream_goes_on_from_its_checkpoint_across_re_sorting(spark, tmp_path):
                     .option("path", str(tmp_path / "out"))
                     .option("checkpointLocation", str(tmp_path / "checkpoint"))
                     .trigger(availableNow=True)
-                    .start()
                 )
-                assert query.awaitTermination(120)
-                assert query.exception() is None
+                for _ in range(1 if HAS_LIMITS else 4):  # before 4.2 a run is one batch
+                    query = writing.start()
+                    assert query.awaitTermination(120)
+                    assert query.exception() is None
                 assert compact(spark, place.config, format=("dnb1", "parquet")[number % 2]).ok
                 for path in (tmp_path / "data" / "objects" / EXPRESS_PREFIX).rglob("*.dnbx"):
                     path.unlink()

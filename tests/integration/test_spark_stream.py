@@ -496,6 +496,8 @@ def test_aggregation_with_a_watermark_survives_restarts(home, stream):
     run(1, 2)
     run(6)
     run(0, 9)
+    if not HAS_LIMITS:
+        run()  # the watermark of a batch counts from the next one on
     assert sorted(written) == [(0, 2), (1, 4), (2, 1), (6, 1)], "the late one is left out"
 
 
@@ -592,10 +594,10 @@ def test_two_queries_that_write_the_same_topic_at_once_both_finish(spark, home, 
     for name in (A, C):
         home.append(name, 8)
         query = Stream(spark, home, tmp_path / name[-1:], topic=name, maxMessagesPerTrigger="3")
-        writing = query.into(with_origin(query.frame()), topic=B)
-        queries.append(query.start(writing, availableNow=True))
-    for running in queries:
-        wait(running)
+        queries.append((query, query.into(with_origin(query.frame()), topic=B)))
+    for _ in range(1 if HAS_LIMITS else 3):  # before 4.2 a run is one batch
+        for running in [query.start(writing, availableNow=True) for query, writing in queries]:
+            wait(running)
     messages = home.read(B)
     for name in (A, C):
         mine = [message for message in messages if message.payload.startswith(name.encode())]
