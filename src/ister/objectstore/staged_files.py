@@ -298,8 +298,9 @@ class StagedFiles:
             size = min(size, max(os.fstat(fd).st_size - start, 0))
             if size >= _MAPPED_BYTES_MIN and sys.platform == "linux":
                 skipped = start % mmap.ALLOCATIONGRANULARITY
-                # Not every file system has maps, and no kernel before 5.14 reads them in.
-                with suppress(OSError):
+                # Not every file system has maps, and no kernel before 5.14 reads them in. Python
+                # refuses a map that is larger than the file, which may have been truncated.
+                with suppress(OSError, ValueError):
                     mapped = mmap.mmap(
                         fd, skipped + size, access=mmap.ACCESS_READ, offset=start - skipped
                     )

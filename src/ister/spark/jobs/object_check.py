@@ -224,8 +224,11 @@ class ObjectChecker:
                 )
 
         while at < end:
-            size = max(self._chunk_bytes, needed)
-            data = self._store.read(key, position, min(size, size_bytes - position))
+            size = min(max(self._chunk_bytes, needed), size_bytes - position)
+            data = self._store.read(key, position, size)
+            if len(data) < size:
+                # Truncated since its size was read: without the rest, no wait for it would end.
+                size_bytes = position + len(data)
             scan = scan_frames(data, expected_offset=at, end_offset=end)
             if scan.starts:
                 messages += len(scan.starts)

@@ -183,6 +183,23 @@ def test_an_object_that_was_cut_at_a_frame():
     assert spans(bench.check()) == [("truncated", 120, 140)]
 
 
+def test_an_object_that_is_truncated_while_it_is_checked():
+    for left in [0, 1, 500]:
+        with case(left):
+            bench = Bench()
+            stat = bench.store.stat
+
+            def stat_and_cut(key, stat=stat, bench=bench, left=left):
+                info = stat(key)
+                bench.save(bench.data[:left])
+                return info
+
+            bench.store.stat = stat_and_cut
+            (problem,) = bench.check(chunk_bytes=333).problems
+            assert (problem.kind, problem.end) == ("truncated", 140)
+            assert problem.position <= left
+
+
 def test_an_empty_object():
     bench = Bench()
     bench.save(b"")
