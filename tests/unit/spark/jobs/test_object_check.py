@@ -373,6 +373,21 @@ def test_a_truncated_archive(archive):
     assert spans(archive.check()) == [("truncated", 100, 500)]
 
 
+def test_an_archive_that_is_truncated_while_it_is_checked(archive):
+    read, reads = archive.store.read, []
+
+    def read_and_cut(*arguments):
+        reads.append(arguments)
+        if len(reads) == 3:
+            archive.save(archive.data[:100])
+        return read(*arguments)
+
+    archive.store.read = read_and_cut
+    checked = archive.check()
+    assert spans(checked) == [("truncated", 100, 500)]
+    assert checked.right is None
+
+
 def test_a_wrong_descriptor_of_an_archive(archive):
     checked = archive.check(replace(archive.described, checksum="crc32:00000000", messages=3))
     (problem,) = checked.problems
