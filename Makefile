@@ -20,8 +20,8 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with everything that the other targets need
 
-# uv installs in half the time that pip takes. It does not read pip's settings: UV_DEFAULT_INDEX names
-# another index than PyPI.
+# uv takes half as long as pip. It does not read pip's settings: to use an index other than PyPI, set
+# UV_DEFAULT_INDEX.
 UV := $(BIN)/uv pip install --system-certs --python $(BIN)/python
 INSTALL := $(UV) --constraint constraints.txt
 

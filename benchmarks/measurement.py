@@ -159,7 +159,7 @@ class Run:
     ) -> None:
         """Records a figure; `at_least` or `at_most` is its target.
 
-        `ratio` is that of value and limit, unless it was measured better; see `median_ratio`.
+        `ratio` is value / limit by default; where rounds are paired, pass their `median_ratio`.
         """
         if ratio is None and limit:
             ratio = value / limit
@@ -229,10 +229,10 @@ def take_turns(rounds: int, sides: Mapping[str, Callable[[], T]]) -> dict[str, l
 
 
 def median_ratio(values: Sequence[float], limits: Sequence[float]) -> float:
-    """The median of the ratios of all rounds.
+    """The median of the rounds' ratios, value / limit.
 
-    The two sides of a round run one after the other, so that a machine which is busy for a while
-    slows both.
+    The two sides of a round run right after each other, so a machine that is busy for a while slows
+    both.
     """
     return median([value / limit for value, limit in zip(values, limits, strict=True)])
 

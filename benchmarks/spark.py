@@ -6,8 +6,8 @@
 
 Every figure has its limit in the same run: a decoder, one crc32 and one copy of the same bytes; a
 scan, a source that hands over prebuilt batches of the same shape; a write, Spark's own Parquet
-writer with the same rows. Sides take turns, the first one last in every other round; with Spark the
-ratio is the median of those of the rounds. Everything is in the page cache, and what was written is
+writer with the same rows. Sides take turns, in reverse order in every other round; with Spark, the
+ratio is the median of the rounds' ratios. Everything is in the page cache, and what was written is
 on the disk before the next turn.
 
 Spark runs in a process of its own (`python -m benchmarks.spark spark DIRECTORY SIZES`), so that
@@ -80,7 +80,7 @@ _ENVELOPE_BYTES: Final = 80
 """What a frame has besides its payload, about."""
 _ROUNDS: Final = 5
 _SPARK_ROUNDS: Final = 11
-"""More with Spark, whose rounds differ by a third on a machine that does nothing else."""
+"""More with Spark, whose rounds differ by a third even on an idle machine."""
 _STARTS: Final = 3
 _FRAMES_BYTES: Final = 128 * MIB
 _TOPIC_BYTES: Final = 384 * MIB

@@ -46,8 +46,8 @@ def measure_topics(
     cpu: dict[int, list[float]] = {_FEW: [], _MANY: []}
 
     def write(topics: int) -> float:
-        # Nothing is removed between the rounds: ext4 creates files slowly for five seconds after
-        # many were deleted, and most of the files here are those of many topics.
+        # Nothing is removed between rounds: ext4 creates files slowly for five seconds after many
+        # were deleted, which would slow down the side with many topics most.
         target = os.path.join(written, secrets.token_hex(4))
         os.sync()
         writer = _with_topics(source.load(), topics).write.format(WatchedSource.name())

@@ -35,11 +35,12 @@ def keep_freed_buffers(
     Args:
         buffer_bytes_max: Larger buffers are returned as soon as they are freed; 32 MiB at most.
         kept_bytes_max: About how much memory is kept, for each of the allocator's arenas.
-        is_one_arena: Whether new threads share one arena. Those of threads return memory in pieces
-            of up to 64 MiB whatever is to be kept. For a process with few threads.
+        is_one_arena: Whether new threads share one arena; for a process with few threads. With an
+            arena for each thread, memory is returned in pieces of up to 64 MiB, whatever
+            `kept_bytes_max` is.
 
     Returns:
-        Whether it does.
+        Whether freed memory is kept.
     """
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

@@ -49,6 +49,7 @@ _LAYERS = {
         (
             f"ister.{name}"
             for name in [
+                "ahead",
                 "allocator",
                 "clock",
                 "clock_guard",

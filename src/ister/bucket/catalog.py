@@ -62,7 +62,7 @@ class Subscription(NamedTuple):
 
 
 class Ownership(NamedTuple):
-    """Who may write a topic; each with its key's revision, or None if there is no such key."""
+    """The keys that say who may write a topic: value and revision of each; None if missing."""
 
     record: tuple[TopicRecord, int] | None
     owner: tuple[OwnerRecord, int] | None

@@ -96,7 +96,7 @@ def fetch_chunks(
 ) -> Generator[Buffer]:
     """The bytes of a part in order; with `ahead`, the next chunk is fetched on it meanwhile.
 
-    For those who look at each chunk once: see `ObjectStore.view`.
+    The chunks are views (`ObjectStore.view`): decode each one once, and copy what is kept.
 
     Raises:
         NotFoundError: There is no such object (any more).

@@ -99,7 +99,7 @@ class OwnerTransactions:
         return self.transact_at(compares, operations) is not None
 
     def transact_at(self, compares: list[Compare], operations: list[Operation]) -> int | None:
-        """Like `transact`, but returns the revision of what was put, or None.
+        """Like `transact`, but returns the transaction's revision; None if a compare did not hold.
 
         Raises:
             FencedError: Another process owns the topic.

@@ -281,7 +281,7 @@ def _entries(value: object) -> list[object]:
 def _pair(value: object) -> tuple[int, int]:
     first, second = _entries(value)
     if type(first) is type(second) is int and first >= 0 <= second:
-        return first, second  # without further calls: an index has hundreds of them
+        return first, second  # without calls: an index has hundreds of pairs
     return _whole(first), _whole(second)
 
 

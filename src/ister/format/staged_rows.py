@@ -66,8 +66,8 @@ def join_batches(
     """Joins small batches that follow each other, until they have `bytes_min` or more bytes.
 
     Args:
-        batches: Each with about its size in bytes.
-        bytes_min: From this size on a batch is passed on as it is, without a copy.
+        batches: Batches, each with its approximate size in bytes.
+        bytes_min: Batches of this size or more are yielded as they are, without a copy.
     """
     few: list[pa.RecordBatch] = []
     size = 0
@@ -85,5 +85,5 @@ def join_batches(
 
 
 def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    # Joining copies, also if there is one batch only.
+    # `concat_batches` copies even a single batch.
     return batches[0] if len(batches) == 1 else pa.concat_batches(batches)

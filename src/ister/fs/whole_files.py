@@ -32,7 +32,7 @@ def file_size(fs: FileSystem, path: str) -> int:
 
 
 def write_file(fs: FileSystem, path: str, data: bytes, *, is_synced: bool = True) -> None:
-    """Writes and syncs a new file; its name is durable only after `sync_directory`."""
+    """Writes a new file, synced by default; its name is durable only after `sync_directory`."""
     file = fs.create(path)
     try:
         file.write_at(0, [data])

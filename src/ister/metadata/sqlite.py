@@ -19,9 +19,9 @@ the order of commits over all processes. A key whose lease has ended is absent f
 compare from that moment on; the next change removes it, under a revision of its own. A lease of
 another boot has ended: the machine went down, and its holder with it.
 
-Writers wait for each other, at most `busy_timeout_seconds`; readers do not wait. Changes of threads
-that wait for the same commit are committed together: one sync makes all of them durable, and each
-has its own revision. The clock must be one that all processes share (`SystemClock`:
+Writers wait for each other, at most `busy_timeout_seconds`; readers do not wait. Group commit:
+changes of threads that wait for the writer lock are committed together. One sync makes all of them
+durable; each has its own revision. The clock must be one that all processes share (`SystemClock`:
 CLOCK_BOOTTIME).
 
 SQLite connections must not be used after a fork. A child neither uses nor closes its parent's
@@ -81,9 +81,9 @@ _T = TypeVar("_T")
 
 _IDLE_READERS_MAX: Final = 4
 _POLL_SECONDS: Final = 0.2
-# Changes that one commit takes; each adds a few pages to SQLite's log.
+# The most changes in one commit; each adds a few pages to SQLite's WAL.
 _CHANGES_AT_ONCE_MAX: Final = 64
-# SQLite before 3.32 takes 999 parameters.
+# SQLite before 3.32 allows 999 parameters in a statement.
 _KEYS_AT_ONCE_MAX: Final = 500
 
 _ALIVE: Final = (
@@ -374,7 +374,7 @@ class SqliteMetadata:
     def _change(self, action: str, work: Callable[[Change], _T]) -> _T:
         """Runs `work` in a transaction that is durable when this returns.
 
-        The first thread that gets the lock commits the changes of all threads that wait for it.
+        The thread that gets the writer lock commits the changes of all threads that wait for it.
         """
         if self._is_read_only:
             raise UnsupportedOperationError(
@@ -407,14 +407,14 @@ class SqliteMetadata:
         return results[0]
 
     def _withdraw(self, request: _Request) -> bool:
-        """Takes a change back; returns False if another thread is committing it."""
+        """Withdraws a change; returns False if another thread has taken it into its commit."""
         with suppress(ValueError):
             self._requests.remove(request)
             return True
         return request.is_alone
 
     def _run(self, own: _Request) -> None:
-        """Commits `own` and the changes that wait; the writer lock is held."""
+        """Commits `own` and the changes that wait; the caller holds the writer lock."""
         self._withdraw(own)
         if own.is_committing:
             raise CommitUnknownError(
@@ -513,7 +513,7 @@ class SqliteMetadata:
     def _find_many(
         self, connection: sqlite3.Connection, keys: Sequence[str], now: float
     ) -> dict[str, KeyValue]:
-        """Reads keys at one moment: in one statement."""
+        """Reads keys in one statement, so all are read at one moment."""
         values = {f"key{number}": encode_key(key) for number, key in enumerate(keys)}
         names = ", ".join(f":{name}" for name in values)
         rows = connection.execute(
@@ -602,8 +602,8 @@ class _Request:
     """A change that waits for a commit.
 
     Attributes:
-        is_alone: Whether a commit together with others has failed, and was rolled back.
-        is_committing: Whether a commit with it was begun, so that it may have happened.
+        is_alone: Whether a group commit with it was rolled back; its thread commits it alone.
+        is_committing: Whether a commit of it has begun, so that it may be durable.
     """
 
     __slots__ = ("action", "error", "is_alone", "is_committing", "is_done", "work")

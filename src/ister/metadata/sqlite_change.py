@@ -14,7 +14,7 @@ from ister.metadata.leases import LeaseStore, number_of
 CHANGES_KEPT: Final = 1000
 """Revisions that a watch may be late by before it is notified of every key instead."""
 _CHANGES_REMOVED: Final = 64
-"""Old revisions that are removed at a time: not every transaction has to."""
+"""Old changes are removed once in this many revisions, instead of in every transaction."""
 
 
 class Change:
@@ -70,7 +70,7 @@ class Change:
             self.remove("lease = ?", [lease_id])
 
     def finish(self) -> None:
-        """Stores the counter and the list of changes."""
+        """Stores the revision and the list of changed keys."""
         if self._revision == self._first_revision:
             return
         self.connection.execute(

@@ -106,7 +106,10 @@ class ObjectStore(Protocol):
         ...
 
     def view(self, key: str, start: int, size: int) -> Buffer:
-        """Like `read`, for bytes that are looked at once: a directory shows its file uncopied."""
+        """Like `read`, but may return a view of a mapped file instead of a copy.
+
+        For bytes that are decoded once, soon after.
+        """
         ...
 
     def stat(self, key: str) -> ObjectInfo:

@@ -60,7 +60,7 @@ class SlicedStore:
         return self._store.read(found.key, found.position + start, size) if size > 0 else b""
 
     def view(self, key: str, start: int, size: int) -> Buffer:
-        """Like `read`, for bytes that are looked at once."""
+        """Like `read`, but may return a view of a mapped file instead of a copy."""
         if _parse(key) is None:
             return self._store.view(key, start, size)
         return self.read(key, start, size)

@@ -47,7 +47,7 @@ _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno
 _MAPPED_BYTES_MIN: Final = 256 * KIB
 """Copying less than this takes no longer than mapping it."""
 _MADV_POPULATE_READ: Final = 22
-"""Of Linux; Python 3.11 has no name for it."""
+"""Linux's number; Python 3.11 has no name for it."""
 _NOT_A_FILE: Final = frozenset({errno.EISDIR, errno.ENOTDIR, errno.EPERM})
 
 
@@ -70,7 +70,7 @@ class StagedFiles:
         return self._stage(lambda path: self._fs.create(path).close())
 
     def stage_whole(self, data: bytes) -> str:
-        """Like `stage`, with all bytes of the object, synced."""
+        """Like `stage`, but writes all bytes of the object and syncs them."""
         return self._stage(lambda path: write_file(self._fs, path, data))
 
     def _stage(self, create: Callable[[str], None]) -> str:
@@ -119,8 +119,8 @@ class StagedFiles:
         Args:
             staged: The file, as `stage` returned it.
             key: The object's key.
-            is_exclusive: Whether an object of that name is an error.
-            is_synced: Whether it is from `stage_whole`.
+            is_exclusive: Whether an existing object of that name is an error.
+            is_synced: Whether the file is synced already: `stage_whole` has done it.
 
         Raises:
             AlreadyExistsError: `is_exclusive` is set, and there is an object of that name.
@@ -284,12 +284,12 @@ class StagedFiles:
             return _read(fd, start, size)
 
     def view(self, key: str, start: int, size: int) -> Buffer:
-        """Like `read`; a large range is mapped into memory, which copies nothing.
+        """Like `read`, but maps a large range into memory instead of copying it.
 
-        All of it is read in when this returns, so that an error of the disk is raised here.
-        Objects never change, and the map outlives a removed file. If another program truncates the
-        file meanwhile, or memory is so short that a page has to be read again and the disk fails
-        then, SIGBUS ends this process.
+        All pages are read before this returns, so that a disk error is raised here. Objects never
+        change, and the mapping stays valid if the file is removed. SIGBUS ends this process if
+        another program truncates the file, or if memory is so short that a page has to be read
+        again and the disk fails then.
 
         Raises:
             NotFoundError: There is no such object.
@@ -298,8 +298,8 @@ class StagedFiles:
             size = min(size, max(os.fstat(fd).st_size - start, 0))
             if size >= _MAPPED_BYTES_MIN and sys.platform == "linux":
                 skipped = start % mmap.ALLOCATIONGRANULARITY
-                # Not every file system has maps, and no kernel before 5.14 reads them in. Python
-                # refuses a map that is larger than the file, which may have been truncated.
+                # Not every file system can map files; kernels before 5.14 cannot read them in.
+                # ValueError: the file was truncated, and is smaller than the map.
                 with suppress(OSError, ValueError):
                     mapped = mmap.mmap(
                         fd, skipped + size, access=mmap.ACCESS_READ, offset=start - skipped
@@ -310,7 +310,7 @@ class StagedFiles:
 
     @contextmanager
     def _open(self, key: str) -> Iterator[int]:
-        """An object's file."""
+        """Opens an object's file; the descriptor is closed afterwards."""
         path = f"{self._root}/{key}"
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -82,7 +82,7 @@ class RowShape:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the columns are those of messages, as they are."""
+        """Whether the rows are the columns of messages, unchanged and in the same order."""
         return self.columns == self._names and not self.is_parsed
 
     @property

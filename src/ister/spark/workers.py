@@ -6,9 +6,9 @@ knows its work in advance, and compiles them first.
 PySpark runs a full garbage collection after each task, plan and commit of a reused worker, over a
 few hundred thousand objects of our libraries: a tenth of a second for nothing.
 
-A worker goes from chunk to chunk, and keeps memory for a few (`ister.allocator`). Arrow's own
-allocator does not know of that and returns freed buffers to the kernel, so a worker's Arrow uses
-the C library's: an export takes a tenth less processor time, and less memory.
+A worker processes one chunk after the other, and keeps memory for a few (`ister.allocator`).
+Arrow's own allocator ignores that setting and returns freed buffers to the kernel, so in a worker
+Arrow uses the C library's: an export takes a tenth less processor time, and less memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _keeps_buffers = False
 
 
 def spare_collector() -> None:
-    """Excludes loaded libraries from garbage collection; called at the end of a worker's work.
+    """Excludes loaded libraries from garbage collection; called after a task, plan or commit.
 
     Repeated only if many modules were loaded since, so that nothing accumulates over days.
     """
@@ -48,9 +48,10 @@ def spare_collector() -> None:
 
 
 def keep_buffers() -> None:
-    """Makes a worker reuse freed buffers, Arrow's too, about 128 MiB; called before its work.
+    """Makes a worker reuse freed buffers, Arrow's too, about 128 MiB.
 
-    Does nothing outside of a worker, or if the C library does not support it.
+    Called before a task or commit. Does nothing outside of a worker, or if the C library does not
+    support it.
     """
     global _keeps_buffers  # noqa: PLW0603 - of this process
     if _keeps_buffers or not _is_worker():
@@ -79,6 +80,6 @@ def _is_worker() -> bool:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name.startswith("pyspark."):
         return True
-    # Another program may start workers in PySpark's place; a task says what it is.
+    # Another program than PySpark may have started the worker; a task has a context.
     spark = sys.modules.get("pyspark")
     return spark is not None and spark.TaskContext.get() is not None

@@ -81,7 +81,7 @@ _SHORT_MANIFEST_BYTES_MAX: Final = 8 * KIB
 _READ_BYTES: Final = 8 * MIB
 # Rows encoded under the topic's lock at once: a few milliseconds for other producers.
 _ENCODE_BYTES: Final = 4 * MIB
-# Smaller batches are joined: an append costs more than a few rows.
+# Smaller batches are joined: an append has a fixed cost, more than that of a few rows.
 _JOINED_BYTES_MIN: Final = 1 * MIB
 
 
@@ -521,7 +521,7 @@ class _Appending:
                 done, unknown = None, error
             if done is not None:
                 return None if wanted is None else done
-            # What is there now tells what happened: an earlier attempt may have been done.
+            # The stored value shows what happened: an earlier attempt may have succeeded.
             found = store.get(self._key)
             if (found.value if found is not None else None) == wanted:
                 return found.revision if found is not None else None

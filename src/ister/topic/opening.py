@@ -254,12 +254,12 @@ class TopicOpener:
         topic.tier.active_floor = topic.subscription_floor
         if not recovered.damage:
             is_new = not recovered.files
-            # Where a log begins that has no file yet is in its checkpoint alone, unless that is 0.
+            # The first offset of a log without files is in its checkpoint alone, unless it is 0.
             is_known = is_new and recovered.state is None and recovered.next_offset == 0
             self._save_first_checkpoint(topic, is_new=is_new, is_synced=not is_known)
         try:
-            # Recovery may have taken longer than the lease, and a process with a copy of this
-            # directory, which is the same node, need not wait for the lease.
+            # Recovery may have taken longer than the lease. And a process with a copy of this
+            # directory is the same node, so it could take the topic over without waiting.
             owned.check()
         except IsterError:
             topic.close_quietly()

@@ -86,7 +86,7 @@ class Checkpointer:
         return self._saved_at + CHECKPOINT_INTERVAL_SECONDS
 
     def save(self, *, is_synced: bool = True) -> None:
-        """Replaces the checkpoint by one for this moment, durably unless it need not be synced.
+        """Replaces the checkpoint by one for this moment; durable on return if `is_synced`.
 
         Raises:
             IsterError: It could not be replaced; the old one stands.

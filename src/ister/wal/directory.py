@@ -1,7 +1,7 @@
 """A topic's directory: the names in it, and how its checkpoint is replaced.
 
     wal.log  wal.1.log  wal.2.log …     frames; the highest number is the active file
-    wal.idx  wal.1.idx  wal.2.idx …     the sparse index beside each; none while it has one entry
+    wal.idx  wal.1.idx  wal.2.idx …     the sparse index of each, once it has two entries
     wal.origin                          empty, made with the directory; where not even this is,
                                         files were lost
     wal.ckpt                            the checkpoint, a hint
@@ -14,9 +14,9 @@ is in them.
 
 Replacing the checkpoint: write the new one beside it, sync that, rename it over the old one, sync
 the directory. The rename is the commit point; a crash leaves the old one or the new one, and
-possibly a `.tmp` that the next replacement overwrites. The first checkpoint of a topic that says
-nothing which the metadata store does not know is not synced: a power cut may leave none, or a
-damaged one, which counts as none.
+possibly a `.tmp` that the next replacement overwrites. The first checkpoint of a topic is not
+synced if the metadata store has all that it says: a power cut may leave none, or a damaged one,
+which counts as none.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class WalDirectory:
         return None if data is None else decode_wal_checkpoint(data)
 
     def save_state(self, state: WalState, *, is_synced: bool = True) -> None:
-        """Replaces the checkpoint; durable on return, unless it need not be synced."""
+        """Replaces the checkpoint; durable on return if `is_synced`."""
         data = encode_wal_checkpoint(state)
         self._replace(self.checkpoint_path, data, "wal", is_synced=is_synced)
 

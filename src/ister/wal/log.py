@@ -89,7 +89,7 @@ class Wal(GroupCommit):
     # -- checkpoint, rotation and trim ---------------------------------------------------------
 
     def save_checkpoint(self, *, is_synced: bool = True) -> None:
-        """Replaces the checkpoint by one for this moment, durably unless it need not be synced.
+        """Replaces the checkpoint by one for this moment; durable on return if `is_synced`.
 
         Raises:
             IsterError: It could not be replaced; the old one stands.

@@ -164,7 +164,7 @@ class WalWriter:
         while end > count and entries[end - 1].offset > below:
             end -= 1
         if end in (count, 1):
-            return  # the first entry alone says what every reader knows
+            return  # the first entry is the start of the file, which needs no index
         try:
             self.directory.save_index(seq, entries[:end], start=count)
         except IsterError as error:

@@ -1295,3 +1295,9 @@ for turn in range(300):
 def test_no_byte_outside_of_a_segment_is_written():
     """As above, for encoding: segments of every size, and frames much larger than one."""
     in_a_process(GUARDED_WRITING, ARROW_DEBUG_MEMORY_POOL="abort")
+
+
+def test_import_loads_no_pandas():
+    """Goal: Arrow imports pandas with the first array that it makes of Python values."""
+    script = "import sys, ister.topic.columns; sys.exit('pandas' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -31,7 +31,7 @@ MODULES = (
     "/ister/metadata/sqlite.py",
     "/ister/topic/",
     "/ister/wal/",
-    "/ister/tier/reader.py",
+    "/ister/bucket/history_reader.py",
     "/ister/format/frame",
     "/ister/format/message",
 )

@@ -49,7 +49,7 @@ from ister.format.message import decode_message
 from ister.limits import FRAME_BODY_BYTES_MAX, KIB
 from ister.model import Codec, StreamMessage
 
-# A batch may have this much, plus an eighth, more memory than content: less takes a copy.
+# Memory that a batch may leave unused, besides an eighth of its content; with more it is copied.
 _SLACK_BYTES: Final = 16 * KIB
 _ENTRY: Final = pa.struct([pa.field("key", pa.string(), nullable=False), ("value", pa.string())])
 
@@ -124,7 +124,7 @@ class ColumnarDecoder:
         """Whether this decoder runs as compiled code."""
         self.topic_bytes = pa.py_buffer(topic.encode())
         self._layout = layout_of(topic, codec, self.schema) if self.is_compiled else None
-        # The values of a column, and the part of them that the last batch took.
+        # By column: an array that repeats one value, and the slice of it in the last batch.
         self._repeated: dict[str, tuple[pa.Array, pa.Array]] = {}
 
     def decode(
@@ -190,9 +190,9 @@ class ColumnarDecoder:
         count: int,
         rows_max: int = COLUMN_BYTES_MAX,
     ) -> pa.Array:
-        """One value `count` times, out of an array that all batches share.
+        """One value `count` times, as a slice of an array that all batches share.
 
-        Always the same value for a column.
+        The value of a column must be the same in all calls.
         """
         # Threads may make it at the same time: each uses the one that it has seen.
         whole, last = self._repeated.get(name, (None, None))
@@ -316,8 +316,9 @@ class _CompiledRows:
     """Rows in Arrow's buffers, filled by compiled code.
 
     The sizes of the buffers are estimated from the batches before. When one is full the loop stops
-    and continues with a larger one. A batch is built for every few megabytes of frames, by Python
-    whose caches hold the frames by then: little is done here, and most of it once for all batches.
+    and continues with a larger one. A batch is built for every few megabytes of frames, which by
+    then fill the processor's caches, so that Python runs slowly: little is done here for a batch,
+    and most of it in advance (`Layout.plan`).
     """
 
     def __init__(self, decoder: ColumnarDecoder, layout: Layout, size_bytes: int) -> None:
@@ -374,7 +375,7 @@ class _CompiledRows:
                 self._fields[slot.field] = larger.address
 
     def _buffer(self, field: int, fields: Sequence[int]) -> pa.Buffer:
-        """A buffer, as far as it is filled."""
+        """The filled part of a buffer."""
         size = self._layout.slots[field].size(fields)
         if self._enlarged and field in self._enlarged:
             return self._enlarged[field].slice(0, size)
@@ -386,7 +387,7 @@ class _CompiledRows:
         held = self._memory.size + sum(buffer.size for buffer in self._enlarged.values())
         is_loose = held - used > _SLACK_BYTES + used // 8
         if is_loose:
-            # Who keeps the batch would keep the unused memory with it.
+            # Otherwise the unused memory stays in use as long as the batch.
             for field in self._positions:
                 filled = self._buffer(field, fields)
                 self._enlarged[field] = _copied(filled, filled.size)
@@ -426,21 +427,21 @@ class _CompiledRows:
         return pa.Array.from_buffers(kind, count, buffers, nulls)
 
     def _text(self, block: int, fields: list[int]) -> tuple[pa.Buffer, pa.Buffer]:
-        """The buffers of a column of variable width, without its validity."""
+        """The offsets and the data of a column of variable width."""
         return self._buffer(block + at.OFFSETS, fields), self._buffer(block + at.DATA, fields)
 
 
 def _repeat(value: object, kind: pa.DataType, count: int) -> pa.Array:
-    """A text, null or no attributes, `count` times."""
+    """Returns `count` times a string, None or `[]`, which stands for no attributes."""
     if value == []:
-        # `repeat` would concatenate so many arrays.
+        # `pa.repeat` concatenates `count` arrays for a map.
         ends = pa.repeat(pa.scalar(0, pa.int32()), count + 1)
         return pa.MapArray.from_arrays(ends, pa.array([], pa.string()), pa.array([], pa.string()))
     return pa.repeat(pa.scalar(value, kind), count)
 
 
 def _copied(buffer: pa.Buffer, size_bytes: int) -> pa.Buffer:
-    """A buffer of a size that begins with the content of another."""
+    """Copies a buffer into a new one of `size_bytes`, which may be larger."""
     copied = pa.allocate_buffer(size_bytes)
     memoryview(copied)[: buffer.size] = memoryview(buffer)
     return copied

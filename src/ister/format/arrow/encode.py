@@ -485,7 +485,7 @@ class RestoredFrames:
     """The offset of each frame."""
 
 
-_MICROSECONDS: Final = Times(pa.array([], pa.int64()), 1, 1000)
+_MICROSECONDS: Final = Times(pa.nulls(0, pa.int64()), 1, 1000)
 _NEVER_NULL: Final = (
     "topic",
     "offset",

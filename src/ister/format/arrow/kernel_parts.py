@@ -81,7 +81,7 @@ store8, _store16, store32, store64 = _storer(8), _storer(16), _storer(32), _stor
 
 
 def part(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Marks a function that is compiled into the loops that call it."""
+    """Marks a function that is inlined into the compiled loops that call it."""
     return cast("Callable[_P, _R]", numba.njit(forceinline=True)(function))
 
 

@@ -3,9 +3,9 @@
 Owns: the estimate of what a batch needs, and the plan of its buffers. Does not own: what the loops
 write into them (`kernel`), the arrays made of them (`decode`).
 
-A batch has one piece of memory with all buffers in it: allocating and resizing fifteen of them
-takes Python as long as the loop takes for a thousand small messages. Plans are kept, since most
-batches of a topic are alike.
+All buffers of a batch are parts of one allocation: allocating and resizing fifteen takes Python as
+long as the loop takes for a thousand small messages. Plans are cached, because most batches of a
+topic are alike.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from ister.model import Codec
 FRAME_BYTES_MIN: Final = {Codec.BINCODE1: 16 + 73, Codec.BINCODE2: 16 + 10}
 """The size of a frame whose message is empty."""
 _SPARE: Final = 64
+"""Rows, entries or bytes beyond an estimate, for small batches."""
 _ALIGNMENT: Final = 64
 """What Arrow recommends for a buffer."""
 _STEP_BITS: Final = 6
+"""Significant bits of a planned size, so that batches of similar sizes share a plan."""
 _PLANS_MAX: Final = 16
+"""Plans that a layout caches."""
 
 # Columns by their blocks in the compiled loops, with the bits of a value.
 FIXED: Final = {
@@ -60,7 +63,7 @@ NULLABLE: Final = {
 }
 
 _ROWS: Final = -1
-"""As `at.ROOM` says it: room for rows, rather than in a column's block."""
+"""The value of `at.ROOM` if there is no room for another row; otherwise it is a block."""
 # What a batch needs room for, and how much of it for each byte of frames, until batches have shown
 # it: rows, entries of attributes, and the bytes of columns.
 _FILLING: Final = {
@@ -87,30 +90,30 @@ class Room(NamedTuple):
     capacity: int
     """The field that says how much there is."""
     bytes_min: int
-    """The fewest bytes of frames that use one of it."""
+    """The fewest bytes of frames that use one unit (a row, an entry or a byte)."""
 
 
 class Slot(NamedTuple):
     """A buffer of a batch."""
 
     field: int
-    """Where its address goes."""
+    """The field that takes its address."""
     room: Room
     bits: int
-    """For each one of `room`."""
+    """For each unit of `room`."""
     extra_bytes: int
 
     def size(self, fields: Sequence[int]) -> int:
-        """How much of it is used, by the fields of the loop."""
+        """The size of its used part, according to the fields of the loop."""
         return self.size_for(fields[self.room.used])
 
     def size_for(self, count: int) -> int:
-        """Its size, for so many of its room."""
+        """Its size in bytes, for `count` units of its room."""
         return (self.bits * count + 7) // 8 + self.extra_bytes
 
 
 class Plan(NamedTuple):
-    """The memory of a batch: one piece, which all buffers are parts of."""
+    """The memory of a batch: one allocation, divided into buffers."""
 
     fields: IntArray
     """The arguments of the loop, without addresses."""
@@ -127,7 +130,7 @@ class Layout:
         self.rooms = {_ROWS: rows}
         self.slots: dict[int, Slot] = {}
         """By their fields."""
-        # How much of each room a byte of frames has taken so far.
+        # How much of each room a byte of frames is likely to use.
         self._filling = dict(_FILLING)
         self._plans: dict[int, Plan] = {}
 
@@ -164,8 +167,7 @@ class Layout:
         self._bits = tuple(bits.items())
 
     def plan(self, size_bytes: int) -> Plan:
-        """Plans a batch of `size_bytes` of frames or a little less."""
-        # Chunks differ by little: the same plan will do.
+        """Returns the plan for a batch of `size_bytes` of frames, or a little more."""
         step = 1 << max(size_bytes.bit_length() - _STEP_BITS, _STEP_BITS)
         size_bytes = -(-size_bytes // step) * step
         found = self._plans.get(size_bytes)
@@ -191,11 +193,11 @@ class Layout:
         return Plan(fields, positions, end)
 
     def used_bytes(self, fields: Sequence[int]) -> int:
-        """How much of its memory a batch uses, about."""
+        """About how many bytes of its memory a batch uses."""
         return sum(fields[used] * bits for used, bits in self._bits) // 8
 
     def learn(self, fields: Sequence[int], taken_bytes: int) -> None:
-        """Estimates the rooms of batches from one whose plan did not suit it."""
+        """Replaces the estimates by what a batch used whose plan was too small or too large."""
         for room in self.rooms.values():
             self._filling[room.block] = fields[room.used] / taken_bytes
         self._plans = {}
@@ -203,5 +205,5 @@ class Layout:
 
 @lru_cache(maxsize=256)
 def layout_of(topic: str, codec: Codec, schema: pa.Schema) -> Layout:
-    """The layout of a topic's batches, which all decoders share: each knows what came before."""
+    """The layout of a topic's batches; its decoders share it, and with it the estimates."""
     return Layout(schema, codec)

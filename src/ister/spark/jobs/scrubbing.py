@@ -48,8 +48,8 @@ _ROUNDS: Final = 3
 # How many descriptors, with their indexes, the driver holds at a time.
 _ITEMS_MAX: Final = 2048
 _ITEM_BYTES_MIN: Final = 256 * KIB
-# Between two chunks a check runs in Python, which takes as long as it takes to check half a
-# megabyte; what readers fetch at a time would be too little.
+# Every chunk costs some Python code, which takes as long as checking half a megabyte. So chunks are
+# larger than those of readers.
 _CHUNK_BYTES_MIN: Final = 8 * MIB
 
 
