@@ -15,6 +15,7 @@ Memory: two chunks, or a row group.
 
 from __future__ import annotations
 
+import errno
 from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from ister.bucket.chunks import ObjectPart, fetch_chunks
 from ister.bucket.names import object_key, parse_object_id
 from ister.bucket.object_maker import ObjectSummary
 from ister.clock import Clock
-from ister.errors import CorruptDataError, NotFoundError
+from ister.errors import CorruptDataError, DiskError, NotFoundError
 from ister.format.arrow.decode import ColumnarDecoder, DecodedFrames
 from ister.format.crc import Buffer, crc32
 from ister.format.descriptor import (
@@ -137,6 +138,11 @@ class ObjectChecker:
         except NotFoundError:
             reason = "the object is not in the bucket"
             return self._whole_problem(ProblemKind.MISSING, reason, described)
+        except DiskError as error:
+            if error.errno != errno.EIO:
+                raise
+            # A bad sector, or a checksum of the file system.
+            return self._whole_problem(ProblemKind.DAMAGED, error.message, described)
 
     @staticmethod
     def _whole_problem(kind: str, reason: str, described: ObjectDescriptor) -> Checked:

@@ -1,5 +1,6 @@
 """What is wrong with an object, and with its descriptor: told apart, and told precisely."""
 
+import errno
 import random
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from ister.bucket.names import object_key, parse_object_id
 from ister.bucket.object_maker import UploadSettings
 from ister.bucket.rebuild import describe_object
 from ister.clock import SystemClock
-from ister.errors import UnavailableError
+from ister.errors import DiskError, UnavailableError
 from ister.format.frame import encode_frame
 from ister.format.message import encode_message
 from ister.metrics import Metrics
@@ -210,6 +211,23 @@ def test_a_missing_object():
     bench = Bench()
     bench.store.delete(object_key(NAME, bench.object_id))
     assert spans(bench.check()) == [("missing", 100, 140)]
+
+
+def test_an_object_on_a_bad_sector_is_damaged():
+    """A finding, so that it can be repaired; other errors of the disk are none."""
+    bench = Bench()
+
+    def fail(number):
+        def read(*arguments):
+            raise DiskError("read failed", errno=number)
+
+        bench.store.read = bench.store.view = read
+
+    fail(errno.EIO)
+    assert spans(bench.check()) == [("damaged", 100, 140)]
+    fail(errno.EACCES)
+    with pytest.raises(DiskError):
+        bench.check()
 
 
 def test_bytes_after_the_last_frame():
