@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import pyarrow as pa
@@ -56,6 +56,7 @@ from ister.errors import (
 from ister.limits import KIB, MIB
 from ister.model import Codec
 from ister.partitions import partition_of
+from ister.spark import register
 from ister.spark.compat import HAS_LIMITS, HAS_PUSHDOWN, SPARK_VERSION
 from servers.fault_proxy import FaultProxy
 from servers.flight import READ, FlightTopics
@@ -1564,6 +1565,22 @@ def test_write_that_waits_for_the_lock_finishes(spark, place):
     save(_numbers(spark, 3), place.config, topic=B, commitTimeoutSeconds="60")
     closing.result()
     assert len(place.payloads(B)) == 3
+
+
+def test_threads_write_at_once(spark, place):
+    """Each after `register`: Spark finds a Python format for a write by the thread's session."""
+
+    def write(name: str) -> None:
+        register(spark)
+        save(
+            _numbers(spark, 50).selectExpr(f"concat('{name}', payload) payload"),
+            place.config,
+            topic=B,
+        )
+
+    for task in [Task(partial(write, name)) for name in "xy"]:
+        task.result()
+    assert Counter(payload[:1] for payload in place.payloads(B)) == {b"x": 50, b"y": 50}
 
 
 def test_write_to_the_topic_that_is_read(spark, place):

@@ -299,7 +299,8 @@ class StagedFiles:
             if size >= _MAPPED_BYTES_MIN and sys.platform == "linux":
                 skipped = start % mmap.ALLOCATIONGRANULARITY
                 # Not every file system can map files; kernels before 5.14 cannot read them in.
-                with suppress(OSError):
+                # ValueError: the file was truncated, and is smaller than the map.
+                with suppress(OSError, ValueError):
                     mapped = mmap.mmap(
                         fd, skipped + size, access=mmap.ACCESS_READ, offset=start - skipped
                     )

@@ -81,6 +81,9 @@ _HOMES: Final = {
 def register(spark: SparkSession) -> None:
     """Registers `format("ister")` in a session, unless Spark has found it by itself.
 
+    Also makes the session this thread's active one. Without Spark Connect, `df.write` and
+    `df.writeStream` look a Python format up there, and fail in a thread that has none.
+
     Raises:
         ConfigError: PySpark is older than 4.0, or missing.
     """
@@ -92,6 +95,7 @@ def register(spark: SparkSession) -> None:
         # Spark 4.0 refuses a name that it has found by itself; later versions replace it.
         if error.getCondition() != "DATA_SOURCE_ALREADY_EXISTS":
             raise
+    spark.createDataFrame([], "payload BINARY")  # sets the active session
 
 
 def __getattr__(name: str) -> object:

@@ -105,7 +105,7 @@ def register_views(
         spark.sql(
             " ".join(
                 [
-                    f"CREATE OR REPLACE VIEW {view}",
+                    f"CREATE OR REPLACE VIEW {_quote_name(view)}",
                     f"COMMENT {_quote(f'topic {topic}')}",
                     f"TBLPROPERTIES ({_pairs({_TOPIC: topic, _LOG: log})})",
                     f"AS SELECT * FROM {table} WITH ({_pairs({**given, 'topic': topic})})",  # noqa: S608 - quoted
@@ -114,7 +114,7 @@ def register_views(
         )
     for view, properties in present.items():
         if properties.get(_LOG) == log and properties.get(_TOPIC) not in topics:
-            spark.sql(f"DROP VIEW IF EXISTS `{view.replace('.', '`.`')}`")
+            spark.sql(f"DROP VIEW IF EXISTS {_quote_name(view)}")
     return wanted
 
 
@@ -163,6 +163,11 @@ def _check_replaced(
             topic=topic,
             hint="use another database, or drop that view",
         )
+
+
+def _quote_name(view: str) -> str:
+    """Returns the name of a view and its database for SQL; either may look like a number."""
+    return f"`{view.replace('.', '`.`')}`"
 
 
 def _quote(text: str) -> str:

@@ -120,9 +120,13 @@ def test_large_range_is_mapped_and_not_copied(tmp_path, store):
     assert isinstance(store.view("a", 5, 64 * KIB), bytes)
 
 
-def test_file_that_cannot_be_mapped_is_read(store, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENODEV, "no maps here"), ValueError("mmap length is greater than file size")],
+)
+def test_file_that_cannot_be_mapped_is_read(store, monkeypatch, error):
     def refuse(*arguments, **named):
-        raise OSError(errno.ENODEV, "no maps here")
+        raise error
 
     store.put("a", bytes(range(256)) * 4096)
     monkeypatch.setattr(mmap, "mmap", refuse)

@@ -131,6 +131,9 @@ def test_format_that_spark_has_found_by_itself_may_be_registered_again():
         def register(self, source):
             raise AnalysisException("refused", errorClass=self.condition, messageParameters={})
 
+        def createDataFrame(self, rows, schema):  # noqa: N802 - Spark's name
+            pass
+
     ister.spark.register(Session("DATA_SOURCE_ALREADY_EXISTS"))
     with pytest.raises(AnalysisException):
         ister.spark.register(Session("SOMETHING_ELSE"))

@@ -15,6 +15,7 @@ Memory: two chunks, or a row group.
 
 from __future__ import annotations
 
+import errno
 from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from ister.bucket.chunks import ObjectPart, fetch_chunks
 from ister.bucket.names import object_key, parse_object_id
 from ister.bucket.object_maker import ObjectSummary
 from ister.clock import Clock
-from ister.errors import CorruptDataError, NotFoundError
+from ister.errors import CorruptDataError, DiskError, NotFoundError
 from ister.format.arrow.decode import ColumnarDecoder, DecodedFrames
 from ister.format.crc import Buffer, crc32
 from ister.format.descriptor import (
@@ -137,6 +138,11 @@ class ObjectChecker:
         except NotFoundError:
             reason = "the object is not in the bucket"
             return self._whole_problem(ProblemKind.MISSING, reason, described)
+        except DiskError as error:
+            if error.errno != errno.EIO:
+                raise
+            # A bad sector, or a checksum of the file system.
+            return self._whole_problem(ProblemKind.DAMAGED, error.message, described)
 
     @staticmethod
     def _whole_problem(kind: str, reason: str, described: ObjectDescriptor) -> Checked:
@@ -224,8 +230,11 @@ class ObjectChecker:
                 )
 
         while at < end:
-            size = max(self._chunk_bytes, needed)
-            data = self._store.read(key, position, min(size, size_bytes - position))
+            size = min(max(self._chunk_bytes, needed), size_bytes - position)
+            data = self._store.read(key, position, size)
+            if len(data) < size:
+                # Truncated since its size was read: without the rest, no wait for it would end.
+                size_bytes = position + len(data)
             scan = scan_frames(data, expected_offset=at, end_offset=end)
             if scan.starts:
                 messages += len(scan.starts)
@@ -389,6 +398,9 @@ class ObjectChecker:
             )
             right = replace(right, arrival_time_max=described.arrival_time_max)
             problems = _compare_archives(described, right)
+        if problems and (now := self._store.stat(key)).size != info.size:
+            # Truncated meanwhile: what was found is not about one object.
+            return self._check_archive(key, now, described)
         return Checked(
             bytes=info.size,
             messages=messages,

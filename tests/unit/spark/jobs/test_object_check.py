@@ -1,5 +1,6 @@
 """What is wrong with an object, and with its descriptor: told apart, and told precisely."""
 
+import errno
 import random
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from ister.bucket.names import object_key, parse_object_id
 from ister.bucket.object_maker import UploadSettings
 from ister.bucket.rebuild import describe_object
 from ister.clock import SystemClock
-from ister.errors import UnavailableError
+from ister.errors import DiskError, UnavailableError
 from ister.format.frame import encode_frame
 from ister.format.message import encode_message
 from ister.metrics import Metrics
@@ -183,6 +184,23 @@ def test_an_object_that_was_cut_at_a_frame():
     assert spans(bench.check()) == [("truncated", 120, 140)]
 
 
+def test_an_object_that_is_truncated_while_it_is_checked():
+    for left in [0, 1, 500]:
+        with case(left):
+            bench = Bench()
+            stat = bench.store.stat
+
+            def stat_and_cut(key, stat=stat, bench=bench, left=left):
+                info = stat(key)
+                bench.save(bench.data[:left])
+                return info
+
+            bench.store.stat = stat_and_cut
+            (problem,) = bench.check(chunk_bytes=333).problems
+            assert (problem.kind, problem.end) == ("truncated", 140)
+            assert problem.position <= left
+
+
 def test_an_empty_object():
     bench = Bench()
     bench.save(b"")
@@ -193,6 +211,23 @@ def test_a_missing_object():
     bench = Bench()
     bench.store.delete(object_key(NAME, bench.object_id))
     assert spans(bench.check()) == [("missing", 100, 140)]
+
+
+def test_an_object_on_a_bad_sector_is_damaged():
+    """A finding, so that it can be repaired; other errors of the disk are none."""
+    bench = Bench()
+
+    def fail(number):
+        def read(*arguments):
+            raise DiskError("read failed", errno=number)
+
+        bench.store.read = bench.store.view = read
+
+    fail(errno.EIO)
+    assert spans(bench.check()) == [("damaged", 100, 140)]
+    fail(errno.EACCES)
+    with pytest.raises(DiskError):
+        bench.check()
 
 
 def test_bytes_after_the_last_frame():
@@ -354,6 +389,21 @@ def test_a_damaged_row_group(archive):
 def test_a_truncated_archive(archive):
     archive.save(archive.data[:-40])
     assert spans(archive.check()) == [("truncated", 100, 500)]
+
+
+def test_an_archive_that_is_truncated_while_it_is_checked(archive):
+    read, reads = archive.store.read, []
+
+    def read_and_cut(*arguments):
+        reads.append(arguments)
+        if len(reads) == 3:
+            archive.save(archive.data[:100])
+        return read(*arguments)
+
+    archive.store.read = read_and_cut
+    checked = archive.check()
+    assert spans(checked) == [("truncated", 100, 500)]
+    assert checked.right is None
 
 
 def test_a_wrong_descriptor_of_an_archive(archive):
