@@ -4,8 +4,8 @@ Owns: what `startingOffsets` and the other range options mean for a read that en
 where topics end (`offset_resolver`), partitions (`planner`), reading (`read_task`).
 
 Spark asks for partitions once per DataFrame, so every action on one DataFrame sees the same
-messages; a new `load()` sees newer ones. Spark 4.0 asks at every action. Nothing is kept between two scans: unions, self-joins and
-repeated actions of one DataFrame read the same range each time.
+messages; a new `load()` sees newer ones. Spark 4.0 asks at every action. Nothing is kept between
+two scans: unions, self-joins and repeated actions of one DataFrame read the same range each time.
 
 Filter pushdown is in `pushdown`: Spark gives the filters of one scan of a DataFrame to the next.
 """
