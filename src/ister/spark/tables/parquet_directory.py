@@ -23,7 +23,8 @@ committed before, and its files have their names, or is refused.
 What a crash leaves: files below `pending`, which `tidy` removes after a grace; or, after the commit
 record, files without their final names, which the next export publishes first.
 
-Spark, DuckDB and pandas ignore names that start with `_` or `.`.
+Spark and pandas ignore names that start with `_` or `.`. A pattern like `**/*.parquet` does not, so
+files below `pending` have names that it does not match.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ _log = logging.getLogger("ister.spark.tables")
 
 _COMMITS: Final = "_ister/commits/"
 _PENDING: Final = "_ister/pending/"
+_SUFFIX: Final = ".pending"
 _RUNS: Final = "_ister/runs/"
 _PUBLISHED: Final = "_ister/published/"
 _ATTEMPTS: Final = 20
@@ -165,7 +167,9 @@ class ParquetDirectory:
     def target(self, run: str) -> FileTarget:
         """Returns a folder below `pending`."""
         self.renew(run)
-        return StoreTarget(storage=self._storage, folder=f"{_PENDING}{run}", partition=None)
+        return StoreTarget(
+            storage=self._storage, folder=f"{_PENDING}{run}", partition=None, suffix=_SUFFIX
+        )
 
     def renew(self, run: str) -> None:
         """Writes the run's mark again; its modification time in the store counts."""
@@ -571,7 +575,8 @@ def _age(info: ObjectInfo, now: float) -> float:
 
 
 def _final(file: DataFile) -> str:
-    return f"{PUBLISH_DATE}={file.date}/{file.path.rpartition('/')[2]}"
+    name = file.path.rpartition("/")[2].removesuffix(_SUFFIX)
+    return f"{PUBLISH_DATE}={file.date}/{name}"
 
 
 def _rename(root: str, pending: str, final: str) -> None:

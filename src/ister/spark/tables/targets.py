@@ -216,11 +216,13 @@ class StoreTarget:
     """Below the root."""
     partition: str | None = "publish_date"
     """What a folder of a date is called; None if dates have none."""
+    suffix: str = ""
+    """What follows the names of files."""
 
     def path(self, date: str | None, name: str) -> str:
         """The path of a file, relative to the root."""
         has_folder = date is not None and self.partition is not None
-        parts = [self.folder, f"{self.partition}={date}" if has_folder else "", name]
+        parts = [self.folder, f"{self.partition}={date}" if has_folder else "", name + self.suffix]
         return "/".join(part for part in parts if part)
 
     def open(self, path: str) -> FileOutput:

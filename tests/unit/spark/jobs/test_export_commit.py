@@ -94,7 +94,7 @@ def _each_has(topics, offsets) -> dict[str, list[int]]:
 def _left(tmp_path, format) -> list[str]:
     """Data files of topics that are there, in the table or not."""
     return sorted(
-        path.name.split("-")[1] for path in (tmp_path / format).rglob("default-*.parquet")
+        path.name.split("-")[1] for path in (tmp_path / format).rglob("default-*.parquet*")
     )
 
 
@@ -234,7 +234,7 @@ def test_a_topic_whose_file_is_gone_is_left_out(spark, place, tmp_path, monkeypa
     real = TableCommitter.commit
 
     def lose(self, destination) -> None:
-        for path in (tmp_path / format).rglob("default-b-*.parquet"):
+        for path in (tmp_path / format).rglob("default-b-*.parquet*"):
             path.unlink()
         real(self, destination)
 
