@@ -49,7 +49,6 @@ _LAYERS = {
         (
             f"ister.{name}"
             for name in [
-                "ahead",
                 "allocator",
                 "clock",
                 "clock_guard",

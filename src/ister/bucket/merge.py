@@ -19,14 +19,14 @@ random, so that its name is never written again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar
 
 from ister import failpoints
-from ister.ahead import one_ahead
 from ister.bucket.check import load_archives, open_archive, verify_content, verify_size
 from ister.bucket.names import format_object_id, object_key
 from ister.bucket.object_maker import ObjectSummary, complete_object
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from ister.format.archive import ArchiveReader
 
 _ROW_GROUP_BYTES_MAX: Final = 128 * MIB
+_Item = TypeVar("_Item")
 
 Survives: TypeAlias = "Callable[[pa.RecordBatch], pa.BooleanArray]"
 """A record batch with the columns `ister.format.arrow.schema.EVERY_FIELD` → a boolean array: which
@@ -313,7 +314,7 @@ class _Merge:
         """Copies all frames; returns what describes the object."""
         every = self._settings.index_every_messages
         summary = ObjectSummary(self._objects[0].start, index_every_messages=every)
-        for frames in one_ahead(self._all_frames(), ahead):
+        for frames in _ahead(self._all_frames(), ahead):
             self._check_stopping()
             writer.write(summary.add(frames))
             failpoints.reach("compact.after_part")
@@ -338,7 +339,7 @@ class _Merge:
             or min(max(archive.ROW_GROUP_BYTES, even), _ROW_GROUP_BYTES_MAX),
             on_row_group=lambda: failpoints.reach("compact.after_part"),
         )
-        for batch in one_ahead(self._all_batches(), ahead):
+        for batch in _ahead(self._all_batches(), ahead):
             self._check_stopping()
             output.write(batch if survives is None else batch.filter(survives(batch)))
         is_whole = survives is None and not any(described.kept for described in self._objects)
@@ -352,14 +353,14 @@ class _Merge:
 
     # -- inputs -----------------------------------------------------------------------------
 
-    def _all_frames(self) -> Generator[FrameBatch]:
+    def _all_frames(self) -> Iterator[FrameBatch]:
         for described in self._objects:
             if described.format != FORMAT_PARQUET:
                 yield from self._frames_of(described)
             else:
                 yield from self._restored_frames_of(described)
 
-    def _all_batches(self) -> Generator[pa.RecordBatch]:
+    def _all_batches(self) -> Iterator[pa.RecordBatch]:
         for described in self._objects:
             if described.format != FORMAT_PARQUET:
                 yield from self._decoded_frames_of(described)
@@ -442,3 +443,16 @@ class _Merge:
     def _check_stopping(self) -> None:
         if self._is_stopping():
             raise ClosedError("the merge was stopped", topic=str(self._topic))
+
+
+def _ahead(items: Iterator[_Item], executor: Executor) -> Iterator[_Item]:
+    """The items, each made on the executor while the caller is busy with the one before it."""
+    coming: Future[_Item | None] = executor.submit(next, items, None)
+    try:
+        while (item := coming.result()) is not None:
+            coming = executor.submit(next, items, None)
+            yield item
+    finally:
+        coming.cancel()
+        with suppress(Exception):
+            coming.result()

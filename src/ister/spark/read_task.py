@@ -22,15 +22,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias
 
 import pyarrow as pa
 
-from ister.ahead import one_ahead
 from ister.bucket.chunks import ObjectPart
 from ister.client.flight import FlightClient
 from ister.clock import SystemClock
@@ -44,7 +42,6 @@ from ister.errors import (
     OffsetOutOfRangeError,
     UnavailableError,
 )
-from ister.limits import MIB
 from ister.model import TopicName
 from ister.spark.location import Place, client_of
 from ister.spark.owners import ask_first, check_has, find_owner, is_down
@@ -62,9 +59,6 @@ _ROUNDS: Final = 6
 _PAUSE_SECONDS: Final = 0.5
 # How long to wait for a broker that is down, or for a topic that is on its way to another one.
 _OWNER_SECONDS: Final = 60.0
-
-# Less is one batch, or two.
-_AHEAD_BYTES_MIN: Final = 8 * MIB
 
 _Source: TypeAlias = Callable[[int], Iterator[Rows]]
 
@@ -99,25 +93,13 @@ class ReadTask:
         """
         keep_buffers()
         compile_for(partition.bytes, timeout=_LOAD_SECONDS)
-        batches = self._read_slices(partition, identities)
-        reads_ahead = self.place.config.storage.cloud_reader.read_ahead
-        if reads_ahead and partition.bytes >= _AHEAD_BYTES_MIN:
-            # Spark's JVM receives a batch as a whole and then works on it, while a worker waits.
-            with ThreadPoolExecutor(1, "ister-decode") as pool:
-                yield from one_ahead(batches, pool)
-        else:
-            yield from batches
-        spare_collector()
-
-    def _read_slices(
-        self, partition: Partition, identities: dict[str, TopicIdentity]
-    ) -> Generator[pa.RecordBatch]:
         decoders: dict[str, Decoders] = {}
         for part in partition.slices:
             found = decoders.get(part.topic)
             if found is None:
                 found = decoders[part.topic] = Decoders(part.topic, self.columns)
             yield from _SliceReader(self, part, identities[part.topic], found).read()
+        spare_collector()
 
 
 class _SliceReader:
