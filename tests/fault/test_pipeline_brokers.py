@@ -28,7 +28,7 @@ from ister.spark.jobs.scrubbing import scrub
 from ister.spark.jobs.service import run
 from ister.spark.jobs.statistics import stats
 from ister.spark.jobs.tiering import tier
-from servers.cluster import BrokerCluster
+from servers.cluster import LEASE_SECONDS, BrokerCluster
 from servers.ports import free_port
 from support.machine import Task
 from support.scale import scaled
@@ -48,7 +48,10 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    with BrokerCluster(tmp_path_factory.mktemp("cluster"), settings=SETTINGS) as cluster:
+    directory = tmp_path_factory.mktemp("cluster")
+    # By day, a lease that outlasts a machine which is busy with Sparks of other tests.
+    lease = scaled(8, LEASE_SECONDS)
+    with BrokerCluster(directory, settings=SETTINGS, lease_seconds=lease) as cluster:
         yield cluster
 
 
