@@ -67,6 +67,7 @@ _LAYERS = {
                 "positions",
                 "retry",
                 "serializers",
+                "structs",
                 "threads",
                 "tracing",
             ]

@@ -19,6 +19,7 @@ from enum import StrEnum
 import msgspec
 
 from ister.metadata.base import MetadataStore
+from ister.structs import known
 
 
 class MemberState(StrEnum):
@@ -96,6 +97,6 @@ def read_members(store: MetadataStore, root_prefix: str) -> dict[str, Member]:
     found: dict[str, Member] = {}
     for item in store.range(member_key(root_prefix, "")):
         with suppress(msgspec.DecodeError, UnicodeDecodeError):
-            member = msgspec.json.decode(item.value, type=Member)
+            member = msgspec.json.decode(item.value, type=known(Member))
             found[member.node] = member
     return found

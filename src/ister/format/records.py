@@ -31,6 +31,7 @@ import msgspec
 from ister.errors import CorruptDataError
 from ister.format.manifest import StagedFile, decode_manifest, manifest_fields
 from ister.model import AckLevel, Codec
+from ister.structs import known
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -417,7 +418,7 @@ def _build(kind: type[_Record], what: str, found: dict[str, object], key: str) -
     if keeps_more:
         values["more"] = found
     try:
-        return msgspec.convert(values, kind, strict=False)
+        return msgspec.convert(values, known(kind), strict=False)
     except (ValueError, OverflowError) as error:
         raise CorruptDataError(f"not a {what}: {error}", path=key) from error
 

@@ -18,6 +18,7 @@ from typing import Final, Self
 import msgspec
 
 from ister.errors import CapacityError, CorruptDataError, InvariantError, check
+from ister.structs import known
 
 RANGES_MAX: Final = 10_000
 """Ranges above the floor that acknowledgements of messages not held here may make."""
@@ -183,7 +184,7 @@ class AckFloor:
             CorruptDataError: The fields are not such ranges.
         """
         try:
-            stored = msgspec.convert(fields, _StoredRanges, strict=False)
+            stored = msgspec.convert(fields, known(_StoredRanges), strict=False)
             ranges = stored.acked
             at = ranges[-1][1] if ranges else stored.floor
             for gap, length in zip(stored.more[::2], stored.more[1::2], strict=True):

@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from ister.errors import CorruptDataError
+from ister.structs import known
 from ister.subscription.floor import AckFloor
 
 _log = logging.getLogger("ister.subscription.saved_state")
@@ -59,7 +60,7 @@ def decode_saved(saved: SavedState, cursor: int, end: int | None) -> tuple[AckFl
     unknown: tuple[AckFloor, Failures] = AckFloor(cursor), {}
     try:
         floor = AckFloor.from_json(saved, floor=cursor)
-        stored = msgspec.convert(saved, _Saved, strict=False)
+        stored = msgspec.convert(saved, known(_Saved), strict=False)
     except (CorruptDataError, msgspec.ValidationError) as error:
         _log.error("damaged subscription state is ignored", extra={"error": str(error)})
         return unknown

@@ -69,6 +69,7 @@ from ister.metadata.base import (
     RevisionIs,
 )
 from ister.model import TopicName
+from ister.structs import known
 from ister.subscription.policy import FailurePolicy, SubscriptionKind
 from ister.subscription.receipts import new_key
 from ister.subscription.saved_state import SavedState
@@ -575,7 +576,7 @@ def _decode_planned(key: str, found: KeyValue | None, incarnation: str) -> _Plan
     """Planned settings; empty if they are another incarnation's, or cannot be read."""
     if found is not None:
         try:
-            planned = msgspec.json.decode(found.value, type=_Planned)
+            planned = msgspec.json.decode(found.value, type=known(_Planned))
             if planned.incarnation == incarnation:
                 return planned
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -606,7 +607,7 @@ def _load_options(found: KeyValue) -> dict[str, object]:
 
 def _decode_options(found: KeyValue) -> _Options:
     try:
-        return msgspec.json.decode(found.value, type=_Options)
+        return msgspec.json.decode(found.value, type=known(_Options))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptDataError(f"not a subscription: {error}", path=found.key) from error
 

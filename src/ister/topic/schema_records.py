@@ -26,6 +26,7 @@ from ister.errors import CorruptDataError, InvalidRequestError
 from ister.metadata.base import MetadataStore
 from ister.model import TopicName
 from ister.partitions import base_of_partition
+from ister.structs import known
 from ister.topic.schema_kinds import CompatibilityMode, SchemaType, ValidationPolicy
 
 _SUBJECT_CHARACTERS_MAX: Final = 255
@@ -99,7 +100,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True):
             CorruptDataError: It cannot be parsed.
         """
         try:
-            return msgspec.json.decode(data, type=cls)
+            return msgspec.json.decode(data, type=known(cls))
         except (msgspec.MsgspecError, ValueError) as error:
             raise CorruptDataError(f"{cls.WHAT} is damaged: {error}", path=key) from error
 

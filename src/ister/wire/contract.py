@@ -34,6 +34,7 @@ from ister.errors import InvalidRequestError, IsterError, UnsupportedVersionErro
 from ister.format.manifest import StagedFile
 from ister.limits import KIB, MIB
 from ister.model import AckLevel, Codec, TopicName
+from ister.structs import known
 
 if TYPE_CHECKING:
     from ister.topic.batches import AppendedBatch, StagedBatch
@@ -109,7 +110,7 @@ def parse(data: bytes, what: str, *, bytes_max: int = _SHORT_BYTES_MAX) -> dict[
 
 def _convert(content: object, kind: type[_Value], what: str) -> _Value:
     try:
-        return msgspec.convert(content, kind)
+        return msgspec.convert(content, known(kind))
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, IsterError):  # of a check in __post_init__
             raise error.__cause__ from None

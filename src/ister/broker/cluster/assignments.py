@@ -28,6 +28,7 @@ from ister.metadata.base import (
     Put,
     RevisionIs,
 )
+from ister.structs import known
 
 # A compare and two operations for each topic; etcd takes 128 of each.
 _TOPICS_PER_TRANSACTION: Final = 40
@@ -167,7 +168,7 @@ def _in_batches(topics: Sequence[str], change: Callable[[Sequence[str]], bool]) 
 
 def _decode(value: bytes) -> Assignment:
     try:
-        return msgspec.json.decode(value, type=Assignment)
+        return msgspec.json.decode(value, type=known(Assignment))
     except (msgspec.DecodeError, UnicodeDecodeError):
         # Replaced like one whose broker is gone.
         return Assignment(node="", reason="unreadable", at=0)

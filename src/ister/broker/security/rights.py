@@ -25,6 +25,7 @@ from ister.broker.security.principal import (
 )
 from ister.errors import CorruptDataError, InvalidRequestError
 from ister.model import TopicName
+from ister.structs import known
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,120}")
 _ROLES_PER_BINDING_MAX: Final = 64
@@ -143,7 +144,7 @@ class Role:
             CorruptDataError: It is something else.
         """
         try:
-            stored = msgspec.json.decode(data, type=_StoredRole)
+            stored = msgspec.json.decode(data, type=known(_StoredRole))
             return cls(
                 name=stored.name, permissions=frozenset(map(parse_permission, stored.permissions))
             )
@@ -197,7 +198,7 @@ class Binding:
             CorruptDataError: It is something else.
         """
         try:
-            stored = msgspec.json.decode(data, type=_StoredBinding)
+            stored = msgspec.json.decode(data, type=known(_StoredBinding))
             return cls(
                 id=stored.id,
                 principal_kind=parse_principal_kind(stored.principal_type),

@@ -31,6 +31,7 @@ from ister.positions import to_milliseconds
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.option_values import OffsetWord
 from ister.spark.planner import TopicRange, plan
+from ister.structs import known
 from ister.topic.arguments import as_offset
 
 Where = int | datetime | str | None
@@ -224,14 +225,14 @@ def decode_plan(data: bytes, *, key: str) -> ReplayPlan:
         UnsupportedVersionError: A newer Ister wrote it.
     """
     try:
-        version = msgspec.json.decode(data, type=_Version).version
+        version = msgspec.json.decode(data, type=known(_Version)).version
         if version != _VERSION:
             raise UnsupportedVersionError(
                 f"the replay's plan has the version {version}",
                 path=key,
                 hint="finish the replay with the newer Ister that started it",
             )
-        stored = msgspec.json.decode(data, type=_StoredPlan)
+        stored = msgspec.json.decode(data, type=known(_StoredPlan))
     except (msgspec.MsgspecError, RecursionError) as error:
         raise CorruptDataError(f"not a replay's plan: {error}", path=key) from error
     boundaries = tuple(accumulate(stored.chunks, initial=stored.start_offset))

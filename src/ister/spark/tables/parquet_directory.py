@@ -61,6 +61,7 @@ from ister.spark.tables.columns import fit
 from ister.spark.tables.proof import prove_files
 from ister.spark.tables.ranges import Coverage
 from ister.spark.tables.targets import FileTarget, Storage, StoreTarget
+from ister.structs import known
 
 _log = logging.getLogger("ister.spark.tables")
 
@@ -615,7 +616,7 @@ def _encode(record: _Record) -> bytes:
 
 def _decode(data: bytes, number: int, *, path: str) -> _Record:
     try:
-        stored = msgspec.json.decode(data, type=_StoredRecord)
+        stored = msgspec.json.decode(data, type=known(_StoredRecord))
         schema = pa.ipc.read_schema(pa.py_buffer(stored.schema))
     except (msgspec.MsgspecError, RecursionError, pa.ArrowException, OSError) as error:
         raise CorruptDataError(

@@ -18,6 +18,7 @@ from typing import Final, Self, TypeAlias, TypeVar
 import msgspec
 
 from ister.errors import ConflictError, CorruptDataError, UnsupportedVersionError
+from ister.structs import known
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -201,9 +202,9 @@ def _encode(record: _Version) -> str:
 
 def _decode(text: str | bytes, kind: type[_Record], path: str) -> _Record:
     try:
-        version = msgspec.json.decode(text, type=_Version).version
+        version = msgspec.json.decode(text, type=known(_Version)).version
         if version == _VERSION:
-            return msgspec.json.decode(text, type=kind)
+            return msgspec.json.decode(text, type=known(kind))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptDataError(
             f"the table's record of its offsets is invalid: {error}",
