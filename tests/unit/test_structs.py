@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+# msgspec looks at the fields of inner types while it has shared the outer one already.
 _PROGRAM = """
 import sys, threading
 from dataclasses import make_dataclass
@@ -10,14 +11,16 @@ import msgspec
 from ister.structs import known
 
 sys.setswitchinterval(1e-6)
-fields = [(f"field_{n}", "int | str | None", None) for n in range(40)]
-for number in range(150):
-    kind = make_dataclass(f"Kind{number}", fields)
+for number in range(30):
+    inner = [make_dataclass(f"Inner{number}_{n}", [("value", int, 0)]) for n in range(20)]
+    kind = make_dataclass(
+        f"Kind{number}", [(f"field_{n}", kind, None) for n, kind in enumerate(inner)]
+    )
     gate = threading.Barrier(4)
 
     def convert():
         gate.wait()
-        assert msgspec.convert({"field_0": 7}, known(kind)).field_0 == 7
+        assert msgspec.convert({"field_19": {"value": 7}}, known(kind)).field_19.value == 7
 
     threads = [threading.Thread(target=convert) for _ in range(4)]
     for thread in threads:
