@@ -16,6 +16,7 @@ from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, cast
 import msgspec
 
 from ister.errors import InvalidRequestError
+from ister.structs import known
 
 _Value = TypeVar("_Value")
 Json: TypeAlias = Any  # as `json.loads` returns: only the program knows what its messages have
@@ -46,7 +47,7 @@ class JsonSerializer(Generic[_Value]):
         self._encoder = msgspec.json.Encoder(enc_hook=_as_known)
         self._decode = cast(
             "Callable[[bytes], _Value]",
-            msgspec.json.decode if type is None else msgspec.json.Decoder(type).decode,
+            msgspec.json.decode if type is None else msgspec.json.Decoder(known(type)).decode,
         )
 
     def serialize(self, value: _Value) -> bytes:
