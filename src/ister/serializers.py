@@ -16,7 +16,7 @@ from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, cast
 import msgspec
 
 from ister.errors import InvalidRequestError
-from ister.structs import known
+from ister.structs import make_decoder
 
 _Value = TypeVar("_Value")
 Json: TypeAlias = Any  # as `json.loads` returns: only the program knows what its messages have
@@ -47,7 +47,7 @@ class JsonSerializer(Generic[_Value]):
         self._encoder = msgspec.json.Encoder(enc_hook=_as_known)
         self._decode = cast(
             "Callable[[bytes], _Value]",
-            msgspec.json.decode if type is None else msgspec.json.Decoder(known(type)).decode,
+            msgspec.json.decode if type is None else make_decoder(type).decode,
         )
 
     def serialize(self, value: _Value) -> bytes:

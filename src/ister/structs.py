@@ -20,7 +20,12 @@ _known: set[object] = set()
 def known(kind: type[_Type]) -> type[_Type]:
     """Returns a struct or dataclass whose fields msgspec knows; one thread looks at them."""
     if kind not in _known:
-        with _lock:
-            msgspec.json.Decoder(kind)
-            _known.add(kind)
+        make_decoder(kind)
+        _known.add(kind)
     return kind
+
+
+def make_decoder(kind: type[_Type]) -> msgspec.json.Decoder[_Type]:
+    """Returns a decoder; the type need not be hashable."""
+    with _lock:
+        return msgspec.json.Decoder(kind)

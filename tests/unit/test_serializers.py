@@ -4,6 +4,7 @@ import math
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Annotated
 
 import msgspec
 import pytest
@@ -99,3 +100,8 @@ def test_serializers_are_found_by_name_or_brought():
     assert caught.value.hint == "use json, text, bytes, or an object with serialize and deserialize"
     with pytest.raises(InvalidRequestError, match="has no method serialize"):
         find_serializer(7)
+
+
+def test_type_need_not_be_hashable():
+    serializer = JsonSerializer(Annotated[int, {"unit": ["ms"]}])
+    assert serializer.deserialize(b"7") == 7
