@@ -19,6 +19,7 @@ used, so that programs which only talk to a broker, and the command line, start 
 
 import importlib
 import logging
+import threading
 from typing import TYPE_CHECKING
 
 from ister import logs
@@ -41,6 +42,7 @@ from ister.errors import (
     NotFoundError,
     OffsetOutOfRangeError,
     PermissionDeniedError,
+    StoresDifferError,
     TopicNameError,
     UnauthenticatedError,
     UnavailableError,
@@ -89,6 +91,7 @@ __all__ = [
     "PermissionDeniedError",
     "Reader",
     "Repaired",
+    "StoresDifferError",
     "Tiered",
     "Topic",
     "TopicNameError",
@@ -126,8 +129,18 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = importlib.import_module(home)
+    except (ImportError, RuntimeError) as error:
+        if threading.main_thread().is_alive():
+            raise
+        # Some modules cannot be imported any more.
+        raise InvalidRequestError(
+            f"ister.{name} cannot be loaded: the interpreter is shutting down",
+            hint="use it before the program ends, not in an atexit handler",
+        ) from error
     # Kept: the next use does not come here.
-    found = globals()[name] = getattr(importlib.import_module(home), name)
+    found = globals()[name] = getattr(module, name)
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ister import failpoints
+from ister import failpoints, threads
 from ister.config import load_config
 from ister.errors import IsterError
 from ister.extras import missing_extra
@@ -30,11 +30,13 @@ def open(  # noqa: A001 - `ister.open` is the name that users type
     Raises:
         ConfigError: A setting is wrong. Names the key.
         DirectoryLockedError: Another process has the directory open.
+        InvalidRequestError: The interpreter is shutting down.
         DiskError: The directory cannot be used.
     """
     if specification := os.environ.get("ISTER_FAILPOINTS"):
         failpoints.arm_from_environment(specification)
     config = load_config(source)
+    threads.check_exit(needs_pool=config.storage.mode.has_bucket)
     if not is_main_thread():
         return Log(config)
     return make_shielded(lambda: Log(config), _close_quietly, "ister-open")

@@ -12,6 +12,7 @@
     ├ ConflictError              re-read, then decide          ABORTED
     │ ├ AlreadyExistsError       take the existing one
     │ ├ DirectoryLockedError     stop the other process
+    │ ├ StoresDifferError        decide which store is right
     │ └ WaitsForDiskError        start the node that has the disk
     ├ FencedError                a newer owner exists: stop    ABORTED
     ├ UnavailableError           retry later                   UNAVAILABLE          retriable
@@ -54,6 +55,7 @@ __all__ = [
     "NotFoundError",
     "OffsetOutOfRangeError",
     "PermissionDeniedError",
+    "StoresDifferError",
     "TopicNameError",
     "UnauthenticatedError",
     "UnavailableError",
@@ -216,15 +218,25 @@ class DirectoryLockedError(ConflictError):
     """Another process (or another handle in this one) owns the WAL directory."""
 
 
+class StoresDifferError(ConflictError):
+    """The metadata store, the bucket and the local files contradict each other.
+
+    One of them was rolled back to an older state, or files were moved. Trying again does not help:
+    the hint says what an operator can do.
+    """
+
+
 class WaitsForDiskError(ConflictError):
     """The topic's newest messages may be only on the disk of a node that does not have it open.
 
     Attributes:
         node: That node: the last one that wrote the topic.
         offset: The end of what the bucket has. Messages from here on may be on that disk.
+        known_end: Some of them were below this offset; 0 if nothing is known of them.
     """
 
     node: str = ""
+    known_end: int = 0
 
     def __init__(
         self,
@@ -234,9 +246,11 @@ class WaitsForDiskError(ConflictError):
         topic: str | None = None,
         offset: int | None = None,
         hint: str | None = None,
+        known_end: int = 0,
     ) -> None:
         super().__init__(message, topic=topic, offset=offset, hint=hint)
         self.node = node
+        self.known_end = known_end
 
 
 class FencedError(IsterError):
@@ -304,7 +318,8 @@ class DataGapError(CorruptDataError):
             topic=topic,
             offset=start,
             hint=f"offsets {start} up to, not including, {end} are in no tier; "
-            "`ister repair` restores them where another copy exists",
+            "`ister repair` restores them where another copy exists, and with --give-up it gives "
+            "them up",
         )
         self.start = start
         self.end = end

@@ -51,6 +51,12 @@ FAILPOINTS: Final[frozenset[str]] = frozenset(
         "tier.before_swap",  # a merged object exists, nobody refers to it
         "tier.after_swap",  # it is part of the topic; those that it replaces are still there
         "tier.after_replace",  # repair: a descriptor names its new object
+        "delete.after_rename",  # a topic's directory has a name that no topic has
+        "delete.after_remove_file",  # a file of such a directory is gone
+        "repair.before_gaps",  # offsets are about to be given up, nothing has changed
+        "repair.after_gaps",  # the record is replaced, nothing else has changed
+        "repair.after_object",  # a replacement object is written, no descriptor names it
+        "repair.after_commit",  # it is part of the topic, the local files are as they were
         "express.before_put",  # runs of many topics are in memory
         "express.after_put",  # an express object exists, nobody refers to it
         "express.before_commit",  # before the transaction of some of its topics

@@ -79,6 +79,12 @@ STALL_RETRY_SECONDS: Final = 0.25
 IDLE_FILE_SECONDS: Final = 2.0
 """A topic without appends for this long holds no open file."""
 
+SLOW_SYNC_SECONDS: Final = 1.0
+"""A sync that takes this long is reported as a slow disk."""
+
+SLOW_SYNC_SHOWN_SECONDS: Final = 60.0
+"""A disk counts as slow for this long after its last slow sync."""
+
 RECOVERY_CHUNK_BYTES: Final = 4 * MIB
 """How much recovery reads at once: reopening holds this much per topic, not a file."""
 

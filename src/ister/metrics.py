@@ -222,6 +222,19 @@ _LOG: Final[tuple[Metric, ...]] = (
         "calls",
         "subscriptions, consumers and streams refused because their principal is at its limit",
     ),
+    Metric("broker.flight_streams", "gauge", "streams", "Arrow Flight streams open"),
+    Metric(
+        "broker.flight_streams_max",
+        "gauge",
+        "streams",
+        "limit of Arrow Flight streams: broker.limits.max_flight_streams",
+    ),
+    Metric(
+        "broker.flight_stream_refusals_total",
+        "counter",
+        "streams",
+        "Arrow Flight streams refused because too many were open",
+    ),
     Metric(
         "broker.schema_misfits", "counter", "messages", "messages that did not fit their schema"
     ),
@@ -237,6 +250,12 @@ _LOG: Final[tuple[Metric, ...]] = (
         "counter",
         "times",
         "a subscription released memory because the budget was used up, since the start",
+    ),
+    Metric(
+        "broker.stalled_streams_ended_total",
+        "counter",
+        "streams",
+        "streams ended because their clients did not read while others waited for the memory",
     ),
     Metric("subscription.nacks_total", "counter", "messages", "messages that consumers gave back"),
     Metric(
@@ -598,7 +617,8 @@ class Metrics:
     """The values of one open log. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: a finalizer may append while this thread counts.
+        self._lock = threading.RLock()
         self._counters = {m.name: 0 for m in _LOG if m.kind == "counter"}
         self._histograms = {
             m.name: Histogram(bounds_of(m.name)) for m in _LOG if m.kind == "histogram"

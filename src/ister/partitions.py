@@ -13,6 +13,8 @@ import re
 from typing import Final
 
 PARTITION_INFIX: Final = "-part-"
+PARTITIONS_MAX: Final = 1024
+"""The most partitions of a topic."""
 _PARTITION: Final = re.compile(rf"(?P<base>.+){PARTITION_INFIX}(?P<number>0|[1-9][0-9]{{0,5}})")
 _BASIS: Final = 0xCBF29CE484222325
 _PRIME: Final = 0x100000001B3

@@ -1,4 +1,4 @@
-"""Positions in a topic and times: parsing and formatting.
+"""Positions in a topic and times: parsing, formatting, and the lag of a position.
 
     position = "earliest" | "latest" | offset | time | "@" milliseconds | "t:" time | age
     time     = ISO 8601 with a time zone          2026-01-31T12:00:00Z
@@ -112,7 +112,8 @@ def format_position(position: Start) -> str:
     """
     if isinstance(position, datetime):
         return f"@{to_milliseconds(position)}"
-    if position in ("earliest", "latest") or (type(position) is int and position >= 0):
+    is_word = isinstance(position, str) and position in ("earliest", "latest")
+    if is_word or (type(position) is int and position >= 0):
         return str(position)
     raise InvalidRequestError(
         f"invalid position {position!r}: use earliest, latest, an offset or a time"
@@ -170,3 +171,11 @@ def to_milliseconds(time: datetime | int) -> int:
     if not 0 <= milliseconds <= PUBLISH_TIME_MS_MAX:
         raise InvalidRequestError(f"time {time!r} is outside of 1970 to 9999")
     return milliseconds
+
+
+def lag_of(cursor: int, *, earliest: int, end: int) -> int:
+    """Returns how many messages there are from a cursor to the end of a topic.
+
+    Those before `earliest`, which retention has deleted, do not count: nobody will receive them.
+    """
+    return max(0, end - max(cursor, earliest))

@@ -51,14 +51,14 @@ class JsonSerializer(Generic[_Value]):
         )
 
     def serialize(self, value: _Value) -> bytes:
-        """Encodes a value; NaN and infinities become null.
+        """Encodes a value; NaN and infinities become null, a `Decimal` becomes a string.
 
         Raises:
             InvalidRequestError: The value cannot be encoded as JSON.
         """
         try:
             return self._encoder.encode(value)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError, BufferError) as error:
             raise InvalidRequestError(f"cannot encode as JSON: {error}") from error
 
     def deserialize(self, payload: bytes) -> _Value:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from typing import Final
 
 from ister import forks
 from ister.clock import SystemClock
+from ister.errors import InvalidRequestError
 
 _log = logging.getLogger("ister.threads")
 
@@ -116,6 +118,36 @@ def run_to_end(thread: str, work: Callable[..., object], *arguments: object) -> 
         work(*arguments)
     except Exception as error:  # noqa: BLE001 - the thread has no caller that could handle it
         record(thread, error, has_ended=True)
+
+
+def exit_error() -> InvalidRequestError:
+    """The error for a call that needs threads while the interpreter shuts down."""
+    return InvalidRequestError(
+        "the interpreter is shutting down, and no thread can be started",
+        hint="open it before the program ends, not in an atexit handler",
+    )
+
+
+def check_exit(*, needs_pool: bool = False) -> None:
+    """Refuses work that needs threads if none can be started: in an `atexit` handler.
+
+    Args:
+        needs_pool: Whether it needs an executor; these end earlier, with the main thread.
+
+    Raises:
+        InvalidRequestError: The interpreter shuts down.
+    """
+    if threading.main_thread().is_alive() and not sys.is_finalizing():
+        return
+    try:
+        threading.Thread(target=int).start()
+        if needs_pool:
+            from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - may fail, too
+
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(int)
+    except RuntimeError as error:
+        raise exit_error() from error
 
 
 def start(

@@ -11,7 +11,13 @@ from functools import cache
 
 import pytest
 import yaml
-from tests.sim import fork_world, test_clone_world, test_cluster_world, test_disk_world
+from tests.sim import (
+    fork_world,
+    test_clone_world,
+    test_cluster_world,
+    test_disk_world,
+    test_restore_planted_bugs,
+)
 from tests.sim import test_express_planted_bugs as in_express_objects
 from tests.sim import test_planted_bugs as in_the_log
 from tests.sim import test_tier_planted_bugs as in_the_tiers
@@ -148,11 +154,12 @@ def test_planted_bugs_are_counted_right():
         len(test_clone_world.PLANTS),
         len(fork_world.PLANTED),
         len(test_cluster_world.PLANTS),
+        len(test_restore_planted_bugs.PLANTS),
     )
-    log, tiers, express, disks, copies, forks, clusters = counts
+    log, tiers, express, disks, copies, forks, clusters, restores = counts
     said = (
         f"{sum(counts)} bugs put in on purpose are each caught: {log} in the log, {tiers} in the "
         f"tiers, {express} in express objects, {disks} on full disks, {copies} with copied disks, "
-        f"{forks} with forks, {clusters} in clusters"
+        f"{forks} with forks, {clusters} in clusters, {restores} with restores"
     )
     assert said in (ROOT / "docs" / "TESTING.md").read_text()

@@ -27,6 +27,7 @@ from fault.endurance_program import Options
 from ister.client import Client
 from servers.broker import READY_SECONDS
 from servers.cluster import BrokerCluster, Link
+from servers.etcd import Cable
 from support.scale import scaled
 from support.waiting import eventually
 
@@ -255,7 +256,7 @@ class ClusterRun:
     def _cut(self, victim: int, fault: Fault, owned: Sequence[str]) -> None:
         is_silent = self._chance.random() < 0.5
         seconds = self._chance.uniform(0.5, 2.5 * self._cluster.lease_seconds)
-        self._cluster.cut(victim, _LINKS[fault], silently=is_silent)
+        self._cluster.cut(victim, _LINKS[fault], Cable.swallow if is_silent else Cable.cut)
         cut_at = self._load.disturbed(fault)
         self._wait(seconds)
         self._cluster.heal(victim, _LINKS[fault])

@@ -29,8 +29,10 @@ import yaml
 from deltalake import DeltaTable
 
 import ister
+from ister.bucket.identity import BUCKET_KEY
 from ister.bucket.names import STAGING_PREFIX, manifest_key, object_key, objects_prefix
 from ister.bucket.pipeline import PipelineKeys
+from ister.bucket.trust import TRUST_PREFIX
 from ister.clock import SystemClock
 from ister.config import load_config
 from ister.format.descriptor import FORMAT_FRAMES, ObjectDescriptor
@@ -353,7 +355,7 @@ class World:
             stale = log.tiers.objects.remove_stale_parts(0)
             staged = [info.key for info in log.tiers.objects.list(STAGING_PREFIX)]
         assert not staged, f"staged files that nobody removes: {staged}"
-        named = set()
+        named = {BUCKET_KEY}
         for name in (*self.sent, *self.replays):
             topic = TopicName.parse(name)
             prefix = objects_prefix(topic)
@@ -361,6 +363,8 @@ class World:
             named.update(prefix + found.object_id for found in self.descriptors(name))
         bucket = self.directory / "objects"
         there = {str(path.relative_to(bucket)) for path in bucket.rglob("*") if path.is_file()}
+        # What the bucket remembers of owners and of the metadata store.
+        there = {key for key in there if "/terms/" not in key and not key.startswith(TRUST_PREFIX)}
         assert there == named, f"left: {sorted(there - named)}, gone: {sorted(named - there)}"
         return {"objects": len(named), "collected": collected, "stale_parts": stale}
 

@@ -8,16 +8,22 @@ trimming under a death at any instruction. They cannot prove that anything was s
 import json
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 import ister
 from fault.oracle import SURVIVES_KILL, History, payload_of, settings_of, verify
 from fault.writer_child import WriterChild, new_seed, say_replay
+from ister.config import load_config
 from ister.failpoints import FAILPOINTS
 from ister.format.frame import encode_frame, scan_frames
+from ister.model import TopicState
+from ister.topic.log import Log
 from ister.wal.directory import parse_log_name
 from support.scale import scaled
 
@@ -242,3 +248,87 @@ def test_repeated_kill_in_recovery_loses_nothing(tmp_path, request):
                 deaths += child.ended() == -signal.SIGKILL
     assert deaths >= 3 * rounds, "too few deaths in recovery"
     check_and_append(tmp_path, history, "mixed", "p")
+
+
+_DELETE = """
+import sys
+import ister
+from ister import failpoints
+with ister.open({"storage": {"mode": "local_only", "wal": {"dir": sys.argv[1]}}}) as log:
+    topic = log.topic("/default/t", create=True)
+    for _ in range(30):
+        topic.append(b"x")
+    topic.flush()
+    failpoints.arm_from_environment(sys.argv[2])
+    log.delete("/default/t")
+"""
+
+
+@pytest.mark.parametrize("point", ["delete.after_rename", "delete.after_remove_file"])
+def test_killed_inside_of_a_deletion_the_topic_is_gone(tmp_path, point):
+    """Goal: a deletion without a bucket is completed after kill -9, and the name is free."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _DELETE, str(tmp_path), f"{point}=kill@1"], check=False
+    )
+    assert ended.returncode == -signal.SIGKILL
+    assert [path.name for path in (tmp_path / "default").iterdir()] == ["t.removed"]
+    with ister.open({"storage": {"mode": "local_only", "wal": {"dir": str(tmp_path)}}}) as log:
+        assert log.topics() == []
+        assert not list((tmp_path / "default").iterdir())
+        topic = log.topic("/default/t", create=True)
+        assert topic.state is TopicState.OPEN
+        assert topic.append(b"new") == 0
+
+
+_GIVE_UP = """
+import sys
+from ister import failpoints
+from ister.cli.main import main
+failpoints.arm_from_environment(sys.argv[1])
+sys.exit(main(["repair", "/default/t", "--give-up", "--yes", "--config", sys.argv[2]]))
+"""
+
+
+def _damaged(path: Path, *, has_bucket: bool) -> str:
+    """A log whose files end before its checkpoint says; returns its config file."""
+    storage = {"mode": "local_only", "wal": {"dir": str(path / "wal")}}
+    if has_bucket:
+        storage |= {
+            "mode": "wal_cloud",
+            "cloud": {"root": str(path / "objects")},
+            "metadata": {"path": str(path / "metadata.db"), "lease_ttl_seconds": 3},
+        }
+    config = path / "ister.yml"
+    config.write_text(yaml.safe_dump({"storage": storage}))
+    with Log(load_config(str(config)), background=False) as log:
+        topic = log.topic("/default/t", create=True)
+        for number in range(30):
+            topic.append(b"%d" % number)
+        topic.flush()
+    file = path / "wal" / "default" / "t" / "wal.log"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    return str(config)
+
+
+@pytest.mark.parametrize(
+    "point",
+    sorted(point for point in FAILPOINTS if point.startswith("repair.")),
+)
+def test_killed_while_it_gives_up_the_next_repair_ends_the_same(tmp_path, point):
+    """Goal: `ister repair --give-up` may be killed at any point, and repeated."""
+    has_bucket = point in ("repair.after_object", "repair.after_commit")
+    config = _damaged(tmp_path, has_bucket=has_bucket)
+    for failpoint, code in ((f"{point}=kill@1", -signal.SIGKILL), ("", 0)):
+        ended = subprocess.run(
+            [sys.executable, "-c", _GIVE_UP, failpoint, config],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == code, ended.stderr
+    with Log(load_config(config), background=False) as log:
+        topic = log.topic("/default/t")
+        found = [int(message.payload) for message in topic.read("earliest")]
+        assert found == list(range(len(found)))
+        assert 0 < len(found) < 30
+        assert topic.append(b"next") == 30

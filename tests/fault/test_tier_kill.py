@@ -40,6 +40,7 @@ MODES = {
     "tier.after_mark_deleting": ("delete", {}),
     "tier.after_delete_object": ("delete", {}),
     "tier.after_seal": ("seal", {}),
+    "tier.after_set_aside": ("take_over", {}),
     "tier.after_remove_local": ("seal", {}),
     "tier.after_replace": ("repair", {"wal": {"retention": {"size_mb": 10}}}),
 }

@@ -91,7 +91,8 @@ class Worker:
     def _open(self, name: str) -> ister.Topic:
         while True:
             try:
-                return self.log.topic(name, create=True)
+                is_taken = self.options.mode == "take_over"
+                return self.log.topic(name, create=True, take_over=is_taken)
             except ister.ConflictError:
                 if self.options.mode != "share":
                     raise
@@ -193,6 +194,8 @@ class Worker:
 
     def load(self) -> None:
         self._run(self.tend)
+
+    take_over = load
 
     def share(self) -> None:
         self._run(self.tend_shared)

@@ -59,6 +59,7 @@ class _Nodes:
         """
         self._factories.remove(factory)
         log = factory.log
+        log._is_closed = True  # nobody closes what is dropped here
         if log._background is not None:
             log._background.stop()
         if log.room.disk is not None:

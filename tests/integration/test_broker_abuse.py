@@ -1526,8 +1526,10 @@ def test_every_line_of_the_log_is_one_of_its_own(broker):
             for name in names:
                 await outcome(register(session, f"/default/{name}"))
                 await outcome(register(session, "/default/names", name))
-                producer = await register(session, "/default/names", f"p{name}")
-                sent = message("/default/names", producer, name=f"p{name}", routing_key=name)
+                await outcome(register(session, "/default/names", f"p{name}"))
+                producer = await register(session, "/default/names", f"p{names.index(name)}")
+                sender = f"p{names.index(name)}"
+                sent = message("/default/names", producer, name=sender, routing_key=name)
                 assert await outcome(session.raw_producers.SendMessage(sent)) == ("OK", "")
                 await outcome(session.raw_consumers.Subscribe(subscribe_request(name, name, name)))
 

@@ -911,6 +911,16 @@ async def test_reading_a_schema_needs_no_right_to_manage_it(broker, topic):
     asked = danube_schema.GetLatestSchemaRequest(subject=subject)
     async with broker.channel() as channel:
         latest = wire.stub(channel, registry).GetLatestSchema
+        code = await code_of(latest(asked, metadata=bearer(sign("reader"))))
+        assert code is Code.PERMISSION_DENIED, "it is no topic's of the reader"
+        await broker.create_topic(topic)
+        await broker.admin(
+            "ConfigureTopicSchema",
+            danube_schema.ConfigureTopicSchemaRequest(
+                topic_name=topic, schema_subject=subject, validation_policy="warn"
+            ),
+            service=registry,
+        )
         assert await code_of(latest(asked, metadata=bearer(sign("reader")))) is Code.OK
         code = await code_of(latest(asked, metadata=bearer(sign("stranger"))))
         assert code is Code.PERMISSION_DENIED
@@ -1058,6 +1068,63 @@ def test_certificate_says_who_it_is_to_danubes_client(mutual, topic):
         assert await asyncio.to_thread(ask_flight) == (topic,)
         async with mutual.http(loader) as http, http.get("/metrics") as response:
             assert response.status == 403
+
+    run(scenario())
+
+
+@pytest.mark.nightly
+def test_certificate_that_expires_is_refused_on_open_connections(mutual, topic):
+    """Goal: TLS looks at the time once; calls, streams and resumed sessions come later."""
+    name = f"brief-{next(_numbers)}"
+    ends_at = time.time() + 15
+    brief = CLIENTS.issue(name, end=timedelta(seconds=15))
+
+    def by_flight(connection):
+        return list(connection.do_action(flight.Action(Action.TOPICS, b""), flight_options(())))
+
+    async def status(http):
+        async with http.get("/metrics") as response:
+            return response.status
+
+    async def scenario():
+        binding = danube_admin.BindingDefinition(
+            id=name,
+            principal_type="service_account",
+            principal_name=name,
+            role_names=["admin"],
+            scope="cluster",
+        )
+        request = danube_admin.CreateBindingRequest(binding=binding)
+        await mutual.admin("CreateBinding", request, client=brief)
+        with mutual.flight(brief) as connection:
+            async with mutual.channel(brief) as channel, mutual.http(brief) as http:
+                listed = wire.stub(channel, "danube_admin.BrokerAdmin").ListBrokers
+                await wire.stub(channel, "danube_admin.TopicAdmin").CreateTopic(
+                    danube_admin.NewTopicRequest(name=topic, dispatch_strategy=1)
+                )
+                consumers = wire.stub(channel, "danube.ConsumerService")
+                found = await consumers.Subscribe(
+                    danube.ConsumerRequest(topic_name=topic, consumer_name="c", subscription="s")
+                )
+                stream = consumers.ReceiveMessages(
+                    danube.ReceiveRequest(consumer_id=found.consumer_id)
+                )
+                assert await code_of(listed(danube_admin.Empty(), timeout=30)) is Code.OK
+                await asyncio.to_thread(by_flight, connection)
+                assert await status(http) == 200
+                assert time.time() < ends_at, "the machine is too slow for this test"
+                # An idle connection would be closed before.
+                while (answer := await status(http)) == 200:
+                    await asyncio.sleep(0.5)
+                assert answer == 401
+                # Ends by itself, within about a second of the certificate.
+                code = await asyncio.wait_for(code_of(stream.read()), 60)
+                assert code is Code.UNAUTHENTICATED
+                assert time.time() > ends_at - 1
+                code = await code_of(listed(danube_admin.Empty(), timeout=30))
+                assert code is Code.UNAUTHENTICATED
+                error = await asyncio.to_thread(flight_outcome, lambda: by_flight(connection))
+                assert isinstance(error, UnauthenticatedError)
 
     run(scenario())
 

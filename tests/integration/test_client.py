@@ -3,11 +3,13 @@
 import asyncio
 import functools
 import json
+import math
 import threading
 import time
 from collections import Counter, defaultdict
 from datetime import UTC, datetime, timedelta
-from itertools import count
+from decimal import Decimal
+from itertools import count, groupby
 
 import pytest
 
@@ -18,6 +20,7 @@ import grpc
 
 from ister.broker.security.minting import make_api_key
 from ister.client import AsyncClient, Client, TlsOptions
+from ister.client.core import network
 from ister.client.core.put_stream import PutStream
 from ister.client.flight import FlightClient
 from ister.errors import (
@@ -39,6 +42,7 @@ from ister.subscription.policy import FailurePolicy, PoisonPolicy
 from ister.wire import danube_admin, stub
 from ister.wire.contract import RangeTicket
 from servers.broker import BrokerProcess
+from support.cases import each
 from support.certificates import LOCAL_NAMES, Authority
 from support.example_runs import run_example
 from support.scale import scaled
@@ -213,6 +217,61 @@ def test_what_is_no_message_is_refused_at_once(client, topic):
         assert producer.publish(b"x") == 0
 
 
+@each("bad", [Decimal("NaN"), math.nan, "1", [1]])
+def test_something_else_than_a_number_is_refused_and_harms_nothing(broker, client, topic, bad):
+    """Goal: a value that cannot be encoded does not end the producer and its other messages."""
+    with (
+        client.producer(topic, create=True) as producer,
+        client.consumer(topic, "s", kind="shared") as consumer,
+    ):
+        sent = producer.send(b"x")
+        for call in (
+            lambda: Client(broker.address, timeout=bad),
+            lambda: client.producer(topic, timeout=bad),
+            lambda: client.consumer(topic, "t", timeout=bad),
+            lambda: client.consumer(topic, "t", buffer_bytes=bad),
+            lambda: producer.send(b"x", schema_id=bad),
+            lambda: producer.send(b"x", schema_version=bad),
+            lambda: producer.send_json(1, schema_id=bad),
+            lambda: producer.send(b"x", timeout=bad),
+            lambda: sent.result(bad),
+            lambda: producer.flush(bad),
+            lambda: producer.close(bad),
+            lambda: consumer.receive(bad),
+            lambda: next(consumer.messages(limit=bad)),
+            lambda: consumer.flush(bad),
+            lambda: consumer.close(bad),
+            lambda: client.create_topic(topic, partitions=bad),
+            lambda: client.drain_broker("b", timeout=bad),
+        ):
+            with pytest.raises(InvalidRequestError):
+                call()
+        assert sent.result(Decimal(PATIENCE)) == producer.publish(b"y") - 1
+        for _ in range(2):
+            message = consumer.receive(PATIENCE)
+            with pytest.raises(InvalidRequestError):
+                consumer.nack(message, delay=bad)
+            consumer.ack(message)
+
+
+def test_something_else_than_a_text_is_refused_by_name(client, topic):
+    client.create_topic(topic)
+    for call, name in (
+        (lambda: client.producer(topic, name=object()), "name"),
+        (lambda: client.consumer(topic, 1), "subscription"),
+        (lambda: client.consumer(topic, "s", key_filters=[1]), "key filter"),
+        (lambda: client.create_namespace(1), "name"),
+        (lambda: client.seek(topic, 1, to="earliest"), "subscription"),
+        (lambda: client.set_failure_policy(topic, "s", 1), "set_failure_policy"),
+        (lambda: Client([1]), "address"),
+        (lambda: Client(1), "address"),
+        (lambda: Client("b:1", token=1), "token"),
+        (lambda: Client("b:1", tls="yes"), "tls"),
+    ):
+        with pytest.raises(InvalidRequestError, match=name):
+            call()
+
+
 def test_a_message_that_is_refused_fails_alone(broker, client, topic):
     client.create_topic(topic)
     client.set_topic_policies(topic, {"max_message_size": 1000})
@@ -342,6 +401,42 @@ def test_partitions_are_published_to_by_turns_or_by_key(broker, client, topic):
         client.seek(topic, "s", to=5)
     client.seek(parts[1], "s", to=5)
     assert client.describe_subscription(parts[1], "s").cursor == 5
+
+
+def test_open_producers_and_consumers_use_new_partitions(broker, client, topic, monkeypatch):
+    """Goal: each key goes to its old partition, and then to new ones, as partitions are added."""
+    monkeypatch.setattr(network, "_PARTITIONS_SECONDS", 0.05)
+    client.create_topic(topic, partitions=2)
+    keys = [f"key-{number}" for number in range(20)]
+    sent = defaultdict(list)
+
+    def has_moved():
+        for key in keys:
+            one = producer.send(b"%s %d" % (key.encode(), len(sent[key])), routing_key=key)
+            one.result(PATIENCE)
+            sent[key].append(one.topic)
+        return all(sent[key][-1] == f"{topic}-part-{partition_of(key, 5)}" for key in keys)
+
+    with client.producer(topic) as producer, client.consumer(topic, "s") as consumer:
+        assert not has_moved()
+        parts = client.grow_topic(topic, 5)
+        eventually(has_moved)
+        received = defaultdict(list)
+        for message in consumer.messages(limit=sum(map(len, sent.values())), timeout=PATIENCE):
+            key, number = message.payload.decode().split()
+            received[message.topic, key].append(int(number))
+            consumer.ack(message)
+    for key, topics in sent.items():
+        # By the number of partitions that the producer knew: it only grows.
+        ways = [parts[partition_of(key, count)] for count in range(2, 6)]
+        steps = [one for one, _ in groupby(topics)]
+        assert (steps[0], steps[-1]) == (ways[0], ways[-1])
+        rest = iter(ways)
+        assert all(step in rest for step in steps)
+        assert sorted(n for part in parts for n in received[part, key]) == list(range(len(topics)))
+    # Messages without a key go to all of them in turn.
+    with client.producer(topic) as producer:
+        assert {producer.send(b"").topic for _ in range(5)} == set(parts)
 
 
 # -- administration -------------------------------------------------------------------------

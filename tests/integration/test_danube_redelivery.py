@@ -278,6 +278,7 @@ def test_dead_letter_moves_an_exhausted_message_with_its_story(broker, topic, ki
             assert letter.routing_key == "customer-7"
             attributes = dict(letter.attributes)
             assert attributes.pop("colour") == "blue"
+            assert attributes.pop("x-dead-letter-signature")
             assert attributes == {
                 "x-original-topic": topic,
                 "x-original-subscription": "sub",

@@ -1146,6 +1146,22 @@ def test_object_that_was_replaced_reads_the_same(spark, here, place):
     assert rows_in(frame.toArrow()) == expected
 
 
+def test_object_that_was_given_up_is_passed_over(spark, here, place):
+    """Goal: Spark reads a topic from its beginning again after `ister repair --give-up`."""
+    expected = place.fill(A, 360, uploaded=300)
+    with place.open() as log:
+        topic = log.topic(A)
+        topic.upload()
+        topic.wal.trim(360)
+        lost = objects_of(topic)[1]
+        remove_object(log, topic, lost)
+        assert lost.end < topic.watermarks.trimmed
+        assert log.give_up(A).ranges == ((lost.start, lost.end),)
+    expected = [*expected[: lost.start], *expected[lost.end :]]
+    assert here(config=place.config, topic=A).rows() == expected
+    assert rows_in(load(spark, place.config, topic=A).toArrow()) == expected
+
+
 def test_object_that_is_lost_is_read_from_files_that_still_have_it(here, moving):
     place, log, topic = moving
     expected = rows_of(topic)

@@ -1,4 +1,4 @@
-"""Several brokers with disks of their own, a three-node etcd and an S3 server, on loopback.
+"""Several brokers with disks of their own, an etcd of three nodes or one, and an S3 server.
 
     with BrokerCluster(tmp_path) as cluster:
         client = AsyncClient(cluster.addresses)
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
@@ -55,6 +55,7 @@ class BrokerCluster:
     Args:
         directory: Where the brokers have their directories.
         brokers: How many.
+        etcd_nodes: How many nodes etcd has.
         lease_seconds: Time to live of their leases.
         settings: Laid over the settings of all of them.
         has_client_cables: Whether clients reach brokers through cables.
@@ -66,6 +67,7 @@ class BrokerCluster:
         directory: Path,
         *,
         brokers: int = 3,
+        etcd_nodes: int = 3,
         lease_seconds: int = LEASE_SECONDS,
         settings: Mapping[str, Any] | None = None,
         has_client_cables: bool = False,
@@ -73,6 +75,7 @@ class BrokerCluster:
     ) -> None:
         self._directory = directory
         self._count = brokers
+        self._etcd_nodes = etcd_nodes
         self.lease_seconds = lease_seconds
         self._settings = settings or {}
         self._has_client_cables = has_client_cables
@@ -86,7 +89,7 @@ class BrokerCluster:
 
     def __enter__(self) -> Self:
         try:
-            self.etcd = self._stack.enter_context(EtcdCluster(3))
+            self.etcd = self._stack.enter_context(EtcdCluster(self._etcd_nodes))
             self._s3 = self._stack.enter_context(rclone_server())
             for number in range(self._count):
                 self._add_broker(number)
@@ -117,13 +120,10 @@ class BrokerCluster:
         self._paused.discard(number)
         self.brokers[number].resume()
 
-    def cut(self, number: int, link: Link, *, silently: bool = False) -> None:
-        """Breaks a broker's connections; `silently` lets everything vanish instead."""
+    def cut(self, number: int, link: Link, how: Callable[[Cable], None] = Cable.cut) -> None:
+        """Breaks a broker's connections; `how` may also be `Cable.refuse` or `Cable.swallow`."""
         for cable in self._cables[number, link]:
-            if silently:
-                cable.swallow()
-            else:
-                cable.cut()
+            how(cable)
 
     def heal(self, number: int, link: Link) -> None:
         """Ends a cut."""

@@ -1,7 +1,8 @@
 """A real etcd, one node or three, on loopback ports in a temporary directory, and its cables.
 
 `EtcdServer` is one node. `EtcdCluster` has several; each one's client port and peer port are
-behind a `Cable`, a small TCP proxy that can be cut, swallow everything, or lose one reply.
+behind a `Cable`, a small TCP proxy that can be cut, refuse connections, swallow everything, or lose
+one reply.
 
     with EtcdCluster() as cluster:
         leader = cluster.leader()
@@ -66,11 +67,8 @@ class Cable:
         self._is_swallowing = False
         self._is_armed = False
         self.reply_dropped = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-        self.port = self._listener.getsockname()[1]
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._accept, name=f"cable-{target}", daemon=True)
-        self._thread.start()
+        self.port = 0
+        self._listen()
 
     # -- what can be done to it -------------------------------------------------------------
 
@@ -78,6 +76,11 @@ class Cable:
         """Breaks every connection; new ones are broken as soon as they are made."""
         with self._lock:
             self._is_cut = True
+        self.break_connections()
+
+    def refuse(self):
+        """Breaks every connection; nobody listens for new ones."""
+        self._stop_listening()
         self.break_connections()
 
     def swallow(self):
@@ -91,6 +94,8 @@ class Cable:
             self._is_cut = self._is_armed = False
         if was_swallowing:
             self.break_connections()
+        if self._is_closed:
+            self._listen()
 
     def drop_next_reply(self):
         """Forwards the next request, waits for its whole reply, loses it, and breaks the line."""
@@ -106,12 +111,7 @@ class Cable:
 
     def close(self):
         """Ends it and waits for its threads."""
-        self._is_closed = True
-        with contextlib.suppress(OSError):
-            # A listener that is only closed leaves its accept waiting.
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join()
+        self._stop_listening()
         with self._lock:
             wires = list(self._wires)
         for wire in wires:
@@ -120,6 +120,23 @@ class Cable:
             wire.join()
 
     # -- inside -----------------------------------------------------------------------------
+
+    def _listen(self):
+        self._listener = socket.create_server(("127.0.0.1", self.port), backlog=64)
+        self.port = self._listener.getsockname()[1]
+        self._is_closed = False
+        self._thread = threading.Thread(
+            target=self._accept, name=f"cable-{self._target}", daemon=True
+        )
+        self._thread.start()
+
+    def _stop_listening(self):
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            # A listener that is only closed leaves its accept waiting.
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
 
     def _accept(self):
         while not self._is_closed:
@@ -391,6 +408,27 @@ class EtcdCluster:
             if node.process is None:
                 self.start(number)
 
+    def save_snapshot(self, path):
+        """Copies the keys into a file, as an administrator does."""
+        endpoint = f"{self._scheme}://{self.direct_endpoints[self._running()[0]]}"
+        self._run_tool("etcdctl", "--endpoints", endpoint, "snapshot", "save", path)
+
+    def restore_snapshot(self, path):
+        """Kills all nodes, and starts them with the keys of a file; revisions fall to its own."""
+        for number in range(len(self._nodes)):
+            self.kill(number)
+        for number, node in enumerate(self._nodes):
+            shutil.rmtree(node.directory / "data")
+            self._run_tool(
+                *("etcdutl", "snapshot", "restore", path, "--name", node.name),
+                *("--data-dir", node.directory / "data"),
+                *("--initial-cluster", self._members()),
+                *("--initial-advertise-peer-urls", self._peer_urls()[number]),
+            )
+        for number in range(len(self._nodes)):
+            self._spawn(number)
+        self.wait_ready()
+
     def pause(self, number):
         """SIGSTOP."""
         self._nodes[number].process.send_signal(signal.SIGSTOP)
@@ -483,21 +521,31 @@ class EtcdCluster:
 
     def _spawn(self, number):
         node = self._nodes[number]
-        advertised = [f"http://127.0.0.1:{cable.port}" for cable in self.peer_cables]
-        cluster = ",".join(
-            f"{other.name}={url}" for other, url in zip(self._nodes, advertised, strict=True)
-        )
         client = f"{self._scheme}://127.0.0.1:{node.client_port}"
         node.spawn(
             [
                 *("--listen-client-urls", client),
                 *("--advertise-client-urls", f"{self._scheme}://{self.endpoints[number]}"),
                 *("--listen-peer-urls", f"http://127.0.0.1:{node.peer_port}"),
-                *("--initial-advertise-peer-urls", advertised[number]),
-                *("--initial-cluster", cluster),
+                *("--initial-advertise-peer-urls", self._peer_urls()[number]),
+                *("--initial-cluster", self._members()),
                 *self._options,
             ]
         )
+
+    def _peer_urls(self):
+        return [f"http://127.0.0.1:{cable.port}" for cable in self.peer_cables]
+
+    def _members(self):
+        named = zip(self._nodes, self._peer_urls(), strict=True)
+        return ",".join(f"{node.name}={url}" for node, url in named)
+
+    def _run_tool(self, name, *arguments):
+        program = str(Path(etcd_binary()).with_name(name))
+        done = subprocess.run(
+            [program, *map(str, arguments)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{name}: {done.stderr}"
 
     def _running(self):
         return [number for number, node in enumerate(self._nodes) if node.process is not None]

@@ -76,7 +76,7 @@ class _OpenAccess:
     def check(self, permission, *, topic=None):
         pass
 
-    def allows(self, permission, *, topic):
+    def allows(self, permission, *, topic=None):
         return True
 
 
@@ -155,11 +155,11 @@ class LogSource:
         self.config = log.config
         self.searches = TimeSearches(log.metrics)
 
-    def open(self, name, *, create=False, ack=None, codec=None):
+    def open(self, name, *, creator=None, ack=None, codec=None):
         try:
             topic = self._log.topic(name)
         except NotFoundError:
-            if not create:
+            if creator is None:
                 raise
             topic = self._log.topic(name, create=True, ack=ack, codec=codec)
         return self._sequenced.of(topic)

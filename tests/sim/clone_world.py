@@ -13,6 +13,8 @@ What is checked, by rules that know nothing of how copies are told apart:
   topic over; or a copy of the disk goes on in the place of the very last process, which has not
   closed. What was acknowledged before the copy was made, or is in the bucket, is there even then;
 - when everything else has ended, the last holder's disk opens, and every other copy is refused.
+
+With `restores`, stores are put back to older states, too, and other rules apply (`restores`).
 """
 
 from __future__ import annotations
@@ -37,15 +39,23 @@ from ister.errors import (
     IsterError,
     NotFoundError,
     UnavailableError,
+    WaitsForDiskError,
 )
 from ister.metadata.memory import MemoryMetadata
 from ister.model import TopicName
 from ister.topic.log import Log
 from ister.topic.topic import Topic
+from ister.wal.directory import WalDirectory
 from support.memory_fs import MemoryFileSystem
 from support.memory_store import MemoryObjectStore
+from tests.sim.restores import REFUSALS, Restores
 from tests.sim.tier_world import read_all
-from tests.sim.world import BrokenPromiseError, InlineSchedule
+from tests.sim.world import (
+    BrokenPromiseError,
+    InlineSchedule,
+    other_processes,
+    seeded_names,
+)
 
 __all__ = ["CloneWorld", "run_seed"]
 
@@ -110,7 +120,7 @@ class Owed:
 class CloneWorld:
     """See the module header."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, restores: bool = False) -> None:
         self.seed = seed
         self.rng = rng = random.Random(seed)
         self.clock = ManualClock()
@@ -132,6 +142,20 @@ class CloneWorld:
         self._running: list[Disk] = []
         self._interrupt_in = 0
         self._is_quiet = False
+        self.restores: Restores | None = None
+        self._expected = REFUSALS if restores else _EXPECTED
+        if restores:
+            self.restores = Restores(
+                seed,
+                meta=self.meta,
+                store=self.store,
+                machines=lambda: self.disks,
+                names=TOPICS,
+                stop=self.kill,
+                clock=self.clock,
+                quietly=self._quietly,
+                trace=self._say,
+            )
         self._config = load_config(
             {
                 "storage": {
@@ -169,10 +193,11 @@ class CloneWorld:
         """Time passes, and others have their turns."""
         self.trace("interrupted")
         self.clock.advance(self.rng.choice((0.0, 1.0, 6.0, 6.0, 20.0)))
-        for _ in range(self.rng.randrange(1, 6)):
-            free = [disk for disk in self.disks if disk not in self._running]
-            if free:
-                self.turn(self.rng.choice(free))
+        with other_processes():
+            for _ in range(self.rng.randrange(1, 6)):
+                free = [disk for disk in self.disks if disk not in self._running]
+                if free:
+                    self.turn(self.rng.choice(free))
         self.trace("goes on")
 
     @contextmanager
@@ -192,6 +217,9 @@ class CloneWorld:
         finally:
             self._is_quiet = before
 
+    def _say(self, text: str) -> None:
+        self.trace(text)
+
     # -- lives ------------------------------------------------------------------------------
 
     def live(self, turns: int) -> None:
@@ -202,6 +230,8 @@ class CloneWorld:
                 if self.rng.random() < 0.2:
                     self._interrupt_in = self.rng.randrange(1, 12)
                 self.turn(self.rng.choice(self.disks))
+                if self.restores is not None:
+                    self.restores.maybe_act()
             self.heal()
         finally:
             logging.disable(logging.NOTSET)
@@ -230,8 +260,10 @@ class CloneWorld:
                 action(disk)
         except InvariantError as error:
             raise BrokenPromiseError(f"{error!r}") from error
-        except _EXPECTED as error:
+        except self._expected as error:
             self.trace(f"disk {disk.number}: {error!r}")
+        if self.restores is not None:
+            self.restores.check_kept()
 
     def start(self, disk: Disk) -> None:
         """A process begins; where it may not, it says so."""
@@ -255,11 +287,15 @@ class CloneWorld:
             raise
         disk.process = Process(disk, log, schedule)
         self.replaced += bool(joined) and joined[-1].disk is not disk
+        begun = [one.disk for one in joined if one.log is not None]
+        if self.restores is not None and begun and begun[-1] is not disk:
+            self.restores.note_replaced(disk)
         joined.append(disk.process)
 
     def copy(self, disk: Disk) -> None:
         """The disk is copied as it reads now, or as a power cut would leave it."""
-        if len(self.disks) >= _DISKS_MAX or not disk.fs.exists("/data/wal/.node"):
+        disks_max = _DISKS_MAX if self.restores is None else 2
+        if len(self.disks) >= disks_max or not disk.fs.exists("/data/wal/.node"):
             return
         self.copies += 1
         fs = disk.fs.copied()
@@ -278,6 +314,8 @@ class CloneWorld:
     def cut_power(self, disk: Disk) -> None:
         disk.process = None
         disk.fs.crash(self.rng)
+        if self.restores is not None:
+            self.restores.rebase()
 
     def close(self, disk: Disk) -> None:
         process = disk.process
@@ -295,6 +333,9 @@ class CloneWorld:
     def append(self, disk: Disk) -> None:
         process = disk.process
         name, topic = self._open(process)
+        if self.restores is not None:
+            self.restores.append(disk, name, topic, process.schedule)
+            return
         payload = b"%d on %d" % (self.at, disk.number)
         offset = topic.append(payload)
         process.schedule.run()
@@ -316,11 +357,15 @@ class CloneWorld:
         membership = disk.process.log.tiers.membership
         was_valid = membership.is_valid
         membership.renew()
+        if self.restores is not None:
+            self.restores.renew(disk.process.log)
         self.regained += not was_valid
 
     def _open(self, process: Process) -> tuple[str, Topic]:
         name = self.rng.choice(TOPICS)
         take_over = self.rng.random() < 0.3
+        if self.restores is not None:
+            return name, self._open_restored(process, name)
         before = process.log._topics.get(name)
         try:
             topic = process.log.topic(name, create=True, take_over=take_over)
@@ -332,6 +377,13 @@ class CloneWorld:
             with self._quietly():
                 self._check_opened(process, name, topic)
         return name, topic
+
+    def _open_restored(self, process: Process, name: str) -> Topic:
+        before = process.log._topics.get(name)
+        topic = process.log.topic(name, create=True)
+        if topic is not before:
+            self.restores.note_opened(process.disk, name)
+        return topic
 
     def _has(self, name: str, topic: Topic) -> bool:
         """Whether a topic is still its owner's, by its record."""
@@ -381,7 +433,10 @@ class CloneWorld:
         for disk in self.disks:
             disk.process = None
             disk.fs.kill()
-        self.clock.advance(LEASE_SECONDS + 1)
+        self.clock.advance(LEASE_SECONDS + 2)
+        if self.restores is not None:
+            self._settle()
+            return
         for family, joined in self.joined.items():
             last = [joined[-1].disk] if joined else []
             disks = [disk for disk in self.disks if disk.family == family]
@@ -404,14 +459,28 @@ class CloneWorld:
                 if disk is not opened and disk.fs.exists("/data/wal/.instances"):
                     self._check_refused(disk)
 
+    def _settle(self) -> None:
+        """One disk of each node goes on, with what was put back."""
+
+        def start(disk: Disk) -> None:
+            if any(one.family == disk.family and one.process is not None for one in self.disks):
+                raise ConflictError("another copy runs")
+            self.start(disk)
+
+        self.restores.settle(start, lambda: self.clock.advance(LEASE_SECONDS + 2))
+
     def _check_topics(self, disk: Disk) -> None:
         process = disk.process
         for name in TOPICS:
+            owed = self.owed[name].acked.values()
             try:
                 topic = process.log.topic(name)
             except (ConflictError, NotFoundError) as error:
-                # A copy from before the topic was made says that it has no files of it.
-                owed = self.owed[name].acked.values()
+                # A copy from before the topic was made says that it has no files of it. One that
+                # is older than what others know of it is refused.
+                is_older = not all(map(disk.had, owed)) or self._has_newer(disk, name)
+                if isinstance(error, WaitsForDiskError) and is_older:
+                    continue
                 if len(self.joined) == 1 and any(map(disk.had, owed)):
                     raise BrokenPromiseError(f"{name} cannot be opened: {error!r}") from error
                 continue
@@ -419,6 +488,14 @@ class CloneWorld:
             offset = topic.append(b"the end")
             topic.flush()
             topic.wait(offset, "synced")
+
+    def _has_newer(self, disk: Disk, name: str) -> bool:
+        """Whether another copy has files of a later term."""
+        epochs = []
+        for one in (disk, *(other for other in self.disks if other is not disk)):
+            state = WalDirectory(one.fs, f"/data/wal{name}").load_state()
+            epochs.append(state.epoch if state is not None else 0)
+        return max(epochs) > epochs[0]
 
     def _check_refused(self, disk: Disk) -> None:
         try:
@@ -429,25 +506,31 @@ class CloneWorld:
 
 
 def run_seed(
-    seed: int, *, turns: int = 60, trace: Callable[[str], None] | None = None
+    seed: int,
+    *,
+    turns: int = 60,
+    trace: Callable[[str], None] | None = None,
+    restores: bool = False,
 ) -> CloneWorld:
     """One world from its beginning to its end.
 
     Raises:
         BrokenPromiseError: With the command that shows it again.
     """
-    world = CloneWorld(seed)
+    world = CloneWorld(seed, restores=restores)
     if trace is not None:
         world.trace = trace
     # A few topics are many: they come back in several transactions.
     together = ister.bucket.membership._TOPICS_PER_TRANSACTION
     ister.bucket.membership._TOPICS_PER_TRANSACTION = 2
     try:
-        world.live(turns)
+        with seeded_names(seed):
+            world.live(turns)
     except (BrokenPromiseError, IsterError) as error:
         raise BrokenPromiseError(
             f"seed {seed}: {error!r}\n"
             f"replay: python -m tests.sim.clone_world {seed} --turns {turns}"
+            f"{' --restores' if restores else ''}"
         ) from error
     finally:
         ister.bucket.membership._TOPICS_PER_TRANSACTION = together
@@ -461,10 +544,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seed", type=int)
     parser.add_argument("--turns", type=int, default=60)
+    parser.add_argument("--restores", action="store_true", help="stores are put back")
     parser.add_argument("--trace", action="store_true", help="show every turn")
     arguments = parser.parse_args()
     world = run_seed(
-        arguments.seed, turns=arguments.turns, trace=print if arguments.trace else None
+        arguments.seed,
+        turns=arguments.turns,
+        trace=print if arguments.trace else None,
+        restores=arguments.restores,
     )
     print(
         f"seed {arguments.seed}: {world.acks} acknowledged, {world.copies} copies, "

@@ -11,6 +11,8 @@ answers get lost. A topic has the level `synced` or `tiered`, or no log.
 In a world with `diskless`, most brokers keep no files (`storage.mode: bucket`), so whatever ends
 such a process loses all that it had, and all topics with a log have the level `tiered`.
 
+With `restores`, stores are put back to older states, too, and other rules apply (`restores`).
+
 What is checked, by reading the stores directly, without the code under test:
 
 - an acknowledgement comes from the process that has the topic, by the topic's record;
@@ -29,7 +31,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -58,8 +59,14 @@ from ister.topic.log import Log
 from ister.topic.topic import Topic
 from support.memory_fs import MemoryFileSystem, SimulatedCrash
 from support.memory_store import MemoryObjectStore
+from tests.sim.restores import REFUSALS, Restores
 from tests.sim.tier_world import read_all
-from tests.sim.world import BrokenPromiseError, InlineSchedule
+from tests.sim.world import (
+    BrokenPromiseError,
+    InlineSchedule,
+    other_processes,
+    seeded_names,
+)
 
 __all__ = ["ClusterWorld", "run_seed"]
 
@@ -120,7 +127,7 @@ class Machine:
 class ClusterWorld:
     """See the module header."""
 
-    def __init__(self, seed: int, *, diskless: bool = False) -> None:
+    def __init__(self, seed: int, *, diskless: bool = False, restores: bool = False) -> None:
         self.seed = seed
         self.rng = rng = random.Random(seed)
         self.clock = SharedClock()
@@ -167,6 +174,20 @@ class ClusterWorld:
         self.strategy = Strategy.FAIR
         self._config = _config(mode="wal_cloud", wal={"dir": "/data/wal"})
         self._diskless_config = _config(mode="bucket", wal={})
+        self.restores: Restores | None = None
+        self._expected = REFUSALS if restores else _EXPECTED
+        if restores:
+            self.restores = Restores(
+                seed,
+                meta=self.meta,
+                store=self.store,
+                machines=lambda: self.machines,
+                names=LOGGED,
+                stop=self.kill,
+                clock=self.clock,
+                quietly=self._quietly,
+                trace=self._say,
+            )
 
     # -- what the stores hold, read directly ------------------------------------------------
 
@@ -239,6 +260,8 @@ class ClusterWorld:
 
     def _check_leading(self, key: str) -> None:
         """An assignment was written, perhaps: was it by the leader?"""
+        if self.restores is not None:
+            return  # its key may be that of a process that ended long ago
         entry = self.meta._entries.get(key)
         if entry is self._entry_before:
             return
@@ -261,8 +284,9 @@ class ClusterWorld:
         while self.clock.monotonic() < end:
             self.clock.advance(min(BEAT_SECONDS, end - self.clock.monotonic()))
             self._beat_all()
-        for _ in range(self.rng.randrange(1, 4)):
-            self.turn()
+        with other_processes():
+            for _ in range(self.rng.randrange(1, 4)):
+                self.turn()
         self.trace("goes on")
 
     def _on_sleep(self) -> None:
@@ -286,6 +310,9 @@ class ClusterWorld:
         finally:
             self._wishing.pop()
 
+    def _say(self, text: str) -> None:
+        self.trace(text)
+
     # -- lives ------------------------------------------------------------------------------
 
     def live(self, turns: int) -> None:
@@ -303,7 +330,10 @@ class ClusterWorld:
                 self.clock.advance(self.rng.choice((0.05, 0.2, 0.5, 1.0)))
                 self._beat_all()
                 self._interrupt_in = 0
-                self._check_unlogged()
+                if self.restores is not None:
+                    self.restores.maybe_act()
+                else:
+                    self._check_unlogged()
             self.heal()
         finally:
             logging.disable(logging.NOTSET)
@@ -355,10 +385,12 @@ class ClusterWorld:
             self.kill(machine)
         except InvariantError as error:
             raise BrokenPromiseError(f"{error!r}") from error
-        except _EXPECTED as error:
+        except self._expected as error:
             self.trace(f"{machine.number}: {error!r}")
         finally:
             self._running.pop()
+        if self.restores is not None:
+            self.restores.check_kept()
 
     def start(self, machine: Machine) -> None:
         schedule = InlineSchedule()
@@ -413,12 +445,18 @@ class ClusterWorld:
     def cut_power(self, machine: Machine) -> None:
         machine.process = None
         machine.fs.crash(self.rng)
+        self._rebase()
+
+    def _rebase(self) -> None:
+        if self.restores is not None:
+            self.restores.rebase()
 
     def lose_disk(self, machine: Machine) -> None:
         """The machine gets a new disk, and with it becomes another node."""
         self.lost_nodes.add(machine.process.node)
         machine.process = None
         machine.fs = MemoryFileSystem()
+        self._rebase()
 
     def end(self, machine: Machine) -> None:
         """The broker hands over and ends, as SIGTERM has it."""
@@ -441,10 +479,11 @@ class ClusterWorld:
 
     def _beat_all(self) -> None:
         """The rounds of all brokers that are due."""
-        for machine in self._free():
-            process = machine.process
-            if process is not None and process.beat_at <= self.clock.monotonic():
-                self._act(machine, self.beat)
+        with other_processes():
+            for machine in self._free():
+                process = machine.process
+                if process is not None and process.beat_at <= self.clock.monotonic():
+                    self._act(machine, self.beat)
 
     def beat(self, machine: Machine) -> None:
         """Renews the lease, and does what `Assignee.run_round` does."""
@@ -452,6 +491,8 @@ class ClusterWorld:
         now = self.clock.monotonic()
         process.beat_at = now + BEAT_SECONDS
         process.log.tiers.membership.renew()
+        if self.restores is not None:
+            self.restores.renew(process.log)
         cluster = process.cluster
         members = cluster.members.recent()
         served = [one for one in process.log._topics.values() if not one.has_stopped]
@@ -549,6 +590,10 @@ class ClusterWorld:
 
     def _append(self, process: Process, name: str) -> None:
         topic = process.log.topic(name)
+        if self.restores is not None:
+            machine = next(one for one in self.machines if one.process is process)
+            self.restores.append(machine, name, topic, process.schedule)
+            return
         payload = b"%d of %s" % (self.at * 1000 + self.rng.randrange(1000), name.encode())
         offset = topic.append(payload)
         process.schedule.run()
@@ -615,6 +660,8 @@ class ClusterWorld:
         node = self._last_node(name)
         if any(one.node == node for one in process.cluster.brokers()):
             return
+        if self.restores is not None and self.restores.is_pending:
+            return  # an operator accepts first what was put back
         try:
             process.log.topic(name, take_over=True)
         finally:
@@ -622,6 +669,8 @@ class ClusterWorld:
             if begun["node"] == process.node != node:
                 self.trace(f"{name} was taken over from {begun['start']} on")
                 self.taken_over += 1
+                if self.restores is not None:
+                    self.restores.note_taken_over(name, begun["start"])
                 acked = self.acked[name]
                 for offset in [one for one in acked if one >= begun["start"]]:
                     del acked[offset]
@@ -642,7 +691,7 @@ class ClusterWorld:
             except _EXPECTED as error:
                 self.trace(f"{machine.number}: {name} not handed over: {error!r}")
                 is_whole = False
-        if is_whole and any(chosen.values()):
+        if is_whole and any(chosen.values()) and self.restores is None:
             self.drains += 1
             for name in served:
                 if name in LOGGED and self._last_node(name) == process.node:
@@ -655,6 +704,10 @@ class ClusterWorld:
     # -- checks -----------------------------------------------------------------------------
 
     def _check_opened(self, process: Process, name: str, topic: Topic) -> None:
+        if self.restores is not None:
+            machine = next(one for one in self.machines if one.process is process)
+            self.restores.note_opened(machine, name)
+            return
         with self._quietly():
             record = self._record(name)
             if record is None or record["claim"] != topic.tier.owned.record.claim:
@@ -695,6 +748,9 @@ class ClusterWorld:
             machine.paused_until = machine.no_metadata_until = machine.no_bucket_until = 0.0
             if machine.process is None and self.rng.random() < 0.7:
                 self._act(machine, self.start)
+        if self.restores is not None:
+            self._settle_restored()
+            return
         if all(machine.process is None for machine in self.machines):
             self._act(self.machines[0], self.start)
         live = [machine for machine in self.machines if machine.process is not None]
@@ -706,6 +762,16 @@ class ClusterWorld:
             self._check_served(live, name)
         self._settle(still=2)
         self._check_settled(live)
+
+    def _settle_restored(self) -> None:
+        """All brokers start again, and topics go on with what was put back."""
+        for machine in self.machines:
+            self.kill(machine)
+        with self._quietly():
+            self.restores.settle(
+                lambda machine: self._act(machine, self.start),
+                lambda: self.clock.advance(LEASE_SECONDS + 1),
+            )
 
     def _settle(self, *, still: int) -> None:
         """Passes beats until assignments have not changed for `still` of them."""
@@ -802,16 +868,14 @@ def run_seed(
     turns: int = 60,
     trace: Callable[[str], None] | None = None,
     diskless: bool = False,
+    restores: bool = False,
 ) -> ClusterWorld:
     """One world from its beginning to its end.
 
     Raises:
         BrokenPromiseError: With the command that shows it again.
     """
-    world = ClusterWorld(seed, diskless=diskless)
-    # Nodes are told apart by random names, which decide between equals.
-    token_hex, names = secrets.token_hex, random.Random(seed)
-    secrets.token_hex = lambda size=8: names.randbytes(size).hex()
+    world = ClusterWorld(seed, diskless=diskless, restores=restores)
     if trace is not None:
         world.trace = trace
     # A few topics are many: they take several transactions.
@@ -819,15 +883,15 @@ def run_seed(
     together = membership._TOPICS_PER_TRANSACTION, assignments._TOPICS_PER_TRANSACTION
     membership._TOPICS_PER_TRANSACTION = assignments._TOPICS_PER_TRANSACTION = 2
     try:
-        world.live(turns)
+        with seeded_names(seed):
+            world.live(turns)
     except (BrokenPromiseError, IsterError) as error:
         raise BrokenPromiseError(
             f"seed {seed}: {error!r}\n"
             f"replay: python -m tests.sim.cluster_world {seed} --turns {turns}"
-            f"{' --diskless' if diskless else ''}"
+            f"{' --diskless' if diskless else ''}{' --restores' if restores else ''}"
         ) from error
     finally:
-        secrets.token_hex = token_hex
         membership._TOPICS_PER_TRANSACTION, assignments._TOPICS_PER_TRANSACTION = together
     return world
 
@@ -840,6 +904,7 @@ def main() -> None:
     parser.add_argument("seed", type=int)
     parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--diskless", action="store_true", help="most brokers keep no files")
+    parser.add_argument("--restores", action="store_true", help="stores are put back")
     parser.add_argument("--trace", action="store_true", help="show every turn")
     arguments = parser.parse_args()
     world = run_seed(
@@ -847,6 +912,7 @@ def main() -> None:
         turns=arguments.turns,
         trace=print if arguments.trace else None,
         diskless=arguments.diskless,
+        restores=arguments.restores,
     )
     print(
         f"seed {arguments.seed}: {len(world.machines)} brokers, {world.acks} acknowledged, "

@@ -33,11 +33,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import ister.bucket.express
+from ister.bucket.express import find_runs
 from ister.bucket.express_collection import collect_express
 from ister.bucket.names import EXPRESS_PREFIX, TopicKeys, manifest_key, object_key
-from ister.bucket.rebuild import find_runs, find_topics, rebuild_topic
+from ister.bucket.rebuild import find_topics, rebuild_topic
 from ister.clock_guard import STEP_SECONDS
-from ister.errors import ClosedError, ConflictError, FencedError, IsterError, UnavailableError
+from ister.errors import (
+    ClosedError,
+    ConflictError,
+    FencedError,
+    InvalidRequestError,
+    IsterError,
+    UnavailableError,
+)
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor
 from ister.format.frame import scan_frames
 from ister.format.records import decode_retired, decode_topic
@@ -215,6 +223,8 @@ class Sharing:
         if opened:
             try:
                 self.rng.choice(opened).upload()
+            except InvalidRequestError:
+                self._world.trace("beside: waits until the term has begun")
             except (ClosedError, ConflictError, FencedError, UnavailableError) as error:
                 self._world.trace(f"beside: {error!r}")
 
@@ -258,7 +268,8 @@ class Sharing:
             key = EXPRESS_PREFIX + name
             if key not in self._world.store._objects:
                 raise BrokenPromiseError(f"{key} is committed and does not exist")
-            if self.puts[key] != self._running().get(name.split("/")[1]):
+            is_adopted = self._world.at.text in self._world.adopting
+            if not is_adopted and self.puts[key] != self._running().get(name.split("/")[1]):
                 raise BrokenPromiseError(f"{key} is committed under another lease than it was put")
 
     def note_delete(self, key: str) -> None:
@@ -335,7 +346,7 @@ class Sharing:
             MemoryMetadata(world.clock),
             TopicKeys("/danube", topic),
             found.get(topic, []),
-            runs=find_runs(store, on_damage=_refuse_damage).get(topic, ()),
+            runs=find_runs(store, on_damage=_refuse_damage).of(topic),
             clock=world.clock,
             dry_run=True,
         )

@@ -7,10 +7,12 @@ that has to notice: `crashes` (seeded crash points) or `faults` (failing operati
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 
 import pytest
 
+import ister.topic.giving_up
 import ister.topic.opening
 import ister.wal.directory
 import ister.wal.log
@@ -21,19 +23,25 @@ import ister.wal.writer
 import support.memory_fs
 from ister.errors import IsterError
 from ister.format.frame import NeedMore, scan_frames
+from ister.format.gaps import Gaps, encode_gaps
+from ister.fs.whole_files import write_file
+from ister.model import TopicState
 from ister.wal.checkpointer import Checkpointer
 from ister.wal.directory import WalDirectory
 from ister.wal.log import Wal
 from ister.wal.recovery import Recovered, _Recovery
 from ister.wal.scan import FileScan
 from ister.wal.writer import WalWriter
-from support.memory_fs import FaultPlan
+from support.machine import NAME, ROOT, Machine, numbered
+from support.memory_fs import FaultPlan, SimulatedCrash
+from support.scale import scaled
 from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.test_failing_operations import run_with_fault
-from tests.sim.world import find_break, run_seed
+from tests.sim.world import BrokenPromiseError, find_break, read_all, run_seed
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 SEEDS_MAX = 400
+PATH = f"{ROOT}{NAME}"
 
 
 def ack_before_sync(patch: pytest.MonkeyPatch) -> None:
@@ -222,6 +230,26 @@ def a_partial_write_is_followed_by_the_whole_again(patch: pytest.MonkeyPatch) ->
     patch.setattr(WalWriter, "write", write)
 
 
+def gaps_are_not_synced(patch: pytest.MonkeyPatch) -> None:
+    """The record of what was given up may be lost, and the log continues behind it."""
+
+    def save_gaps(self: WalDirectory, gaps: Gaps) -> None:
+        path = f"{self.path}/wal.gaps"
+        write_file(self.fs, path, encode_gaps(gaps), is_synced=False)
+
+    patch.setattr(WalDirectory, "save_gaps", save_gaps)
+
+
+def given_up_offsets_are_used_again(patch: pytest.MonkeyPatch) -> None:
+    real = ister.topic.giving_up.give_up
+    patch.setattr(
+        ister.topic.giving_up,
+        "give_up",
+        lambda directory, judged, _: real(directory, judged, judged.whole[-1][1]),
+    )
+
+
+BY_GIVING_UP: list[Plant] = [gaps_are_not_synced, given_up_offsets_are_used_again]
 BY_CRASHES: list[Plant] = [
     ack_before_sync,
     no_directory_sync_for_new_files,
@@ -251,6 +279,69 @@ def test_crashes_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     seed = find_break(seeds_for("wal", plant.__name__, SEEDS_MAX), run_seed)
     say_caught("wal", plant.__name__, seed)
+    assert seed is not None
+
+
+def give_up_and_crash(seed: int) -> None:
+    """Damages a log, gives up what it lost through crashes, and checks what is left of it."""
+    rng = random.Random(seed)
+    count = rng.randrange(10, 40)
+    with Machine() as machine:
+        topic = machine.topic(rotate_max_bytes=4096)
+        for payload in numbered(count, size=500):
+            topic.wait(topic.append(payload), "synced")
+        machine.shut_down()
+        machine._logs.clear()
+        logs = [n for n in machine.fs.list_directory(PATH) if n.endswith(".log")]
+        path = f"{PATH}/{rng.choice(logs)}"
+        machine.truncate(path, rng.choice(machine.frame_starts(path)) + rng.randrange(1, 500))
+        while True:
+            log = machine.open(rotate_max_bytes=4096)
+            log.topic(NAME)
+            left = iter(range(rng.randrange(1, 200)))
+
+            def crash(kind: str, path: str, left: Iterator[int] = left) -> None:
+                if next(left, None) is None:
+                    raise SimulatedCrash
+
+            machine.fs.before = crash
+            try:
+                log.give_up(NAME)
+                machine.fs.before = lambda kind, path: None
+                offset = log.topic(NAME).append(b"next")
+                log.topic(NAME).wait(offset, "synced")
+                break
+            except SimulatedCrash:
+                machine.fs.before = lambda kind, path: None
+                machine.cut_power(rng.randrange(1000))
+        machine.cut_power(rng.randrange(1000))
+        topic = machine.reopened(rotate_max_bytes=4096)
+        if topic.state is not TopicState.OPEN or offset < count:
+            raise BrokenPromiseError(f"{topic.state} at {offset}, behind {count} messages")
+        try:
+            found = read_all(topic)
+        except IsterError as error:
+            raise BrokenPromiseError(str(error)) from error
+        sent = dict(enumerate(numbered(count, size=500))) | {offset: b"next"}
+        if found.get(offset) != b"next" or not found.items() <= sent.items():
+            raise BrokenPromiseError(f"the messages {sorted(found)} are not those that were sent")
+
+
+def test_giving_up_survives_crashes() -> None:
+    for seed in range(scaled(20, 500)):
+        try:
+            give_up_and_crash(seed)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("plant", BY_GIVING_UP, ids=lambda plant: plant.__name__)
+def test_crashes_of_giving_up_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    seed = find_break(seeds_for("gaps", plant.__name__, SEEDS_MAX), give_up_and_crash)
+    say_caught("gaps", plant.__name__, seed)
     assert seed is not None
 
 

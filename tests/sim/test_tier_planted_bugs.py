@@ -75,8 +75,8 @@ def commit_without_comparing_the_epoch(patch: pytest.MonkeyPatch) -> None:
 def claim_without_a_new_epoch(patch: pytest.MonkeyPatch) -> None:
     real = _Claimant.next_record
 
-    def next_record(self: _Claimant, view, *, gives_up=False):
-        record = real(self, view, gives_up=gives_up)
+    def next_record(self: _Claimant, view, seen):
+        record = real(self, view, seen)
         return replace(record, epoch=view.known.epoch) if view.known is not None else record
 
     patch.setattr(_Claimant, "next_record", next_record)
@@ -428,8 +428,8 @@ def a_claim_believes_the_mark_of_an_older_owner(patch: pytest.MonkeyPatch) -> No
 
     real = _Claimant.next_record
 
-    def next_record(self: _Claimant, view, *, gives_up=False):
-        record = real(self, view, gives_up=gives_up)
+    def next_record(self: _Claimant, view, seen):
+        record = real(self, view, seen)
         if view.known is None or not view.known.is_open:
             return record
         return replace(record, acked_end=view.known.acked_end)

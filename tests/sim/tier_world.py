@@ -14,6 +14,9 @@ record proves that nothing acknowledged or delivered can be missing (the level i
 owner has marked the topic as idle). Where it may do neither, it serves the history, read-only. A
 subscription is served by whoever has the topic, and its cursor is saved.
 
+With `restores`, stores are put back to older states, too, and other rules apply than those below
+(`restores`): there are two topics, no pipeline, no express objects and no steps of the clock.
+
 In a third of the worlds there are two or three topics, which share express objects
 (`express_part`): every turn is about one of them, and all of them are looked at after it.
 
@@ -108,7 +111,13 @@ from support.memory_fs import MemoryFileSystem, SimulatedCrash, _Directory
 from support.memory_store import MemoryObjectStore
 from tests.sim.express_part import Rounds, Sharing, check_footer, read_run
 from tests.sim.outsider import OUTSIDE_POINTS, Outsider
-from tests.sim.world import BrokenPromiseError, InlineSchedule
+from tests.sim.restores import REFUSALS, Restores
+from tests.sim.world import (
+    BrokenPromiseError,
+    InlineSchedule,
+    other_processes,
+    seeded_names,
+)
 
 TOPIC: Final = "/ns/a"
 SHARING_SHARE: Final = 0.33
@@ -194,7 +203,8 @@ class Promises:
                 raise BrokenPromiseError(f"{offset} was tiered, and the new owner is at {start}")
         lost = [payload for offset, payload in self.durable.items() if offset >= start]
         self.given_up.setdefault(node, []).extend(lost)
-        for promised in (self.sent, self.written, self.durable, self.promised):
+        # What was sent there may be in an object that is adopted.
+        for promised in (self.written, self.durable, self.promised):
             for offset in [o for o in promised if o >= start]:
                 del promised[offset]
 
@@ -267,6 +277,11 @@ class Observer:
     """Raises for a payload that is too young to expire."""
     ever_tiered: dict[str, dict[int, bytes]] = field(default_factory=dict)
     """By incarnation: what has been in the bucket, whatever became of it since."""
+    may_adopt: bool = False
+    """Whether the topic was opened since the last look: its owner may have added objects of its
+    predecessor."""
+    judges: bool = True
+    """Off: takes what it sees as it is, where stores go back."""
     _verified: dict[str, bytes] = field(default_factory=dict)
     _revision: int = -1
 
@@ -293,6 +308,10 @@ class Observer:
 
     def look(self, *, may_expire: bool = True) -> None:
         """Takes in what has changed, and checks it."""
+        if not self.judges:
+            found = self.meta.get(self.keys.record)
+            self.record = None if found is None else decode_topic(found.value, key=found.key)
+            return
         if self.meta.revision != self._revision:
             self._revision = self.meta.revision
             self._look_at_record()
@@ -397,9 +416,11 @@ class Observer:
 
     def _check_new(self, before: ObjectDescriptor | None, described: ObjectDescriptor) -> None:
         record = self.record
-        if record is None or (described.epoch, described.incarnation) != (
-            record.epoch,
-            record.incarnation,
+        is_adopted = self.may_adopt and record is not None and described.epoch < record.epoch
+        if (
+            record is None
+            or described.incarnation != record.incarnation
+            or (described.epoch != record.epoch and not is_adopted)
         ):
             raise BrokenPromiseError(f"{described} came from another owner than {record}")
         if before is not None:
@@ -561,7 +582,12 @@ class TierWorld:
     """See the module header."""
 
     def __init__(
-        self, seed: int, *, failpoint: str | None = None, shares: bool | None = None
+        self,
+        seed: int,
+        *,
+        failpoint: str | None = None,
+        shares: bool | None = None,
+        restores: bool = False,
     ) -> None:
         """A world.
 
@@ -569,7 +595,9 @@ class TierWorld:
             seed: Of all chances.
             failpoint: Where lives end.
             shares: Whether topics share express objects; by default, the seed tells.
+            restores: Whether stores are put back to older states.
         """
+        shares = False if restores else shares
         self.seed = seed
         self.rng = rng = random.Random(seed)
         self.failpoint = failpoint
@@ -581,7 +609,7 @@ class TierWorld:
         self.clock = ManualClock()
         # Of its own: worlds without steps are what they were before there were any.
         self.clock_rng = random.Random(f"clock {seed}")
-        self.steps_clock = self.clock_rng.random() < 0.5 and failpoint is None
+        self.steps_clock = self.clock_rng.random() < 0.5 and failpoint is None and not restores
         self.wrong_ms = 0
         """How far the machines' clock is ahead."""
         self.was_corrected = False
@@ -603,6 +631,7 @@ class TierWorld:
         self.expires = rng.random() < 0.3 or "expire" in _LEADING.get(failpoint or "", ())
         # A clock that steps matters where something becomes too old.
         self.expires = self.expires or (self.steps_clock and self.clock_rng.random() < 0.7)
+        self.expires = self.expires and not restores
         self.fault_rate = rng.choice((0.0, 0.0, 0.02, 0.08))
         self.config = self._make_config(share_rng if shares else None)
         self.nodes = [Node(number, self._make_disk()) for number in range(2)]
@@ -618,8 +647,13 @@ class TierWorld:
         """The topic that a turn is about."""
         self.sharing = Sharing(self, share_rng) if shares else None
         self.outsider: Outsider | None = None
-        if rng.random() < 0.7 or failpoint in OUTSIDE_POINTS:
+        if (rng.random() < 0.7 or failpoint in OUTSIDE_POINTS) and not restores:
             self.outsider = Outsider(self, self._make_outside)
+        self.restores: Restores | None = None
+        if restores:
+            self._use_restores()
+        self.adopting: set[str] = set()
+        """The topics that were opened in this turn."""
         self.turns = self.sent = self.crashes = self.takeovers = self.faults = 0
         self.histories = 0
         """How often a history was served without a claim."""
@@ -632,6 +666,36 @@ class TierWorld:
         self.store.after = self._after_store
         self.meta.before = lambda kind, key: self._operation("meta", "before", kind)
         self.meta.after = lambda kind, key: self._operation("meta", "after", kind)
+
+    def _use_restores(self) -> None:
+        levels = self.rng.choice((("synced", "tiered"), ("tiered", "synced"), ("synced", "synced")))
+        self.views = [
+            self._make_view(*both) for both in zip(("/ns/a", "/ns/b"), levels, strict=True)
+        ]
+        for view in self.views:
+            view.seen.judges = False
+        self.fault_rate = self.rng.choice((0.0, 0.0, 0.0, 0.02))
+        self.at = self.views[0]
+        self.restores = Restores(
+            self.seed,
+            meta=self.meta,
+            store=self.store,
+            machines=lambda: self.nodes,
+            names=[view.text for view in self.views],
+            stop=self._stop,
+            clock=self.clock,
+            quietly=self._quietly,
+            trace=self._say,
+        )
+
+    def _say(self, text: str) -> None:
+        self.trace(text)
+
+    def _stop(self, node: Node) -> None:
+        if node.process is not None:
+            node.process.is_dead = True
+        node.process = None
+        node.fs.kill()
 
     @property
     def seen(self) -> Observer:
@@ -844,27 +908,34 @@ class TierWorld:
         self._depth += 1
         self.trace(f"node {process.node.number}: interrupted")
         self.look()
+        if self.restores is not None:
+            self.restores.maybe_act(is_within=True)
         is_node = process.node in self.nodes
         other = self.nodes[1 - process.node.number] if is_node else self._whose_turn()
         try:
-            if is_putting and self.sharing is not None:
-                self.sharing.beside(process)
-                self.look()
-            self.pass_time(self.rng.choice((0.0, 1.0, 7.0, 7.0, 150.0)))
-            if is_node and self.outsider is not None:
-                for _ in range(self.rng.randrange(3)):
-                    self.outsider.turn()
-            for _ in range(self.rng.randrange(1, 5)):
-                self.turn(other)
-            if self.rng.random() < 0.5:
-                self.pass_time(self.rng.choice((1.0, 150.0, 150.0)))
-                self.turn(other, self.rng.choice((self.collect, self.append, self.upload)))
-                self.turn(other, self.rng.choice((self.collect, self.trim, self.upload)))
-                if self.sharing is not None:
-                    self.turn(other, self.collect_express)
+            with other_processes():
+                self._let_others_act(process, other, is_putting=is_putting)
         finally:
             self._depth -= 1
             self.trace(f"node {process.node.number}: goes on")
+
+    def _let_others_act(self, process: Process, other: Node, *, is_putting: bool) -> None:
+        is_node = process.node in self.nodes
+        if is_putting and self.sharing is not None:
+            self.sharing.beside(process)
+            self.look()
+        self.pass_time(self.rng.choice((0.0, 1.0, 7.0, 7.0, 150.0)))
+        if is_node and self.outsider is not None:
+            for _ in range(self.rng.randrange(3)):
+                self.outsider.turn()
+        for _ in range(self.rng.randrange(1, 5)):
+            self.turn(other)
+        if self.rng.random() < 0.5:
+            self.pass_time(self.rng.choice((1.0, 150.0, 150.0)))
+            self.turn(other, self.rng.choice((self.collect, self.append, self.upload)))
+            self.turn(other, self.rng.choice((self.collect, self.trim, self.upload)))
+            if self.sharing is not None:
+                self.turn(other, self.collect_express)
 
     def pass_time(self, seconds: float) -> None:
         """Moves the clock. Changes that are under way land, or are lost, before long."""
@@ -917,6 +988,8 @@ class TierWorld:
                         self.outsider.turn()
                     else:
                         self.turn(self._whose_turn())
+                if self.restores is not None:
+                    self.restores.maybe_act()
                 if self.sharing is not None and self.sharing.rng.random() < 0.1:
                     self.check_recoverable()
             self.heal()
@@ -927,6 +1000,8 @@ class TierWorld:
                 self.sharing.use_transactions()
 
     def _choose_view(self) -> View:
+        if self.restores is not None:
+            return self.rng.choice(self.views)
         return self.at if self.sharing is None else self.sharing.rng.choice(self.views)
 
     def check_recoverable(self) -> None:
@@ -945,8 +1020,10 @@ class TierWorld:
     def turn(self, node: Node, action: Callable[[Process], None] | None = None) -> None:
         """One thing that happens to a node."""
         process = node.process
+        adopting, self.adopting = self.adopting, set()
         if process is None:
             self.start(node)
+            self.adopting = adopting
             return
         if action is None:
             action = self._choose()
@@ -964,6 +1041,7 @@ class TierWorld:
             self._judge(process, error)
         finally:
             self.look()
+            self.adopting = adopting
         if self.rng.random() < 0.5 and node.process is process:
             try:
                 with self._running_as(process):
@@ -973,10 +1051,13 @@ class TierWorld:
 
     def look(self) -> None:
         """Compares the stores with what is known."""
+        if self.restores is not None:
+            self.restores.check_kept()
         for view in self.views:
             with self._quietly(), self._viewing(view):
+                self.seen.may_adopt = view.text in self.adopting
                 self.seen.look(may_expire=self.expires)
-                for node in self.nodes:
+                for node in self.nodes if self.seen.judges else ():
                     process = node.process
                     if process is not None and process.topic is not None and self.is_right(process):
                         _check_order(process.topic, self.seen.end)
@@ -1052,7 +1133,8 @@ class TierWorld:
     def _make_plan(self) -> Plan:
         rng = self.rng
         plan = Plan(interrupt_in=rng.randrange(1, 120) if rng.random() < 0.5 else 0)
-        if self.failpoint is None and rng.random() < 0.7:
+        # Where stores go back, processes have to get somewhere before.
+        if self.failpoint is None and rng.random() < (0.7 if self.restores is None else 0.3):
             plan.where = rng.choice(("fs", "store", "store", "meta", "meta"))
             plan.left = rng.randrange(1, 150 if plan.where == "fs" else 50)
         elif self.failpoint is not None and rng.random() < 0.3:
@@ -1075,6 +1157,8 @@ class TierWorld:
             self.trace(f"node {node.number}: its disk is lost")
             node.fs = self._make_disk()
             node.id = None
+        if self.restores is not None:
+            self.restores.rebase()
 
     def is_right(self, process: Process) -> bool:
         """Whether a process has the topic, by what the metadata store says."""
@@ -1091,6 +1175,8 @@ class TierWorld:
         self.trace(f"node {process.node.number}: {error!r}")
         if isinstance(error, InvariantError):
             raise BrokenPromiseError(f"{error!r}") from error
+        if self.restores is not None and isinstance(error, REFUSALS):
+            return
         if process.had_fault and isinstance(error, UnavailableError):
             return
         with self._quietly():
@@ -1122,6 +1208,8 @@ class TierWorld:
         """The topic, as its owner; the one that is open if there is one."""
         if take_over is None:
             take_over = self.rng.random() < 0.3 and not self.seen.rotten
+        if self.restores is not None:
+            return self._open_restored(process, take_over=take_over)
         node = process.node.id
         if self.seen.rotten and self.seen.writer not in (None, node):
             # The other node's copy is the only one; nobody goes on without it.
@@ -1130,6 +1218,7 @@ class TierWorld:
             self.seen.takers.discard(node)
         if take_over:
             self.seen.takers.add(node)
+        self.adopting.add(self.at.text)
         try:
             topic = process.log.topic(
                 self.at.text, create=True, ack=self.at.ack, take_over=take_over
@@ -1143,6 +1232,22 @@ class TierWorld:
             self.takeovers += take_over
             process.states[self.at.text] = Opened(topic)
             self.check_opened(process)
+        return topic
+
+    def _open_restored(self, process: Process, *, take_over: bool) -> Topic:
+        restores, name = self.restores, self.at.text
+        # An operator accepts first what was put back.
+        take_over = take_over and not restores.is_pending
+        before = restores.record(name)
+        try:
+            topic = process.log.topic(name, create=True, ack=self.at.ack, take_over=take_over)
+        finally:
+            now = restores.record(name)
+            if take_over and now is not None and (before is None or before.claim != now.claim):
+                restores.note_taken_over(name, now.lineage[-1].start)
+        if topic is not process.topic:
+            process.states[name] = Opened(topic)
+            restores.note_opened(process.node, name)
         return topic
 
     def check_opened(self, process: Process) -> None:
@@ -1177,6 +1282,8 @@ class TierWorld:
     # -- work -------------------------------------------------------------------------------
 
     def _choose(self) -> Callable[[Process], None]:
+        if self.restores is not None:
+            return self._choose_beside_restores()
         actions: dict[Callable[[Process], None], float] = {
             self.append: 8,
             self.wait: 5,
@@ -1211,8 +1318,30 @@ class TierWorld:
                 actions[action] = 8
         return self.rng.choices(list(actions), list(actions.values()))[0]
 
+    def _choose_beside_restores(self) -> Callable[[Process], None]:
+        actions: dict[Callable[[Process], None], float] = {
+            self.append: 14,
+            self.upload: 4,
+            self.mark: 3,
+            self.idle: 1.5,
+            self.renew: 5,
+            self.trim: 2,
+            self.release: 1,
+            self.consume: 1,
+            self.save: 2,
+            self.collect: 3,
+            self.seal: 3,
+            self.delete: 0 if self.restores.is_pending else 2,
+            self.close: 2,
+            self.kill: 1,
+        }
+        return self.rng.choices(list(actions), list(actions.values()))[0]
+
     def append(self, process: Process) -> None:
         topic = self.open_topic(process)
+        if self.restores is not None:
+            self.restores.append(process.node, self.at.text, topic, process.schedule)
+            return
         for _ in range(self.rng.randrange(1, 6)):
             self.sent += 1
             payload = b"<%d>" % self.sent + bytes(self.rng.choice((0, 20, 400, 1500)))
@@ -1273,7 +1402,12 @@ class TierWorld:
         target = topic.wal.next
         tiered = topic.upload()
         self.look()
-        if self.is_right(process) and self.seen.end != target and tiered.end != target:
+        if (
+            self.restores is None
+            and self.is_right(process)
+            and self.seen.end != target
+            and tiered.end != target
+        ):
             raise BrokenPromiseError(f"{tiered}, the bucket: {self.seen.end}, log: {target}")
 
     def write(self, process: Process) -> None:
@@ -1368,6 +1502,9 @@ class TierWorld:
 
     def consume(self, process: Process) -> None:
         """A subscription is served by the owner or, while there is none, from the bucket alone."""
+        if self.restores is not None:
+            self._move_cursor(self.open_topic(process, take_over=False))
+            return
         try:
             topic = self.open_topic(process, take_over=False)
         except WaitsForDiskError:
@@ -1399,18 +1536,31 @@ class TierWorld:
         )
         owned.transact([], [Put(key, encode_progress(progress))])
 
+    def _move_cursor(self, topic: Topic) -> None:
+        owned = topic.tier.owned
+        progress = Progress(
+            offset=getattr(topic.watermarks, str(topic.ack)),
+            timestamp=0,
+            incarnation=owned.record.incarnation,
+        )
+        owned.transact([], [Put(self.seen.keys.progress("s"), encode_progress(progress))])
+
     def idle(self, process: Process) -> None:
         self.pass_time(self.rng.choice((0.01, 0.3, 1.1, 4.0, 7.0, 40.0, 70.0, 150.0)))
 
     def renew(self, process: Process) -> None:
         with suppress(NotFoundError):  # paused for longer than the new lease has lasted
             process.log.tiers.membership.renew()
+        if self.restores is not None:
+            self.restores.renew(process.log)
 
     def trim(self, process: Process) -> None:
         topic = self.open_topic(process)
         before = topic.wal.trimmed
         topic.tier.trim()
         retention = self.config.storage.wal.retention
+        if self.restores is not None:
+            return
         for offset in range(before, topic.wal.trimmed if retention.size_mb is None else before):
             payload = process.current.get(offset, b"")
             self._check_age(
@@ -1427,7 +1577,7 @@ class TierWorld:
         topic.tier.release(
             past_subscriptions=self.rng.random() < 0.5, is_enough=lambda: self.rng.random() < 0.5
         )
-        if topic.wal.trimmed > before and not self.is_right(process):
+        if self.restores is None and topic.wal.trimmed > before and not self.is_right(process):
             self._check_given_up(process, topic, before)
 
     def _check_given_up(self, process: Process, topic: Topic, before: int) -> None:
@@ -1447,6 +1597,9 @@ class TierWorld:
 
     def collect(self, process: Process) -> None:
         topic = self.open_topic(process)
+        if self.restores is not None:
+            self.pass_time(self.rng.choice((1.0, GRACE_MINUTES * 60 + 5)))
+            self.renew(process)
         for object_id in topic.tier.collect_orphans():
             made = self.made.get(object_key(self.at.name, object_id))
             self._check_age(object_id, made, GRACE_MINUTES * 60)
@@ -1488,7 +1641,7 @@ class TierWorld:
         process.topic.flush()
         next_offset = process.log.seal(self.at.text)
         self.look()
-        if epoch == self.seen.epoch:
+        if self.restores is None and epoch == self.seen.epoch:
             sealed = self.seen.sealed
             if sealed is None or sealed.next_offset != next_offset:
                 raise BrokenPromiseError(f"sealed at {next_offset}, the store says {sealed}")
@@ -1501,6 +1654,10 @@ class TierWorld:
     def delete(self, process: Process) -> None:
         self.open_topic(process)
         epoch = process.topic.tier.owned.epoch
+        if self.restores is not None:
+            self.restores.note_deleted(self.at.text)
+            process.log.delete(self.at.text)
+            return
         process.log.delete(self.at.text)
         with self._quietly():
             self.look()
@@ -1520,7 +1677,7 @@ class TierWorld:
         """The process ends in peace; what it had appended is durable."""
         process.log.close()
         self.look()
-        for view in self.views:
+        for view in self.views if self.restores is None else ():
             with self._viewing(view):
                 if self.is_right(process):
                     self.seen.promises.durable.update(process.current)
@@ -1545,6 +1702,9 @@ class TierWorld:
             if node.process is not None:
                 self.end_life(node)
         self.look()
+        if self.restores is not None:
+            self._settle_restored()
+            return
         self._check_given_up_files()
         self.pass_time(LEASE_SECONDS + 1)
         with self._quietly():
@@ -1561,6 +1721,18 @@ class TierWorld:
                 self.sharing.check_resort(homes)
                 self.check_recoverable()
             self._check_handovers(homes)
+
+    def _settle_restored(self) -> None:
+        """Both machines start again, and topics go on with what was put back."""
+
+        def start(node: Node) -> None:
+            node.fs.kill()
+            process = self._make_process(node, Plan())
+            self._open_log(process)
+            node.process = process
+
+        with self._quietly():
+            self.restores.settle(start, lambda: self.pass_time(2 * LEASE_SECONDS))
 
     def _home(self, view: View) -> Node:
         """The node that wrote a topic last."""
@@ -1722,6 +1894,7 @@ def run_seed(
     turns: int = 40,
     failpoint: str | None = None,
     shares: bool | None = None,
+    restores: bool = False,
     trace: Callable[[str], None] | None = None,
 ) -> TierWorld:
     """One world from its beginning to its end.
@@ -1729,14 +1902,16 @@ def run_seed(
     Raises:
         BrokenPromiseError: With the command that shows it again.
     """
-    world = TierWorld(seed, failpoint=failpoint, shares=shares)
+    world = TierWorld(seed, failpoint=failpoint, shares=shares, restores=restores)
     if trace is not None:
         world.trace = trace
     try:
-        world.live(turns)
+        with seeded_names(seed):
+            world.live(turns)
     except (BrokenPromiseError, IsterError) as error:
         extra = f" --failpoint {failpoint}" if failpoint is not None else ""
         extra += "" if shares is None else " --shares" if shares else " --no-shares"
+        extra += " --restores" if restores else ""
         raise BrokenPromiseError(
             f"seed {seed}: {error!r}\n"
             f"replay: python -m tests.sim.tier_world {seed} --turns {turns}{extra}"
@@ -1753,6 +1928,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--failpoint", default=None)
     parser.add_argument("--shares", action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument("--restores", action="store_true", help="stores are put back")
     parser.add_argument("--trace", action="store_true", help="show every turn")
     arguments = parser.parse_args()
     world = run_seed(
@@ -1760,6 +1936,7 @@ def main() -> None:
         turns=arguments.turns,
         failpoint=arguments.failpoint,
         shares=arguments.shares,
+        restores=arguments.restores,
         trace=print if arguments.trace else None,
     )
     print(

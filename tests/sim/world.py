@@ -18,7 +18,9 @@ What is checked, in `Promises`:
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ister.clock import ManualClock
@@ -27,6 +29,7 @@ from ister.errors import ClosedError, IsterError
 from ister.model import AckLevel, TopicState
 from ister.topic.log import Log
 from ister.topic.topic import Topic
+from ister.wal import signals
 from ister.wal.log import Wal
 from support.memory_fs import MemoryFileSystem, SimulatedCrash
 
@@ -37,11 +40,33 @@ class BrokenPromiseError(AssertionError):
     """A promise was broken."""
 
 
+@contextmanager
+def seeded_names(seed: int) -> Iterator[None]:
+    """Has nodes, claims and topics get names by a seed: they decide between equals."""
+    token_hex, names = secrets.token_hex, random.Random(seed)
+    secrets.token_hex = lambda size=8: names.randbytes(size).hex()
+    try:
+        yield
+    finally:
+        secrets.token_hex = token_hex
+
+
+@contextmanager
+def other_processes() -> Iterator[None]:
+    """In here the thread is one of other processes: it holds none of the locks that it holds."""
+    held, signals._held.count = signals._held.count, 0
+    try:
+        yield
+    finally:
+        signals._held.count = held
+
+
 class InlineSchedule:
     """Runs logs when the simulation says so, on its one thread."""
 
     def __init__(self) -> None:
         self.queue: list[Wal] = []
+        self.upkeep: list[Wal] = []
         self.alarms: list[tuple[Wal, float]] = []
 
     def submit(self, log: Wal) -> None:
@@ -50,8 +75,8 @@ class InlineSchedule:
     def submit_at(self, log: Wal, when: float) -> None:
         self.alarms.append((log, when))
 
-    def track_open_file(self, log: Wal) -> None:
-        """No limit here."""
+    def submit_upkeep(self, log: Wal) -> None:
+        self.upkeep.append(log)
 
     def is_interruptible(self) -> bool:
         return False
@@ -61,6 +86,7 @@ class InlineSchedule:
 
     def stop(self) -> None:
         self.queue.clear()
+        self.upkeep.clear()
         self.alarms.clear()
 
     def run(self) -> None:
@@ -71,6 +97,9 @@ class InlineSchedule:
         queue, self.queue = self.queue, []
         for log in queue:
             log.run()
+        upkeep, self.upkeep = self.upkeep, []
+        for log in upkeep:
+            log.run_upkeep()
 
 
 @dataclass

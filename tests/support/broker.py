@@ -162,6 +162,7 @@ async def some_topics(
             Cluster(address, log.tiers, config=config.broker.cluster, clock=clock),
             config=config,
             clock=clock,
+            secret="secret",
             schemas=schemas,
         )
         try:

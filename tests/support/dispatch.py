@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 
+from ister.broker.dispatch.dead_letters import LetterSigner
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.policies import Rate
@@ -82,6 +83,7 @@ class Place:
             rate=Rate(0),
             grace_seconds=3600.0,
             publish_dead_letter=None,
+            signer=LetterSigner("secret"),
             on_fenced=lambda: None,
             metrics=self.metrics,
             **more,
@@ -181,7 +183,7 @@ class Consumers:
                 while items:
                     for message, attempt in await self.dispatch.next_messages(outbox, items):
                         self._receive(outbox.consumer, message, attempt, answer)
-                    self.dispatch.prefetcher.count_written(outbox)
+                    outbox.memory.written()
             finally:
                 self.dispatch.written(outbox, count)
 

@@ -15,6 +15,7 @@ class Shared:
 
     def open(self, name, **arguments):
         topic = self.log.topic(name, create=True, ack="tiered", **arguments)
+        topic.tier.begin_term()
         self.express.add(topic.tier)
         return topic
 

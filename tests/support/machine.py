@@ -145,7 +145,7 @@ class Calls:
 class Gate(Calls):
     """A hook that holds back the operations of one kind until it is opened."""
 
-    def __init__(self, kind: str, suffix: str = ".log", **options) -> None:
+    def __init__(self, kind: str, suffix: str | tuple[str, ...] = ".log", **options) -> None:
         super().__init__(**options)
         self._kind = kind
         self._suffix = suffix
@@ -176,8 +176,8 @@ class NoThreads:
     def submit_at(self, log, when) -> None:
         """Nobody comes."""
 
-    def track_open_file(self, log) -> None:
-        """Nobody counts."""
+    def submit_upkeep(self, log) -> None:
+        """Nobody comes."""
 
     def is_interruptible(self) -> bool:
         """Nobody else could do the work."""

@@ -138,7 +138,7 @@ class MemoryObjectStore:
             raise UnsupportedOperationError("copy failed: this store cannot", path=source)
         with self._lock:
             self.store(target, self._find("copy", source).data)
-        self.leave("copy", source)
+        self.leave("copy", target)
 
     def delete(self, key: str) -> None:
         check_key(key)

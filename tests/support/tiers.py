@@ -399,8 +399,9 @@ class Site:
         return Catalog(self.metadata, TopicKeys(PREFIX, name), clock=self.clock, metrics=Metrics())
 
     def bucket_keys(self) -> list[str]:
-        """The keys of everything in the bucket."""
-        return list(self.objects.keys())
+        """The keys of everything in the bucket, but for the metadata store's revision."""
+        keys = self.objects.keys()
+        return [key for key in keys if not key.startswith("storage/metadata/")]
 
     def ranges(self) -> list[tuple[int, int]]:
         """The offsets of every object, as the catalog has them."""

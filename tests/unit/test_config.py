@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+import ister
 from ister.config import (
     AuthMode,
     BufferFull,
@@ -83,7 +84,9 @@ _KEYS = {
     "broker.limits.max_connections": (2_048, 1, 1),
     "broker.limits.max_subscriptions_per_principal": (10_000, 1, 1),
     "broker.limits.max_consumers_per_principal": (1_024, 1, 1),
-    "broker.limits.max_streams_per_principal": (1_024, 1, 1),
+    "broker.limits.max_streams_per_principal": (2_048, 1, 1),
+    "broker.limits.max_flight_streams": (1024, 1, 1),
+    "broker.limits.max_flight_streams_per_principal": (256, 1, 1),
     "broker.limits.max_requests_in_flight": (1024, 1, 1),
     "broker.limits.max_topics": (100_000, 1, 1),
     "broker.limits.max_grpc_message_bytes": (4_194_304, 65_536, 65_536),
@@ -198,6 +201,8 @@ _BOUNDS = {
     "broker.limits.max_subscriptions_per_principal": (1, None),
     "broker.limits.max_consumers_per_principal": (1, None),
     "broker.limits.max_streams_per_principal": (1, None),
+    "broker.limits.max_flight_streams": (1, None),
+    "broker.limits.max_flight_streams_per_principal": (1, None),
     "broker.limits.max_requests_in_flight": (1, None),
     "broker.limits.max_topics": (1, None),
     "broker.limits.max_grpc_message_bytes": (65_536, 64 * 1024 * 1024),
@@ -1180,3 +1185,42 @@ def test_only_copies_are_kept_unless_a_limit_is_set(tmp_path):
 
     with_bucket = load_config(str(tmp_path), {}).storage.wal.retention
     assert (with_bucket.time_minutes, with_bucket.size_mb) == (1440, 10240)
+
+
+def long_path(base, size):
+    """A path of so many bytes, of names that are allowed."""
+    path = str(base)
+    while len(path) < size - 256:
+        path += "/" + "d" * 200
+    return path + "/" + "e" * (size - len(path) - 1)
+
+
+@each(
+    ("path", "says"),
+    [
+        (lambda base: long_path(base, 493), "storage.metadata.path has 505 bytes"),
+        (lambda base: long_path(base, 3600), "storage.metadata.path has 3612 bytes"),
+        (lambda base: long_path(base, 4090), "storage.wal.dir has 4094 bytes"),
+        (lambda base: f"{base}/{'n' * 256}", "storage.wal.dir has a name of 256 bytes"),
+        (lambda base: f"{base}/sub/{'é' * 128}", "storage.wal.dir has a name of 256 bytes"),
+        (lambda base: f"{base}/\ud800", "storage.wal.dir is not valid Unicode"),
+        (lambda base: "", "cannot open ''"),
+    ],
+)
+def test_path_that_cannot_be_used_is_refused_before_anything_is_made(tmp_path, path, says):
+    with pytest.raises(ConfigError, match=says):
+        ister.open(path(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_that_is_not_unicode_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"storage\.mode is"):
+        load_config({"storage": {"mode": "\ud800"}})
+
+
+def test_longest_path_can_be_used(tmp_path):
+    """Goal: the limit is SQLite's own, and not lower."""
+    with ister.open(long_path(tmp_path, 492)) as log:
+        topic = log.topic(f"/{'n' * 120}/{'t' * 120}", create=True)
+        topic.wait(topic.append(b"x"))
+        topic.upload()

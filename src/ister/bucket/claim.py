@@ -16,28 +16,37 @@ the rest.
 A claim requires the record to be the one that was read when the directory was prepared: outdated
 files are set aside before the claim, because afterwards they look like new ones.
 
+Before a claim the record is compared with the terms in the bucket and in the local checkpoint
+(`ister.bucket.terms`): an older record is refused. While the metadata store as a whole is
+distrusted (`ister.bucket.trust`), seals and idle marks prove nothing. If this node was the last
+owner, its local files are compared with what other places say about them: an older copy is refused.
+
 What a crash leaves: an owner key that expires with its lease.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from ister import failpoints
 from ister.bucket.catalog import Catalog
 from ister.bucket.fence import Fence
 from ister.bucket.membership import Membership
 from ister.bucket.ownership import OwnedTopic
+from ister.bucket.terms import Term, refuse_older
 from ister.clock import Clock
 from ister.errors import (
     CommitUnknownError,
     ConflictError,
     NotFoundError,
+    StoresDifferError,
     WaitsForDiskError,
     check,
 )
+from ister.format.descriptor import ObjectDescriptor
 from ister.format.records import (
     Lineage,
     OwnerRecord,
@@ -56,7 +65,7 @@ from ister.metadata.base import (
     RevisionIs,
 )
 from ister.metrics import Metrics
-from ister.model import AckLevel, Codec
+from ister.model import AckLevel, Codec, TopicName
 
 _ATTEMPTS: Final = 5
 
@@ -67,6 +76,57 @@ class NewTopic:
 
     ack: AckLevel
     codec: Codec
+    incarnation: str = ""
+    """The incarnation of local files whose record was lost; empty for a new one."""
+    epoch: int = 0
+    """The epoch of those local files; the claim gets a higher one."""
+
+
+class Head(NamedTuple):
+    """The offset at which the durable part of a topic's local files ended, when last recorded."""
+
+    incarnation: str
+    epoch: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFiles:
+    """The state of a topic's local directory, without its messages."""
+
+    is_there: bool = False
+    """Whether the directory has any file."""
+    is_new: bool = False
+    """Whether it has only the mark that every new directory gets."""
+    is_marked: bool = False
+    """Whether it has that mark; if not, files were removed."""
+    has_checkpoint: bool = False
+    has_log: bool = False
+    """Whether it has a checkpoint or files of messages."""
+    incarnation: str = ""
+    term: Term | None = None
+    """The term in its checkpoint; None without one."""
+    start: int = 0
+    """The first offset in the files, according to the checkpoint."""
+    synced: int = 0
+    """The checkpoint's watermark: the files end there, or later."""
+    end: Callable[[], int | None] = lambda: None
+    """Reads the files, and returns the offset after the last whole message; None if damaged."""
+    uploaded_end: int = 0
+    """The end of what was uploaded, according to the uploader's checkpoint."""
+    head: Head | None = None
+    """The end of the files, according to `.heads` (`ister.topic.heads`)."""
+
+    @property
+    def has_any(self) -> bool:
+        """Whether the topic's files exist, even without a message."""
+        return self.has_log or self.is_marked
+
+    def covers(self, start: int, end: int) -> bool:
+        """Whether the files have all messages of a range."""
+        if not self.has_checkpoint or self.start > start:
+            return False
+        return self.synced >= end or (self.end() or 0) >= end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +171,16 @@ class ClaimCheck:
     view: ClaimView
     """The keys that this result was derived from."""
     gives_up: bool = False
-    """Whether this node continues without its own files: their offsets are assigned again."""
+    """Whether this node continues without some messages of its own, whose offsets it assigns
+    again."""
+    is_distrusted: bool = False
+    """Whether seals and idle marks prove nothing."""
+    terms: Sequence[Term] | None = ()
+    """The newest terms in the bucket; None if it did not answer."""
+    found: Sequence[ObjectDescriptor] = ()
+    """Objects that continue the catalog and are neither in it nor in local files. They are part of
+    the topic and are adopted after the claim. They are found before it, so that a crash in between
+    does not lose them."""
 
 
 def claim(
@@ -148,7 +217,7 @@ def claim(
     claimant = _Claimant(catalog, membership, new, take_over, clock, metrics)
     view = seen.view if seen is not None else ClaimView.read(catalog)
     for _ in range(_ATTEMPTS):
-        owned = claimant.attempt(view, gives_up=seen is not None and seen.gives_up)
+        owned = claimant.attempt(view, seen)
         if owned is not None:
             return owned
         view = ClaimView.read(catalog)
@@ -163,7 +232,9 @@ def check_claim(
     view: ClaimView,
     *,
     new: NewTopic | None,
-    has_files: bool,
+    local: LocalFiles,
+    terms: Sequence[Term] | None,
+    is_distrusted: bool,
     take_over: bool,
     clock: Clock,
     metrics: Metrics,
@@ -175,7 +246,9 @@ def check_claim(
         membership: This process's.
         view: The topic's keys, as read for this claim.
         new: As for `claim`.
-        has_files: Whether this node has local files of the topic.
+        local: The state of this node's files of the topic.
+        terms: The newest terms in the bucket; None if it did not answer.
+        is_distrusted: Whether the metadata store was rolled back to an older state.
         take_over: As for `claim`.
         clock: As for `claim`.
         metrics: As for `claim`.
@@ -187,29 +260,138 @@ def check_claim(
 
     Raises:
         As `claim`, and:
-        WaitsForDiskError: This node wrote the topic last, and has no files of it any more.
+        StoresDifferError: The bucket or the local files name a later owner than the record.
+        WaitsForDiskError: This node wrote the topic last, and its files are lost or an older copy.
     """
+    known, topic, others = view.known, catalog.keys.topic, list(terms or ())
+    if known is None and local.term is not None:
+        # The record was lost: files of the newest owner, or of a later one, replace it.
+        others = [one for one in others if one != local.term and one.epoch >= local.term.epoch]
+    elif local.term is not None:
+        refuse_older(topic, known, [local.term], where="the checkpoint of the local files")
+    elif is_distrusted and not (known is not None and known.is_open):
+        raise StoresDifferError(
+            "the metadata store was rolled back to an older state and does not have the topic",
+            topic=str(topic),
+            hint="`ister metadata check` shows what the other stores have",
+        )
+    refuse_older(topic, known, others, where="the bucket")
+    if known is not None and not known.is_open and local.has_log and not local.has_checkpoint:
+        raise StoresDifferError(
+            "the topic was deleted, but it has local files without a checkpoint, which may be "
+            "newer than the deletion",
+            topic=str(topic),
+            hint="inspect them with `ister inspect wal`, then move the topic's directory away",
+        )
+    if known is not None and local.term is not None:
+        _refuse_forked(topic, known, local, local.term, membership.node)
     claimant = _Claimant(catalog, membership, new, take_over, clock, metrics)
+    check = ClaimCheck(
+        is_current=known is None, view=view, is_distrusted=is_distrusted, terms=terms
+    )
     claimant.refuse(view)
-    claimant.next_record(view)
-    known = view.known
+    claimant.next_record(view, check)
     if known is None or not known.is_open:
-        return ClaimCheck(is_current=known is None, view=view)
+        return check
     is_mine = bool(known.lineage) and known.lineage[-1].node == membership.node
-    is_lost = is_mine and view.sealed is None and not has_files
-    if is_lost and not take_over and not known.is_whole(tiered := _tiered(catalog)):
-        raise WaitsForDiskError(
-            "the topic's local files are gone, and they may have held messages that were "
-            "acknowledged and not uploaded",
-            node=membership.node,
-            topic=str(catalog.keys.topic),
+    is_kept = view.sealed is None or (is_distrusted and known.ack is not AckLevel.TIERED)
+    gives_up = False
+    if is_mine and is_kept:
+        lost = _find_lost(catalog, known, local, others)
+        gives_up = lost is not None or not local.has_any
+        if lost is not None and not take_over:
+            raise lost
+    # Restored files of a deleted topic of this name are not current: what this topic acknowledged
+    # is in the bucket, or was found to be lost above.
+    is_current = not known.lineage or (is_mine and not _is_foreign(known, local))
+    return replace(check, is_current=is_current, gives_up=gives_up)
+
+
+def _is_foreign(known: TopicRecord, local: LocalFiles) -> bool:
+    """Whether local files belong to an earlier topic of the same name, which was deleted."""
+    return local.incarnation not in ("", known.incarnation)
+
+
+def _refuse_forked(
+    topic: TopicName, known: TopicRecord, local: LocalFiles, term: Term, node: str
+) -> None:
+    """Refuses local files written under an epoch that was another node's, by the record."""
+    if local.incarnation != known.incarnation or not known.lineage:
+        return
+    owners = [entry for entry in known.lineage if entry.epoch <= term.epoch]
+    if owners and owners[-1].node != node:
+        if term == Term(known.epoch, known.claim):
+            raise StoresDifferError(
+                f"the local files are the newest ones of the node {known.node}, and `.node` beside "
+                f"the topics has {node}",
+                topic=str(topic),
+                hint=f"if this is the directory of that node, write {known.node} to `.node` again; "
+                "if it is a copy, move the topic's directory away",
+            )
+        raise StoresDifferError(
+            f"the local files were written under epoch {term.epoch}, which belonged to node "
+            f"{owners[-1].node} according to the metadata store: the store was rolled back to an "
+            "older state, and the topic continued without these files",
+            topic=str(topic),
+            hint="move the topic's directory away, and publish the messages again that only it has",
+        )
+
+
+def _find_lost(
+    catalog: Catalog, known: TopicRecord, local: LocalFiles, terms: Sequence[Term]
+) -> WaitsForDiskError | None:
+    """The error if files of the last owner are gone or an older copy; None if they are not."""
+    tiered = _tiered(catalog)
+    if known.is_whole(tiered):
+        return None
+    run, topic = known.lineage[-1], str(catalog.keys.topic)
+    if not local.has_any:
+        return WaitsForDiskError(
+            "the topic's local files are gone, and may have held messages that were acknowledged "
+            "but not uploaded",
+            node=run.node,
+            topic=topic,
             offset=tiered,
             hint=f"restore them; if they are lost, take_over=True continues from offset {tiered}",
         )
-    return ClaimCheck(
-        is_current=is_mine or not known.lineage,
-        view=view,
-        gives_up=is_lost,
+    ends = [tiered, local.uploaded_end]
+    if known.ack is AckLevel.SYNCED:
+        # At lower levels, messages before a cursor may have been lost in a crash.
+        ends += [
+            found.progress.offset
+            for found in catalog.subscriptions()
+            if found.progress.incarnation in ("", known.incarnation)
+        ]
+    head = local.head
+    if head is not None and head.incarnation == known.incarnation and head.epoch >= run.epoch:
+        ends.append(head.end)
+    should_end = max(ends)
+    end: int | None = run.start
+    if local.has_log:
+        end = local.synced if local.synced >= should_end else local.end()
+    # The bucket has a term only after the checkpoint has it; a repair makes objects before.
+    newest = max((term.epoch for term in terms if term.claim), default=0)
+    is_earlier = _is_foreign(known, local) or (
+        run.epoch <= newest
+        and (not local.has_log if local.term is None else local.term.epoch < newest)
+    )
+    if not is_earlier and (end is None or end >= should_end):
+        return None
+    how = "they are damaged" if end is None else f"they end at offset {end}"
+    how += f", but had reached offset {should_end}"
+    if is_earlier and (end is None or end >= should_end):
+        how = f"newer ones were written under epoch {newest}"
+    goes_on = max(tiered, end or 0)
+    if _is_foreign(known, local):
+        how, goes_on = "they belong to a deleted topic of this name", tiered
+    return WaitsForDiskError(
+        f"the topic's local files are an older copy, or some are missing: {how}",
+        node=run.node,
+        topic=topic,
+        offset=goes_on,
+        hint="restore the newer files; if they are lost, `ister repair --give-up` continues after "
+        f"the lost offsets, and take_over=True continues from offset {goes_on}",
+        known_end=max(should_end, goes_on),
     )
 
 
@@ -230,12 +412,12 @@ class _Claimant:
     clock: Clock
     metrics: Metrics
 
-    def attempt(self, view: ClaimView, *, gives_up: bool) -> OwnedTopic | None:
+    def attempt(self, view: ClaimView, seen: ClaimCheck | None) -> OwnedTopic | None:
         """Claims the topic if the keys are still as read; None if they are not."""
         catalog, keys, node = self.catalog, self.catalog.keys, self.membership.node
         found, owner, sealed = view.record, view.owner, view.sealed
         self.refuse(view)
-        record, lease = self.next_record(view, gives_up=gives_up), self.membership.lease
+        record, lease = self.next_record(view, seen), self.membership.lease
         compares: list[Compare] = [
             Absent(keys.record) if found is None else RevisionIs(keys.record, found[1]),
             Absent(keys.owner) if owner is None else RevisionIs(keys.owner, owner[1]),
@@ -293,28 +475,32 @@ class _Claimant:
                 hint="seal it there first, or wait for that node's lease to expire",
             )
 
-    def next_record(self, view: ClaimView, *, gives_up: bool = False) -> TopicRecord:
+    def next_record(self, view: ClaimView, seen: ClaimCheck | None) -> TopicRecord:
         """The record under this node's new epoch."""
         node, known, sealed = self.membership.node, view.known, view.seal
-        epoch = known.epoch + 1 if known is not None else 1
+        claim = f"{self.membership.instance}-{secrets.token_hex(4)}"
         if known is None or not known.is_open:
+            new = self.new or NewTopic(ack=AckLevel.SYNCED, codec=Codec.BINCODE2)
             check(self.new is not None, "a topic is made from something")
+            epoch = max(new.epoch, known.epoch if known is not None else 0) + 1
             return TopicRecord(
                 epoch=epoch,
-                incarnation=secrets.token_hex(8),
-                claim=secrets.token_hex(8),
-                ack=self.new.ack if self.new is not None else AckLevel.SYNCED,
-                codec=self.new.codec if self.new is not None else Codec.BINCODE2,
+                incarnation=new.incarnation or secrets.token_hex(8),
+                claim=claim,
+                ack=new.ack,
+                codec=new.codec,
                 created_at=self.clock.now_ns() // 1_000_000_000,
                 lineage=(Lineage(epoch=epoch, start=0, node=node),),
+                born=epoch,
             )
-        claimed = replace(
-            known, epoch=epoch, claim=secrets.token_hex(8), acked_end=None, acked_epoch=0
-        )
-        if known.node == node and not gives_up:
+        epoch = known.epoch + 1
+        claimed = replace(known, epoch=epoch, claim=claim, acked_end=None, acked_epoch=0)
+        if known.node == node and not (seen is not None and seen.gives_up):
             return claimed
         tiered = _tiered(self.catalog)
-        may_continue = sealed is not None or self.take_over or known.is_whole(tiered)
+        may_continue = self.take_over or known.ack is AckLevel.TIERED
+        if seen is None or not seen.is_distrusted:
+            may_continue = may_continue or sealed is not None or known.is_whole(tiered)
         if known.lineage and not may_continue:
             raise WaitsForDiskError(
                 f"the topic was last written by node {known.node}, which has not handed it over",
@@ -325,6 +511,8 @@ class _Claimant:
                 f"take_over=True continues from offset {tiered} and loses what was not committed",
             )
         start = sealed.next_offset if sealed is not None else tiered
+        if seen is not None and seen.found:
+            start = max(start, seen.found[-1].end)
         lineage = (*known.lineage, Lineage(epoch=epoch, start=start, node=node))
         return replace(claimed, lineage=lineage[-OWNER_LINEAGE_MAX:])
 

@@ -33,7 +33,6 @@ from ister.bucket.names import (
     parse_pending_epoch,
 )
 from ister.bucket.object_maker import ObjectSummary
-from ister.bucket.offset_ranges import merge_ranges, missing_from, overlaps
 from ister.errors import ConflictError, CorruptDataError, IsterError, NotFoundError
 from ister.format.crc import crc32
 from ister.format.descriptor import FORMAT_FRAMES, ObjectDescriptor
@@ -48,6 +47,7 @@ from ister.format.frame import (
 )
 from ister.format.frame_search import find_frame_behind
 from ister.format.message import recognise
+from ister.format.offset_ranges import merge_ranges, missing_from, overlaps
 from ister.limits import FRAME_BODY_BYTES_MAX, MIB
 from ister.model import Layout, TopicName
 from ister.objectstore.base import ObjectInfo, ObjectStore

@@ -2,7 +2,7 @@
 
     runs of frames ─► one put ─► transactions, each with the descriptors of some topics
 
-Owns: making and committing an express object, and reading its footer. Does not own: which topics
+Owns: making and committing an express object, and reading footers. Does not own: which topics
 and ranges (`ister.topic.express`), its bytes (`ister.format.express`), its removal
 (`express_collection`), reading its runs (a run is read like any object of frames).
 
@@ -18,30 +18,35 @@ What a crash leaves: an express object of which no run, or some runs, are part o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Final, NamedTuple
 
 from ister import failpoints
 from ister.bucket.footers import read_end
-from ister.bucket.names import express_key
+from ister.bucket.names import EXPRESS_PREFIX, express_key
 from ister.bucket.object_maker import ObjectSummary
 from ister.bucket.ownership import OwnedTopic
 from ister.errors import (
     CommitUnknownError,
     ConflictError,
+    CorruptDataError,
     FencedError,
     IsterError,
+    NotFoundError,
     UnavailableError,
+    UnsupportedVersionError,
     check,
 )
 from ister.format.crc import Buffer
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor, RunId
-from ister.format.express import FOOTER, ExpressRun, decode_footer, encode_footer
+from ister.format.express import FOOTER, ExpressRun, decode_footer, decode_topics, encode_footer
 from ister.format.frame import FrameBatch
 from ister.metadata.base import Compare, MetadataStore, Operation
 from ister.metadata.checks import holds
+from ister.model import TopicName
 from ister.objectstore.base import ObjectInfo, ObjectStore
 
 _log = logging.getLogger("ister.bucket.express")
@@ -206,3 +211,88 @@ def read_footer(store: ObjectStore, info: ObjectInfo) -> list[ExpressRun]:
         UnavailableError: The store does not answer.
     """
     return decode_footer(*read_end(store, info, FOOTER), path=info.key)[1]
+
+
+@dataclass(slots=True)
+class ExpressRuns:
+    """The runs in express objects, and the objects that this release cannot read."""
+
+    by_topic: dict[TopicName, list[ObjectDescriptor]] = field(default_factory=dict)
+    _unread: list[tuple[str, Collection[TopicName] | None]] = field(default_factory=list)
+    """Keys of objects of a newer Ister with the topics in them; None if these are unknown."""
+
+    def of(self, topic: TopicName) -> Sequence[ObjectDescriptor]:
+        """The runs of one topic.
+
+        Raises:
+            UnsupportedVersionError: A newer Ister wrote an object that may have more of them.
+        """
+        for key, topics in self._unread:
+            if topics is None or topic in topics:
+                raise UnsupportedVersionError(
+                    "an express object of a newer Ister may hold messages of this topic",
+                    topic=str(topic),
+                    path=key,
+                    hint="open the topic with the newer Ister that wrote it",
+                )
+        return self.by_topic.get(topic, ())
+
+    def read(
+        self, store: ObjectStore, info: ObjectInfo, on_damage: Callable[[CorruptDataError], None]
+    ) -> list[ExpressRun]:
+        """Adds the runs of one object, and returns them."""
+        runs: list[ExpressRun] = []
+        with suppress(NotFoundError):  # collected meanwhile
+            try:
+                runs = read_footer(store, info)
+            except CorruptDataError as error:
+                on_damage(error)
+            except UnsupportedVersionError as error:
+                self._unread.append((info.key, decode_topics(read_end(store, info, FOOTER)[0])))
+                _log.warning(
+                    "express object skipped", extra={"path": info.key, "error": error.message}
+                )
+        for topic, described in runs:
+            self.by_topic.setdefault(topic, []).append(described)
+        return runs
+
+
+def find_runs(store: ObjectStore, *, on_damage: Callable[[CorruptDataError], None]) -> ExpressRuns:
+    """The runs of all express objects.
+
+    Args:
+        store: The bucket.
+        on_damage: Called with the error of an object whose footer is damaged.
+
+    Raises:
+        UnavailableError: The store does not answer.
+    """
+    found = ExpressRuns()
+    for info in store.list(EXPRESS_PREFIX):
+        found.read(store, info, on_damage)
+    return found
+
+
+def find_runs_from(
+    store: ObjectStore, topic: TopicName, start: int, incarnation: str
+) -> list[ObjectDescriptor]:
+    """The runs of one topic from `start` on, where its catalog ends.
+
+    A process commits the runs of a topic in the order of its objects' sequence numbers. So its
+    objects are read from the newest one back to the first that has an earlier run of the topic.
+
+    Raises:
+        UnsupportedVersionError: A newer Ister wrote an object that may have some of them.
+        UnavailableError: The store does not answer.
+    """
+    found = ExpressRuns()
+    listed = list(store.list(EXPRESS_PREFIX))
+    listed.sort(key=lambda info: info.key, reverse=True)
+    for _, objects in groupby(listed, key=lambda info: info.key.rpartition("/")[0]):
+        for info in objects:
+            runs = found.read(store, info, lambda error: _log.error("%s", error))
+            mine = [run for name, run in runs if (name, run.incarnation) == (topic, incarnation)]
+            if any(run.start < start for run in mine):
+                break
+    known = found.of(topic)
+    return [run for run in known if run.incarnation == incarnation and run.start >= start]

@@ -272,8 +272,12 @@ def is_needed(
     """
     if record is None or run.epoch > record.epoch:
         return True  # the metadata store may be an older copy
-    if not record.is_open or run.incarnation != record.incarnation:
+    if not record.is_open:
         return False
+    if run.incarnation != record.incarnation:
+        # An earlier topic of this name, which was deleted; or a later one, whose owner a
+        # rolled-back metadata store does not know.
+        return run.epoch >= record.born > 0
     if run.object_id in kept:
         return True
     at = max(run.start, record.expired_before)

@@ -8,7 +8,8 @@ replaced or expire under a reader. Within an object it begins at the last index 
 offset, checks that the frame there is the one that the entry names (an index is a hint), and scans
 on from it; each frame's crc and offset are checked. A chunk that does not check out is fetched once
 more, because stores and networks have been seen to flip bits on the way; damage that stays raises
-`CorruptDataError` with the object's key, the position and the offset, or is left out (`skip`).
+`CorruptDataError` with the object's key, the position and the offset, or is left out (`skip`). So
+is an object that is lost, as long as the bucket has others: if it has none, it is another bucket.
 
 An object in Parquet is read a row group at a time, whose rows become the frames that they once
 were. Where messages were left out of it on purpose the next frame is a later one, or there is none
@@ -25,22 +26,24 @@ import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Executor, Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ister.bucket.catalog import Catalog
 from ister.bucket.check import open_archive
-from ister.bucket.names import object_key
+from ister.bucket.names import manifest_key, object_key
 from ister.clock import Clock
-from ister.errors import CorruptDataError, DataGapError, NotFoundError, check
-from ister.format.descriptor import FORMAT_PARQUET, ObjectDescriptor
+from ister.errors import CorruptDataError, DataGapError, IsterError, NotFoundError, check
+from ister.format.descriptor import FORMAT_PARQUET, KEPT_READABLE, ObjectDescriptor
 from ister.format.frame import (
     FRAME_HEADER_SIZE,
     Corrupt,
     Frame,
     FrameBatch,
     NeedMore,
+    NothingLeftError,
     Scan,
     decode_frame,
     scan_frames,
@@ -70,7 +73,7 @@ class ReaderSettings:
     ranged: bool = True
     """Read parts of objects; else whole ones, and hold one."""
     skips_damage: bool = False
-    """Leave damaged messages out instead of raising."""
+    """Leave damaged messages and lost objects out instead of raising."""
 
 
 class HistoryReader:
@@ -88,6 +91,7 @@ class HistoryReader:
     ) -> None:
         """A reader; with `ahead`, the next chunk is fetched on it meanwhile."""
         self._catalog = catalog
+        self._store = store
         self._reads = MeasuredReads(store, clock=clock, metrics=metrics)
         self._settings = settings
         self._metrics = metrics
@@ -102,7 +106,7 @@ class HistoryReader:
         self._restored: tuple[int, RestoredFrames] | None = None
         self._coming_group: tuple[int, Future[Fetched]] | None = None
         self.damage_left_out = 0
-        """How many offsets were left out because they are damaged."""
+        """How many offsets were left out because they are damaged or lost."""
 
     @property
     def held_bytes(self) -> int:
@@ -134,7 +138,7 @@ class HistoryReader:
         """Frames from `start` on, at least one, none at or after `end`, about `bytes_max` of them.
 
         The first frame may be a later one than `start`: where messages were left out of an object
-        on purpose, and where damage is, with `skips_damage`.
+        on purpose or given up, and where damage is, with `skips_damage`.
 
         Args:
             start: The first offset.
@@ -162,12 +166,20 @@ class HistoryReader:
                 self.close()
                 found = self._catalog.find(start)
                 if found is None or found.object_id == described.object_id:
-                    raise self._lost(described, start) from error
+                    lost = self._lost(described, start)
+                    if not (self._settings.skips_damage and self._has_others(described)):
+                        raise lost from error
+                    self._report_damage(lost, start, limit)
+                    start = self._pass(limit, end)
             except _PassedEndError:
-                start = described.end
                 self.close()
-                if start >= end:
-                    raise NothingLeftError(start) from None
+                start = self._pass(described.end, end)
+
+    @staticmethod
+    def _pass(next_offset: int, end: int) -> int:
+        if next_offset >= end:
+            raise NothingLeftError(next_offset) from None
+        return next_offset
 
     def find_time(
         self,
@@ -236,6 +248,15 @@ class HistoryReader:
             self._codec = described.codec
             self._next = -1
             self._metrics.count("cloud_reader.objects_opened_total")
+            if described.kept == KEPT_READABLE:
+                _log.warning(
+                    "offsets that were given up are passed over",
+                    extra={
+                        "topic": str(self._catalog.keys.topic),
+                        "offset": described.start,
+                        "next": described.end,
+                    },
+                )
         if self._next != start and described.format != FORMAT_PARQUET:
             self._drop_coming()
             self._next, self._position = described.position_before(start)
@@ -252,6 +273,9 @@ class HistoryReader:
         bytes_max: int,
         exact: int | None = None,
     ) -> FrameBatch:
+        if described.kept and not described.messages:
+            # Without pyarrow, which an archive takes.
+            raise NothingLeftError(end) if end < described.end else _PassedEndError
         if described.format == FORMAT_PARQUET:
             return self._fetch_restored(described, start, end, bytes_max)
         size = min(self._settings.chunk_bytes, max(bytes_max, _CHUNK_BYTES_MIN))
@@ -487,7 +511,16 @@ class HistoryReader:
             return self._next
         return start
 
-    def _report_damage(self, error: CorruptDataError, start: int, next_offset: int) -> None:
+    def _has_others(self, described: ObjectDescriptor) -> bool:
+        """Whether the bucket has the topic's manifest or its newest object."""
+        topic, last = self._catalog.keys.topic, self._catalog.last() or described
+        for key in (manifest_key(topic), object_key(topic, last.object_id)):
+            with suppress(NotFoundError):
+                self._store.stat(key)
+                return True
+        return False
+
+    def _report_damage(self, error: IsterError, start: int, next_offset: int) -> None:
         self.damage_left_out += next_offset - start
         _log.error(
             "damaged messages left out",
@@ -540,23 +573,13 @@ class HistoryReader:
             topic=str(self._catalog.keys.topic),
             offset=start,
             path=object_key(self._catalog.keys.topic, described.object_id),
-            hint="`ister repair` restores it where the local files still have the range",
+            hint="`ister repair` restores it where the local files still have the range; "
+            "`ister repair --give-up` gives it up",
         )
 
 
-class NothingLeftError(Exception):
-    """A range has no messages before `next_offset`; this is not a failure.
-
-    Messages were left out of an object on purpose, or are damaged and to be left out.
-    """
-
-    def __init__(self, next_offset: int) -> None:
-        super().__init__(next_offset)
-        self.next_offset = next_offset
-
-
 class _PassedEndError(Exception):
-    """Damage that is left out reaches to the end of the object."""
+    """Nothing is left up to the end of the object."""
 
 
 def _recognise(chunk: bytes, position: int) -> Codec:

@@ -50,6 +50,7 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.records import (
+    LatestInstance,
     NodeProcess,
     decode_latest,
     decode_node_process,
@@ -89,8 +90,22 @@ def is_node_running(store: MetadataStore, root_prefix: str, node: str) -> bool:
     return store.get(_process_key(root_prefix, node)) is not None
 
 
+def has_ended(store: MetadataStore, root_prefix: str, node: str, instance: str) -> bool:
+    """Whether a process of a node has closed all of its topics, and no later one had the node.
+
+    Raises:
+        UnavailableError: The metadata store does not answer.
+    """
+    found = store.get(_latest_key(root_prefix, node))
+    return found is not None and decode_latest(found.value, key=found.key).ended == instance
+
+
 def _process_key(root_prefix: str, node: str) -> str:
     return f"{root_prefix}/cluster/nodes/{node}/process"
+
+
+def _latest_key(root_prefix: str, node: str) -> str:
+    return f"{root_prefix}/cluster/nodes/{node}/latest"
 
 
 class NodeDirectory(Protocol):
@@ -147,7 +162,11 @@ class Membership:
         self._ttl = ttl_seconds
         self._clock = clock
         self._key = _process_key(root_prefix, node)
-        self._latest_key = f"{root_prefix}/cluster/nodes/{node}/latest"
+        self._latest_key = _latest_key(root_prefix, node)
+        self.ended = ""
+        """The process that had the node before this one, if it closed all of its topics."""
+        self.is_whole = True
+        """Whether every topic that was claimed was opened: its objects are in the catalog."""
         self._value = encode_node_process(
             NodeProcess(
                 instance=self.instance,
@@ -162,6 +181,8 @@ class Membership:
         self._lock = threading.Lock()
         self._renewing = threading.Lock()
         self._owned: dict[str, OwnedTopic] = {}
+        # The revision of the last change of a topic that was released.
+        self._changed_at = 0
         self._presence: tuple[Lease, Compare] | None = None
         forks.register(self)
         self.lease = self._join()
@@ -213,6 +234,8 @@ class Membership:
     def _join(self) -> Lease:
         known = self._directory.instances()
         found, latest = self._wait_for_turn(known)
+        if latest is not None:
+            self.ended = decode_latest(latest.value, key=latest.key).ended
         remembers = self._remember(self.instance)
 
         def take(lease: Lease) -> bool:
@@ -220,7 +243,7 @@ class Membership:
             compares = [_unchanged(self._key, found), _unchanged(self._latest_key, latest)]
             operations: list[Operation] = [Put(self._key, self._value, lease)]
             if remembers:
-                operations.append(Put(self._latest_key, encode_latest(self.instance)))
+                operations.append(Put(self._latest_key, self._encode_latest()))
             with suppress(CommitUnknownError):
                 if self._store.transact(compares, operations) is not None:
                     return True
@@ -228,6 +251,9 @@ class Membership:
             return found is not None and found.value == self._value
 
         return self._with_new_lease(take)
+
+    def _encode_latest(self) -> bytes:
+        return encode_latest(LatestInstance(instance=self.instance))
 
     def _with_new_lease(self, take: Callable[[Lease], bool]) -> Lease:
         """Grants a lease and calls `take` with it until that succeeds, a few times at most."""
@@ -313,9 +339,27 @@ class Membership:
 
     def remove(self, owned: OwnedTopic) -> None:
         """Forgets a topic that was released."""
+        if owned.is_fenced:
+            self.is_whole = False  # the metadata store may have been rolled back to an older state
         with self._lock:
+            self._changed_at = max(self._changed_at, owned.changed_at)
             if self._owned.get(owned.topic) is owned:
                 del self._owned[owned.topic]
+
+    def check_whole(self) -> None:
+        """Compares what this process has changed with the store, which may have been rolled back.
+
+        Raises:
+            UnavailableError: The metadata store does not respond.
+        """
+        with self._lock:
+            owned, changed_at = list(self._owned.values()), self._changed_at
+        changed_at = max([changed_at, *(topic.changed_at for topic in owned)])
+        found = self._store.get_many([topic.catalog.keys.current for topic in owned])
+        if self._store.current_revision(self._key) < changed_at or not all(
+            topic.knows_pointer(found.get(topic.catalog.keys.current)) for topic in owned
+        ):
+            self.is_whole = False
 
     def check(self) -> None:
         """Checks with the metadata store that this process has the node.
@@ -473,8 +517,11 @@ class Membership:
             closed = secrets.token_hex(8)
             with suppress(IsterError):
                 if self._remember(closed):
+                    ended = LatestInstance(
+                        instance=closed, ended=self.instance if self.is_whole else ""
+                    )
                     self._store.transact(
-                        [self.is_here], [Put(self._latest_key, encode_latest(closed))]
+                        [self.is_here], [Put(self._latest_key, encode_latest(ended))]
                     )
         self.lease.revoke()
 
@@ -483,7 +530,7 @@ def _is_older(known: list[str], latest: KeyValue | None) -> bool:
     """Whether the latest instance of the node is missing from a directory's record."""
     if latest is None or not known:
         return False
-    return decode_latest(latest.value, key=latest.key) not in known
+    return decode_latest(latest.value, key=latest.key).instance not in known
 
 
 def _unchanged(key: str, found: KeyValue | None) -> Compare:

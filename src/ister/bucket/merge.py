@@ -137,17 +137,53 @@ def merge_objects(
     _check_inputs(topic, objects, format, survives)
     start, end = objects[0].start, objects[-1].end
     object_id = format_object_id(start, end, epoch, format=format, tag=tag, layout=settings.layout)
-    key = object_key(topic, object_id)
     merge = _Merge(topic, objects, store, settings, zstd_level, row_group_bytes, is_stopping)
+
+    def write(writer: Writer) -> Callable[..., ObjectDescriptor]:
+        with ThreadPoolExecutor(1, thread_name_prefix="ister-merge") as ahead:
+            if format == FORMAT_PARQUET:
+                return merge.write_archive(writer, ahead, survives)
+            return merge.write_frames(writer, ahead)
+
+    described = write_object(
+        topic,
+        object_id,
+        write,
+        store=store,
+        settings=settings,
+        epoch=epoch,
+        incarnation=incarnation,
+        created_at=created_at,
+    )
+    failpoints.reach("compact.after_object")
+    return replace(described, arrival_time_max=find_newest_arrival(objects))
+
+
+def write_object(
+    topic: TopicName,
+    object_id: str,
+    write: Callable[[Writer], Callable[..., ObjectDescriptor]],
+    *,
+    store: ObjectStore,
+    settings: MergeSettings,
+    epoch: int,
+    incarnation: str,
+    created_at: int,
+) -> ObjectDescriptor:
+    """Writes an object that takes the place of others, and reads it back; does not commit it.
+
+    `write` writes it, and returns what describes it.
+
+    Raises:
+        CorruptDataError: The store returns other bytes than it was given.
+        UnavailableError: The store does not answer.
+    """
+    key = object_key(topic, object_id)
     writer = store.open_writer(
         key, chunk_bytes=settings.chunk_bytes, concurrent_parts=settings.concurrent_parts
     )
     try:
-        with ThreadPoolExecutor(1, thread_name_prefix="ister-merge") as ahead:
-            if format == FORMAT_PARQUET:
-                describe = merge.write_archive(writer, ahead, survives)
-            else:
-                describe = merge.write_frames(writer, ahead)
+        describe = write(writer)
         described = describe(
             object_id, epoch=epoch, incarnation=incarnation, created_at=created_at, etag=None
         )
@@ -158,12 +194,7 @@ def merge_objects(
     # Those that it replaces go some day, and then this is the only copy: nothing that was only
     # written is taken for one.
     verify_content(store, key, described, chunk_bytes=settings.chunk_bytes)
-    etag = verify_size(store, key, described.size_bytes)
-    failpoints.reach("compact.after_object")
-    described = describe(
-        object_id, epoch=epoch, incarnation=incarnation, created_at=created_at, etag=etag
-    )
-    return replace(described, arrival_time_max=find_newest_arrival(objects))
+    return replace(described, etag=verify_size(store, key, described.size_bytes))
 
 
 def find_newest_arrival(objects: Sequence[ObjectDescriptor]) -> int | None:
@@ -284,8 +315,12 @@ def _check_inputs(
             )
 
 
-class _Writer(Protocol):
-    def write(self, data: Buffer, /) -> object: ...
+class Writer(Protocol):
+    """Takes the bytes of an object."""
+
+    def write(self, data: Buffer, /) -> object:
+        """Takes the next bytes."""
+        ...
 
 
 class _Merge:
@@ -310,7 +345,7 @@ class _Merge:
         self._is_stopping = is_stopping
         self._codec = next((item.codec for item in objects if item.codec is not None), None)
 
-    def write_frames(self, writer: _Writer, ahead: Executor) -> Callable[..., ObjectDescriptor]:
+    def write_frames(self, writer: Writer, ahead: Executor) -> Callable[..., ObjectDescriptor]:
         """Copies all frames; returns what describes the object."""
         every = self._settings.index_every_messages
         summary = ObjectSummary(self._objects[0].start, index_every_messages=every)
@@ -321,7 +356,7 @@ class _Merge:
         return summary.describe
 
     def write_archive(
-        self, writer: _Writer, ahead: Executor, survives: Survives | None
+        self, writer: Writer, ahead: Executor, survives: Survives | None
     ) -> Callable[..., ObjectDescriptor]:
         """Writes all messages that survive as Parquet; returns what describes the object."""
         load_archives()  # or says which extra is missing
@@ -342,11 +377,13 @@ class _Merge:
         for batch in _ahead(self._all_batches(), ahead):
             self._check_stopping()
             output.write(batch if survives is None else batch.filter(survives(batch)))
-        is_whole = survives is None and not any(described.kept for described in self._objects)
+        kept = {described.kept for described in self._objects if described.kept}
+        if survives is not None:
+            kept.add(KEPT_LATEST)
         written = output.finish(
             start=self._objects[0].start,
             end=self._objects[-1].end,
-            kept="" if is_whole else KEPT_LATEST,
+            kept=KEPT_LATEST if KEPT_LATEST in kept else next(iter(kept), ""),
         )
         describe: Callable[..., ObjectDescriptor] = written.describe
         return describe

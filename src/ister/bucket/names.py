@@ -6,7 +6,9 @@
         objects/data-<start>-pending-<epoch>[-c<tag>].dnb1  being written, named by a copy
         objects/data-<start>-<end>[-<epoch>]-c<tag>.dnb1|.parquet       merged of several others
         segments/data-<start>-<number>.dnb1         any object of frames, with the layout `segments`
+        terms/<epoch, 20 digits>-<claim>            an owner's term (`ister.bucket.terms`)
         topic.json                                  what `ister recover` needs to know
+    storage/bucket.json                             the bucket's id (`ister.bucket.identity`)
     storage/express/<node>/<process>/<sequence>.dnbx    runs of many topics
     staging/<ns>/<topic>/<writer>/<batch>/          rows on their way to the topic
     staging/shared.files/<writer>/<batch>/          rows on their way to several topics
@@ -56,6 +58,7 @@ _OBJECT_ID: Final = re.compile(
 _PENDING_ID: Final = re.compile(
     rf"data-{_NUMBER}-pending(?:-{_NUMBER})?(?:-c{_TAG.pattern})?\.dnb1"
 )
+_TERM: Final = re.compile(r"([0-9]{20})-([0-9a-f-]*)")
 _FIRST_EPOCH: Final = 1
 _SEGMENTS: Final = "segments/"
 _SEGMENT_DIGITS: Final = 10
@@ -253,6 +256,22 @@ def express_key(name: str) -> str:
 def manifest_key(topic: TopicName) -> str:
     """The key of the small object that describes the topic."""
     return f"{topic_prefix(topic)}topic.json"
+
+
+def terms_prefix(topic: TopicName) -> str:
+    """The prefix of the keys of a topic's terms."""
+    return f"{topic_prefix(topic)}terms/"
+
+
+def term_key(topic: TopicName, epoch: int, claim: str) -> str:
+    """The key of the small object that records an owner's term."""
+    return f"{terms_prefix(topic)}{epoch:020d}-{claim}"
+
+
+def parse_term_key(topic: TopicName, key: str) -> tuple[int, str] | None:
+    """The epoch and the claim of a term by its key; None for other keys."""
+    match = _TERM.fullmatch(key.removeprefix(terms_prefix(topic)))
+    return None if match is None else (int(match[1]), match[2])
 
 
 def staging_prefix(topic: TopicName, writer: str | None = None, batch: int | None = None) -> str:

@@ -9,8 +9,8 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable
 
 from ister.bucket.names import ObjectName
-from ister.bucket.offset_ranges import merge_ranges, overlaps
 from ister.format.descriptor import FORMAT_EXPRESS
+from ister.format.offset_ranges import merge_ranges, overlaps
 
 
 def choose_objects(

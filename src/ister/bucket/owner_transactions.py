@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ister.bucket.catalog import Catalog
 from ister.bucket.fence import Fence
@@ -29,6 +29,9 @@ from ister.errors import (
 from ister.format.records import OwnerRecord, SealedState, TopicRecord, encode_owner, encode_topic
 from ister.metadata.base import Absent, Compare, Delete, Lease, Operation, Put, RevisionIs
 from ister.metrics import Metrics
+
+if TYPE_CHECKING:
+    from ister.bucket.claim import ClaimCheck
 
 _log = logging.getLogger("ister.bucket.ownership")
 
@@ -68,6 +71,11 @@ class OwnerTransactions:
         self._fence: FencedError | None = None
         self.on_fenced: Callable[[FencedError], None] = lambda error: None
         """Called once, when it turns out that another process owns the topic."""
+        self.changed_at = revision
+        """The revision of this owner's last change, or of the claim."""
+        self.unread: ClaimCheck | None = None
+        """What was known before the claim, if the objects were not compared with the catalog since,
+        because the bucket did not answer; else None."""
         self.lease: Lease | None = None
         """The lease of the owner key; None if another process acts for the owner."""
         self.on_regained: Callable[[], None] = lambda: None
@@ -191,6 +199,7 @@ class OwnerTransactions:
                         return None
                     raise
                 if revision is not None:
+                    self.changed_at = max(self.changed_at, revision)
                     return revision
                 if is_done is not None and is_done():
                     return None

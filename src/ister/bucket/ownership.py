@@ -52,6 +52,7 @@ from ister.metadata.base import (
     Absent,
     Compare,
     Delete,
+    KeyValue,
     Operation,
     Put,
     RevisionIs,
@@ -184,6 +185,7 @@ class OwnedTopic(OwnerTransactions):
     def take_commit(self, descriptor: ObjectDescriptor, revision: int) -> None:
         """Records a commit that has succeeded."""
         self._current_revision = revision
+        self.changed_at = max(self.changed_at, revision)
         self.last = descriptor
         if self.first is None:
             self.first = descriptor
@@ -505,6 +507,17 @@ class OwnedTopic(OwnerTransactions):
                         raise
             failpoints.reach("tier.after_seal")
 
+    def begin_at(self, start: int) -> None:
+        """Corrects where this owner's offsets begin: objects that it was to adopt are gone.
+
+        Raises:
+            FencedError: Another process owns the topic.
+            UnavailableError: The metadata store does not answer.
+        """
+        if self.record.lineage and self.record.lineage[-1].epoch == self.epoch:
+            entry = replace(self.record.lineage[-1], start=start)
+            self._put_record(lambda record: replace(record, lineage=(*record.lineage[:-1], entry)))
+
     def set_acked_end(self, end: int | None) -> None:
         """Records that nothing from `end` on was acknowledged or delivered, or that this ended.
 
@@ -536,13 +549,21 @@ class OwnedTopic(OwnerTransactions):
         """Reads the topic's first and newest object again.
 
         Raises:
-            FencedError: The topic is another owner's by now, and so may be what was read.
+            FencedError: The topic is another owner's by now, and so may be what was read; or the
+                metadata store was rolled back to an older state: open the topic again.
         """
         # The pointer may be older than the rest; then only the next commit fails.
         ends = self.catalog.ends()
         self._refresh_record()
+        if self.tiered > (ends.last.end if ends.last is not None else 0):
+            self.give_up(ConflictError("the catalog ends before what was committed"))
+            self._refresh_record()
         self._current_revision = ends.pointer_revision
         self.first, self.last = ends.first, ends.last
+
+    def knows_pointer(self, found: KeyValue | None) -> bool:
+        """Whether the pointer to the newest object is as this owner left it."""
+        return (None if found is None else found.revision) == self._current_revision
 
     def _current_is_known(self) -> Compare:
         key = self.catalog.keys.current

@@ -35,26 +35,26 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ister.bucket.check import load_archives, verify_content, walk_frames
+from ister.bucket.check import load_archives, verify_content, verify_size, walk_frames
 from ister.bucket.danube_objects import Adoption
-from ister.bucket.express import read_footer
 from ister.bucket.listing import list_objects
 from ister.bucket.names import (
-    EXPRESS_PREFIX,
     TOPICS_PREFIX,
     ObjectName,
     TopicKeys,
+    format_object_id,
     manifest_key,
     object_id_of,
     object_key,
     objects_prefix,
     parse_object_id,
     parse_topic_of_key,
+    segment_name,
     segments_prefix,
 )
 from ister.bucket.object_choice import choose_objects, overlap, ranges_of
 from ister.bucket.object_maker import ObjectSummary
-from ister.bucket.offset_ranges import is_within, merge_ranges
+from ister.bucket.terms import is_of_lineage, newest_terms
 from ister.clock import Clock
 from ister.errors import (
     AlreadyExistsError,
@@ -62,6 +62,8 @@ from ister.errors import (
     CorruptDataError,
     IsterError,
     NotFoundError,
+    StoresDifferError,
+    UnsupportedOperationError,
 )
 from ister.format.crc import crc32
 from ister.format.descriptor import (
@@ -71,6 +73,7 @@ from ister.format.descriptor import (
     ObjectDescriptor,
     encode_descriptor,
 )
+from ister.format.offset_ranges import is_within, merge_ranges
 from ister.format.records import TopicRecord, encode_current, encode_topic
 from ister.limits import MIB
 from ister.metadata.base import Absent, MetadataStore, Put
@@ -173,33 +176,6 @@ def find_topics(
                 objects.append(info)
         elif is_frames:
             on_stray(info.key)
-    return found
-
-
-def find_runs(
-    store: ObjectStore, *, on_damage: Callable[[CorruptDataError], None]
-) -> dict[TopicName, list[ObjectDescriptor]]:
-    """The runs of all express objects, by topic.
-
-    Args:
-        store: The bucket.
-        on_damage: Called with the error of an object whose footer is damaged.
-
-    Raises:
-        UnsupportedVersionError: A newer Ister wrote an object.
-        UnavailableError: The store does not answer.
-    """
-    found: dict[TopicName, list[ObjectDescriptor]] = {}
-    for info in store.list(EXPRESS_PREFIX):
-        try:
-            runs = read_footer(store, info)
-        except NotFoundError:
-            continue  # collected meanwhile
-        except CorruptDataError as error:
-            on_damage(error)
-            continue
-        for topic, described in runs:
-            found.setdefault(topic, []).append(described)
     return found
 
 
@@ -442,33 +418,127 @@ def _describe_archive(
 
 
 def find_continuation(
-    store: ObjectStore, topic: TopicName, start: int, *, incarnation: str, epoch_min: int = 0
+    store: ObjectStore,
+    topic: TopicName,
+    start: int,
+    *,
+    record: TopicRecord,
+    runs: Iterable[ObjectDescriptor],
 ) -> list[ObjectDescriptor]:
     """Whole objects in the bucket that continue a topic from `start` on, without a gap.
 
-    For a catalog that has forgotten them: an older copy of it was restored. Objects of an epoch
-    below `epoch_min` are of a topic of the same name that was deleted.
+    For a catalog that has forgotten them: an older copy of it was restored, or their uploader was
+    killed before the commit.
+
+    Args:
+        store: The bucket.
+        topic: The topic.
+        start: The end of its catalog.
+        record: The topic's record: objects of replaced owners do not count.
+        runs: Runs of the topic in express objects.
+
+    Raises:
+        StoresDifferError: An object has messages on both sides of where the others end: it was merged
+            of objects that the catalog does not have.
+        UnavailableError: The store does not answer.
     """
     store = with_slices(store)
     names: dict[ObjectName, ObjectInfo] = {}
     for info in list_objects(store, topic):
         name = parse_object_id(object_id_of(topic, info.key))
-        if name is not None and name.start >= start and name.epoch >= epoch_min:
+        if name is not None and name.end > start and is_of_lineage(record, name.epoch, name.end):
             names[name] = info
-    runs: dict[ObjectName, ObjectDescriptor] = {}
-    express = find_runs(store, on_damage=lambda error: _log.error("%s", error)).get(topic, [])
-    for name, (info, run) in _name_runs(topic, express).items():
-        if run.start >= start and run.epoch >= epoch_min and run.incarnation == incarnation:
-            names[name], runs[name] = info, run
-    descriptions = _Descriptions(store, topic, names, incarnation=incarnation, runs=runs)
-    chosen, _, _ = _choose_sound(store, names, descriptions, start=start)
+    described: dict[ObjectName, ObjectDescriptor] = {}
+    for name, (info, run) in _name_runs(topic, runs).items():
+        is_own = run.incarnation == record.incarnation
+        if is_own and run.start >= start and is_of_lineage(record, run.epoch, run.end):
+            names[name], described[name] = info, run
+    across = [name for name in names if name.start < start and name.tag is not None]
+    later = {name: info for name, info in names.items() if name.start >= start}
+    descriptions = _Descriptions(
+        store, topic, names, incarnation=record.incarnation, runs=described
+    )
     found: list[ObjectDescriptor] = []
-    for name in chosen:
+    for name in _choose_sound(store, later, descriptions, start=start)[0] if later else ():
         try:
             found.append(descriptions.of(name))
         except (CorruptDataError, NotFoundError):
             break
+    end = found[-1].end if found else start
+    merged = [name for name in across if name.end > end and descriptions.is_sound(name)]
+    if merged:
+        raise StoresDifferError(
+            "the metadata store was rolled back to an older state: its catalog ends at offset "
+            f"{end}, but the bucket has an object with the offsets {merged[0].start} up to, not "
+            f"including, {merged[0].end}",
+            topic=str(topic),
+            offset=end,
+            hint="`ister metadata accept` rebuilds the catalog from the bucket",
+        )
+    behind = [(name.start, name.end) for name in later if name.start > end]
+    if behind:
+        _log.error(
+            "objects after a gap are not part of the topic",
+            extra={"topic": str(topic), "end": end, "ranges": merge_ranges(behind)},
+        )
     return found
+
+
+def secure_objects(
+    store: ObjectStore, topic: TopicName, found: Sequence[ObjectDescriptor], epoch: int
+) -> list[ObjectDescriptor]:
+    """Copies objects to names of another epoch; their writers may still delete them.
+
+    Runs stay where they are: an express object is kept while one of its runs may be needed.
+
+    Args:
+        store: The bucket.
+        topic: The topic.
+        found: As `find_continuation` returns them.
+        epoch: Of the owner that will adopt them.
+
+    Returns:
+        The descriptors of the copies, up to the first object that is gone.
+
+    Raises:
+        UnavailableError: The store does not answer.
+    """
+    secured: list[ObjectDescriptor] = []
+    for described in found:
+        name = parse_object_id(described.object_id)
+        if name is None or name.epoch == epoch:
+            secured.append(described)
+            continue
+        object_id = format_object_id(
+            name.start,
+            name.end,
+            epoch,
+            format=name.format,
+            tag=name.tag,
+            layout=Layout.OBJECTS if segment_name(described.object_id) is None else Layout.SEGMENTS,
+        )
+        key = object_key(topic, object_id)
+        try:
+            _copy(store, object_key(topic, described.object_id), key, described.size_bytes)
+            etag = store.stat(key).etag
+        except (NotFoundError, CorruptDataError):
+            break
+        secured.append(replace(described, object_id=object_id, epoch=epoch, etag=etag))
+    return secured
+
+
+def _copy(store: ObjectStore, source: str, target: str, size_bytes: int) -> None:
+    try:
+        store.copy(source, target)
+    except UnsupportedOperationError:
+        writer = store.open_writer(target, chunk_bytes=_CHUNK_BYTES, concurrent_parts=1)
+        try:
+            for position in range(0, size_bytes, _CHUNK_BYTES):
+                writer.write(store.read(source, position, _CHUNK_BYTES))
+            writer.close()
+        finally:
+            writer.abort()
+    verify_size(store, target, size_bytes)
 
 
 def rebuild_topic(
@@ -564,13 +634,62 @@ def rebuild_topic(
         )
         return report
     if not dry_run:
-        record = _make_record(manifest, named, report.objects, incarnation=incarnation, clock=clock)
+        epochs = [name.epoch for name in named]
+        epochs += [term.epoch for term in newest_terms(store, topic)]
+        record = _make_record(
+            manifest, epochs, report.objects, incarnation=incarnation, clock=clock
+        )
         if manifest is None:
             # So that a second rebuilding gives the same topic.
             save_manifest(store, topic, manifest_of(record))
         _write(metadata, keys, record, report.objects)
         report.is_written = True
     return report
+
+
+def rebuild_catalog(
+    store: ObjectStore,
+    metadata: MetadataStore,
+    keys: TopicKeys,
+    objects: Iterable[ObjectInfo],
+    *,
+    record: TopicRecord,
+    runs: Iterable[ObjectDescriptor],
+) -> list[ObjectDescriptor]:
+    """Replaces the descriptors of a topic that no process has open by those of its objects.
+
+    Args:
+        store: The bucket.
+        metadata: Where to write.
+        keys: The topic's.
+        objects: Its objects, as listed.
+        record: Its record: objects of replaced owners do not count.
+        runs: Its runs in express objects, as `find_runs` gives them.
+
+    Returns:
+        The descriptors. Ranges that no whole object has are left out.
+    """
+    store, topic = with_slices(store), keys.topic
+    names: dict[ObjectName, ObjectInfo] = {}
+    for info in objects:
+        name = parse_object_id(object_id_of(topic, info.key))
+        if name is not None and is_of_lineage(record, name.epoch, name.end):
+            names[name] = info
+    described: dict[ObjectName, ObjectDescriptor] = {}
+    for name, (info, run) in _name_runs(topic, runs).items():
+        is_own = run.incarnation == record.incarnation
+        if is_own and is_of_lineage(record, run.epoch, run.end):
+            names[name], described[name] = info, run
+    descriptions = _Descriptions(
+        store, topic, names, incarnation=record.incarnation, runs=described
+    )
+    chosen = [
+        descriptions.of(name)
+        for name in _choose_sound(store, names, descriptions)[0]
+        if descriptions.is_sound(name)
+    ]
+    _write_descriptors(metadata, keys, chosen)
+    return chosen
 
 
 def _find_manifest(
@@ -588,7 +707,7 @@ def _find_manifest(
 
 def _make_record(
     manifest: Manifest | None,
-    named: Iterable[ObjectName],
+    epochs: Iterable[int],
     objects: Sequence[ObjectDescriptor],
     *,
     incarnation: str,
@@ -605,7 +724,7 @@ def _make_record(
         )
     return TopicRecord(
         # Some owners may have made no object: their epochs must not be used again.
-        epoch=max((name.epoch for name in named), default=0) + _EPOCHS_SKIPPED,
+        epoch=max(epochs, default=0) + _EPOCHS_SKIPPED,
         incarnation=incarnation,
         ack=manifest.ack,
         codec=manifest.codec,
@@ -651,11 +770,17 @@ def _write(
     record: TopicRecord,
     objects: list[ObjectDescriptor],
 ) -> None:
+    _write_descriptors(metadata, keys, objects)
+    written = metadata.transact([Absent(keys.record)], [Put(keys.record, encode_topic(record))])
+    if written is None:
+        raise ConflictError("the topic was created meanwhile", topic=str(keys.topic))
+
+
+def _write_descriptors(
+    metadata: MetadataStore, keys: TopicKeys, objects: Sequence[ObjectDescriptor]
+) -> None:
     metadata.delete_prefix(keys.objects)
     for described in objects:
         metadata.put(keys.descriptor(described.start), encode_descriptor(described))
     if objects:
         metadata.put(keys.current, encode_current(objects[-1].start, objects[-1].end))
-    written = metadata.transact([Absent(keys.record)], [Put(keys.record, encode_topic(record))])
-    if written is None:
-        raise ConflictError("the topic was created meanwhile", topic=str(keys.topic))

@@ -1,8 +1,8 @@
 """The command line: one file per command, thin over the layers below.
 
-Commands: auth, bench, brokers, completion, config, consume, contexts, danube, demo, dlq, inspect,
-namespaces, pipeline, produce, recover, repair, schema, serve, subscriptions, top, topics, up. What
-they share:
+Commands: auth, backup, bench, brokers, completion, config, consume, contexts, danube, demo, dlq,
+inspect, metadata, namespaces, pipeline, produce, recover, repair, schema, serve, subscriptions,
+top, topics, up. What they share:
 
 main            arguments in, exit code out
 parser          the layout of help, hints after wrong usage

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import ModuleType
@@ -176,12 +177,17 @@ def _register_views(actions: Subparsers) -> None:
         add_broker_arguments(action)
 
 
+def _open_private(path: str, flags: int) -> int:
+    """Opens a file that nobody else may read if it is new, whatever the umask is."""
+    return os.open(path, flags, 0o600)
+
+
 def _make_key(options: argparse.Namespace) -> int:
     minting = _minting()
     key, line = minting.make_api_key(options.name)
     if options.file:
         try:
-            with open(options.file, "a", encoding="utf-8") as file:
+            with open(options.file, "a", encoding="utf-8", opener=_open_private) as file:
                 file.write(f"{line}\n")
         except OSError as error:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""`ister config check|show|example`: checks, shows and explains settings.
+"""`ister config check|show|example|bucket`: checks, shows and explains settings.
 
 Owns: arguments, output, exit code. Does not own: settings (`ister.config`),
 the checks (`config_check`).
@@ -27,16 +27,27 @@ from ister.cli.location import CONFIG_VARIABLE, DATA_DEFAULT, check_config_name
 from ister.cli.output import (
     Subparsers,
     add_command,
+    confirm,
     console,
     is_terminal,
     print_error,
     print_facts,
     print_table,
 )
-from ister.config import Config, Examined, Origin, Problem, examine_config, find_line
+from ister.clock import SystemClock
+from ister.config import (
+    Config,
+    Examined,
+    Origin,
+    Problem,
+    examine_config,
+    find_line,
+    load_config,
+)
 from ister.config.reference import example, masked, settings, value_of
 from ister.config.settings import Setting
 from ister.errors import ConfigError
+from ister.topic.stores import open_identity
 
 
 def register(commands: Subparsers) -> None:
@@ -106,6 +117,23 @@ def register(commands: Subparsers) -> None:
         "--json", action="store_true", help="print the settings as one JSON object instead of YAML"
     )
     sample.set_defaults(run=_example)
+
+    bucket = add_command(
+        actions,
+        "bucket",
+        help="show the bucket's id, or accept another bucket",
+        description="Shows the id of the bucket and the one that the metadata store expects. "
+        "Brokers start only if they are equal. Exit code 1 if they are not.",
+        examples=("ister config bucket ister.yml", "ister config bucket ister.yml --accept --yes"),
+    )
+    _add_place(bucket)
+    bucket.add_argument(
+        "--accept",
+        action="store_true",
+        help="make this bucket the one that the metadata store expects; stop all brokers first",
+    )
+    bucket.add_argument("--yes", action="store_true", help="skip the confirmation")
+    bucket.set_defaults(run=_bucket)
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
@@ -278,6 +306,51 @@ def _in_words(value: object) -> str | None:
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False) if value else None
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# -- bucket ---------------------------------------------------------------------------------
+
+
+def _bucket(options: argparse.Namespace) -> int:
+    return answer(options, lambda: _show_bucket(options), {"source": None, "accepted": False})
+
+
+def _show_bucket(options: argparse.Namespace) -> int:
+    source = _source(options)
+    storage = load_config(source).storage
+    if not storage.mode.has_bucket:
+        raise ConfigError(f"storage.mode {storage.mode.value} has no bucket", path=source)
+    with open_identity(storage, SystemClock(), read_only=not options.accept) as identity:
+        if not options.accept:
+            found, recorded = identity.read()
+        elif confirm(
+            f"Make {identity.location} the bucket of this metadata store?", is_confirmed=options.yes
+        ):
+            found = recorded = identity.accept()
+        else:
+            return 1
+    is_ok = recorded is None or (found is not None and found.id == recorded.id)
+    if options.json:
+        print_json(
+            {
+                "source": source,
+                "ok": is_ok,
+                "accepted": options.accept,
+                "bucket": identity.location,
+                "id": found.id if found is not None else None,
+                "expected": recorded.id if recorded is not None else None,
+            }
+        )
+    else:
+        unknown = "recorded when a broker starts" if is_ok else "missing"
+        print_facts(
+            {
+                "bucket": identity.location,
+                "its id": found.id if found is not None else unknown,
+                "expected": f"{recorded.id} ({recorded.location})" if recorded else unknown,
+            }
+        )
+    return 0 if is_ok else 1
 
 
 # -- example --------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from ister.config import (
 from ister.errors import IsterError
 from ister.objectstore.backends import parse_backend
 from ister.topic.disk import min_free_bytes
-from ister.topic.stores import open_metadata, open_objects
+from ister.topic.stores import open_identity, open_metadata, open_objects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +178,13 @@ def try_connections(config: Config) -> Iterator[Connection]:
         yield _try_directory("local files", storage.wal.dir, storage.disk)
     if not storage.mode.has_bucket:
         return
-    yield _try_bucket(storage)
-    yield _try_metadata(storage)
+    stores = [_try_bucket(storage), _try_metadata(storage)]
+    yield from stores
+    is_made = storage.metadata.backend is not MetadataBackend.SQLITE or os.path.exists(
+        storage.metadata.path or ""
+    )
+    if all(store.is_ok for store in stores) and is_made:
+        yield _try_identity(storage)
 
 
 def _try_directory(name: str, path: str, disk: DiskConfig) -> Connection:
@@ -261,17 +266,41 @@ def _try_metadata(storage: StorageConfig) -> Connection:
         store = open_metadata(metadata, SystemClock(), read_only=True)
         try:
             is_known = bool(store.range(f"{metadata.root_prefix}/", limit=1))
+            usage = store.usage(f"{metadata.root_prefix}/")
         finally:
             store.close()
     except IsterError as error:
         return _failed("metadata", error, "check storage.metadata, and that the store is running")
     where = path if metadata.backend is MetadataBackend.SQLITE else f"etcd {metadata.endpoints[0]}"
     holds = "has keys" if is_known else "has no key yet"
+    says = f"{where} answers, and {holds} below {metadata.root_prefix}"
+    if usage is not None:
+        says += f"; {format_bytes(usage.size_bytes)} of its quota of "
+        says += f"{format_bytes(usage.quota_bytes)} taken"
+        says += "" if usage.is_compacted else "; it is not compacted"
+        says += "".join(f"; alarm: {alarm.strip()}" for alarm in usage.alarms)
     return Connection(
         name="metadata",
-        is_ok=True,
-        says=f"{where} answers, and {holds} below {metadata.root_prefix}",
+        is_ok=usage is None or not usage.alarms,
+        says=says,
+        hint=None if usage is None else usage.advice,
     )
+
+
+def _try_identity(storage: StorageConfig) -> Connection:
+    """Whether the bucket is the one of the metadata store."""
+    name = "bucket id"
+    if storage.cloud.backend is CloudBackend.MEMORY:
+        return Connection(name=name, is_ok=True, says="in memory: nothing to check")
+    try:
+        with open_identity(storage, SystemClock()) as identity:
+            identity.verify()
+            found, recorded = identity.read()
+    except IsterError as error:
+        return _failed(name, error, "check storage.cloud and storage.metadata")
+    if found is None or recorded is None:
+        return Connection(name=name, is_ok=True, says="recorded when a broker starts")
+    return Connection(name=name, is_ok=True, says=f"{found.id}, as the metadata store expects")
 
 
 def _failed(name: str, error: IsterError, hint: str) -> Connection:

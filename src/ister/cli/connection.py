@@ -233,7 +233,7 @@ def parse_seconds(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number, 0 or higher")
     return seconds
 
 

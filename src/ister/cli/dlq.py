@@ -316,10 +316,12 @@ def _age(at_ms: int | None, now_ms: int) -> str | None:
 
 
 def _reasons(group: LetterGroupJson) -> str:
-    return ", ".join(
+    reasons = ", ".join(
         f"{reason or 'none given'} ({count})" if len(group["reasons"]) > 1 else reason or ""
         for reason, count in group["reasons"].items()
     )
+    unverified = group.get("unverified", 0)
+    return f"{reasons}; {unverified} unverified" if unverified else reasons
 
 
 # -- show -----------------------------------------------------------------------------------
@@ -394,6 +396,7 @@ def _received(topic: str, letter: DeadLetterJson) -> Received:
             "source_offset": story["offset"],
             "subscription": story["subscription"],
             "attempts": story["attempt"],
+            "is_verified": story.get("is_verified", True),
         },
     )
 
@@ -406,7 +409,8 @@ def _letter_text(topic: str, letter: DeadLetterJson) -> str:
     else:
         at = "" if story["offset"] is None else f" offset {story['offset']}"
         whose = f"subscription {plain(story['subscription'])}"
-        lines.append(f"  from       {plain(story['topic'])}{at}, {whose}")
+        doubt = "" if story.get("is_verified", True) else " (unverified: no broker has written it)"
+        lines.append(f"  from       {plain(story['topic'])}{at}, {whose}{doubt}")
         attempts = "" if story["attempt"] is None else f" (attempt {story['attempt']})"
         lines.append(f"  reason     {plain(story['reason']) or 'none given'}{attempts}")
     now_ms = SystemClock().now_ns() // 1_000_000

@@ -209,6 +209,6 @@ def _print_object(seen: ObjectSurvey) -> None:
     titles = ("format", "codec", "start", "next", "frames", "bytes", "published", "state")
     print_table(titles, [(seen.format, *file_cells(seen.found))])
     if seen.kept:
-        print(f"compacted: {seen.kept}")
+        print(f"messages kept: {seen.kept}")
     print_bad_ranges(seen.found)
     print_frames(seen.found)

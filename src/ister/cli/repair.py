@@ -1,7 +1,7 @@
 """`ister repair [TOPIC …]`: restores what one tier has lost from the other one.
 
-Owns: arguments, output, exit code, and the question before a take-over. Does not own: the work
-(`ister.topic.offline_repair`).
+Owns: arguments, output, exit code, and the confirmation before messages are given up. Does not own:
+the work (`ister.topic.offline_repair`).
 
 The log is opened, so no other process may have it open. Without names, topics that another node
 wrote last are skipped: their local files are not here, and claiming them would take them away.
@@ -24,10 +24,19 @@ from ister.cli.location import (
     wal_root,
 )
 from ister.cli.output import Subparsers, add_command, confirm, print_table, progress
-from ister.errors import InvalidRequestError, IsterError
+from ister.config import Config, StorageConfig
+from ister.errors import DirectoryLockedError, InvalidRequestError, IsterError
 from ister.model import JsonObject, TopicName
+from ister.topic.giving_up import GivenUp
 from ister.topic.log import Log
-from ister.topic.offline_repair import LostRange, TopicRepair, find_lost, keep_lease, try_repair
+from ister.topic.offline_repair import (
+    LostRange,
+    TopicRepair,
+    find_given_up,
+    find_lost,
+    keep_lease,
+    try_repair,
+)
 
 
 def register(commands: Subparsers) -> None:
@@ -39,11 +48,13 @@ def register(commands: Subparsers) -> None:
         description="Checks topics in both tiers and repairs them: replaces damaged local "
         "files if the bucket has their messages, and uploads lost and damaged objects again "
         "if local files have theirs. Removes nothing: replaced files are kept under a name "
-        "with `.aside`. Exit code 1 if something cannot be repaired.",
+        "with `.aside`. What neither tier has can be given up with --give-up. The log must not be "
+        "open: stop the broker first. Exit code 1 if something cannot be repaired.",
         examples=(
             "ister repair --data ./ister-data",
             "ister repair /default/orders --quick --json",
             "ister repair /default/orders --take-over --yes",
+            "ister repair /default/orders --give-up --dry-run",
         ),
     )
     parser.add_argument(
@@ -58,21 +69,35 @@ def register(commands: Subparsers) -> None:
         action="store_true",
         help="do not read contents: only check that objects exist with the right size",
     )
-    parser.add_argument(
+    losing = parser.add_mutually_exclusive_group()
+    losing.add_argument(
         "--take-over",
         action="store_true",
         help="take over the named topics from a node whose disk is lost; messages that it "
         "had not uploaded are lost",
     )
+    losing.add_argument(
+        "--give-up",
+        action="store_true",
+        help="give up the messages of the named topics that neither tier has: readers pass over "
+        "them, and the topics accept messages again",
+    )
     parser.add_argument(
-        "--yes", action="store_true", help="with --take-over: skip the confirmation"
+        "--yes", action="store_true", help="with --take-over and --give-up: skip the confirmation"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="with --give-up: show what would be given up; change nothing",
     )
     add_place_arguments(parser)
 
     def run(options: argparse.Namespace) -> int:
-        if options.take_over and not options.topics:
-            # Of all topics, those of a node that is only being restarted would lose messages.
-            parser.error("--take-over needs topic names")
+        if (options.take_over or options.give_up) and not options.topics:
+            # Not for all topics: those of a node that is only restarting would lose messages.
+            parser.error(f"{'--take-over' if options.take_over else '--give-up'} needs topic names")
+        if options.dry_run and not options.give_up:
+            parser.error("--dry-run needs --give-up")
         return _run(options)
 
     parser.set_defaults(run=run)
@@ -84,17 +109,22 @@ def _run(options: argparse.Namespace) -> int:
 
 def _repair(options: argparse.Namespace) -> int:
     config = load_place(options)
-    require_bucket(config.storage)
+    if not options.give_up:
+        _require_bucket(config.storage)
     wal_root(config.storage)
     rows: list[TopicRepair] = []
     names: Sequence[TopicName] = sorted(set(options.topics), key=str)
     is_named = bool(names)
     # Without the log's own threads: they would also upload, trim local files and remove orphans,
     # and a repair removes nothing that it may need. Only the lease is renewed meanwhile.
-    with Log(config, background=False) as log, keep_lease(log), ExitStack() as stack:
+    with _open(config) as log, keep_lease(log), ExitStack() as stack:
         names = names or [TopicName.parse(name) for name in log.topics()]
-        lost = _confirm_take_over(log, names, options) if options.take_over else {}
-        if lost is None:
+        lost: dict[str, LostRange | GivenUp] = {}
+        if options.take_over:
+            lost |= {str(name): one for name in names if (one := find_lost(log, name)) is not None}
+        elif options.give_up:
+            lost |= {str(name): find_given_up(log, name) for name in names}
+        if not _confirm(lost, options):
             return 1
         bar = stack.enter_context(progress("repair", len(names), unit="topics"))
         for name in names:
@@ -106,48 +136,75 @@ def _repair(options: argparse.Namespace) -> int:
                     take_over=options.take_over,
                     content=not options.quick,
                     is_named=is_named,
+                    gives_up=options.give_up,
                 )
+                if not options.dry_run
+                else _planned(str(name), lost)
             )
             bar.advance()
     errors = [error for row in rows for error in row.errors]
     if options.json:
-        print_json(_as_json(rows, errors, lost))
+        print_json(_as_json(rows, errors, lost, dry_run=options.dry_run))
     else:
         _print_rows(rows)
     print_errors(errors)
     return 1 if errors else 0
 
 
-def _confirm_take_over(
-    log: Log, names: Sequence[TopicName], options: argparse.Namespace
-) -> dict[str, LostRange] | None:
-    """Lists what taking topics over loses, and asks; None if the answer is no.
+def _open(config: Config) -> Log:
+    try:
+        return Log(config, background=False)
+    except DirectoryLockedError as error:
+        error.hint = "stop the broker or program that has it open, and start it again afterwards"
+        raise
+
+
+def _require_bucket(storage: StorageConfig) -> None:
+    try:
+        require_bucket(storage)
+    except InvalidRequestError as error:
+        error.hint = "--give-up works without one; it gives up what the local files have lost"
+        raise
+
+
+def _confirm(lost: Mapping[str, LostRange | GivenUp], options: argparse.Namespace) -> bool:
+    """Lists what is lost, and asks; returns whether to continue.
 
     Raises:
         InvalidRequestError: There is no terminal to ask on, and --yes was not given.
     """
-    found = {str(name): lost for name in names if (lost := find_lost(log, name)) is not None}
-    listed = [f"{name} loses {lost}" for name, lost in found.items()]
-    if options.yes or not found:
+    listed = [f"{name} loses {one}" for name, one in lost.items() if str(one)]
+    if options.yes or options.dry_run or not listed:
         for line in listed:
             print(f"ister: {line}", file=sys.stderr)
-        return found
+        return True
+    option = "--take-over" if options.take_over else "--give-up"
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise InvalidRequestError(
-            f"--take-over is not confirmed: {', '.join(listed)}", hint="pass --yes"
+            f"{option} is not confirmed: {', '.join(listed)}", hint="pass --yes"
         )
     for line in listed:
         print(line, file=sys.stderr)
-    question = f"Take {', '.join(map(str, names))} over, and lose these messages?"
-    return found if confirm(question, is_confirmed=False) else None
+    names = ", ".join(sorted(map(str, options.topics)))
+    what = f"Take {names} over, and lose" if options.take_over else "Give up"
+    return confirm(f"{what} these messages?", is_confirmed=False)
+
+
+def _planned(name: str, lost: Mapping[str, LostRange | GivenUp]) -> TopicRepair:
+    return TopicRepair(topic=name, status="damaged" if str(lost[name]) else "whole")
 
 
 def _as_json(
-    rows: Sequence[TopicRepair], errors: Sequence[IsterError], lost: Mapping[str, LostRange]
+    rows: Sequence[TopicRepair],
+    errors: Sequence[IsterError],
+    lost: Mapping[str, LostRange | GivenUp],
+    *,
+    dry_run: bool,
 ) -> JsonObject:
     return {
         "ok": not errors,
         "job": "repair",
+        **({"dry_run": True} if dry_run else {}),
         "topics": [
             {
                 "topic": row.topic,

@@ -43,7 +43,7 @@ def make_listing(options: argparse.Namespace) -> Listing:
 def _count(text: str) -> int:
     """A number of frames or an offset, for argparse."""
     if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 0 or higher")
     return int(text)
 
 
@@ -63,7 +63,9 @@ def file_cells(file: FileSurvey) -> tuple[object, ...]:
 def _format_state(file: FileSurvey) -> str:
     """Whether a file is whole, in a word or two."""
     kinds = {bad.kind for bad in file.damage}
-    if file.is_missing:
+    if Kind.GIVEN_UP in kinds and Kind.DAMAGE not in kinds:
+        state = "given up"
+    elif file.is_missing:
         state = "MISSING"
     elif Kind.DAMAGE in kinds:
         state = "DAMAGED"

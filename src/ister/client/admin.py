@@ -9,18 +9,20 @@ out and whose answer was lost is not an error when it is repeated.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Final
+from typing import Final, ParamSpec, TypeVar
 
 from ister import wire
 from ister.client.cluster_admin import ClusterCalls
 from ister.client.dead_letters import DeadLetterCalls
 from ister.client.rights import RightsCalls
 from ister.client.schemas import SchemaCalls
-from ister.errors import AlreadyExistsError, InvalidRequestError, NotFoundError
+from ister.errors import AlreadyExistsError, InvalidRequestError, IsterError, NotFoundError
 from ister.model import AckLevel, Codec, Start, TopicName
 from ister.notebook import render_table
 from ister.positions import to_milliseconds
@@ -29,6 +31,11 @@ from ister.wire.views import TopicJson
 
 _BACKOFFS: Final = (Backoff.FIXED, Backoff.EXPONENTIAL)
 _POISONS: Final = (PoisonPolicy.DEAD_LETTER, PoisonPolicy.BLOCK, PoisonPolicy.DROP)
+
+_Args = ParamSpec("_Args")
+_Calls = TypeVar("_Calls")
+_Result = TypeVar("_Result")
+_PLAIN: Final = {"str": str, "int": int, "bool": bool, "float": float, "None": type(None)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +93,38 @@ class TopicDescription:
         return shown + render_table("Subscriptions", columns, rows) if rows else shown
 
 
+def _refusing_misfits(method: Callable[_Args, Awaitable[_Result]]) -> Callable[_Args, object]:
+    """Makes a call raise InvalidRequestError for an argument that no request can carry."""
+
+    @functools.wraps(method)
+    async def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        work = method(*args, **kwargs)
+        try:
+            return await work
+        except IsterError:
+            raise
+        except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            signature = inspect.signature(method)
+            for name, value in signature.bind(*args, **kwargs).arguments.items():
+                wanted = str(signature.parameters[name].annotation)
+                kinds = [_PLAIN.get(kind) for kind in wanted.split(" | ")]
+                if all(kinds) and not any(isinstance(value, kind) for kind in kinds if kind):
+                    raise InvalidRequestError(
+                        f"{name} must be {wanted}, not {value!r:.80}"
+                    ) from error
+            raise InvalidRequestError(f"{method.__name__}: invalid argument: {error}") from error
+
+    return call
+
+
+def _checked(calls: type[_Calls]) -> type[_Calls]:
+    for name, method in inspect.getmembers(calls, inspect.iscoroutinefunction):
+        if not name.startswith("_"):
+            setattr(calls, name, _refusing_misfits(method))
+    return calls
+
+
+@_checked
 class AdminCalls(ClusterCalls, RightsCalls, SchemaCalls, DeadLetterCalls):
     """See the module header. Belongs to the network's loop."""
 
@@ -128,7 +167,7 @@ class AdminCalls(ClusterCalls, RightsCalls, SchemaCalls, DeadLetterCalls):
 
         Which partition a routing key goes to depends on the number of partitions. Messages of one
         key that are published before and after may be in two partitions, and consumers may get
-        them out of order.
+        them out of order. Open producers and consumers use the new ones within 30 seconds.
 
         Args:
             topic: Its name.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, Self, TypedDict, Unpack
@@ -29,11 +30,12 @@ from ister.client.core.producer import Outgoing, Post, ProducerCore, ProducerOpt
 from ister.client.messages import ReceivedMessage
 from ister.client.options import TlsOptions, Token
 from ister.client.tables import ArrowRead
-from ister.errors import ClosedError, IsterError, WaitTimeoutError
+from ister.errors import ClosedError, InvalidRequestError, IsterError, WaitTimeoutError
 from ister.limits import MIB
 from ister.model import AckLevel, Start
 from ister.serializers import JSON, AnySerializer
 from ister.subscription.policy import SubscriptionKind
+from ister.topic.arguments import as_timeout
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -56,6 +58,12 @@ class SendOptions(TypedDict, total=False):
     schema_id: int | None
     schema_version: int | None
     timeout: float | None
+
+
+def check_limit(limit: float | None) -> None:
+    """Raises InvalidRequestError if a limit is not a number of messages."""
+    if limit is not None and not (isinstance(limit, int | float) and not math.isnan(limit)):
+        raise InvalidRequestError(f"limit must be a number of messages, not {limit!r:.80}")
 
 
 def json_message(value: object, options: SendOptions) -> Outgoing:
@@ -184,7 +192,7 @@ class AsyncProducer(ProducerView):
         return await self._accept(json_message(value, options), options.get("timeout"))
 
     async def _accept(self, message: Outgoing, timeout: float | None) -> AsyncSentMessage:
-        core = self._core
+        core, timeout = self._core, as_timeout(timeout)
         accepted = core.try_send(*message)
         if accepted is None:
             try:
@@ -230,6 +238,7 @@ class AsyncProducer(ProducerView):
         Raises:
             As `flush`. The producer is closed anyway; unacknowledged messages are given up.
         """
+        timeout = as_timeout(timeout)
         self._client.left(self)
         await self._core.close(timeout)
 
@@ -314,7 +323,7 @@ class AsyncConsumer(ConsumerView):
             ClosedError: The consumer is stopped or closed.
             IsterError: The consumer has failed and receives nothing any more.
         """
-        core = self._core
+        core, timeout = self._core, as_timeout(timeout)
         message = core.try_take()
         if message is None:
             try:
@@ -340,6 +349,7 @@ class AsyncConsumer(ConsumerView):
             IsterError: The consumer has failed and receives nothing any more.
         """
         given = 0
+        check_limit(limit)
         while limit is None or given < limit:
             try:
                 message = await self.receive(timeout)
@@ -410,6 +420,7 @@ class AsyncConsumer(ConsumerView):
             WaitTimeoutError: Acknowledgements were not confirmed in time. The consumer is closed
                 anyway, and those messages may be delivered again.
         """
+        timeout = as_timeout(timeout)
         self._client.left(self)
         await self._core.close(timeout)
 

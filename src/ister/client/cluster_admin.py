@@ -14,6 +14,7 @@ from typing import Final
 from ister import wire
 from ister.client.core.network import Network
 from ister.errors import InvalidRequestError
+from ister.topic.arguments import as_timeout
 from ister.wire.views import (
     BalanceJson,
     BrokerJson,
@@ -127,6 +128,7 @@ class ClusterCalls:
             IsterError: It is refused, or no broker has answered in time.
         """
         _check_broker(broker)
+        timeout = as_timeout(timeout)
         request = wire.ister_api.DrainBrokerRequest(
             broker=broker, timeout_seconds=0 if timeout is None else max(1, int(timeout))
         )

@@ -17,6 +17,7 @@ Token = str | Callable[[], str]
 """A bearer token or an API key; or what gives a fresh one whenever something is opened."""
 
 _PORT_MAX: Final = 65535
+_ADDRESS_HINT: Final = "use HOST:PORT, with http:// or https:// before it if needed"
 _HOST: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
 _SCHEMES: Final = {"http": False, "https": True, "grpc": False, "grpc+tls": True}
 # Where a broker listens that was not told by which name it is reached.
@@ -76,8 +77,12 @@ def parse_addresses(
     Raises:
         InvalidRequestError: One is not an address, or they contradict each other or `tls`.
     """
-    texts = addresses.split(",") if isinstance(addresses, str) else list(addresses)
-    parsed = [parse_url(text.strip()) for text in texts]
+    if tls is not None and not isinstance(tls, TlsOptions | bool):
+        raise InvalidRequestError(f"tls must be TlsOptions or a bool, not {type(tls).__name__}")
+    texts = addresses.split(",") if isinstance(addresses, str) else addresses
+    if not isinstance(texts, Sequence):
+        raise InvalidRequestError(f"invalid broker address {addresses!r:.80}", hint=_ADDRESS_HINT)
+    parsed = [parse_url(text.strip() if isinstance(text, str) else text) for text in texts]
     if not parsed:
         raise InvalidRequestError("no address", hint="host:port of a broker")
     said = {is_encrypted for _, is_encrypted in parsed if is_encrypted is not None}
@@ -108,10 +113,7 @@ def parse_url(text: str) -> tuple[str, bool | None]:
         port, host, parts, has_scheme = None, "", urlsplit(""), False
     is_known = not has_scheme or parts.scheme in _SCHEMES
     if not (is_known and port and _HOST.fullmatch(host) and parts.path in ("", "/")):
-        raise InvalidRequestError(
-            f"invalid broker address {text!r}",
-            hint="use HOST:PORT, with http:// or https:// before it if needed",
-        )
+        raise InvalidRequestError(f"invalid broker address {text!r:.80}", hint=_ADDRESS_HINT)
     return f"{host}:{port}", _SCHEMES[parts.scheme] if has_scheme else None
 
 

@@ -32,6 +32,7 @@ from ister.client.aio import (
     ConsumerView,
     ProducerView,
     SendOptions,
+    check_limit,
     json_message,
 )
 from ister.client.core.batches import Batch
@@ -43,6 +44,7 @@ from ister.client.tables import ArrowRead
 from ister.clock import SystemClock
 from ister.errors import ClosedError, IsterError, WaitTimeoutError
 from ister.model import Start
+from ister.topic.arguments import as_timeout
 from ister.topic.table import TopicTable
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ class SentMessage:
             WaitTimeoutError: It was not in time; the message stays accepted.
             IsterError: It was given up, and why.
         """
+        timeout = as_timeout(timeout)
         if not self._batch.is_done:
             self._wait(timeout)
         return self._core.outcome(self._batch, self._row)
@@ -97,6 +100,7 @@ class SentMessage:
         Raises:
             WaitTimeoutError: Neither was in time.
         """
+        timeout = as_timeout(timeout)
         if not self._batch.is_done:
             self._wait(timeout)
         try:
@@ -186,7 +190,7 @@ class Producer(ProducerView):
 
     def _accept(self, message: Outgoing, timeout: float | None) -> SentMessage:
         self._thread.check_process()
-        core = self._core
+        core, timeout = self._core, as_timeout(timeout)
         accepted = core.try_send(*message)
         if accepted is None:
             if self._thread.is_current:
@@ -234,6 +238,7 @@ class Producer(ProducerView):
         Raises:
             As `flush`. The producer is closed anyway; unacknowledged messages are given up.
         """
+        timeout = as_timeout(timeout)
         if self._client.left(self):
             self._thread.run(self._async.close(timeout))
 
@@ -272,7 +277,7 @@ class Consumer(ConsumerView):
             IsterError: The consumer has failed and receives nothing any more.
         """
         self._thread.check_process()
-        core = self._core
+        core, timeout = self._core, as_timeout(timeout)
         give_up_at = None if timeout is None else _monotonic() + timeout
         with core.arrived:
             while (message := core.try_take_locked()) is None:
@@ -295,6 +300,7 @@ class Consumer(ConsumerView):
             IsterError: The consumer has failed and receives nothing any more.
         """
         given = 0
+        check_limit(limit)
         while limit is None or given < limit:
             self._thread.check_process()
             try:
@@ -362,6 +368,7 @@ class Consumer(ConsumerView):
             WaitTimeoutError: Acknowledgements were not confirmed in time. The consumer is closed
                 anyway, and those messages may be delivered again.
         """
+        timeout = as_timeout(timeout)
         if self._client.left(self):
             self._thread.run(self._async.close(timeout))
 

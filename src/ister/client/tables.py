@@ -207,10 +207,8 @@ class ArrowRead:
 
 def _offset_at(flight: FlightClient, status: TopicStatus, where: Start, name: str) -> int:
     """Resolves a position to an offset; as `end`, it may lie behind the end of the topic."""
-    if where == "earliest":
-        return status.earliest
-    if where == "latest":
-        return status.readable
+    if isinstance(where, str) and where in ("earliest", "latest"):
+        return status.earliest if where == "earliest" else status.readable
     if isinstance(where, datetime):
         wanted, found = to_milliseconds(where), None
         # An empty topic needs no search.

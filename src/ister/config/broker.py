@@ -248,10 +248,22 @@ class BrokerLimitsConfig:
         "applies.",
     )
     max_streams_per_principal: int = setting(
-        1024,
+        2048,
         low=1,
         says="Streams of one principal over gRPC, including those of its consumers and of Flight. "
         "Does not apply with auth off.",
+    )
+    max_flight_streams: int = setting(
+        1024,
+        low=1,
+        says="Arrow Flight streams: reads, and producers of `ister.client` that are not idle; each "
+        "may use a thread. Beyond that, the broker ends streams of idle producers, which open "
+        "others when they send again. More are refused.",
+    )
+    max_flight_streams_per_principal: int = setting(
+        256,
+        low=1,
+        says="Arrow Flight streams of one principal. Does not apply with auth off.",
     )
     max_requests_in_flight: int = setting(
         1024,
@@ -319,6 +331,7 @@ class DispatchConfig:
         low=16,
         says="Memory of all subscriptions together for messages on their way to consumers, in MiB. "
         "When it is used up, subscriptions whose consumers are idle drop their messages first and "
-        "read them again later. null is an eighth of the memory of the machine or of the control "
-        "group, at least 64.",
+        "read them again later; what is written to a stream counts until its client has read it, "
+        "and a write that does not fit waits. null is an eighth of the memory of the machine or of "
+        "the control group, at least 64.",
     )

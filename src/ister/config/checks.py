@@ -17,7 +17,7 @@ from ister.config.storage import (
 from ister.config.tree import Config
 from ister.config.yaml_tree import Tree
 from ister.errors import ConfigError
-from ister.limits import KIB
+from ister.limits import KIB, NAME_PART_CHARACTERS_MAX
 from ister.model import AckLevel
 
 _BACKENDS_WITH_A_PLACE: Final = (CloudBackend.FS, CloudBackend.LOCAL, CloudBackend.MEMORY)
@@ -30,6 +30,13 @@ _BYTES_MIN: Final = 64 * KIB
 _SYNC_MS: Final = 100
 _BUFFER_SHARE: Final = 8
 _LAG_SHARE: Final = 4
+# Of Linux, in bytes; a path's terminating zero counts.
+_NAME_BYTES_MAX: Final = 255
+_PATH_BYTES_MAX: Final = 4095
+_BELOW_BYTES: Final = 2 * NAME_PART_CHARACTERS_MAX + 160
+"""Room for the names below a directory: namespace, topic, and the longest name of a file."""
+_SQLITE_BYTES_MAX: Final = 504
+"""SQLite's limit of 512 bytes for a path includes `-journal`."""
 
 
 def find_contradictions(
@@ -58,6 +65,7 @@ def find_contradictions(
                 "storage.mode is 'memory' and storage.wal.dir is set", hint="remove one of them"
             ),
         )
+    yield from _find_unusable_paths(_fill_in_places(config).storage)
     if storage.mode is StorageMode.BUCKET:
         yield from _find_diskless_contradictions(storage, has_ack=named.get("ack") is not None)
     if storage.mode.has_bucket:
@@ -82,6 +90,37 @@ def find_contradictions(
                     hint="remove it, or use mode 'wal_cloud'",
                 ),
             )
+
+
+def _find_unusable_paths(
+    storage: StorageConfig,
+) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
+    """Yields paths that the operating system or SQLite would refuse after some files are made."""
+    cloud, metadata = storage.cloud, storage.metadata
+    has_bucket = storage.mode.has_bucket
+    is_local = has_bucket and cloud.backend in (CloudBackend.FS, CloudBackend.LOCAL)
+    is_sqlite = has_bucket and metadata.backend is MetadataBackend.SQLITE
+    for key, path, most in (
+        ("storage.wal.dir", storage.wal.dir, _PATH_BYTES_MAX - _BELOW_BYTES),
+        ("storage.cloud.root", cloud.root if is_local else None, _PATH_BYTES_MAX - _BELOW_BYTES),
+        ("storage.metadata.path", metadata.path if is_sqlite else None, _SQLITE_BYTES_MAX),
+    ):
+        if path is None:
+            continue
+        try:
+            names = os.path.abspath(path).encode().split(b"/")
+        except UnicodeEncodeError:
+            yield (key,), ConfigError(f"{key} is not valid Unicode: {path!r}")
+            continue
+        length, longest = sum(map(len, names)) + len(names) - 1, max(map(len, names))
+        reason = None
+        if length > most:
+            reason = f"{key} has {length} bytes as an absolute path; at most {most} are possible"
+        elif longest > _NAME_BYTES_MAX:
+            reason = f"{key} has a name of {longest} bytes; at most {_NAME_BYTES_MAX} are possible"
+        if reason is not None:
+            # With the directory's, which the others follow from.
+            yield (key, "storage.wal.dir"), ConfigError(reason, hint="use a shorter path")
 
 
 def _find_diskless_contradictions(

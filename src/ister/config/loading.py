@@ -182,7 +182,7 @@ def _is_yaml(path: str) -> bool:
 
 def _path_of(source: object) -> str:
     path = os.fspath(source) if isinstance(source, str | os.PathLike) else source
-    if not isinstance(path, str):
+    if not isinstance(path, str) or not path:
         raise ConfigError(
             f"cannot open {source!r}",
             hint="a directory, the path of an ister.yml, a mapping, or nothing",

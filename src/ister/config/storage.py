@@ -179,7 +179,11 @@ class WalConfig:
         says="Whether an append to a full buffer waits, or fails with `CapacityError`.",
     )
     writer_threads: int = setting(
-        4, low=1, high=64, says="Threads that write and sync for all topics together."
+        4,
+        low=1,
+        high=64,
+        says="Threads that write and sync for all topics together; as many sync what no call waits "
+        "for, and save checkpoints.",
     )
     max_open_files: int = setting(
         256,
@@ -343,7 +347,8 @@ class CloudReaderConfig:
     )
     read_ahead: bool = setting(True, says="Whether to prefetch the next chunk.")
     on_damage: OnDamage = setting(
-        OnDamage.ERROR, says="Whether a damaged message is an error, or is skipped and logged."
+        OnDamage.ERROR,
+        says="Whether a damaged message or a lost object is an error, or is skipped and logged.",
     )
 
 

@@ -81,7 +81,7 @@ def _convert(value: object, setting: Setting) -> object:
     given = _interpret(value, setting)
     try:
         found: object = msgspec.convert(given, setting.type)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # a lone surrogate
         raise _refusal(value, given, setting) from error
     return expand_home(found) if setting.is_path and isinstance(found, str) else found
 

@@ -7,6 +7,7 @@ message         message bodies in bincode
 bincode         the two bincode encodings
 body_parts      parts of a body, without decoding all of it
 checkpoint      checkpoints of the log and the uploader
+gaps            offsets that were given up
 sparse_index    the index beside each file
 descriptor      what makes an object part of a topic
 footer          the end of an object that topics share
@@ -18,6 +19,7 @@ staged_rows     the rows in them
 manifest        which segments make up a batch
 payloads        rows that have only a payload
 crc             crc32
+offset_ranges   ranges of offsets: union, difference
 compiled        calls the compiled loops over frames
 scan_kernel     these loops
 arrow           frames ⇄ Arrow columns

@@ -15,6 +15,7 @@ longer forms; no encoder makes them, and refusing them is what tells the two enc
 from __future__ import annotations
 
 import struct
+from operator import index
 from typing import Final, Protocol, Self
 
 from ister.format.crc import Buffer
@@ -106,11 +107,11 @@ class VarintWriter(_WriterBase):
     __slots__ = ()
 
     def u64(self, value: int) -> Self:
-        self._parts.append(encode_varint(value))
+        self._parts.append(encode_varint(index(value)))
         return self
 
     def u32(self, value: int) -> Self:
-        if value >= 1 << 32:
+        if index(value) >= 1 << 32:
             raise BincodeError(f"{value} is not an unsigned 32-bit integer")
         return self.u64(value)
 

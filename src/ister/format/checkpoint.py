@@ -88,7 +88,19 @@ class WalState:
     ack: str = "synced"
     incarnation: str = ""
     """Which topic of its name this is; empty for a log without a bucket, and in older files."""
+    epoch: int = 0
+    """The epoch of the owner that wrote it; 0 for a log without a bucket, and in older files."""
+    claim: str = ""
+    """That owner's claim: distinguishes two owners with the same epoch."""
     checkpoint: WalCheckpoint = field(default_factory=WalCheckpoint)
+
+    def first_offsets(self) -> dict[int, int]:
+        """Where each file begins, by its number."""
+        checkpoint = self.checkpoint
+        known = {rotated.seq: rotated.first_offset for rotated in checkpoint.rotated_files}
+        if checkpoint.active_file_first_offset is not None:
+            known[checkpoint.file_seq] = checkpoint.active_file_first_offset
+        return known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +206,8 @@ def encode_wal_checkpoint(state: WalState) -> bytes:
     )
     if state.incarnation:
         writer.text(state.incarnation)
+        if state.epoch:
+            writer.u64(state.epoch).text(state.claim)
     extra = writer.finish()
     return _seal(_Kind.WAL, encode_wal_body(state.checkpoint, Codec.BINCODE2), extra)
 
@@ -216,6 +230,8 @@ def decode_wal_checkpoint(data: bytes) -> WalState | None:
             codec=Codec(reader.text()),
             ack=reader.text(),
             incarnation="" if reader.at_end() else reader.text(),
+            epoch=0 if reader.at_end() else reader.u64(),
+            claim="" if reader.at_end() else reader.text(),
             checkpoint=decode_wal_body(body, Codec.BINCODE2),
         )
     except ValueError:

@@ -14,9 +14,9 @@ is read all the same; what it does not say is None.
 
 An object of the format `parquet` has an index entry for each row group (or for every second one,
 and so on), at the position of its first page. `kept` is there only if messages of the range were
-left out on purpose: `latest-per-key`. Then `messages` is less than the range has offsets.
-`uncompressed_size` is the size of its row groups before compression, as Parquet's footer has it;
-it is missing if an earlier Ister wrote the object.
+left out on purpose, `latest-per-key`, or were lost and given up, `readable`. Then `messages` is
+less than the range has offsets. `uncompressed_size` is the size of its row groups before
+compression, as Parquet's footer has it; it is missing if an earlier Ister wrote the object.
 
 `publish_time_index[i]` is the highest publish time of all messages before `offset_index[i]`, so a
 search by time begins at the last entry below the wanted one. Both lists have at most
@@ -55,6 +55,8 @@ FORMAT_EXPRESS: Final = "express"
 _FORMATS: Final = (FORMAT_FRAMES, FORMAT_PARQUET, FORMAT_EXPRESS)
 KEPT_LATEST: Final = "latest-per-key"
 """Of an object that has only the latest message of each key."""
+KEPT_READABLE: Final = "readable"
+"""Of an object whose other messages were lost and given up."""
 
 _EXPRESS_NAME: Final = re.compile(r"[0-9A-Za-z_-]{1,64}/[0-9a-f]{16}/[0-9]{20}\.dnbx")
 _RUN_ID: Final = re.compile(

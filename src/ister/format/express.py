@@ -7,8 +7,9 @@
              "object_id": …, "start_offset": …, "position": …, "length": …, …}, …]}
     trailer  see `ister.format.footer`; its magic is "ISTERDNX"
 
-A run in the footer has the fields of its descriptor, and
-its topic: metadata can be rebuilt from footers alone. Runs follow each other from position 0 on,
+A run in the footer has the fields of its descriptor, and its topic: metadata can be rebuilt from
+footers alone. A later version may change all but `runs` and `topic`: by these, older releases tell
+which topics an object that they cannot read concerns. Runs follow each other from position 0 on,
 without anything in between; the last one ends where the footer begins.
 """
 
@@ -92,3 +93,11 @@ def decode_footer(data: bytes, place: FooterPlace, *, path: str) -> tuple[str, l
             "damaged express object: its runs do not end at the footer", path=path
         )
     return name, runs
+
+
+def decode_topics(data: bytes) -> set[TopicName] | None:
+    """The topics in the footer of any version; None if they cannot be read."""
+    try:
+        return {TopicName.parse(one["topic"]) for one in json.loads(data)["runs"]}
+    except (ValueError, TypeError, KeyError, RecursionError, TopicNameError):
+        return None

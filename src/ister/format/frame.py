@@ -152,6 +152,18 @@ class FrameBatch:
         return self.first_offset + len(self.starts)
 
 
+class NothingLeftError(Exception):
+    """A range has no frames before `next_offset`; this is not a failure.
+
+    Messages were left out of an object on purpose, were given up, or are damaged and to be left
+    out.
+    """
+
+    def __init__(self, next_offset: int) -> None:
+        super().__init__(next_offset)
+        self.next_offset = next_offset
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
     """What `scan_frames` found: the whole frames up to the first byte that is not one."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
+from operator import index
 from typing import Final, NamedTuple, TypeVar
 
 from ister.errors import CorruptDataError, InvalidRequestError
@@ -47,7 +48,9 @@ _U64: Final = struct.Struct("<Q")
 _KEPT_BYTES_MAX: Final = 4096
 
 # What encoding raises for a value out of range, or of another type than its field's.
-_MISFITS: Final = (BincodeError, AttributeError, TypeError, struct.error)
+_MISFITS: Final = (BincodeError, ArithmeticError, AttributeError, TypeError, struct.error)
+_BITS: Final = {"request_id": 64, "producer_id": 64, "schema_id": 64, "schema_version": 32}
+_OPTIONAL: Final = {"subscription_name", "schema_id", "schema_version", "routing_key"}
 
 
 # request_id, producer_id, topic_name, broker_addr, topic_offset, and the payload's length.
@@ -62,6 +65,28 @@ _READERS: Final[dict[Codec, Callable[[Buffer], BodyReader]]] = {
 
 def _writer(codec: Codec) -> Writer:
     return VarintWriter() if codec is Codec.BINCODE2 else FixintWriter()
+
+
+def _misfit(error: Exception, **fields: object) -> InvalidRequestError:
+    """The error for fields that cannot be encoded; names the first of the wrong type."""
+    for name, value in fields.items():
+        if value is None and name in _OPTIONAL:
+            continue
+        if bits := _BITS.get(name):
+            wanted = f"an integer from 0 to 2**{bits}-1"
+            fits = isinstance(value, int) and 0 <= value < 1 << bits
+        elif name == "attributes":
+            wanted = "a mapping of strings to strings"
+            fits = isinstance(value, Mapping) and all(
+                isinstance(text, str) for pair in value.items() for text in pair
+            )
+        else:
+            wanted = "a string"
+            fits = isinstance(value, str)
+        if not fits:
+            reason = f"{name} must be {wanted}, not {value!r:.80}"
+            return InvalidRequestError(f"the message cannot be encoded: {reason}")
+    return InvalidRequestError(f"the message cannot be encoded: {error}")
 
 
 def encode_message(message: StreamMessage, codec: Codec) -> bytes:
@@ -384,7 +409,14 @@ class BodyEncoder:
                 routing_key=routing_key,
             )
         except _MISFITS as error:
-            raise InvalidRequestError(f"the message cannot be encoded: {error}") from error
+            raise _misfit(
+                error,
+                producer_name=producer_name,
+                attributes={} if attributes is None else attributes,
+                schema_id=schema_id,
+                schema_version=schema_version,
+                routing_key=routing_key,
+            ) from error
 
 
 class RecordEncoder:
@@ -410,15 +442,21 @@ class RecordEncoder:
         Raises:
             InvalidRequestError: A field does not fit its type.
         """
-        key = (producer_id, topic_name, broker_addr)
         try:
+            key = (index(producer_id), topic_name, broker_addr)
             identity = self._identities.get(key)
             if identity is None:
                 writer = _writer(self._codec).u64(producer_id).text(topic_name).text(broker_addr)
                 identity = _keep(self._identities, key, writer.finish())
-            return self._number(request_id) + identity
+            return self._number(index(request_id)) + identity
         except _MISFITS as error:
-            raise InvalidRequestError(f"the message cannot be encoded: {error}") from error
+            raise _misfit(
+                error,
+                request_id=request_id,
+                producer_id=producer_id,
+                topic_name=topic_name,
+                broker_addr=broker_addr,
+            ) from error
 
     def tail(
         self,
@@ -435,10 +473,13 @@ class RecordEncoder:
         Raises:
             InvalidRequestError: A field does not fit its type, or the codec has no such field.
         """
-        is_plain = (
-            not attributes and schema_id is None and schema_version is None and routing_key is None
-        )
         try:
+            is_plain = (
+                len(attributes) == 0
+                and schema_id is None
+                and schema_version is None
+                and routing_key is None
+            )
             key = (producer_name, subscription_name)
             found = self._tails.get(key) if is_plain else None
             if found is None:
@@ -454,7 +495,15 @@ class RecordEncoder:
                 if is_plain:
                     _keep(self._tails, key, found)
         except _MISFITS as error:
-            raise InvalidRequestError(f"the message cannot be encoded: {error}") from error
+            raise _misfit(
+                error,
+                producer_name=producer_name,
+                subscription_name=subscription_name,
+                attributes=attributes,
+                schema_id=schema_id,
+                schema_version=schema_version,
+                routing_key=routing_key,
+            ) from error
         return found
 
     def body(

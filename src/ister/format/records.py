@@ -78,6 +78,8 @@ class TopicRecord:
     acked_epoch: int = 0
     """The epoch that recorded `acked_end`. Under another epoch it counts for nothing: an older
     Ister keeps both fields when it claims the topic, and does not remove them when it writes."""
+    born: int = 0
+    """The first epoch of this incarnation; 0 if it is unknown."""
     more: Mapping[str, object] = field(default_factory=dict)
     """The fields of others in the same record."""
 
@@ -126,6 +128,16 @@ class NodeProcess:
     """When it joined, in seconds since the Unix epoch."""
     ttl_seconds: float
     """The duration of its lease."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatestInstance:
+    """The last process of a node, or that it has ended."""
+
+    instance: str
+    """The random id of the process; a process that ends replaces it with another random id."""
+    ended: str = ""
+    """The id of the process that ended, if all of its topics were closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +221,10 @@ class WriterRecord:
 
 def encode_topic(record: TopicRecord) -> bytes:
     """Encodes a topic's record, with the fields of others before its own."""
-    return _encode(record)
+    values = _values(record)
+    if not record.born:
+        del values["born"]
+    return _dump(values)
 
 
 def decode_topic(data: bytes, *, key: str) -> TopicRecord:
@@ -237,14 +252,14 @@ def decode_node_process(data: bytes, *, key: str) -> NodeProcess:
     return _decode(NodeProcess, "node record", data, key)
 
 
-def encode_latest(instance: str) -> bytes:
+def encode_latest(latest: LatestInstance) -> bytes:
     """Encodes the instance that had a node last."""
-    return _dump({"instance": instance})
+    return _encode(latest)
 
 
-def decode_latest(data: bytes, *, key: str) -> str:
+def decode_latest(data: bytes, *, key: str) -> LatestInstance:
     """Decodes the instance that had a node last."""
-    return _decode(_Latest, "node record", data, key).instance
+    return _decode(LatestInstance, "node record", data, key)
 
 
 def encode_current(start: int, end: int | None = None) -> bytes:
@@ -348,11 +363,6 @@ def decode_writer(data: bytes, *, key: str) -> WriterRecord:
 
 
 # -- JSON -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Latest:
-    instance: str
 
 
 @dataclass(frozen=True, slots=True)

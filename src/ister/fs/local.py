@@ -66,7 +66,10 @@ def map_os_error(
         return CapacityError(text, path=path, hint="raise the process's limits")
     if error.errno == errno.ENOENT:
         return NotFoundError(text, path=path)
-    return DiskError(text, errno=error.errno, path=path)
+    found = DiskError(text, errno=error.errno, path=path)
+    if error.errno in (errno.EACCES, errno.EPERM):
+        found.hint = "check the owner and the mode of the file and of its directory"
+    return found
 
 
 def boot_id() -> str:
@@ -228,7 +231,11 @@ class LocalFileSystem:
             with _mapped("make directory", directory), suppress(FileExistsError):
                 os.mkdir(directory, DIRECTORY_MODE)
             if not os.path.isdir(directory):
-                raise DiskError("make directory failed", errno=errno.ENOTDIR, path=directory)
+                raise map_os_error(
+                    NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)),
+                    "make directory",
+                    directory,
+                )
             self.sync_directory(os.path.dirname(directory))
         above = "/" if within is None else os.path.abspath(within)
         while current not in (above, "/"):

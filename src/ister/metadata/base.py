@@ -28,6 +28,41 @@ VALUE_BYTES_MAX = 1024 * 1024
 """The largest value that any backend takes: etcd refuses requests of 1.5 MiB."""
 
 
+QUOTA_LOW_SHARE = 0.75
+"""The share of its quota above which a store needs attention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreUsage:
+    """How full a metadata store with a quota is."""
+
+    size_bytes: int
+    """The size of the store's file, free pages included."""
+    used_bytes: int
+    quota_bytes: int
+    """The size at which the store refuses changes; its default if it does not report one."""
+    is_compacted: bool
+    """Whether old versions of keys are removed; True if that is not known."""
+    alarms: tuple[str, ...] = ()
+    """Alarms, in the store's words; while there is one, the store may refuse changes."""
+
+    @property
+    def share(self) -> float:
+        """The share of the quota that the file takes."""
+        return self.size_bytes / max(1, self.quota_bytes)
+
+    @property
+    def advice(self) -> str | None:
+        """What an operator has to do; None if there is nothing to do."""
+        if self.share < QUOTA_LOW_SHARE and self.is_compacted and not self.alarms:
+            return None
+        return (
+            "start all members of etcd with --auto-compaction-mode=periodic "
+            "--auto-compaction-retention=1h; then `etcdctl defrag`, and `etcdctl alarm disarm` if "
+            "there is an alarm; see docs/howto/etcd.md"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class KeyValue:
     """A key as it was read."""
@@ -190,6 +225,17 @@ class MetadataStore(Protocol):
         """
         ...
 
+    def current_revision(self, key: str) -> int:
+        """The revision of the last change of any key; it falls only if the store is restored.
+
+        Args:
+            key: One that the caller may read; it need not exist.
+
+        Raises:
+            UnavailableError: The store does not answer.
+        """
+        ...
+
     def grant_lease(self, ttl_seconds: float) -> Lease:
         """A new lease.
 
@@ -202,6 +248,17 @@ class MetadataStore(Protocol):
         """Has `on_change(key)` called some time after a key below `prefix` changed: a hint.
 
         Called on a thread of the store's; it must not block and must not raise.
+        """
+        ...
+
+    def usage(self, key: str) -> StoreUsage | None:
+        """How full the store is; None if it has no quota or does not report it.
+
+        Args:
+            key: One that the caller may read; it need not exist.
+
+        Raises:
+            UnavailableError: The store does not answer.
         """
         ...
 

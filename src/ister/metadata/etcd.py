@@ -58,6 +58,7 @@ from ister.metadata.base import (
     Operation,
     Put,
     RevisionIs,
+    StoreUsage,
     Watch,
 )
 from ister.metadata.checks import (
@@ -80,6 +81,7 @@ from ister.metadata.etcd_errors import (
     judge,
     map_refusal,
 )
+from ister.metadata.etcd_usage import read_usage
 from ister.metadata.leases import HeldLease, number_of
 from ister.retry import backoff_seconds
 
@@ -238,6 +240,10 @@ class EtcdMetadata:
         answer = self._write("transaction", _transaction_method, request)
         return int(answer.header.revision) if answer.succeeded else None
 
+    def current_revision(self, key: str) -> int:
+        request = self._rpc.RangeRequest(key=encode_key(key), count_only=True)
+        return int(self._read("read of the revision", _range_method, request).header.revision)
+
     def grant_lease(self, ttl_seconds: float) -> Lease:
         """A new lease, of whole seconds and at least as many as etcd's shortest."""
         check_lease_time(ttl_seconds)
@@ -266,6 +272,9 @@ class EtcdMetadata:
 
         self._run("watch", start())
         return watch
+
+    def usage(self, key: str) -> StoreUsage | None:
+        return read_usage(self._rpc, self._read, key)
 
     def close(self) -> None:
         """Ends the watches, the connections and the thread. May be called twice."""

@@ -64,6 +64,7 @@ class Endpoint:
         self.kv: Message = None
         self.lease: Message = None
         self.watch: Message = None
+        self.maintenance: Message = None
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -86,6 +87,7 @@ class Endpoint:
             self.kv = self._rpc.KVStub(self._channel)
             self.lease = self._rpc.LeaseStub(self._channel)
             self.watch = self._rpc.WatchStub(self._channel)
+            self.maintenance = self._rpc.MaintenanceStub(self._channel)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(timeout, _CONNECT_SECONDS_MAX)
         pause = 0.001

@@ -79,9 +79,9 @@ class MemoryMetadata:
         self.after: Callable[[str, str], None] = _no_fault
         """Called with (kind, key) after each operation that succeeded; may raise anything.
 
-        Kinds: get, get_many, range, put, delete, delete_prefix, transact, grant_lease, renew,
-        revoke. The key of a transaction is that of its first operation, or else of its first
-        compare; of several keys, the first; of a lease, its number.
+        Kinds: get, get_many, range, current_revision, put, delete, delete_prefix, transact,
+        grant_lease, renew, revoke. The key of a transaction is that of its first operation, or
+        else of its first compare; of several keys, the first; of a lease, its number.
         """
         self.delayed: list[Callable[[], object]] = []
         """Changes whose outcome is unknown and that have not landed, oldest first."""
@@ -123,6 +123,9 @@ class MemoryMetadata:
     ) -> list[KeyValue]:
         bounds = key_bounds(prefix, start, end, limit)
         return self._read("range", prefix, lambda: self._select(bounds, limit))
+
+    def current_revision(self, key: str) -> int:
+        return self._read("current_revision", key, lambda: self.revision)
 
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
         check_put(key, value)
@@ -179,6 +182,9 @@ class MemoryMetadata:
             watch = _MemoryWatch(self, prefix, on_change)
             self._watches.append(watch)
             return watch
+
+    def usage(self, key: str) -> None:
+        """Always None: the store has no quota."""
 
     def close(self) -> None:
         """Ends the watches; nothing can be asked any more. May be called twice."""

@@ -263,7 +263,7 @@ class SqliteMetadata:
 
     def watch(self, prefix: str, on_change: Callable[[str], None]) -> Watch:
         # The file is asked five times a second while there are watches.
-        low, revision = encode_prefix(prefix), self.revision()
+        low, revision = encode_prefix(prefix), self.current_revision(prefix)
         with self._watching:
             self._check_open()
             watch = _SqliteWatch(self, low, on_change, revision)
@@ -271,6 +271,9 @@ class SqliteMetadata:
             if self._poller is None:
                 self._poller = _Poller(self)
             return watch
+
+    def usage(self, key: str) -> None:
+        """Always None: the store has no quota."""
 
     def close(self) -> None:
         """Lets go of the file. May be called twice."""
@@ -558,9 +561,8 @@ class SqliteMetadata:
         if ended is not None and not self._is_read_only:
             self._change("end of leases", lambda _: None)
 
-    def revision(self) -> int:
-        """Of the last change."""
-        with self._reader("read of the revision") as connection:
+    def current_revision(self, key: str) -> int:
+        with self._reader(f"read of the revision of {key}") as connection:
             return last_revision(connection)
 
     def changed_since(self, revision: int) -> tuple[int, list[bytes]]:

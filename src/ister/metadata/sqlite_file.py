@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Final
 from urllib.parse import quote
 
@@ -55,6 +56,7 @@ _JOURNAL_BYTES_MAX: Final = 16 * 1024 * 1024
 _SETTLE_SECONDS: Final = 0.02
 # SQLITE_IOERR_SHMSIZE: no space to create or grow the `-shm` file.
 _SHARED_MEMORY_FULL: Final = sqlite3.SQLITE_IOERR | 19 << 8
+_BY_EFFECTIVE_IDS: Final = os.access in os.supports_effective_ids
 _DAMAGE_HINT: Final = "restore it, or delete it and run `ister recover`"
 
 
@@ -198,13 +200,73 @@ class SqliteFile:
             return UnavailableError(
                 text, path=self.path, hint="another process keeps the metadata file locked"
             )
-        if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):
+        is_refused = code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH)
+        if is_refused or code == sqlite3.SQLITE_CANTOPEN:
+            # SQLite names no file, and it may be one of those beside the database.
+            for path, reason, hint in self._find_unusable():
+                return PermissionDeniedError(f"{text}: {reason}", path=path, hint=hint)
+        if is_refused:
             return PermissionDeniedError(text, path=self.path)
         if code in (sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_TOOBIG):
             return CapacityError(text, path=self.path)
         if code == sqlite3.SQLITE_IOERR:
             return DiskError(text, errno=None, path=self.path)
         return UnavailableError(text, path=self.path)
+
+    def _find_unusable(self) -> Iterator[tuple[str, str, str]]:
+        """The files and the directory that this process cannot use: path, reason and hint.
+
+        Without opening them: closing a file ends the locks of this process's other connections.
+        """
+        wanted = os.R_OK if self._is_read_only else os.R_OK | os.W_OK
+        word = "read" if self._is_read_only else "written"
+        for path in (self.path, f"{self.path}-wal", f"{self.path}-shm"):
+            try:
+                found = os.stat(path)
+            except FileNotFoundError:
+                if os.path.islink(path):
+                    yield path, "the file is a link to nothing", "remove it"
+                continue
+            except OSError as error:
+                yield path, str(error.strerror), _mode_hint(path)
+                continue
+            if not stat.S_ISREG(found.st_mode):
+                yield path, "it is not a file", "move it away"
+            elif not os.access(path, wanted, effective_ids=_BY_EFFECTIVE_IDS):
+                mode = stat.S_IMODE(found.st_mode)
+                reason = f"the file cannot be {word} (mode {mode:04o}, owner {found.st_uid})"
+                yield path, reason, _mode_hint(path)
+        directory = os.path.dirname(self.path) or "."
+        if not os.access(directory, wanted | os.X_OK, effective_ids=_BY_EFFECTIVE_IDS):
+            yield directory, f"the directory cannot be {word}", _mode_hint(directory)
+
+
+def _mode_hint(path: str) -> str:
+    return (
+        f"run this as the owner of {os.path.basename(path)}, or change its owner or mode "
+        f"(this is user {os.geteuid()})"
+    )
+
+
+def copy_database(source: str, target: str) -> None:
+    """Copies a metadata file that may be in use, without its leases and the keys under them.
+
+    Raises:
+        NotFoundError: There is none, or nothing is in it yet.
+        CorruptDataError: It is damaged, or not a database.
+        UnavailableError: It is locked for too long.
+    """
+    if not os.path.exists(source):
+        raise NotFoundError("metadata file not found", path=source)
+    old = SqliteFile(source, busy_timeout_seconds=10.0, is_read_only=True)
+    new = SqliteFile(target, busy_timeout_seconds=10.0, is_read_only=False)
+    new.make()
+    with old.mapped("copy"), closing(old.connect()) as reader, closing(new.connect()) as writer:
+        old.check_owner(reader)
+        reader.backup(writer)
+        writer.execute("DELETE FROM entries WHERE lease IS NOT NULL")
+        writer.execute("DELETE FROM leases")
+        new.check_damage(writer)
 
 
 @contextmanager

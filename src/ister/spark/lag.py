@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ister.errors import InvalidRequestError
+from ister.positions import lag_of
 from ister.spark.offsets import StreamOffset
 
 if TYPE_CHECKING:
@@ -68,7 +69,11 @@ def offsets_behind(
             found.append(None)
             continue
         behind = {
-            name: max(0, place.offset - (end.topics[name].offset if name in end.topics else 0))
+            name: lag_of(
+                end.topics[name].offset if name in end.topics else 0,
+                earliest=0,  # the progress does not say where a topic begins
+                end=place.offset,
+            )
             for name, place in latest.topics.items()
         }
         found.append(OffsetsBehind(behind))

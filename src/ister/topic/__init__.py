@@ -32,6 +32,7 @@ room                the disk guard and the memory guard of one log
 opening             opens a topic with a bucket
 read_only           the history of a topic that waits for another node's disk
 reconcile           compares its local files with the catalog
+heads               where local files ended, remembered beside them
 stores              object store, metadata store and membership of a log
 directories         where the directories of topics are
 known_topics        which topics exist
@@ -45,8 +46,11 @@ describe            the description of a topic, for all outputs
 offline             describes topics without opening them
 survey, survey_object, survey_archive, survey_express    examine files and objects, damaged or not
 repair              restores what one tier lost from the other
+giving_up           gives up what no tier has
 offline_repair      `ister repair`
+backup              `ister backup`
 metadata_recovery   `ister recover`
+metadata_trust      `ister metadata check` and `accept`
 schema_records      the schema registry's records, and a topic's registered schema
 schema_kinds        schema types, compatibility modes, validation policies
 pipeline_status     whether a pipeline runs, and its last reports

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -27,7 +27,7 @@ from ister.errors import (
 )
 from ister.model import AckLevel, Start
 from ister.topic.append import MessageFields
-from ister.topic.arguments import as_bytes
+from ister.topic.arguments import as_bytes, as_number, as_payloads, as_timeout
 from ister.topic.message import Message
 from ister.topic.reader import TAIL_SAMPLE
 from ister.wal.waiters import Waiter
@@ -70,7 +70,7 @@ class AsyncTopic:
         **fields: Unpack[MessageFields],
     ) -> range:
         """Like `Topic.append_many`, but awaits where that would block."""
-        messages = [as_bytes(payload) for payload in payloads]
+        messages = as_payloads(payloads)
         return await self._admitted(
             sum(map(len, messages)),
             partial(self._topic.append_many, messages, **fields),
@@ -78,7 +78,9 @@ class AsyncTopic:
 
     async def append_arrow(self, batch: pa.RecordBatch) -> range:
         """Like `Topic.append_arrow`, but awaits where that would block."""
-        return await self._admitted(batch.nbytes, partial(self._topic.append_arrow, batch))
+        # Something else has no size, and is refused by name.
+        size = getattr(batch, "nbytes", 0)
+        return await self._admitted(size, partial(self._topic.append_arrow, batch))
 
     async def _admitted(self, size_bytes: int, append: Callable[[], _T]) -> _T:
         """Calls `append` on the event loop once it would not block."""
@@ -116,9 +118,9 @@ class AsyncTopic:
         self, offset: int, level: AckLevel | str | None = None, timeout: float | None = None
     ) -> None:
         """Like `Topic.wait`. A cancelled wait leaves the message as it is."""
-        topic = self._topic
+        topic, timeout = self._topic, as_timeout(timeout)
         level = topic.resolve_level(level)
-        if not 0 <= offset < topic.wal.next:
+        if type(offset) is not int or not 0 <= offset < topic.wal.next:
             topic.wait(offset, level)  # raises, and says why
         if level is AckLevel.MEMORY:
             return
@@ -146,6 +148,10 @@ class AsyncTopic:
                 f"offset not {level} after {timeout} s", topic=topic.name, offset=offset
             ) from error
 
+    def refuse_waits(self, error: IsterError) -> None:
+        """Ends all waits of the running loop for `tiered` with an error."""
+        self.hub(AckLevel.TIERED, is_patient=False).refuse(error)
+
     async def flush(self) -> int:
         """Like `Topic.flush`."""
         return await asyncio.to_thread(self._topic.flush)
@@ -171,7 +177,7 @@ class AsyncTopic:
         timeout: float | None = None,
     ) -> AsyncIterator[Message]:
         """Like `Topic.read`."""
-        reader = self.reader(start, end=end)
+        reader, timeout = self.reader(start, end=end), as_timeout(timeout)
         try:
             if not follow:
                 await self._limit(reader, end, timeout)
@@ -222,11 +228,16 @@ class AsyncReader:
         self._wait_count = 0
         self.core = topic.reader(start, end=end)
         """The reader underneath."""
+        self.turns: AbstractAsyncContextManager[None] = nullcontext()
+        """Entered for each read of files or objects; limits how many there are at once."""
 
     async def next_batch(
         self, max_messages: int = 4096, max_bytes: int = 1 << 22, timeout: float | None = None
     ) -> Sequence[Message]:
         """Like `Reader.next_batch`. A call that is cancelled or times out has taken no message."""
+        timeout = as_timeout(timeout)
+        max_messages = as_number("max_messages", max_messages, least=1)
+        max_bytes = as_number("max_bytes", max_bytes)
         if timeout is None:  # the usual case, without the cost of a timer
             return await self._next_batch(max_messages, max_bytes)
         deadline: asyncio.Timeout
@@ -255,7 +266,9 @@ class AsyncReader:
                     self._wait_count += 1
                     is_measured = self._wait_count % TAIL_SAMPLE == 1
                     continue
-            if messages := await self._poll_in_thread(max_messages, max_bytes):
+            async with self.turns:
+                messages = await self._poll_in_thread(max_messages, max_bytes)
+            if messages:
                 return messages
             if core.is_at_end:
                 return []
@@ -369,6 +382,12 @@ class _Hub:
         call = self.loop.call_soon if is_on_loop else self.loop.call_soon_threadsafe
         with suppress(RuntimeError):  # the loop has been closed, and its tasks with it
             call(self._drain, error)
+
+    def refuse(self, error: IsterError) -> None:
+        """Fails all tasks that wait now."""
+        if self._enlisted is not None:
+            self._enlisted.is_done = True
+        self._drain(error)
 
     def _drain(self, error: IsterError | None) -> None:
         self._enlisted = None

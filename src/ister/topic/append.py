@@ -25,9 +25,9 @@ from ister.format.message import BodyEncoder, RecordEncoder
 from ister.format.payloads import FEW_ROWS, Payloads
 from ister.limits import APPEND_CHUNK_BYTES, ENVELOPE_SIZE_BYTES_MAX, SUFFIX_CACHE_ENTRIES_MAX
 from ister.metrics import Metrics
-from ister.model import Codec, StreamMessage
+from ister.model import Codec, MessageId, StreamMessage
 from ister.positions import to_milliseconds
-from ister.topic.arguments import as_bytes
+from ister.topic.arguments import as_bytes, as_number, as_payloads
 from ister.topic.cache import Cache
 from ister.wal.log import Wal
 
@@ -85,6 +85,7 @@ class Appender:
         self._buffer = wal.buffer
         self._acquire = wal.lock.acquire
         self._release = wal.lock.release
+        self._is_held: Callable[[], bool] = wal.lock._is_owned  # type: ignore[attr-defined]  # noqa: SLF001
         wal.on_repaired = lambda: cache.mend(wal.buffer.sealed_end, wal.buffer.sealed)
         wal.buffer.on_sealed = cache.append
         self._encoder = BodyEncoder(topic_name=self.name, codec=wal.settings.codec)
@@ -148,7 +149,7 @@ class Appender:
         if suffix is None:
             suffix = self._suffix(producer_name, attributes, routing_key, schema_id, schema_version)
         time_ms = started // 1_000_000 if publish_time is None else to_milliseconds(publish_time)
-        if buffer.is_changing:
+        if self._is_held():
             self.wal.check_reentry()
         try:
             self._acquire()  # `with` costs twice as much
@@ -195,7 +196,7 @@ class Appender:
         Raises:
             As `append`, and then nothing was accepted.
         """
-        messages = [p if type(p) is bytes else as_bytes(p) for p in payloads]
+        messages = as_payloads(payloads)
         total = 0
         for message in messages:
             if len(message) > self._size_max:
@@ -226,7 +227,7 @@ class Appender:
             put: Appends messages from an offset on; returns their number.
         """
         buffer = self._buffer
-        if buffer.is_changing:
+        if self._is_held():
             self.wal.check_reentry()
         try:
             self._acquire()
@@ -280,6 +281,12 @@ class Appender:
                 f"rows are a pyarrow.RecordBatch, not {type(batch).__name__}",
                 hint="for batch in table.to_batches(): topic.append_arrow(batch)",
             )
+        if producer_name is not None and not isinstance(producer_name, str):
+            raise InvalidRequestError(
+                f"producer_name must be str, not {type(producer_name).__name__}"
+            )
+        producer_id = as_number("producer_id", producer_id, most=(1 << 64) - 1)
+        first_request_id = as_number("first_request_id", first_request_id, most=(1 << 64) - 1)
         encode = partial(
             columns.encode_frames,
             batch,
@@ -369,6 +376,14 @@ class Appender:
             InvalidRequestError: A field does not fit its type.
             MessageTooLargeError: The record is over a limit.
         """
+        for what, value, kind in (
+            ("record", message, StreamMessage),
+            ("msg_id", getattr(message, "msg_id", None), MessageId),
+        ):
+            if not isinstance(value, kind):
+                raise InvalidRequestError(
+                    f"{what} must be a {kind.__name__}, not {type(value).__name__}"
+                )
         identity, encoder = message.msg_id, self.records
         parts = (
             encoder.head(
@@ -377,8 +392,8 @@ class Appender:
                 identity.topic_name,
                 identity.broker_addr,
             ),
-            message.payload,
-            message.publish_time,
+            message.payload if type(message.payload) is bytes else as_bytes(message.payload),
+            as_number("publish_time", message.publish_time, most=(1 << 64) - 1),
             encoder.tail(
                 message.producer_name,
                 message.subscription_name,

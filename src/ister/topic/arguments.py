@@ -1,6 +1,11 @@
-"""Checks payloads, offsets, ack levels and codecs that callers pass."""
+"""Checks payloads, offsets, numbers, timeouts, ack levels and codecs that callers pass."""
 
 from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable
+from operator import index
 
 from ister.errors import InvalidRequestError
 from ister.model import AckLevel, Codec
@@ -20,6 +25,19 @@ def as_bytes(payload: object) -> bytes:
     )
 
 
+def as_payloads(payloads: object) -> list[bytes]:
+    """Payloads as bytes.
+
+    Raises:
+        InvalidRequestError: They are not an iterable of bytes.
+    """
+    if not isinstance(payloads, Iterable):
+        raise InvalidRequestError(
+            f"payloads must be an iterable of bytes, not {type(payloads).__name__}"
+        )
+    return [p if type(p) is bytes else as_bytes(p) for p in payloads]
+
+
 def as_offset(name: str, value: object) -> int:
     """Checks an offset that a caller passed as the argument `name`.
 
@@ -35,6 +53,44 @@ def as_offset(name: str, value: object) -> int:
     if value < 0:
         raise InvalidRequestError(f"{name} is {value}; offsets begin at 0")
     return value
+
+
+def as_number(name: str, value: object, *, least: int = 0, most: int = (1 << 63) - 1) -> int:
+    """Checks a whole number that a caller passed as the argument `name`.
+
+    Raises:
+        InvalidRequestError: It is not a whole number, or not within the limits.
+    """
+    try:
+        number = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidRequestError(f"{name} must be a whole number, not {value!r:.80}") from None
+    if not least <= number <= most:
+        raise InvalidRequestError(f"{name} must be from {least} to {most}")
+    return int(number)
+
+
+def as_timeout(timeout: object, *, is_positive: bool = False) -> float | None:
+    """A timeout in seconds; None, without an end, also for one that no clock can measure.
+
+    Raises:
+        InvalidRequestError: It is not a number; or is not above 0, with `is_positive`.
+    """
+    if timeout is None:
+        return None
+    seconds = math.nan
+    if hasattr(type(timeout), "__float__"):  # texts have none
+        try:
+            seconds = float(timeout)  # type: ignore[arg-type]
+        except OverflowError:
+            seconds = math.inf if timeout > 0 else -math.inf  # type: ignore[operator]
+        except (TypeError, ValueError):
+            pass
+    if math.isnan(seconds):
+        raise InvalidRequestError(f"timeout must be a number of seconds, not {timeout!r:.80}")
+    if is_positive and seconds <= 0:
+        raise InvalidRequestError(f"timeout must be above 0 seconds, not {seconds}")
+    return None if seconds > threading.TIMEOUT_MAX / 2 else seconds
 
 
 def parse_ack(level: AckLevel | str) -> AckLevel:

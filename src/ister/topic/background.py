@@ -32,7 +32,7 @@ from ister import threads
 from ister.bucket.pipeline import PipelineKeys, PipelineWatch
 from ister.clock import Clock
 from ister.config import Engine, StorageConfig
-from ister.errors import ClosedError, FencedError, IsterError
+from ister.errors import ClosedError, ConflictError, FencedError, IsterError
 from ister.topic.bucket_link import TopicTier
 from ister.topic.express import Express
 from ister.topic.idle_mark import IdleMark
@@ -68,8 +68,11 @@ class Background:
         tiers: Tiers,
         storage: StorageConfig,
         clock: Clock,
+        on_tick: Callable[[], None],
     ) -> None:
-        """Starts the threads."""
+        """Starts the threads; one of them calls `on_tick` four times a second."""
+        self._on_tick = on_tick
+        self._was_distrusted = tiers.trust.is_distrusted
         self._express = Express(tiers)
         self._topics = topics
         self._tiers = tiers
@@ -174,6 +177,9 @@ class Background:
         self._express.stop()
         # Calls that pause between two attempts end here.
         self._tiers.objects.close()
+        if not self._tiers.membership.is_valid:
+            # Nothing is left to be released, and a store that does not answer delays each call.
+            self._tiers.metadata.close()
         for thread in self._threads:
             thread.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -193,16 +199,31 @@ class Background:
                 if self._renew():
                     pause = ttl / 3
             with threads.guard("ister-lease"):
+                self._give_up_if_rolled_back()
                 self._hold_or_let_go()
 
     def _renew(self) -> bool:
         """Renews the lease; returns whether the next renewal may wait for the normal interval."""
         try:
             self._tiers.membership.renew()
+            self._tiers.trust.check_revision()
         except IsterError as error:
             _log.warning("lease not renewed", extra={"error": str(error)})
             return isinstance(error, FencedError)
         return True
+
+    def _give_up_if_rolled_back(self) -> None:
+        """Gives up all topics if the metadata store was rolled back: reopening compares stores."""
+        is_distrusted = self._tiers.trust.is_distrusted
+        if is_distrusted and not self._was_distrusted:
+            reason = ConflictError(
+                self._tiers.trust.reason or "",
+                hint="`ister metadata check` shows what the other stores have",
+            )
+            for topic in self._topics():
+                if topic.tier is not None:
+                    topic.tier.owned.give_up(reason)
+        self._was_distrusted = is_distrusted
 
     def _hold_or_let_go(self) -> None:
         for topic in self._topics():
@@ -227,6 +248,7 @@ class Background:
 
     def _hand_out(self, now: float) -> None:
         self._tiers.node_clock.check()
+        self._on_tick()
         has_retention, has_orphans = now >= self._retention_at, now >= self._orphans_at
         if has_retention:
             self._retention_at = now + self._storage.wal.retention.check_interval_minutes * 60
@@ -237,6 +259,7 @@ class Background:
         is_sweep = has_retention or has_orphans or now >= self._sweep_at
         if is_sweep:
             self._sweep_at = now + _SWEEP_SECONDS
+            self._tidier.submit(threads.run, "ister-trust", self._tiers.trust.follow)
         for topic in tuple(self._held_up):
             self._held_up.discard(topic)
             if topic.tier is not None:
@@ -250,6 +273,10 @@ class Background:
             if self._unlist_idle(topic, tier) and not has_retention and not has_orphans:
                 continue
             tier.apply_pressure()
+            if not (tier.has_begun or tier.is_idle) and now >= tier.begin_at:
+                # Not by the first upload, which may be much later.
+                tier.begin_at = now + _SWEEP_SECONDS
+                self._tidier.submit(threads.run, "ister-term", self._begin, topic)
             if not tier.is_submitted:
                 self._hand_out_upload(topic, tier, now, is_left=is_left)
             if has_retention and not tier.is_retaining:
@@ -356,6 +383,19 @@ class Background:
                 # An upload was requested during this cycle, or the cycle yielded to other topics;
                 # the tender skipped the topic meanwhile.
                 self._look.set()
+
+    # -- terms ------------------------------------------------------------------------------
+
+    def _begin(self, topic: Topic) -> None:
+        """Records a topic's term in the bucket; if that fails, the next sweep tries again."""
+        if topic.tier is None or topic.wal.damage:
+            return
+        try:
+            topic.tier.begin_term()
+        except ClosedError:
+            return
+        except IsterError as error:
+            _log.warning("term not recorded", extra={"topic": topic.name, "error": str(error)})
 
     # -- marks of idle topics ---------------------------------------------------------------
 

@@ -6,7 +6,8 @@ Owns: the order of things between the local log and the bucket. Does not own: th
 
 A local file is removed only after the bucket's copy of all its offsets was found in the catalog and
 checked, byte for byte unless configured otherwise; a copy that is lost or damaged is uploaded again
-first. Retention runs beside uploads, except where it changes objects.
+first. Retention runs beside uploads, except where it changes objects. Nothing is removed while the
+metadata store is distrusted (`ister.bucket.trust`), except files in memory.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class TopicTier(TopicUploads):
         """
         wal, retention = self._wal, self._tiers.storage.wal.retention
         with self._trimming:
-            if self._stopping.is_set() or self._tiers.is_diskless:
+            if not self._may_remove or self._tiers.is_diskless:
                 return 0
             step = self._tiers.node_clock.check()
             floor = self._subscription_floor(include_inactive=step is not None)
@@ -90,6 +91,10 @@ class TopicTier(TopicUploads):
             if before is None or before <= wal.trimmed:
                 return 0
             return self._trim(before)
+
+    @property
+    def _may_remove(self) -> bool:
+        return not (self._stopping.is_set() or self._tiers.trust.is_distrusted)
 
     def _trim(self, before: int) -> int:
         wal, removed = self._wal, 0
@@ -120,7 +125,7 @@ class TopicTier(TopicUploads):
         with self._trimming:
             assured: set[tuple[str, int]] = set()
             floor: int | None = None if past_subscriptions else -1
-            while not self._stopping.is_set():
+            while self._may_remove or (self._tiers.is_diskless and not self._stopping.is_set()):
                 safe_before = min(self.owned.tiered, wal.tiered or 0)
                 before = wal.next_trim(safe_before)
                 if before is None:
@@ -398,7 +403,7 @@ class TopicTier(TopicUploads):
         if retention.time_minutes is None and retention.size_mb is None:
             return 0
         with self._trimming:
-            if self._stopping.is_set():
+            if not self._may_remove:
                 return 0
             step = self._tiers.node_clock.check()
             self.owned.check()
@@ -421,7 +426,7 @@ class TopicTier(TopicUploads):
         Staged rows that no batch needs are removed, too, and a missing manifest is saved.
         """
         with self._uploading:
-            if self._stopping.is_set() or self._tiers.node_clock.check() is not None:
+            if not self._may_remove or self._tiers.node_clock.check() is not None:
                 return []
             objects = self._tiers.objects
             storage = self._tiers.storage

@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ister.bucket.chunks import ObjectPart, fetch_chunks
-from ister.bucket.history_reader import HistoryReader, NothingLeftError
+from ister.bucket.history_reader import HistoryReader
 from ister.clock import Clock
 from ister.errors import CorruptDataError, NotFoundError
 from ister.format.archive import ArchivedRows, ArchiveReader, Fetched
@@ -37,7 +37,7 @@ from ister.format.arrow.decode import ColumnarDecoder, FrameFeed
 from ister.format.arrow.encode import encode_frames
 from ister.format.arrow.text import Projection
 from ister.format.descriptor import FORMAT_PARQUET
-from ister.format.frame import FrameBatch
+from ister.format.frame import FrameBatch, NothingLeftError
 from ister.metrics import Metrics
 from ister.model import Codec
 from ister.objectstore.base import ObjectStore

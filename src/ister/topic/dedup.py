@@ -93,20 +93,35 @@ def is_sequenced(producer_id: int) -> bool:
     return producer_id >> _MARK_SHIFT == _MARK
 
 
-def check_producer(producer: str, epoch: int) -> None:
+def check_producer_name(name: str) -> None:
     """Refuses what cannot name a producer.
 
     Raises:
-        InvalidRequestError: It cannot.
+        InvalidRequestError: It is not a text, is too long, or has control characters.
     """
     try:
-        size = len(producer.encode())
+        size = len(name.encode())
     except (AttributeError, UnicodeEncodeError) as error:
         raise InvalidRequestError("a producer's name is a text in Unicode") from error
     if not 0 < size <= _PRODUCER_BYTES_MAX:
         raise InvalidRequestError(
             f"a producer's name of {size} bytes", hint=f"1 up to {_PRODUCER_BYTES_MAX} bytes"
         )
+    if not name.isprintable():
+        # It would break lines of logs and tables, or reverse them.
+        raise InvalidRequestError(
+            f"producer name {name!r} has characters that are not printable",
+            hint="line breaks, control and formatting characters are not allowed",
+        )
+
+
+def check_producer(producer: str, epoch: int) -> None:
+    """Refuses what cannot name a producer, or its epoch.
+
+    Raises:
+        InvalidRequestError: It cannot.
+    """
+    check_producer_name(producer)
     if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch <= EPOCH_MAX:
         raise InvalidRequestError(
             f"a producer's epoch cannot be {epoch!r}", hint=f"a whole number up to {EPOCH_MAX}"

@@ -1,18 +1,25 @@
 """The directories of a log's topics: their file system, their paths and the names in use.
 
-Owns: a log's root and its lock, the paths below it, and a cache of the names there. The root is
-locked, so no other process creates directories in it: each directory is listed once.
+Owns: a log's root and its lock, the paths below it, a cache of the names there, and how a topic's
+directory is removed. The root is locked, so no other process creates directories in it: each
+directory is listed once.
+
+Removing a directory: rename it to a name that no topic can have (commit point) · remove its files.
+A crash leaves the directory, or one with the other name, which the next `lock` removes.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from typing import Final
+import warnings
+from contextlib import suppress
+from typing import Final, Protocol
 
+from ister import failpoints
 from ister.clock import Clock
 from ister.config import StorageConfig, StorageMode
-from ister.errors import NotFoundError, TopicNameError
+from ister.errors import IsterError, NotFoundError, TopicNameError
 from ister.fs.base import FileLock, FileSystem
 from ister.fs.local import LocalFileSystem
 from ister.fs.memory import MemoryFileSystem
@@ -20,6 +27,15 @@ from ister.model import TopicName
 from ister.wal.directory import LOCK_NAME, WalDirectory
 
 _MEMORY_ROOT: Final = "/memory"
+_REMOVED_SUFFIX: Final = ".removed"
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+# Logs that were dropped without `close`, by root. Their threads run, and they hold their locks.
+_abandoned: Final[dict[str, _Closable]] = {}
 
 
 def open_root(
@@ -52,14 +68,52 @@ class TopicDirectories:
         self._held: FileLock | None = None
 
     def lock(self) -> None:
-        """Makes the root where missing, and locks it.
+        """Makes the root where missing, locks it, and completes removals that were interrupted.
 
         Raises:
             DirectoryLockedError: Another process has it open.
             DiskError: It cannot be made or locked.
         """
+        if (dropped := _abandoned.pop(self.root, None)) is not None:
+            with suppress(IsterError):
+                dropped.close()
         self._fs.make_directories(self.root)
         self._held = self._fs.lock(f"{self.root}/{LOCK_NAME}")
+        try:
+            for namespace in self._fs.list_directory(self.root):
+                with suppress(IsterError):  # a file beside the namespaces, or one to be tried later
+                    for topic in self._fs.list_directory(f"{self.root}/{namespace}"):
+                        if topic.endswith(_REMOVED_SUFFIX):
+                            remove_directory(self._fs, f"{self.root}/{namespace}/{topic}")
+        except BaseException:
+            self.unlock()
+            raise
+
+    def remove(self, name: TopicName) -> None:
+        """Removes a topic's directory and what is in it; one that does not exist is fine."""
+        path = self.of(name).path
+        removed = f"{path}{_REMOVED_SUFFIX}"
+        remove_directory(self._fs, removed)
+        if self._fs.exists(path):
+            self._fs.rename(path, removed)
+            self._fs.sync_directory(path.rpartition("/")[0])
+            failpoints.reach("delete.after_rename")
+            remove_directory(self._fs, removed)
+
+    def abandon(self, log: _Closable) -> None:
+        """Keeps a log that was dropped without `close`, until its directory is opened again.
+
+        Its topics may be in use, and continue to work. Called by a finalizer, in any thread.
+        """
+        if not isinstance(self._fs, LocalFileSystem):
+            return  # nothing outlasts it
+        _abandoned[self.root] = log
+        warnings.warn(
+            f"unclosed log {self.root}: close it, or use it in a `with` block",
+            ResourceWarning,
+            stacklevel=3,
+            source=log,
+        )
 
     def unlock(self) -> None:
         """Unlocks the root. May be called twice."""
@@ -113,3 +167,18 @@ class TopicDirectories:
                 listed = []
             names = self._folded[parent] = {one.casefold(): one for one in listed}
         return names.get(child.casefold(), child)
+
+
+def remove_directory(fs: FileSystem, path: str) -> None:
+    """Removes a directory and the files in it; one that does not exist is fine.
+
+    A crash in the middle leaves some of the files: the caller has recorded before that they are
+    not needed, and does this again.
+    """
+    if not fs.exists(path):
+        return
+    for name in fs.list_directory(path):
+        fs.remove(f"{path}/{name}")
+        failpoints.reach("delete.after_remove_file")
+    fs.remove_directory(path)
+    fs.sync_directory(path.rpartition("/")[0])

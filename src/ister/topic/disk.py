@@ -7,7 +7,8 @@
                                reserve is allocated again nothing else is written
 
 Owns: the reserve file, the hold `disk` on every topic, two threads. Does not own: how files are
-removed (`tier`, `ister.wal`), or uploads, which go on meanwhile (`background`).
+removed (`tier`, `ister.wal`), or uploads, which continue meanwhile (`background`). It also logs
+when syncs become slow.
 
 A local file that was uploaded, read back and compared is only a cache: it is removed when its disk
 is low; files that an active subscription still has to read come last. Files that were not uploaded
@@ -30,6 +31,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from ister import threads
@@ -143,6 +145,7 @@ class DiskGuard:
         self._is_wanted = threading.Event()
         self._threads: list[threading.Thread] = []
         self._is_low = False
+        self._is_slow = False
         self.measure()
 
     def _add_stores(self, storage: StorageConfig) -> None:
@@ -198,6 +201,7 @@ class DiskGuard:
         while not self._stopping.wait(pause):
             with threads.guard("ister-disk"):
                 self.measure()
+                self.report_slow_syncs()
             pause = self._pause()
 
     def _pause(self) -> float:
@@ -324,6 +328,27 @@ class DiskGuard:
             topic=topic,
             path=state.path,
             hint=f"nothing acknowledged is lost; {remedy}. storage.disk.min_free sets the limit",
+        )
+
+    # -- slow syncs -------------------------------------------------------------------------
+
+    def report_slow_syncs(self) -> None:
+        """Logs the slowest sync when the first one becomes slow, and when none is any more."""
+        slow = [(topic.wal.slow_sync_seconds, topic) for topic in self._topics()]
+        seconds, slowest = max(slow, key=itemgetter(0), default=(0.0, None))
+        if bool(seconds) is self._is_slow:
+            return
+        self._is_slow = bool(seconds)
+        if slowest is None or not seconds or slowest.wal.directory is None:
+            _log.info("disk is fast again")
+            return
+        _log.warning(
+            "disk is slow: a sync takes long, and producers wait for it",
+            extra={
+                "topic": slowest.name,
+                "path": slowest.wal.directory.path,
+                "seconds": round(seconds, 1),
+            },
         )
 
     # -- making room ------------------------------------------------------------------------

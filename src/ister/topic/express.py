@@ -99,7 +99,7 @@ class Express:
     def collect(self) -> ExpressCollection | None:
         """Removes express objects that no topic needs; None if another process is doing that."""
         tiers, storage = self._tiers, self._tiers.storage
-        if tiers.node_clock.check() is not None:
+        if tiers.node_clock.check() is not None or tiers.trust.is_distrusted:
             return None
         try:
             return collect_express(

@@ -17,6 +17,7 @@ from ister.model import TopicName
 from ister.partitions import base_of_partition, partition_name
 from ister.topic.directories import TopicDirectories
 from ister.topic.disk import RESERVE_NAME
+from ister.topic.heads import HEADS_NAME
 from ister.topic.node import INSTANCES_NAME, NODE_NAME
 from ister.topic.node_clock import CLOCK_NAME
 from ister.topic.stores import Tiers
@@ -24,7 +25,15 @@ from ister.wal.directory import LOCK_NAME
 
 RATES_NAME: Final = ".rates"
 """The file of a broker's charts (`ister.broker.observe.rate_file`)."""
-_OWN_FILES: Final = (LOCK_NAME, NODE_NAME, INSTANCES_NAME, RESERVE_NAME, CLOCK_NAME, RATES_NAME)
+_OWN_FILES: Final = (
+    LOCK_NAME,
+    NODE_NAME,
+    INSTANCES_NAME,
+    RESERVE_NAME,
+    CLOCK_NAME,
+    RATES_NAME,
+    HEADS_NAME,
+)
 """Beside the namespaces in a log's directory."""
 
 

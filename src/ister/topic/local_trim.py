@@ -37,8 +37,11 @@ class LocalRetention:
         node_clock: NodeClock,
         clock: Clock,
         metrics: Metrics,
+        on_tick: Callable[[], None],
     ) -> None:
+        """Removes files of `topics`; the thread calls `on_tick` once a second."""
         self._topics = topics
+        self._on_tick = on_tick
         self._retention = retention
         self._node_clock = node_clock
         self._clock = clock
@@ -62,6 +65,7 @@ class LocalRetention:
         while not self._stopping.wait(_TICK_SECONDS):
             with threads.guard("ister-retention"):
                 self._node_clock.check()
+                self._on_tick()
                 if self._clock.monotonic() >= due:
                     due = self._clock.monotonic() + interval
                     self._trim_all()

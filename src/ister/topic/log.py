@@ -8,14 +8,16 @@ affect the others.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakMethod, WeakValueDictionary
 
 from ister import failpoints, forks
+from ister.bucket.claim import Head
 from ister.clock import Clock, SystemClock
 from ister.clock_guard import ClockStep
 from ister.config import Config, StorageMode
@@ -24,6 +26,7 @@ from ister.errors import (
     InvalidRequestError,
     IsterError,
     NotFoundError,
+    WaitsForDiskError,
 )
 from ister.fs.base import FileSystem
 from ister.metadata.base import MetadataStore
@@ -36,6 +39,8 @@ from ister.topic.arguments import check_ack, parse_ack, parse_codec
 from ister.topic.background import Background
 from ister.topic.directories import TopicDirectories, open_root
 from ister.topic.gauges import register_gauges
+from ister.topic.giving_up import GivenUp, give_up_lost
+from ister.topic.heads import Heads
 from ister.topic.known_topics import KnownTopics
 from ister.topic.local_trim import LocalRetention
 from ister.topic.node import Node
@@ -43,7 +48,6 @@ from ister.topic.node_clock import NodeClock
 from ister.topic.opening import TopicOpener, check_same
 from ister.topic.partitioned import PartitionedTopic
 from ister.topic.read_only import ReadOnlyTopic, ReadOnlyTopics
-from ister.topic.reconcile import remove_directory
 from ister.topic.repair import Repaired, repair_topic
 from ister.topic.room import Room
 from ister.topic.stores import Tiers, open_tiers
@@ -51,7 +55,7 @@ from ister.topic.table import render_topics
 from ister.topic.topic import Topic
 from ister.tracing import span
 from ister.wal.scheduler import Scheduler, Threads
-from ister.wal.signals import shielded
+from ister.wal.signals import check_wait, shielded
 
 if TYPE_CHECKING:
     from ister.topic.batches import AppendedBatch, Gate, StagedBatch
@@ -65,6 +69,8 @@ _log = logging.getLogger("ister.topic.log")
 
 class Log:
     """The topics of one directory. Thread-safe. Made by `ister.open`."""
+
+    _is_closed = True  # until it is open
 
     def __init__(
         self,
@@ -104,6 +110,9 @@ class Log:
         self._fs, self._root = open_root(config.storage, fs=fs, clock=self._clock)
         self._directories: TopicDirectories | None = None
         self._topics: dict[str, Topic] = {}
+        # Neither refers to `self`: threads must not keep a log that the program has dropped.
+        topics, retire = self._topics, WeakMethod(self._retire_stopped)
+        self._open_topics: Callable[[], list[Topic]] = lambda: list(topics.values())
         if self._root is not None:
             self._directories = TopicDirectories(self._fs, self._root)
             self._directories.lock()
@@ -114,12 +123,18 @@ class Log:
                 fs=self._fs,
                 root=self._root,
                 topics=self._open_topics,
-                retire=self._retire_stopped,
+                retire=lambda topic: bool((method := retire()) and method(topic)),
                 metrics=self.metrics,
             )
             """Watches free disk space, and the memory of a log without local files."""
             self._node_clock = NodeClock(
                 self._clock, fs=self._fs, root=self._root, storage=config.storage
+            )
+            self._heads = Heads(
+                self._fs,
+                None if self.is_diskless else self._root,
+                topics=self._open_topics,
+                clock=self._clock,
             )
         except BaseException:
             self._unlock_directory()
@@ -128,12 +143,11 @@ class Log:
         self._scheduler: Threads = scheduler or Scheduler(
             threads=wal.writer_threads, clock=self._clock, open_files_max=wal.max_open_files
         )
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may open a topic while this thread holds it
         # Held while the log is being closed.
         self._ending = threading.Lock()
         # Each lives as long as its topic is being opened, so invalid names leave nothing behind.
         self._opening: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
-        self._is_closed = False
         self._fork_error: ClosedError | None = None
         forks.register(self)
         self._tiers = self._open_tiers(objects, metadata)
@@ -146,6 +160,7 @@ class Log:
             directories=self._directories,
             tiers=self._tiers,
             known=self._known,
+            heads=self._heads,
             scheduler=self._scheduler,
             clock=self._clock,
             metrics=self.metrics,
@@ -162,6 +177,7 @@ class Log:
             room=self.room,
             node_clock=self._node_clock,
         )
+        self._is_closed = False
 
     def _start(self, *, background: bool, trims: bool) -> None:
         """Starts what uploads, trims and watches the disk."""
@@ -169,7 +185,9 @@ class Log:
         if self._tiers is not None:
             self._tiers.is_disk_low = self.room.is_pressed
             if background:
-                self._background = Background(self._open_topics, self._tiers, storage, self._clock)
+                self._background = Background(
+                    self._open_topics, self._tiers, storage, self._clock, self._heads.check
+                )
         elif self._root is not None:
             self._local_retention = LocalRetention(
                 self._open_topics,
@@ -177,6 +195,7 @@ class Log:
                 node_clock=self._node_clock,
                 clock=self._clock,
                 metrics=self.metrics,
+                on_tick=self._heads.check,
             )
             if trims:
                 self._local_retention.start()
@@ -209,9 +228,6 @@ class Log:
             self._scheduler.stop()
             self._unlock_directory()
             raise
-
-    def _open_topics(self) -> list[Topic]:
-        return list(self._topics.values())
 
     @property
     def tiers(self) -> Tiers | None:
@@ -377,7 +393,7 @@ class Log:
             InvalidRequestError: A signal handler calls it in the middle of an append.
             BaseException: What `work` raises.
         """
-        topic = self._topics.get(name)
+        topic = self._topics.get(str(TopicName.parse(name)))
         if topic is not None:
             return topic.wal.run_shielded(work)
         return shielded(work, "ister-call") if self._scheduler.is_interruptible() else work()
@@ -558,23 +574,43 @@ class Log:
         """
         if self._tiers is None:
             raise InvalidRequestError("this log has no object store to repair from", topic=name)
-        return self._shielded(name, lambda: self._repair_exclusively(name, content=content))
+        work = partial(repair_topic, tiers=self._tiers, content=content)
+        return self._shielded(name, lambda: self._mend(name, work))
 
-    def _repair_exclusively(self, name: str, *, content: bool) -> Repaired:
-        with self._exclusively(name) as topic:
-            assert topic.tier is not None  # noqa: S101 - for mypy
-            report = repair_topic(
-                topic,
-                topic.tier,
-                content=content,
-                chunk_bytes=self.config.storage.wal.stream_chunk_size,
-                clock=self._clock,
-                metrics=self.metrics,
-                retire=partial(self._retire, topic),
-            )
-        if report.local_frames is not None:
+    def give_up(self, name: str, *, at_least: int = 0, is_dry: bool = False) -> GivenUp:
+        """Gives up the offsets that no tier has; the topic continues after them.
+
+        With a bucket, call `repair` first, and pyarrow is needed. The topic continues at `at_least`
+        or above. If `is_dry`, returns what would be given up and changes nothing. Raises as
+        `repair`, except that the log needs no object store.
+        """
+        if (head := self._heads.get(name)) is not None:
+            at_least = max(at_least, head.end)
+        try:
             self.topic(name)
-        return report
+        except WaitsForDiskError as error:
+            if not error.known_end:
+                raise  # another node's disk, or all files are gone: that takes a take-over
+            # This node's files are an older copy.
+            at_least = max(at_least, error.known_end)
+            if is_dry:
+                return GivenUp(ranges=((error.offset or 0, at_least),), next_offset=at_least)
+            self._expect(name, at_least)
+            self.topic(name, take_over=True)
+        work = partial(give_up_lost, tiers=self._tiers, at_least=at_least, is_dry=is_dry)
+        return self._shielded(name, lambda: self._mend(name, work))
+
+    def _expect(self, name: str, end: int) -> None:
+        """Has an opening after a crash refuse the files again, until all is given up."""
+        known = self._tiers.view(TopicName.parse(name)).known if self._tiers is not None else None
+        if known is not None:
+            self._heads.expect(name, Head(known.incarnation, known.epoch + 1, end))
+
+    def _mend(self, name: str, work: Callable[..., _T]) -> _T:
+        with self._exclusively(name) as topic:
+            done = work(topic, retire=partial(self._retire, topic))
+        self.topic(name)  # again, if it was closed
+        return done
 
     def delete(self, name: str) -> None:
         """Removes a topic and everything in it, in every tier. It can be made again, empty.
@@ -614,7 +650,9 @@ class Log:
 
     def _remove_files(self, name: TopicName) -> None:
         if self._directories is not None:
-            remove_directory(self._fs, self._directories.of(name).path)
+            # First, so that files that are made again later are not taken for an older copy.
+            self._heads.forget(str(name))
+            self._directories.remove(name)
 
     def _is_half_deleted(self, tiers: Tiers, name: TopicName) -> bool:
         found = tiers.catalog(name).record()
@@ -633,12 +671,11 @@ class Log:
                 everything is closed all the same.
             InvalidRequestError: It was called by a signal handler that interrupted an append.
         """
+        check_wait()
         for topic in self._open_topics():
             topic.wal.check_reentry()
-        if self._scheduler.is_interruptible():
-            shielded(self._close_once, "ister-call")
-        else:
-            self._close_once()
+        close = self._close_once
+        shielded(close, "ister-call") if self._scheduler.is_interruptible() else close()
 
     def _close_once(self) -> None:
         with self._ending:
@@ -664,6 +701,7 @@ class Log:
                 topic.close()
             except IsterError as error:
                 failure = failure or error
+        self._heads.save()
         if self._tiers is not None:
             self._tiers.close()
         self._scheduler.stop()
@@ -683,6 +721,10 @@ class Log:
             raise self._fork_error.again()
         if self._is_closed:
             raise ClosedError("the log is closed")
+
+    def __del__(self) -> None:
+        if not self._is_closed and self._directories is not None and not sys.is_finalizing():
+            self._directories.abandon(self)
 
     def __enter__(self) -> Self:
         return self

@@ -19,8 +19,10 @@ from itertools import islice, pairwise
 from typing import Final
 
 from ister.bucket.catalog import Catalog
+from ister.bucket.express import find_runs
+from ister.bucket.identity import BucketIdentity
 from ister.bucket.names import TOPICS_PREFIX, TopicKeys
-from ister.bucket.rebuild import TopicReport, find_runs, find_topics, rebuild_topic
+from ister.bucket.rebuild import TopicReport, find_topics, rebuild_topic
 from ister.clock import Clock
 from ister.config import MetadataBackend, MetadataConfig, StorageConfig
 from ister.errors import (
@@ -115,6 +117,7 @@ class Recovery:
         dry_run: Write nothing.
 
     Raises:
+        ConflictError: The bucket is not the one of the metadata store.
         IsterError: The metadata store cannot be opened.
     """
 
@@ -126,6 +129,12 @@ class Recovery:
         self._is_dry = dry_run
         self._clock = clock
         self._metadata, self.metadata_found = self._open_metadata()
+        try:
+            root_prefix = storage.metadata.root_prefix
+            BucketIdentity(store, self._metadata, root_prefix=root_prefix).verify()
+        except BaseException:
+            self._metadata.close()
+            raise
         self.errors: list[IsterError] = []
         """Of objects that belong to no single topic."""
         self._found = find_topics(store, on_stray=self._report_stray)
@@ -160,7 +169,7 @@ class Recovery:
         return {name: self._count(name) for name in names}
 
     def _count(self, name: TopicName) -> int:
-        return len(self._found.get(name, ())) + len(self._runs.get(name, ()))
+        return len(self._found.get(name, ())) + len(self._runs.by_topic.get(name, ()))
 
     def recover(self, name: TopicName, *, on_object: Callable[[int], None]) -> TopicRecovery:
         """Rebuilds one topic; its errors are in the result.
@@ -182,7 +191,7 @@ class Recovery:
                     self._metadata,
                     keys,
                     self._found[name],
-                    runs=self._runs.get(name, ()),
+                    runs=self._runs.of(name),
                     clock=self._clock,
                     dry_run=self._is_dry,
                     layout=self._storage.cloud.layout,

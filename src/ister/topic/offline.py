@@ -35,6 +35,7 @@ from ister.fs.local import LocalFileSystem
 from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import JsonObject, TopicName, Watermarks
+from ister.positions import lag_of
 from ister.topic.describe import (
     SubscriptionView,
     TopicView,
@@ -184,11 +185,12 @@ class TopicFacts:
     def _subscriptions(self) -> list[SubscriptionView]:
         cursors: dict[str, int | None] = dict.fromkeys(self.served.subscriptions)
         cursors |= {one.name: one.progress.offset for one in self.subscriptions}
+        earliest, end = self._earliest(), self.watermarks.next
         found = []
         for name, cursor in sorted(cursors.items()):
             view = self.served.subscriptions.get(name) or SubscriptionView(name=name, type=None)
             view.cursor = cursor
-            view.lag = None if cursor is None else max(0, self.watermarks.next - cursor)
+            view.lag = None if cursor is None else lag_of(cursor, earliest=earliest, end=end)
             found.append(view)
         return found
 

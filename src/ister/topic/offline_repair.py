@@ -1,7 +1,8 @@
 """Repairs the topics of a log that no other process has open: `ister repair`.
 
-Owns: keeping the lease meanwhile, which topics are this node's, what taking a topic over loses, and
-that a sealed topic is sealed again. Does not own: repairing one topic (`Log.repair`), output.
+Owns: keeping the lease meanwhile, which topics are this node's, what taking a topic over loses and
+what is given up, and that a sealed topic is sealed again. Does not own: repairing one topic
+(`Log.repair`, `Log.give_up`), output.
 """
 
 from __future__ import annotations
@@ -14,11 +15,21 @@ from dataclasses import dataclass, field
 
 from ister import threads
 from ister.bucket.catalog import Catalog
-from ister.errors import CorruptDataError, InvariantError, IsterError
+from ister.bucket.names import TopicKeys
+from ister.clock import SystemClock
+from ister.config import MetadataBackend
+from ister.errors import (
+    CorruptDataError,
+    InvariantError,
+    IsterError,
+    NotFoundError,
+    WaitsForDiskError,
+)
 from ister.fs.local import LocalFileSystem
 from ister.model import TopicName, TopicState
+from ister.topic.giving_up import GivenUp
 from ister.topic.log import Log
-from ister.topic.stores import Tiers
+from ister.topic.stores import Tiers, metadata_of, open_metadata
 from ister.topic.survey import BadRange, FileSurvey, Kind, survey
 from ister.wal.directory import WalDirectory
 
@@ -33,6 +44,7 @@ class TopicRepair:
     owns it."""
     local_frames: int | None = None
     objects: list[str] = field(default_factory=list)
+    gives_up: GivenUp | None = None
     errors: list[IsterError] = field(default_factory=list)
 
 
@@ -54,7 +66,10 @@ class LostRange:
 @contextmanager
 def keep_lease(log: Log) -> Iterator[None]:
     """Renews the log's lease in the background: a repair may take longer than it lasts."""
-    tiers = _stores(log)
+    tiers = log.tiers
+    if tiers is None:
+        yield
+        return
     stopping = threading.Event()
 
     def keep() -> None:
@@ -89,8 +104,24 @@ def find_lost(log: Log, name: TopicName) -> LostRange | None:
     return LostRange(start=tiered, known_end=max(cursors, default=tiered))
 
 
+def find_given_up(log: Log, name: TopicName) -> GivenUp:
+    """What a topic would give up; changes nothing.
+
+    Raises:
+        As `Log.give_up`.
+    """
+    with _sealed_again(log, name):
+        return log.give_up(str(name), at_least=_highest_cursor(log, name), is_dry=True)
+
+
 def try_repair(
-    log: Log, name: TopicName, *, take_over: bool, content: bool, is_named: bool
+    log: Log,
+    name: TopicName,
+    *,
+    take_over: bool,
+    content: bool,
+    is_named: bool,
+    gives_up: bool = False,
 ) -> TopicRepair:
     """Repairs one topic; its errors are in the result.
 
@@ -100,10 +131,14 @@ def try_repair(
         take_over: Take it from a node whose disk is lost.
         content: Read objects and files whole.
         is_named: Also repair a topic that another node wrote last.
+        gives_up: Give up what no tier has.
     """
     row = TopicRepair(topic=str(name))
     try:
-        _repair(log, name, row, take_over=take_over, content=content, is_named=is_named)
+        if gives_up:
+            _give_up(log, name, row)
+        else:
+            _repair(log, name, row, take_over=take_over, content=content, is_named=is_named)
     except InvariantError:
         raise
     except IsterError as error:
@@ -121,8 +156,7 @@ def _repair(
     if not is_named and not _is_ours(log, catalog, tiers.membership.node):
         row.status = "skipped"
         return
-    is_sealed = catalog.sealed() is not None
-    try:
+    with _sealed_again(log, name):
         if take_over:
             log.topic(row.topic, take_over=True)
         repaired = log.repair(row.topic, content=content)
@@ -132,16 +166,66 @@ def _repair(
             # Opening a log reads its end alone; damage further up is found by reading everything.
             path = _path(log, name)
             row.errors += _local_damage(path) if path is not None else []
-    finally:
-        if is_sealed:
-            # Opening removed the seal, without which another node cannot open the topic.
-            log.seal(row.topic)
     if row.errors:
         row.status = "damaged"
     elif row.local_frames is not None or row.objects:
         row.status = "repaired"
     else:
         row.status = "whole"
+
+
+def _give_up(log: Log, name: TopicName, row: TopicRepair) -> None:
+    """Repairs what can be repaired, gives up the rest, and checks that nothing is left to do."""
+    with _sealed_again(log, name):
+        if log.tiers is not None:
+            try:
+                repaired = log.repair(row.topic)
+                row.local_frames, row.objects = repaired.local_frames, list(repaired.objects)
+            except WaitsForDiskError as error:
+                if not error.known_end:
+                    raise
+                # Only giving up opens it: its files are older than what is known of them.
+        row.gives_up = log.give_up(row.topic, at_least=_highest_cursor(log, name))
+        if log.tiers is not None:
+            row.errors += log.repair(row.topic).errors
+        row.errors += [one.as_error(row.topic) for one in log.topic(row.topic).damage]
+    is_changed = row.gives_up.ranges or row.objects or row.local_frames is not None
+    row.status = "damaged" if row.errors else "repaired" if is_changed else "whole"
+
+
+@contextmanager
+def _sealed_again(log: Log, name: TopicName) -> Iterator[None]:
+    """Seals a topic again that was sealed: opening it removes the seal.
+
+    Without the seal another node cannot open the topic.
+    """
+    is_sealed = log.tiers is not None and log.tiers.catalog(name).sealed() is not None
+    try:
+        yield
+    finally:
+        if is_sealed:
+            log.seal(str(name))
+
+
+def _highest_cursor(log: Log, name: TopicName) -> int:
+    """The highest cursor that a broker of a log without a bucket has stored; 0 if there is none.
+
+    With a bucket, the topic's catalog has the cursors.
+    """
+    settings = metadata_of(log.config.storage)
+    if log.tiers is not None or settings.backend is MetadataBackend.MEMORY:
+        return 0
+    clock = SystemClock()
+    try:
+        store = open_metadata(settings, clock, read_only=True)
+    except NotFoundError:
+        return 0  # no broker was ever started here
+    try:
+        keys = TopicKeys(settings.root_prefix, name)
+        catalog = Catalog(store, keys, clock=clock, metrics=log.metrics)
+        return max((one.progress.offset for one in catalog.subscriptions()), default=0)
+    finally:
+        store.close()
 
 
 def _stores(log: Log) -> Tiers:

@@ -11,7 +11,7 @@ import logging
 from contextlib import suppress
 
 from ister import failpoints
-from ister.bucket.claim import NewTopic
+from ister.bucket.claim import ClaimCheck, NewTopic
 from ister.bucket.cursors import clip_progress
 from ister.bucket.fence import MemberFence
 from ister.bucket.ownership import OwnedTopic
@@ -33,6 +33,7 @@ from ister.model import AckLevel, Codec, TopicName
 from ister.topic.bucket_link import TopicTier
 from ister.topic.cache import Cache
 from ister.topic.directories import TopicDirectories
+from ister.topic.heads import Heads, compare_with_head, read_local
 from ister.topic.known_topics import KnownTopics
 from ister.topic.read_only import ReadOnlyTier, ReadOnlyTopic
 from ister.topic.reconcile import finish_set_aside, measure_backlog, recover_tiered, set_aside
@@ -59,11 +60,13 @@ class TopicOpener:
         directories: TopicDirectories | None,
         tiers: Tiers | None,
         known: KnownTopics,
+        heads: Heads,
         scheduler: Threads,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
         self._storage = storage
+        self._heads = heads
         self._fs = fs
         self._directories = directories
         self._tiers = tiers
@@ -120,6 +123,7 @@ class TopicOpener:
             self._untrusted_from[text] = error.synced
             raise
         self._untrusted_from.pop(text, None)
+        recovered = compare_with_head(recovered, directory, self._heads.get(text))
         state = recovered.state
         if state is not None:
             ack = ack if is_new else AckLevel(state.ack)
@@ -152,9 +156,9 @@ class TopicOpener:
         directory = directories.of(name)
         finish_set_aside(directory)
         try:
-            owned = None
-            while owned is None:
-                owned = self._try_claim(
+            claimed = None
+            while claimed is None:
+                claimed = self._try_claim(
                     tiers,
                     name,
                     directory,
@@ -168,9 +172,11 @@ class TopicOpener:
             if error.topic is None:
                 raise  # the bucket is missing, not the topic
             raise _not_found(str(name)) from None
+        owned, before = claimed
         try:
-            return self._take(tiers, owned, directory)
+            return self._take(tiers, owned, directory, before)
         except BaseException:
+            tiers.membership.is_whole = False
             tiers.membership.remove(owned)
             with suppress(IsterError):
                 if owned.sealed_before is not None:
@@ -191,12 +197,13 @@ class TopicOpener:
         directories: TopicDirectories,
         create: bool,
         take_over: bool,
-    ) -> OwnedTopic | None:
+    ) -> tuple[OwnedTopic, ClaimCheck] | None:
         """Reads the keys, prepares the directory, and claims; None if the record has changed.
 
         The directory comes first: after the claim old files look like new ones.
         """
-        has_files = not directory.is_blank()
+        local = read_local(directory, self._heads.get(str(name)))
+        has_files = local.is_there
         if create and not has_files:
             directories.refuse_twin(name)
         view = tiers.view(name)
@@ -204,29 +211,39 @@ class TopicOpener:
         if create and is_unknown and not has_files:
             self._known.check_new(name)
         new: NewTopic | None = None
-        if create or (is_unknown and has_files and not directory.is_new()):
-            # Files without a record were made before there was a bucket: they say what they are.
+        if create or (is_unknown and has_files and not local.is_new):
+            # Files without a record were made before there was a bucket, or the record was lost:
+            # they say what they are.
             state = directory.load_state() if has_files and is_unknown else None
             new = NewTopic(
                 ack=AckLevel(state.ack) if state is not None else ack or self._storage.ack,
                 codec=state.codec if state is not None else codec or self._storage.codec,
+                incarnation=local.incarnation if state is not None else "",
+                epoch=local.term.epoch if local.term is not None else 0,
             )
-        seen = tiers.check_claim(name, view, new=new, has_files=has_files, take_over=take_over)
+        seen = tiers.check_claim(name, view, new=new, local=local, take_over=take_over)
         if tiers.is_diskless:
             _check_diskless(view.known, str(name))
         if not has_files:
             directories.add(name)
             directory.mark()
-        elif not seen.is_current and not directory.is_new():
+        elif not seen.is_current and not local.is_new:
             set_aside(directory, "another node has written the topic since")
-        return tiers.claim(name, new=new, take_over=take_over, seen=seen)
+        owned = tiers.claim(name, new=new, take_over=take_over, seen=seen)
+        return None if owned is None else (owned, seen)
 
-    def _take(self, tiers: Tiers, owned: OwnedTopic, directory: WalDirectory) -> Topic:
+    def _take(
+        self, tiers: Tiers, owned: OwnedTopic, directory: WalDirectory, before: ClaimCheck
+    ) -> Topic:
         """Opens the files of a topic that was claimed, and puts the two tiers together."""
         text = owned.topic
         try:
             recovered = recover_tiered(
-                directory, owned, tiers, untrusted_from=self._untrusted_from.get(text)
+                directory,
+                owned,
+                tiers,
+                before=before,
+                untrusted_from=self._untrusted_from.get(text),
             )
         except UntrustedTailError as error:
             self._untrusted_from[text] = error.synced
@@ -238,7 +255,7 @@ class TopicOpener:
             recovered,
             owned.record.ack,
             recovered.codec or owned.record.codec,
-            incarnation=owned.record.incarnation,
+            record=owned.record,
         )
         self._report(topic, recovered)
         if not recovered.damage:
@@ -285,9 +302,9 @@ class TopicOpener:
         if tiers is None or directories is None:
             raise InvalidRequestError("this log has no object store", topic=text)
         view = tiers.view(name)
-        has_files = not directories.of(name).is_blank()
+        local = read_local(directories.of(name), self._heads.get(text))
         try:
-            tiers.check_claim(name, view, new=None, has_files=has_files, take_over=False)
+            tiers.check_claim(name, view, new=None, local=local, take_over=False)
         except WaitsForDiskError as error:
             waits = error
         else:
@@ -309,7 +326,7 @@ class TopicOpener:
         record, end = owned.record, owned.tiered
         wal = HistoryLog(
             end=end,
-            settings=self._settings(owned.topic, record.ack, record.codec, record.incarnation),
+            settings=self._settings(owned.topic, record.ack, record.codec, record),
             schedule=self._scheduler,
             clock=self._clock,
             metrics=self._metrics,
@@ -334,12 +351,12 @@ class TopicOpener:
         ack: AckLevel,
         codec: Codec,
         *,
-        incarnation: str = "",
+        record: TopicRecord | None = None,
     ) -> Topic:
         wal = Wal(
             directory=directory,
             recovered=recovered,
-            settings=self._settings(name, ack, codec, incarnation),
+            settings=self._settings(name, ack, codec, record),
             schedule=self._scheduler,
             clock=self._clock,
             metrics=self._metrics,
@@ -353,13 +370,17 @@ class TopicOpener:
             metrics=self._metrics,
         )
 
-    def _settings(self, name: str, ack: AckLevel, codec: Codec, incarnation: str) -> WalSettings:
+    def _settings(
+        self, name: str, ack: AckLevel, codec: Codec, record: TopicRecord | None
+    ) -> WalSettings:
         settings = self._storage.wal
         return WalSettings(
             topic=name,
             ack=ack,
             codec=codec,
-            incarnation=incarnation,
+            incarnation=record.incarnation if record is not None else "",
+            epoch=record.epoch if record is not None else 0,
+            claim=record.claim if record is not None else "",
             fsync_interval_seconds=settings.fsync_interval_ms / 1000,
             fsync_max_batch_bytes=settings.fsync_max_batch_bytes,
             rotate_max_bytes=settings.rotate_max_bytes,

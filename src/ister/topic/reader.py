@@ -28,22 +28,22 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from ister import forks
-from ister.bucket.history_reader import HistoryReader, NothingLeftError
+from ister.bucket.history_reader import HistoryReader
 from ister.clock import Clock
 from ister.errors import (
     ClosedError,
     CorruptDataError,
     DataGapError,
-    InvalidRequestError,
     InvariantError,
     IsterError,
     NotFoundError,
     OffsetOutOfRangeError,
     check,
 )
-from ister.format.frame import FrameBatch, encode_frame
+from ister.format.frame import FrameBatch, NothingLeftError, encode_frame
 from ister.metrics import Metrics
 from ister.model import AckLevel
+from ister.topic.arguments import as_number, as_timeout
 from ister.topic.message import Message, MessageBatch
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
@@ -148,8 +148,11 @@ class Reader:
             UnavailableError: The bucket or the metadata store does not answer.
             OffsetOutOfRangeError: The next message is no longer kept.
         """
+        timeout = as_timeout(timeout)
         deadline = None if timeout is None else self._clock.monotonic() + timeout
-        bytes_max = self._chunk_bytes if max_bytes is None else max(1, max_bytes)
+        bytes_max = (
+            self._chunk_bytes if max_bytes is None else max(1, as_number("max_bytes", max_bytes))
+        )
         start = self.next_offset
         messages: Sequence[Message] = ()
         try:
@@ -180,9 +183,8 @@ class Reader:
         self, max_messages: int = _BATCH_MESSAGES, max_bytes: int = 1 << 22
     ) -> Sequence[Message]:
         """The messages that can be read now, without waiting for appends; may be empty."""
-        if max_messages < 1:
-            raise InvalidRequestError(f"max_messages must be at least 1, not {max_messages}")
-        return self._read(lambda: self._poll(max_messages, max_bytes))
+        count = as_number("max_messages", max_messages, least=1)
+        return self._read(lambda: self._poll(count, max_bytes))
 
     def _read(self, read: Callable[[], _T]) -> _T:
         """Calls `read` with the reading lock held."""
@@ -378,6 +380,7 @@ class Reader:
         Raises:
             OffsetOutOfRangeError: The topic has no such offset.
         """
+        offset = as_number("offset", offset, least=-(1 << 63))
         check_start(self._wal, self._earliest(), offset)
         batch = self._batch
         if batch is not None and not batch.first_offset <= offset < batch.next_offset:
@@ -411,8 +414,7 @@ class Reader:
         cache = self._cache
         if start < cache.start:
             return []
-        if self._wal.buffer.is_changing:
-            self._wal.check_reentry()
+        self._wal.check_reentry()
         with self._wal.lock:
             self._wal.fill_cache(end)
             messages = cache.read(start, end, bytes_max=max_bytes)
@@ -515,10 +517,10 @@ class Reader:
             )
         if self._files is not None:
             self._files.close()
+        # Local files have what follows, also of an object that is left out because it is lost.
+        end = min(readable, tiered, wal.trimmed if start < wal.trimmed else tiered)
         try:
-            return self._history.fetch(
-                start, min(readable, tiered), bytes_max=max_bytes, span=self.span
-            )
+            return self._history.fetch(start, end, bytes_max=max_bytes, span=self.span)
         except (NotFoundError, DataGapError) as error:
             if start < self._earliest():
                 raise self._not_kept(start) from error

@@ -9,9 +9,11 @@ yet. After the claim no other process commits, so neither changes while they are
   before the claim, and the log begins where that node's messages end;
 - the local log ends below what the bucket holds, or is damaged only there: it is set aside; nothing
   is lost with it, and offsets continue after the bucket's;
-- the bucket ends before the local files begin: the catalog may have been restored from an older
-  copy, so objects that continue it are looked for and adopted; what is still missing then is in
-  neither tier, and the topic opens read-only, with the damage reported.
+- the bucket may have objects that continue the catalog and are not in it, if the last owner's
+  process did not close the topic, or if the metadata store was rolled back to an older state: they
+  are adopted first (`Tiers.find_forgotten`);
+- the bucket still ends before the local files begin: what is missing is in neither tier, and the
+  topic opens read-only, with the damage reported.
 
 Setting aside is a rename to a name that no topic can have. Ister never removes such a
 directory.
@@ -23,17 +25,20 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
 from ister import failpoints
-from ister.bucket.history_reader import NothingLeftError
+from ister.bucket.claim import ClaimCheck
 from ister.bucket.ownership import OwnedTopic
-from ister.bucket.rebuild import find_continuation
-from ister.errors import ConflictError, CorruptDataError, NotFoundError
-from ister.format.frame import Scan
-from ister.fs.base import FileSystem
-from ister.model import TopicName
+from ister.bucket.rebuild import secure_objects
+from ister.errors import CorruptDataError, NotFoundError, StoresDifferError
+from ister.format.checkpoint import WalCheckpoint, WalState
+from ister.format.descriptor import ObjectDescriptor
+from ister.format.frame import NothingLeftError, Scan
+from ister.format.records import TopicRecord
+from ister.topic.directories import remove_directory
 from ister.topic.stores import Tiers
 from ister.wal.directory import WalDirectory
 from ister.wal.index import SparseIndex
@@ -51,18 +56,30 @@ def recover_tiered(
     owned: OwnedTopic,
     tiers: Tiers,
     *,
+    before: ClaimCheck,
     untrusted_from: int | None,
 ) -> Recovered:
     """Opens the local files of a claimed topic and reconciles them with the catalog.
 
+    Args:
+        directory: The topic's.
+        owned: The claim.
+        tiers: The stores.
+        before: What was known before the claim.
+        untrusted_from: As for `ister.wal.recovery.recover`.
+
     Raises:
         As `ister.wal.recovery.recover`, and what the stores raise.
     """
+    if before.terms is None:
+        owned.unread = before
+    has_adopted = _adopt(owned, tiers, before.found)
     recovered = recover(
         directory, untrusted_from=untrusted_from, floor=owned.start, durable=owned.tiered
     )
     if _first_offset(recovered) > owned.tiered:
-        _adopt(owned, tiers)
+        found = tiers.find_forgotten(owned.catalog, before, has_gap=True)
+        has_adopted |= _adopt(owned, tiers, found)
     is_behind = recovered.next_offset < owned.start or (
         # Unreadable bytes may have been acknowledged messages: such a topic stays as it is,
         # read-only.
@@ -70,12 +87,15 @@ def recover_tiered(
         and recovered.next_offset <= owned.tiered
         and not recovered.has_unread_bytes
     )
-    if is_behind or owned.is_rebuilt:
+    if is_behind or has_adopted or owned.is_rebuilt:
         _refuse_divergence(directory, recovered, owned, tiers)
     if is_behind:
-        set_aside(directory, "everything in it that was durable is in the bucket")
-        recovered = recover(directory, floor=max(owned.start, recovered.next_offset))
+        end = max(owned.start, recovered.next_offset)
+        set_aside(directory, "everything in it that was durable is in the bucket", owned, end)
+        recovered = recover(directory, floor=end)
     missing = range(owned.tiered, _first_offset(recovered))
+    # Given up without a bucket: the bucket has to know, too.
+    missing = missing or next((range(*gap) for gap in recovered.gaps), missing)
     if missing and not recovered.damage:
         damage = Damage(
             path=directory.path,
@@ -112,14 +132,19 @@ def _refuse_divergence(
     finally:
         history.close()
     if batch.chunk[batch.starts[0] : batch.end] != frame:
-        raise ConflictError(
-            "the local files and the bucket hold different messages under the same offsets",
-            topic=owned.topic,
-            offset=offset,
-            path=directory.path,
-            hint="one of them belongs to an owner that was replaced; look at both with "
-            "`ister inspect`, and move away what is not wanted",
-        )
+        raise divergence(owned.topic, offset, directory.path)
+
+
+def divergence(topic: str, offset: int, path: str) -> StoresDifferError:
+    """The error for tiers that hold different messages under one offset."""
+    return StoresDifferError(
+        "the local files and the bucket hold different messages under the same offsets",
+        topic=topic,
+        offset=offset,
+        path=path,
+        hint="one of them belongs to an owner that was replaced; compare them with "
+        "`ister inspect`, and move the wrong one away",
+    )
 
 
 def _local_end(directory: WalDirectory, recovered: Recovered) -> int:
@@ -170,27 +195,42 @@ def _read_frame(directory: WalDirectory, recovered: Recovered, offset: int) -> b
     return found[0] if found else None
 
 
-def _adopt(owned: OwnedTopic, tiers: Tiers) -> None:
-    """Adds objects that continue the catalog and are not in it."""
-    name: TopicName = owned.catalog.keys.topic
-    lineage = owned.record.lineage
-    found = find_continuation(
-        tiers.objects,
-        name,
-        owned.tiered,
-        incarnation=owned.record.incarnation,
-        epoch_min=0 if owned.is_rebuilt or not lineage else lineage[0].epoch,
-    )
+def _adopt(owned: OwnedTopic, tiers: Tiers, found: Sequence[ObjectDescriptor]) -> bool:
+    """Adds objects that continue the catalog and are not in it; returns whether there are any."""
+    # Some may have been committed meanwhile: by a pipeline, or by an opening that was interrupted.
+    wanted = [described for described in found if described.start >= owned.tiered]
+    if not wanted:
+        return False
+    # Copies, because their writer may still delete what it could not commit.
+    found = secure_objects(tiers.objects, owned.catalog.keys.topic, wanted, owned.epoch)
+    if len(found) < len(wanted):
+        owned.begin_at(found[-1].end if found else owned.tiered)
     if found:
         owned.adopt(found)
         _log.warning(
             "objects that were missing in the catalog were added",
-            extra={"topic": owned.topic, "objects": [d.object_id for d in found]},
+            extra={
+                "topic": owned.topic,
+                "start": found[0].start,
+                "end": found[-1].end,
+                "objects": [described.object_id for described in found],
+            },
         )
+    return bool(found)
 
 
-def set_aside(directory: WalDirectory, reason: str) -> str:
-    """Renames a topic's directory, without removing anything; returns the new path."""
+def set_aside(
+    directory: WalDirectory, reason: str, owned: OwnedTopic | None = None, end: int = 0
+) -> str:
+    """Renames a topic's directory, without removing anything; returns the new path.
+
+    Args:
+        directory: The topic's.
+        reason: For the log.
+        owned: The topic, if it is this node's: the new directory gets a checkpoint, so that it is
+            not taken for one whose files were lost.
+        end: Where the topic continues then.
+    """
     fs, path = directory.fs, directory.path
     number = 1
     while fs.exists(aside := f"{path}.aside-{number}"):
@@ -198,7 +238,10 @@ def set_aside(directory: WalDirectory, reason: str) -> str:
     # The new directory is made first: a crash between the two names must not look like a loss.
     parent = path.rpartition("/")[0]
     directory.begin_rename()
-    WalDirectory(fs, f"{path}{_FRESH_SUFFIX}").mark()
+    fresh = WalDirectory(fs, f"{path}{_FRESH_SUFFIX}")
+    fresh.mark()
+    if owned is not None:
+        fresh.save_state(_state_of(owned.record, end))
     fs.rename(path, aside)
     fs.sync_directory(parent)
     failpoints.reach("tier.after_set_aside")
@@ -206,6 +249,20 @@ def set_aside(directory: WalDirectory, reason: str) -> str:
     fs.sync_directory(parent)
     _log.error("local files set aside", extra={"path": aside, "reason": reason})
     return aside
+
+
+def _state_of(record: TopicRecord, end: int) -> WalState:
+    """The checkpoint of a log without messages that continues at `end`."""
+    return WalState(
+        synced=end,
+        synced_position=0,
+        codec=record.codec,
+        ack=record.ack,
+        incarnation=record.incarnation,
+        epoch=record.epoch,
+        claim=record.claim,
+        checkpoint=WalCheckpoint(start_offset=end, last_offset=max(end - 1, 0)),
+    )
 
 
 def finish_set_aside(directory: WalDirectory) -> None:
@@ -221,20 +278,6 @@ def finish_set_aside(directory: WalDirectory) -> None:
         WalDirectory(fs, fresh).mark()
         fs.rename(fresh, path)
         fs.sync_directory(path.rpartition("/")[0])
-
-
-def remove_directory(fs: FileSystem, path: str) -> None:
-    """Removes a topic's directory and what is in it; one that does not exist is fine.
-
-    A crash in the middle leaves some of the files: the caller has recorded before that they are
-    not needed, and does this again.
-    """
-    if not fs.exists(path):
-        return
-    for name in fs.list_directory(path):
-        fs.remove(f"{path}/{name}")
-    fs.remove_directory(path)
-    fs.sync_directory(path.rpartition("/")[0])
 
 
 def measure_backlog(directory: WalDirectory, recovered: Recovered, tiered: int) -> int:

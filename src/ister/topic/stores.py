@@ -8,26 +8,32 @@ Owns: their opening and closing. Does not own: any topic's state, the node's ide
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from typing import Final, TypeVar
 
-from ister import failpoints
+from ister import failpoints, threads
 from ister.bucket.catalog import Catalog
 from ister.bucket.claim import (
     ClaimCheck,
     ClaimView,
+    LocalFiles,
     NewTopic,
     act_outside,
     check_claim,
     claim,
 )
 from ister.bucket.egress import EgressLimit
+from ister.bucket.express import find_runs_from
 from ister.bucket.fence import MemberFence
 from ister.bucket.history_reader import HistoryReader, ReaderSettings
+from ister.bucket.identity import BucketIdentity, check_bucket
 from ister.bucket.listing import list_objects
-from ister.bucket.membership import Membership
+from ister.bucket.membership import Membership, has_ended
 from ister.bucket.names import (
     EXPRESS_PREFIX,
     TopicKeys,
@@ -41,8 +47,24 @@ from ister.bucket.names import (
 )
 from ister.bucket.object_maker import ObjectMaker, UploadSettings
 from ister.bucket.ownership import OwnedTopic, resume_delete
-from ister.bucket.rebuild import has_manifest, load_manifest, manifest_of, save_manifest
+from ister.bucket.rebuild import (
+    find_continuation,
+    has_manifest,
+    load_manifest,
+    manifest_of,
+    save_manifest,
+)
 from ister.bucket.shared_staging import collect_shared_staging
+from ister.bucket.terms import (
+    ForgottenRuns,
+    Term,
+    load_term,
+    newest_terms,
+    process_of_claim,
+    remove_terms,
+    save_term,
+)
+from ister.bucket.trust import Trust
 from ister.bucket.upload import Uploader
 from ister.clock import Clock
 from ister.config import (
@@ -55,7 +77,17 @@ from ister.config import (
     StorageMode,
     UploaderConfig,
 )
-from ister.errors import ClosedError, ConflictError, FencedError, IsterError
+from ister.errors import (
+    ClosedError,
+    FencedError,
+    IsterError,
+    NotFoundError,
+    PermissionDeniedError,
+    StoresDifferError,
+    UnavailableError,
+)
+from ister.format.descriptor import ObjectDescriptor
+from ister.format.records import TopicRecord
 from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import Layout, TopicName
@@ -64,10 +96,16 @@ from ister.objectstore.slices import with_slices
 from ister.topic.node import Node
 from ister.topic.node_clock import NodeClock
 
+_T = TypeVar("_T")
+
 _log = logging.getLogger("ister.topic.stores")
 
 _READ_AHEAD_THREADS: Final = 4
 _STALE_SECONDS_MIN: Final = 3600
+# How long a start, and the opening of a topic that does not need the bucket, wait for it.
+_PATIENCE_SECONDS: Final = 5.0
+_ASK_AGAIN_SECONDS: Final = 30.0
+_NO_ANSWER: Final = (UnavailableError, PermissionDeniedError, NotFoundError)
 # One request of a call, of which there may be several attempts.
 _IO_TIMEOUT_SECONDS: Final = 20.0
 
@@ -132,6 +170,34 @@ def open_metadata(
     return SqliteMetadata(config.path or "", clock=clock, read_only=read_only, on_full=on_full)
 
 
+def metadata_of(storage: StorageConfig) -> MetadataConfig:
+    """Where a log's metadata is; for a log without a bucket, where its broker's own is."""
+    if storage.mode.has_bucket:
+        return storage.metadata
+    if storage.mode is StorageMode.LOCAL_ONLY and storage.wal.dir is not None:
+        home = os.path.dirname(os.path.abspath(storage.wal.dir))
+        return MetadataConfig(
+            backend=MetadataBackend.SQLITE, path=os.path.join(home, "metadata.db")
+        )
+    return MetadataConfig(backend=MetadataBackend.MEMORY)
+
+
+@contextmanager
+def open_identity(
+    storage: StorageConfig, clock: Clock, *, read_only: bool = True
+) -> Iterator[BucketIdentity]:
+    """Opens a bucket and a metadata store to compare their ids; closes both after the block.
+
+    Raises:
+        As `open_objects` and `open_metadata`.
+    """
+    with (
+        closing(open_objects(storage, clock)) as objects,
+        closing(open_metadata(storage.metadata, clock, read_only=read_only)) as metadata,
+    ):
+        yield BucketIdentity(objects, metadata, root_prefix=storage.metadata.root_prefix)
+
+
 def open_tiers(
     storage: StorageConfig,
     *,
@@ -145,16 +211,32 @@ def open_tiers(
 ) -> Tiers:
     """Opens the stores that were not given, and joins as `node`; on an error, all are closed.
 
+    A bucket that is opened here must be the one that the metadata store expects.
+
     Raises:
-        As `open_objects`, `open_metadata` and `Tiers`.
+        As `open_objects`, `open_metadata`, `check_bucket` and `Tiers`.
     """
+    is_checked = objects is None and storage.cloud.backend is not CloudBackend.MEMORY
     if objects is None:
         objects = open_objects(storage, clock)
     if metadata is None:
         metadata = open_metadata(storage.metadata, clock, on_full=on_full)
     try:
-        return Tiers(
+        given = objects
+        if is_checked:
+            objects = check_bucket(given, metadata, root_prefix=storage.metadata.root_prefix)
+        trust = Trust(with_slices(objects), metadata, storage.metadata.root_prefix, clock)
+        if is_checked:
+            # One that has not answered is not waited for again.
+            threads.start("ister-trust", trust.follow).join(
+                _PATIENCE_SECONDS if objects is given else 0
+            )
+        else:
+            trust.follow()
+        tiers = Tiers(
             storage,
+            trust=trust,
+            patience_seconds=_PATIENCE_SECONDS if is_checked else None,
             node=node,
             objects=objects,
             metadata=metadata,
@@ -166,6 +248,9 @@ def open_tiers(
         metadata.close()
         objects.close()
         raise
+    if objects is not given:
+        tiers.stop_asking()
+    return tiers
 
 
 def upload_settings(config: UploaderConfig, layout: Layout = Layout.OBJECTS) -> UploadSettings:
@@ -194,8 +279,22 @@ class Tiers:
         clock: Clock,
         metrics: Metrics,
         node_clock: NodeClock | None = None,
+        trust: Trust | None = None,
+        patience_seconds: float | None = None,
     ) -> None:
         """Joins the metadata store as `node`; the stores are closed with this.
+
+        Args:
+            storage: The settings.
+            node: This node.
+            objects: The bucket.
+            metadata: The metadata store.
+            clock: Where time comes from.
+            metrics: Where operations are counted.
+            node_clock: Detects steps of the clock.
+            trust: Detects that the metadata store was rolled back; None for a new one.
+            patience_seconds: How long the opening of a topic waits for the bucket if it does not
+                need it; None for no limit of its own.
 
         Raises:
             As `ister.bucket.membership.Membership`.
@@ -207,6 +306,11 @@ class Tiers:
         self.metrics = metrics
         self.node_clock = node_clock if node_clock is not None else NodeClock(clock)
         """Detects steps of this node's clock."""
+        root_prefix = storage.metadata.root_prefix
+        self.trust = trust or Trust(self.objects, metadata, root_prefix, clock)
+        """Detects that the metadata store was rolled back to an older state."""
+        self._patience = patience_seconds
+        self._ask_again_at = -float("inf")
         self.membership = Membership(
             metadata,
             root_prefix=storage.metadata.root_prefix,
@@ -215,6 +319,7 @@ class Tiers:
             ttl_seconds=storage.metadata.lease_ttl_seconds,
             clock=clock,
         )
+        self._forgotten_runs = ForgottenRuns(self.objects, metadata, root_prefix)
         self._lock = threading.Lock()
         self._ahead: ThreadPoolExecutor | None = None
         rate = storage.uploader.max_bytes_per_second
@@ -253,22 +358,48 @@ class Tiers:
         view: ClaimView,
         *,
         new: NewTopic | None,
-        has_files: bool,
+        local: LocalFiles,
         take_over: bool,
     ) -> ClaimCheck:
         """Whether local files are the topic's newest; as `ister.bucket.claim.check_claim`."""
-        if new is not None and view.record is None:
+        # The metadata store may have been rolled back since the last renewal of the lease.
+        self.trust.check_revision()
+        if self.trust.is_distrusted:
+            self.trust.follow()
+        known = view.known
+        # A new name has nothing at all in the bucket.
+        is_new = known is None and not self._has_any(topic_prefix(name))
+        terms: list[Term] | None = []
+        is_mine = known is not None and known.node == self.membership.node
+        if is_mine and local.has_log and view.sealed is None:
+            # This node wrote the topic last and can continue without the bucket. If the bucket does
+            # not answer, the terms are compared before the first upload: see `begin_term`.
+            terms = self._try_to_ask(lambda: newest_terms(self.objects, name))
+        elif not is_new:
+            terms = newest_terms(self.objects, name)
+        if new is not None and known is None and not is_new:
             self._refuse_forgotten(name)
-        return check_claim(
-            self.catalog(name),
+        catalog = self.catalog(name)
+        seen = check_claim(
+            catalog,
             self.membership,
             view,
             new=new,
-            has_files=has_files,
+            local=local,
+            terms=terms,
+            is_distrusted=self.trust.is_distrusted,
             take_over=take_over,
             clock=self.clock,
             metrics=self.metrics,
         )
+        if terms is None or known is None:
+            return seen
+        found = self.find_forgotten(catalog, seen)
+        if not found or (
+            is_mine and not seen.gives_up and local.covers(found[0].start, found[-1].end)
+        ):
+            return seen  # local files have them, and are uploaded again
+        return replace(seen, found=found)
 
     def claim(
         self, name: TopicName, *, new: NewTopic | None, take_over: bool, seen: ClaimCheck
@@ -299,6 +430,115 @@ class Tiers:
             self._without_manifest.add(owned.topic)
         return owned
 
+    def _try_to_ask(self, ask: Callable[[], _T]) -> _T | None:
+        """Calls `ask`, which reads the bucket, with the time limit; None if there is no answer."""
+        if self._patience is None:
+            with suppress(*_NO_ANSWER):
+                return ask()
+            return None
+        if self.clock.monotonic() < self._ask_again_at:
+            return None
+        answers: list[_T] = []
+        errors: list[IsterError] = []
+
+        def call() -> None:
+            try:
+                answers.append(ask())
+            except IsterError as error:
+                errors.append(error)
+
+        threads.start("ister-bucket-terms", call).join(self._patience)
+        if answers:
+            return answers[0]
+        if errors and not isinstance(errors[0], _NO_ANSWER):
+            raise errors[0]
+        _log.warning("no answer from the bucket; topics are opened without it")
+        self.stop_asking()
+        return None
+
+    def stop_asking(self) -> None:
+        """Has topics be opened without the bucket for a while, if they can do without it."""
+        self._ask_again_at = self.clock.monotonic() + _ASK_AGAIN_SECONDS
+
+    def find_forgotten(
+        self, catalog: Catalog, before: ClaimCheck, *, has_gap: bool = False
+    ) -> list[ObjectDescriptor]:
+        """Finds objects that continue a topic's catalog and are not in it.
+
+        There are some if the last owner's process ended between an upload and its commit, or if the
+        metadata store was rolled back to an older state.
+
+        Args:
+            catalog: The topic's, which no other process changes.
+            before: The result of `check_claim`.
+            has_gap: Whether the local files begin after the catalog's end: then runs are searched
+                in the express objects of all processes.
+
+        Raises:
+            StoresDifferError: The bucket has newer messages in an object that begins before the
+                catalog's end: objects were merged since.
+            UnavailableError: A store does not answer.
+        """
+        name, known = catalog.keys.topic, before.view.known
+        if known is None or not known.is_open:
+            return []
+        last = catalog.last()
+        tiered = last.end if last is not None else 0
+        if has_gap:
+            runs = find_runs_from(self.objects, name, tiered, known.incarnation)
+        elif before.view.sealed is not None or self._has_ended(known):
+            return []
+        else:
+            runs = self._forgotten_runs.of(name, self._processes(name, known, before.terms))
+        # Not the record after a take-over: what the previous owner uploaded is part of the topic.
+        return find_continuation(self.objects, name, tiered, record=known, runs=runs)
+
+    def _has_ended(self, known: TopicRecord) -> bool:
+        """Whether the last owner's process closed its topics, so that the catalog is complete."""
+        process = process_of_claim(known.node, known.claim)
+        if process is None or self.trust.is_distrusted:
+            return False
+        if process[0] == self.membership.node:
+            return process[1] == self.membership.ended
+        return has_ended(self.metadata, self.storage.metadata.root_prefix, *process)
+
+    def _processes(
+        self, name: TopicName, known: TopicRecord, terms: Sequence[Term] | None
+    ) -> set[tuple[str, str]]:
+        """Node and instance of the last owners: the record's, and those of the newest terms.
+
+        A later owner may have been killed before it looked for an earlier one's objects.
+        """
+        processes = {process_of_claim(known.node, known.claim)}
+        for term in terms if terms is not None else newest_terms(self.objects, name):
+            is_known = term.claim == known.claim
+            record = None if is_known else load_term(self.objects, name, term)
+            if record is not None:
+                processes.add(process_of_claim(record.node, term.claim))
+        return {process for process in processes if process is not None}
+
+    def begin_term(self, owned: OwnedTopic, end: int) -> None:
+        """Records in the bucket that this process owns a topic.
+
+        Args:
+            owned: The topic.
+            end: Where its local files end.
+
+        Raises:
+            StoresDifferError: The bucket names a later owner or another one with this epoch, or has
+                messages that the catalog does not have.
+            UnavailableError: The store does not answer.
+        """
+        if owned.unread is not None:
+            found = self.find_forgotten(owned.catalog, owned.unread)
+            if found and found[-1].end > end:
+                raise StoresDifferError(
+                    "the bucket has messages that the catalog and the local files do not have",
+                    topic=owned.topic,
+                )
+        owned.unread = None
+        save_term(self.objects, owned.catalog.keys.topic, owned.record)
+
     def take_reader_key(self, name: TopicName) -> MemberFence:
         """Makes this node the one that serves the history of a topic that waits for a disk.
 
@@ -322,14 +562,12 @@ class Tiers:
 
     def _refuse_forgotten(self, name: TopicName) -> None:
         """Refuses to create a topic whose history is in the bucket."""
-        if not self._has_any(topic_prefix(name)):
-            return  # neither objects nor a manifest
         has_objects = any(map(self._has_any, (objects_prefix(name), segments_prefix(name))))
         if has_objects or (
             # Its messages may be in express objects alone; a deletion removes the manifest.
             self._has_any(EXPRESS_PREFIX) and has_manifest(self.objects, name)
         ):
-            raise ConflictError(
+            raise StoresDifferError(
                 "the bucket has objects of this topic, and the metadata store does not know it",
                 topic=str(name),
                 hint="`ister recover` rebuilds the metadata from the bucket",
@@ -397,6 +635,7 @@ class Tiers:
         manifest = load_manifest(self.objects, name)
         if manifest is None or manifest.incarnation == owned.record.incarnation:
             self.objects.delete(manifest_key(name))
+        remove_terms(self.objects, name, owned.epoch)
         remove_files()
         self.membership.remove(owned)
         owned.finish_delete()
@@ -479,7 +718,7 @@ class Tiers:
 
     def collect_shared_staging(self) -> list[str]:
         """Removes old staged files that no topic needs; returns their keys. Logs errors."""
-        if self.node_clock.check() is not None:
+        if self.node_clock.check() is not None or self.trust.is_distrusted:
             return []
         try:
             return collect_shared_staging(
@@ -525,6 +764,12 @@ class Tiers:
         """Releases every topic and closes the stores. May be called twice."""
         if self._ahead is not None:
             self._ahead.shutdown(wait=True, cancel_futures=True)
+        with suppress(IsterError):
+            self.trust.check_revision()
+            self.membership.check_whole()
+        if self.trust.is_distrusted:
+            # The rolled-back catalog may lack objects that this process has committed.
+            self.membership.is_whole = False
         self.membership.end()
         self.metadata.close()
         self.objects.close()

@@ -8,7 +8,8 @@ cuts or quarantines.
 
 A bad range is `torn` if it begins at or above the durable watermark: a crash explains it, and
 opening the topic cuts it off. Below the watermark it is `damage`. Without a readable checkpoint,
-bad bytes at the end of the last file count as torn if no whole frame follows them.
+bad bytes at the end of the last file count as torn if no whole frame follows them. Damage whose
+offsets an operator has given up since (`wal.gaps`) is `given up`.
 
 The log may be open in another process. The checkpoint is read first, so that every frame below its
 watermark is in the files by the time they are read; files that are trimmed meanwhile are left out.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
@@ -32,6 +33,7 @@ from ister.format.checkpoint import (
 )
 from ister.format.frame import FRAME_HEADER_SIZE, Scan
 from ister.format.frame_search import find_frame_behind, read_frame
+from ister.format.gaps import Gaps
 from ister.format.message import decode_message, decode_publish_time, recognise
 from ister.fs.base import File
 from ister.fs.local import LocalFileSystem
@@ -75,6 +77,7 @@ class Kind(StrEnum):
 
     DAMAGE = "damage"
     TORN = "torn"
+    GIVEN_UP = "given up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +228,20 @@ def survey(
     except UnsupportedVersionError as error:
         result.checkpoint = error.message
     _TopicWalk(directory, result, listing or Listing()).run(only)
+    if (gaps := directory.load_gaps()) is not None:
+        for file in result.files:
+            if (parse_log_name(file.name) or 0) < gaps.seq:
+                file.damage = [
+                    replace(bad, kind=Kind.GIVEN_UP) if _is_given_up(file, bad, gaps) else bad
+                    for bad in file.damage
+                ]
     return result
+
+
+def _is_given_up(file: FileSurvey, bad: BadRange, gaps: Gaps) -> bool:
+    if parse_log_name(file.name) not in dict(gaps.files) or bad.offset is None:
+        return True  # nothing of it was readable
+    return any(start <= bad.offset < end for start, end in gaps.ranges)
 
 
 def survey_frames(
@@ -301,7 +317,7 @@ class _TopicWalk:
         self._result = result
         self._state = result.state
         self._listing = listing
-        self._hints = _hinted_first_offsets(result.state)
+        self._hints = result.state.first_offsets() if result.state is not None else {}
 
     def run(self, only: str | None) -> None:
         if only is not None and parse_log_name(only) is None:
@@ -554,14 +570,3 @@ class _FileWalk:
                 producer=producer,
             )
         )
-
-
-def _hinted_first_offsets(state: WalState | None) -> dict[int, int]:
-    """Where each file begins by the checkpoint."""
-    if state is None:
-        return {}
-    checkpoint = state.checkpoint
-    hints = {rotated.seq: rotated.first_offset for rotated in checkpoint.rotated_files}
-    if checkpoint.active_file_first_offset is not None:
-        hints[checkpoint.file_seq] = checkpoint.active_file_first_offset
-    return hints

@@ -36,7 +36,7 @@ from ister.model import AckLevel, Start, TopicState, Watermarks
 from ister.positions import to_milliseconds
 from ister.topic.aio import AsyncTopic
 from ister.topic.append import Appender, load_columns
-from ister.topic.arguments import as_offset, check_ack, parse_ack
+from ister.topic.arguments import as_offset, as_timeout, check_ack, parse_ack
 from ister.topic.bucket_link import TopicTier
 from ister.topic.cache import Cache
 from ister.topic.message import Message
@@ -102,7 +102,8 @@ class Topic(Appender):
         self._lock = wal.lock
         self._opened_at = wal.next
         self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
-        self._readers_lock = threading.Lock()
+        # Reentrant: a finalizer may read while this thread opens a reader.
+        self._readers_lock = threading.RLock()
         self.active_floor: ActiveFloor = no_floor
         """Returns the first offset that retention keeps for subscriptions; set by the broker."""
         self.opened_at = clock.boottime()
@@ -290,9 +291,10 @@ class Topic(Appender):
             ClosedError: The topic was closed before.
         """
         self.wal.check_process()
+        timeout = as_timeout(timeout)
         level = self.resolve_level(level)
         if isinstance(offset, bool) or not isinstance(offset, int):
-            raise InvalidRequestError(f"an offset is a whole number, not {offset!r}")
+            raise InvalidRequestError(f"offset must be a whole number, not {offset!r:.80}")
         if not 0 <= offset < self.wal.next:
             raise OffsetOutOfRangeError(
                 "no message has this offset yet",
@@ -303,6 +305,8 @@ class Topic(Appender):
             )
         if level is AckLevel.MEMORY:
             return
+        if level is AckLevel.TIERED and self.tier is not None:
+            self.tier.check_upload()
         try:
             self.wal.wait(offset, level, timeout)
         except WaitTimeoutError as error:
@@ -371,6 +375,7 @@ class Topic(Appender):
             As `wait`; in a log without files, and without a timeout, as `upload`.
         """
         self.wal.check_process()
+        timeout = as_timeout(timeout)
         self._sync_all(timeout)
         last = self.wal.next - 1
         if self.is_diskless and last >= self.tiered:
@@ -494,6 +499,7 @@ class Topic(Appender):
         Raises:
             As `reader` and `Reader.next_batch`, and WaitTimeoutError.
         """
+        timeout = as_timeout(timeout)
         if follow:
             return _iterate(self.reader(start, end=end), timeout)
         return _iterate(self._bounded_reader(start, end, timeout), None)
@@ -524,7 +530,8 @@ class Topic(Appender):
             InvalidRequestError: There is no such column.
             As `read`.
         """
-        return self._as_arrow(columns, lambda: self._bounded_reader(start, end, timeout))
+        seconds = as_timeout(timeout)
+        return self._as_arrow(columns, lambda: self._bounded_reader(start, end, seconds))
 
     def table(
         self,
@@ -587,10 +594,8 @@ class Topic(Appender):
             As `read`, for a time that has to be looked for.
         """
         self.wal.check_process()
-        if start == "earliest":
-            return self.earliest
-        if start == "latest":
-            return self.wal.next
+        if isinstance(start, str) and start in ("earliest", "latest"):
+            return self.earliest if start == "earliest" else self.wal.next
         if isinstance(start, datetime):
             end = searchable_end(self.wal)
             found = self.find_time(to_milliseconds(start), self.earliest, end, on_read=on_read)

@@ -30,6 +30,7 @@ from ister.errors import (
     ConflictError,
     CorruptDataError,
     DataGapError,
+    DiskError,
     FencedError,
     IsterError,
     UnavailableError,
@@ -46,6 +47,7 @@ from ister.topic.retention import ActiveFloor, no_floor
 from ister.topic.stores import Tiers
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
+from ister.wal.signals import endless_error, is_held
 
 _log = logging.getLogger("ister.topic.uploads")
 
@@ -104,7 +106,8 @@ class TopicUploads:
         self._metrics = tiers.metrics
         self._stopping = threading.Event()
         self._uploader = tiers.uploader(owned, self._stopping.is_set)
-        self._uploading = threading.Lock()
+        # Reentrant, so that its holder is known: `check_upload`.
+        self._uploading = threading.RLock()
         self._trimming = threading.Lock()
         self._lag_base = backlog_bytes
         self._lag_mark = 0
@@ -116,6 +119,11 @@ class TopicUploads:
         self._failures = 0
         self.upload_error: IsterError | None = None
         """Why the last upload failed; None if it succeeded."""
+        # Reentrant for the same reason.
+        self._beginning = threading.RLock()
+        self._has_begun = False
+        self.begin_at = -float("inf")
+        """When `background` calls `begin_term` again; set by `background`."""
         self.is_wanted = False
         """Whether a caller waits for `tiered`."""
         self.is_submitted = False
@@ -256,6 +264,39 @@ class TopicUploads:
         """A reader of the topic's objects."""
         return self._tiers.reader(self.owned.catalog)
 
+    # -- the term ---------------------------------------------------------------------------
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the bucket has the term of this owner; see `begin_term`."""
+        return self._has_begun
+
+    def begin_term(self) -> None:
+        """Records in the bucket that this process owns the topic, once; before the first upload.
+
+        Without a local checkpoint of the term, because the disk is full or the topic is closed,
+        nothing is recorded: the local files would look older than the bucket.
+
+        Raises:
+            FencedError: The bucket knows a later owner, or messages that the catalog does not
+                have: the topic has to be opened again.
+            UnavailableError: A store does not answer.
+        """
+        with self._beginning:
+            if self._has_begun:
+                return
+            try:
+                if not self._wal.save_checkpoint(with_term=True):
+                    return
+            except (CapacityError, DiskError):
+                return
+            try:
+                self._tiers.begin_term(self.owned, self._wal.synced)
+            except ConflictError as error:
+                self.owned.give_up(error)
+                raise self._fenced_error() from error
+            self._has_begun = True
+
     # -- the end ----------------------------------------------------------------------------
 
     def stop(self) -> None:
@@ -272,6 +313,15 @@ class TopicUploads:
             yield
 
     # -- uploads ----------------------------------------------------------------------------
+
+    def check_upload(self) -> None:
+        """Refuses to wait for an upload in the thread that uploads, where a finalizer may run.
+
+        Raises:
+            InvalidRequestError: This thread uploads, or records the term for an express object.
+        """
+        if is_held(self._uploading) or is_held(self._beginning):
+            raise endless_error()
 
     @property
     def is_idle(self) -> bool:
@@ -329,6 +379,7 @@ class TopicUploads:
             UnavailableError: A store does not answer; the next cycle continues from there.
             PermissionDeniedError: A store refuses.
         """
+        self.check_upload()
         with self._uploading:
             if self._stopping.is_set():
                 raise ClosedError("the topic is closed", topic=self.owned.topic)
@@ -365,6 +416,7 @@ class TopicUploads:
         objects: list[ObjectDescriptor] = []
         source = self._paced_source() if is_paced else self._source()
         try:
+            self.begin_term()
             while (described := self._upload_next(source, start, synced)) is not None:
                 start = described.end
                 objects.append(described)
@@ -417,6 +469,7 @@ class TopicUploads:
             self._advance(min(self.owned.tiered, synced))
             return None
         self._tiers.assure_manifest(self.owned)
+        self.begin_term()
         source = self._source()
         try:
             source.start_at(self._runs_end, self._runs_place)

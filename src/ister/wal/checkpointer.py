@@ -1,8 +1,9 @@
 """Keeps a topic's checkpoint: what it says, when it is due, how it is saved.
 
 The checkpoint carries the durable watermark, which tells a torn tail from damage at the next
-opening. It is saved at most `CHECKPOINT_INTERVAL_SECONDS` after a sync, sooner when more than
-`CHECKPOINT_BYTES_BEHIND_MAX` lie behind it, at rotation, before trim and at the end. It is a hint:
+opening. It is saved after a sync, sooner when more than `CHECKPOINT_BYTES_BEHIND_MAX` lie behind
+it, at rotation, before trim and at the end, and otherwise `CHECKPOINT_INTERVAL_SECONDS` after the
+end of the last save: on a slow disk, saves do not follow each other without a pause. It is a hint:
 a save that fails is counted and tried again, and costs time at the next opening, not data.
 
 Owns: `wal.ckpt` and the saved part of the active file's index. Does not own: the watermarks.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from dataclasses import replace
 from typing import NamedTuple
 
 from ister.clock import Clock
@@ -59,9 +61,13 @@ class Checkpointer:
         self._clock = clock
         self._metrics = metrics
         self._lock = threading.Lock()
-        self._saved_at = clock.monotonic()
+        self._ended_at = clock.monotonic()
+        """When the last save ended."""
+        self._has_failed = False
         self._saved: DurablePoint | None = None
         self._stored = recovered.state
+        self._has_term = False
+        """Whether the stored one says who owns the topic now, durably."""
         self._is_poisoned = False
         self._is_ended = False
         self._point = self._take(recovered.next_offset)
@@ -76,35 +82,54 @@ class Checkpointer:
 
     def due_at(self) -> float:
         """When the checkpoint has to be saved; infinity if it says what is true."""
+        if self._lock.locked():
+            return self._clock.monotonic() + CHECKPOINT_INTERVAL_SECONDS  # look again then
         point, saved = self._point, self._saved
         if saved == point or self._is_poisoned or self._is_ended:
             return math.inf
-        if saved is not None and (
+        is_far_behind = saved is not None and (
             point.seq != saved.seq or point.position - saved.position >= CHECKPOINT_BYTES_BEHIND_MAX
-        ):
-            return self._saved_at
-        return self._saved_at + CHECKPOINT_INTERVAL_SECONDS
+        )
+        if is_far_behind and not self._has_failed:
+            return self._ended_at
+        return self._ended_at + CHECKPOINT_INTERVAL_SECONDS
 
-    def save(self, *, is_synced: bool = True) -> None:
+    def save(self, *, is_synced: bool = True, with_term: bool = False) -> bool:
         """Replaces the checkpoint by one for this moment; durable on return if `is_synced`.
+
+        Args:
+            is_synced: Whether to sync it.
+            with_term: Whether it has to say who owns the topic now, even if nothing else changed.
+
+        Returns:
+            Whether the stored one says, durably, who owns the topic now; False for a closed log.
 
         Raises:
             IsterError: It could not be replaced; the old one stands.
         """
         with self._lock:
-            point = self._point
-            if point == self._saved or self._is_poisoned or self._is_ended:
-                return
-            self._saved_at = self._clock.monotonic()
+            self._save(is_synced=is_synced, with_term=with_term)
+            return self._has_term
+
+    def _save(self, *, is_synced: bool, with_term: bool = False) -> None:
+        point = self._point
+        with_term = with_term and not self._has_term
+        if (point == self._saved and not with_term) or self._is_poisoned or self._is_ended:
+            return
+        self._has_failed = True
+        try:
             self._writer.save_index(below=point.synced)
             state = self._state(point, is_poisoned=False)
-            if state == self._stored:
-                # Opening an unchanged topic writes nothing.
-                self._saved = point
-                return
-            self._writer.directory.save_state(state, is_synced=is_synced)
-            self._saved, self._stored = point, state
-        self._metrics.count("wal.checkpoint_saves")
+            # Opening an unchanged topic writes nothing.
+            if with_term or not _says_same(self._stored, state):
+                self._writer.directory.save_state(state, is_synced=is_synced)
+                self._metrics.count("wal.checkpoint_saves")
+                self._stored = state
+                self._has_term = is_synced
+            self._saved = point
+            self._has_failed = False
+        finally:
+            self._ended_at = self._clock.monotonic()
 
     def end(self) -> None:
         """Saves nothing after this: the next process that opens the log owns the file."""
@@ -112,17 +137,22 @@ class Checkpointer:
             self._is_ended = True
 
     def save_quietly(self) -> None:
-        """Saves the checkpoint; an error is counted, and the next second tries again.
+        """Saves the checkpoint, unless another thread does; an error is counted and logged.
 
-        The data itself is durable, and an error of the disk that concerns it shows at its sync.
+        `due_at` says when to try again. The data itself is durable, and an error of the disk that
+        concerns it shows at its sync.
         """
+        if not self._lock.acquire(blocking=False):
+            return
         try:
-            self.save()
+            self._save(is_synced=True)
         except IsterError as error:
             self._metrics.count("wal.checkpoint_errors")
             _log.warning(
                 "checkpoint not saved", extra={"topic": self._settings.topic, "error": str(error)}
             )
+        finally:
+            self._lock.release()
 
     def record_poison(self) -> None:
         """Notes on disk that bytes above `synced` are not to be trusted, if the disk takes it."""
@@ -147,6 +177,8 @@ class Checkpointer:
             codec=self._settings.codec,
             ack=self._settings.ack,
             incarnation=self._settings.incarnation,
+            epoch=self._settings.epoch,
+            claim=self._settings.claim,
             checkpoint=WalCheckpoint(
                 start_offset=files[0].first_offset if files else point.synced,
                 last_offset=max(point.synced - 1, 0),
@@ -169,3 +201,8 @@ class Checkpointer:
                 else None,
             ),
         )
+
+
+def _says_same(stored: WalState | None, state: WalState) -> bool:
+    """Whether two checkpoints differ in the owner's term alone, or not at all."""
+    return stored is not None and stored == replace(state, epoch=stored.epoch, claim=stored.claim)

@@ -12,6 +12,10 @@ append before the first of them commits. If waiters remain when a commit ends, t
 threads continue. Without waiters, bytes are written after `LAZY_WRITE_SECONDS` or from a megabyte
 on, and synced after `fsync_interval_ms` or `fsync_max_batch_bytes`.
 
+What no call waits for is upkeep: those syncs, the checkpoint, idle files. Other threads of the
+scheduler do it, at most one for a log, and a second thread that finds the commit lock taken does
+not wait for it. So a log whose disk is slow holds one thread that commits and one for upkeep.
+
 Locks are taken in this order: commit lock, sync lock, `lock`.
 """
 
@@ -28,6 +32,7 @@ from ister.limits import (
     IDLE_FILE_SECONDS,
     LAZY_WRITE_SECONDS,
     MIB,
+    SLOW_SYNC_SECONDS,
     STALL_RETRY_SECONDS,
     WRITE_BYTES_MAX,
 )
@@ -187,6 +192,7 @@ class GroupCommit(LogState):
         """
         if self.watermark(level) > offset:
             return
+        self.check_reentry()
         deadline = None if timeout is None else self._clock.monotonic() + timeout
         if level is AckLevel.TIERED:
             self.wait(offset, AckLevel.SYNCED, timeout)
@@ -226,8 +232,7 @@ class GroupCommit(LogState):
         Raises:
             IsterError: The log is closed, failed, or stalled.
         """
-        if self.buffer.is_changing:
-            self.check_reentry()
+        self.check_reentry()
         try:
             return self._enlist(waiter, level)
         except BaseException:
@@ -338,7 +343,10 @@ class GroupCommit(LogState):
         self._has_turn = False
         self._release_commit()
         if has_opened_file:
-            self._schedule.track_open_file(self)
+            # The scheduler's thread counts the file: this one must not sync those of other topics.
+            with self.lock:
+                if not self._is_scheduled:
+                    self._submit()
 
     # -- commit --------------------------------------------------------------------------------
 
@@ -355,20 +363,18 @@ class GroupCommit(LogState):
         if not self._commit_lock.acquire(blocking=False):
             # Its holder looks for more at the end. The checkpoint does not need the lock, and
             # must not wait until no producer commits for itself.
-            self._maintain()
+            self._plan_upkeep()
             return
-        lazy_sync: tuple[int, int] | None = None
         try:
             self._commit_what_is_due()
-            lazy_sync = self._begin_lazy_sync(self._writer)
+            if self._sync_is_due():
+                self._lazy_sync = (self.written, self._writer.position, self._writer.seq)
         except IsterError:
             # Every waiter has the error, and appends are refused from here on.
             _log.debug("commit failed", exc_info=True)
         finally:
             self._release_commit()
-        if lazy_sync is not None:
-            self._finish_lazy_sync(self._writer, *lazy_sync)
-        self._maintain()
+        self._plan_upkeep()
 
     def _commit_what_is_due(self) -> None:
         """Commits until no call waits and little is left, or until a sync is due.
@@ -393,13 +399,13 @@ class GroupCommit(LogState):
             if not (write or sync):
                 return
             self._commit(sync=sync)
-            if self._sync_is_due() and not self._sync_lock.locked():
-                return  # syncs beside the next commit, which another thread does
+            if self._sync_is_due() and not self._has_upkeep:
+                return  # another thread syncs beside the next commit
 
     def _sync_is_due(self) -> bool:
         """Whether the unsynced bytes are as old or as many as the settings allow."""
         writer = self._writer
-        if writer is None or writer.unsynced_bytes == 0:
+        if writer is None or writer.unsynced_bytes == 0 or self._state is not TopicState.OPEN:
             return False
         return (
             writer.unsynced_bytes >= self.settings.fsync_max_batch_bytes
@@ -508,26 +514,22 @@ class GroupCommit(LogState):
         with self._sync_lock:
             self._sync_and_publish(writer, self.written, writer.position)
 
-    def _begin_lazy_sync(self, writer: WalWriter) -> tuple[int, int] | None:
-        """Takes the sync lock if a sync is due that no call waits for. The commit lock is held.
+    def _sync_lazily(self, writer: WalWriter) -> None:
+        """Syncs what no call waits for, up to where `run` found it due.
 
-        Such a sync runs after the commit lock was released, so that it does not hold up the writer:
-        at full speed a disk syncs slower than the page cache takes bytes. Locks are always
-        taken in this order, commit before sync.
-
-        Returns:
-            The offset and the position to sync up to.
+        Without the commit lock, so that it does not hold up the writer: at full speed a disk syncs
+        slower than the page cache takes bytes. A sync that already runs goes at least as far, since
+        it began under the commit lock after `run` had it.
         """
-        if not self._sync_is_due() or self._state is not TopicState.OPEN:
-            return None
-        if not self._sync_lock.acquire(blocking=False):
-            return None
-        return self.written, writer.position
-
-    def _finish_lazy_sync(self, writer: WalWriter, target: int, position: int) -> None:
+        wanted, self._lazy_sync = self._lazy_sync, None
+        if wanted is None or not self._sync_lock.acquire(blocking=False):
+            return
+        target, position, seq = wanted
         failure: SyncFailedError | None = None
         try:
-            self._sync_and_publish(writer, target, position)
+            # Under the lock no file is ended, and what was ended has been synced.
+            if self._state is TopicState.OPEN and seq == writer.seq and target > self.synced:
+                self._sync_and_publish(writer, target, position)
         except SyncFailedError as error:
             failure = error
         finally:
@@ -539,10 +541,15 @@ class GroupCommit(LogState):
 
     def _sync_and_publish(self, writer: WalWriter, target: int, position: int) -> None:
         """Makes frames below `target`, up to `position` in the file, durable; wakes waiters."""
-        started = self._clock.monotonic()
+        started = self._sync_began = self._clock.monotonic()
         self.synced_bytes_total += max(0, position - writer.synced_position)
-        writer.sync(position)
-        elapsed = self._clock.monotonic() - started
+        try:
+            writer.sync(position)
+        finally:
+            self._sync_began = None
+            elapsed = self._clock.monotonic() - started
+            if elapsed >= SLOW_SYNC_SECONDS:
+                self._slow_sync = (started + elapsed, elapsed)
         self._unsynced_since = started
         if self._checkpointer is not None:
             self._checkpointer.update(target)
@@ -593,28 +600,6 @@ class GroupCommit(LogState):
         self._schedule.submit(self)
         self._is_scheduled = True
 
-    def _stall(self, error: CapacityError) -> None:
-        """Refuses appends and fails waiters because the disk is full; sets a timer to retry."""
-        with self.lock:
-            is_new = self._state is not TopicState.STALLED
-            self._state = TopicState.STALLED
-            self._stall_cause = error
-            self._refuse(lambda: self._stalled_error(error))
-            self._stalled_until = self._clock.monotonic() + STALL_RETRY_SECONDS
-            everyone = [
-                waiter
-                for level in (AckLevel.WRITTEN, AckLevel.SYNCED)
-                for waiter in self._waiters[level].take_impatient(self.next)
-            ]
-            self._wake_room_waiters()
-            self._timer_at = math.inf
-            self._arm_timer(self._stalled_until)
-        if is_new:
-            self._metrics.count("wal.writer_stalls")
-            _log.error("writing stalled", extra={"topic": self.settings.topic, "error": str(error)})
-        for waiter in everyone:
-            waiter.finish(self._stalled_error(error))
-
     def stop(self, error: Exception) -> None:
         """Stops the writer after an unexpected error, which is raised in all waiting calls."""
         with self._commit_lock:
@@ -655,23 +640,43 @@ class GroupCommit(LogState):
                 return self._unwritten_since + LAZY_WRITE_SECONDS
             if writer.unsynced_bytes and not self._sync_lock.locked():
                 due = self._unsynced_since + self.settings.fsync_interval_seconds
-        if self._checkpointer is not None:
-            due = min(due, self._checkpointer.due_at())
-        if math.isinf(due) and writer.is_open:
+        return math.inf if self._has_upkeep else min(due, self._upkeep_due_at(writer))
+
+    def _upkeep_due_at(self, writer: WalWriter) -> float:
+        """When the checkpoint has to be saved, or else an idle file to be closed."""
+        due = math.inf if self._checkpointer is None else self._checkpointer.due_at()
+        # Those cases set the timer when they end, and until then the file stays open.
+        is_busy = writer.unsynced_bytes or self._inflight or self._commit_lock.locked()
+        if math.isinf(due) and writer.is_open and not is_busy:
             due = self._active_at + IDLE_FILE_SECONDS
         return due
 
-    def _maintain(self) -> None:
-        """Saves the checkpoint when it is due, closes an idle file, and sets the next timer."""
-        now = self._clock.monotonic()
-        if self._checkpointer is not None and now >= self._checkpointer.due_at():
-            self._checkpointer.save_quietly()
-        if now - self._active_at >= IDLE_FILE_SECONDS:
-            self.release_file()
+    def _plan_upkeep(self) -> None:
+        """Has upkeep done when it is due, and sets the next timer."""
+        writer = self._writer
         with self.lock:
-            if self._state in (TopicState.OPEN, TopicState.STALLED):
+            if writer is not None and self._state in (TopicState.OPEN, TopicState.STALLED):
+                is_due = self._lazy_sync or self._clock.monotonic() >= self._upkeep_due_at(writer)
+                if is_due and not self._has_upkeep:
+                    self._has_upkeep = True
+                    self._schedule.submit_upkeep(self)
                 self._arm_timer(self._next_due())
             self._set_attention()
+
+    def run_upkeep(self) -> None:
+        """Does what no call waits for. Called by the scheduler's threads for upkeep."""
+        try:
+            if self._writer is not None:
+                self._sync_lazily(self._writer)
+            saver = self._checkpointer
+            if saver is not None and self._clock.monotonic() >= saver.due_at():
+                saver.save_quietly()
+            if self._clock.monotonic() - self._active_at >= IDLE_FILE_SECONDS:
+                self.release_file()
+        finally:
+            # Its end sets the timer for what has become due meanwhile.
+            self._has_upkeep = False
+        self._plan_upkeep()
 
     def release_file(self, *, sync: bool = False) -> bool:
         """Closes the writer's file if no thread writes and everything is synced; returns whether.

@@ -6,6 +6,7 @@
                                         files were lost
     wal.ckpt                            the checkpoint, a hint
     uploader.ckpt                       how far uploads have come, a hint
+    wal.gaps                            offsets that were given up, where there are any
     wal.ckpt.tmp  wal.4.log.tmp         what was being written when a crash came; ignored
     wal.3.log.cut-4096                  bytes cut off a tail without a checkpoint to judge them by
 
@@ -35,13 +36,15 @@ from ister.format.checkpoint import (
     encode_uploader_checkpoint,
     encode_wal_checkpoint,
 )
+from ister.format.gaps import Gaps, decode_gaps, encode_gaps
 from ister.format.sparse_index import INDEX_ENTRY_SIZE, IndexEntry, decode_index, encode_index
 from ister.fs.base import File, FileSystem
-from ister.fs.whole_files import file_size, read_file, write_file
+from ister.fs.whole_files import file_size, read_file, replace_file, write_file
 from ister.limits import CHECKPOINT_BYTES_MAX, INDEX_ENTRIES_MAX
 
 CHECKPOINT_NAME: Final = "wal.ckpt"
 UPLOADER_CHECKPOINT_NAME: Final = "uploader.ckpt"
+GAPS_NAME: Final = "wal.gaps"
 ORIGIN_NAME: Final = "wal.origin"
 LOCK_NAME: Final = ".lock"
 """Above all topics; a dot, so that no namespace can have the name."""
@@ -131,6 +134,10 @@ class WalDirectory:
         """Whether the mark is all that is here."""
         return self.fs.list_directory(self.path) == [ORIGIN_NAME]
 
+    def is_marked(self) -> bool:
+        """Whether the mark is here: without it, files were lost."""
+        return self.fs.exists(f"{self.path}/{ORIGIN_NAME}")
+
     def mark(self) -> None:
         """Makes the directory, marked so that its loss can be told; durable on return."""
         self._make()
@@ -202,6 +209,15 @@ class WalDirectory:
         """Replaces the uploader's checkpoint; durable on return."""
         path = f"{self.path}/{UPLOADER_CHECKPOINT_NAME}"
         self._replace(path, encode_uploader_checkpoint(checkpoint), "tier")
+
+    def load_gaps(self) -> Gaps | None:
+        """Which offsets were given up; None if none were, or if the record is damaged."""
+        data = self._load(f"{self.path}/{GAPS_NAME}")
+        return None if data is None else decode_gaps(data)
+
+    def save_gaps(self, gaps: Gaps) -> None:
+        """Replaces the record of offsets that were given up; durable on return."""
+        replace_file(self.fs, f"{self.path}/{GAPS_NAME}", encode_gaps(gaps))
 
     def _load(self, path: str) -> bytes | None:
         """A small file whole, or None if it is missing or too large to be one."""

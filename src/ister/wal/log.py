@@ -29,7 +29,7 @@ from ister.errors import CapacityError, ClosedError, DiskError, IsterError
 from ister.model import TopicState
 from ister.wal.checkpointer import Checkpointer
 from ister.wal.commit import GroupCommit
-from ister.wal.signals import shielded
+from ister.wal.signals import check_wait, shielded
 from ister.wal.writer import WalWriter
 
 _T = TypeVar("_T")
@@ -88,14 +88,22 @@ class Wal(GroupCommit):
 
     # -- checkpoint, rotation and trim ---------------------------------------------------------
 
-    def save_checkpoint(self, *, is_synced: bool = True) -> None:
+    def save_checkpoint(self, *, is_synced: bool = True, with_term: bool = False) -> bool:
         """Replaces the checkpoint by one for this moment; durable on return if `is_synced`.
+
+        Args:
+            is_synced: Whether to sync it.
+            with_term: Whether it has to say who owns the topic now, even if nothing else changed.
+
+        Returns:
+            Whether the stored one says who owns the topic now, durably.
 
         Raises:
             IsterError: It could not be replaced; the old one stands.
         """
-        if self._checkpointer is not None:
-            self._checkpointer.save(is_synced=is_synced)
+        if self._checkpointer is None:
+            return False
+        return self._checkpointer.save(is_synced=is_synced, with_term=with_term)
 
     def rotate(self) -> bool:
         """Syncs everything appended so far and rotates the active file.
@@ -252,6 +260,7 @@ class Wal(GroupCommit):
             BaseException: The exception that `work` raised.
         """
         self.check_reentry()
+        check_wait()
         return shielded(work, "ister-call") if self._schedule.is_interruptible() else work()
 
     def _close_once(self) -> None:

@@ -6,7 +6,7 @@ which offsets may be seen (the caller passes `end`), the cache, message bodies.
 Every call resolves again which file holds the wanted offset, so rotation under a reader is
 invisible, and trim is noticed only by a reader whose next message it took. Continuity and crc are
 checked for every frame; one that should be there and is not raises `CorruptDataError` with file,
-position and offset.
+position and offset. Offsets that were given up (`wal.gaps`) are passed over.
 
 Memory: one chunk, or one frame where that is larger. A frame that a chunk cuts in two is read
 again from its first byte with the next chunk, so nothing is carried over.
@@ -14,6 +14,7 @@ again from its first byte with the next chunk, so nothing is carried over.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from ister.format.frame import (
     Corrupt,
     FrameBatch,
     NeedMore,
+    NothingLeftError,
     Scan,
     scan_frames,
 )
@@ -44,6 +46,8 @@ from ister.wal.directory import WalDirectory
 from ister.wal.index import SparseIndex
 from ister.wal.recovery import WalFile, build_index
 from ister.wal.writer import WalWriter
+
+_log = logging.getLogger("ister.wal.reader")
 
 # Indexes of rotated files that a reader keeps: a reader walks forward, so few are enough.
 _INDEXES_MAX = 2
@@ -82,6 +86,11 @@ class ReadableLog(Protocol):
     @property
     def files(self) -> tuple[WalFile, ...]:
         """The files, ascending."""
+        ...
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Offsets that were given up: (start, end) of each range, ascending."""
         ...
 
     @property
@@ -147,9 +156,20 @@ class WalReader:
 
         Raises:
             OffsetOutOfRangeError: `start` has been trimmed.
+            NothingLeftError: `start` was given up.
             CorruptDataError: The frame is damaged or missing.
         """
         check(start < end, "a fetch asks for something")
+        for gap, gap_end in self._wal.gaps:
+            if gap <= start < gap_end:
+                _log.warning(
+                    "offsets that were given up are passed over",
+                    extra={"topic": self._wal.settings.topic, "offset": start, "next": gap_end},
+                )
+                raise NothingLeftError(min(gap_end, end))
+            if gap > start:
+                end = min(end, gap)
+                break
         file, limit = self._seek(start, end, span)
         size = self._whole_frames(min(self._chunk_bytes, max(bytes_max, _CHUNK_BYTES_MIN)))
         if span is not None and self._next == start and (exact := span(start, min(end, limit))):
@@ -541,7 +561,11 @@ class WalReader:
         # It is usually in the first block. A longer search reads larger chunks.
         size = _CHUNK_BYTES_MIN
         while offset < among.stop:
-            batch = self.fetch(offset, among.stop, bytes_max=size)
+            try:
+                batch = self.fetch(offset, among.stop, bytes_max=size)
+            except NothingLeftError as given_up:
+                offset = given_up.next_offset
+                continue
             if on_read is not None:
                 on_read(len(batch.chunk))
             size = min(2 * size, _SEARCH_BYTES)

@@ -10,8 +10,8 @@ Steps, each repeatable after a crash inside of it:
 
 1. Sync the directories: names that a killed process left unsynced become durable.
 2. Take each file's first offset from its first frame. Files at the end without a whole first frame
-   do not count: no frame in them was ever durable. A missing number in the sequence, or a bad
-   first frame in a file before one with frames, is damage.
+   do not count: no frame in them was ever durable. A missing number in the sequence, a file that
+   begins below the one before it, or a bad first frame in a file before one with frames, is damage.
 3. Scan the last file from its last index entry below the durable watermark to its end.
 4. Bad bytes at an offset below `durable`, or a log that ends below it: damage. Nothing is cut or
    written, and the topic opens read-only (quarantined). Other topics are not concerned.
@@ -23,6 +23,9 @@ Steps, each repeatable after a crash inside of it:
    a new file, which is synced and only then given its name, and the old file ends where the new
    one begins, whatever it holds.
 
+Where offsets were given up (`wal.gaps`), all of this is about the files since then: what was judged
+at that time is not checked again, and the log continues at the offset that was written down.
+
 What a crash leaves: the state before, or one on the way that the next recovery takes up; next
 offset and acknowledged frames are the same in all of them.
 """
@@ -30,6 +33,7 @@ offset and acknowledged frames are the same in all of them.
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final
@@ -45,6 +49,7 @@ from ister.format.frame import (
     decode_frame,
 )
 from ister.format.frame_search import search_frame
+from ister.format.gaps import Gaps
 from ister.format.message import decode_publish_time, recognise
 from ister.fs.base import File
 from ister.limits import RECOVERY_CHUNK_BYTES
@@ -86,7 +91,7 @@ class Damage:
             path=self.path,
             position=self.position,
             hint="the topic is quarantined (read-only); `ister inspect wal` shows what is whole, "
-            "`ister repair` restores what a bucket has",
+            "`ister repair` restores what a bucket has, with --give-up it gives up the rest",
         )
 
 
@@ -120,6 +125,8 @@ class Recovered:
     """How much torn tail was cut."""
     codec: Codec | None = None
     """As recorded, or recognised from the first frame; None for an empty log."""
+    gaps: tuple[tuple[int, int], ...] = ()
+    """Offsets that were given up: (start, end) of each range."""
 
 
 def recover(
@@ -169,6 +176,11 @@ class _Recovery:
     ) -> None:
         self._directory = directory
         self._state = state
+        # Where each file begins by the checkpoint.
+        self._hints = state.first_offsets() if state is not None else {}
+        self._gaps = directory.load_gaps()
+        # Files that were judged when offsets were given up: they are not checked again.
+        self._judged: tuple[WalFile, ...] = ()
         self._untrusted_from = untrusted_from
         self._floor = floor
         self._durable = durable
@@ -181,27 +193,44 @@ class _Recovery:
             self._file.close()
 
     def run(self) -> Recovered:
-        state = self._state
         seqs = self._directory.log_seqs()
-        if not seqs:
-            return self._without_files()
+        if self._gaps is not None:
+            seqs = self._take_judged(self._gaps, seqs)
+        recovered = self._recover(seqs) if seqs else self._without_files()
+        recovered.state, recovered.codec = self._state, self._codec
+        recovered.damage = tuple(self._damage)
+        recovered.files = (*self._judged, *recovered.files)
+        recovered.gaps = self._gaps.ranges if self._gaps is not None else ()
+        return recovered
+
+    def _take_judged(self, gaps: Gaps, seqs: list[int]) -> list[int]:
+        """Sets apart the files before the log continued; returns the numbers of the others."""
+        self._floor = max(self._floor, gaps.next_offset)
+        self._judged = tuple(WalFile(*file) for file in gaps.files if file[0] in seqs)
+        for number, file in enumerate(reversed(self._judged), 1):
+            if (file.seq, file.first_offset) != gaps.files[-number]:
+                # Trim removes the oldest ones first.
+                self._add_damage(
+                    gaps.files[-number][0], "file missing", offset=gaps.files[-number][1]
+                )
+                break
+        return [seq for seq in seqs if seq >= gaps.seq]
+
+    def _recover(self, seqs: list[int]) -> Recovered:
+        state = self._state
         self._check_sequence(seqs)
         first_offsets = self._read_first_offsets(seqs)
         strays: list[int] = []
-        hints = self._hinted_first_offsets()
+        hints = self._hints
         while len(seqs) > 1 and seqs[-1] not in first_offsets and seqs[-1] not in hints:
             # No frame was ever durable here, so the file before it is the last one that counts.
             # (The checkpoint names a file only once its first frame is durable.)
             strays.append(seqs.pop())
         files = self._order_files(seqs, first_offsets)
-        last = files[-1]
         known = state.synced if state is not None else 0
-        durable = max(last.first_offset, known, self._durable)
-        self._codec = state.codec if state is not None else self._recognise(files)
+        durable = max(known, self._durable, *(file.first_offset for file in files))
+        self._codec = self._known_codec(*files)
         recovered = self._scan_last(files, durable)
-        recovered.state = state
-        recovered.codec = self._codec
-        recovered.damage = tuple(self._damage)
         if not self._damage:
             taken = {file.seq for file in recovered.files}
             for seq in strays:
@@ -213,7 +242,7 @@ class _Recovery:
         """Takes a file without a whole first frame away; without a checkpoint, sets it aside."""
         path = self._directory.log_path(seq)
         fs = self._directory.fs
-        with _closing(fs.open_read(path)) as file:
+        with closing(fs.open_read(path)) as file:
             is_empty = file.size() == 0
         if is_empty or self._state is not None:
             self._directory.remove_log(seq)
@@ -228,10 +257,13 @@ class _Recovery:
     # -- what there is ----------------------------------------------------------------------
 
     def _without_files(self) -> Recovered:
-        state = self._state
+        state, gaps = self._state, self._gaps
+        self._codec = self._known_codec()
+        seq = gaps.seq if gaps is not None else 0
         if state is None:
-            return Recovered(next_offset=self._floor)
-        if state.synced > state.checkpoint.start_offset:
+            return Recovered(next_offset=self._floor, active_seq=seq)
+        floor = self._floor if gaps is not None else 0
+        if state.synced > max(state.checkpoint.start_offset, floor):
             # The checkpoint proves that there were frames. The next offset stays beyond them.
             self._add_damage(
                 state.checkpoint.file_seq,
@@ -239,11 +271,8 @@ class _Recovery:
                 offset=state.checkpoint.start_offset,
             )
         return Recovered(
-            next_offset=state.synced,
-            active_seq=state.checkpoint.file_seq + (1 if self._damage else 0),
-            state=state,
-            damage=tuple(self._damage),
-            codec=state.codec,
+            next_offset=max(state.synced, floor),
+            active_seq=max(seq, state.checkpoint.file_seq + (1 if self._damage else 0)),
         )
 
     def _check_sequence(self, seqs: list[int]) -> None:
@@ -266,7 +295,7 @@ class _Recovery:
         The checkpoint names only files whose first frame is durable: one that says something else
         now is damaged.
         """
-        hints = self._hinted_first_offsets()
+        hints = self._hints
         found: dict[int, int] = {}
         for seq in seqs:
             frame = self._first_frame(seq)
@@ -288,7 +317,7 @@ class _Recovery:
         there is damage, unless the file's range is empty. (It is when a failed sync made its
         successor begin where it did itself.)
         """
-        hints = self._hinted_first_offsets()
+        hints = self._hints
         files: list[WalFile] = []
         for at, seq in enumerate(seqs):
             begin = found.get(seq)
@@ -306,11 +335,22 @@ class _Recovery:
                     self._add_damage(seq, "bad first frame", offset=begin)
             if begin is not None:
                 files.append(WalFile(seq, begin))
-        state = self._state
-        if state is not None and files[0].first_offset > state.checkpoint.start_offset:
-            self._add_damage(
-                max(0, files[0].seq - 1), "file missing", offset=state.checkpoint.start_offset
-            )
+        for before, after in pairwise(files):
+            if after.first_offset < before.first_offset:
+                self._add_damage(
+                    after.seq,
+                    f"the file begins at offset {after.first_offset}, the one before it at "
+                    f"{before.first_offset}",
+                    offset=after.first_offset,
+                )
+        checkpoint = self._state.checkpoint if self._state is not None else None
+        start = checkpoint.start_offset if checkpoint is not None else None
+        if self._gaps is not None and (
+            self._judged or (checkpoint is not None and checkpoint.file_seq < self._gaps.seq)
+        ):
+            start = self._gaps.next_offset
+        if start is not None and files[0].first_offset > start:
+            self._add_damage(max(0, files[0].seq - 1), "file missing", offset=start)
         return files
 
     def _begin_of_only_file(self, seq: int) -> int:
@@ -319,6 +359,8 @@ class _Recovery:
         Where the checkpoint says, if the log was empty then; at 0, if it is the first file.
         """
         state = self._state
+        if self._gaps is not None and seq == self._gaps.seq:
+            return self._gaps.next_offset
         if state is not None and state.synced == state.checkpoint.start_offset:
             return state.synced
         if seq == 0:
@@ -333,24 +375,18 @@ class _Recovery:
         scan, _ = self._scan(file, trusted_position=None)
         return scan.next_offset if scan.next_offset is not None else file.first_offset
 
-    def _hinted_first_offsets(self) -> dict[int, int]:
-        if self._state is None:
-            return {}
-        checkpoint = self._state.checkpoint
-        hints = {rotated.seq: rotated.first_offset for rotated in checkpoint.rotated_files}
-        if checkpoint.active_file_first_offset is not None:
-            hints[checkpoint.file_seq] = checkpoint.active_file_first_offset
-        return hints
-
     def _first_frame(self, seq: int) -> Frame | None:
-        with _closing(self._directory.fs.open_read(self._directory.log_path(seq))) as file:
+        with closing(self._directory.fs.open_read(self._directory.log_path(seq))) as file:
             decoded = decode_frame(file.read_at(0, _FIRST_READ_BYTES))
             if isinstance(decoded, NeedMore) and decoded.size_bytes > _FIRST_READ_BYTES:
                 decoded = decode_frame(file.read_at(0, decoded.size_bytes))
             return decoded if isinstance(decoded, Frame) else None
 
-    def _recognise(self, files: list[WalFile]) -> Codec | None:
-        for file in files:
+    def _known_codec(self, *files: WalFile) -> Codec | None:
+        """The checkpoint's codec, or that of the first frame."""
+        if self._state is not None:
+            return self._state.codec
+        for file in (*self._judged, *files):
             frame = self._first_frame(file.seq)
             if frame is not None:
                 return recognise(frame.body, offset=frame.offset)
@@ -362,7 +398,7 @@ class _Recovery:
         """Scans a file from its last index entry (not behind `trusted_position`) to its end."""
         index = SparseIndex(self._directory.load_index(file.seq))
         index.saved_count = len(index.entries)
-        with _closing(self._directory.fs.open_read(self._directory.log_path(file.seq))) as handle:
+        with closing(self._directory.fs.open_read(self._directory.log_path(file.seq))) as handle:
             size = handle.size()
             limit = size if trusted_position is None else min(trusted_position, size)
             index.cut(limit + 1)
@@ -404,7 +440,7 @@ class _Recovery:
             # though nothing will be appended.
             end_behind, has_unread_bytes = self._scan_behind(last, scan)
             return Recovered(
-                files=tuple(files),
+                files=_ascending(files),
                 has_unread_bytes=has_unread_bytes,
                 next_offset=max(end_behind, next_offset, durable),
                 active_seq=last.seq,
@@ -436,7 +472,7 @@ class _Recovery:
         """
         low = (scan.next_offset if scan.next_offset is not None else file.first_offset) + 1
         end = 0
-        with _closing(self._directory.fs.open_read(self._directory.log_path(file.seq))) as handle:
+        with closing(self._directory.fs.open_read(self._directory.log_path(file.seq))) as handle:
             header = handle.read_at(scan.end, FRAME_HEADER_SIZE)
             explained = scan.end + FRAME_HEADER_SIZE + int.from_bytes(header[8:12], "little")
             position = scan.end + 1
@@ -451,7 +487,7 @@ class _Recovery:
         """Cuts the torn tail, if there is one, and makes what remains durable."""
         if scan.is_clean and scan.end == trusted and self._state is not None:
             return
-        with _closing(self._directory.fs.open(path)) as file:
+        with closing(self._directory.fs.open(path)) as file:
             if not scan.is_clean:
                 if self._state is None:
                     self._set_aside(file, scan)
@@ -514,7 +550,7 @@ class _Recovery:
         target = self._directory.fs.create(temporary)
         try:
             copier = _Copier(target, untrusted_from, self._codec)
-            with _closing(
+            with closing(
                 self._directory.fs.open_read(self._directory.log_path(last.seq))
             ) as source:
                 scan_file(
@@ -550,11 +586,21 @@ class _Recovery:
         if position is None:
             return
         try:
-            with _closing(self._directory.fs.open(self._directory.log_path(seq))) as file:
+            with closing(self._directory.fs.open(self._directory.log_path(seq))) as file:
                 file.truncate(position)
                 file.sync()
         except IsterError:
             _log.warning("old tail left in place", extra={"path": self._directory.log_path(seq)})
+
+
+def _ascending(files: list[WalFile]) -> tuple[WalFile, ...]:
+    """The files without those that begin after a later one: a rewritten log's new file counts."""
+    ascending: list[WalFile] = []
+    for file in files:
+        while ascending and ascending[-1].first_offset > file.first_offset:
+            ascending.pop()
+        ascending.append(file)
+    return tuple(ascending)
 
 
 class _IndexBuilder:
@@ -623,7 +669,7 @@ class _Copier:
 def build_index(directory: WalDirectory, file: WalFile, codec: Codec | None) -> SparseIndex:
     """Builds the index of a rotated file that lost its own, by scanning it once, and saves it."""
     builder = _IndexBuilder(SparseIndex(), codec, 0)
-    with _closing(directory.fs.open_read(directory.log_path(file.seq))) as handle:
+    with closing(directory.fs.open_read(directory.log_path(file.seq))) as handle:
         scan = scan_file(handle, position=0, expected_offset=file.first_offset, visit=builder.visit)
     index = builder.index
     if scan.next_offset is not None and scan.is_clean and scan.frames:
@@ -652,14 +698,3 @@ def _save_poisoned(directory: WalDirectory, state: WalState) -> None:
         directory.save_state(replace(state, is_poisoned=True))
     except (IsterError, NotFoundError):
         _log.exception("the poisoned state could not be recorded", extra={"path": directory.path})
-
-
-class _closing:  # noqa: N801
-    def __init__(self, file: File) -> None:
-        self._file = file
-
-    def __enter__(self) -> File:
-        return self._file
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()

@@ -1,11 +1,12 @@
 """Background threads that commit and maintain logs.
 
-A few threads serve every topic of a process, and call `run`; one more is the timer, and calls
-`on_timer`.
+A few threads serve every topic of a process, and call `run`; as many call `run_upkeep`; one more is
+the timer, and calls `on_timer`. A log holds at most one thread of either kind, so that logs on a
+slow disk leave the other threads to the others.
 
-Owns: the queue, the timer heap, the limit on open files. Does not own: any log's state. A log is
-in the queue once (it keeps a flag), and once more for each call that an exception from a signal
-handler has ended, so the queue is bounded by the number of topics and of such calls.
+Owns: the queues, the timer heap, the limit on open files. Does not own: any log's state. A log is
+in each queue once (it keeps a flag), and once more for each call that an exception from a signal
+handler has ended, so the queues are bounded by the number of topics and of such calls.
 """
 
 from __future__ import annotations
@@ -43,18 +44,26 @@ class Scheduler:
         self._clock = clock
         self._open_files_max = open_files_max
         self._queue: SimpleQueue[GroupCommit | None] = SimpleQueue()
+        self._upkeep: SimpleQueue[GroupCommit | None] = SimpleQueue()
         self._alarms: SimpleQueue[tuple[float, GroupCommit] | None] = SimpleQueue()
         # Logs that may hold a file, in the order in which they were last run.
         self._holders: dict[GroupCommit, None] = {}
-        self._holders_lock = threading.Lock()
-        self._threads = [
-            background.start(f"ister-commit-{number}", self._work) for number in range(threads)
-        ]
-        self._threads.append(background.start("ister-timer", self._tick))
+        # Reentrant: a finalizer may commit while this thread holds it.
+        self._holders_lock = threading.RLock()
+        self._threads = [background.start("ister-timer", self._tick)]
+        for number in range(threads):
+            self._threads += [
+                background.start(f"ister-commit-{number}", self._commit),
+                background.start(f"ister-upkeep-{number}", self._maintain),
+            ]
 
     def submit(self, log: GroupCommit) -> None:
         """Has `log.run()` called soon."""
         self._queue.put(log)
+
+    def submit_upkeep(self, log: GroupCommit) -> None:
+        """Has `log.run_upkeep()` called soon, by a thread that does not call `run`."""
+        self._upkeep.put(log)
 
     def submit_at(self, log: GroupCommit, when: float) -> None:
         """Has `log.on_timer(when)` called at `when`."""
@@ -72,18 +81,26 @@ class Scheduler:
     def stop(self) -> None:
         """Ends the threads; what is queued is dropped. Every log has been closed before."""
         self._alarms.put(None)
-        for _ in range(len(self._threads) - 1):
+        for _ in range(len(self._threads) // 2):
             self._queue.put(None)
+            self._upkeep.put(None)
         for thread in self._threads:
             thread.join()
 
-    def _work(self) -> None:
+    def _commit(self) -> None:
         while (log := self._queue.get()) is not None:
             try:
                 log.run()
-                self.track_open_file(log)
+                self._limit_open_files(log)
             except Exception as error:  # noqa: BLE001
                 self._stop_log("ister-commit", log, error)
+
+    def _maintain(self) -> None:
+        while (log := self._upkeep.get()) is not None:
+            try:
+                log.run_upkeep()
+            except Exception as error:  # noqa: BLE001
+                self._stop_log("ister-upkeep", log, error)
 
     @staticmethod
     def _stop_log(thread: str, log: GroupCommit, error: Exception) -> None:
@@ -96,7 +113,7 @@ class Scheduler:
         with background.guard(thread, topic=log.settings.topic):
             log.stop(error)
 
-    def track_open_file(self, log: GroupCommit) -> None:
+    def _limit_open_files(self, log: GroupCommit) -> None:
         """Closes the files of those that have been idle longest, beyond the limit."""
         with self._holders_lock:
             self._holders.pop(log, None)

@@ -23,5 +23,9 @@ class WalSettings:
     blocks_when_full: bool
     incarnation: str = ""
     """Distinguishes topics that had the same name one after the other; empty if unknown."""
+    epoch: int = 0
+    """The owner's epoch; 0 without a bucket."""
+    claim: str = ""
+    """The owner's claim."""
     routine_level: int = logging.INFO
     """The level of log lines about rotated and trimmed files."""

@@ -44,6 +44,8 @@ class WalSnapshot:
     """Where, in the file `active_seq`, the frame `synced` begins or will begin."""
     incarnation: str = ""
     """Which topic of its name this is; empty if the checkpoint does not say."""
+    gaps: tuple[tuple[int, int], ...] = ()
+    """Offsets that were given up: (start, end) of each range, ascending."""
 
     @property
     def writer(self) -> WalWriter | None:
@@ -108,7 +110,7 @@ def load_snapshot(directory: WalDirectory, topic: str) -> WalSnapshot | None:
     state = directory.load_state()
     if state is None:
         return None
-    checkpoint = state.checkpoint
+    checkpoint, gaps = state.checkpoint, directory.load_gaps()
     files = [WalFile(file.seq, file.first_offset) for file in checkpoint.rotated_files]
     if checkpoint.active_file_first_offset is not None:
         files.append(WalFile(checkpoint.file_seq, checkpoint.active_file_first_offset))
@@ -120,4 +122,5 @@ def load_snapshot(directory: WalDirectory, topic: str) -> WalSnapshot | None:
         active_seq=checkpoint.file_seq,
         synced_position=state.synced_position,
         incarnation=state.incarnation,
+        gaps=gaps.ranges if gaps is not None else (),
     )

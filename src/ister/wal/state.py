@@ -22,6 +22,7 @@ from ister.errors import (
     check,
 )
 from ister.format.frame_encoder import FrameEncoder
+from ister.limits import SLOW_SYNC_SECONDS, SLOW_SYNC_SHOWN_SECONDS, STALL_RETRY_SECONDS
 from ister.metrics import Metrics
 from ister.model import AckLevel, TopicState
 from ister.wal.buffer import AppendBuffer, Chunk, VolatileBuffer
@@ -29,7 +30,7 @@ from ister.wal.checkpointer import Checkpointer
 from ister.wal.directory import WalDirectory
 from ister.wal.recovery import Damage, Recovered, WalFile
 from ister.wal.settings import WalSettings
-from ister.wal.signals import is_held
+from ister.wal.signals import GuardedLock, is_held
 from ister.wal.waiters import ThreadWaiter, Waiter, Waiters
 from ister.wal.writer import SyncFailedError, WalWriter
 
@@ -46,12 +47,12 @@ class LogScheduler(Protocol):
         """Has `log.run()` called soon."""
         ...
 
-    def submit_at(self, log: GroupCommit, when: float) -> None:
-        """Has `log.on_timer(when)` called at `when`, in `Clock.monotonic` seconds."""
+    def submit_upkeep(self, log: GroupCommit) -> None:
+        """Has `log.run_upkeep()` called soon, by a thread that does not call `run`."""
         ...
 
-    def track_open_file(self, log: GroupCommit) -> None:
-        """Counts a file that the log opened outside of `run`; not called under a lock."""
+    def submit_at(self, log: GroupCommit, when: float) -> None:
+        """Has `log.on_timer(when)` called at `when`, in `Clock.monotonic` seconds."""
         ...
 
     def is_interruptible(self) -> bool:
@@ -97,6 +98,8 @@ class LogState:
         self.written = recovered.next_offset
         self.synced = recovered.next_offset
         self.damage: tuple[Damage, ...] = recovered.damage
+        self.gaps = recovered.gaps
+        """Offsets that were given up: (start, end) of each range, ascending."""
         self.failure: IsterError | None = None
         """Why the writer stopped."""
         self._is_failure_told = False
@@ -134,8 +137,8 @@ class LogState:
             self._refuse(self._quarantine_error)
         self._inflight: list[Chunk] = []
         # Group commit.
-        self._commit_lock = threading.Lock()
-        self._sync_lock = threading.Lock()
+        self._commit_lock = GuardedLock()
+        self._sync_lock = GuardedLock()
         # Between `take_turn` and `end_turn`: that a thread commits its own messages, and whether
         # the log had an open file before.
         self._has_turn = False
@@ -147,6 +150,13 @@ class LogState:
         self._room_waiters: set[ThreadWaiter] = set()
         self._room_callbacks: list[Callable[[], None]] = []
         self._is_scheduled = False
+        # Whether a thread does upkeep or is about to, and up to which offset and position in which
+        # file it has to sync.
+        self._has_upkeep = False
+        self._lazy_sync: tuple[int, int, int] | None = None
+        # When the running sync began; when the last slow one ended, and how long it took.
+        self._sync_began: float | None = None
+        self._slow_sync = (-math.inf, 0.0)
         # Whether `run` has to wake more readers at the tail.
         self._has_crowd = False
         self._timer_at = math.inf
@@ -164,6 +174,10 @@ class LogState:
 
     def _attend(self) -> None:
         """Called by the buffer when `attention_at` is reached; see `GroupCommit`."""
+        raise NotImplementedError
+
+    def _arm_timer(self, when: float) -> None:
+        """Has `on_timer` called at `when`, if it would not be called before; see `GroupCommit`."""
         raise NotImplementedError
 
     # -- properties ----------------------------------------------------------------------------
@@ -242,6 +256,15 @@ class LogState:
     def has_failed_sync(self) -> bool:
         """Whether frames above `synced` may exist in the page cache only."""
         return self._writer is not None and self._writer.has_failed_sync
+
+    @property
+    def slow_sync_seconds(self) -> float:
+        """How long the running sync has taken, or a recent one took; 0 if that is not long."""
+        now, began = self._clock.monotonic(), self._sync_began
+        if began is not None and now - began >= SLOW_SYNC_SECONDS:
+            return now - began
+        ended, seconds = self._slow_sync
+        return seconds if now - ended < SLOW_SYNC_SHOWN_SECONDS else 0.0
 
     def watermark(self, level: AckLevel) -> int:
         """The first offset that has not reached `level`."""
@@ -355,6 +378,28 @@ class LogState:
 
     # -- failures ------------------------------------------------------------------------------
 
+    def _stall(self, error: CapacityError) -> None:
+        """Refuses appends and fails waiters because the disk is full; sets a timer to retry."""
+        with self.lock:
+            is_new = self._state is not TopicState.STALLED
+            self._state = TopicState.STALLED
+            self._stall_cause = error
+            self._refuse(lambda: self._stalled_error(error))
+            self._stalled_until = self._clock.monotonic() + STALL_RETRY_SECONDS
+            everyone = [
+                waiter
+                for level in (AckLevel.WRITTEN, AckLevel.SYNCED)
+                for waiter in self._waiters[level].take_impatient(self.next)
+            ]
+            self._wake_room_waiters()
+            self._timer_at = math.inf
+            self._arm_timer(self._stalled_until)
+        if is_new:
+            self._metrics.count("wal.writer_stalls")
+            _log.error("writing stalled", extra={"topic": self.settings.topic, "error": str(error)})
+        for waiter in everyone:
+            waiter.finish(self._stalled_error(error))
+
     def _resume(self) -> None:
         with self.lock:
             self._state = TopicState.OPEN
@@ -434,16 +479,19 @@ class LogState:
         return is_held(self.lock)
 
     def check_reentry(self) -> None:
-        """Refuses a call by a signal handler that interrupted an append: it would wait forever.
+        """Refuses a call by a signal handler or a finalizer that interrupted one of this topic.
+
+        It would wait forever, or find the state half changed.
 
         Raises:
             InvalidRequestError: This thread holds the lock.
         """
         if self.holds_lock:
             raise InvalidRequestError(
-                "called by a signal handler that interrupted an append to the same topic",
+                "called by a signal handler or a finalizer (__del__) that interrupted a call to "
+                "the same topic",
                 topic=self.settings.topic,
-                hint="set a flag or raise an exception in the handler, and make this call later",
+                hint="set a flag or raise an exception there, and make this call later",
             )
 
     def _closed_error(self) -> IsterError:

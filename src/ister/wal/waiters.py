@@ -16,6 +16,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
 from ister.errors import IsterError
+from ister.wal.signals import check_wait
 
 _COMPACT_MIN = 64
 
@@ -74,7 +75,12 @@ class ThreadWaiter(Waiter):
             pass  # already woken
 
     def block(self, timeout: float | None) -> bool:
-        """Waits to be told; False if the time ran out first."""
+        """Waits to be told; False if the time ran out first.
+
+        Raises:
+            As `check_wait`.
+        """
+        check_wait()
         return self._blocked.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
 
 

@@ -177,11 +177,12 @@ class WalWriter:
 
     def _active_file(self, first_offset: int) -> File:
         """The active file, made now if this is its first frame."""
-        # After a trim of everything the active file exists and is empty.
-        if not self.files and self._file is None:
+        is_first = not self.files or self.files[-1].seq != self._seq
+        # After a trim of everything, or a rotation, the active file may exist, and is empty.
+        if is_first and self._file is None:
             self._file = self._make_file(self._seq)
             self.is_open = True
-        if not self.files or self.files[-1].seq != self._seq:
+        if is_first:
             # A file created by `rotate` may have been empty for long: its age starts here.
             self._file_since = self._clock.monotonic()
             self.files = (*self.files, WalFile(self._seq, first_offset))

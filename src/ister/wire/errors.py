@@ -57,7 +57,7 @@ _MORE_FIELDS: Final[dict[type[IsterError], dict[str, type]]] = {
     OffsetOutOfRangeError: {"earliest": int, "next": int},
     DataGapError: {"start": int, "end": int},
     DiskError: {"errno": int},
-    WaitsForDiskError: {"node": str},
+    WaitsForDiskError: {"node": str, "known_end": int},
 }
 
 
@@ -163,6 +163,8 @@ BROKER_FAILED: Final = "the broker failed"
 ANSWERED: Final = (("ister-answered", "1"),)
 """The trailing metadata of each status that a broker chose: UNAVAILABLE may also mean that the
 connection failed."""
+LOST_STATUS: Final = "Internal error from Core"
+"""What grpcio says if a write fails before the status arrives that the broker ended a call with."""
 # How gRPC refuses a message for its size.
 _TOO_LARGE: Final = "message larger than max"
 

@@ -181,3 +181,4 @@ class Peers:
     """ister.Peers."""
 
     PublishDeadLetter = Rpc[ister_api.DeadLetter, ister_api.InfoRequest]("ister.Peers", "PublishDeadLetter")
+    FindOwners = Rpc[ister_api.OwnTopicsRequest, ister_api.Document]("ister.Peers", "FindOwners")

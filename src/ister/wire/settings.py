@@ -1,6 +1,6 @@
 """The storage settings of a log that its clients may see.
 
-Without credentials, and with absolute paths: a client adds credentials of its own.
+Without credentials: a client adds its own. Paths are absolute, and for administrators alone.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from ister.config import CloudBackend, Config
+from ister.config import CloudBackend, Config, MetadataBackend
 from ister.config.settings import Section, Setting, children
 from ister.errors import InvalidRequestError
 from ister.model import JsonObject
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _DEPTH_MAX: Final = 8
+_UNDISCLOSED: Final = "undisclosed"
+_DIRECTORIES: Final = (CloudBackend.FS, CloudBackend.LOCAL)
 # Options that locate and describe the bucket. All others stay on the server: credentials, roles,
 # profiles, files that hold them, and options that a later version of a backend may add.
 _SHARED_OPTIONS: Final = frozenset(
@@ -46,18 +48,28 @@ _SHARED_OPTIONS: Final = frozenset(
 )
 
 
-def encode_settings(config: Config) -> bytes:
-    """Encodes the storage settings, without credentials.
+def has_local_stores(config: Config) -> bool:
+    """Whether clients cannot find the bucket or the metadata without a path of the server."""
+    storage = config.storage
+    return storage.mode.has_bucket and (
+        storage.cloud.backend in _DIRECTORIES or storage.metadata.backend is MetadataBackend.SQLITE
+    )
+
+
+def encode_settings(config: Config, *, shows_paths: bool = True) -> bytes:
+    """Encodes the storage settings, without credentials; with the server's paths or without.
 
     Settings that have their default are left out, so that older clients understand the rest.
     """
     storage = _changed(config.storage)
     for section, name in (("wal", "dir"), ("metadata", "path")):
         if name in storage.get(section, {}):
-            storage[section][name] = os.path.abspath(storage[section][name])
+            path = os.path.abspath(storage[section][name])
+            # Some value: a mode may need the setting, and nothing is there on the client's machine.
+            storage[section][name] = path if shows_paths else _UNDISCLOSED
     cloud = storage.get("cloud", {})
-    if "root" in cloud and config.storage.cloud.backend in (CloudBackend.FS, CloudBackend.LOCAL):
-        cloud["root"] = os.path.abspath(cloud["root"])
+    if "root" in cloud and config.storage.cloud.backend in _DIRECTORIES:
+        cloud["root"] = os.path.abspath(cloud["root"]) if shows_paths else _UNDISCLOSED
     if "options" in cloud:
         cloud["options"] = {
             name: value

@@ -304,6 +304,8 @@ class LetterGroupJson(TypedDict):
     oldest: int | None
     """Publish time of the oldest message, in milliseconds since the Unix epoch."""
     newest: int | None
+    unverified: int
+    """Those that no broker of the cluster has written; their origin may be forged."""
     reasons: dict[str, int]
     """The most frequent reasons, and how often each occurs."""
 
@@ -331,6 +333,8 @@ class LetterStoryJson(TypedDict):
     reason: str
     hops: int
     dropped_attributes: int
+    is_verified: bool
+    """Whether a broker of the cluster has written it; else its origin may be forged."""
 
 
 class DeadLetterJson(TypedDict):

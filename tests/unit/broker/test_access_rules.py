@@ -15,9 +15,10 @@ from ister.broker.rpc.principal_limits import PrincipalLimit
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import Binding, Permission, Role, Scope
 from ister.broker.services.forwarding import FORWARDING
+from ister.broker.topics import open_topics
 from ister.client import Client
 from ister.client.flight import FlightClient
-from ister.errors import CapacityError, IsterError, PermissionDeniedError
+from ister.errors import AlreadyExistsError, CapacityError, IsterError, PermissionDeniedError
 from ister.metrics import Metrics
 from ister.wire import danube, danube_admin, ister_api
 from ister.wire.contract import RangeTicket
@@ -595,5 +596,77 @@ def test_health_tells_nothing_to_those_without_rights(tmp_path):
                 assert await ask(client, known, root) == 0
                 assert await ask(client, known + 1, root) == 1
                 assert await ask(client, known, nobody) == await ask(client, known + 1, nobody)
+
+    run(scenario())
+
+
+def test_partitions_are_added_by_those_who_may_grow_the_topic(tmp_path, monkeypatch):
+    """Goal: one partition more, and most keys go to another one; `produce` is not enough."""
+    parts = "/shop/parts"
+
+    async def grant(broker, name, role, topic):
+        binding = Binding(
+            id=f"{name}-{role}",
+            principal_kind=PrincipalKind.USER,
+            principal_name=name,
+            roles=(role,),
+            scope=Scope.TOPIC,
+            resource=topic,
+        )
+        await asyncio.to_thread(broker.guard.access.create_binding, binding)
+
+    async def scenario():
+        async with guarded(tmp_path) as (broker, services, listening):
+            await broker.topics.create_partitioned(parts, 3, is_reliable=True)
+            await grant(broker, "alice", "producer", parts)
+            await grant(broker, "bob", "producer", "/shop/new")
+            await grant(broker, "bob", "admin", f"{parts}-part-8")
+            await grant(broker, "ada", "admin", parts)
+
+            def produce(name, topic, number):
+                return services.producers.CreateProducer(
+                    danube.ProducerRequest(
+                        topic_name=f"{topic}-part-{number}", producer_name=name, dispatch_strategy=1
+                    ),
+                    metadata=metadata(name),
+                )
+
+            def put(name, number):
+                with (
+                    Client(f"127.0.0.1:{listening.grpc}", token=sign(name)) as client,
+                    client.producer(f"{parts}-part-{number}", create=True) as producer,
+                ):
+                    producer.send(b"x")
+
+            for number in (3, 8):
+                assert (await outcome(produce("alice", parts, number)))[0] == "PERMISSION_DENIED"
+                with pytest.raises(PermissionDeniedError):
+                    await asyncio.to_thread(put, "alice", number)
+            new = danube_admin.NewTopicRequest(name=f"{parts}-part-8", dispatch_strategy=1)
+            create = services.topics.CreateTopic
+            assert (await outcome(create(new, metadata=metadata("bob"))))[0] == "PERMISSION_DENIED"
+            other = ister_api.CreateTopicRequest(topic=f"{parts}-part-8")
+            create = services.admin.CreateTopic
+            assert (await outcome(create(other, metadata=metadata("bob"))))[
+                0
+            ] == "PERMISSION_DENIED"
+            assert (await outcome(create(other, metadata=metadata("ada"))))[0] == "ALREADY_EXISTS"
+            with pytest.raises(AlreadyExistsError, match="3 partitions"):
+                await broker.topics.get_or_create(
+                    f"{parts}-part-3", is_reliable=True, is_implied=False
+                )
+            assert len(await broker.topics.partitions(parts)) == 3
+            await asyncio.to_thread(put, "ada", 3)
+            assert (await outcome(produce("ada", parts, 4)))[0] == "OK"
+            far = await outcome(produce("bob", "/shop/new", 1024))
+            assert far[0] == "INVALID_ARGUMENT", (
+                "with a number as high as that, it had holes for ever"
+            )
+            # Danube's clients create a topic by using its partitions, in any order.
+            for number in (1, 0, 2):
+                assert (await outcome(produce("bob", "/shop/new", number)))[0] == "OK"
+            monkeypatch.setattr(open_topics, "_PARTITIONS_SECONDS", 0)
+            assert (await outcome(produce("bob", "/shop/new", 3)))[0] == "PERMISSION_DENIED"
+            assert len(await broker.topics.partitions("/shop/new")) == 3
 
     run(scenario())

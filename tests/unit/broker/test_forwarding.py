@@ -12,7 +12,10 @@ from ister.broker.cluster.peers import FORWARDED
 from ister.broker.security.cluster_secret import read_secret
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import Binding, Scope
+from ister.client import AsyncClient
+from ister.client.core import receiver
 from ister.clock import SystemClock
+from ister.errors import UnavailableError
 from ister.metadata.memory import MemoryMetadata
 from ister.wire import danube, danube_admin, ister_api
 from support.broker import a_broker, a_record, eventually, run
@@ -158,10 +161,10 @@ def test_dead_letters_reach_a_topic_of_another_broker(tmp_path, engine):
             assert (found.payload, found.routing_key) == (b"poison", "k")
             assert found.producer_name == message.producer_name
             # Requeueing is forwarded to the broker that has the letters, and publishes at the one
-            # that has their source.
+            # that has their source; a signature is good at every broker.
             source = await at(b)
             letter = a_record(b"again", attributes={"x-original-topic": TOPIC})
-            await letters.publish(letter)
+            await letters.publish(b.topics.signer.sign(letter, "/default/letters"))
             answer = await wire.stub(there.channel, "ister.DeadLetters").Requeue(
                 ister_api.DeadLettersRequest(topic="/default/letters", start=1),
                 metadata=[("authorization", f"Bearer {sign('root')}")],
@@ -259,3 +262,126 @@ def test_secret_is_one_for_all_brokers():
     assert len(bytes.fromhex(first)) == 32
     assert read_secret(store, root_prefix="/danube") == first
     assert read_secret(store, root_prefix="/other") != first
+
+
+# -- a broker without its lease ---------------------------------------------------------------
+
+
+def cut_off(broker, monkeypatch):
+    """Ends a broker's lease: it cannot renew it, and the others see that it is gone."""
+    membership = broker.cluster._tiers.membership
+
+    def fail():
+        raise UnavailableError("the store does not answer")
+
+    monkeypatch.setattr(membership, "renew", fail)
+    membership.lease.revoke()
+
+
+@asynccontextmanager
+async def tiered_brokers(tmp_path, **auth):
+    """Two brokers with short leases; the first has the topic, with `ack: tiered`."""
+    storage = {
+        "ack": "tiered",
+        "cloud": {"root": str(tmp_path / "objects")},
+        "metadata": {"path": str(tmp_path / "metadata.db"), "lease_ttl_seconds": 2},
+        "uploader": {"engine": "embedded", "interval_seconds": 1},
+    }
+    tree = {"storage": storage, "broker": auth}
+    async with AsyncExitStack() as stack:
+        pair = [await stack.enter_async_context(a_broker(tmp_path / name, tree)) for name in "ab"]
+        await at(pair[0][0])
+        await asyncio.to_thread(pair[0][0].cluster.brokers)
+        yield pair
+
+
+def test_broker_without_its_lease_sends_clients_to_the_new_owner(tmp_path, monkeypatch):
+    """With authentication: the brokers ask each other in their own names."""
+
+    async def scenario():
+        header = [("authorization", f"Bearer {sign('root')}")]
+        request = danube.TopicLookupRequest(topic=TOPIC)
+        async with tiered_brokers(tmp_path, auth=auth_settings(tmp_path)) as [
+            (a, here, _),
+            (b, there, _),
+        ]:
+            cut_off(a, monkeypatch)
+
+            async def is_sent_on():
+                found = await here.discovery.TopicLookup(request, metadata=header)
+                return (found.response_type, found.connect_url) == (0, b.cluster.own.connect_url)
+
+            await eventually(is_sent_on)
+            listed = await here.discovery.TopicPartitions(request, metadata=header)
+            assert listed.partitions == [TOPIC]
+            await there.discovery.TopicLookup(request, metadata=header)
+            assert b.topics.find_open(TOPIC)
+            await eventually(lambda: not a.topics.served)
+            assert await is_sent_on()
+            name = ister_api.TopicName(topic=TOPIC)
+            assert (await here.admin.DescribeTopic(name, metadata=header)).topic == TOPIC
+            missing = danube.TopicLookupRequest(topic="/default/none")
+            found = await here.discovery.TopicLookup(missing, metadata=header)
+            assert found.connect_url == b.cluster.own.connect_url
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await wire.stub(there.channel, "ister.Peers").FindOwners(
+                    ister_api.OwnTopicsRequest(topics=[TOPIC]), metadata=header
+                )
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+            assert await a.topics.is_elsewhere(TOPIC)
+            # It takes part again by itself.
+            monkeypatch.undo()
+            await eventually(lambda: a.cluster.is_leased)
+            a.topics.stand_in = b.cluster.own  # as before the next check
+            await at(a, "/default/own")
+            assert not await a.topics.is_elsewhere("/default/own")
+            await eventually(lambda: a.topics.stand_in is None)
+            assert await is_sent_on()
+
+    run(scenario())
+
+
+def test_clients_leave_a_broker_that_reaches_nobody(tmp_path, monkeypatch):
+    """It cannot know who owns the topic; its clients reach the broker that does."""
+    monkeypatch.setattr(receiver, "_SILENT_SECONDS", 0.2)
+
+    async def fail(member, topics):
+        raise UnavailableError("no route to host")
+
+    async def scenario():
+        async with tiered_brokers(tmp_path) as [(a, here, _), (b, _, _)]:
+            addresses = [one.cluster.own.broker_url for one in (a, b)]
+            async with AsyncClient(addresses) as client, client.producer(TOPIC) as producer:
+                consumer = await client.consumer(TOPIC, "s")
+                await producer.publish(b"0")
+                assert (await consumer.receive(60)).payload == b"0"
+                monkeypatch.setattr(a.topics.peers, "find_owners", fail)
+                cut_off(a, monkeypatch)
+                assert await producer.publish(b"1") == 1
+                assert (await consumer.receive(60)).payload == b"1"
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await here.discovery.TopicLookup(danube.TopicLookupRequest(topic=TOPIC))
+                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+                words = [one.words for one in a.health.checks() if one.name == "lease"]
+                assert "no other broker responds" in words[0]
+                await consumer.close()
+
+    run(scenario())
+
+
+def test_clients_stay_while_no_broker_reaches_the_store(tmp_path, monkeypatch):
+    """They would find nothing elsewhere, and Danube's clients give up after a few attempts."""
+
+    async def scenario():
+        async with tiered_brokers(tmp_path) as [(a, here, _), (b, _, _)]:
+            topic = a.topics.find_open(TOPIC)
+            for one in (b, a):
+                cut_off(one, monkeypatch)
+            for _ in range(3):
+                await a.topics.check_lease()
+            assert (a.topics.stand_in, a.topics.is_isolated) == (None, False)
+            assert a.topics.find_open(TOPIC) is topic
+            found = await here.discovery.TopicLookup(danube.TopicLookupRequest(topic=TOPIC))
+            assert found.response_type == 1
+
+    run(scenario())

@@ -4,17 +4,27 @@ from contextlib import suppress
 
 import pytest
 
-from ister.bucket.express import TOPICS_PER_TRANSACTION, ExpressObject, commit_runs, read_footer
+from ister.bucket.express import (
+    TOPICS_PER_TRANSACTION,
+    ExpressObject,
+    commit_runs,
+    find_runs,
+    find_runs_from,
+    read_footer,
+)
 from ister.bucket.history_reader import HistoryReader, ReaderSettings
 from ister.bucket.names import express_name
+from ister.bucket.rebuild import find_continuation
 from ister.errors import (
     CommitUnknownError,
     ConflictError,
     CorruptDataError,
     FencedError,
     UnavailableError,
+    UnsupportedVersionError,
 )
 from ister.format.descriptor import FORMAT_EXPRESS
+from ister.format.express import FOOTER
 from ister.model import AckLevel, TopicName
 from ister.objectstore.slices import SlicedStore
 from support.tiers import TTL_SECONDS, Cluster, Frames, read_all
@@ -230,3 +240,72 @@ def test_upload_session_of_another_upload_stays(cluster, node):
     assert owned.session() is not None
     node.write([5, 5, 5])
     assert owned.session() is not None
+
+
+# -- what continues a topic -----------------------------------------------------------------
+
+
+def continuation(node, number, start):
+    objects, record = node.cluster.objects, node.topics[number].record
+    runs = find_runs_from(objects, topic_name(number), start, record.incarnation)
+    found = find_continuation(objects, topic_name(number), start, record=record, runs=runs)
+    return [(described.start, described.end) for described in found]
+
+
+def renew(objects, key, footer=None):
+    """Makes it an object of version 2, with another footer if one is given."""
+    data = objects.read(key, 0, 1 << 20)
+    if footer is not None:
+        position = int.from_bytes(data[-32:-24], "little")
+        data = data[:position] + FOOTER.encode(footer, position)
+    objects.put(key, data[:-12] + (2).to_bytes(4, "little") + data[-8:])
+
+
+def keys_of(node):
+    return [info.key for info in node.cluster.objects.list("storage/express/")]
+
+
+def test_object_of_a_newer_version_concerns_only_its_topics(node, caplog):
+    node.write([10, 3, None])
+    node.write([20, None, None], start=10)
+    node.write([None, None, 5])
+    first, _, last = keys_of(node)
+    renew(node.cluster.objects, last)
+    assert continuation(node, 0, 0) == [(0, 10), (10, 20)]
+    assert [record.path for record in caplog.records if record.levelname == "WARNING"] == [last]
+    with pytest.raises(UnsupportedVersionError) as refused:
+        continuation(node, 2, 0)
+    assert (refused.value.topic, refused.value.path) == (str(topic_name(2)), last)
+    runs = find_runs(node.cluster.objects, on_damage=pytest.fail)
+    assert [run.end for run in runs.of(topic_name(0))] == [10, 20]
+    with pytest.raises(UnsupportedVersionError):
+        runs.of(topic_name(2))
+    # The catalog knows the run after it.
+    renew(node.cluster.objects, first)
+    assert continuation(node, 0, 20) == []
+
+
+@pytest.mark.parametrize("footer", [b"\x00", b"[]", b'{"runs": 1}', b'{"runs": [{"topic": 1}]}'])
+def test_object_of_a_newer_version_without_known_topics_concerns_all(node, footer):
+    node.write([10, None, None])
+    renew(node.cluster.objects, keys_of(node)[0], footer)
+    with pytest.raises(UnsupportedVersionError, match="newer Ister"):
+        continuation(node, 1, 0)
+
+
+@pytest.mark.parametrize("known", [3, 14])
+def test_only_objects_after_the_known_ones_are_read(cluster, known):
+    """Goal: the cost of a search does not grow with what the catalog knows."""
+    node, at = Node(cluster, topics=1), 0
+    for more in (known, known, 2):
+        for _ in range(more):
+            node.write([at + 1], start=at)
+            at += 1
+        if more == known:
+            cluster.clock.advance(TTL_SECONDS + 1)
+            node = Node(cluster, topics=1, node=f"b{at}")
+    end = at - 2
+    read = set()
+    cluster.objects.before = lambda kind, key: read.add(key) if kind == "read" else None
+    assert continuation(node, 0, end) == [(end, end + 1), (end + 1, end + 2)]
+    assert len(read) == 2 + 2  # what is new, and the last object of each earlier process

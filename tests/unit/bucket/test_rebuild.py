@@ -220,10 +220,9 @@ def test_continuation_is_found_up_to_the_first_that_is_not_whole(cluster):
     frames = Frames(payloads(50))
     owned = cluster.filled(frames, 10, 20, 30, 40, 50)
     uploaded = [d for d, _ in cluster.catalog().descriptors()]
-    incarnation = owned.record.incarnation
 
     def found(start):
-        return find_continuation(cluster.objects, NAME, start, incarnation=incarnation)
+        return find_continuation(cluster.objects, NAME, start, record=owned.record, runs=())
 
     assert [(d.start, d.end) for d in found(20)] == [(20, 30), (30, 40), (40, 50)]
     assert [d.checksum for d in found(20)] == [d.checksum for d in uploaded[2:]]
@@ -276,7 +275,7 @@ def test_metadata_is_written_as_the_uploader_wrote_it(cluster):
     assert [d for d, _ in cluster.catalog().descriptors()] == before == report.objects
     assert cluster.metadata.get(cluster.keys.current).value == current
     found, _ = cluster.catalog().record()
-    assert found == replace(record, epoch=1001, claim="", lineage=())
+    assert found == replace(record, epoch=1001, claim="", lineage=(), born=0)
 
 
 def test_rebuilt_topic_is_claimed_and_goes_on(cluster):
@@ -549,11 +548,11 @@ def test_sound_merged_object_of_a_later_epoch_keeps_others_out(cluster):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_continuation_goes_around_merged_objects_that_are_not_sound(cluster, kind, epoch):
     owned = cluster.filled(Frames(payloads(400)), 100, 200, 300, 400)
-    incarnation = owned.record.incarnation
+    record = replace(owned.record, epoch=epoch)
     new = merge(cluster, 1, 3, kind=kind, epoch=epoch)
 
     def found():
-        objects = find_continuation(cluster.objects, NAME, 100, incarnation=incarnation)
+        objects = find_continuation(cluster.objects, NAME, 100, record=record, runs=())
         return [(d.start, d.end) for d in objects]
 
     assert found() == [(100, 300), (300, 400)]
@@ -567,9 +566,9 @@ def test_continuation_goes_around_merged_objects_that_are_not_sound(cluster, kin
 def test_name_of_an_object_that_is_not_sound_keeps_nothing_out(cluster):
     """Goal: no merged object that is in no history cuts one short by its name."""
     owned = cluster.filled(Frames(payloads(400)), 100, 200, 300, 400)
-    incarnation = owned.record.incarnation
+    record = replace(owned.record, epoch=2)
     cluster.objects.put(cluster.key(f"data-150-249-2-c{TAG}.dnb1"), b"half of something")
-    found = find_continuation(cluster.objects, NAME, 0, incarnation=incarnation)
+    found = find_continuation(cluster.objects, NAME, 0, record=record, runs=())
     assert [(d.start, d.end) for d in found] == [(0, 100), (100, 200), (200, 300), (300, 400)]
     forget(cluster)
     report = rebuild(cluster)

@@ -1,6 +1,7 @@
 """`ister auth`: keys and tokens that a broker takes, rights given and taken back."""
 
 import json
+import os
 
 import grpc
 import jwt
@@ -62,7 +63,12 @@ def test_token_without_an_audience(capsys, secret_file):
 
 def test_key_goes_into_the_file_as_a_digest(capsys, tmp_path):
     path = tmp_path / "keys"
-    code, out, _ = output(capsys, "key", "loader", "--file", str(path), "--json")
+    before = os.umask(0o022)
+    try:
+        code, out, _ = output(capsys, "key", "loader", "--file", str(path), "--json")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
     made = json.loads(out)
     assert code == 0
     assert path.read_text() == made["line"] + "\n"

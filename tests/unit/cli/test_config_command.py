@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 
 import pytest
@@ -14,6 +15,7 @@ from ister.cli.config_check import describe_places
 from ister.cli.main import main
 from ister.config import load_config
 from ister.config.reference import settings
+from ister.errors import ConflictError
 
 SECRET = "hunter2"
 
@@ -264,6 +266,41 @@ def test_connect_says_that_there_is_too_little_room(file, capsys, tmp_path):
     assert not found["local files"]["is_ok"]
     assert "appends stop below" in found["local files"]["says"]
     assert "storage.disk.min_free" in found["local files"]["hint"]
+
+
+def test_other_bucket_is_shown_and_accepted_on_purpose(file, capsys, tmp_path):
+    def settings_with(bucket, metadata="metadata.db"):
+        storage = {
+            "wal": {"dir": str(tmp_path / "wal")},
+            "cloud": {"backend": "fs", "root": str(tmp_path / bucket)},
+            "metadata": {"backend": "sqlite", "path": str(tmp_path / metadata)},
+        }
+        path = file({"storage": storage})
+        return path, storage
+
+    for bucket, metadata in (("one", "metadata.db"), ("two", "other.db")):
+        with ister.open({"storage": settings_with(bucket, metadata)[1]}) as log:
+            topic = log.topic("/default/orders", create=True)
+            topic.append(b"a")
+            topic.upload()
+        shutil.rmtree(tmp_path / "wal")
+    path, _ = settings_with("one")
+    shown = run_json(["bucket", path], capsys)
+    assert shown["ok"]
+    assert shown["id"] == shown["expected"]
+    path, storage = settings_with("two")
+    found = connections(path, capsys, code=1)["bucket id"]
+    assert shown["id"] in found["says"]
+    assert "--accept" in found["hint"]
+    other = run_json(["bucket", path], capsys, code=1)
+    assert other["expected"] == shown["id"] != other["id"]
+    assert "pass --yes" in run(["bucket", path, "--accept"], capsys, code=1).err
+    with pytest.raises(ConflictError):
+        ister.open({"storage": storage})
+    accepted = run_json(["bucket", path, "--accept", "--yes"], capsys)
+    assert accepted["ok"]
+    assert accepted["expected"] == other["id"]
+    ister.open({"storage": storage}).close()
 
 
 @pytest.mark.nightly

@@ -75,8 +75,12 @@ def test_no_part_of_a_letter_controls_a_terminal():
             "reason": hostile,
             "attempt": 2,
             "dropped_attributes": 0,
+            "is_verified": True,
         },
     }
     lines = _letter_text("/default/dead", letter).split("\n")
     assert len(lines) == 7
     assert all(line.isprintable() for line in lines)
+    letter["dead_letter"]["is_verified"] = False
+    found = _letter_text("/default/dead", letter).split("\n")
+    assert found[1] == f"{lines[1]} (unverified: no broker has written it)"

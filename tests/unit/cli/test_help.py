@@ -8,6 +8,7 @@ import pytest
 
 from ister.cli.main import main, make_parser
 from ister.cli.parser import Parser, walk_commands
+from support.cases import each
 
 PARSER = make_parser()
 COMMANDS = {command.prog: command for command in walk_commands(PARSER)}
@@ -230,3 +231,18 @@ def test_hidden_options_stay_hidden():
     ]
     for action in hidden:
         assert action.option_strings[0] not in COMMANDS["ister pipeline run"].format_help()
+
+
+@each("text", ["nan", "inf", "-inf", "1e999", "9" * 5000, "\ud800", "a\0b", "@" + "9" * 19])
+def test_no_option_takes_what_is_no_value(text):
+    """Goal: hostile values are wrong usage (argparse handles these errors); no number is NaN."""
+    taken = []
+    for prog, command in COMMANDS.items():
+        for action in command._actions:
+            try:
+                value = action.type(text) if action.type is not None else None
+            except (argparse.ArgumentTypeError, TypeError, ValueError):
+                continue
+            if isinstance(value, float):
+                taken.append((prog, action.dest, value))
+    assert taken == []

@@ -17,6 +17,7 @@ from ister.config import load_config
 from ister.errors import IsterError
 from ister.model import Codec
 from ister.topic import metadata_recovery
+from ister.topic.express import Express
 from ister.topic.log import Log
 from support.builders import a_message, bincode_body, frames, with_bit_flipped
 
@@ -167,6 +168,28 @@ def test_lost_metadata_is_rebuilt_and_every_topic_reads_as_before(place, written
     assert orders["bytes"] == sum(path.stat().st_size for path in place.objects().iterdir())
     assert (orders["left_out"], orders["gaps"]) == ([], [])
     assert read(place) == before
+
+
+def test_express_object_of_a_newer_version_keeps_only_its_topics_back(tmp_path, capsys):
+    place = Place(tmp_path / "data")
+    with place.open() as log:
+        express = Express(log.tiers)
+        for name in ("/default/a", "/default/b"):
+            topic = log.topic(name, create=True, ack="tiered")
+            express.add(topic.tier)
+            topic.wait(topic.append(b"x"), level="synced")
+            express.write_next()
+    _, newer = sorted(place.path.glob("objects/storage/express/*/*/*.dnbx"))
+    data = newer.read_bytes()
+    newer.write_bytes(data[:-12] + (2).to_bytes(4, "little") + data[-8:])
+    place.lose_metadata()
+    code, printed = recover(place, capsys)
+    assert code == 1
+    assert [(t["topic"], t["status"], t["next_offset"]) for t in printed["topics"]] == [
+        ("/default/a", "recovered", 1),
+        ("/default/b", "failed", 0),
+    ]
+    assert [(e["code"], e["topic"]) for e in printed["errors"]] == [("UNIMPLEMENTED", "/default/b")]
 
 
 def test_recovered_topic_goes_on_under_a_later_epoch(place, capsys):

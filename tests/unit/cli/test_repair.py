@@ -8,12 +8,17 @@ import sys
 import pytest
 import yaml
 
+from ister.bucket.names import TopicKeys
 from ister.cli import repair as command
 from ister.cli.main import main
+from ister.clock import SystemClock
 from ister.config import load_config
 from ister.errors import ConflictError, UnavailableError
+from ister.format.records import Progress, encode_progress
+from ister.model import TopicName, TopicState
 from ister.topic.log import Log
 from ister.topic.offline_repair import TopicRepair
+from ister.topic.stores import metadata_of, open_metadata
 from support.builders import with_bit_flipped
 from support.machine import eventually
 from support.tiers import save_cursor
@@ -34,6 +39,8 @@ class Place:
             "cloud": {"root": str(path / "objects")},
             "metadata": {"path": str(path / "metadata.db"), "lease_ttl_seconds": 30},
         }
+        if settings.get("mode") == "local_only":
+            shared = {}
         path.mkdir(exist_ok=True)
         self.path = path
         self.config = path / f"ister{node}.yml"
@@ -423,3 +430,129 @@ def test_taking_over_is_asked_for_on_a_terminal(monkeypatch, place):
         assert main(arguments) == code
         assert f"{TOPIC} loses all offsets from {TIERED} on" in shown.getvalue()
         assert f"Take {TOPIC} over" in shown.getvalue()
+
+
+# -- giving up ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def local(tmp_path):
+    """A log without a bucket whose files are a backup: the checkpoint was copied last."""
+    place = Place(tmp_path / "data", mode="local_only")
+    with place.open() as log:
+        topic = log.topic(TOPIC, create=True)
+        topic.append_many(PAYLOADS)
+        topic.flush()
+    path = place.files / "wal.log"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return place
+
+
+def give_up(place, capsys, *arguments):
+    code, printed = repair(place, capsys, TOPIC, "--give-up", *arguments)
+    return code, only(printed)
+
+
+def test_log_without_a_bucket_gives_up_what_its_files_have_lost(local, capsys):
+    with local.open() as log:
+        assert log.topic(TOPIC).state is TopicState.QUARANTINED
+    code, topic = give_up(local, capsys, "--dry-run")
+    assert (code, topic["status"]) == (0, "damaged")
+    (((start, end),), next_offset) = topic["gives_up"].values()
+    assert 0 < start < end == next_offset == COUNT
+    with local.open() as log:
+        assert log.topic(TOPIC).state is TopicState.QUARANTINED, "nothing has changed"
+    code, topic = give_up(local, capsys, "--yes")
+    assert (code, topic["status"]) == (0, "repaired")
+    assert topic["gives_up"] == {"ranges": [[start, end]], "next_offset": COUNT}
+    assert local.read() == PAYLOADS[:start]
+    with local.open() as log:
+        assert log.topic(TOPIC).append(b"next") == COUNT
+    assert local.read() == [*PAYLOADS[:start], b"next"]
+    code, topic = give_up(local, capsys, "--yes")
+    assert (code, topic["status"], topic["gives_up"]["ranges"]) == (0, "whole", [])
+    assert main(["inspect", "wal", str(local.files)]) == 0
+    assert "given up" in capsys.readouterr().out
+
+
+def test_log_without_a_bucket_continues_behind_the_cursors_of_its_broker(local, capsys):
+    settings = metadata_of(load_config(str(local.config)).storage)
+    store = open_metadata(settings, SystemClock())
+    key = TopicKeys(settings.root_prefix, TopicName.parse(TOPIC)).progress("s")
+    store.put(key, encode_progress(Progress(offset=COUNT + 7, timestamp=1, incarnation="")))
+    store.close()
+    code, topic = give_up(local, capsys, "--yes")
+    assert (code, topic["gives_up"]["next_offset"]) == (0, COUNT + 7)
+
+
+def test_objects_that_a_lifecycle_rule_removed_are_given_up(rotated, capsys):
+    with rotated.open() as log:
+        assert log.topic(TOPIC).tier.trim() > 0
+    (rotated.objects / "data-0-9.dnb1").unlink()
+    assert repair(rotated, capsys)[0] == 1
+    code, topic = give_up(rotated, capsys, "--yes")
+    assert (code, topic["status"]) == (0, "repaired")
+    assert topic["gives_up"] == {"ranges": [[0, 10]], "next_offset": COUNT}
+    assert rotated.read() == PAYLOADS[10:]
+    assert repair(rotated, capsys)[0] == 0
+
+
+def test_topic_of_which_the_bucket_has_nothing_left_is_given_up(rotated, capsys):
+    with rotated.open() as log:
+        assert log.topic(TOPIC).tier.trim() > 0
+    shutil.rmtree(rotated.objects.parent)
+    code, topic = give_up(rotated, capsys, "--yes")
+    assert (code, topic["status"]) == (0, "repaired")
+    (((start, end),), next_offset) = topic["gives_up"].values()
+    assert (start, next_offset) == (0, COUNT)
+    assert rotated.read() == PAYLOADS[end:]
+
+
+def test_older_files_are_given_up(place, capsys, tmp_path):
+    shutil.copytree(place.files, tmp_path / "older")
+    with place.open() as log:
+        log.topic(TOPIC).append(b"lost")
+    shutil.rmtree(place.files)
+    shutil.copytree(tmp_path / "older", place.files)
+    code, topic = give_up(place, capsys, "--dry-run")
+    assert (code, topic["gives_up"]["ranges"]) == (0, [[COUNT, COUNT + 1]])
+    code, topic = give_up(place, capsys, "--yes")
+    assert (code, topic["status"]) == (0, "repaired")
+    assert topic["gives_up"]["ranges"] == [[COUNT, COUNT + 1]]
+    assert place.read() == PAYLOADS
+    with place.open() as log:
+        assert log.topic(TOPIC).append(b"next") == COUNT + 1
+
+
+def test_sealed_topic_that_gives_up_is_sealed_again(place, capsys):
+    with place.open() as log:
+        log.seal(TOPIC)
+    (place.objects / "data-0-9.dnb1").unlink()
+    assert give_up(place, capsys, "--yes")[0] == 0
+    with Place(place.path, node="-b").open() as log:
+        assert log.topic(TOPIC).append(b"next") == COUNT
+
+
+def test_giving_up_in_a_script_needs_yes_and_lists_what(local, capsys):
+    code, printed = repair(local, capsys, TOPIC, "--give-up")
+    assert (code, printed["topics"]) == (1, [])
+    (error,) = printed["errors"]
+    assert f"{TOPIC} loses the offsets " in error["message"]
+    assert "--yes" in error["hint"]
+    with local.open() as log:
+        assert log.topic(TOPIC).state is TopicState.QUARANTINED
+
+
+def test_log_that_a_broker_has_open_says_what_to_do(local, capsys):
+    with local.open():
+        code, printed = repair(local, capsys, TOPIC, "--give-up", "--yes")
+    assert code == 1
+    assert "stop the broker" in printed["errors"][0]["hint"]
+
+
+@pytest.mark.parametrize("arguments", [["--give-up"], [TOPIC, "--dry-run"]])
+def test_arguments_that_make_no_sense_are_refused(place, capsys, arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(["repair", "--config", str(place.config), *arguments])
+    assert stop.value.code == 2
+    assert "needs" in capsys.readouterr().err

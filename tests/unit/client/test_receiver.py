@@ -121,7 +121,7 @@ class Network:
     def stream_ended(self, address):
         pass
 
-    def forget(self, route):
+    def record_failure(self, route, error):
         pass
 
     def headers(self, route):

@@ -9,7 +9,9 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("grpc")
 
 from ister import retry
+from ister.client.core import network as network_module
 from ister.client.core import sender as sender_module
+from ister.client.core.network import Network
 from ister.client.core.producer import ProducerCore, ProducerOptions
 from ister.clock import ManualClock
 from ister.errors import (
@@ -24,6 +26,7 @@ from ister.errors import (
 from ister.retry import AsyncRetry
 from ister.topic.dedup import Sequences
 from ister.wire.contract import PutAck
+from support.waiting import eventually_async
 
 TOPIC = "/default/t"
 
@@ -42,13 +45,15 @@ class FakeTopic:
         self.checks = 0
 
     def append(self, payloads, opened, sequence):
-        verdict = self.sequences.judge(opened.producer, opened.epoch, sequence, len(payloads))
+        # Each partition has a table of its own.
+        producer = f"{opened.topic} {opened.producer}"
+        verdict = self.sequences.judge(producer, opened.epoch, sequence, len(payloads))
         known = verdict.known
         start = verdict.start if known else len(self.log)
         if known < len(payloads):
             rest = payloads[known:]
             self.sequences.record(
-                opened.producer, opened.epoch, sequence + known, len(self.log), len(rest)
+                producer, opened.epoch, sequence + known, len(self.log), len(rest)
             )
             self.log.extend(rest)
             end = len(self.log)
@@ -80,11 +85,13 @@ class FakeNetwork:
     async def flight_address(self, route):
         return "flight"
 
-    def forget(self, route):
+    def record_failure(self, route, error):
         pass
 
     async def partitions(self, topic):
         return self.known
+
+    grown_partitions = Network.grown_partitions
 
 
 class FakeStream:
@@ -92,6 +99,7 @@ class FakeStream:
 
     def __init__(self, network, route, address, opened, schema):
         self._topic = network.topic
+        self.route = route
         self._opened = opened
         self._schema = schema
         self._answers = asyncio.Queue()
@@ -223,6 +231,59 @@ def test_a_message_that_comes_alone_goes_at_once_and_many_go_together(topic):
     assert len(sizes) <= 6
 
 
+def test_partitions_count_once_those_before_them_are_there(topic, monkeypatch):
+    """They are created from the last one down, and a key's partition depends on their number."""
+    monkeypatch.setattr(network_module, "_PARTITIONS_SECONDS", 0)
+    parts = [f"{TOPIC}-part-{number}" for number in range(4)]
+
+    async def scenario():
+        network = FakeNetwork(topic)
+        network.known = [parts[0], parts[1], parts[3]]
+        core = ProducerCore(
+            network,
+            ProducerOptions(topic=TOPIC, name="p"),
+            post=lambda wake: asyncio.get_running_loop().call_soon(wake),
+        )
+
+        def used():
+            return {core.try_send(b"x", None, f"key-{number}")[0].topic for number in range(30)}
+
+        await core.open()
+        assert used() == set(parts[:2])
+        network.known = parts
+        await eventually_async(lambda: used() == set(parts))
+        await core.close(5)
+        network.known = parts[1:]
+        with pytest.raises(NotFoundError):
+            await core.open()
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_stream_is_ended_and_the_next_message_opens_another(topic, monkeypatch):
+    monkeypatch.setattr(sender_module, "_IDLE_SECONDS", 0.01)
+    ended = []
+    done = FakeStream.done
+
+    async def record(stream):
+        ended.append(stream)
+        await done(stream)
+
+    monkeypatch.setattr(FakeStream, "done", record)
+
+    async def scenario(core):
+        for number in range(3):
+            before = len(ended)
+            core.try_send(b"%d" % number)
+            await core.flush()
+            while len(ended) == before:
+                await asyncio.sleep(0.001)
+
+    run(topic, scenario)
+    assert topic.published == [b"0", b"1", b"2"]
+    assert topic.streams >= 3
+
+
 def test_a_batch_has_so_many_bytes_and_a_larger_message_goes_alone(topic):
     async def scenario(core):
         for size in (10, 10, 5000, 10, 10):
@@ -336,7 +397,7 @@ def test_a_producer_that_was_replaced_before_its_first_answer_does_not_double_an
     def plan(topic, batch):
         step = next(steps, None)
         if step == "newer":
-            topic.sequences.record("p", clock.now_ns() // 10**9 + 5, 0, len(topic.log))
+            topic.sequences.record(f"{TOPIC} p", clock.now_ns() // 10**9 + 5, 0, len(topic.log))
         return step
 
     topic.plan = plan

@@ -21,7 +21,7 @@ from ister.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from ister.metadata import etcd, etcd_endpoint
+from ister.metadata import etcd, etcd_endpoint, etcd_usage
 from ister.metadata.base import Absent, Put
 from ister.metadata.etcd import EtcdMetadata
 
@@ -201,14 +201,36 @@ def test_full_quota_is_capacity_and_reads_still_work():
         store = EtcdMetadata([server.endpoint], clock=SystemClock())
         try:
             store.put("/small", b"1")
+            usage = store.usage("/small")
+            assert 0 < usage.used_bytes <= usage.size_bytes < usage.quota_bytes
+            assert usage.quota_bytes in (4 * 1024 * 1024, 2 * 1024**3), "told since etcd 3.6"
+            assert (usage.alarms, usage.advice, usage.is_compacted) == ((), None, True)
             with pytest.raises(CapacityError) as full:
                 _fill(store)
             assert "quota" in full.value.hint
             assert store.get("/small").value == b"1"
             with pytest.raises(CapacityError):
                 store.transact([], [Put("/more", b"")])
+            usage = store.usage("/small")
+            assert "NOSPACE" in " ".join(usage.alarms)
+            assert "--auto-compaction" in usage.advice
         finally:
             store.close()
+
+
+def test_etcd_that_keeps_all_versions_is_told(open_store, monkeypatch):
+    """Goal: an etcd without compaction is found long before it is full."""
+    store = open_store()
+    monkeypatch.setattr(etcd_usage, "_CHANGES_KEPT_MAX", 20)
+    for _ in range(30):
+        last = store.put("/versions", b"")
+    usage = store.usage("/versions")
+    assert not usage.is_compacted
+    assert "--auto-compaction" in usage.advice
+    request = store._rpc.CompactionRequest(revision=last, physical=True)
+    store._read("compact", lambda endpoint: endpoint.kv.Compact, request)
+    usage = store.usage("/versions")
+    assert (usage.is_compacted, usage.advice) == (True, None)
 
 
 def test_answer_over_our_limit_is_asked_for_in_smaller_pages(open_store, monkeypatch):

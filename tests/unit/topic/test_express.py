@@ -5,8 +5,9 @@ from contextlib import suppress
 import pytest
 
 import ister
+from ister.bucket.express import find_runs
 from ister.bucket.names import EXPRESS_PREFIX, manifest_key
-from ister.bucket.rebuild import find_runs, find_topics, rebuild_topic
+from ister.bucket.rebuild import find_topics, rebuild_topic
 from ister.errors import CapacityError, FencedError, PermissionDeniedError, UnavailableError
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
 from ister.limits import KIB
@@ -383,7 +384,7 @@ def rebuild(site, name="/default/t0"):
         metadata,
         keys,
         find_topics(site.objects).get(topic, []),
-        runs=runs.get(topic, ()),
+        runs=runs.of(topic),
         clock=site.clock,
         dry_run=False,
     )
@@ -409,7 +410,7 @@ def test_metadata_is_rebuilt_from_footers(site):
     assert report.is_written
 
 
-def test_runs_of_a_replaced_owner_are_left_out(site):
+def test_runs_that_a_process_wrote_and_did_not_commit_are_adopted(site):
     """Goal: an object that was written and never committed, because its process died."""
     shared = Shared(site)
     shared.append(0, b"a")
@@ -426,8 +427,9 @@ def test_runs_of_a_replaced_owner_are_left_out(site):
     other.append(0, b"b")
     other.express.write_next()
     report, _ = rebuild(site)
-    assert [(d.start, d.end, d.epoch) for d in report.objects] == [(0, 1, 1), (1, 2, 2)]
-    assert len(report.left_out) == 1
+    wanted = [(0, 1, 1), (1, 3, 1), (3, 4, 2)]
+    assert [(d.start, d.end, d.epoch) for d in report.objects] == wanted
+    assert report.left_out == []
 
 
 def test_run_that_was_written_twice_counts_once(shared):

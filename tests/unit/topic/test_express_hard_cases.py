@@ -9,8 +9,9 @@ import pytest
 from tests.unit.topic.test_express import Shared
 
 from ister import threads
+from ister.bucket.express import find_runs
 from ister.bucket.names import EXPRESS_PREFIX
-from ister.bucket.rebuild import find_runs, find_topics, load_manifest
+from ister.bucket.rebuild import find_topics, load_manifest
 from ister.errors import ConflictError, CorruptDataError, FencedError, UnavailableError
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
 from ister.model import TopicName
@@ -286,7 +287,7 @@ def test_process_killed_before_the_manifest_leaves_it_to_the_next(site):
     name = TopicName.parse("/default/t0")
     assert name in find_topics(site.objects)
     manifest = load_manifest(site.objects, name)
-    (run,) = find_runs(site.objects, on_damage=pytest.fail)[name]
+    (run,) = find_runs(site.objects, on_damage=pytest.fail).of(name)
     assert manifest.incarnation == run.incarnation
 
 

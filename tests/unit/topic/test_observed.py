@@ -51,7 +51,7 @@ def test_reader_start_hand_off_and_trim_are_logged_with_topic_and_offset(site, c
     (entered,) = lines(caplog, "reader switches to the bucket")
     assert (entered["topic"], entered["offset"]) == (str(NAME), 0)
     (left,) = lines(caplog, "reader switches to local files")
-    assert (left["topic"], left["offset"]) == (str(NAME), topic.watermarks.tiered)
+    assert (left["topic"], left["offset"]) == (str(NAME), topic.watermarks.trimmed)
 
 
 def test_hit_ratio_is_the_share_of_messages_from_the_cache(tmp_path):

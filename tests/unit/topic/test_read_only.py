@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 import pyarrow as pa
 import pytest
 
+from ister.broker.dispatch.dead_letters import LetterSigner
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.policies import Rate
@@ -365,6 +366,7 @@ def dispatch(site, topic, stored, fenced):
         rate=Rate(0),
         grace_seconds=3600.0,
         publish_dead_letter=never,
+        signer=LetterSigner("secret"),
         on_fenced=lambda: fenced.append(True),
         metrics=Metrics(),
     )

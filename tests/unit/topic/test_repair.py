@@ -482,6 +482,72 @@ def test_repair_that_was_refused_succeeds_when_the_object_is_back(site):
     check_whole(site, log)
 
 
+# -- files that are not the topic's -----------------------------------------------------------
+
+
+def write_over(site, seq, data):
+    fs = site.disk()
+    for name in (name_of(seq), name_of(seq).replace(".log", ".idx")):
+        if fs.exists(f"{PATH}/{name}"):
+            fs.remove(f"{PATH}/{name}")
+    file = fs.create(f"{PATH}/{name_of(seq)}")
+    file.write_at(0, [data])
+    file.sync()
+    file.close()
+
+
+def a_log_beside_another(site):
+    """A log with two topics that have the same offsets in each file."""
+    log = a_log(site)
+    other = log.topic("/default/other", create=True)
+    for payload in numbered(COUNT, size=902):
+        other.append(payload)
+        other.flush()
+    log.close()
+    fs = site.disk()
+    return {seq: read_file(fs, f"{ROOT}/default/other/{name_of(seq)}") for seq in range(7)}
+
+
+def test_file_of_another_topic_is_replaced_by_what_the_bucket_has(site):
+    files = a_log_beside_another(site)
+    write_over(site, 2, files[2])
+    log = opened(site)
+    assert log.topic(TEXT).state is TopicState.OPEN, "nothing but the names tells"
+    report = log.repair(TEXT)
+    assert (report.local_frames, report.errors) == (COUNT - TIERED, ())
+    check_whole(site, log)
+
+
+def test_file_of_another_topic_that_the_bucket_does_not_have_is_told(site):
+    files = a_log_beside_another(site)
+    write_over(site, 5, files[5])
+    log = opened(site)
+    report = log.repair(TEXT)
+    assert report.local_frames is None
+    (error,) = report.errors
+    assert (error.offset, error.path) == (25, f"{PATH}/{name_of(5)}")
+    assert "/default/other" in error.message
+
+
+def test_frames_that_differ_between_the_tiers_are_told(site):
+    """Goal: a local file of another copy of the topic is not taken for the topic's own."""
+    with Site() as elsewhere:
+        log = opened(elsewhere)
+        topic = log.topic(TEXT, create=True)
+        for payload in numbered(COUNT, first=1000, size=900):
+            topic.append(payload)
+            topic.flush()
+        log.close()
+        data = read_file(elsewhere.disk(), f"{PATH}/{name_of(2)}")
+    a_log(site).close()
+    write_over(site, 2, data)
+    log = opened(site)
+    report = log.repair(TEXT)
+    assert report.local_frames is None
+    (error,) = report.errors
+    assert (type(error), error.offset) == (ConflictError, 10)
+
+
 # -- damage that is left out by configuration ---------------------------------------------------
 
 

@@ -7,9 +7,10 @@ from itertools import islice
 import pytest
 
 from ister import failpoints
+from ister.bucket.express import find_runs
 from ister.bucket.names import TopicKeys, object_key, objects_prefix, parse_object_id
 from ister.bucket.orphans import collect_orphans
-from ister.bucket.rebuild import find_runs, find_topics, rebuild_topic
+from ister.bucket.rebuild import find_topics, rebuild_topic
 from ister.clock import SystemClock
 from ister.errors import CorruptDataError, NotFoundError, UnavailableError
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
@@ -466,7 +467,7 @@ def rebuilt(site):
         metadata,
         TopicKeys(PREFIX, NAME),
         find_topics(site.objects)[NAME],
-        runs=runs.get(NAME, []),
+        runs=runs.of(NAME),
         clock=site.clock,
         dry_run=True,
     )

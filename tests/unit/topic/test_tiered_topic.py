@@ -488,6 +488,31 @@ def test_damaged_history_is_left_out_where_that_is_wished(site, at):
     assert payloads(topic.read()) == sent[:bad] + sent[bad + 1 :]
 
 
+@pytest.mark.parametrize("on_damage", ["skip", "error"])
+def test_lost_object_is_left_out_where_that_is_wished(site, on_damage):
+    topic, sent = cold(site, storage={"cloud_reader": {"on_damage": on_damage}})
+    lost = site.catalog().find(5)
+    site.objects.drop(site.key(5))
+    reader = topic.reader(0, end=len(sent))
+    if on_damage == "error":
+        with pytest.raises(NotFoundError):
+            payloads(reader)
+        return
+    end = topic.watermarks.trimmed
+    assert lost.start < end < lost.end, "the files have the object's last messages"
+    assert payloads(reader) == sent[: lost.start] + sent[end:]
+    assert reader.damage_left_out == end - lost.start
+
+
+def test_bucket_without_a_single_object_is_not_left_out(site):
+    """Goal: with the wrong bucket, or one that is not mounted, `skip` does not skip everything."""
+    topic, _ = cold(site, storage={"cloud_reader": {"on_damage": "skip"}})
+    for key in [info.key for info in site.objects.list("")]:
+        site.objects.drop(key)
+    with pytest.raises(NotFoundError):
+        payloads(topic.read())
+
+
 def test_damaged_end_of_the_bucket_is_left_out_and_the_files_follow(site):
     """Goal: skipping goes on behind the last object, where that ends with the damage."""
     log = site.open()

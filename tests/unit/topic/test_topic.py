@@ -25,8 +25,10 @@ from ister.model import AckLevel, Codec, MessageId, StreamMessage, TopicState
 from support.cases import each
 from support.machine import (
     NAME,
+    ROOT,
     Calls,
     Gate,
+    Machine,
     ManualClock,
     NoThreads,
     Task,
@@ -35,6 +37,7 @@ from support.machine import (
     payloads,
     waiting,
 )
+from support.memory_fs import SimulatedCrash
 
 SMALL = {"cache_capacity": 4, "rotate_max_bytes": 4096, "stream_chunk_size": 64 * 1024}
 EPOCH = datetime(2024, 1, 1, tzinfo=UTC)
@@ -833,6 +836,44 @@ def test_topic_is_one_object_and_opens_again_after_close(machine):
     assert again is not topic
     assert payloads(again.read()) == [b"a"]
     assert again.append(b"b") == 1
+
+
+@pytest.mark.parametrize("end_life", [Machine.kill, Machine.cut_power], ids=["kill", "power cut"])
+def test_deletion_that_a_crash_has_interrupted_leaves_the_topic_or_none(end_life):
+    """Goal: without a bucket too, a topic is whole or gone after a crash at any step."""
+    outcomes = set()
+    for at in range(1, 60):
+        with Machine() as machine:
+            topic = machine.topic(rotate_max_bytes=4096)
+            for payload in numbered(12, size=900):
+                topic.append(payload)
+            topic.flush()
+            steps = iter(range(1, at))
+
+            def crash(kind, path, steps=steps):
+                if next(steps, None) is None:
+                    raise SimulatedCrash
+
+            machine.fs.before = crash
+            is_done = False
+            try:
+                machine._logs[-1].delete(NAME)
+                is_done = True
+            except SimulatedCrash:
+                pass
+            end_life(machine)
+            machine.fs.before = lambda kind, path: None
+            names = machine.open().topics()
+            outcomes.add((is_done, len(names)))
+            if names:
+                topic = machine._logs[-1].topic(NAME)
+                assert topic.state is TopicState.OPEN, at
+                assert payloads(topic.read()) == numbered(12, size=900), at
+            else:
+                assert machine.fs.list_directory(f"{ROOT}/default") == [], at
+        if is_done:
+            break
+    assert outcomes == {(False, 1), (False, 0), (True, 0)}
 
 
 def test_missing_topic_is_not_made_by_looking(machine):

@@ -8,10 +8,23 @@ import pytest
 
 from ister.clock import ManualClock
 from ister.errors import ClosedError, DiskError, WaitTimeoutError
-from ister.limits import LAZY_WRITE_SECONDS
+from ister.limits import (
+    CHECKPOINT_INTERVAL_SECONDS,
+    LAZY_WRITE_SECONDS,
+    SLOW_SYNC_SHOWN_SECONDS,
+)
 from ister.model import AckLevel, TopicState
 from ister.wal.waiters import Waiter
-from support.machine import Calls, Gate, NoThreads, Task, eventually, payloads, waiting
+from support.machine import (
+    PATIENCE_SECONDS,
+    Calls,
+    Gate,
+    NoThreads,
+    Task,
+    eventually,
+    payloads,
+    waiting,
+)
 
 SYNCED = AckLevel.SYNCED
 
@@ -91,6 +104,121 @@ def test_those_who_come_during_a_sync_share_the_next_one(machine):
         task.result()
     assert topic.watermarks.synced == 9
     assert gate.count("sync", ".log") == 2
+
+
+SLOW_THREADS = 3
+HELD = ("wal.log", "wal.ckpt.tmp")
+
+
+@pytest.mark.parametrize("ack", ["synced", "written"])
+def test_slow_disks_of_some_topics_do_not_hold_up_the_others(machine, ack):
+    """Goal: topics whose syncs hang hold one thread each, and the rest acknowledges at once.
+
+    Method: all syncs of as many topics as there are threads, less one, block: those of messages,
+    and those of checkpoints, which are due. Their timers fire again and again meanwhile, as appends
+    make them do. Other topics have to be acknowledged, and their checkpoints saved, before
+    the first of these syncs ends.
+    """
+    clock = ManualClock()
+    log = machine.open(clock=clock, writer_threads=SLOW_THREADS)
+    slow = [
+        log.topic(f"/default/slow{number}", create=True, ack=ack)
+        for number in range(SLOW_THREADS - 1)
+    ]
+    fast = log.topic("/default/fast", create=True)
+    for topic in (*slow, fast):
+        topic.wait(topic.append(b"before"), "synced")
+    files = tuple(f"{topic.wal.directory.path}/{name}" for topic in slow for name in HELD)
+    machine.fs.before = gate = Gate("sync", files)
+    try:
+        clock.advance(5)
+        tasks = [Task(topic.wait, topic.append(b"slow"), "synced", 1e6) for topic in slow]
+        for topic in slow:
+            eventually(topic.wal._sync_lock.locked)
+        for _ in range(2 * SLOW_THREADS):
+            for topic in slow:
+                topic.append(b"more")
+                clock.advance(1)
+                topic.wal.on_timer(topic.wal._timer_at)
+            fast.wait(fast.append(b"x"), "synced", PATIENCE_SECONDS)
+        before = gate.count("sync", "/fast/wal.ckpt.tmp")
+        clock.advance(5)
+        fast.wait(fast.append(b"x"), "synced", PATIENCE_SECONDS)
+        fast.wal.on_timer(fast.wal._timer_at)
+        eventually(lambda: gate.count("sync", "/fast/wal.ckpt.tmp") > before)
+        assert all(task.is_running for task in tasks)
+    finally:
+        gate.open()
+    for task in tasks:
+        task.result()
+
+
+def test_producer_that_opens_a_file_does_not_sync_those_of_other_topics(machine):
+    """Goal: the limit on open files costs a producer no sync of another topic's file.
+
+    Method: a producer's own thread commits; the file that has to be closed for its own has bytes
+    that are not synced, and a sync that hangs.
+    """
+    log = machine.open(max_open_files=1, writer_threads=2, fsync_interval_ms=5000)
+    slow = log.topic("/default/slow", create=True, ack="written")
+    fast = log.topic("/default/fast", create=True)
+    slow.wait(slow.append(b"a"), "written")
+    machine.fs.before = gate = Gate("sync", "/slow/wal.log")
+    try:
+        Task(fast.wait, fast.append(b"x")).result()
+        gate.wait_reached()
+        assert slow.watermarks.synced == 0
+    finally:
+        gate.open()
+    eventually(lambda: slow.watermarks.synced == 1)
+
+
+def test_checkpoint_is_due_an_interval_after_the_end_of_the_last_save(machine):
+    """Goal: on a slow disk, threads do not queue for the checkpoint of one topic."""
+    clock = ManualClock()
+    topic = machine.topic(clock=clock, scheduler=NoThreads())
+    topic.wait(topic.append(b"a"))
+    saver = topic.wal._checkpointer
+    machine.fs.before = gate = Gate("sync", "wal.ckpt.tmp")
+    saving = Task(saver.save)
+    gate.wait_reached()
+    topic.wait(topic.append(b"b"))
+    clock.advance(60)
+    assert saver.due_at() > clock.monotonic()
+    saver.save_quietly()  # returns although the other save does not
+    assert saving.is_running
+    gate.open()
+    saving.result()
+    assert saver.due_at() == clock.monotonic() + CHECKPOINT_INTERVAL_SECONDS
+
+
+def test_slow_disk_is_logged_once_with_topic_path_and_seconds(machine, caplog):
+    clock = ManualClock()
+    log = machine.open(clock=clock)
+    topic, guard = log.topic("/default/orders", create=True), log.room.disk
+    machine.fs.before = gate = Gate("sync")
+    waiting_call = Task(lambda: topic.wait(topic.append(b"a")))
+    gate.wait_reached()
+    guard.report_slow_syncs()
+    assert topic.wal.slow_sync_seconds == 0
+    clock.advance(3)
+    for _ in range(3):
+        guard.report_slow_syncs()
+    assert topic.wal.slow_sync_seconds == 3
+    gate.open()
+    waiting_call.result()
+    clock.advance(SLOW_SYNC_SHOWN_SECONDS - 1)
+    guard.report_slow_syncs()
+    assert topic.wal.slow_sync_seconds == 3
+    [told] = [record for record in caplog.records if record.name == "ister.topic.disk"]
+    assert (told.levelname, told.topic, told.seconds) == ("WARNING", topic.name, 3.0)
+    assert told.path == topic.wal.directory.path
+    clock.advance(1)
+    with caplog.at_level("INFO"):
+        guard.report_slow_syncs()
+        guard.report_slow_syncs()
+    assert [record.message for record in caplog.records[-2:]][-1] == "disk is fast again"
+    assert topic.wal.slow_sync_seconds == 0
 
 
 class Yields(ManualClock):

@@ -23,12 +23,19 @@ def _saved(machine):
     return WalDirectory(machine.fs, PATH).load_state()
 
 
-def _fail(kind, number=errno.EIO):
-    return Calls(
-        fail=lambda seen, path: (
-            OSError(number, "broken") if seen == kind and path.endswith(".log") else None
-        )
+def _broken(*kinds, number=errno.EIO):
+    return lambda seen, path: (
+        OSError(number, "broken") if seen in kinds and path.endswith(".log") else None
     )
+
+
+def _fail(kind, number=errno.EIO):
+    return Calls(fail=_broken(kind, number=number))
+
+
+def _run(topic):
+    topic.wal.run()
+    topic.wal.run_upkeep()
 
 
 def test_checkpoint_is_saved_although_a_producer_commits_all_the_time(machine):
@@ -38,7 +45,7 @@ def test_checkpoint_is_saved_although_a_producer_commits_all_the_time(machine):
     topic.wait(topic.append(b"a"))
     clock.advance(5)
     with topic.wal._commit_lock:
-        topic.wal.run()
+        _run(topic)
     assert _saved(machine).synced == 1
 
 
@@ -48,14 +55,14 @@ def test_failed_sync_stays_noted_when_a_checkpoint_was_due(machine):
     topic.wait(topic.append(b"a"))
     topic.append(b"b")
     clock.advance(60)
-    topic.wal.run()
+    _run(topic)
     clock.advance(60)
     machine.fs.before = _fail("sync")
-    topic.wal.run()
+    _run(topic)
     assert topic.state is TopicState.FAILED
     machine.fs.before = Calls()
     clock.advance(60)
-    topic.wal.run()
+    _run(topic)
     topic.wal.save_checkpoint()
     assert _saved(machine).is_poisoned
 
@@ -63,22 +70,23 @@ def test_failed_sync_stays_noted_when_a_checkpoint_was_due(machine):
 def test_failed_sync_is_noted_after_a_failed_write_too(machine):
     """Goal: the ordinary way in which a disk dies is not taken for less than it is.
 
-    Method: a sync that nobody waits for is under way (its lock is held); a write fails meanwhile,
-    and its waiter is told at once; then the sync fails.
+    Method: a sync that nobody waits for is under way; a write fails meanwhile, and its waiter is
+    told at once; then the sync fails.
     """
     topic = machine.topic(scheduler=NoThreads())
     wal = topic.wal
     topic.wait(topic.append(b"a"))
     topic.wait(topic.append(b"b"), "written")
-    target, position = wal.written, wal.writer.position
-    wal._sync_lock.acquire()
-    machine.fs.before = _fail("write")
+    wal._lazy_sync = (wal.written, wal.writer.position, wal.writer.seq)
+    machine.fs.before = gate = Gate("sync", fail=_broken("write", "sync"))
+    upkeep = Task(wal.run_upkeep)
+    gate.wait_reached()
     with pytest.raises(DiskError):
         topic.wait(topic.append(b"c"), "written")
     assert topic.state is TopicState.FAILED
     assert not wal.has_failed_sync
-    machine.fs.before = _fail("sync")
-    wal._finish_lazy_sync(wal.writer, target, position)
+    gate.open()
+    upkeep.result()
     assert wal.has_failed_sync
     assert isinstance(wal.failure, SyncFailedError)
     assert _saved(machine).is_poisoned

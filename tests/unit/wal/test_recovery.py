@@ -192,6 +192,19 @@ def test_all_files_missing_is_damage_and_offsets_are_not_given_out_again(machine
     assert (topic.state, topic.watermarks.next) == (TopicState.QUARANTINED, 30)
 
 
+def test_files_out_of_order_are_damage_without_a_checkpoint_too(machine):
+    """Goal: files that were renamed by hand do not make a log that goes on in its middle."""
+    _closed_log(machine, **ROTATE)
+    first, second = machine.read(f"{PATH}/wal.log"), machine.read(f"{PATH}/wal.1.log")
+    for name in [name for name in machine.fs.list_directory(PATH) if name != "wal.origin"]:
+        machine.remove(f"{PATH}/{name}")
+    machine.create(f"{PATH}/wal.log", second)
+    machine.create(f"{PATH}/wal.1.log", first)
+    topic = machine.reopened(**ROTATE)
+    assert topic.state is TopicState.QUARANTINED
+    assert "the one before it at" in topic.damage[0].reason
+
+
 # -- hints --------------------------------------------------------------------------------------
 
 

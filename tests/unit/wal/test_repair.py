@@ -2,6 +2,7 @@
 
 import copy
 import errno
+from dataclasses import replace
 from operator import methodcaller
 
 import pytest
@@ -178,12 +179,14 @@ def test_checkpoint_says_what_the_new_file_is(harm, start):
     machine, frames = a_machine(harm)
     with machine:
         log, topic = opened(machine)
+        topic.wal.settings = replace(topic.wal.settings, incarnation="of this topic")
         rewrite(topic, start)
         state = WalDirectory(machine.fs, PATH).load_state()
         log.close()
     assert (state.synced, state.is_poisoned) == (COUNT, False)
     assert state.synced_position == len(b"".join(frames[start:]))
     assert (state.ack, state.codec) == (topic.ack, topic.codec)
+    assert state.incarnation == "of this topic"
     checkpoint = state.checkpoint
     assert (checkpoint.start_offset, checkpoint.last_offset) == (start, COUNT - 1)
     assert (checkpoint.file_seq, checkpoint.active_file_name) == (8, "wal.8.log")

@@ -6,7 +6,8 @@ import pytest
 
 from ister.config import load_config
 from ister.errors import InvalidRequestError
-from ister.wire.settings import decode_settings, encode_settings
+from ister.wire.settings import decode_settings, encode_settings, has_local_stores
+from support.cases import each
 
 SECRETS = {
     "access_key": "AKIASECRET1",
@@ -181,3 +182,26 @@ def test_settings_say_that_etcd_speaks_tls_and_keep_the_certificates():
     config = load_config({"storage": {"wal": {"dir": "/wal"}, "metadata": metadata}}, {})
     shared = decode_settings(encode_settings(config))["storage"]["metadata"]
     assert shared == {"backend": "etcd", "endpoints": ["https://a:1", "https://b:2"]}
+
+
+@each("backend", ["fs", "s3"])
+def test_paths_are_shown_to_administrators_alone(backend):
+    root = "/srv/bucket" if backend == "fs" else "s3://bucket/prefix"
+    metadata = {"backend": "etcd", "endpoints": ["10.0.0.1:2379"]}
+    tree = {
+        "storage": {
+            "wal": {"dir": "/srv/wal"},
+            "cloud": {"backend": backend, "root": root},
+            "metadata": metadata if backend == "s3" else {"path": "/srv/metadata.db"},
+        }
+    }
+    config = load_config(tree, {})
+    assert b"/srv/wal" in encode_settings(config)
+    data = encode_settings(config, shows_paths=False)
+    assert b"/srv" not in data
+    assert has_local_stores(config) == (backend == "fs")
+    found = load_config(decode_settings(data), {}).storage
+    assert backend == "fs" or (found.cloud, found.metadata) == (
+        config.storage.cloud,
+        config.storage.metadata,
+    )

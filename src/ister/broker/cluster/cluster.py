@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -49,8 +49,8 @@ _ASSIGN_SECONDS: Final = 1.5
 _ASSIGN_POLL_SECONDS: Final = 0.02
 # After so many lease times without a leader, rendezvous hashing chooses brokers.
 _LEADERLESS_TTLS: Final = 2
-# More changes than this are found faster by reading everything.
-_WISHES_ONE_BY_ONE: Final = 20
+# More topics than this are found faster by reading everything.
+_ONE_BY_ONE_MAX: Final = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +104,9 @@ class Cluster:
 
     def leave(self) -> None:
         """Removes this broker from the cluster: its entry, and the leader's key if it leads."""
-        self._resign()
-        self.members.leave()
+        if self.is_leased:  # else they have ended with the lease
+            self._resign()
+            self.members.leave()
 
     def _resign(self) -> None:
         with suppress(IsterError):
@@ -138,6 +139,20 @@ class Cluster:
                 on_change(part)
 
         return self._tiers.metadata.watch(prefix, on_key)
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether this broker may own topics: its lease is valid, or it needs none."""
+        return self._tiers is None or self._tiers.membership.is_valid
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether the lease was not renewed when it was due, and other brokers may take over."""
+        tiers = self._tiers
+        if tiers is None or self.members.is_replaced or not self.members.known_others:
+            return False
+        left = tiers.membership.valid_until - self._clock.boottime()
+        return left < tiers.storage.metadata.lease_ttl_seconds / 2
 
     # -- where a topic is -------------------------------------------------------------------
 
@@ -309,7 +324,7 @@ class Cluster:
     ) -> Iterator[tuple[str, Assignment, str | None]]:
         """Assigned topics, each with its assignment and its owner's node."""
         assert self.assignments is not None  # noqa: S101 - for mypy
-        if topics is None or len(topics) > _WISHES_ONE_BY_ONE:
+        if topics is None or len(topics) > _ONE_BY_ONE_MAX:
             owners = self.owners()
             for topic, (assignment, _) in self.assignments.all().items():
                 yield topic, assignment, owners.get(topic)
@@ -334,6 +349,21 @@ class Cluster:
         if self._tiers is None:
             return {}
         return read_owners(self._tiers.metadata, self._tiers.storage.metadata.root_prefix)
+
+    def find_owners(self, topics: Collection[str]) -> dict[str, Member]:
+        """The broker that owns each of these topics; those without one are missing.
+
+        Raises:
+            UnavailableError: The metadata store does not answer.
+        """
+        members = {one.node: one for one in self.members.read()}
+        owners: Mapping[str, str | None] = (
+            self.owners()
+            if len(topics) > _ONE_BY_ONE_MAX
+            else {topic: self.owner_node(TopicName.parse(topic)) for topic in topics}
+        )
+        found = ((topic, members.get(owners.get(topic) or "")) for topic in topics)
+        return {topic: member for topic, member in found if member is not None}
 
     def own_topics(self) -> list[str] | None:
         """The topics that this broker should open when it starts; None for all: it is alone.

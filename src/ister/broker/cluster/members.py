@@ -137,8 +137,13 @@ class Members:
     @property
     def count(self) -> int:
         """The number of brokers when the list was last read; at least this one."""
+        return 1 + len(self.known_others)
+
+    @property
+    def known_others(self) -> list[Member]:
+        """The other brokers when the list was last read, however long ago."""
         with self._lock:
-            return max(1, len(self._known))
+            return [one for one in self._known if one.node != self.own.node]
 
     def expire(self) -> None:
         """Makes the next call read the store: an entry has changed."""

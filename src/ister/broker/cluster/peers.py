@@ -7,8 +7,8 @@ Owns: channels to other brokers, and what a call to them carries. Does not own: 
 
 A call carries its caller's own credentials, so the other broker decides what the caller may do. A
 client certificate cannot be forwarded: its owner has to call the other broker itself. A dead letter
-has no caller; it carries the secret of the cluster (`ister.broker.security.cluster_secret`), which
-is accepted for nothing else.
+and the question for owners have no caller; they carry the secret of the cluster
+(`ister.broker.security.cluster_secret`), which is accepted for nothing else.
 
 Forwarded calls are served under names of their own (`forwarded.ister.Admin/Seek`), and are not
 forwarded again, so that two brokers that each take the other for the owner of a topic do not call
@@ -18,21 +18,23 @@ headers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final, TypeVar
 
 import grpc
+import msgspec
 from google.protobuf.message import Message
 
 from ister.broker.rpc.handlers import Refused
 from ister.broker.security.guard import current_caller
 from ister.broker.security.tls import ServerTls
 from ister.bucket.members import Member
-from ister.errors import IsterError, UnavailableError
+from ister.errors import CorruptDataError, IsterError, UnavailableError
 from ister.format.message import encode_message
 from ister.model import AckLevel, Codec, StreamMessage
+from ister.structs import make_decoder
 from ister.wire import Rpc, danube_admin, ister_api, services
 from ister.wire.errors import error_of, is_answer
 
@@ -43,6 +45,8 @@ FORWARDED: Final = "forwarded."
 """The prefix of services that serve forwarded calls."""
 
 _CALL_SECONDS: Final = 30.0
+# Clients wait for this one while they look a topic up.
+_OWNERS_SECONDS: Final = 2.0
 _OPTIONS: Final = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -52,6 +56,7 @@ _OPTIONS: Final = [
     ("grpc.max_reconnect_backoff_ms", 300),
 ]
 
+_owners: Final = make_decoder(dict[str, Member])
 _is_forwarded: ContextVar[bool] = ContextVar("ister_forwarded", default=False)
 
 
@@ -182,15 +187,43 @@ class Peers:
         Raises:
             IsterError: The broker's error, or that it does not answer.
         """
-        address = member.broker_url.partition("://")[2]
         request = ister_api.DeadLetter(topic=name, message=encode_message(message, Codec.BINCODE2))
+        await self._ask(member, services.Peers.PublishDeadLetter, request, topic=name)
+
+    async def find_owners(self, member: Member, topics: Sequence[str]) -> dict[str, Member] | None:
+        """Asks another broker which brokers own topics; those without an owner are missing.
+
+        Returns:
+            None if that broker seems not to reach the metadata store either.
+
+        Raises:
+            IsterError: The broker's error, or that it does not answer soon.
+        """
+        request = ister_api.OwnTopicsRequest(topics=topics)
+        found = await self._ask(member, services.Peers.FindOwners, request, timeout=_OWNERS_SECONDS)
+        try:
+            return _owners.decode(found.json) if found.json else None
+        except msgspec.DecodeError as error:
+            raise CorruptDataError(f"{member.broker_url}: the answer is invalid") from error
+
+    async def _ask(
+        self,
+        member: Member,
+        rpc: Rpc[_Request, _Response],
+        request: _Request,
+        *,
+        topic: str | None = None,
+        timeout: float = _CALL_SECONDS,
+    ) -> _Response:
+        """Calls another broker in this one's own name."""
+        address = member.broker_url.partition("://")[2]
         headers = () if self._secret is None else (("authorization", f"Broker {self._secret}"),)
         try:
-            await services.Peers.PublishDeadLetter.call(
-                self._channel(address), request, timeout=_CALL_SECONDS, metadata=headers
+            return await rpc.call(
+                self._channel(address), request, timeout=timeout, metadata=headers
             )
         except grpc.aio.AioRpcError as error:
-            raised: IsterError = error_of(error, address, name)
+            raised: IsterError = error_of(error, address, topic)
             raise raised from error
 
     def _channel(self, address: str) -> grpc.aio.Channel:

@@ -9,4 +9,5 @@ dead_letters    messages that failed too often, as the dead-letter topic gets th
 frame_sizes     the sizes of frames that may have to be read again
 fanout          a subscription of a topic without a log: messages are pushed or dropped
 memory_budget   the memory of all of them
+write_queue     which streams may write, within that memory
 """

@@ -55,6 +55,7 @@ class CursorWriter:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._writing = asyncio.Lock()
+        self._is_under_way = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._seen_version = -1
@@ -87,8 +88,7 @@ class CursorWriter:
             self._moved_to, self.moved_at = cursor, now
         plan.update(cursor, now, version=self._seen_version)
         if plan.is_due(now):
-            if not self._writing.locked():
-                self._start()
+            self._start()
         elif self._timer is None:
             deadline = plan.deadline()
             if deadline is not None:
@@ -96,10 +96,14 @@ class CursorWriter:
 
     def _on_timer(self) -> None:
         self._timer = None
-        if not self._is_closed:
-            self._start()
+        # An acknowledgement may have had the cursor written at the same moment.
+        self.update(self._loop.time())
 
     def _start(self) -> None:
+        """Starts a write, unless one is under way: that one calls `update` at its end."""
+        if self._is_under_way:
+            return
+        self._is_under_way = True
         task = self._loop.create_task(self._write())
         threads.watch_task("ister-dispatch", task)
         self._tasks.add(task)
@@ -113,6 +117,8 @@ class CursorWriter:
             self._on_fenced()
         except IsterError as error:
             _log.warning("cursor not written", extra={"error": str(error)})
+        finally:
+            self._is_under_way = False
         # What was acknowledged meanwhile, or has to be tried again.
         self.update(self._loop.time())
 

@@ -3,6 +3,11 @@
 Owns: the attributes of a dead letter, both directions. Does not own: publishing it (`dispatcher`),
 and what operators do with it (`ister.broker.topics.dead_letter_queue`).
 
+Whoever may produce to a dead-letter topic can publish a message with these attributes. So brokers
+sign their letters (`x-dead-letter-signature`): a MAC of the message and its topic, with a key that
+only brokers of the metadata store have. What a message without a valid signature says of its past
+is not believed.
+
 Dead-letter topics may have subscriptions with dead-letter topics of their own, which may lead back
 to the first topic. So each dead letter counts its hops (`x-dead-letter-hops`), and after `HOPS_MAX`
 it is not published again. The `x-original-…` attributes are those of the first hop; the attempt and
@@ -11,6 +16,9 @@ the reason are those of the last one.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -27,6 +35,7 @@ _POLICY: Final = "x-poison-policy"
 _ATTEMPT: Final = "x-delivery-attempt"
 _REASON: Final = "x-failure-reason"
 _DROPPED: Final = "x-attributes-dropped"
+_SIGNATURE: Final = "x-dead-letter-signature"
 _ORIGIN: Final = (
     "x-original-topic",
     "x-original-subscription",
@@ -35,7 +44,45 @@ _ORIGIN: Final = (
     "x-original-broker-addr",
 )
 _NUMBER_MAX: Final = 10**9
-_OURS: Final = frozenset({*_ORIGIN, _HOPS, _POLICY, _ATTEMPT, _REASON, _DROPPED})
+_OURS: Final = frozenset({*_ORIGIN, _HOPS, _POLICY, _ATTEMPT, _REASON, _DROPPED, _SIGNATURE})
+
+
+class LetterSigner:
+    """Marks the dead letters of a cluster's brokers. Thread-safe.
+
+    `secret` is the cluster's, see `ister.broker.security.cluster_secret`.
+    """
+
+    def __init__(self, secret: str) -> None:
+        self._key = secret.encode()
+
+    def sign(self, record: StreamMessage, topic: str) -> StreamMessage:
+        """Returns a message with the signature of a letter in the dead-letter topic `topic`."""
+        return replace(
+            record, attributes={**record.attributes, _SIGNATURE: self._mac(record, topic)}
+        )
+
+    def verify(self, record: StreamMessage, topic: str) -> bool:
+        """Whether a broker has signed a message, unchanged, for the topic that it is in."""
+        shown = record.attributes.get(_SIGNATURE, "")
+        return hmac.compare_digest(
+            self._mac(record, topic).encode(), shown.encode("utf-8", "replace")
+        )
+
+    def _mac(self, record: StreamMessage, topic: str) -> str:
+        fields = (
+            "dead letter",
+            topic,
+            sorted((name, text) for name, text in record.attributes.items() if name != _SIGNATURE),
+            record.publish_time,
+            record.producer_name,
+            record.schema_id,
+            record.schema_version,
+            record.routing_key,
+        )
+        mac = hmac.new(self._key, json.dumps(fields).encode(), hashlib.sha256)
+        mac.update(record.payload)
+        return mac.hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +132,10 @@ def restore_message(record: StreamMessage, target: str) -> StreamMessage:
     return replace(record, msg_id=identity, attributes=own_attributes(record))
 
 
-def has_used_up_hops(message: Message) -> bool:
-    """Whether a message has passed through as many dead-letter topics as it may."""
-    return _hops(_record(message)) >= HOPS_MAX
+def has_used_up_hops(message: Message, topic: str, signer: LetterSigner) -> bool:
+    """Whether a message of `topic` has passed through as many dead-letter topics as it may."""
+    record = _record(message)
+    return _hops(record) >= HOPS_MAX and signer.verify(record, topic)
 
 
 def make_letter(
@@ -97,14 +145,17 @@ def make_letter(
     topic: str,
     subscription: str,
     target: str,
+    signer: LetterSigner,
     is_bare: bool = False,
 ) -> StreamMessage:
-    """Makes the dead letter of a message.
+    """Makes the dead letter of a message of `topic`.
 
     `is_bare` leaves out the message's own attributes, because they do not fit.
     """
     record = _record(message)
-    known, hops = record.attributes, _hops(record)
+    is_letter = signer.verify(record, topic)
+    known = record.attributes if is_letter else own_attributes(record)
+    hops = _hops(record) if is_letter else 0
     attributes = {} if is_bare else dict(known)
     if is_bare and known:
         attributes[_DROPPED] = str(len(known))
@@ -126,7 +177,7 @@ def make_letter(
         _REASON: instruction.reason or "",
     }
     identity = MessageId(topic_name=target, broker_addr=record.msg_id.broker_addr)
-    return replace(record, msg_id=identity, attributes=attributes)
+    return signer.sign(replace(record, msg_id=identity, attributes=attributes), target)
 
 
 def _record(message: Message) -> StreamMessage:

@@ -24,7 +24,7 @@ from typing import Final
 
 from ister import failpoints, threads
 from ister.broker.dispatch.cursor_writer import CursorWriter
-from ister.broker.dispatch.dead_letters import has_used_up_hops, make_letter
+from ister.broker.dispatch.dead_letters import LetterSigner, has_used_up_hops, make_letter
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.dispatch.outbox import TAKEN_OVER_SECONDS, Outbox, Sent
 from ister.broker.dispatch.prefetch import Prefetcher
@@ -41,9 +41,9 @@ from ister.errors import (
     MessageTooLargeError,
     UnavailableError,
 )
-from ister.limits import MIB
 from ister.metrics import Metrics
 from ister.model import StreamMessage, TopicName
+from ister.positions import lag_of
 from ister.subscription.delivery import Delivery
 from ister.subscription.entries import AckResult, DeadLetter, Drop, Instruction, Send
 from ister.subscription.policy import FailurePolicy, SubscriptionKind
@@ -57,8 +57,6 @@ _log = logging.getLogger("ister.broker.dispatch.dispatcher")
 
 _NEVER: Final = float("inf")
 _DEAD_LETTER_RETRY_MS: Final = 2000
-# What a stream writes at once at the most, unless a message is larger.
-_BATCH_BYTES: Final = 1 * MIB
 
 PublishDeadLetter = Callable[[str, StreamMessage], Awaitable[None]]
 
@@ -78,6 +76,7 @@ class Dispatcher:
         rate: Rate,
         grace_seconds: float,
         publish_dead_letter: PublishDeadLetter,
+        signer: LetterSigner,
         on_fenced: Callable[[], None],
         metrics: Metrics,
         counters: SubscriptionCounters | None = None,
@@ -90,6 +89,7 @@ class Dispatcher:
         self._store = store
         self._grace = grace_seconds
         self._publish_dead_letter = publish_dead_letter
+        self._signer = signer
         self._on_fenced = on_fenced
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
@@ -105,6 +105,7 @@ class Dispatcher:
         )
         self.receipts = Receipts(stored.receipt_key)
         self._outboxes: dict[int, Outbox[Sent]] = {}
+        self._writes = budget.writes
         self.prefetcher = Prefetcher(
             topic,
             self.delivery,
@@ -154,8 +155,8 @@ class Dispatcher:
 
     @property
     def lag(self) -> int:
-        """Messages from the cursor to the end."""
-        return max(0, self.end - self.delivery.cursor)
+        """Messages from the cursor to the end that still exist."""
+        return lag_of(self.delivery.cursor, earliest=self.topic.earliest, end=self.end)
 
     @property
     def attached(self) -> list[int]:
@@ -213,7 +214,7 @@ class Dispatcher:
             active_elsewhere_at=active_elsewhere_at,
             now=now,
         )
-        outbox: Outbox[Sent] = Outbox(consumer)
+        outbox: Outbox[Sent] = Outbox(consumer, self._writes)
         self._outboxes[consumer] = outbox
         self.delivery.set_room(consumer, outbox.room)
         self.prefetcher.start()
@@ -225,7 +226,7 @@ class Dispatcher:
     def detach(self, outbox: Outbox[Sent]) -> None:
         """Ends delivery to a consumer; what it has not acknowledged goes to others, or waits."""
         consumer = outbox.consumer
-        self.prefetcher.count_written(outbox)
+        outbox.memory.set(0)
         if self._outboxes.get(consumer) is not outbox:
             return  # another stream of the same consumer has taken over
         del self._outboxes[consumer]
@@ -256,7 +257,7 @@ class Dispatcher:
     def written(self, outbox: Outbox[Sent], count: int) -> None:
         """Records that a stream has written messages, so that there is room for more."""
         outbox.written(count)
-        self.prefetcher.count_written(outbox)
+        outbox.memory.written()
         if self._outboxes.get(outbox.consumer) is outbox:
             self.delivery.set_room(outbox.consumer, outbox.room)
             self._pump()
@@ -271,7 +272,7 @@ class Dispatcher:
             return None
         if not delivery.begin_write(consumer, offset, now=self._loop.time()):
             return None
-        self.prefetcher.count_leaving(outbox, message.size_bytes)
+        outbox.memory.begin(message.size_bytes)
         return message
 
     async def next_messages(
@@ -279,18 +280,23 @@ class Dispatcher:
     ) -> list[tuple[Message, int]]:
         """Returns messages to write to a consumer's stream, and their attempts: a bounded batch.
 
-        Removes what it has handled from the front of `items`, including messages that must not be
-        written. The stream writes them, and calls `Prefetcher.count_written`, before the next call.
+        Waits until there is memory for it. Removes what it has handled from the front of `items`,
+        including messages that must not be written. The stream writes them, and calls
+        `outbox.memory.written`, before the next call.
         """
-        messages = self._messages_at_hand(outbox, items)
-        if messages or not items:
-            return messages
-        offset, attempt = items.pop(0)
-        message = await self.next_message(outbox, offset)
-        return [] if message is None else [(message, attempt)]
+        room = self.prefetcher.batch_bytes(outbox, items[0][0])
+        await outbox.memory.reserve(room)
+        messages = self._messages_at_hand(outbox, items, room)
+        if not messages and items:
+            offset, attempt = items.pop(0)
+            outbox.memory.set(room)
+            message = await self.next_message(outbox, offset)
+            messages = [] if message is None else [(message, attempt)]
+        outbox.memory.begin(sum(message.size_bytes for message, _ in messages))
+        return messages
 
     def _messages_at_hand(
-        self, outbox: Outbox[Sent], items: list[Sent]
+        self, outbox: Outbox[Sent], items: list[Sent], room: int
     ) -> list[tuple[Message, int]]:
         """Like `next_messages`, but stops at a message that is not in memory."""
         consumer = outbox.consumer
@@ -299,7 +305,6 @@ class Dispatcher:
             return []
         now, begin_write = self._loop.time(), self.delivery.begin_write
         held, kept = self.prefetcher.held, self.prefetcher.kept
-        room = min(_BATCH_BYTES, self.prefetcher.batch_bytes(outbox))
         offsets: list[int] = []
         attempts: list[int] = []
         count = 0
@@ -308,17 +313,17 @@ class Dispatcher:
             if message is None:
                 if self.delivery.is_due(consumer, offset):
                     break
+            elif offsets and message.size_bytes > room:
+                break
             elif begin_write(consumer, offset, now=now):
                 offsets.append(offset)
                 attempts.append(attempt)
                 room -= message.size_bytes
             count += 1
-            if room <= 0:
-                break
         del items[:count]
         if not offsets:
             return []
-        return list(zip(self.prefetcher.leave(outbox, offsets), attempts, strict=True))
+        return list(zip(self.prefetcher.leave(offsets), attempts, strict=True))
 
     def readable(self, message: Message) -> StreamMessage | None:
         """Returns the fields of a message; None if its body cannot be decoded: it counts as failed.
@@ -581,7 +586,7 @@ class Dispatcher:
         offset = instruction.offset
         try:
             message = await self.prefetcher.message(offset)
-            if message is not None and has_used_up_hops(message):
+            if message is not None and has_used_up_hops(message, self.topic.name, self._signer):
                 _log.error(
                     "message dropped: it passed through too many dead-letter topics",
                     extra={"topic": self.topic.name, "subscription": self.name, "offset": offset},
@@ -612,6 +617,7 @@ class Dispatcher:
             topic=self.topic.name,
             subscription=self.name,
             target=target,
+            signer=self._signer,
         )
         try:
             await self._publish_dead_letter(target, make())

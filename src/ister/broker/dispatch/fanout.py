@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Final
 
 from ister.broker.dispatch.encoder import key_of_record
@@ -33,7 +34,7 @@ class _Pushed(Outbox[StreamMessage]):
     """An outbox of whole messages, whose bytes are bounded as well."""
 
     def __init__(self, consumer: int, budget: Budget, on_dropped: Callable[[int], None]) -> None:
-        super().__init__(consumer)
+        super().__init__(consumer, budget.writes)
         self._sizes: deque[int] = deque()
         self._bytes = 0
         self._share = budget.share(self._shed)
@@ -50,12 +51,16 @@ class _Pushed(Outbox[StreamMessage]):
         self._sizes.append(size)
         self._bytes += size
         super().push(item)
-        self._share.set(self._bytes)
+        self._count()
 
     def written(self, count: int) -> None:
         super().written(count)
         self._bytes -= sum(self._sizes.popleft() for _ in range(count))
-        self._share.set(self._bytes)
+        self._count()
+
+    def _count(self) -> None:
+        # What the stream has taken cannot be dropped.
+        self._share.set(self._bytes, fixed=sum(islice(self._sizes, self._taken)))
 
     def end(self, reason: IsterError | None = None, *, after_seconds: float = 0.0) -> None:
         super().end(reason, after_seconds=after_seconds)
@@ -66,7 +71,7 @@ class _Pushed(Outbox[StreamMessage]):
         dropped = len(self._items)
         self._items.clear()
         self._bytes -= sum(self._sizes.pop() for _ in range(dropped))
-        self._share.set(self._bytes)
+        self._count()
         self._on_dropped(dropped)
 
 
@@ -169,6 +174,7 @@ class Fanout:
             self._ring.remove(outbox.consumer)
             self._expected.pop(outbox.consumer, None)
             outbox.end()
+        outbox.memory.set(0)
 
     def publish(self, message: StreamMessage) -> bool:
         """Hands a message to the consumer that it is for; returns whether that has room."""

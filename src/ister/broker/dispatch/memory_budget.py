@@ -2,10 +2,12 @@
 
     subscription ─ set ─► Share ─┐
     subscription ─ set ─► Share ─┼─► Budget ─ over ─► shed: the idle and the largest first
-    non-reliable ─ set ─► Share ─┘
+    non-reliable ─ set ─► Share ─┤
+    streams ─ WriteQueue ────────┘
 
 Owns: the sum, and which share has to release memory. Does not own: the messages; the owner of a
-share releases its own.
+share releases its own. What streams are writing cannot be released, so a write that does not fit
+waits (`write_queue`).
 
 Rules:
 
@@ -13,23 +15,26 @@ Rules:
   `allowance` is an equal part of one half of the budget for each share that is not empty;
 - when the budget is used up, idle shares release their memory first, then the largest, until a
   quarter of the budget is free. A reliable subscription reads its messages again later; a
-  non-reliable one drops them;
-- memory that cannot be released, such as a message that is being written to a stream, may exceed
-  the budget.
+  non-reliable one drops them.
 
 Used only on the broker's loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from typing import Final
 
+from ister.broker.dispatch.write_queue import WriteQueue
 from ister.limits import MIB
 
 _PART_OF_MACHINE: Final = 8
 _BYTES_MIN: Final = 64 * MIB
+# A read may have a message of the largest size, of `storage.max_message_size` by default.
+_READ_BYTES: Final = 32 * MIB
+_READS_MIN: Final = 2
 _CGROUP: Final = "/sys/fs/cgroup"
 
 
@@ -49,6 +54,10 @@ class Budget:
         """Bytes in all shares."""
         self.released = 0
         """How many times a share had to release memory."""
+        self.reads = asyncio.Semaphore(max(_READS_MIN, bytes_max // _READ_BYTES))
+        """For reads of files and objects, whose size is known when they are done."""
+        self.writes = WriteQueue(bytes_max, self._count)
+        """What streams are writing; a part of `used`."""
         self._holders = 0
         self._shed_above = bytes_max
         self._shares: set[Share] = set()
@@ -69,9 +78,12 @@ class Budget:
 
     def record(self, share: Share, used: int) -> None:
         """Records the new size of a share; beyond the budget, has shares release memory."""
-        self.used += used - share.used
         self._holders += (used > 0) - (share.used > 0)
-        share.used = used
+        change, share.used = used - share.used, used
+        self._count(change)
+
+    def _count(self, change: int) -> None:
+        self.used += change
         if self.used <= self.bytes_max:
             self._shed_above = self.bytes_max
         elif self.used > self._shed_above and not self._is_shedding:

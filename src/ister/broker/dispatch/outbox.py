@@ -3,8 +3,8 @@
     subscription ─ push ─► outbox ─ take ─► the consumer's stream ─ written ─► room again
 
 Bounded: a subscription pushes only while there is room, and there is room again once the stream has
-written, which waits for the consumer's flow control. So a consumer that does not read holds these
-few messages, and no one else waits for it.
+written, which waits for the consumer's flow control. What it writes takes memory that it has to
+reserve first (`write_queue`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 from collections import deque
 from typing import Final, Generic, TypeVar
 
+from ister.broker.dispatch.write_queue import StreamMemory, WriteQueue
 from ister.errors import IsterError
 
 TAKEN_OVER_SECONDS: Final = 1.0
@@ -31,18 +32,16 @@ Item = TypeVar("Item")
 class Outbox(Generic[Item]):
     """A queue with one taker, on one loop."""
 
-    def __init__(self, consumer: int) -> None:
+    def __init__(self, consumer: int, writes: WriteQueue) -> None:
         self.consumer = consumer
+        self.memory = StreamMemory(writes, consumer)
+        """The memory of what the stream is writing."""
         self._items: deque[Item] = deque()
         self._taken = 0
         self._waiting: asyncio.Future[None] | None = None
         self._end: IsterError | None = None
         self._pause = 0.0
         self.is_ended = False
-        self.leaving_bytes = 0
-        """Bytes that the stream is writing; set by the prefetcher."""
-        self.written_bytes = 0
-        """Bytes that it has written so far; set by the prefetcher."""
 
     @property
     def room(self) -> int:
@@ -65,6 +64,7 @@ class Outbox(Generic[Item]):
             self._end = reason
             self._pause = after_seconds
             self._items.clear()
+            self.memory.close()
             self.wake()
 
     async def take(self, count_max: int = OUTBOX_MESSAGES) -> list[Item]:

@@ -60,9 +60,10 @@ _HELD_BYTES_MAX: Final = 16 * MIB
 _KEPT_BYTES_MAX: Final = 4 * MIB
 # Memory of a message in addition to its bytes.
 _MESSAGE_BYTES: Final = 512
-_LEAVING_COPIES: Final = 4
 # The first read, when it is not known how much the consumers take.
 _FIRST_BYTES: Final = 64 * KIB
+# What a stream writes at once at the most, unless a message is larger.
+_BATCH_BYTES: Final = 1 * MIB
 _AHEAD_BYTES_MIN: Final = 256 * KIB
 # Messages that are due are read together if the others between them take no more bytes than they
 # do; from objects also if these are few, because a request costs as much as many bytes.
@@ -105,7 +106,7 @@ class Prefetcher:
         self._on_fenced = on_fenced
         self._loop = asyncio.get_running_loop()
         self._share = budget.share(self.release)
-        self._leaving_bytes = 0
+        self._reads = budget.reads
         self._is_keyed = delivery.kind is SubscriptionKind.KEY_SHARED
         self.held: dict[int, Message] = {}
         """Messages in memory that are to be sent, by offset."""
@@ -200,6 +201,7 @@ class Prefetcher:
     def _open_reader(self, start: int) -> AsyncReader:
         reader = self._topic.aio.reader(start)
         reader.core.span = self._sizes.span
+        reader.turns = self._reads
         return reader
 
     def _close_reader(self) -> None:
@@ -259,40 +261,41 @@ class Prefetcher:
         self.held_bytes += message.size_bytes + _MESSAGE_BYTES
 
     def _count(self) -> None:
-        # A message has its bytes, and so has the chunk that it came with.
-        leaving = self._leaving_bytes
-        self._share.set(2 * (self.held_bytes + self.kept_bytes) + leaving, fixed=leaving)
+        # A message has its bytes, and so has the chunk that it came with. A reader has another one.
+        readers = sum(
+            one.core.held_bytes for one in (self._reader, self._retriever) if one is not None
+        )
+        self._share.set(2 * (self.held_bytes + self.kept_bytes) + readers)
 
     @property
     def _held_max(self) -> int:
         return min(_HELD_BYTES_MAX, self._share.allowance // 2)
 
-    def batch_bytes(self, outbox: Outbox[Sent]) -> int:
+    @property
+    def _kept_max(self) -> int:
+        return min(_KEPT_BYTES_MAX, self._share.allowance // 8)
+
+    def batch_bytes(self, outbox: Outbox[Sent], offset: int) -> int:
         """The bytes to hand to a stream at once: a part of what it has written, within bounds.
 
-        What a stream has cannot be released, so a consumer that takes nothing gets little.
+        What a stream has been handed cannot be released, so a consumer that has read little gets
+        little. The next message, at `offset`, is always included, whatever its size.
         """
-        return max(_FIRST_BYTES, min(outbox.written_bytes // 4, self._share.allowance // 16))
-
-    def count_leaving(self, outbox: Outbox[Sent], size_bytes: int) -> None:
-        """Counts the bytes of messages that are being written, with their copies on the way."""
-        outbox.leaving_bytes += _LEAVING_COPIES * size_bytes
-        self._leaving_bytes += _LEAVING_COPIES * size_bytes
-        self._count()
-
-    def count_written(self, outbox: Outbox[Sent]) -> None:
-        """Records that a stream has written what was handed to it."""
-        self._leaving_bytes -= outbox.leaving_bytes
-        outbox.written_bytes += outbox.leaving_bytes // _LEAVING_COPIES
-        outbox.leaving_bytes = 0
-        self._count()
+        room = min(outbox.memory.written_bytes // 4, self._share.allowance // 16, _BATCH_BYTES)
+        message = self.held.get(offset) or self.kept.get(offset)
+        size = self._sizes.of(offset) if message is None else message.size_bytes
+        return max(_FIRST_BYTES, room, size)
 
     def _keep(self, message: Message) -> Message:
         """Keeps a sent message for a redelivery, without its chunk; `_release_kept` comes later."""
         size = message.size_bytes
         self._sent_bytes += size
         kept = self.kept
-        if message.offset not in kept and self._delivery.holds(message.offset):
+        if (
+            size <= self._kept_max
+            and message.offset not in kept
+            and self._delivery.holds(message.offset)
+        ):
             message = kept[message.offset] = without_chunk(message)
             self.kept_bytes += size + _MESSAGE_BYTES
         return message
@@ -300,7 +303,7 @@ class Prefetcher:
     def _release_kept(self) -> None:
         """Releases the messages that were sent first, beyond the bound."""
         self._share.is_idle = False
-        kept, kept_max = self.kept, min(_KEPT_BYTES_MAX, self._share.allowance // 8)
+        kept, kept_max = self.kept, self._kept_max
         while self.kept_bytes > kept_max:
             self.kept_bytes -= kept.popitem(last=False)[1].size_bytes + _MESSAGE_BYTES
 
@@ -355,16 +358,12 @@ class Prefetcher:
             self._count()
         return message
 
-    def leave(self, outbox: Outbox[Sent], offsets: Iterable[int]) -> list[Message]:
-        """Returns messages in memory that a stream is about to write, and counts them."""
-        kept, keep, size = self.kept, self._keep, 0
-        messages: list[Message] = []
-        for offset in offsets:
-            message = self._take(offset) or kept[offset]
-            size += message.size_bytes
-            messages.append(keep(message))
+    def leave(self, offsets: Iterable[int]) -> list[Message]:
+        """Returns messages in memory that a stream is about to write."""
+        kept, keep = self.kept, self._keep
+        messages = [keep(self._take(offset) or kept[offset]) for offset in offsets]
         self._release_kept()
-        self.count_leaving(outbox, size)
+        self._count()
         return messages
 
     async def _retrieve(self, offset: int) -> Message | None:
@@ -476,6 +475,11 @@ class Prefetcher:
                 await self.wanted.wait()
                 delivery, generation = self._delivery, self._generation
                 start = delivery.next_offset
+                if (end := _end_of_gap(self._topic, start)) is not None:
+                    # At once: a reader waits for the next message, and the cursor with it.
+                    delivery.pass_over(end)
+                    self._pump()
+                    continue
                 try:
                     if self._reader is None:
                         self._reader = self._open_reader(start)
@@ -508,6 +512,7 @@ class Prefetcher:
                 if generation == self._generation and messages:
                     self._offer(messages, damaged)
                     self._pump()
+                del messages  # not while it waits: they may have been sent, or released
         except ClosedError:
             # The topic's writer has stopped, or it is being closed: consumers have to reconnect.
             self._close_reader()
@@ -599,3 +604,12 @@ class Prefetcher:
                 self._hold(without_chunk(message))
         self._count()
         self._watch_idle()
+
+
+def _end_of_gap(topic: Topic, offset: int) -> int | None:
+    """The first offset after a given-up range that has `offset`; None if no range is known."""
+    last = topic.tier.owned.last if topic.tier is not None else None
+    gaps = topic.wal.gaps
+    if last is not None and last.kept and not last.messages:
+        gaps = (*gaps, (last.start, last.end))
+    return next((end for start, end in gaps if start <= offset < end), None)

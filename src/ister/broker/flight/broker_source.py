@@ -43,9 +43,9 @@ Answer = TypeVar("Answer")
 class FlightLimits:
     """What one service takes on."""
 
-    streams_max: int = 256
-    """Reads and publishes under way; each may use a thread."""
-    streams_per_caller_max: int = 64
+    streams_max: int = 1024
+    """Reads and publishes under way; each may use a thread. A setting, as the next one."""
+    streams_per_caller_max: int = 256
     """Reads and publishes of one authenticated caller."""
     batch_rows_max: int = 65_536
     batch_bytes_max: int = 32 * MIB
@@ -83,11 +83,11 @@ class BrokerSource:
         self,
         name: str,
         *,
-        create: bool = False,
+        creator: FlightCaller | None = None,
         ack: AckLevel | None = None,
         codec: Codec | None = None,
     ) -> SequencedTopic:
-        """A topic with a log; made with these settings if it does not exist and `create` is set.
+        """A topic with a log; made with these settings for `creator` if it does not exist.
 
         Raises:
             NotFoundError: It does not exist, and is not to be made.
@@ -96,9 +96,15 @@ class BrokerSource:
         topic = self._topics.find_open(name)
         if topic is None:
             topic = self._on_loop(
-                self._topics.get_or_create(name, is_reliable=True, ack=ack, codec=codec)
-                if create
-                else self._topics.get(name)
+                self._topics.get(name)
+                if creator is None
+                else self._topics.get_or_create(
+                    name,
+                    is_reliable=True,
+                    ack=ack,
+                    codec=codec,
+                    check_growth=lambda base: creator.check(Permission.MANAGE_TOPIC, topic=base),
+                )
             )
         if topic.sequenced is None:
             raise InvalidRequestError(
@@ -251,6 +257,6 @@ class FlightCaller:
         with entered(self._caller):
             self._guard.check(self._caller.principal, permission, topic=topic)
 
-    def allows(self, permission: Permission, *, topic: str) -> bool:
+    def allows(self, permission: Permission, *, topic: str | None = None) -> bool:
         """Whether the caller may; raises UnavailableError as `check` does."""
         return self._guard.allows(self._caller.principal, permission, topic=topic)

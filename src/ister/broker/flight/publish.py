@@ -41,6 +41,8 @@ from ister.tracing import span
 from ister.wire.contract import PutAck, PutBatch, PutOpen
 from ister.wire.errors import encode_error
 
+# A producer that has sent nothing for so long may be idle for longer.
+_IDLE_SECONDS: Final = 1.0
 # How often a stream looks whether its client may still publish.
 _LOOK_SECONDS: Final = 1.0
 # What the loop takes itself: as it came and, if it was compressed, as it is then.
@@ -163,7 +165,24 @@ class Publishing:
         self._arrived = asyncio.Event()
         self._has_room = asyncio.Event()
         self._is_ended = False
+        self._is_taking = False
         self._failure: IsterError | None = None
+        self.idle_since = self._loop.time()
+        """When it last received or answered something."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is queued, being appended or not answered, for a second at least."""
+        return (
+            not (self._pending or self._queue or self._taken or self._is_taking)
+            and self._working is None
+            and self._loop.time() - self.idle_since >= _IDLE_SECONDS
+        )
+
+    def finish(self) -> None:
+        """Ends an idle stream in order: its producer opens another when it sends again."""
+        self._is_ended = True
+        self._arrived.set()
 
     def stop(self, failure: IsterError) -> None:
         """Ends the stream: answers what was appended, then sends the error to the client."""
@@ -182,6 +201,7 @@ class Publishing:
                 message = await anext(requests, None)
                 if message is None or self._failure is not None:
                     break
+                self._is_taking = True
                 self._still_allowed()
                 is_small = len(message) <= _SMALL_BYTES and self._working is None
                 item = None
@@ -193,6 +213,7 @@ class Publishing:
                     self._queue_up(message)
                 del message
                 await self._wait_for_room()
+                self._is_taking = False
             await self._end_work()
         except Exception as error:  # noqa: BLE001 - sent to the client
             await self._end_work()
@@ -379,6 +400,7 @@ class Publishing:
                 ack = PutAck(sequence=pending[0].sequence, start=start, end=end, known=known)
                 yield ack.to_json()
                 self._unacked_bytes -= pending.popleft().size_bytes
+                self.idle_since = self._loop.time()
                 self._has_room.set()
         except Exception as error:  # noqa: BLE001 - sent to the client
             self.stop(as_ister_error(error))

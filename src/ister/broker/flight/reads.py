@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from ister.errors import ConflictError, OffsetOutOfRangeError, UnavailableError
 from ister.format.arrow.schema import arrow_schema
+from ister.format.offset_ranges import overlaps
 from ister.limits import MIB
 from ister.topic.topic import Topic
 from ister.topic.upload_plan import plan_topic
@@ -101,13 +102,13 @@ def check_range(topic: Topic, start: int, end: int) -> None:
 
 
 def range_schema(topic: Topic, asked: RangeTicket) -> pa.Schema:
-    """What an answer looks like; says whether messages of the range were left out on purpose."""
+    """What an answer looks like; says whether messages were left out on purpose, or given up."""
     schema = arrow_schema(asked.columns)
-    tier = topic.tier
-    if tier is None or asked.start >= min(asked.end, tier.owned.tiered):
-        return schema
-    described = tier.owned.catalog.descriptors(asked.start, asked.end)
-    return schema.with_metadata({HOLES: b"1"}) if any(d.kept for d, _ in described) else schema
+    tier, has_holes = topic.tier, overlaps(topic.wal.gaps, asked.start, asked.end)
+    if tier is not None and asked.start < min(asked.end, tier.owned.tiered):
+        described = tier.owned.catalog.descriptors(asked.start, asked.end)
+        has_holes = has_holes or any(one.kept for one, _ in described)
+    return schema.with_metadata({HOLES: b"1"}) if has_holes else schema
 
 
 def read_range(

@@ -75,7 +75,7 @@ from ister.wire.contract import (
     parse_ticket,
 )
 from ister.wire.flight_data import FlightData, decode_fields, encode_data, encode_fields
-from ister.wire.settings import encode_settings
+from ister.wire.settings import encode_settings, has_local_stores
 
 SERVICE: Final = "arrow.flight.protocol.FlightService"
 READ: Final = "read"
@@ -170,6 +170,21 @@ class FlightService:
         """Reads and publishes under way."""
         return self._streams.count
 
+    @property
+    def busy_streams(self) -> int:
+        """Streams that are not idle, and so would not be ended to make room for others."""
+        return self._streams.busy
+
+    @property
+    def streams_max(self) -> int:
+        """The most reads and publishes at once."""
+        return self._limits.streams_max
+
+    @property
+    def streams_refused(self) -> int:
+        """Reads and publishes that were refused because there were too many."""
+        return self._streams.refused
+
     # -- the end ----------------------------------------------------------------------------
 
     async def close(self, grace_seconds: float = _GRACE_SECONDS) -> None:
@@ -211,7 +226,7 @@ class FlightService:
         with self._counted(READ) as caller:
             asked = parse_ticket(bytes(_fields(request).get(1, b"")))
             caller.check(Permission.CONSUME, topic=asked.topic)
-            release = self._streams.take(caller.name)
+            release = partial(self._streams.release, self._streams.take(caller.name))
             batches = self._batches(asked, caller)
             making = self._threads.submit(next, batches, None)
             try:
@@ -315,14 +330,18 @@ class FlightService:
         # A caller that may see any topic may know where its data is; others need the permission.
         if not any(caller.allows(Permission.LOOKUP, topic=name) for name in self._source.names()):
             caller.check(Permission.LOOKUP)
-        return [encode_settings(self._source.config)]
+        config, shows_paths = self._source.config, caller.allows(Permission.MANAGE_BROKER)
+        if not shows_paths and has_local_stores(config):
+            caller.check(Permission.MANAGE_BROKER)
+        return [encode_settings(config, shows_paths=shows_paths)]
 
     # -- publishes --------------------------------------------------------------------------
 
     def _append_staged(self, caller: FlightCaller, body: bytes, is_gone: _IsGone) -> list[bytes]:
         asked = AppendStaged.from_json(body)
         caller.check(Permission.PRODUCE, topic=asked.topic)
-        self._source.open(asked.topic, create=asked.create, ack=asked.ack, codec=asked.codec)
+        creator = caller if asked.create else None
+        self._source.open(asked.topic, creator=creator, ack=asked.ack, codec=asked.codec)
         appended = self._source.append_staged(asked.topic, asked.staged, caller.name, is_gone)
         return [encode_appended(appended)]
 
@@ -343,9 +362,9 @@ class FlightService:
             caller.check(Permission.PRODUCE, topic=opened.topic)
             schema = read_schema(data)
             check_schema(schema)
-            release = self._streams.take(caller.name)
+            slot = self._streams.take(caller.name)
             try:
-                topic = await self._run(self._open_to_publish, opened)
+                topic = await self._run(self._open_to_publish, opened, caller)
                 who = _Publisher(producer=opened.producer, principal=caller.name)
                 publishing = Publishing(
                     topic,
@@ -359,6 +378,7 @@ class FlightService:
                     on_appended=self._source.count_appended,
                     still_allowed=partial(caller.check, Permission.PRODUCE, topic=opened.topic),
                 )
+                slot.publishing = publishing
                 with (
                     self._listed(publishing),
                     self._source.publishing(topic, opened.producer),
@@ -371,14 +391,15 @@ class FlightService:
                         taking.cancel()
                         await asyncio.gather(taking, return_exceptions=True)
             finally:
-                release()
+                self._streams.release(slot)
 
     @property
     def _batch_bytes_max(self) -> int:
         return _batch_bytes_max(self._limits, self._source.config.storage.max_message_size)
 
-    def _open_to_publish(self, opened: PutOpen) -> SequencedTopic:
-        topic = self._source.open(opened.topic, create=opened.create, ack=opened.ack)
+    def _open_to_publish(self, opened: PutOpen, caller: FlightCaller) -> SequencedTopic:
+        creator = caller if opened.create else None
+        topic = self._source.open(opened.topic, creator=creator, ack=opened.ack)
         topic.prepare()
         return topic
 
@@ -401,40 +422,94 @@ class _Publisher(TypedDict):
     principal: str
 
 
+class _Slot:
+    """A stream under way."""
+
+    __slots__ = ("caller", "publishing")
+
+    def __init__(self, caller: str) -> None:
+        self.caller = caller
+        self.publishing: Publishing | None = None
+        """What it publishes; None for a read, and before its topic is open."""
+
+    @property
+    def idle(self) -> Publishing | None:
+        """What it publishes, if it is idle: ending it loses nothing."""
+        publishing = self.publishing
+        return publishing if publishing is not None and publishing.is_idle else None
+
+
 class _Streams:
-    """Counts streams under way, and refuses more than there may be. Thread-safe."""
+    """Counts streams under way, and refuses more than there may be. Thread-safe.
+
+    Before a stream is refused, that of the producer that has been idle for longest is ended; the
+    producer opens another when it sends again.
+    """
 
     def __init__(self, limits: FlightLimits) -> None:
         self._limits = limits
         self._lock = threading.Lock()
+        self._slots: dict[_Slot, None] = {}
         self._by_caller: Counter[str] = Counter()
+        self.refused = 0
 
     @property
     def count(self) -> int:
-        with self._lock:
-            return self._by_caller.total()
+        return len(self._slots)
 
-    def take(self, caller: str) -> Callable[[], None]:
-        """Counts one more stream; returns the function that ends it.
+    @property
+    def busy(self) -> int:
+        with self._lock:
+            return sum(slot.idle is None for slot in self._slots)
+
+    def take(self, caller: str) -> _Slot:
+        """Counts one more stream; `release` ends that.
 
         Raises:
-            CapacityError: There are too many topics.
+            CapacityError: There are too many streams.
         """
         limits = self._limits
         with self._lock:
-            is_one_too_many = self._by_caller.total() >= limits.streams_max or (
-                caller != "" and self._by_caller[caller] >= limits.streams_per_caller_max
-            )
-            if is_one_too_many:
-                raise CapacityError("too many streams at once", hint="close some, or retry later")
+            of_caller = self._by_caller[caller] if caller else 0
+            if of_caller >= limits.streams_per_caller_max:
+                self._make_room(
+                    [slot for slot in self._slots if slot.caller == caller],
+                    f"{caller} has {of_caller} Flight streams",
+                    f"max_flight_streams_per_principal is {limits.streams_per_caller_max}",
+                )
+            if len(self._slots) >= limits.streams_max:
+                self._make_room(
+                    list(self._slots),
+                    f"{len(self._slots)} Flight streams are open",
+                    f"max_flight_streams is {limits.streams_max}",
+                )
+            slot = _Slot(caller)
+            self._slots[slot] = None
             self._by_caller[caller] += 1
-        return partial(self._release, caller)
+        return slot
 
-    def _release(self, caller: str) -> None:
+    def _make_room(self, slots: list[_Slot], words: str, limit: str) -> None:
+        idle = [(one, slot) for slot in slots if (one := slot.idle) is not None]
+        if not idle:
+            self.refused += 1
+            raise CapacityError(
+                words, hint=f"close some streams, retry later, or raise broker.limits.{limit}"
+            )
+        publishing, slot = min(idle, key=lambda one: one[0].idle_since)
+        publishing.finish()
+        self._remove(slot)
+
+    def release(self, slot: _Slot) -> None:
+        """Counts one stream less, unless it was ended to make room."""
         with self._lock:
-            self._by_caller[caller] -= 1
-            if not self._by_caller[caller]:
-                del self._by_caller[caller]
+            if slot in self._slots:
+                self._remove(slot)
+
+    def _remove(self, slot: _Slot) -> None:
+        del self._slots[slot]
+        self._by_caller[slot.caller] -= 1
+        if not self._by_caller[slot.caller]:
+            del self._by_caller[slot.caller]
 
 
 _DESCRIPTIONS: Final = {

@@ -16,10 +16,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Final, Literal
 
 from ister import threads
 from ister.broker.dispatch.dispatcher import Dispatcher
+from ister.broker.flight.service import FlightService
 from ister.broker.observe.probe import HealthProbe
 from ister.broker.security.tls import ServerTls
 from ister.broker.topics.served_topic import ServedTopic
@@ -27,6 +29,7 @@ from ister.broker.topics.topics import Topics
 from ister.clock import Clock
 from ister.config import Config, Engine, StorageMode
 from ister.limits import GIB, MIB
+from ister.metadata.base import StoreUsage
 from ister.model import JsonObject, TopicState
 from ister.topic.log import Log
 from ister.topic.memory_guard import MemoryGuard
@@ -41,10 +44,12 @@ _FRESH_SECONDS: Final = 1.0
 _NAMES_SHOWN: Final = 5
 _SUBJECTS_SHOWN: Final = 20
 
+_QUOTA_BAD_SHARE: Final = 0.9
 _DISK_LOW_SHARE: Final = 0.1
 _DISK_LOW_BYTES: Final = 1 * GIB
 _DISK_BAD_SHARE: Final = 0.02
 _DISK_BAD_BYTES: Final = 128 * MIB
+_SYNC_BAD_SECONDS: Final = 10.0
 # Share of `storage.uploader.max_lag_bytes`, at which producers are throttled.
 _LAG_LOW_SHARE: Final = 0.5
 _LAG_SECONDS_MIN: Final = 300.0
@@ -56,6 +61,8 @@ _CLOCK_JUMP_SHOWN_SECONDS: Final = 3600.0
 # 2024: a machine without a battery starts in 1970.
 _CLOCK_EARLIEST_NS: Final = 1_704_067_200 * 10**9
 _FILES_LOW_SHARE: Final = 0.8
+# Of `broker.limits.max_flight_streams`.
+_STREAMS_LOW_SHARE: Final = 0.8
 # The rest is for the files of open topics.
 _FILES_FULL_SHARE: Final = 0.97
 _THREAD_FAILURE_SHOWN_SECONDS: Final = 3600.0
@@ -98,6 +105,8 @@ class _Survey:
     held: list[ServedTopic]
     """Topics whose producers are throttled until uploads catch up."""
     behind: list[ServedTopic]
+    slow: list[tuple[float, ServedTopic]]
+    """Topics with a slow sync, and the seconds that it took or has taken so far."""
     blocked: list[Subject]
 
 
@@ -107,6 +116,7 @@ class BrokerHealth:
     def __init__(self, config: Config, log: Log, probe: HealthProbe, *, clock: Clock) -> None:
         self.probe = probe
         self.tls: ServerTls | None = None
+        self.flight: FlightService | None = None
         self.has_started = False
         """Whether every topic is recovered and every port is open."""
         self.is_ending = False
@@ -207,7 +217,7 @@ class BrokerHealth:
 
     def _survey(self) -> _Survey:
         """Goes over all topics once, since there may be thousands."""
-        found = _Survey(0, {}, [], [], [], [])
+        found = _Survey(0, {}, [], [], [], [], [])
         settings = self._config.storage.uploader
         limit = settings.max_lag_bytes
         patience = max(_LAG_SECONDS_MIN, _LAG_INTERVALS * settings.interval_seconds)
@@ -216,6 +226,8 @@ class BrokerHealth:
             core = topic.topic
             if core is None:
                 continue
+            if seconds := core.wal.slow_sync_seconds:
+                found.slow.append((seconds, topic))
             if core.state is not TopicState.OPEN:
                 found.by_state.setdefault(core.state.value, []).append(topic)
             tier = core.tier
@@ -238,6 +250,8 @@ class BrokerHealth:
 
     def _check(self, survey: _Survey, names: bool) -> Iterator[Check]:
         yield self._check_metadata(names)
+        if self.probe.usage is not None:
+            yield self._check_metadata_size(self.probe.usage)
         if self._log.tiers is not None:
             yield self._check_lease()
             yield self._check_uploads(survey.failing, names)
@@ -247,12 +261,16 @@ class BrokerHealth:
         if self._log.room.memory is not None:
             yield self._check_memory(self._log.room.memory)
         yield from self._check_disk(len(survey.by_state.get(TopicState.STALLED.value, ())))
+        if self._log.room.disk is not None and not self._log.is_diskless:
+            yield self._check_syncs(survey.slow, names)
         yield self._check_topics(survey, names)
         yield self._check_subscriptions(survey.blocked, names)
         if self.tls is not None:
             yield self._check_certificate(self.tls)
         yield self._check_clock()
         yield self._check_files()
+        if self.flight is not None:
+            yield self._check_streams(self.flight)
         yield self._check_threads(names)
 
     def _check_ready(self) -> Check:
@@ -269,6 +287,15 @@ class BrokerHealth:
 
     def _check_metadata(self, names: bool) -> Check:
         probe, backend = self.probe, self._config.storage.metadata.backend.value
+        tiers = self._log.tiers
+        if probe.metadata_answers and tiers is not None and tiers.trust.reason is not None:
+            return Check(
+                name="metadata",
+                state="bad",
+                words=f"{tiers.trust.reason}; nothing is deleted",
+                hint="`ister metadata check` shows what the bucket and the local files have, and "
+                "`ister metadata accept` continues from it",
+            )
         if probe.metadata_answers:
             return Check(name="metadata", state="ok", words="the metadata store answers")
         why = f": {probe.error}" if probe.error is not None and names else ""
@@ -279,6 +306,18 @@ class BrokerHealth:
             hint="topics cannot be opened, uploaded or looked up until it answers; "
             "see storage.metadata",
         )
+
+    @staticmethod
+    def _check_metadata_size(usage: StoreUsage) -> Check:
+        words = f"{_size(usage.size_bytes)} of etcd's quota of {_size(usage.quota_bytes)} taken, "
+        words += f"{_size(usage.used_bytes)} in use"
+        if not usage.is_compacted:
+            words = f"etcd is not compacted and grows with every change: {words}"
+        if usage.alarms:
+            words = f"etcd has raised an alarm ({'; '.join(usage.alarms)}): {words}"
+        is_bad = bool(usage.alarms) or usage.share >= _QUOTA_BAD_SHARE
+        state: State = "ok" if usage.advice is None else "bad" if is_bad else "attention"
+        return Check(name="metadata_size", state=state, words=words, hint=usage.advice)
 
     def _check_lease(self) -> Check:
         tiers = self._log.tiers
@@ -292,10 +331,14 @@ class BrokerHealth:
                 hint="stop this broker; its log names the copy. Messages that it acknowledged "
                 "and did not upload are only in its local files",
             )
+        topics = self._topics
+        stand_in = topics.stand_in if topics is not None else None
         return Check(
             name="lease",
             state="bad",
-            words="the lease has expired: messages are refused, another node may own the topics",
+            words="the lease has expired: messages are refused, another node may own the topics"
+            + (f"; clients are sent to {stand_in.connect_url}" if stand_in is not None else "")
+            + ("; no other broker responds" if topics is not None and topics.is_isolated else ""),
             hint="the broker renews it as soon as the metadata store answers",
         )
 
@@ -409,6 +452,26 @@ class BrokerHealth:
             state, words, hint = "bad", f"appends are stopped: {error.message}", error.hint or hint
         yield Check(name="disk", state=state, words=words, hint=None if state == "ok" else hint)
 
+    @staticmethod
+    def _check_syncs(slow: list[tuple[float, ServedTopic]], names: bool) -> Check:
+        if not slow:
+            return Check(name="syncs", state="ok", words="the log's disk syncs without delay")
+        slow.sort(key=itemgetter(0), reverse=True)
+        seconds, worst_one = slow[0]
+        topics = [topic for _, topic in slow]
+        core = worst_one.topic
+        directory = core.wal.directory if core is not None else None
+        where = f" ({directory.path})" if names and directory is not None else ""
+        return Check(
+            name="syncs",
+            state="bad" if seconds >= _SYNC_BAD_SECONDS else "attention",
+            words=f"the log's disk is slow: a sync took {seconds:.1f} s{where}: "
+            f"{_named(topics, names)}",
+            hint="producers of these topics wait; look for errors and other programs on the disk "
+            "(dmesg, iostat)",
+            subjects=_subjects(topics, names),
+        )
+
     def _check_topics(self, survey: _Survey, names: bool) -> Check:
         found: list[str] = []
         bad_ones: list[ServedTopic | str] = []
@@ -496,6 +559,18 @@ class BrokerHealth:
             state="bad" if used >= limit * _FILES_FULL_SHARE else "attention",
             words=words,
             hint="raise the limit (systemd: LimitNOFILE), or lower storage.wal.max_open_files",
+        )
+
+    def _check_streams(self, flight: FlightService) -> Check:
+        busy, limit = flight.busy_streams, flight.streams_max
+        words = f"{busy} of {limit} Flight streams in use"
+        if busy < limit * _STREAMS_LOW_SHARE:
+            return Check(name="streams", state="ok", words=words)
+        return Check(
+            name="streams",
+            state="bad" if busy >= limit else "attention",
+            words=words,
+            hint="raise broker.limits.max_flight_streams, or add a broker",
         )
 
     @staticmethod

@@ -111,16 +111,20 @@ class Connections:
         self._closing_overdue: asyncio.Task[None] | None = None
         self._listening: asyncio.Server | None = None
 
-    async def listen(self, host: str, port: int, context: ssl.SSLContext | None = None) -> int:
+    async def listen(
+        self, host: str, port: int, make_context: Callable[[], ssl.SSLContext] | None = None
+    ) -> int:
         """Listens; returns the port.
+
+        `make_context` makes the context of each connection; None for plaintext.
 
         Raises:
             OSError: The port is taken.
         """
         loop = asyncio.get_running_loop()
-        accept = (
-            self._accept if context is None else lambda: _Handshake(partial(self._greet, context))
-        )
+        accept: Callable[[], asyncio.Protocol] = self._accept
+        if make_context is not None:
+            accept = partial(_Handshake, partial(self._greet, make_context))
         self._listening = await loop.create_server(accept, host, port)
         self._closing_overdue = loop.create_task(self._close_overdue())
         found: int = self._listening.sockets[0].getsockname()[1]
@@ -144,26 +148,33 @@ class Connections:
         self._since[accepted] = asyncio.get_running_loop().time()
         return accepted
 
-    def _greet(self, context: ssl.SSLContext, transport: asyncio.Transport) -> None:
+    def _greet(
+        self, make_context: Callable[[], ssl.SSLContext], transport: asyncio.Transport
+    ) -> None:
         self._make_room()
-        shaking = asyncio.get_running_loop().create_task(self._shake_hands(transport, context))
+        shaking = asyncio.get_running_loop().create_task(
+            self._shake_hands(transport, make_context())
+        )
         self._handshakes[transport] = shaking
 
     async def _shake_hands(self, transport: asyncio.Transport, context: ssl.SSLContext) -> None:
         accepted = self._server()
         loop = asyncio.get_running_loop()
         try:
-            with suppress(OSError, TimeoutError):
-                encrypted = await loop.start_tls(
-                    transport,
-                    accepted,
-                    context,
-                    server_side=True,
-                    ssl_handshake_timeout=_HANDSHAKE_SECONDS,
-                )
-                if encrypted is not None and not transport.is_closing():
-                    self._since[accepted] = loop.time()
-                    accepted.connection_made(encrypted)
+            encrypted = await loop.start_tls(
+                transport,
+                accepted,
+                context,
+                server_side=True,
+                ssl_handshake_timeout=_HANDSHAKE_SECONDS,
+            )
+            if encrypted is not None and not transport.is_closing():
+                self._since[accepted] = loop.time()
+                accepted.connection_made(encrypted)
+        except (OSError, TimeoutError) as error:
+            # The traceback and the future that `start_tls` awaits refer to each other, and they
+            # keep a buffer of 256 KiB until the garbage collector finds them.
+            error.__traceback__ = None
         finally:
             self._handshakes.pop(transport, None)
 

@@ -23,7 +23,7 @@ from ister.bucket.pipeline import PipelineKeys
 from ister.clock import Clock
 from ister.config import Config
 from ister.errors import IsterError
-from ister.metadata.base import MetadataStore
+from ister.metadata.base import MetadataStore, StoreUsage
 
 _log = logging.getLogger("ister.broker.observe.health")
 
@@ -89,6 +89,8 @@ class HealthProbe:
         """When the metadata store last answered, in monotonic seconds."""
         self.error: str | None = None
         """Why the last probe of the metadata store failed."""
+        self.usage: StoreUsage | None = None
+        """How full the metadata store is; None if it does not report it."""
         self.pipeline_is_running = False
         self.status: dict[str, object] | None = None
         """The last status of the pipeline."""
@@ -139,10 +141,12 @@ class HealthProbe:
             lease = self._metadata.get(self._keys.lease)
             status = self._metadata.get(self._keys.status)
             reports = self._metadata.range(self._keys.report(""), limit=32)
+            usage = self._metadata.usage(self._keys.lease)
         except IsterError as error:
             self.error = error.message
             return
         self.answered_at, self.error = self._clock.monotonic(), None
+        self.usage = usage
         self.pipeline_is_running = lease is not None
         self.status = None if status is None else _parse(status.value)
         prefix = len(self._keys.report(""))

@@ -7,6 +7,7 @@ from typing import Final
 
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.topics.served_topic import AnySubscription
+from ister.positions import lag_of
 from ister.subscription.policy import SubscriptionKind
 from ister.subscription.store import StoredSubscription
 from ister.topic.describe import SubscriptionView
@@ -86,13 +87,13 @@ def _why_blocked(subscription: Dispatcher, view: SubscriptionView, *, receiving:
     return None
 
 
-def describe_stored(stored: StoredSubscription, end: int) -> SubscriptionView:
-    """A subscription as it is stored."""
+def describe_stored(stored: StoredSubscription, earliest: int, end: int) -> SubscriptionView:
+    """A subscription as it is stored, of a topic that has the messages from `earliest` to `end`."""
     return SubscriptionView(
         name=stored.name,
         type=stored.kind.value,
         cursor=stored.cursor,
-        lag=max(0, end - stored.cursor),
+        lag=lag_of(stored.cursor, earliest=earliest, end=end),
         consumers_total=0,
         max_unacked_messages=stored.window,
         failure_policy=stored.policy.to_json(),

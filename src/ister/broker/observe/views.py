@@ -374,7 +374,7 @@ class Views:
         stored = self.topics.store.load(name, view.incarnation or "")
         view.subscriptions_total = len(stored)
         view.subscriptions = [
-            describe_stored(one, view.watermarks.next)
+            describe_stored(one, view.earliest, view.watermarks.next)
             for _, one in sorted(stored.items())[:_SUBSCRIPTIONS_LISTED]
         ]
         if whole:

@@ -25,6 +25,7 @@ from ister.errors import CapacityError, MessageTooLargeError, UnavailableError
 from ister.format.payloads import Payloads
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX
 from ister.model import StreamMessage
+from ister.topic.dedup import check_producer_name
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -160,7 +161,8 @@ class Admission:
         Raises:
             MessageTooLargeError: A payload is over the topic's limit.
             PermissionDeniedError: A producer name belongs to another principal.
-            InvalidRequestError: The topic enforces its schema, and a message does not fit.
+            InvalidRequestError: A producer name is invalid, or the topic enforces its schema and
+                a message does not fit.
             UnavailableError: The metadata store does not respond.
         """
         size_max = topic.policies.max_message_size
@@ -174,8 +176,11 @@ class Admission:
             return
         if lot.producer is not None:
             topic.names.claim(lot.producer, principal)
-        elif principal:
-            topic.names.check(lot.names(), principal)
+        else:
+            names = lot.names()
+            for name in names:
+                check_producer_name(name)
+            topic.names.check(names, principal)
         if self._schemas is not None and self.has_schema(topic):
             for schema_id, version, payload in lot.records():
                 self._schemas.check_message(

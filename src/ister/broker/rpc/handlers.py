@@ -8,6 +8,7 @@ traceback.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import secrets
 import threading
@@ -19,6 +20,7 @@ from typing import Final, Protocol, TypeAlias, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from ister.broker.dispatch.write_queue import STALLED
 from ister.broker.observe.counters import CallCounters
 from ister.broker.rpc.principal_limits import PrincipalLimit
 from ister.errors import (
@@ -139,7 +141,7 @@ class ConsumerSlots:
         if self.count >= self._count_max:
             raise CapacityError(
                 f"{self.count} consumers are connected",
-                hint="broker.limits.max_connections is the limit",
+                hint=f"broker.limits.max_connections is {self._count_max}",
             )
 
     @contextmanager
@@ -229,8 +231,10 @@ def streaming_handler(
             async for answer in answers:
                 await _write(context, answer)
                 del answer  # it is not held while nothing else comes
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             counters.count_refused("CANCELLED")
+            if STALLED in error.args:
+                _reset_call()
             raise
         except grpc.aio.AbortError:
             counters.count_refused("ABORTED")
@@ -285,6 +289,22 @@ def _cut(text: str) -> str:
         if room < 0:
             return text[:at]
     return text
+
+
+def _reset_call() -> None:
+    """Makes grpcio end the call of this task, and release the message that it is writing.
+
+    A status would wait behind that message, for a client that does not read. grpcio resets a call
+    that nothing refers to any more. Besides this task, the task that waits for the client to cancel
+    the call refers to it. Other engines have no such task.
+    """
+    task = asyncio.current_task()
+    for other in asyncio.all_tasks():
+        call = other.get_coro()
+        if getattr(call, "__name__", "") == "_schedule_rpc_coro" and any(
+            found is task for scope in gc.get_referents(call) for found in gc.get_referents(scope)
+        ):
+            other.cancel()
 
 
 async def _write(context: Context, answer: Answer | list[bytes]) -> None:

@@ -55,7 +55,7 @@ class PrincipalLimit:
             self._metrics.count("broker.principal_limit_refusals_total")
             raise self._error(
                 f"{principal} already has {self._counts[principal]} {self._what}",
-                hint=f"{self._setting} is the limit",
+                hint=f"{self._setting} is {self._limit}",
             )
 
     def add(self, principal: str) -> None:

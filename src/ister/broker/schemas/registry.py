@@ -296,6 +296,10 @@ class SchemaRegistry:
         found = self._metadata.get(key)
         return None if found is None else TopicConfig.from_json(found.value, key=key)
 
+    def topic_subjects(self) -> list[tuple[str, str]]:
+        """All topics that have a subject, each with it. Never waits."""
+        return [(topic, config.subject) for topic, config in self._cache.configs.items()]
+
     def configure_topic(
         self, topic: str, subject: str, policy: ValidationPolicy, *, checks_payload: bool
     ) -> TopicConfig:

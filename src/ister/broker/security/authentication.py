@@ -4,7 +4,7 @@
     authorization: Bearer ist_…       an API key; also as x-api-key: ist_…
     authorization: Broker …           the secret of the cluster: another broker, without rights
     a client certificate              where broker.auth.mtls_principal is on and TLS checked it;
-                                      its name is the one that `certificate_name` gives
+                                      its name is the one that `read_certificate` gives
 
 Credentials that are shown and wrong are an error, even if others would do: nothing is tried in
 turn. No other header means anything, `x-danube-internal-broker` among them.
@@ -168,7 +168,7 @@ class Authenticator:
                 return self._from_key(credential)
             return self._from_token(credential)
         if certificate is not None and self._takes_certificates:
-            return _from_certificate(certificate)
+            return self._from_certificate(certificate)
         raise UnauthenticatedError(
             "the call has no credentials", hint="send the header 'authorization: Bearer <token>'"
         )
@@ -200,6 +200,19 @@ class Authenticator:
             raise UnauthenticatedError("this broker does not accept tokens", hint="use an API key")
         return self._tokens.check(token)
 
+    def _from_certificate(self, certificate: bytes) -> Principal:
+        name, expires_at = read_certificate(certificate)
+        try:
+            check_principal_name(name)
+        except InvalidRequestError as error:
+            raise UnauthenticatedError(
+                "the client certificate has no name that can be used"
+            ) from error
+        # TLS has compared the time when the connection was opened, and not since.
+        if self._now() >= expires_at:
+            raise UnauthenticatedError("the client certificate has expired")
+        return Principal(name=name, kind=PrincipalKind.SERVICE, expires_at=expires_at, via="mtls")
+
     def _now(self) -> float:
         return self._clock.now_ns() / 1e9
 
@@ -221,12 +234,12 @@ def _check_unused(config: AuthConfig) -> None:
             )
 
 
-def certificate_name(certificate: bytes) -> str:
-    """The name of the client that a certificate identifies, the same on every port.
+def read_certificate(certificate: bytes) -> tuple[str, float]:
+    """The name of the client that a certificate identifies, and the Unix second when it expires.
 
-    It is the first alternative name that is a URI, a DNS name or an email address. The common name
-    is used only if there are no alternative names at all: an authority that issues other kinds of
-    names may not have verified the common name.
+    The name is the same on every port: the first alternative name that is a URI, a DNS name or an
+    email address. The common name is used only if there are no alternative names at all: an
+    authority that issues other kinds of names may not have verified the common name.
 
     `certificate` is PEM or DER, and TLS has verified it.
 
@@ -255,15 +268,7 @@ def certificate_name(certificate: bytes) -> str:
             hint="it needs a URI, a DNS name or an email address as its alternative name, "
             "or one common name and no alternative names",
         )
-    return names[0]
-
-
-def _from_certificate(certificate: bytes) -> Principal:
-    try:
-        name = check_principal_name(certificate_name(certificate))
-    except InvalidRequestError as error:
-        raise UnauthenticatedError("the client certificate has no name that can be used") from error
-    return Principal(name=name, kind=PrincipalKind.SERVICE, via="mtls")
+    return names[0], parsed.not_valid_after_utc.timestamp()
 
 
 class _Tokens:

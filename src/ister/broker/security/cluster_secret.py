@@ -3,7 +3,8 @@
     <root>/cluster/secret   64 hex digits, written by the first broker that needs it
 
 Owns: the key. The secret proves that a call comes from a broker, which allows one thing: to publish
-a dead letter (`ister.broker.services.peers`). It is no risk in the metadata store: whoever can read
+a dead letter (`ister.broker.services.peers`); and that a broker wrote a dead letter
+(`ister.broker.dispatch.dead_letters`). It is no risk in the metadata store: whoever can read
 that can also change the rights in it.
 """
 

@@ -1,7 +1,11 @@
 """Certificates of the broker's ports, and which addresses need them.
 
-Owns: checking the files of `broker.tls`. New files are used from the next handshake on; open
-connections stay. Does not own: reading the files again when they change (`ister.certificates`).
+Owns: checking the files of `broker.tls`. Does not own: reading the files again when they change
+(`ister.certificates`).
+
+New files are used from the next handshake on; open connections stay. A resumed session is not
+verified again, so sessions are resumed only for a short time and with the same files: for a second
+on the HTTP port, and for a minute on the other ports if clients need a certificate.
 """
 
 from __future__ import annotations
@@ -9,9 +13,9 @@ from __future__ import annotations
 import ipaddress
 import logging
 import ssl
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import grpc
 from cryptography import x509
@@ -30,6 +34,13 @@ from ister.errors import ConfigError
 from ister.positions import format_time
 
 _log = logging.getLogger("ister.broker.security.tls")
+
+# gRPC has no option for session tickets; they end with the credentials that it was given. It is not
+# given others at every handshake: it replaces them while other threads may be about to use them.
+_TICKET_SECONDS: Final = 60.0
+# On the HTTP port, which has no tickets. As often as the files are looked at, and not at every
+# handshake, since a context takes OpenSSL some time.
+_SESSION_SECONDS: Final = 1.0
 
 
 def is_loopback(host: str) -> bool:
@@ -79,6 +90,8 @@ class TlsFiles:
     key: bytes = field(repr=False)
     authorities: bytes | None
     """CA certificates for clients; None if clients show no certificate."""
+    context: ssl.SSLContext = field(repr=False)
+    """All of them, for `ssl`."""
     expires_at: float
     """When the broker's certificate expires, in Unix seconds."""
 
@@ -96,8 +109,7 @@ class ServerTls:
         _check_settings(config)
         self._config = config
         self._clock = clock
-        self._lock = threading.Lock()
-        self._http: tuple[int, ssl.SSLContext] | None = None
+        self._http: tuple[int, float, ssl.SSLContext] | None = None
         files = {
             "cert_file": config.cert_file,
             "key_file": config.key_file,
@@ -143,14 +155,15 @@ class ServerTls:
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """Credentials for `grpc.aio.Server.add_secure_port`, up to date at every handshake."""
         started = self.material()
-        taken = started.serial
+        taken, taken_at = started.serial, self._clock.monotonic()
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:  # None for no change
-            nonlocal taken
-            material = self.material()
-            if material.serial == taken:
+            nonlocal taken, taken_at
+            material, now = self.material(), self._clock.monotonic()
+            is_old = self.requires_certificate and now - taken_at >= _TICKET_SECONDS
+            if material.serial == taken and not is_old:
                 return None
-            taken = material.serial
+            taken, taken_at = material.serial, now
             return _grpc_configuration(material.value)
 
         return grpc.dynamic_ssl_server_credentials(
@@ -160,38 +173,33 @@ class ServerTls:
         )
 
     def http_context(self) -> ssl.SSLContext:
-        """A context for `ssl` or asyncio servers, up to date at every handshake."""
+        """A context for one connection of an asyncio server, up to date at its handshake.
+
+        OpenSSL resumes sessions of the context that a connection begins with, and `ssl` cannot
+        disable its session cache. So connections begin with an empty context that is soon replaced,
+        and take the one with the certificates when the client has said hello.
+        """
+        serial, now = self.material().serial, self._clock.monotonic()
+        known = self._http
+        if known is not None and known[0] == serial and now - known[1] < _SESSION_SECONDS:
+            return known[2]
 
         def choose(socket: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            current = self._http_current()
-            if current is not None:
-                socket.context = current
+            socket.context = self.material().value.context
 
-        loaded = self.material()
-        context = self._make_http_context(loaded.value)
-        self._http = (loaded.serial, context)
+        context = self._make_context()
         # Called at every handshake, whether the client names a host or not.
         context.sni_callback = choose
+        self._http = (serial, now, context)
         return context
 
-    def _http_current(self) -> ssl.SSLContext | None:
-        loaded = self.material()
-        with self._lock:
-            if self._http is None or self._http[0] != loaded.serial:
-                try:
-                    self._http = (loaded.serial, self._make_http_context(loaded.value))
-                except OSError as error:  # the files have changed again
-                    _log.warning("cannot read certificates", extra={"error": str(error)})
-            return None if self._http is None else self._http[1]
-
-    def _make_http_context(self, material: TlsFiles) -> ssl.SSLContext:
+    def _make_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        # `ssl` loads keys only from files, which were checked a moment ago.
-        context.load_cert_chain(str(self._config.cert_file), str(self._config.key_file))
+        context.options |= ssl.OP_NO_TICKET  # TLS 1.2
+        context.num_tickets = 0  # TLS 1.3
         if self.requires_certificate:
             context.verify_mode = ssl.CERT_REQUIRED
-            context.load_verify_locations(cadata=(material.authorities or b"").decode())
         return context
 
     # -- the files --------------------------------------------------------------------------
@@ -217,10 +225,19 @@ class ServerTls:
         authorities = content.get("ca_file")
         if authorities is not None:
             _load_certificates(authorities, "ca_file", config.ca_file)
+        context = self._make_context()
+        try:
+            # `ssl` loads keys only from files.
+            context.load_cert_chain(str(config.cert_file), str(config.key_file))
+            if authorities is not None:
+                context.load_verify_locations(cadata=authorities.decode())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot use the certificates of broker.tls: {error}") from error
         return TlsFiles(
             certificates=content["cert_file"],
             key=content["key_file"],
             authorities=authorities,
+            context=context,
             expires_at=leaf.not_valid_after_utc.timestamp(),
         )
 

@@ -383,6 +383,7 @@ class TopicAdminService(_Service):
             request.name,
             is_reliable=request.dispatch_strategy == danube_admin.DispatchStrategy.Reliable,
             is_implied=False,
+            check_growth=lambda base: self._check(Permission.MANAGE_TOPIC, topic=base),
         )
         await self._bind(request, [request.name])
         return danube_admin.TopicResponse(success=True)

@@ -6,7 +6,6 @@ answered after a pause; and ids stay valid after a restart.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -133,7 +132,7 @@ class ConsumerService:
             stream = _stream(subscription, consumer, self._topics.consumers)
         except IsterError as error:
             # The client retries at once, whatever the error.
-            await asyncio.sleep(_REFUSAL_SECONDS)
+            await self._topics.consumers.wait_dismissed(request.consumer_id, _REFUSAL_SECONDS)
             if isinstance(error, NotFoundError | ConflictError | FencedError):
                 raise Refused(grpc.StatusCode.UNAVAILABLE, str(error)) from error
             raise
@@ -289,7 +288,7 @@ async def _reliable(
     subscription: Dispatcher, outbox: Outbox[Sent], consumer: ConsumerIdentity
 ) -> AsyncGenerator[list[bytes], None]:
     encode_stored = DeliveredEncoder(consumer, subscription.receipts).encode
-    reading, count_out = subscription.prefetcher, subscription.counters.count_out
+    count_out = subscription.counters.count_out
     large: list[int] = []
 
     def encoded(messages: list[tuple[Message, int]]) -> list[bytes]:
@@ -317,11 +316,11 @@ async def _reliable(
             while items:
                 if answers := encoded(await subscription.next_messages(outbox, items)):
                     yield answers
-                    reading.count_written(outbox)
                 del answers  # it has copies, and there may be nothing to send for long
+                outbox.memory.written()
             subscription.written(outbox, count)
     finally:
-        for offset in large:
+        for offset in () if outbox.memory.is_ended else large:
             # Most clients take no message of over 4 MiB: their stream breaks, and they come again
             # for the same one. That has to end at some time.
             subscription.fail(offset, "the consumer's stream ended with this large message")
@@ -334,8 +333,11 @@ async def _pushed(
     try:
         while records := await outbox.take(_WRITTEN_EVERY):
             for record in records:
-                subscription.counters.count_out(len(record.payload))
+                await outbox.memory.reserve(size := len(record.payload))
+                outbox.memory.begin(size)
+                subscription.counters.count_out(size)
                 yield [encode(record, record.msg_id.topic_offset, 1, consumer, None)]
+                outbox.memory.written()
             outbox.written(len(records))
     finally:
         subscription.detach(outbox)

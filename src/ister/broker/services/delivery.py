@@ -14,6 +14,7 @@ from typing import Final
 import grpc
 
 from ister.broker.dispatch.dispatcher import Dispatcher
+from ister.broker.dispatch.encoder import varint
 from ister.broker.dispatch.outbox import Outbox, Sent
 from ister.broker.rpc.handlers import ConsumerSlots, Refused
 from ister.broker.security.guard import Guard, current_principal
@@ -27,6 +28,8 @@ from ister.positions import parse_position
 from ister.subscription.policy import SubscriptionKind
 from ister.wire import ister_api
 
+# Field numbers and wire types: ConsumeResponse.deliveries, Deliveries.messages, Delivered.payload.
+_DELIVERIES, _MESSAGES, _PAYLOAD = b"\x12", b"\x0a", b"\x12"
 _BATCH_MESSAGES: Final = 256
 _ACKS_MAX: Final = 10_000
 # A client whose buffer is full reads nothing, but may acknowledge all messages that it has
@@ -46,7 +49,7 @@ class DeliveryService:
 
     async def Consume(
         self, requests: AsyncIterator[ister_api.ConsumeRequest], context: object
-    ) -> AsyncGenerator[ister_api.ConsumeResponse, None]:
+    ) -> AsyncGenerator[ister_api.ConsumeResponse | bytes, None]:
         """A consumer, from its first request to the end of the stream."""
         with self._slots.taken(counted_as(current_principal())):
             try:
@@ -62,6 +65,7 @@ class DeliveryService:
             try:
                 async for answer in answers:
                     yield answer
+                    del answer
             finally:
                 await answers.aclose()
 
@@ -69,7 +73,7 @@ class DeliveryService:
         self,
         opening: ister_api.OpenConsumer,
         requests: AsyncIterator[ister_api.ConsumeRequest],
-    ) -> AsyncGenerator[ister_api.ConsumeResponse, None]:
+    ) -> AsyncGenerator[ister_api.ConsumeResponse | bytes, None]:
         subscription, consumer = await self._open(opening)
         try:
             outbox = subscription.attach(
@@ -102,12 +106,10 @@ class DeliveryService:
                         return
                     count = len(items)
                     while items:
-                        if batch := await _next_deliveries(subscription, outbox, items):
-                            deliveries = ister_api.Deliveries(messages=batch)
-                            # It has copies, and the stream may wait here for long.
-                            batch.clear()
-                            yield ister_api.ConsumeResponse(deliveries=deliveries)
-                            subscription.prefetcher.count_written(outbox)
+                        if deliveries := await _next_deliveries(subscription, outbox, items):
+                            yield deliveries
+                        del deliveries  # there may be nothing to send for long
+                        outbox.memory.written()
                     subscription.written(outbox, count)
         finally:
             subscription.detach(outbox)
@@ -236,23 +238,24 @@ async def _take_acks(
 
 async def _next_deliveries(
     subscription: Dispatcher, outbox: Outbox[Sent], items: list[Sent]
-) -> list[ister_api.Delivered]:
-    """The messages that leave next; some of `items`, which are taken off."""
-    deliveries: list[ister_api.Delivered] = []
+) -> bytes:
+    """The messages that leave next, encoded; some of `items`, which are taken off."""
+    parts: list[bytes] = []
     token = subscription.receipts.token
     for message, attempt in await subscription.next_messages(outbox, items):
         record = subscription.readable(message)
         if record is not None:
-            offset = message.offset
-            receipt = token(outbox.consumer, offset, attempt)
-            deliveries.append(_delivered(offset, record, attempt, receipt))
-    return deliveries
+            receipt = token(outbox.consumer, message.offset, attempt)
+            parts += _delivered(message.offset, record, attempt, receipt)
+    if not parts:
+        return b""
+    return b"".join((_DELIVERIES, varint(sum(map(len, parts))), *parts))
 
 
-def _delivered(offset: int, record: StreamMessage, attempt: int, token: int) -> ister_api.Delivered:
-    return ister_api.Delivered(
+def _delivered(offset: int, record: StreamMessage, attempt: int, token: int) -> tuple[bytes, ...]:
+    """A message of `Deliveries`. Its payload is copied once, into what is written."""
+    fields = ister_api.Delivered(
         offset=offset,
-        payload=record.payload,
         publish_time=record.publish_time,
         producer_name=record.producer_name,
         attributes=record.attributes,
@@ -261,4 +264,7 @@ def _delivered(offset: int, record: StreamMessage, attempt: int, token: int) -> 
         schema_version=record.schema_version,
         attempt=attempt,
         token=token,
-    )
+    ).SerializeToString()
+    payload = record.payload
+    head = _PAYLOAD + varint(len(payload))
+    return _MESSAGES + varint(len(fields) + len(head) + len(payload)), fields, head, payload

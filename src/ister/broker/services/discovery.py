@@ -7,6 +7,7 @@ from itertools import takewhile
 
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
+from ister.broker.topics.open_topics import ElsewhereError
 from ister.broker.topics.topics import Topics
 from ister.bucket.names import segment_name
 from ister.errors import InvalidRequestError, NotFoundError, UnsupportedOperationError
@@ -27,7 +28,11 @@ class DiscoveryService:
     ) -> danube.TopicLookupResponse:
         """Returns the broker that has a topic."""
         self._guard.check(current_principal(), Permission.LOOKUP, topic=request.topic)
-        found = await self._topics.locate(request.topic)
+        try:
+            found = await self._topics.locate(request.topic)
+        except ElsewhereError as error:
+            # Not forwarded: clients take `Connect` for the broker that they have called.
+            found = error.member
         kinds = danube.TopicLookupResponse.LookupType
         own = self._topics.cluster.own
         # A copy of the data directory that replaced this broker has its node, and another address.
@@ -45,6 +50,9 @@ class DiscoveryService:
     ) -> danube.TopicPartitionsResponse:
         """The topics behind a name; none if there is no such topic."""
         self._guard.check(current_principal(), Permission.LOOKUP, topic=request.topic)
+        stand_in = self._topics.find_stand_in()
+        if stand_in is not None:
+            raise ElsewhereError(stand_in, request.topic)
         return danube.TopicPartitionsResponse(
             request_id=request.request_id, partitions=await self._topics.partitions(request.topic)
         )
@@ -66,6 +74,8 @@ class HealthService:
             is_known = self._has_producer(request.id)
         elif request.client == kinds.Value("Consumer"):
             is_known = await self._has_consumer(request.id)
+            if not is_known:
+                self._topics.consumers.dismiss(request.id)
         else:
             raise InvalidRequestError(f"there is no client type {request.client}")
         status = danube.HealthCheckResponse.ClientStatus
@@ -85,12 +95,12 @@ class HealthService:
         consumer = self._topics.consumers.find(id)
         if consumer is None or not self._may_know(consumer.topic):
             return False
+        # A client that is sent away gives up after a few attempts. So only where another broker has
+        # the topic, or can take it; any other is opened by the stream.
+        if await self._topics.is_elsewhere(consumer.topic):
+            return False
         topic = self._topics.find_open(consumer.topic)
-        if topic is None:
-            # A client that is sent away gives up after a few attempts. So only where another
-            # broker has the topic; any other is opened by the stream.
-            return not await self._topics.is_elsewhere(consumer.topic)
-        return consumer.subscription in topic.subscriptions
+        return topic is None or consumer.subscription in topic.subscriptions
 
 
 class StorageService:

@@ -20,6 +20,7 @@ from ister.broker.topics.open_topics import ElsewhereError
 
 FORWARDING: Final = frozenset(
     {
+        "danube.Discovery",
         "danube_admin.BrokerAdmin",
         "danube_admin.TopicAdmin",
         "danube_schema.SchemaRegistry",

@@ -79,7 +79,12 @@ class IsterAdminService:
             )
         else:
             await self._topics.get_or_create(
-                request.topic, is_reliable=is_reliable, ack=ack, codec=codec, is_implied=False
+                request.topic,
+                is_reliable=is_reliable,
+                ack=ack,
+                codec=codec,
+                is_implied=False,
+                check_growth=lambda base: self._check(Permission.MANAGE_TOPIC, topic=base),
             )
         return await self._describe(request.topic)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import msgspec
+
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.topics.topics import Topics
@@ -25,11 +29,25 @@ class PeersService:
 
         The right to publish there was checked when the dead-letter topic was set.
         """
-        if self._guard.is_on and current_principal().kind is not PrincipalKind.BROKER:
-            raise PermissionDeniedError("only brokers of this cluster may do this")
+        self._check_broker()
         try:
             message = decode_message(request.message, Codec.BINCODE2)
         except CorruptDataError as error:
             raise InvalidRequestError("the message cannot be decoded") from error
         await self._topics.take_dead_letter(request.topic, message)
         return ister_api.InfoRequest()
+
+    async def FindOwners(
+        self, request: ister_api.OwnTopicsRequest, context: object
+    ) -> ister_api.Document:
+        """The brokers that own topics; for a broker that does not reach the metadata store."""
+        self._check_broker()
+        cluster = self._topics.cluster
+        if cluster.is_in_doubt:
+            return ister_api.Document()
+        found = await asyncio.to_thread(cluster.find_owners, request.topics)
+        return ister_api.Document(json=msgspec.json.encode(found).decode())
+
+    def _check_broker(self) -> None:
+        if self._guard.is_on and current_principal().kind is not PrincipalKind.BROKER:
+            raise PermissionDeniedError("only brokers of this cluster may do this")

@@ -32,6 +32,7 @@ from ister.errors import (
 )
 from ister.limits import KIB
 from ister.model import MessageId, StreamMessage
+from ister.topic.dedup import check_producer_name
 from ister.topic.read_only import ReadOnlyTopic
 from ister.wire import danube
 
@@ -63,7 +64,13 @@ class ProducerService:
         _check_name(request.producer_name)
         is_reliable = request.dispatch_strategy == danube.DispatchStrategy.Reliable
         try:
-            topic = await self._topics.get_or_create(request.topic_name, is_reliable=is_reliable)
+            topic = await self._topics.get_or_create(
+                request.topic_name,
+                is_reliable=is_reliable,
+                check_growth=lambda base: self._guard.check(
+                    current_principal(), Permission.MANAGE_TOPIC, topic=base
+                ),
+            )
         except NoNamespaceError as error:
             # As Danube does: its clients retry, and the namespace may be created meanwhile.
             raise Refused(grpc.StatusCode.UNAVAILABLE, error.message, hint=error.hint) from error
@@ -188,6 +195,7 @@ class ProducerService:
 def _check_name(name: str) -> None:
     if not 0 < len(name) <= _NAME_CHARACTERS_MAX:
         raise InvalidRequestError(f"a producer's name has 1 to {_NAME_CHARACTERS_MAX} characters")
+    check_producer_name(name)
 
 
 def _number(attributes: dict[str, str], name: str) -> int:

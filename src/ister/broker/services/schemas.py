@@ -10,7 +10,7 @@ schema; all other subjects need it for the whole cluster.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -20,7 +20,7 @@ from ister.broker.schemas.registry import SchemaRegistry, StoredSchema
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.topics.topics import Topics
-from ister.errors import ConflictError, TopicNameError
+from ister.errors import ConflictError, NotFoundError, TopicNameError
 from ister.model import TopicName
 from ister.topic.schema_kinds import ValidationPolicy, parse_mode, parse_policy
 from ister.wire import danube_schema
@@ -62,22 +62,27 @@ class SchemaService:
         self, request: danube_schema.GetSchemaRequest, context: object
     ) -> danube_schema.GetSchemaResponse:
         """A version by its subject's id; the latest one without a number."""
-        self._check_read()
         version = request.version if request.HasField("version") else None
-        return _answer(await asyncio.to_thread(self._schemas.get, request.schema_id, version))
+        try:
+            found = await asyncio.to_thread(self._schemas.get, request.schema_id, version)
+        except NotFoundError:
+            await self._check_read(None)
+            raise
+        await self._check_read(found.subject)
+        return _answer(found)
 
     async def GetLatestSchema(
         self, request: danube_schema.GetLatestSchemaRequest, context: object
     ) -> danube_schema.GetSchemaResponse:
         """The latest version of a subject."""
-        self._check_read()
+        await self._check_read(request.subject)
         return _answer(await asyncio.to_thread(self._schemas.latest, request.subject))
 
     async def ListVersions(
         self, request: danube_schema.ListVersionsRequest, context: object
     ) -> danube_schema.ListVersionsResponse:
         """All versions of a subject, the oldest first."""
-        self._check_read()
+        await self._check_read(request.subject)
         found = await asyncio.to_thread(self._schemas.versions, request.subject)
         return danube_schema.ListVersionsResponse(
             versions=[
@@ -96,9 +101,10 @@ class SchemaService:
     async def ListSubjects(
         self, request: danube_schema.ListSubjectsRequest, context: object
     ) -> danube_schema.ListSubjectsResponse:
-        """All subjects, by name."""
-        self._check_read()
+        """All subjects that the caller may read, by name."""
+        self._guard.check_anywhere(current_principal(), Permission.LOOKUP)
         found = await asyncio.to_thread(self._schemas.subjects)
+        is_readable = await asyncio.to_thread(self._readable)
         return danube_schema.ListSubjectsResponse(
             subjects=[
                 danube_schema.SubjectSummary(
@@ -110,6 +116,7 @@ class SchemaService:
                     tags=one.tags,
                 )
                 for one in found
+                if is_readable(one.subject)
             ]
         )
 
@@ -117,7 +124,7 @@ class SchemaService:
         self, request: danube_schema.CheckCompatibilityRequest, context: object
     ) -> danube_schema.CheckCompatibilityResponse:
         """Whether a schema could be the next version, and why not."""
-        self._check_read()
+        await self._check_read(request.subject)
         mode = None
         if request.HasField("compatibility_mode"):
             mode = parse_mode(request.compatibility_mode)
@@ -213,8 +220,32 @@ class SchemaService:
 
     # -- rights -----------------------------------------------------------------------------
 
-    def _check_read(self) -> None:
-        self._guard.check_anywhere(current_principal(), Permission.LOOKUP)
+    async def _check_read(self, subject: str | None) -> None:
+        """Refuses callers that may not read a subject, whether it exists or not."""
+        if subject is not None and not self._readable()(subject):
+            # Another broker may have just set the subject of a topic.
+            await asyncio.to_thread(self._schemas.refresh)
+        if subject is None or not self._readable()(subject):
+            self._guard.check(current_principal(), Permission.LOOKUP)
+
+    def _readable(self) -> Callable[[str], bool]:
+        """Tells which subjects the caller may read.
+
+        Those named after a topic that the caller may see, and those that such topics have; all for
+        callers that may see all topics.
+        """
+        principal = current_principal()
+
+        def allows(topic: str | None) -> bool:
+            return any(
+                self._guard.allows(principal, permission, topic=topic)
+                for permission in (Permission.LOOKUP, Permission.MANAGE_SCHEMA)
+            )
+
+        if allows(None):
+            return lambda _: True
+        used = {subject for topic, subject in self._schemas.topic_subjects() if allows(topic)}
+        return lambda subject: subject in used or allows(subject)
 
     def _check_manage(self, subject: str) -> None:
         principal = current_principal()

@@ -1,6 +1,7 @@
 """This broker's rounds: keeps its entry and its keys, leads if it can, follows the assignments.
 
     round ─► own entry ─► lead, if it can ─► open topics assigned here, hand over those that are not
+    lease not renewed ─► ask other brokers who owns the topics, until it is
 
 Owns: when these things happen. Does not own: the decisions (`ister.broker.cluster`), topics
 (`topics`).
@@ -28,6 +29,7 @@ from ister.metadata.base import Watch
 _log = logging.getLogger("ister.broker.topics.assignee")
 
 _ROUND_SECONDS_MAX: Final = 5.0
+_LEASE_CHECK_SECONDS_MAX: Final = 0.5
 # All topics are looked at this often although nothing seems to have changed.
 _SWEEP_SECONDS: Final = 15.0
 # Changes that arrive together are one round.
@@ -58,22 +60,22 @@ class Assignee:
         self._gate = asyncio.Semaphore(_MOVES_AT_ONCE)
         self._cpu = (os.times(), self._loop.time())
         self._watch: Watch | None = None
-        self._running: asyncio.Task[None] | None = None
+        self._running: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Starts the rounds."""
         self._watch = await asyncio.to_thread(self._cluster.watch, self._on_change)
-        self._running = asyncio.create_task(self._run())
-        threads.watch_task("ister-assignee", self._running)
+        self._running = [asyncio.create_task(self._run()), asyncio.create_task(self._watch_lease())]
+        for task in self._running:
+            threads.watch_task("ister-assignee", task)
 
     async def stop(self) -> None:
         """Ends the rounds, and waits for moves that are under way."""
         if self._watch is not None:
             await asyncio.to_thread(self._watch.close)
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, *self._tasks, return_exceptions=True)
 
     # -- rounds -----------------------------------------------------------------------------
 
@@ -103,6 +105,13 @@ class Assignee:
                     _log.warning(
                         "the state of the cluster cannot be read", extra={"error": str(error)}
                     )
+
+    async def _watch_lease(self) -> None:
+        # Not in a round, which waits for the metadata store.
+        while True:
+            await asyncio.sleep(min(_LEASE_CHECK_SECONDS_MAX, self._ttl / 10))
+            with threads.guard("ister-assignee"):
+                await self._topics.check_lease()
 
     async def run_round(self) -> None:
         """One round.

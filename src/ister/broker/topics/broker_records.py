@@ -3,8 +3,9 @@
     <root>/broker/topics/<ns>/<topic>   {"delivery": "reliable", "policies": {…}}
     <root>/namespaces/<ns>              {"policies": {…}}
     <root>/broker/producers/<ns>/<topic>/<name, percent-encoded>    {"principal": …, "at": seconds}
+    <root>/broker/partitioned/<ns>/<topic>      when its creation by using its partitions began
 
-Owns: these three kinds of records. Does not own: what a log keeps of a topic (`ister.bucket`), and
+Owns: these four kinds of records. Does not own: what a log keeps of a topic (`ister.bucket`), and
 subscriptions (`ister.subscription.store`).
 
 Every change compares with what was read before it. A missing record stands for the defaults: topics
@@ -52,6 +53,7 @@ class BrokerRecords:
         self._metadata = metadata
         self._topics = f"{root_prefix}/broker/topics/"
         self._producers = f"{root_prefix}/broker/producers/"
+        self._partitioned = f"{root_prefix}/broker/partitioned/"
         self._namespaces = f"{root_prefix}/namespaces/"
 
     # -- topics -----------------------------------------------------------------------------
@@ -84,6 +86,9 @@ class BrokerRecords:
         self._metadata.delete(self._key(name))
         for found in self._metadata.range(self._producer_key(name, "")):
             self._metadata.delete(found.key)
+        partition = parse_partition(str(name))
+        if partition is not None:
+            self._metadata.delete(self._partitioned + partition[0][1:])
 
     def non_reliable(self) -> list[str]:
         """The names of all topics that have no log."""
@@ -104,6 +109,15 @@ class BrokerRecords:
             if partition is not None and is_own and not _decode_topic(item.value).is_reliable:
                 found.append(partition[1])
         return found
+
+    def begin_partitions(self, name: TopicName, at: int) -> None:
+        """Records when the partitions of a topic began to be created by using them."""
+        self._change(self._partitioned + str(name)[1:], lambda _: b"%d" % at)
+
+    def partitions_begun(self, name: TopicName) -> int | None:
+        """When `begin_partitions` was called, in Unix seconds; None if it was not."""
+        found = self._metadata.get(self._partitioned + str(name)[1:])
+        return int(found.value) if found is not None and found.value.isdigit() else None
 
     def _key(self, name: TopicName) -> str:
         return f"{self._topics}{name.namespace}/{name.topic}"

@@ -19,6 +19,7 @@ from ister.model import TopicName
 from ister.partitions import parse_partition
 from ister.subscription.store import StoredConsumer, StoredSubscription
 
+_TOLD_SECONDS: Final = 0.05
 _NAME_CHARACTERS_MAX: Final = 256
 _FILTERS_MAX: Final = 64
 _FILTER_CHARACTERS_MAX: Final = 256
@@ -54,6 +55,7 @@ class ConsumerIds:
         # Of consumers of partitions: the program that they are of, and when that has answered.
         self._programs: dict[int, tuple[str, str, str]] = {}
         self._answered_at: dict[tuple[str, str, str], float] = {}
+        self._dismissals: dict[int, asyncio.Event] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -89,6 +91,26 @@ class ConsumerIds:
         """
         program = self._programs.get(id)
         return float("-inf") if program is None else self._answered_at.get(program, float("-inf"))
+
+    def dismiss(self, id: int) -> None:
+        """Ends `wait_dismissed` of a consumer whose client was told to subscribe again."""
+        event = self._dismissals.get(id)
+        if event is not None:
+            event.set()
+
+    async def wait_dismissed(self, id: int, seconds: float) -> None:
+        """Waits for `seconds` at most, or until shortly after `dismiss` is called."""
+        event = self._dismissals.setdefault(id, asyncio.Event())
+        try:
+            async with asyncio.timeout(seconds):
+                await event.wait()
+                # So that the answer reaches the client before its stream ends.
+                await asyncio.sleep(_TOLD_SECONDS)
+        except TimeoutError:
+            pass
+        finally:
+            if self._dismissals.get(id) is event:
+                del self._dismissals[id]
 
     def load(self, topic: TopicName, stored: StoredSubscription) -> None:
         """Adds the consumers that are stored with a subscription."""

@@ -13,6 +13,10 @@ Owns: that cursor, which letters are selected, the order of steps. Does not own:
 dead letter (`ister.broker.dispatch.dead_letters`), how messages are shown (`Browser`), rights
 (`ister.broker.services.dead_letters`).
 
+Letters that no broker has signed are shown as unverified, and are requeued only to a topic that the
+operator names, without their producer name: whoever may produce to the dead-letter topic could have
+written them.
+
 Requeueing is at least once. Letters are published in batches of `_BATCH`, and a batch is recorded
 as resolved when all of its messages are acknowledged at the topic's level. A crash between these
 steps leaves one batch published and pending: the next run publishes it once more. A run that finds
@@ -26,13 +30,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Final
 from weakref import WeakValueDictionary
 
 from ister import failpoints
 from ister.broker.dispatch.dead_letters import (
+    LetterSigner,
     LetterStory,
     own_attributes,
     read_story,
@@ -128,6 +133,7 @@ class _Group:
     first_offset: int = 0
     oldest_ms: int | None = None
     newest_ms: int | None = None
+    unverified: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
 
 
@@ -175,12 +181,11 @@ class DeadLetterQueue:
         at, end = self._bounds(core, floor, selection)
         limit = min(limit or _COUNTED_MAX, _COUNTED_MAX)
         until = self._clock.monotonic() + _SECONDS
+        takes = _Pending(floor, selection, self._topics.signer, name)
         while at < end and selected < limit and self._clock.monotonic() < until:
-            letters, at = await self._select(
-                core, _pending(floor, selection), at, end, limit - selected
-            )
+            letters, at = await self._select(core, takes, at, end, limit - selected)
             for letter in letters:
-                _count(found, letter)
+                _count(found, letter, is_verified=letter.offset in takes.verified)
             selected += len(letters)
         visible = core.visible
         return {
@@ -205,18 +210,17 @@ class DeadLetterQueue:
         topic, core = await self._find(name)
         floor = await self._load(topic, core)
         start, end = self._bounds(core, floor, selection)
+        takes = _Pending(floor, selection, self._topics.signer, name)
         found = await self._browser.read(
-            name,
-            start=min(start, end),
-            end=end,
-            limit=min(limit, LIMIT_MAX),
-            takes=_pending(floor, selection),
+            name, start=min(start, end), end=end, limit=min(limit, LIMIT_MAX), takes=takes
         )
         messages = found["messages"]
         assert isinstance(messages, list)  # noqa: S101 - for mypy
         for view in messages:
             record = StreamMessage(attributes=view["attributes"])
-            view["dead_letter"] = _story_json(read_story(record))
+            story = read_story(record)
+            is_verified = view["offset"] in takes.verified
+            view["dead_letter"] = None if story is None else _story_json(story, is_verified)
             view["attributes"] = own_attributes(record)
         following = found["next"]
         is_done = not isinstance(following, int) or following >= end
@@ -244,12 +248,17 @@ class DeadLetterQueue:
             As `show`.
         """
 
-        async def publish(letters: list[Message]) -> list[IsterError | None]:
-            targets = [_target_of(letter, to) for letter in letters]
+        async def publish(letters: list[Message], verified: Set[int]) -> list[IsterError | None]:
+            is_verified = [letter.offset in verified for letter in letters]
+            known = list(zip(letters, is_verified, strict=True))
+            targets = [_target_of(letter, to, is_verified=is_ours) for letter, is_ours in known]
             for target in {target for target in targets if isinstance(target, str)}:
                 check(target)
             return await asyncio.gather(
-                *(self._publish(*pair) for pair in zip(letters, targets, strict=True))
+                *(
+                    self._publish(letter, target, is_verified=is_ours)
+                    for (letter, is_ours), target in zip(known, targets, strict=True)
+                )
             )
 
         return await run_to_completion(self._resolve(name, selection, publish))
@@ -261,7 +270,7 @@ class DeadLetterQueue:
             As `show`.
         """
 
-        async def leave(letters: list[Message]) -> list[IsterError | None]:
+        async def leave(letters: list[Message], _: Set[int]) -> list[IsterError | None]:
             return [None] * len(letters)
 
         return await run_to_completion(self._resolve(name, selection, leave))
@@ -270,7 +279,7 @@ class DeadLetterQueue:
         self,
         name: str,
         selection: Selection,
-        handle: Callable[[list[Message]], Awaitable[list[IsterError | None]]],
+        handle: Callable[[list[Message], Set[int]], Awaitable[list[IsterError | None]]],
     ) -> JsonObject:
         topic, core = await self._find(name)
         done, failed, tried = 0, list[JsonObject](), 0
@@ -279,14 +288,15 @@ class DeadLetterQueue:
             floor = await self._load(topic, core)
             at, end = self._bounds(core, floor, selection)
             while at < end and tried < _LETTERS_MAX and self._clock.monotonic() < until:
-                letters, at = await self._select(core, _pending(floor, selection), at, end, _BATCH)
+                takes = _Pending(floor, selection, self._topics.signer, name)
+                letters, at = await self._select(core, takes, at, end, _BATCH)
                 if sum(1 for _ in floor.ranges()) + len(letters) > RANGES_MAX:
                     raise CapacityError(
                         f"more than {RANGES_MAX} ranges of resolved letters between pending ones",
                         topic=name,
                         hint="requeue or drop the oldest letters first",
                     )
-                errors = await handle(letters)
+                errors = await handle(letters, takes.verified)
                 failpoints.reach("broker.after_requeue")
                 taken = [
                     letter.offset
@@ -303,11 +313,16 @@ class DeadLetterQueue:
                 ]
         return {"topic": name, "done": done, "failed": failed, "next": at if at < end else None}
 
-    async def _publish(self, letter: Message, target: str | IsterError) -> IsterError | None:
+    async def _publish(
+        self, letter: Message, target: str | IsterError, *, is_verified: bool
+    ) -> IsterError | None:
         if not isinstance(target, str):
             return target
         topics = self._topics
         message = restore_message(letter.record, target)
+        if not is_verified:
+            # A producer name belongs to a principal, which may not have published this.
+            message = replace(message, producer_name="")
         try:
             try:
                 # Not `get_or_create`: a topic that was deleted does not come back by this.
@@ -413,9 +428,24 @@ class DeadLetterQueue:
         raise ConflictError("the record of resolved dead letters keeps changing", topic=topic.name)
 
 
-def _pending(floor: AckFloor, selection: Selection) -> Takes:
-    """Whether a message is selected and not resolved."""
-    return lambda message: not floor.is_acked(message.offset) and selection.takes(message)
+class _Pending:
+    """Takes messages of a topic that are selected and not resolved, and verifies them."""
+
+    def __init__(
+        self, floor: AckFloor, selection: Selection, signer: LetterSigner, topic: str
+    ) -> None:
+        self.verified: set[int] = set()
+        """Offsets of those that a broker has written."""
+        self._floor, self._selection = floor, selection
+        self._signer, self._topic = signer, topic
+
+    def __call__(self, message: Message) -> bool:
+        if self._floor.is_acked(message.offset) or not self._selection.takes(message):
+            return False
+        record = _record_of(message)
+        if record is not None and self._signer.verify(record, self._topic):
+            self.verified.add(message.offset)
+        return True
 
 
 def _record_of(message: Message) -> StreamMessage | None:
@@ -430,7 +460,7 @@ def _story_of(message: Message) -> LetterStory | None:
     return None if record is None else read_story(record)
 
 
-def _target_of(letter: Message, to: str) -> str | IsterError:
+def _target_of(letter: Message, to: str, *, is_verified: bool) -> str | IsterError:
     """The topic that a letter is requeued to, or why there is none."""
     if _record_of(letter) is None:
         return CorruptDataError("the message cannot be decoded", offset=letter.offset)
@@ -440,15 +470,21 @@ def _target_of(letter: Message, to: str) -> str | IsterError:
             "the message has no attribute x-original-topic",
             hint="it was not published as a dead letter; name a topic to requeue it to",
         )
+    if not to and not is_verified:
+        return InvalidRequestError(
+            "no broker of this cluster has written this dead letter",
+            hint="its origin may be forged; drop it, or name a topic to requeue it to",
+        )
     return to or ("" if story is None else story.topic)
 
 
-def _count(groups: dict[tuple[str, str], _Group], letter: Message) -> None:
+def _count(groups: dict[tuple[str, str], _Group], letter: Message, *, is_verified: bool) -> None:
     record = _record_of(letter)
     story = None if record is None else read_story(record)
     key = ("", "") if story is None else (story.topic, story.subscription)
     group = groups.setdefault(key, _Group(first_offset=letter.offset))
     group.count += 1
+    group.unverified += not is_verified
     group.reasons[_OTHER if story is None else story.reason] += 1
     if record is not None:
         at = record.publish_time
@@ -464,13 +500,12 @@ def _group_json(key: tuple[str, str], group: _Group) -> JsonObject:
         "first_offset": group.first_offset,
         "oldest": group.oldest_ms,
         "newest": group.newest_ms,
+        "unverified": group.unverified,
         "reasons": dict(group.reasons.most_common(_REASONS_MAX)),
     }
 
 
-def _story_json(story: LetterStory | None) -> JsonObject | None:
-    if story is None:
-        return None
+def _story_json(story: LetterStory, is_verified: bool) -> JsonObject:
     return {
         "topic": story.topic,
         "subscription": story.subscription,
@@ -479,4 +514,5 @@ def _story_json(story: LetterStory | None) -> JsonObject | None:
         "reason": story.reason,
         "hops": story.hops,
         "dropped_attributes": story.dropped_attributes,
+        "is_verified": is_verified,
     }

@@ -7,19 +7,27 @@ with a topic (`served_topic`), which node owns it (`ister.bucket.claim`), moves 
 Opening a topic claims it. A topic that another broker has, or should have, is refused with
 UNAVAILABLE, which makes clients look it up again; the look-up sends them there. A topic whose
 newest messages are on the disk of a broker that is down is opened read-only.
+
+A broker that cannot renew its lease asks the others, which may still reach the metadata store. One
+that does is the stand-in: once the lease has ended, clients that look a topic up are sent to its
+new owner or else to the stand-in, and topics that have a new owner are given up. A broker that
+reaches neither the metadata store nor another broker answers UNAVAILABLE.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Final
 from weakref import WeakValueDictionary
 
 from ister import threads
 from ister.broker.cluster.cluster import Cluster
 from ister.broker.cluster.peers import Peers
+from ister.broker.dispatch.dead_letters import LetterSigner
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.policies import Policies
 from ister.broker.publish.admission import Admission
@@ -39,16 +47,19 @@ from ister.errors import (
     CapacityError,
     ConflictError,
     FencedError,
+    InvalidRequestError,
     IsterError,
     NotFoundError,
     PermissionDeniedError,
+    StoresDifferError,
     UnavailableError,
     WaitsForDiskError,
+    WaitTimeoutError,
 )
 from ister.limits import MIB
 from ister.metadata.base import MetadataStore
 from ister.model import AckLevel, Codec, StreamMessage, TopicName, TopicState
-from ister.partitions import parse_partition
+from ister.partitions import PARTITIONS_MAX, parse_partition, partition_name
 from ister.subscription.store import StoredSubscription, SubscriptionStore
 from ister.topic.dedup import SequencedTopics
 from ister.topic.log import Log
@@ -59,7 +70,11 @@ _log = logging.getLogger("ister.broker.topics.open_topics")
 
 # Listing all names takes as long as there are topics; other brokers' new ones show after this time.
 _KNOWN_SECONDS: Final = 10.0
+# How long a client may take to create all partitions of a topic by using them.
+_PARTITIONS_SECONDS: Final = 60
 _ELSEWHERE_SECONDS: Final = 30.0
+# A broker that is cut off asks this many others at a time.
+_ASKED_AT_ONCE: Final = 3
 
 
 class NoNamespaceError(NotFoundError):
@@ -89,6 +104,7 @@ class OpenTopics(TopicNames):
         *,
         config: Config,
         clock: Clock,
+        secret: str,
         schemas: SchemaRegistry | None = None,
     ) -> None:
         root = config.storage.metadata.root_prefix
@@ -98,6 +114,8 @@ class OpenTopics(TopicNames):
         self.cluster = cluster
         self.peers: Peers | None = None
         """Calls other brokers; None while the broker starts."""
+        self.signer = LetterSigner(secret)
+        """Marks the dead letters of this cluster's brokers."""
         self.consumers = ConsumerIds()
         self.sequenced = SequencedTopics()
         self.producers: dict[int, str] = {}
@@ -129,6 +147,7 @@ class OpenTopics(TopicNames):
             admission=self.admission,
             records=self.records,
             publish_dead_letter=self._publish_dead_letter,
+            signer=self.signer,
             on_lost=self.lose,
         )
         # Each lives as long as its topic is being opened: invalid names leave nothing behind.
@@ -142,6 +161,10 @@ class OpenTopics(TopicNames):
         """Of the topics that are opened at the start: how many were tried, of how many."""
         self.unopened: dict[str, str] = {}
         """Topics that could not be opened when they were last tried, and why."""
+        self.stand_in: Member | None = None
+        """Another broker that reaches the metadata store while this one seems not to."""
+        self.is_isolated = False
+        """Whether this broker reaches neither the metadata store nor another broker."""
         self.redirects: Counter[str] = Counter()
         """How often clients were sent to another broker, by namespace."""
         log.metrics.register_counter("broker.messages_in_total", lambda: self.messages_in)
@@ -183,6 +206,7 @@ class OpenTopics(TopicNames):
         ack: AckLevel | None = None,
         codec: Codec | None = None,
         is_implied: bool = True,
+        check_growth: Callable[[str], None] | None = None,
     ) -> ServedTopic:
         """Returns a topic; creates it if it does not exist.
 
@@ -192,12 +216,15 @@ class OpenTopics(TopicNames):
             ack: The ack level of a new topic.
             codec: The codec of a new topic.
             is_implied: Whether it is created because it is used (`broker.auto_create_topics`).
+            check_growth: Called with a topic; raises if the caller may not add a partition to it.
+                None refuses all callers.
 
         Raises:
             As `get`.
             NotFoundError: It does not exist, and is not created by using it.
             NoNamespaceError: Its namespace does not exist.
-            AlreadyExistsError: There is a partitioned topic of that name, or a plain one.
+            AlreadyExistsError: There is a partitioned topic of that name, or a plain one; or it
+                would be a partition of a topic that has fewer.
             CapacityError: There are too many topics.
         """
         try:
@@ -210,6 +237,8 @@ class OpenTopics(TopicNames):
         # A topic and its partitions exclude each other, so they are made one after the other.
         async with self._lock_of(f"new {partition[0] if partition is not None else name}"):
             await self._check_new(parsed, is_implied=is_implied)
+            if partition is not None:
+                await self._check_growth(*partition, check_growth, is_implied=is_implied)
             made = await self._open(parsed, ServedRecord(is_reliable=is_reliable), ack, codec)
         return _as_wanted(made, ack, codec)
 
@@ -235,6 +264,47 @@ class OpenTopics(TopicNames):
                 f"{partition[0]} is a topic without partitions", topic=str(name)
             )
 
+    async def _check_growth(
+        self,
+        base: str,
+        number: int,
+        check: Callable[[str], None] | None,
+        *,
+        is_implied: bool,
+    ) -> None:
+        """Refuses a partition that would be one more of a partitioned topic.
+
+        Most keys would move to another partition. But Danube's clients create a partitioned topic
+        by using its partitions, in any order and at several brokers.
+        """
+        if number >= PARTITIONS_MAX:
+            raise InvalidRequestError(
+                f"a topic has at most {PARTITIONS_MAX} partitions",
+                topic=partition_name(base, number),
+            )
+        existing = await self.partitions(base)
+        parsed, now = TopicName.parse(base), self._context.clock.now_ns() // 10**9
+        if not existing:
+            if is_implied:
+                await asyncio.to_thread(self.records.begin_partitions, parsed, now)
+            return
+        last = parse_partition(existing[-1])
+        count = 0 if last is None else last[1] + 1
+        if number < count:  # its creation was cut short
+            return
+        if is_implied:
+            begun = await asyncio.to_thread(self.records.partitions_begun, parsed)
+            if begun is not None and abs(now - begun) < _PARTITIONS_SECONDS:
+                return
+        if check is not None:
+            check(base)
+        if check is None or number > count:
+            raise AlreadyExistsError(
+                f"{base} has {count} partitions",
+                topic=partition_name(base, number),
+                hint="`ister topics grow` adds partitions; most keys then move to another one",
+            )
+
     async def _open(
         self,
         name: TopicName,
@@ -258,7 +328,13 @@ class OpenTopics(TopicNames):
                 await self._drop(
                     found, UnavailableError("the topic is being reopened; retry", topic=text)
                 )
-            await asyncio.to_thread(self._check_here, name, creates=new is not None)
+            if (stand_in := self.find_stand_in()) is not None:
+                raise ElsewhereError(await self._find_substitute(stand_in, text), text)
+            try:
+                await asyncio.to_thread(self._check_here, name, creates=new is not None)
+            except ElsewhereError:
+                self.unopened.pop(text, None)
+                raise
             topic, policies, stored = await asyncio.to_thread(
                 self._open_blocking, name, new, ack, codec
             )
@@ -320,13 +396,22 @@ class OpenTopics(TopicNames):
                 return self.log.topic(name, create=True, ack=ack, codec=codec)
         except WaitsForDiskError as error:
             if error.node == self.cluster.own.node:
-                raise UnavailableError(str(error), topic=name) from error
+                raise self._refused(name, error) from error
             return self._open_read_only(name, error)
         except AlreadyExistsError:
             raise
+        except StoresDifferError as error:
+            raise self._refused(name, error) from error
         except ConflictError as error:
             # Another broker has just claimed it: the client looks it up again.
             raise UnavailableError(str(error), topic=name) from error
+
+    def _refused(self, name: str, error: ConflictError) -> UnavailableError:
+        """Records that an operator has to decide about a topic; clients wait meanwhile."""
+        if self.unopened.get(name) != str(error):
+            self.unopened[name] = str(error)
+            _log.error("topic not opened", extra={"topic": name, "error": str(error)})
+        return UnavailableError(str(error), topic=name)
 
     def _open_read_only(self, name: str, waits: WaitsForDiskError) -> Topic:
         try:
@@ -365,10 +450,13 @@ class OpenTopics(TopicNames):
             NotFoundError: It does not exist.
             UnavailableError: It is on its way to a broker, or a process that is no broker has it.
         """
-        if self.find_open(name) is not None:
-            return self.cluster.own
         parsed = TopicName.parse(name)
-        found = await asyncio.to_thread(self._route, parsed)
+        if (stand_in := self.find_stand_in()) is not None:
+            found = await self._find_substitute(stand_in, name)
+        elif self.find_open(name) is not None:
+            return self.cluster.own
+        else:
+            found = await asyncio.to_thread(self._route, parsed)
         if self._is_other(found):
             self.redirects[parsed.namespace] += 1
             return found
@@ -377,6 +465,8 @@ class OpenTopics(TopicNames):
 
     async def is_elsewhere(self, name: str) -> bool:
         """Whether another broker has a topic, or should have it: `locate` says which."""
+        if self.stand_in is not None and self.cluster.is_in_doubt:
+            return True
         if self.find_open(name) is not None:
             return False
         parsed = TopicName.parse(name)
@@ -385,6 +475,67 @@ class OpenTopics(TopicNames):
         except IsterError:
             return False
         return self._is_other(found)
+
+    # -- cut off from the metadata store ----------------------------------------------------
+
+    def find_stand_in(self) -> Member | None:
+        """The broker that clients are sent to; None while this one may serve them.
+
+        Raises:
+            UnavailableError: There is none.
+        """
+        if self.cluster.is_leased:
+            return None
+        if self.is_isolated:
+            raise UnavailableError(
+                "this broker reaches neither the metadata store nor another broker",
+                hint="connect to another broker",
+            )
+        return self.stand_in
+
+    async def _find_substitute(self, stand_in: Member, name: str) -> Member:
+        """The broker that clients of a topic are sent to while this one is cut off."""
+        assert self.peers is not None  # noqa: S101 - for mypy
+        found = (await self.peers.find_owners(stand_in, [name]) or {}).get(name)
+        return stand_in if found is None or found.node == self.cluster.own.node else found
+
+    async def check_lease(self) -> None:
+        """Asks other brokers while the lease is in doubt.
+
+        Once it has ended, gives topics up that have a new owner, and refuses sends that wait for
+        the bucket. If no broker reaches the metadata store, nothing changes: it is waited for.
+        """
+        self.stand_in, self.is_isolated, owners = await self._ask_others()
+        if self.cluster.is_leased or not (self.stand_in or self.is_isolated):
+            return
+        for topic in self.served:
+            owner, core = owners.get(topic.name), topic.topic
+            has_moved = owner is not None and owner.node != self.cluster.own.node
+            if core is None or core.tier is None or topic.is_read_only:
+                if has_moved:
+                    self.lose(topic.name)
+            elif has_moved:
+                error = FencedError("another broker has the topic", topic=topic.name)
+                core.tier.owned.give_up(error)
+            else:
+                # They would wait until the store answers.
+                core.aio.refuse_waits(core.tier.lapsed_error())
+
+    async def _ask_others(self) -> tuple[Member | None, bool, dict[str, Member]]:
+        """The stand-in, whether no other broker responds, and the owners of open topics."""
+        peers, others = self.peers, self.cluster.members.known_others
+        if peers is None or not self.cluster.is_in_doubt:
+            return None, False, {}
+        names = [topic.name for topic in self.served]
+        asked = random.sample(others, min(len(others), _ASKED_AT_ONCE))
+        answers = await asyncio.gather(
+            *(peers.find_owners(one, names) for one in asked), return_exceptions=True
+        )
+        for one, owners in zip(asked, answers, strict=True):
+            if isinstance(owners, dict):
+                return one, False, owners
+        silent = all(isinstance(one, UnavailableError | WaitTimeoutError) for one in answers)
+        return None, silent, {}
 
     # -- losing -----------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from ister import failpoints
+from ister.broker.dispatch.dead_letters import LetterSigner
 from ister.broker.dispatch.dispatcher import Dispatcher, PublishDeadLetter
 from ister.broker.dispatch.fanout import Fanout
 from ister.broker.dispatch.memory_budget import Budget
@@ -100,6 +101,7 @@ class TopicContext:
     admission: Admission
     records: BrokerRecords
     publish_dead_letter: PublishDeadLetter
+    signer: LetterSigner
     on_lost: Callable[[str], None]
     """Called with a topic's name when it turns out that another broker has it."""
     closed_messages_in: int = 0
@@ -480,6 +482,7 @@ class ServedTopic:
                 rate=Rate(self.policies.max_subscription_dispatch_rate),
                 grace_seconds=context.grace_seconds,
                 publish_dead_letter=context.publish_dead_letter,
+                signer=context.signer,
                 on_fenced=lambda: context.on_lost(self.name),
                 metrics=context.metrics,
                 counters=SubscriptionCounters(self.counters),

@@ -32,12 +32,11 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.model import AckLevel, Codec, TopicName
-from ister.partitions import parse_partition, partition_name
+from ister.partitions import PARTITIONS_MAX, parse_partition, partition_name
 from ister.topic.read_only import ReadOnlyTopic
 
 _log = logging.getLogger("ister.broker.topics.topics")
 
-_PARTITIONS_MAX: Final = 1024
 _OPEN_AT_ONCE: Final = 8
 # How long an end waits for deletions and the like; a store may not answer.
 _FINISH_SECONDS: Final = 3.0
@@ -72,8 +71,8 @@ class Topics(OpenTopics):
     ) -> list[str]:
         """Creates a topic of `count` partitions, unless it exists.
 
-        The first partition is created last: while it is missing, the topic is incomplete, and the
-        same call completes it.
+        The first partition of a new topic is created last: while it is missing, the topic is
+        incomplete, and the same call completes it.
 
         Args:
             name: The topic's name.
@@ -90,8 +89,8 @@ class Topics(OpenTopics):
             NotFoundError: `is_growing`, and there is no such partitioned topic.
             As `get_or_create`.
         """
-        if not 1 <= count <= _PARTITIONS_MAX:
-            raise InvalidRequestError(f"a topic has 1 to {_PARTITIONS_MAX} partitions")
+        if not 1 <= count <= PARTITIONS_MAX:
+            raise InvalidRequestError(f"a topic has 1 to {PARTITIONS_MAX} partitions")
         async with self._lock_of(f"partitions {name}"):
             TopicName.parse(name)
             known = (await self._listing.cached(0.0)).partitions_of(name)
@@ -108,7 +107,7 @@ class Topics(OpenTopics):
                     else "partitions cannot be removed",
                 )
             names = [partition_name(name, number) for number in range(count)]
-            for one in reversed(names):
+            for one in names if is_growing else reversed(names):
                 await self.create_anywhere(one, is_reliable=is_reliable, ack=ack, codec=codec)
             return names
 
@@ -122,7 +121,12 @@ class Topics(OpenTopics):
         """
         try:
             await self.get_or_create(
-                name, is_reliable=is_reliable, ack=ack, codec=codec, is_implied=False
+                name,
+                is_reliable=is_reliable,
+                ack=ack,
+                codec=codec,
+                is_implied=False,
+                check_growth=lambda _: None,
             )
         except ElsewhereError as error:
             if self.peers is None:
@@ -468,7 +472,8 @@ class Topics(OpenTopics):
         await asyncio.to_thread(self.searches.close)
         await finish(_FINISH_SECONDS)
         reason = UnavailableError("the broker is shutting down")
-        await asyncio.gather(*(self._drop(topic, reason) for topic in self.served))
+        flush = self.cluster.is_leased
+        await asyncio.gather(*(self._drop(topic, reason, flush=flush) for topic in self.served))
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 

@@ -9,6 +9,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Final
 
+from ister.cli.connection import parse_seconds
 from ister.cli.output import Subparsers, add_command, confirm
 from ister.cli.pipeline.common import add_job_arguments, run_job
 
@@ -83,14 +84,14 @@ def register(jobs: Subparsers) -> None:
     parser.add_argument(
         "--grace-minutes",
         metavar="MINUTES",
-        type=float,
+        type=parse_seconds,
         help="keep merged objects for this long for readers that still use them (default: "
         "storage.cloud.orphan_grace_minutes of the config)",
     )
     parser.add_argument(
         "--tombstone-hours",
         metavar="HOURS",
-        type=float,
+        type=parse_seconds,
         default=24,
         help="with latest-per-key: keep a tombstone (an empty message that is the newest of "
         "its key) for this long after it was published (default: %(default)s)",

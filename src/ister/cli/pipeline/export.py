@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from ister.cli.connection import START_HELP, parse_start
+from ister.cli.connection import START_HELP, parse_seconds, parse_start
 from ister.cli.interrupts import SignalHandler
 from ister.cli.output import Subparsers, add_command
 from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
@@ -159,7 +159,7 @@ def _add_range_arguments(parser: argparse.ArgumentParser) -> None:
     when.add_argument("--available-now", action="store_true", help="export once (default)")
     when.add_argument(
         "--interval",
-        type=float,
+        type=parse_seconds,
         metavar="SECONDS",
         help="repeat with this many seconds between rounds, until interrupted",
     )

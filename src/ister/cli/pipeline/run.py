@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from ister import logs, threads
+from ister.cli.connection import parse_seconds
 from ister.cli.errors_out import answer, print_json
 from ister.cli.output import Subparsers, add_command, print_table
 from ister.cli.pipeline import compact, export, gc, scrub, tier
@@ -97,7 +98,7 @@ def register(jobs: Subparsers) -> None:
     )
     parser.add_argument(
         "--max-seconds",
-        type=float,
+        type=parse_seconds,
         metavar="SECONDS",
         help="stop after this many seconds (default: never)",
     )

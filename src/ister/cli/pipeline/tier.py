@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Final
 
+from ister.cli.connection import parse_seconds
 from ister.cli.output import Subparsers, add_command
 from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
 
@@ -50,7 +51,7 @@ def register(jobs: Subparsers) -> None:
     parser.add_argument(
         "--interval",
         metavar="SECONDS",
-        type=float,
+        type=parse_seconds,
         help="run until stopped: upload a topic this many seconds after its newest object, "
         "or earlier if much has arrived (default: upload everything once)",
     )

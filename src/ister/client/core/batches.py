@@ -44,17 +44,22 @@ def size_of(payload: bytes, attributes: Mapping[str, str] | None, key: str | Non
     """
     size = len(payload) + _MESSAGE_BYTES
     if key is not None:
-        _check_text("routing_key", key)
+        check_text("routing_key", key)
         size += len(key)
-    if attributes:
+    if attributes is not None:
+        if not isinstance(attributes, Mapping):
+            raise InvalidRequestError(
+                f"attributes must be a mapping, not {type(attributes).__name__}"
+            )
         for name, value in attributes.items():
-            _check_text("an attribute's name", name)
-            _check_text(f"attribute {name!r}", value)
+            check_text("an attribute's name", name)
+            check_text(f"attribute {name!r}", value)
             size += len(name) + len(value) + _MESSAGE_BYTES
     return size
 
 
-def _check_text(what: str, value: object) -> None:
+def check_text(what: str, value: object) -> None:
+    """Raises InvalidRequestError if a value is not a text that can be sent."""
     if not isinstance(value, str):
         raise InvalidRequestError(f"{what} must be a str, not {type(value).__name__}")
     try:

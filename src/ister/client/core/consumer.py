@@ -15,11 +15,12 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ister import wire
+from ister.client.core.batches import check_text
 from ister.client.core.network import Network
 from ister.client.core.receiver import Receiver, ReceiverOptions
 from ister.client.messages import ReceivedMessage
@@ -36,12 +37,12 @@ from ister.model import Start
 from ister.positions import format_position
 from ister.serializers import AnySerializer, find_serializer
 from ister.subscription.policy import SubscriptionKind
+from ister.topic.arguments import as_timeout
 
 _log = logging.getLogger("ister.client.core.consumer")
 
 Post = Callable[[Callable[[], object]], object]
 
-_PARTITIONS_SECONDS: Final = 30.0
 _BYTES_PER_RECEIVER_MIN: Final = 1 * MIB
 
 
@@ -65,18 +66,23 @@ class ConsumerOptions:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in list(SubscriptionKind):
+        check_text("subscription", self.subscription)
+        if self.name is not None:
+            check_text("name", self.name)
+        if not isinstance(self.kind, str) or self.kind not in list(SubscriptionKind):
             raise InvalidRequestError(
                 f"there is no kind of subscription {self.kind!r}",
                 hint=f"one of: {', '.join(SubscriptionKind)}",
             )
         format_position(self.start)
-        if isinstance(self.key_filters, str):
+        if isinstance(self.key_filters, str) or not isinstance(self.key_filters, Collection):
             raise InvalidRequestError("key_filters must be a list of strings")
-        if not self.buffer_bytes > 0:
-            raise InvalidRequestError(f"buffer_bytes must be at least 1, not {self.buffer_bytes}")
-        if self.timeout is not None and not self.timeout > 0:
-            raise InvalidRequestError(f"timeout must be above 0 seconds, not {self.timeout}")
+        for one in self.key_filters:
+            check_text("a key filter", one)
+        if not isinstance(self.buffer_bytes, int | float) or not self.buffer_bytes > 0:
+            raise InvalidRequestError(f"buffer_bytes must be at least 1, not {self.buffer_bytes!r}")
+        # So that a Decimal, for example, is a float from here on.
+        object.__setattr__(self, "timeout", as_timeout(self.timeout, is_positive=True))
         if self.serializer is not None:
             find_serializer(self.serializer)
 
@@ -176,11 +182,7 @@ class ConsumerCore:
     async def _find_partitions(self) -> None:
         """Adds partitions that were created later."""
         while True:
-            await asyncio.sleep(_PARTITIONS_SECONDS)
-            try:
-                names = await self._network.partitions(self.topic)
-            except IsterError:
-                continue  # the streams report it, if it matters
+            names = await self._network.grown_partitions(self.topic, self._receivers)
             self._add([name for name in names if name not in self._receivers])
 
     async def flush(self, timeout: float | None = None) -> None:
@@ -190,6 +192,7 @@ class ConsumerCore:
             WaitTimeoutError: It takes longer; sending continues.
             IsterError: The consumer has failed.
         """
+        timeout = as_timeout(timeout)
         receivers = list(self._receivers.values())
         for receiver in receivers:
             receiver.flushes += 1
@@ -365,8 +368,10 @@ class ConsumerCore:
             ClosedError: The consumer is closed.
         """
         receiver = self._receiver_of(message)
-        if delay is not None and not 0 <= delay < 1e9:
-            raise InvalidRequestError(f"delay must be 0 to 1e9 seconds, not {delay}")
+        if delay is not None and not (isinstance(delay, int | float) and 0 <= delay < 1e9):
+            raise InvalidRequestError(f"delay must be 0 to 1e9 seconds, not {delay!r:.80}")
+        if reason is not None:
+            check_text("reason", reason)
         delay_ms = None if delay is None else round(delay * 1000)
         with self._lock:
             self._check_open()
@@ -375,6 +380,10 @@ class ConsumerCore:
             self._post(receiver.wake)
 
     def _receiver_of(self, message: ReceivedMessage) -> Receiver:
+        if not isinstance(message, ReceivedMessage):
+            raise InvalidRequestError(
+                f"message must be one that this consumer received, not {type(message).__name__}"
+            )
         receiver = message.receiver
         if self._receivers.get(receiver.topic) is not receiver:
             raise InvalidRequestError(

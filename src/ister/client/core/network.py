@@ -11,7 +11,8 @@ Belongs to one loop. What is known is forgotten when a call fails, and asked for
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import contextlib
+from collections.abc import Awaitable, Collection, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from ister import forks, wire
@@ -33,7 +34,8 @@ from ister.errors import (
 )
 from ister.extras import missing_extra
 from ister.model import TopicName
-from ister.retry import AsyncRetry
+from ister.retry import AsyncRetry, can_retry
+from ister.topic.arguments import as_timeout
 from ister.wire.errors import error_of
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ _CALL_SECONDS: Final = 10.0
 # A look-up that takes longer is tried at another broker, if one is known.
 _LOOKUP_SECONDS: Final = 3.0
 _LEARNED_MAX: Final = 32
+# How often producers and consumers of a partitioned topic look for new partitions.
+_PARTITIONS_SECONDS: Final = 30.0
 # Attempts to detect TLS at a port: the broker may still be starting when the first ones fail.
 _PROBES_MAX: Final = 8
 # A connection carries a bounded number of streams, and a call beyond it waits without a word.
@@ -108,9 +112,11 @@ class Network:
             from ister.wire import protos  # noqa: F401, PLC0415
         except ImportError as error:
             raise missing_extra("the client", "client", error) from error
-        if timeout is not None and not timeout > 0:
-            raise InvalidRequestError(f"timeout must be above 0 seconds, not {timeout}")
-        self.timeout = timeout
+        if token is not None and not (isinstance(token, str) or callable(token)):
+            raise InvalidRequestError(
+                f"token must be a str or a function, not {type(token).__name__}"
+            )
+        self.timeout = as_timeout(timeout, is_positive=True)
         self._grpc = grpc
         self._addresses, self._tls = parse_addresses(addresses, tls)
         self._credentials = self._make_credentials()
@@ -152,7 +158,7 @@ class Network:
         if found is None:
             if not self._channels:
                 forks.GRPC.use()
-            is_flight = purpose == "flight"
+            is_flight = purpose.startswith("flight")
             options: list[tuple[str, int | str]] = [
                 *_OPTIONS,
                 *(_FLIGHT_KEEPALIVE if is_flight else _KEEPALIVE),
@@ -168,19 +174,15 @@ class Network:
             self._channels[address, purpose] = found
         return found
 
-    def channel_for_stream(self, address: str) -> grpc.aio.Channel:
-        """A channel with room for a long stream."""
+    def channel_for_stream(self, address: str, purpose: str = "streams") -> grpc.aio.Channel:
+        """A channel with room for a long stream: a connection takes a limited number of them."""
         number = self._streams.get(address, 0)
         self._streams[address] = number + 1
-        return self._channel(address, f"streams-{number // _STREAMS_PER_CHANNEL}")
+        return self._channel(address, f"{purpose}-{number // _STREAMS_PER_CHANNEL}")
 
     def stream_ended(self, address: str) -> None:
         """Makes room again."""
         self._streams[address] -= 1
-
-    def flight_channel(self, address: str) -> grpc.aio.Channel:
-        """The channel to a broker's Flight port."""
-        return self._channel(address, "flight")
 
     def headers(self, route: Route | None = None) -> tuple[tuple[str, str], ...]:
         """What each call carries.
@@ -235,16 +237,9 @@ class Network:
             NotFoundError: There is no such topic.
             UnavailableError: No broker answers.
         """
-        request = wire.danube.TopicLookupRequest(topic=topic)
         at = self.home
         try:
-            found = await self.call_at(
-                at,
-                wire.services.Discovery.TopicLookup,
-                request,
-                topic=topic,
-                answer_within=self._lookup_seconds,
-            )
+            found = await self._look_up(at, topic, self._lookup_seconds)
         except NotFoundError:
             if or_home:
                 return at
@@ -264,6 +259,23 @@ class Network:
         route = Route(parse_url(found.connect_url)[0])
         self._learn(route.address)
         return route
+
+    async def check_owner(self, route: Route, topic: str, *, answer_within: float) -> None:
+        """Checks that a broker responds, and has a topic.
+
+        Raises:
+            IsterError: It does not.
+        """
+        found = await self._look_up(route, topic, answer_within)
+        if found.response_type != wire.danube.TopicLookupResponse.LookupType.Value("Connect"):
+            raise UnavailableError(f"{route.address} does not have the topic", topic=topic)
+
+    async def _look_up(
+        self, at: Route, topic: str, answer_within: float
+    ) -> wire.danube.TopicLookupResponse:
+        request = wire.danube.TopicLookupRequest(topic=topic)
+        rpc = wire.services.Discovery.TopicLookup
+        return await self.call_at(at, rpc, request, topic=topic, answer_within=answer_within)
 
     async def flight_address(self, route: Route) -> str:
         """Where a broker's Flight port is."""
@@ -302,9 +314,15 @@ class Network:
             server_name=self._tls.server_name,
         )
 
-    def forget(self, route: Route) -> None:
-        """Has a broker be asked again where its ports are: it may be another one by now."""
+    def record_failure(self, route: Route, error: IsterError) -> None:
+        """Makes the next look-up go elsewhere after a stream has failed.
+
+        A broker that is cut off from the others may take itself for the owner of a topic. Its ports
+        are asked for again, because it may be another one by now.
+        """
         self._flight.pop(route.address, None)
+        if can_retry(error) and self.home.address == route.address:
+            self._leave_home()
 
     async def partitions(self, topic: str) -> list[str]:
         """The topics behind a name: itself, or its partitions in order; none if there is none.
@@ -319,6 +337,15 @@ class Network:
             wire.services.Discovery.TopicPartitions, request, answer_within=self._lookup_seconds
         )
         return list(found.partitions)
+
+    async def grown_partitions(self, topic: str, known: Collection[str]) -> list[str]:
+        """Waits until a topic has partitions that are not known; returns all of them."""
+        while True:
+            await asyncio.sleep(_PARTITIONS_SECONDS)
+            with contextlib.suppress(IsterError):  # the streams report it, if it matters
+                names = await self.partitions(topic)
+                if any(name not in known for name in names):
+                    return names
 
     # -- calls ------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
     send ─► route ─► the sender's open batch ─ full, or lingered ─► sealed ─► the sender
 
-Owns: the bound on what is pending, batches, and the callbacks when they are done. Does not own: the
-way to the broker (`senders`).
+Owns: the bound on what is pending, batches, the callbacks when they are done, and the partitions of
+the topic, also new ones. Does not own: the way to the broker (`senders`).
 
 A batch goes out when nothing is on its way to its topic, or when it is full, or when its first
 message has waited for `linger`: messages that come alone go at once, many go together.
@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ister.client.core.batches import Batch, as_payload, size_of
+from ister.client.core.batches import Batch, as_payload, check_text, size_of
 from ister.client.core.network import Network
 from ister.client.core.sender import Doze, Sender
 from ister.clock import Clock, SystemClock
@@ -35,8 +36,11 @@ from ister.errors import (
 )
 from ister.limits import MIB
 from ister.model import AckLevel
-from ister.partitions import partition_of
+from ister.partitions import partition_name, partition_of
 from ister.serializers import AnySerializer, find_serializer
+from ister.topic.arguments import as_number, as_timeout, parse_ack
+
+_log = logging.getLogger("ister.client.core.producer")
 
 _GOOD_BYE_SECONDS: Final = 2.0
 
@@ -77,8 +81,14 @@ class ProducerOptions:
                 raise InvalidRequestError(f"{name} must be a number, not {value!r}")
             if not low <= value <= high:
                 raise InvalidRequestError(f"{name} must be from {low} to {high}, not {value}")
-        if self.timeout is not None and not self.timeout > 0:
-            raise InvalidRequestError(f"timeout must be above 0 seconds, not {self.timeout}")
+        if self.name is not None:
+            check_text("name", self.name)
+        if self.ack is not None:
+            parse_ack(self.ack)
+        if not isinstance(self.create, bool):
+            raise InvalidRequestError(f"create must be True or False, not {self.create!r:.80}")
+        # So that a Decimal, for example, is a float from here on.
+        object.__setattr__(self, "timeout", as_timeout(self.timeout, is_positive=True))
         if self.serializer is not None:
             find_serializer(self.serializer)
 
@@ -112,6 +122,7 @@ class ProducerCore:
         self._linger = options.linger_ms / 1000
         self._senders: list[Sender] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._growing: asyncio.Task[None] | None = None
         self._turn = 0
         self._lock = threading.Lock()
         self.room = threading.Condition(self._lock)
@@ -132,14 +143,21 @@ class ProducerCore:
             IsterError: It is refused, or no broker has answered in time.
         """
         options = self._options
-        names = await self._network.partitions(self.topic)
+        names = self._usable(await self._network.partitions(self.topic))
         if not names and not options.create:
             raise NotFoundError(
                 f"topic {self.topic} does not exist",
                 topic=self.topic,
                 hint="pass create=True to create it",
             )
-        self._senders = [
+        await self._add(names or [self.topic])
+        if names and names != [self.topic]:
+            self._growing = asyncio.create_task(self._find_partitions())
+
+    async def _add(self, names: Sequence[str]) -> None:
+        """Begins to publish to more topics, once each of them can be published to."""
+        options = self._options
+        added = [
             Sender(
                 self,
                 self._network,
@@ -150,11 +168,36 @@ class ProducerCore:
                 timeout=options.timeout,
                 clock=self._clock,
             )
-            for name in names or [self.topic]
+            for name in names
         ]
-        for sender in self._senders:
+        for sender in added:
             await sender.prepare()
-        self._tasks = [asyncio.create_task(self._run(sender)) for sender in self._senders]
+        self._tasks += [asyncio.create_task(self._run(sender)) for sender in added]
+        with self._lock:
+            # All at once: which partition a key goes to depends on their number.
+            self._senders = [*self._senders, *added]
+
+    async def _find_partitions(self) -> None:
+        """Publishes to partitions that were created later, too."""
+        while True:
+            known = [sender.topic for sender in self._senders]
+            names = self._usable(await self._network.grown_partitions(self.topic, known))
+            try:
+                await self._add(names[len(known) :])
+            except IsterError as error:
+                _log.warning(
+                    "cannot publish to new partitions",
+                    extra={"topic": self.topic, "error": str(error)},
+                )
+
+    def _usable(self, names: Sequence[str]) -> list[str]:
+        """The topic itself, or its partitions up to the first that is missing.
+
+        Partitions are created from the last one down: until all are there, the old number counts.
+        """
+        if self.topic in names:
+            return [self.topic]
+        return [name for at, name in enumerate(names) if name == partition_name(self.topic, at)]
 
     async def _run(self, sender: Sender) -> None:
         try:
@@ -170,6 +213,7 @@ class ProducerCore:
             WaitTimeoutError: It takes longer; the messages stay accepted.
             IsterError: A message failed, and that was not reported yet.
         """
+        timeout = as_timeout(timeout)
         done = asyncio.Event()
         left = 1
 
@@ -218,6 +262,9 @@ class ProducerCore:
             self._is_closed = True
         self._wake_room()
         try:
+            if self._growing is not None:
+                self._growing.cancel()
+                await asyncio.wait({self._growing})
             await self.flush(timeout)
             for sender in self._senders:
                 sender.end()
@@ -263,6 +310,10 @@ class ProducerCore:
             IsterError: Nothing can be published any more, and why.
         """
         size = size_of(payload, attributes, routing_key)
+        if schema_id is not None:
+            schema_id = as_number("schema_id", schema_id)
+        if schema_version is not None:
+            schema_version = as_number("schema_version", schema_version, most=(1 << 31) - 1)
         options = self._options
         with self._lock:
             sender = self._sender_for(routing_key)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from ister import wire
 from ister.client.core.network import Network, Route
 from ister.errors import CorruptDataError, InvalidRequestError
 from ister.wire.contract import PutAck, PutBatch, PutOpen
@@ -52,14 +51,15 @@ class PutStream:
         `opened` names the topic and the producer; `schema` has the columns of all batches.
         """
         self._network = network
-        self._route = route
+        self.route = route
         self._address = address
         self._topic = opened.topic
         self._schema = schema
         self._opening = encode_data(schema.serialize(), command=opened.to_json())
-        self._call = network.flight_channel(address).stream_stream(_METHOD)(
-            metadata=network.headers(route)
-        )
+        self._is_over = False
+        headers = network.headers(route)
+        channel = network.channel_for_stream(address, "flight")
+        self._call = channel.stream_stream(_METHOD)(metadata=headers)
 
     async def open(self) -> None:
         """Says what is going to come.
@@ -105,15 +105,12 @@ class PutStream:
         await self._answered(self._call.done_writing())
 
     async def check_broker(self) -> None:
-        """Checks whether the broker responds, on its other port.
+        """Checks whether the broker responds, on its other port, and has the topic.
 
         Raises:
-            IsterError: It is not.
+            IsterError: It does not.
         """
-        info, request = wire.services.Admin.Info, wire.ister_api.InfoRequest()
-        await self._network.call_at(
-            self._route, info, request, topic=self._topic, answer_within=_CHECK_SECONDS
-        )
+        await self._network.check_owner(self.route, self._topic, answer_within=_CHECK_SECONDS)
 
     async def _answered(self, waiting: Awaitable[_Result]) -> _Result:
         return await self._network.answered(waiting, self._address, self._topic)
@@ -121,3 +118,6 @@ class PutStream:
     def cancel(self) -> None:
         """Ends it at once, wherever it is."""
         self._call.cancel()
+        if not self._is_over:
+            self._is_over = True
+            self._network.stream_ended(self._address)

@@ -61,6 +61,8 @@ _LINGER_SECONDS: Final = 0.02
 _ACKS_MAX: Final = 1000
 _OPEN_SECONDS: Final = 15.0
 _VERDICT_SECONDS: Final = 2.0
+# A broker that has sent nothing for one to two times as long has to say that it has the topic.
+_SILENT_SECONDS: Final = 15.0
 # How often received messages are reported. Most are acknowledged before that.
 _REPORT_SECONDS: Final = 0.25
 # What the program holds is redelivered within so long after a stream was opened.
@@ -132,6 +134,8 @@ class Receiver:
         self._to_send = asyncio.Event()
         self._has_room = asyncio.Event()
         self._is_stalled = False
+        # Whether nothing has come since the last check.
+        self._is_silent = False
         self.is_asleep = False
         """Whether `wake` has to be called for an acknowledgement to go; under the lock."""
         self._is_reporting = False
@@ -266,13 +270,13 @@ class Receiver:
             sending = asyncio.create_task(self._send_all(call, route))
             reading = asyncio.create_task(self._read_all(call, route))
             try:
-                await self._watch(sending, reading)
+                await self._watch(route, sending, reading)
             finally:
                 for task in (sending, reading):
                     task.cancel()
                 await asyncio.gather(sending, reading, return_exceptions=True)
-        except IsterError:
-            network.forget(route)
+        except IsterError as error:
+            network.record_failure(route, error)
             raise
         finally:
             call.cancel()
@@ -315,8 +319,19 @@ class Receiver:
         self._incarnation = incarnation
         self._resumed_until = asyncio.get_running_loop().time() + _RESUME_SECONDS
 
-    async def _watch(self, sending: asyncio.Task[None], reading: asyncio.Task[None]) -> None:
-        await asyncio.wait({sending, reading}, return_when=asyncio.FIRST_COMPLETED)
+    async def _watch(
+        self, route: Route, sending: asyncio.Task[None], reading: asyncio.Task[None]
+    ) -> None:
+        streams = {sending, reading}
+        while not (
+            await asyncio.wait(
+                streams, timeout=_SILENT_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+        )[0]:
+            if self._is_silent:
+                # There may be no messages; or the broker has lost the topic, and cannot know.
+                await self._network.check_owner(route, self.topic, answer_within=_OPEN_SECONDS)
+            self._is_silent = True
         if not reading.done():
             # Either everything is said and the broker ends it too, or why it failed comes now.
             await asyncio.wait({reading}, timeout=_VERDICT_SECONDS)
@@ -392,6 +407,7 @@ class Receiver:
             if not isinstance(answer, api.ConsumeResponse):
                 return
             self._retries.reset()
+            self._is_silent = False
             step = answer.WhichOneof("step")
             if step == "deliveries":
                 self._deliver(answer.deliveries.messages)

@@ -47,6 +47,7 @@ from ister.model import AckLevel
 from ister.retry import AsyncRetry, can_retry
 from ister.topic.dedup import EPOCH_MAX, EPOCH_STEP_MAX
 from ister.wire.contract import PutAck, PutOpen
+from ister.wire.errors import LOST_STATUS
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -60,6 +61,9 @@ _ANSWER_SECONDS: Final = 5.0
 _PROBE_SECONDS: Final = 30.0
 # The answers usually hold the cause of a failed write; wait for them this long.
 _VERDICT_SECONDS: Final = 2.0
+# A stream without rows for this long is ended, and the next row opens another: a broker takes a
+# limited number of streams.
+_IDLE_SECONDS: Final = 10.0
 _NANOSECONDS: Final = 1_000_000_000
 
 
@@ -350,8 +354,8 @@ class Sender:
             except BaseException:
                 stream.cancel()
                 raise
-        except IsterError:
-            network.forget(route)
+        except IsterError as error:
+            network.record_failure(route, error)
             raise
         return stream
 
@@ -370,6 +374,9 @@ class Sender:
         reading = asyncio.create_task(self._read_all(stream))
         try:
             await self._watch(stream, writing, reading)
+        except IsterError as error:
+            self._network.record_failure(stream.route, error)
+            raise
         finally:
             stream.cancel()
             for task in (writing, reading):
@@ -393,6 +400,8 @@ class Sender:
             if writing.done() and writing.exception() is not None:
                 # The answers usually hold the cause.
                 await asyncio.wait({reading}, timeout=_VERDICT_SECONDS)
+                if reading.done() and LOST_STATUS in str(reading.exception()):
+                    await self._probe()  # raises the cause, if it lasts
                 break
             if not done and self._unanswered and answers == self._answers:
                 # Slow, as a topic with a rate may be; or gone, and then this raises.
@@ -401,13 +410,14 @@ class Sender:
             reading.result()
         if writing.done():
             writing.result()
-        if self._unanswered or not writing.done():
+        if self._unanswered:
             raise UnavailableError("the stream has ended early", topic=self.topic)
+        # Else it was idle, and the broker needed the room: the next message opens another one.
 
     async def _write_all(
         self, stream: PutStream, schema: pa.Schema, columns: frozenset[str]
     ) -> None:
-        while (item := await self._next()) is not None:
+        while (item := await self._next(_IDLE_SECONDS)) is not None:
             if not item.batch.columns <= columns:
                 # All batches of a stream have the same columns: the next stream has these too.
                 self._again.appendleft(item)
@@ -417,9 +427,10 @@ class Sender:
             await stream.write(batch, item.sequence)
         await stream.done()
 
-    async def _next(self) -> _Item | None:
-        """What to send next; None at the end."""
+    async def _next(self, idle_seconds: float | None = None) -> _Item | None:
+        """What to send next; None at the end, or if there is nothing for `idle_seconds`."""
         loop = asyncio.get_running_loop()
+        idle_at = None if idle_seconds is None else loop.time() + idle_seconds
         while True:
             if self._again:
                 return self._again.popleft()
@@ -431,6 +442,12 @@ class Sender:
                 return item
             if found is None and self._is_ending:
                 return None
+            if found is None and idle_at is not None:
+                if loop.time() >= idle_at:
+                    if not self._unanswered:
+                        return None
+                    idle_at = loop.time() + _IDLE_SECONDS
+                found = idle_at - loop.time()
             timer = None if found is None else loop.call_later(found, self._wake.set)
             try:
                 await self._wake.wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import pyarrow as pa
@@ -65,7 +65,7 @@ def arrow_schema(columns: Sequence[str] | None = None) -> pa.Schema:
     Raises:
         InvalidRequestError: A name is unknown, or occurs twice.
     """
-    names = COLUMNS if columns is None else tuple(columns)
+    names = COLUMNS if columns is None else as_names(columns)
     for number, name in enumerate(names):
         if name not in _TYPES:
             known = f"{', '.join(COLUMNS)}; and, by name only, {', '.join(HIDDEN)}"
@@ -73,6 +73,20 @@ def arrow_schema(columns: Sequence[str] | None = None) -> pa.Schema:
         if name in names[:number]:
             raise repeated_column(name)
     return pa.schema([pa.field(name, _TYPES[name]) for name in names])
+
+
+def as_names(columns: object) -> tuple[str, ...]:
+    """Column names that a caller passed.
+
+    Raises:
+        InvalidRequestError: They are not a sequence of strings.
+    """
+    is_text = isinstance(columns, str)
+    given = list(columns) if isinstance(columns, Iterable) and not is_text else [None]
+    names = tuple(name for name in given if isinstance(name, str))
+    if len(names) < len(given):
+        raise InvalidRequestError(f"columns must be a list of names, not {columns!r:.80}")
+    return names
 
 
 def repeated_column(name: str) -> InvalidRequestError:

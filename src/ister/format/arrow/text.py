@@ -12,7 +12,7 @@ from typing import Final
 import pyarrow as pa
 
 from ister.errors import InvalidRequestError
-from ister.format.arrow.schema import arrow_schema, make_batch, repeated_column
+from ister.format.arrow.schema import arrow_schema, as_names, make_batch, repeated_column
 from ister.model import COLUMNS
 
 TEXT: Final = "text"
@@ -32,7 +32,7 @@ class Projection:
         Raises:
             InvalidRequestError: A name is unknown, or occurs twice.
         """
-        names = COLUMNS if columns is None else tuple(columns)
+        names = COLUMNS if columns is None else as_names(columns)
         for name in names:
             if names.count(name) > 1:
                 raise repeated_column(name)

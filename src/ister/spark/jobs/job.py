@@ -20,7 +20,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Final, TypeAlias
 
@@ -29,6 +29,7 @@ from ister.bucket.catalog import Catalog
 from ister.bucket.claim import act_outside
 from ister.bucket.directory import TopicDirectory
 from ister.bucket.fence import Fence
+from ister.bucket.identity import BucketIdentity
 from ister.bucket.names import TopicKeys
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.pipeline import PipelineKeys
@@ -46,7 +47,7 @@ from ister.spark.jobs.progress import JobProgress, NoProgress
 from ister.spark.jobs.runners import SparkOrRunner, TaskRunner, runner_of
 from ister.spark.location import Place, find_place, place_of
 from ister.topic.history import History
-from ister.topic.stores import open_metadata
+from ister.topic.stores import open_metadata, open_objects
 from ister.tracing import span
 
 _log = logging.getLogger("ister.spark.jobs")
@@ -168,7 +169,8 @@ def open_job(
 
     Raises:
         InvalidRequestError: There is no session, and it is not a dry run.
-        ConflictError: Another process holds the exclusive key.
+        ConflictError: Another process holds the exclusive key, or the bucket is not the one of the
+            metadata store.
         ConfigError: The settings are invalid, or only one process could use them.
         UnavailableError: A store does not respond.
     """
@@ -182,6 +184,8 @@ def open_job(
     holder = secrets.token_hex(8)
     key = exclusive or PipelineKeys(metadata.root_prefix).job(holder)
     try:
+        with closing(open_objects(place.config.storage, clock)) as objects:
+            BucketIdentity(objects, store, root_prefix=metadata.root_prefix).verify()
         with LeaseKeeper(
             store, ttl_seconds=metadata.lease_ttl_seconds, clock=clock, thread="ister-job-lease"
         ) as keeper:

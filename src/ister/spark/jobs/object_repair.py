@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ister.bucket.catalog import Catalog
-from ister.bucket.history_reader import HistoryReader, NothingLeftError, ReaderSettings
+from ister.bucket.history_reader import HistoryReader, ReaderSettings
 from ister.bucket.names import ObjectName, TopicKeys, format_object_id, object_key, parse_object_id
 from ister.bucket.object_maker import FrameSource, ObjectMaker
 from ister.bucket.rebuild import describe_object
@@ -54,7 +54,7 @@ from ister.format.descriptor import (
     FORMAT_PARQUET,
     ObjectDescriptor,
 )
-from ister.format.frame import FrameBatch
+from ister.format.frame import FrameBatch, NothingLeftError
 from ister.format.records import TopicRecord
 from ister.model import Codec, TopicName
 from ister.spark.jobs.object_check import ObjectChecker

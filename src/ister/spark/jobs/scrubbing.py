@@ -25,8 +25,7 @@ from functools import cache, partial
 from typing import Final
 
 from ister import failpoints
-from ister.bucket.rebuild import find_runs
-from ister.errors import UnsupportedVersionError
+from ister.bucket.express import find_runs
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor
 from ister.limits import KIB, MIB
 from ister.model import TopicName
@@ -123,11 +122,8 @@ def scrub_topics(job: Job, topics: Sequence[str], *, repair: bool = False) -> No
 
 def _find_runs(job: Job) -> dict[TopicName, list[ObjectDescriptor]]:
     """Reads the footers of all express objects: a topic may need a run that nothing names."""
-    try:
-        return find_runs(job.history.objects, on_damage=lambda error: _log.warning("%s", error))
-    except UnsupportedVersionError as error:
-        _log.warning("express objects are not used for repairs", extra={"error": str(error)})
-        return {}
+    found = find_runs(job.history.objects, on_damage=lambda error: _log.warning("%s", error))
+    return found.by_topic
 
 
 def check_object(place: Place, item: CheckItem) -> Checked:

@@ -34,6 +34,33 @@ def close(site, broker, topic="/ns/t"):
 # -- owners ---------------------------------------------------------------------------------
 
 
+def test_owners_of_few_topics_and_of_many(pair):
+    a, b = pair
+    a.create("/ns/t")
+    b.create("/ns/u")
+    few = ["/ns/t", "/ns/u", "/ns/none"]
+    for topics in (few, few + [f"/ns/{number}" for number in range(50)]):
+        found = b.cluster.find_owners(topics)
+        assert {topic: one.node for topic, one in found.items()} == {
+            "/ns/t": a.node,
+            "/ns/u": b.node,
+        }
+
+
+def test_a_lease_is_in_doubt_when_it_was_not_renewed_and_there_are_others(site, pair):
+    a, _ = pair
+    a.cluster.brokers()
+    assert a.cluster.is_leased
+    assert not a.cluster.is_in_doubt
+    site.clock.advance(TTL * 2 / 3)
+    assert a.cluster.is_leased
+    assert a.cluster.is_in_doubt
+    site.clock.advance(TTL / 2)
+    assert not a.cluster.is_leased
+    a.log.tiers.membership.renew()
+    assert not a.cluster.is_in_doubt
+
+
 def test_the_owner_is_the_broker_that_has_the_topic_open(pair):
     a, b = pair
     assert a.cluster.owner(NAME) is None

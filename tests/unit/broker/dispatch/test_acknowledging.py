@@ -3,11 +3,14 @@
 Both protocols: Danube's, where a message's id comes back as it was sent, and Ister's own stream.
 """
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
+from ister.broker.dispatch.cursor_writer import CursorWriter
 from ister.broker.rpc.handlers import ConsumerSlots
 from ister.broker.security.guard import Caller, current_caller
 from ister.broker.security.principal import ANONYMOUS
@@ -19,6 +22,7 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.subscription.policy import FailurePolicy
+from ister.subscription.progress import ProgressPlan
 from ister.wire import danube, ister_api
 from support.broker import a_broker, eventually, run
 from support.cases import each
@@ -403,5 +407,38 @@ def test_a_nack_counts_only_from_the_consumer_that_has_the_message(tmp_path):
             assert world.dispatch.delivery.cursor == 1
             second.cancel()
             own.cancel()
+
+    run(scenario())
+
+
+def test_cursor_is_written_once_when_an_ack_and_the_timer_find_it_due():
+    """Goal: a cursor costs the metadata store one write per interval, however acks arrive.
+
+    Method: the timer is set; before it fires, two acknowledgements find the write due.
+    """
+
+    async def scenario():
+        written = []
+        delivery = SimpleNamespace(cursor=0, version=0, saved=dict)
+        cursor = CursorWriter(
+            SimpleNamespace(name=NAME, tier=None),
+            SimpleNamespace(name="s", incarnation="", cursor=0),
+            delivery=delivery,
+            store=SimpleNamespace(save_cursor=lambda *_, cursor, **__: written.append(cursor)),
+            plan=ProgressPlan(0.01, 1000, cursor=0),
+            on_fenced=lambda: None,
+        )
+        delivery.cursor = delivery.version = 1
+        now = asyncio.get_running_loop().time()
+        cursor.update(now)
+        timer = cursor._timer
+        cursor.update(now + 1)
+        cursor.update(now + 1)
+        await eventually(lambda: cursor._timer is not timer and not cursor._tasks)
+        assert written == [1]
+        delivery.cursor = delivery.version = 2
+        cursor.update(asyncio.get_running_loop().time())
+        await eventually(lambda: written == [1, 2])
+        await asyncio.gather(*cursor.cancel())
 
     run(scenario())

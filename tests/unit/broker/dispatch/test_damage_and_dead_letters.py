@@ -7,12 +7,15 @@ import pytest
 
 from ister.broker.dispatch import dispatcher
 from ister.broker.dispatch import prefetch as reading
+from ister.broker.flight.reads import range_schema, read_range
 from ister.bucket.merge import merge_objects
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX
 from ister.model import Layout
 from ister.subscription.policy import FailurePolicy
+from ister.topic.log import Log
 from ister.wire import danube_admin
-from support.broker import a_broker, eventually, run
+from ister.wire.contract import HOLES, RangeTicket
+from support.broker import a_broker, eventually, run, settings_of
 from support.broker_calls import (
     AT_ONCE,
     DEAD,
@@ -70,6 +73,50 @@ def test_damage_that_may_be_skipped_is_passed_over_and_reading_goes_on(tmp_path)
             assert await offsets(stream, 1) == [20]
 
     run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["local_only", "wal_cloud"])
+@pytest.mark.parametrize("lost", [10, 19], ids=["middle", "last"])
+def test_messages_that_were_given_up_are_passed_over(tmp_path, mode, lost):
+    """Goal: subscriptions and Flight pass over what `ister repair --give-up` has given up."""
+
+    async def before():
+        async with a_broker(tmp_path, {}, mode=mode) as (_, services, _):
+            client = Client(services)
+            send = await client.producer()
+            await client.subscribe(kind=SHARED)
+            for number in range(20):
+                await send(b"m%03d" % number * 50)
+
+    async def afterwards():
+        async with a_broker(tmp_path, {}, mode=mode) as (broker, services, _):
+            client = Client(services)
+            send = await client.producer()
+            consumer = await client.subscribe(kind=SHARED)
+            stream = client.receive(consumer)
+            assert await offsets(stream, 19) == [n for n in range(20) if n != lost]
+            await client.ack(*(n for n in range(20) if n != lost))
+            await eventually(lambda: subscription_of(broker).delivery.cursor == 20)
+            assert subscription_of(broker).lag == 0
+            await send(b"new")
+            assert await offsets(stream, 1) == [20]
+            topic = (await broker.topics.get(NAME)).topic
+            asked = RangeTicket(topic=NAME, start=0, end=20, incarnation="", columns=("offset",))
+            schema = range_schema(topic, asked)
+            assert HOLES in schema.metadata
+            batches = list(read_range(topic, asked, lambda: None, schema))
+            assert sum(batch.num_rows for batch in batches) == 19
+
+    run(before())
+    (path,) = tmp_path.rglob("wal.log")
+    content = bytearray(path.read_bytes())
+    content[content.find(b"m%03d" % lost) + 10] ^= 0xFF
+    path.write_bytes(content)
+    with Log(settings_of(tmp_path, {}, mode=mode), background=False) as log:
+        if mode == "wal_cloud":
+            assert log.repair(NAME).errors
+        assert log.give_up(NAME).ranges == ((lost, lost + 1),)
+    run(afterwards())
 
 
 def thin_out(topic, *kept):

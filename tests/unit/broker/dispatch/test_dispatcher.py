@@ -16,10 +16,11 @@ from ister import failpoints
 from ister.broker.dispatch import cursor_writer
 from ister.broker.dispatch import dispatcher as module
 from ister.broker.dispatch import prefetch as bytes_side
-from ister.broker.dispatch.dead_letters import HOPS_MAX
+from ister.broker.dispatch.dead_letters import HOPS_MAX, LetterSigner
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.dispatch.outbox import OUTBOX_MESSAGES
+from ister.broker.observe.subscriptions import describe_stored
 from ister.broker.policies import Rate
 from ister.clock import SystemClock
 from ister.config import load_config
@@ -133,6 +134,7 @@ class Rig:
             rate=Rate(rate),
             grace_seconds=grace,
             publish_dead_letter=self.publish_dead_letter,
+            signer=LetterSigner("secret"),
             on_fenced=lambda: self.fenced.append(True),
             metrics=self.metrics,
         )
@@ -652,13 +654,12 @@ def test_settings_that_change_at_once_do_not_undo_each_other():
 # -- failures ---------------------------------------------------------------------------------
 
 
-def letter_policy(**more):
+def letter_policy(target="/default/dead"):
     return replace(
         QUICK,
         max_redelivery_count=0,
         poison=PoisonPolicy.DEAD_LETTER,
-        dead_letter_topic="/default/dead",
-        **more,
+        dead_letter_topic=target,
     )
 
 
@@ -684,7 +685,9 @@ def test_a_dead_letter_has_everything_of_the_message_and_why():
             assert name == letter.msg_id.topic_name == "/default/dead"
             assert letter.payload == b"bad"
             assert (letter.routing_key, letter.schema_id, letter.schema_version) == ("k", 4, 2)
-            assert letter.attributes == {
+            assert LetterSigner("secret").verify(letter, name)
+            assert {**letter.attributes, "x-dead-letter-signature": ""} == {
+                "x-dead-letter-signature": "",
                 "own": "yes",
                 "x-original-topic": NAME,
                 "x-original-subscription": "s",
@@ -737,8 +740,12 @@ def test_dead_letter_topics_that_lead_back_do_not_loop_for_ever(is_large):
     async def scenario():
         async with in_memory() as rig:
             rig.fill(3)
-            rig.topic.append_record(a_record(b"bad", topic=NAME, attributes={"own": "yes"}))
-            dispatch = rig.open(policy=letter_policy())
+            # What it says of itself is not believed: no broker has written it.
+            forged = {"x-dead-letter-hops": str(HOPS_MAX), "x-original-topic": "/other/topic"}
+            rig.topic.append_record(
+                a_record(b"bad", topic=NAME, attributes={"own": "yes", **forged})
+            )
+            dispatch = rig.open(policy=letter_policy(NAME))
 
             async def publish(name, letter):
                 if is_large and "own" in letter.attributes:
@@ -846,11 +853,16 @@ async def in_a_bucket():
 def test_messages_that_retention_took_unread_are_counted_and_the_rest_comes(caplog):
     async def scenario():
         async with in_a_bucket() as rig:
-            rig.expire()
             dispatch = rig.open()
+            assert dispatch.lag == 120
+            rig.expire()
+            assert dispatch.delivery.cursor == 0
+            assert dispatch.lag == 30  # what is gone does not count
+            assert describe_stored(dispatch.stored, 90, 120).lag == 30
             outbox = dispatch.attach(1, ())
             got = await receive(dispatch, outbox, 30, ack=True)
             assert got == [(n, 1, b"%d" % n) for n in range(90, 120)]
+            assert dispatch.lag == 0
             assert dispatch.delivery.cursor == 120
             assert rig.count("messages_passed_over_total") == 90
             [record] = [r for r in caplog.records if "had not received" in r.message]

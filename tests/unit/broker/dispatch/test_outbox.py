@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.dispatch.outbox import OUTBOX_MESSAGES, Outbox
 from ister.errors import UnavailableError
 from support.broker import run
@@ -12,7 +13,7 @@ from support.cases import each
 
 def test_items_come_in_order_and_not_more_than_asked_for():
     async def scenario():
-        outbox = Outbox(1)
+        outbox = Outbox(1, Budget(1000).writes)
         for number in range(10):
             outbox.push(number)
         assert await outbox.take(4) == [0, 1, 2, 3]
@@ -23,7 +24,7 @@ def test_items_come_in_order_and_not_more_than_asked_for():
 
 def test_taking_waits_for_the_first_item():
     async def scenario():
-        outbox = Outbox(1)
+        outbox = Outbox(1, Budget(1000).writes)
         taking = asyncio.create_task(outbox.take())
         await asyncio.sleep(0)
         assert not taking.done()
@@ -36,7 +37,7 @@ def test_taking_waits_for_the_first_item():
 
 def test_taker_that_also_waits_for_something_else_is_woken_for_either():
     async def scenario():
-        outbox = Outbox(1)
+        outbox = Outbox(1, Budget(1000).writes)
         for happen in (outbox.wake, lambda: outbox.push("a"), outbox.end):
             waiting = asyncio.create_task(outbox.wait())
             await asyncio.sleep(0)
@@ -50,7 +51,7 @@ def test_taker_that_also_waits_for_something_else_is_woken_for_either():
 
 def test_room_comes_back_when_items_are_written_not_when_they_are_taken():
     async def scenario():
-        outbox = Outbox(1)
+        outbox = Outbox(1, Budget(1000).writes)
         assert outbox.room == OUTBOX_MESSAGES
         for number in range(OUTBOX_MESSAGES):
             outbox.push(number)
@@ -69,7 +70,7 @@ def test_room_comes_back_when_items_are_written_not_when_they_are_taken():
 
 def test_an_end_in_order_leaves_out_what_was_not_taken():
     async def scenario():
-        outbox = Outbox(1)
+        outbox = Outbox(1, Budget(1000).writes)
         outbox.push("a")
         outbox.end()
         assert outbox.is_ended
@@ -82,7 +83,7 @@ def test_an_end_in_order_leaves_out_what_was_not_taken():
 
 def test_an_end_with_a_reason_is_raised():
     async def scenario():
-        outbox, reason = Outbox(1), UnavailableError("moved")
+        outbox, reason = Outbox(1, Budget(1000).writes), UnavailableError("moved")
         outbox.push("a")
         outbox.end(reason)
         outbox.end(None)  # the first one counts
@@ -95,7 +96,7 @@ def test_an_end_with_a_reason_is_raised():
 @each("reason", [None, UnavailableError("moved")])
 def test_whoever_waits_is_told_of_the_end(reason):
     async def scenario():
-        outbox = Outbox(1)
+        outbox = Outbox(1, Budget(1000).writes)
         taking = asyncio.create_task(outbox.take())
         await asyncio.sleep(0)
         outbox.end(reason)
@@ -110,7 +111,7 @@ def test_whoever_waits_is_told_of_the_end(reason):
 
 def test_an_end_may_take_its_time_and_nothing_comes_meanwhile():
     async def scenario():
-        outbox = Outbox(1)
+        outbox = Outbox(1, Budget(1000).writes)
         outbox.push("a")
         loop = asyncio.get_running_loop()
         start = loop.time()
@@ -124,7 +125,7 @@ def test_an_end_may_take_its_time_and_nothing_comes_meanwhile():
 
 def test_a_cancelled_taker_has_taken_nothing():
     async def scenario():
-        outbox = Outbox(1)
+        outbox = Outbox(1, Budget(1000).writes)
         taking = asyncio.create_task(outbox.take())
         await asyncio.sleep(0)
         taking.cancel()

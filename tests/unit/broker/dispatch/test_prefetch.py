@@ -336,9 +336,9 @@ def test_what_leaves_at_once_is_bounded_by_what_was_written_before(is_held):
                 while items:
                     messages = await dispatch.next_messages(outbox, items)
                     sizes.append(len(messages))
-                    assert place.budget.used >= outbox.leaving_bytes >= 4 * 4000 * len(messages)
-                    dispatch.prefetcher.count_written(outbox)
-                    assert outbox.leaving_bytes == 0
+                    assert place.budget.used >= outbox.memory.size >= 2 * 4000 * len(messages)
+                    outbox.memory.written()
+                    assert outbox.memory.size == 0
                 dispatch.written(outbox, count)
             assert sizes[0] <= 17
             assert not is_held or max(sizes) > 50

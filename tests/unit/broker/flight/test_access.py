@@ -62,11 +62,11 @@ def serving(rig, *, tls=None, is_guarded=True):
     storage = {"mode": "local_only", "wal": {"dir": str(rig.directory / "wal")}}
     with Log(load_config({"storage": storage}, {})) as log:
         log.topic(ORDERS, create=True)
-        access = Seen(rig.guard)
+        access, source = Seen(rig.guard), LogSource(log)
         with FlightServer(
-            LogSource(log), access=access, tls=tls, interceptors=[guard] if is_guarded else []
+            source, access=access, tls=tls, interceptors=[guard] if is_guarded else []
         ) as server:
-            server.access, server.log = access, log
+            server.access, server.log, server.source = access, log, source
             yield server
 
 
@@ -254,6 +254,28 @@ def test_idle_publish_ends_when_its_caller_is_no_longer_welcome(rig, how):
         with refused(PermissionDeniedError if how == "right" else UnauthenticatedError):
             writer.close()
         assert server.log.topic(ORDERS).watermarks.next == 1
+
+
+def test_paths_of_the_server_are_for_administrators_alone(rig):
+    rig.allow("alice", "consumer", topic=ORDERS)
+    rig.allow("ada", "admin")
+    with serving(rig) as server, client(server) as connection:
+
+        def settings(name):
+            action = flight.Action(Action.STORAGE, b"")
+            [answer] = connection.do_action(action, options(rig.bearer(name)))
+            return answer.body.to_pybytes().decode()
+
+        with refused(PermissionDeniedError):
+            settings("nobody")
+        assert str(rig.directory) in settings("ada")
+        assert str(rig.directory) not in settings("alice")
+        # Without the path of a bucket, nobody could do anything with the settings.
+        bucket = {"wal": {"dir": "/srv/wal"}, "cloud": {"backend": "fs", "root": "/srv/bucket"}}
+        server.source.config = load_config({"storage": bucket}, {})
+        assert "/srv/bucket" in settings("ada")
+        with refused(PermissionDeniedError):
+            settings("alice")
 
 
 def test_right_is_needed(rig):

@@ -68,11 +68,11 @@ def test_a_topic_is_found_or_made_on_the_loop(tmp_path):
     async def scenario(source, topics, call):
         with pytest.raises(NotFoundError):
             await call(source.open, NAME)
-        made = await call(source.open, NAME, create=True)
+        made = await call(source.open, NAME, creator=object())
         served = topics.find_open(NAME)
         assert made is served.sequenced
         assert await call(source.open, NAME) is made
-        assert await call(source.open, NAME, create=True) is made
+        assert await call(source.open, NAME, creator=object()) is made
         assert source.names() == [NAME]
         assert source.config is topics.config
 
@@ -81,7 +81,7 @@ def test_a_topic_is_found_or_made_on_the_loop(tmp_path):
 
 def test_an_open_topic_is_found_without_the_loop(tmp_path):
     async def scenario(source, topics, call):
-        made = await call(source.open, NAME, create=True)
+        made = await call(source.open, NAME, creator=object())
         found = []
         thread = threading.Thread(target=lambda: found.append(source.open(NAME)))
         thread.start()
@@ -93,7 +93,7 @@ def test_an_open_topic_is_found_without_the_loop(tmp_path):
 
 def test_a_new_topic_has_the_wanted_ack_level_and_codec(tmp_path):
     async def scenario(source, topics, call):
-        await call(source.open, NAME, create=True, ack="written", codec="bincode1")
+        await call(source.open, NAME, creator=object(), ack="written", codec="bincode1")
         topic = topics.find_open(NAME).topic
         assert (topic.ack, topic.codec) == ("written", "bincode1")
 
@@ -112,7 +112,7 @@ def test_a_topic_without_a_log_is_refused(tmp_path):
 
 def test_rows_over_the_size_are_refused(tmp_path):
     async def scenario(source, topics, call):
-        topic = await call(source.open, NAME, create=True)
+        topic = await call(source.open, NAME, creator=object())
         await topics.set_topic_policies(NAME, {"max_message_size": 3})
         await call(admit, source, topic, rows(b"abc", b""))
         with pytest.raises(MessageTooLargeError):
@@ -123,7 +123,7 @@ def test_rows_over_the_size_are_refused(tmp_path):
 
 def test_rows_wait_for_the_rate(tmp_path):
     async def scenario(source, topics, call):
-        topic = await call(source.open, NAME, create=True)
+        topic = await call(source.open, NAME, creator=object())
         await topics.set_topic_policies(NAME, {"max_publish_rate": 100})
         loop = asyncio.get_running_loop()
         start = loop.time()
@@ -136,7 +136,7 @@ def test_rows_wait_for_the_rate(tmp_path):
 
 def test_rows_that_wait_are_told_of_the_end(tmp_path):
     async def scenario(source, topics, call):
-        topic = await call(source.open, NAME, create=True)
+        topic = await call(source.open, NAME, creator=object())
         await topics.set_topic_policies(NAME, {"max_publish_rate": 1})
         waiting = asyncio.create_task(call(admit, source, topic, rows(*[b"x"] * 1000)))
         await asyncio.sleep(0.05)
@@ -150,7 +150,7 @@ def test_rows_that_wait_are_told_of_the_end(tmp_path):
 
 def test_rows_for_a_topic_that_was_opened_again_have_to_come_again(tmp_path):
     async def scenario(source, topics, call):
-        topic = await call(source.open, NAME, create=True)
+        topic = await call(source.open, NAME, creator=object())
         await call(admit, source, topic, rows(b"x"))
         await topics.unload(NAME)
         with pytest.raises(UnavailableError, match="reopened"):
@@ -167,7 +167,7 @@ def test_rows_are_checked_against_the_topics_schema(tmp_path):
     schemas = Schemas([NAME])
 
     async def scenario(source, topics, call):
-        topic = await call(source.open, NAME, create=True)
+        topic = await call(source.open, NAME, creator=object())
         await call(admit, source, topic, rows(b"a", schema_id=pa.array([7], pa.uint64())))
         assert schemas.seen == [(NAME, 7, None, b"a")]
         with pytest.raises(InvalidRequestError, match="does not fit"):

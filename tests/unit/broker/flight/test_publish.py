@@ -15,6 +15,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from ister import failpoints
+from ister.broker.flight import publish as publish_module
 from ister.broker.flight.broker_source import FlightLimits
 from ister.broker.flight.publish import check_schema
 from ister.client.flight import FlightClient
@@ -561,7 +562,8 @@ def test_message_that_is_too_large_is_refused_with_its_batch(client, log, topic)
     assert topic.watermarks.next == 1
 
 
-def test_more_streams_than_allowed_are_refused(log, topic):
+def test_more_streams_than_allowed_are_refused(log, topic, monkeypatch):
+    monkeypatch.setattr(publish_module, "_IDLE_SECONDS", 3600.0)
     with (
         FlightTopics(log, limits=FlightLimits(streams_max=2)) as server,
         FlightClient(server.address) as client,
@@ -574,10 +576,31 @@ def test_more_streams_than_allowed_are_refused(log, topic):
             second.flush()
             acks, error = publish(client, [range(5)], producer="c")
             assert type(error) is CapacityError
+            assert "broker.limits.max_flight_streams is 2" in error.hint
+            assert server.server.service.streams_refused == 1
             assert not acks
             first.write(rows(2, 1))
         wait_until(lambda: server.server.streams == 1)
         assert publish(client, [range(3, 5)], producer="c")[1] is None
+    assert numbers_in(topic) == [0, 1, 2, 3, 4]
+
+
+def test_an_idle_stream_ends_before_another_one_is_refused(log, topic, monkeypatch):
+    monkeypatch.setattr(publish_module, "_IDLE_SECONDS", 0.0)
+    with (
+        FlightTopics(log, limits=FlightLimits(streams_max=2)) as server,
+        FlightClient(server.address) as client,
+        client.publish(TOPIC, SCHEMA, producer="a") as first,
+        client.publish(TOPIC, SCHEMA, producer="b") as second,
+    ):
+        for number, one in enumerate((first, second)):
+            one.write(rows(number, 1))
+            one.flush()
+        wait_until(lambda: server.server.service.busy_streams == 0)
+        assert publish(client, [range(2, 4)], producer="c")[1] is None
+        second.write(rows(4, 1))
+        second.flush()
+        assert server.server.service.streams_refused == 0
     assert numbers_in(topic) == [0, 1, 2, 3, 4]
 
 
@@ -807,7 +830,7 @@ class Rights:
     def caller(self):
         return self
 
-    def allows(self, permission, *, topic):
+    def allows(self, permission, *, topic=None):
         return str(permission) in self.words
 
     def check(self, permission, *, topic=None):
@@ -870,7 +893,8 @@ def test_right_that_is_taken_away_ends_the_stream(log, topic):
     assert topic.watermarks.next == 2
 
 
-def test_streams_are_counted_by_caller(log):
+def test_streams_are_counted_by_caller(log, monkeypatch):
+    monkeypatch.setattr(publish_module, "_IDLE_SECONDS", 3600.0)
     limits = FlightLimits(streams_per_caller_max=1)
     with (
         FlightServer(LogSource(log), access=Rights("produce"), limits=limits) as server,
@@ -879,7 +903,9 @@ def test_streams_are_counted_by_caller(log):
     ):
         first.write(rows(0, 1))
         first.flush()
-        assert type(publish(client, [range(1)], producer="b")[1]) is CapacityError
+        error = publish(client, [range(1)], producer="b")[1]
+        assert type(error) is CapacityError
+        assert "max_flight_streams_per_principal is 1" in error.hint
 
 
 # -- the client's side ------------------------------------------------------------------------

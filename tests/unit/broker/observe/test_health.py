@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import math
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from ister.clock import SystemClock
 from ister.config import DiskConfig, load_config
 from ister.errors import UnavailableError
 from ister.limits import GIB, MIB
-from ister.metadata.base import Put
+from ister.metadata.base import Put, StoreUsage
 from ister.metadata.memory import MemoryMetadata
 from ister.model import AckLevel, TopicState
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
@@ -105,6 +106,7 @@ def test_topics_that_are_not_well_are_named_to_those_who_may_know(tmp_path, monk
             assert found(broker.health, "topics").state == "ok"
             with monkeypatch.context() as patch:
                 patch.setattr(topic.topic.wal, "_state", state)
+                patch.setattr(topic.topic.wal, "_stalled_until", math.inf)  # not tried again
                 check = found(broker.health, "topics")
                 assert (check.state, check.words) == ("bad", f"{state.value}: {NAME}")
                 assert check.hint is not None
@@ -277,6 +279,29 @@ def test_metadata_store_that_does_not_answer_is_bad(tmp_path):
     run(scenario())
 
 
+def test_size_of_the_metadata_store_is_said(tmp_path):
+    async def scenario():
+        async with a_broker(tmp_path) as (broker, _, _):
+            health = broker.health
+            assert not [one for one in health.checks() if one.name == "metadata_size"]
+            usage = StoreUsage(
+                size_bytes=100 * MIB, used_bytes=50 * MIB, quota_bytes=2 * GIB, is_compacted=True
+            )
+            for changed, state, words in (
+                ({}, "ok", "100 MiB of etcd's quota of 2.0 GiB taken, 50 MiB in use"),
+                ({"is_compacted": False}, "attention", "is not compacted"),
+                ({"size_bytes": 1600 * MIB}, "attention", "1.6 GiB of"),
+                ({"size_bytes": 1900 * MIB}, "bad", "1.9 GiB of"),
+                ({"alarms": ("alarm:NOSPACE",)}, "bad", "alarm:NOSPACE"),
+            ):
+                health.probe.usage = replace(usage, **changed)
+                check = found(health, "metadata_size")
+                assert (check.state, words in check.words) == (state, True), check
+                assert (check.hint is None) is (state == "ok")
+
+    run(scenario())
+
+
 def test_pipeline_and_jobs_are_looked_up_in_the_store():
     config = load_config({"storage": {"mode": "memory"}}, {})
     store, keys = MemoryMetadata(), PipelineKeys(config.storage.metadata.root_prefix)
@@ -355,6 +380,27 @@ def test_disk_below_its_watermark_stops_appends_and_says_so(tmp_path, monkeypatc
             assert "resume at" in check.words
             assert "storage.disk.min_free" in check.hint
             assert broker.health.is_ready, "consumers are served"
+
+    run(scenario())
+
+
+def test_slow_syncs_are_said(tmp_path):
+    async def scenario():
+        async with a_broker(tmp_path) as (broker, _, _):
+            topic = await a_topic(broker)
+            wal = topic.topic.wal
+            assert found(broker.health, "syncs").state == "ok"
+            wal._slow_sync = (wal._clock.monotonic(), 2.5)
+            check = found(broker.health, "syncs")
+            assert check.state == "attention"
+            assert check.words == (
+                f"the log's disk is slow: a sync took 2.5 s ({wal.directory.path}): {NAME}"
+            )
+            assert check.subjects == (Subject(topic=NAME),)
+            check = found(broker.health, "syncs", names=False)
+            assert check.words == "the log's disk is slow: a sync took 2.5 s: 1 topic"
+            wal._slow_sync = (wal._clock.monotonic(), 20.0)
+            assert found(broker.health, "syncs").state == "bad"
 
     run(scenario())
 
@@ -466,11 +512,17 @@ def test_certificate_that_ends_soon(tmp_path, days, state, words):
     run(scenario())
 
 
-def test_file_descriptors_that_run_out_are_said(tmp_path):
+def test_file_descriptors_and_streams_that_run_out_are_said(tmp_path):
     async def scenario():
         async with a_broker(tmp_path) as (broker, _, _):
             watch = broker.health.probe
             await eventually(lambda: watch.answered_at is not None)
+            broker.health.flight = SimpleNamespace(busy_streams=79, streams_max=100)
+            assert found(broker.health, "streams").state == "ok"
+            broker.health.flight.busy_streams = 80
+            assert found(broker.health, "streams").state == "attention"
+            broker.health.flight.busy_streams = 100
+            assert found(broker.health, "streams").state == "bad"
             watch.open_files, watch.files_max = 790, 1000
             assert found(broker.health, "files").state == "ok"
             watch.open_files = 810

@@ -2,22 +2,27 @@
 
 import asyncio
 import contextlib
+import gc
+import socket
 import ssl
+import time
 
 import aiohttp
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from ister.broker.observe.http import Connections, make_application
 from ister.broker.security.guard import Guard
 from ister.broker.security.tls import ServerTls
-from ister.clock import SystemClock
-from ister.config import TlsConfig, load_config
+from ister.clock import ManualClock, SystemClock
+from ister.config import ClientAuth, TlsConfig, load_config
 from ister.metadata.memory import MemoryMetadata
 from support.broker import run
 from support.cases import each
 from support.certificates import LOCAL_NAMES, Authority
 from support.security import GuardRig
+from support.waiting import eventually_async
 
 
 class Health:
@@ -89,38 +94,105 @@ def test_metrics_need_the_right_to_look_once_there_are_rights(tmp_path):
         assert told == '{"ready": true, "names": false}'
 
 
+SERVERS = Authority("servers")
+
+
+@contextlib.asynccontextmanager
+async def listening(directory, clock=None, **more):
+    """The port with TLS: the `Connections`, and where they are."""
+    cert_file, key_file = SERVERS.issue("broker", names=LOCAL_NAMES).write(directory, "broker")
+    config = TlsConfig(cert_file=cert_file, key_file=key_file, **more)
+    tls = ServerTls(config, clock=clock or SystemClock())
+    runner = web.AppRunner(make_application(Health(), Figures(), open_guard()))
+    await runner.setup()
+    connections = Connections(runner, count_max=3)
+    port = await connections.listen("127.0.0.1", 0, tls.http_context)
+    try:
+        yield connections, port
+    finally:
+        await connections.close()
+        await runner.cleanup()
+
+
 def test_connections_in_their_handshake_are_counted(tmp_path):
     """Goal: many that begin TLS and go no further; they are ended, and others get in."""
-    authority = Authority("servers")
-    cert_file, key_file = authority.issue("broker", names=LOCAL_NAMES).write(tmp_path, "broker")
-    tls = ServerTls(TlsConfig(cert_file=cert_file, key_file=key_file), clock=SystemClock())
 
     async def scenario():
-        runner = web.AppRunner(make_application(Health(), Figures(), open_guard()))
-        await runner.setup()
-        connections = Connections(runner, count_max=3)
-        port = await connections.listen("127.0.0.1", 0, tls.http_context())
-        halves = []
-        try:
+        async with listening(tmp_path) as (_, port), contextlib.AsyncExitStack() as ends:
+            halves = []
             for _ in range(8):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                ends.callback(writer.close)
                 writer.write(b"\x16\x03\x01")
-                halves.append((reader, writer))
+                halves.append(reader)
             async with asyncio.timeout(9):  # less than a handshake may take
-                for reader, _ in halves[:5]:
+                for reader in halves[:5]:
                     with contextlib.suppress(ConnectionError):
                         assert await reader.read() == b""
-            context = ssl.create_default_context(cadata=authority.certificate.decode())
+            context = ssl.create_default_context(cadata=SERVERS.certificate.decode())
             async with (
                 aiohttp.ClientSession(f"https://localhost:{port}") as session,
                 session.get("/ready", ssl=context) as response,
             ):
                 assert response.status == 200
-            assert not halves[-1][0].at_eof()
-        finally:
-            for _, writer in halves:
+            assert not halves[-1].at_eof()
+
+    run(scenario())
+
+
+@each("said", [b"", b"GET / HTTP/1.1\r\n\r\n"])
+def test_failed_handshakes_keep_no_memory(tmp_path, said):
+    """Goal: 256 KiB each, and it was for the garbage collector to find them."""
+
+    def kept():
+        return [one for one in gc.get_objects() if isinstance(one, asyncio.sslproto.SSLProtocol)]
+
+    async def scenario():
+        async with listening(tmp_path) as (connections, port):
+            for _ in range(5):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(said)
                 writer.close()
-            await connections.close()
-            await runner.cleanup()
+            await eventually_async(lambda: not connections._handshakes and not kept())
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(scenario())
+    finally:
+        gc.enable()
+
+
+def _ask(port, context, session=None):
+    """Asks for `/live`; returns the TLS session and whether it was resumed."""
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=30) as plain,
+        context.wrap_socket(plain, server_hostname="localhost", session=session) as connection,
+    ):
+        connection.sendall(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        if not connection.recv(4096).startswith(b"HTTP/1.1 200"):
+            raise ConnectionError("no answer")
+        return connection.session, connection.session_reused
+
+
+@each("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_session_of_a_removed_authority_is_not_resumed(tmp_path, version):
+    old, new = Authority("old clients"), Authority("new clients")
+    context = ssl.create_default_context(cadata=SERVERS.certificate.decode())
+    context.minimum_version = context.maximum_version = version
+    context.load_cert_chain(*old.issue("client").write(tmp_path, "client"))
+    clock = ManualClock(now_ms=int(time.time() * 1000))
+    mutual = {"ca_file": old.write(tmp_path), "client_auth": ClientAuth.REQUIRED}
+
+    async def scenario():
+        async with listening(tmp_path, clock, **mutual) as (_, port):
+            session, _ = await asyncio.to_thread(_ask, port, context)
+            clock.advance(1)
+            session, is_resumed = await asyncio.to_thread(_ask, port, context, session)
+            assert not is_resumed
+            new.write(tmp_path)
+            clock.advance(1)
+            with pytest.raises(OSError):
+                await asyncio.to_thread(_ask, port, context, session)
 
     run(scenario())

@@ -158,6 +158,16 @@ def test_names_of_others_are_refused_whichever_way_they_come(tmp_path, way):
     at_the_door(tmp_path, scenario)
 
 
+@each("way", ["named_rows", "staged"])
+def test_names_that_cannot_be_shown_are_refused_in_rows_too(tmp_path, way):
+    async def scenario(door):
+        with pytest.raises(InvalidRequestError, match="not printable"):
+            await getattr(door, way)(b"x", principal=SHOP, producer="a\u202eb")
+        assert door.texts() == []
+
+    at_the_door(tmp_path, scenario)
+
+
 @each("way", WAYS)
 def test_messages_wait_for_the_rate_whichever_way_they_come(tmp_path, way):
     async def scenario(door):

@@ -22,6 +22,7 @@ from support.broker_calls import (
     records_of,
     status,
 )
+from support.cases import each
 
 pytestmark = pytest.mark.usefixtures("brokers_end_quickly")
 
@@ -171,6 +172,15 @@ def test_a_deep_look_back_for_an_old_sequence_keeps_nobody_else_waiting(tmp_path
             assert look.was_in_time
             payloads = [record.payload for record in records_of(broker, NAME)]
             assert payloads.count(b"1") == 1
+
+    run(scenario())
+
+
+@each("name", ["a\nb", "a\rb", "a\u202eb", "a\x1b[2Jb", "a\u2066b"])
+def test_producer_name_that_cannot_be_shown_is_refused(tmp_path, name):
+    async def scenario():
+        async with a_broker(tmp_path, mode="memory") as (_, services, _):
+            assert await status(Client(services).producer(name)) is Code.INVALID_ARGUMENT
 
     run(scenario())
 

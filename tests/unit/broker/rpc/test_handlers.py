@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+import weakref
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import grpc
 import pytest
 
 from ister import errors, wire
+from ister.broker.dispatch.write_queue import STALLED
 from ister.broker.rpc.grpcio_engine import add_methods
 from ister.broker.rpc.handlers import CallGate, Refused, status_of
 from ister.broker.rpc.methods import methods_of
@@ -79,13 +81,14 @@ def streams(receive):
 
 
 @asynccontextmanager
-async def served(name, service, gate=None):
-    """A channel to a server with one service."""
+async def served(name, service, gate=None, **options):
+    """A channel to a server with one service; `options` are the channel's."""
     server = grpc.aio.server()
     add_methods(server, methods_of(name, service, gate))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+    named = [(f"grpc.{key}", value) for key, value in options.items()]
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=named)
     try:
         yield channel
     finally:
@@ -387,6 +390,35 @@ def test_a_stream_that_fails_has_been_closed_and_says_why():
             await call.read()
             assert await outcome(call.read()) == ("UNAVAILABLE", "moved")
             assert closed == [True]
+
+    run(scenario())
+
+
+def test_a_stream_that_nobody_reads_can_be_ended():
+    """Its client does not get the message that was being written; it is told that the call is over.
+
+    grpcio keeps its first call, and the newest until the next one comes, so there are others.
+    """
+
+    async def scenario():
+        tasks = []
+
+        async def receive(request):
+            tasks.append(asyncio.current_task())
+            yield bytes(9 << 20)
+
+        async with served(
+            "danube.ConsumerService", streams(receive), max_receive_message_length=-1
+        ) as channel:
+            stub = wire.stub(channel, "danube.ConsumerService")
+            await outcome(stub.Ack(danube.AckRequest()))
+            stalled = stub.ReceiveMessages(danube.ReceiveRequest())
+            await eventually(lambda: tasks)
+            is_gone = weakref.ref(tasks[0])
+            tasks.pop().cancel(STALLED)
+            await eventually(lambda: is_gone() is None)
+            await outcome(stub.Ack(danube.AckRequest()))
+            assert (await outcome(stalled.read()))[0] == "CANCELLED"
 
     run(scenario())
 

@@ -24,12 +24,17 @@ class FakeGuard:
     def __init__(self):
         self.asked = []
         self.is_closed = False
+        self.seen = ()
+        """Topics that the caller may see; None for all."""
 
     def check(self, principal, permission, *, topic=None, namespace=None, action=None, detail=""):
         self._note(permission, None if topic is None else str(topic))
 
     def check_anywhere(self, principal, permission, *, action=None):
         self._note(permission, "anywhere")
+
+    def allows(self, principal, permission, *, topic=None):
+        return topic in self.seen and permission is Permission.LOOKUP
 
     def _note(self, permission, resource):
         self.asked.append((permission, resource))
@@ -95,12 +100,36 @@ def name_of(call):
     return call[0]
 
 
-@each("call", READS)
-def test_reading_needs_no_more_than_looking_up(service, guard, call):
+@pytest.mark.parametrize("call", READS, ids=name_of)
+def test_reading_needs_no_more_than_to_see_a_topic_with_the_subject(service, guard, call):
     """Danube wants ManageSchema, so that a consumer cannot read what its messages look like."""
+    listed = [(Permission.LOOKUP, "anywhere")] if call[0] == "ListSubjects" else []
+    guard.seen = (TOPIC,)
+    guard.is_closed = not listed
+    if listed:
+        assert [one.subject for one in ask(service, call).subjects] == [TOPIC]
+    else:
+        with pytest.raises(PermissionDeniedError):
+            ask(service, call)
+    guard.is_closed = False
+    ask(service, OF_TOPICS[0])
     guard.asked.clear()
+    answer = ask(service, call)
+    assert not listed or {one.subject for one in answer.subjects} == {TOPIC, "orders"}
+    assert guard.asked == listed
+    guard.seen = (None,)
     ask(service, call)
-    assert guard.asked == [(Permission.LOOKUP, "anywhere")]
+    assert guard.asked == listed * 2
+
+
+def test_an_id_says_nothing_to_those_who_may_not_read_its_subject(service, guard):
+    guard.is_closed = True
+    for number in (1, 99):
+        with pytest.raises(PermissionDeniedError):
+            ask(service, request("GetSchema", schema_id=number))
+    assert guard.asked == [(Permission.LOOKUP, None)] * 2
+    guard.seen = (TOPIC,)
+    assert ask(service, request("GetSchema", schema_id=2)).subject == TOPIC
 
 
 @each("call", OF_SUBJECTS)

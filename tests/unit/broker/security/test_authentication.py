@@ -5,14 +5,16 @@ import hashlib
 import hmac
 import json
 import ssl
+import time
+from datetime import timedelta
 
 import jwt
 import pytest
 
 from ister.broker.security.authentication import (
     Authenticator,
-    certificate_name,
     collect_headers,
+    read_certificate,
 )
 from ister.broker.security.minting import make_api_key, make_token
 from ister.clock import ManualClock
@@ -358,11 +360,11 @@ def test_collected_headers_are_credentials_alone():
 # -- API keys and certificates --------------------------------------------------------------
 
 
-def with_keys(directory, *lines, **more):
+def with_keys(directory, *lines, clock=None, **more):
     path = directory / "keys"
     path.write_text("\n".join(lines))
     config = AuthConfig(mode=AuthMode.TOKEN, api_keys_file=str(path), **more)
-    return Authenticator(config, clock=ManualClock())
+    return Authenticator(config, clock=clock or ManualClock())
 
 
 def test_api_key_comes_in_either_header(tmp_path):
@@ -421,6 +423,18 @@ def test_certificate_counts_only_where_it_is_asked_for(tmp_path):
             on.authenticate(headers, certificate=certificate)
 
 
+def test_certificate_expires_on_an_open_connection(tmp_path):
+    clock = ManualClock(now_ms=int(time.time() * 1000))
+    on = with_keys(tmp_path, mtls_principal=True, clock=clock)
+    loader = Authority().issue("loader", end=timedelta(hours=1)).certificate
+    principal = on.authenticate({}, certificate=loader)
+    assert on.is_current(principal)
+    clock.advance(3601)
+    assert not on.is_current(principal), "streams end"
+    with pytest.raises(UnauthenticatedError, match="the client certificate has expired"):
+        on.authenticate({}, certificate=loader)
+
+
 @each("case", IDENTITIES)
 def test_certificate_stands_for_its_first_usable_name(case):
     names, wanted = IDENTITIES[case]
@@ -428,9 +442,9 @@ def test_certificate_stands_for_its_first_usable_name(case):
     for content in (certificate, ssl.PEM_cert_to_DER_cert(certificate.decode())):
         if wanted is None:
             with pytest.raises(UnauthenticatedError, match="names no principal"):
-                certificate_name(content)
+                read_certificate(content)
         else:
-            assert certificate_name(content) == wanted
+            assert read_certificate(content)[0] == wanted
 
 
 def test_auth_off_is_anonymous():

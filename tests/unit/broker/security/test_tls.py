@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import os
+import socket
 import ssl
 import time
 from datetime import timedelta
 
+import grpc
 import pytest
 
 from ister.broker.security.tls import ServerTls, check_exposure, is_loopback
@@ -189,6 +191,48 @@ def test_http_takes_new_certificates_and_new_authorities(tmp_path, clock):
             assert second != first
             with pytest.raises((OSError, asyncio.IncompleteReadError)):
                 await _handshake(port, AUTHORITY, clients["old"])
+
+    asyncio.run(scenario())
+
+
+# -- gRPC -----------------------------------------------------------------------------------
+
+
+def _open(port, context, session=None):
+    """Opens a connection as HTTP/2 does; returns the session, and whether it was resumed."""
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=30) as plain,
+        context.wrap_socket(plain, server_hostname="localhost", session=session) as connection,
+    ):
+        assert connection.recv(9), "the server's settings, behind its tickets"
+        return connection.session, connection.session_reused
+
+
+@each("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_grpc_resumes_no_session_older_than_a_minute(tmp_path, clock, version):
+    """Goal: nobody verifies the certificate of a resumed session, which may have expired."""
+    ca_file = AUTHORITY.write(tmp_path)
+    tls = ServerTls(
+        settings(tmp_path, ca_file=ca_file, client_auth=ClientAuth.REQUIRED), clock=clock
+    )
+    context = ssl.create_default_context(cafile=ca_file)
+    context.minimum_version = context.maximum_version = version
+    context.set_alpn_protocols(["h2"])
+    context.load_cert_chain(*AUTHORITY.issue("client").write(tmp_path, "client"))
+
+    async def scenario():
+        server = grpc.aio.server()
+        port = server.add_secure_port("127.0.0.1:0", tls.grpc_credentials())
+        await server.start()
+        try:
+            session, _ = await asyncio.to_thread(_open, port, context)
+            session, is_resumed = await asyncio.to_thread(_open, port, context, session)
+            assert is_resumed
+            clock.advance(60)
+            _, is_resumed = await asyncio.to_thread(_open, port, context, session)
+            assert not is_resumed
+        finally:
+            await server.stop(None)
 
     asyncio.run(scenario())
 

@@ -78,3 +78,19 @@ def test_the_consumers_of_partitions_are_one_program():
         assert consumers._programs.keys() == {1}
 
     asyncio.run(scenario())
+
+
+def test_a_refusal_is_sooner_if_the_client_was_told_to_subscribe_again():
+    async def scenario():
+        consumers, loop = ConsumerIds(), asyncio.get_running_loop()
+        began = loop.time()
+        await consumers.wait_dismissed(7, 0.1)
+        assert loop.time() - began >= 0.09
+        waiting = [asyncio.create_task(consumers.wait_dismissed(7, 3600)) for _ in range(2)]
+        await asyncio.sleep(0)
+        consumers.dismiss(8)
+        consumers.dismiss(7)
+        await asyncio.wait_for(asyncio.gather(*waiting), 60)
+        assert not consumers._dismissals
+
+    asyncio.run(scenario())

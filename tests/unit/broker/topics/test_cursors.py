@@ -32,7 +32,9 @@ pytestmark = pytest.mark.usefixtures("brokers_end_quickly")
 async def with_a_cursor(tmp_path, mode, *, cursor, saved):
     """Topics and a store that say more than the log has: ten messages, or none in memory."""
     metadata = None if mode == "wal_cloud" else MemoryMetadata()
-    async with some_topics(tmp_path, mode=mode, metadata=metadata) as topics:
+    # At this level, and at lower ones, messages that were delivered may be lost in a crash.
+    settings = {"storage": {"ack": "written"}} if mode == "wal_cloud" else None
+    async with some_topics(tmp_path, settings, mode=mode, metadata=metadata) as topics:
         topic = await topics.get_or_create(NAME, is_reliable=True)
         await topic.subscribe("s", SubscriptionKind.SHARED, "c", ())
         for number in range(10):

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from ister import failpoints, wire
+from ister.broker.dispatch.dead_letters import LetterSigner
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import Binding, Scope
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
@@ -48,7 +49,8 @@ async def filled(broker, *letters):
     source = await broker.topics.get_or_create(SOURCE, is_reliable=True)
     dead = await broker.topics.get_or_create(DEAD, is_reliable=True)
     for letter in letters:
-        await dead.publish(letter)
+        is_letter = "x-original-topic" in letter.attributes
+        await dead.publish(broker.topics.signer.sign(letter, DEAD) if is_letter else letter)
     return source, dead
 
 
@@ -87,6 +89,7 @@ def test_a_message_that_failed_is_requeued_as_it_was(tmp_path):
                     "first_offset": 0,
                     "oldest": sent.publish_time,
                     "newest": sent.publish_time,
+                    "unverified": 0,
                     "reasons": {"no stock": 1},
                 }
             ]
@@ -100,6 +103,7 @@ def test_a_message_that_failed_is_requeued_as_it_was(tmp_path):
                 "reason": "no stock",
                 "hops": 1,
                 "dropped_attributes": 0,
+                "is_verified": True,
             }
             found = await asked(calls.Requeue)
             assert found == {"topic": DEAD, "done": 1, "failed": [], "next": None}
@@ -193,6 +197,40 @@ def test_what_cannot_be_requeued_stays_pending(tmp_path):
                 await asked(calls.Requeue, to=DEAD)
             assert (await asked(calls.Requeue, to=SOURCE))["done"] == 2
             assert payloads(source) == [b"2", b"0", b"1"]
+
+    run(scenario())
+
+
+def test_a_letter_that_no_broker_has_written_is_not_believed(tmp_path):
+    """Goal: whoever may produce to a dead-letter topic must not publish elsewhere by way of it."""
+
+    async def scenario():
+        async with a_broker(tmp_path, mode="memory") as (broker, services, _):
+            source, dead = await filled(broker, a_letter(b"genuine"))
+            signer = broker.topics.signer
+            letter = a_letter(b"forged", producer_name="till")
+            signed = signer.sign(letter, DEAD)
+            for forged in (
+                letter,
+                replace(signed, payload=b"other"),
+                replace(signed, producer_name="root"),
+                replace(signed, attributes={**signed.attributes, "x-original-topic": "/a/b"}),
+                signer.sign(letter, SOURCE),
+                LetterSigner("another secret").sign(letter, DEAD),
+            ):
+                await dead.publish(forged)
+            calls = calls_of(services)
+            groups = (await asked(calls.Count))["groups"]
+            assert [(one["count"], one["unverified"]) for one in groups] == [(1, 1), (6, 5)]
+            shown = (await asked(calls.Show))["messages"]
+            assert [one["dead_letter"]["is_verified"] for one in shown] == [True, *[False] * 6]
+            found = await asked(calls.Requeue)
+            assert (found["done"], len(found["failed"])) == (1, 6)
+            assert payloads(source) == [b"genuine"]
+            # An operator who has looked at it may name a topic; the producer's name is not taken.
+            assert (await asked(calls.Requeue, offsets=[1, 2], to=SOURCE))["done"] == 1
+            [_, message] = source.topic.read("earliest")
+            assert (message.payload, message.producer_name) == (b"forged", "")
 
     run(scenario())
 

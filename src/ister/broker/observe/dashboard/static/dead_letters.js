@@ -82,7 +82,7 @@ function list(topic, ctx, shown, counted, refusal) {
   table("Pending dead letters, oldest first", [
     { title: "Offset", kind: "name number", of: (one) => count(one.offset) },
     { title: "Published", kind: "time", of: (one) => moment(one.publish_time, true) },
-    { title: "Failed in", kind: "words", of: (one) => (one.dead_letter ? [subscriptionLink(one.dead_letter.topic, one.dead_letter.subscription), h("span", { class: "note" }, ` at offset ${count(one.dead_letter.offset)}, attempt ${count(one.dead_letter.attempt)}`)] : "–") },
+    { title: "Failed in", kind: "words", of: (one) => (one.dead_letter ? [subscriptionLink(one.dead_letter.topic, one.dead_letter.subscription), h("span", { class: "note" }, ` at offset ${count(one.dead_letter.offset)}, attempt ${count(one.dead_letter.attempt)}${one.dead_letter.is_verified === false ? "; unverified, its origin may be forged" : ""}`)] : "–") },
     { title: "Reason", kind: "words", of: (one) => one.dead_letter?.reason || "–" },
     { title: "Payload", kind: "payload", of: (one) => h("code", { class: "brief" }, brief(one)) },
     {

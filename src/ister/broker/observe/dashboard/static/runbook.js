@@ -16,6 +16,18 @@ export const RUNBOOK = {
     meaning: "Open topics work until the lease expires; then messages are refused. Topics cannot be opened, uploaded or looked up.",
     steps: ["Check that etcd runs and can be reached, or that the disk of metadata.db is not full. The broker continues by itself.", c("ister config show")],
   },
+  metadata_size: {
+    title: "Size of etcd",
+    alarms: ["IsterMetadataDown"],
+    meaning: "etcd keeps every version of every key until it is compacted. At its quota it refuses all changes: topics cannot be opened or uploaded, and cursors are not written.",
+    steps: ["Start all members with --auto-compaction-mode=periodic --auto-compaction-retention=1h, then defragment one after the other.", c("etcdctl endpoint status --write-out=table"), c("etcdctl defrag"), c("etcdctl alarm disarm")],
+  },
+  streams: {
+    title: "Flight streams",
+    alarms: ["IsterAppendsRefused"],
+    meaning: "Producers and readers of ister.client use Flight streams, and their number is limited. At the limit, new ones are refused.",
+    steps: ["Close clients that are not used, or raise the limit that the check names.", c("ister config show")],
+  },
   lease: {
     title: "Lease",
     alarms: ["IsterLeaseLost"],
@@ -57,6 +69,12 @@ export const RUNBOOK = {
     alarms: ["IsterDiskFull", "IsterDiskLow"],
     meaning: "On a full disk appends are refused; nothing acknowledged is lost, and writing resumes by itself.",
     steps: ["Free some space, or keep fewer local files: storage.wal.retention. Files that are not uploaded are kept, so look at uploads first.", c("df --human-readable .")],
+  },
+  syncs: {
+    title: "Disk latency",
+    alarms: ["IsterSlowSyncs"],
+    meaning: "A sync of the log's disk took a second or more. Producers of these topics wait for it; others do not.",
+    steps: ["Look for errors of the disk, and for other programs that use it.", c("dmesg | tail"), c("iostat -x 1")],
   },
   topics: {
     title: "Topics",

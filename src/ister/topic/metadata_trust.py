@@ -1,0 +1,423 @@
+"""Finds metadata that is older than the bucket or the local files, and brings it up to date.
+
+Behind `ister metadata check` and `ister metadata accept`:
+
+    records ─┐
+    terms   ─┼─► which one is older ─► the record of the newest owner, under a higher epoch
+    files   ─┘
+
+A topic's record is older if the bucket has a later term, or the checkpoint of its local files does
+(`ister.bucket.terms`). Accepting writes the record of the newest owner, with an epoch above all
+that were seen, so that no object of a forgotten owner is overwritten. Where the catalog names
+objects that are gone, or is of another incarnation, it is rebuilt from the bucket first. The next
+opening adopts objects that continue the catalog, and compares the local files with it. At the end
+the store as a whole is trusted again (`ister.bucket.trust`).
+
+Only the files of this node are read. A node whose files are newer than the bucket refuses its
+topics until this is done there, too. What a crash leaves: some topics accepted, others not.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
+
+from ister.bucket.catalog import Catalog
+from ister.bucket.directory import list_records
+from ister.bucket.express import ExpressRuns, find_runs
+from ister.bucket.names import TopicKeys, object_id_of, object_key, parse_object_id
+from ister.bucket.rebuild import find_topics, rebuild_catalog, rebuild_topic
+from ister.bucket.terms import (
+    ForgottenRuns,
+    Term,
+    is_of_lineage,
+    load_term,
+    newest_terms,
+    process_of_claim,
+)
+from ister.bucket.trust import Trust
+from ister.clock import Clock
+from ister.errors import (
+    ConflictError,
+    CorruptDataError,
+    IsterError,
+    NotFoundError,
+)
+from ister.format.descriptor import ObjectDescriptor, parse_run_id
+from ister.format.records import Lineage, TopicRecord, encode_topic
+from ister.fs.base import FileSystem
+from ister.fs.local import LocalFileSystem
+from ister.metadata.base import (
+    Absent,
+    Compare,
+    Delete,
+    MetadataStore,
+    Operation,
+    Put,
+    RevisionIs,
+)
+from ister.metrics import Metrics
+from ister.model import AckLevel, TopicName
+from ister.objectstore.base import ObjectInfo, ObjectStore
+from ister.objectstore.slices import with_slices
+from ister.topic.heads import read_local
+from ister.topic.node import read_node_id
+from ister.wal.directory import WalDirectory
+
+_log = logging.getLogger("ister.topic.metadata_trust")
+
+OK: Final = "ok"
+OLDER: Final = "older"
+UNKNOWN: Final = "unknown"
+INCOMPLETE: Final = "incomplete"
+MISSING: Final = "missing"
+ACCEPTED: Final = "accepted"
+
+
+@dataclass(slots=True, kw_only=True)
+class TopicTrust:
+    """What the stores have of one topic; ends are exclusive offsets."""
+
+    topic: str
+    status: str
+    """`ok`; `older`: its record is older than another store; `incomplete`: its catalog is;
+    `missing`: it names objects that the bucket does not have; `unknown`: the metadata store does
+    not have the topic; `accepted`."""
+    epoch: int = 0
+    """The epoch of the record; 0 without one."""
+    bucket_epoch: int = 0
+    """The epoch of the newest term in the bucket."""
+    local_epoch: int = 0
+    """The epoch of this node's files."""
+    catalog_end: int = 0
+    bucket_end: int = 0
+    """The highest end in the names of objects, whether or not they belong to the topic."""
+    local_end: int | None = None
+    missing: list[tuple[int, int]] = field(default_factory=list)
+    """Ranges of the catalog whose objects are not in the bucket."""
+    errors: list[IsterError] = field(default_factory=list)
+
+
+class _Files(NamedTuple):
+    """What this node's checkpoint says of a topic."""
+
+    term: Term
+    incarnation: str
+    ack: AckLevel
+    start: int
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was read from the stores about one topic."""
+
+    row: TopicTrust
+    keys: TopicKeys
+    record: tuple[TopicRecord, int] | None
+    terms: list[Term]
+    local: _Files | None
+    objects: list[ObjectInfo]
+    needs_rebuild: bool = False
+
+
+class MetadataTrust:
+    """Compares the stores of a log."""
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        metadata: MetadataStore,
+        root_prefix: str,
+        *,
+        wal_root: str | None,
+        clock: Clock,
+        fs: FileSystem | None = None,
+    ) -> None:
+        """Reads which topics there are.
+
+        Args:
+            objects: The bucket.
+            metadata: The metadata store.
+            root_prefix: The prefix of its keys.
+            wal_root: Where the local files are; None if there are none.
+            clock: Where time comes from.
+            fs: Their file system; by default the machine's.
+
+        Raises:
+            UnavailableError: A store does not answer.
+        """
+        self._objects = with_slices(objects)
+        self._metadata = metadata
+        self._root = root_prefix
+        self._fs: FileSystem = fs or LocalFileSystem()
+        self._wal_root = wal_root
+        self._clock = clock
+        self._trust = Trust(self._objects, metadata, root_prefix, clock)
+        self._trust.check()
+        self._listed = find_topics(self._objects)
+        self._runs: ExpressRuns | None = None
+        self._forgotten = ForgottenRuns(self._objects, metadata, root_prefix)
+
+    @property
+    def reason(self) -> str | None:
+        """Why the store as a whole is distrusted; None if it is not."""
+        return self._trust.reason
+
+    def topics(self) -> list[TopicName]:
+        """The topics that any store knows."""
+        names = set(self._listed)
+        records = list_records(self._metadata, self._root)
+        names.update(TopicName.parse(name) for name, exists in records.items() if exists)
+        if self._wal_root is not None:
+            for path in self._directories():
+                names.add(TopicName.parse(path))
+        return sorted(names, key=str)
+
+    def _directories(self) -> Iterable[str]:
+        root = self._wal_root or ""
+        try:
+            namespaces = self._fs.list_directory(root)
+        except NotFoundError:
+            return
+        for namespace in namespaces:
+            if namespace.startswith("."):
+                continue
+            try:
+                found = self._fs.list_directory(f"{root}/{namespace}")
+            except IsterError:
+                continue
+            yield from (f"/{namespace}/{topic}" for topic in found if "." not in topic)
+
+    def check(self, name: TopicName) -> TopicTrust:
+        """Compares what the stores have of a topic.
+
+        Raises:
+            UnavailableError: A store does not answer.
+        """
+        return self._find(name).row
+
+    def accept(self, name: TopicName) -> TopicTrust:
+        """Replaces the record of a topic with that of the newest owner that any store names.
+
+        Raises:
+            ConflictError: The topic is open, or was changed meanwhile.
+            UnavailableError: A store does not answer.
+        """
+        found = self._find(name)
+        row = found.row
+        if row.status in (OK, MISSING):
+            return row
+        if found.record is None and not any(term.claim for term in found.terms):
+            return self._recover(found)
+        if self._metadata.get(found.keys.owner) is not None:
+            raise ConflictError(
+                "the topic is open", topic=row.topic, hint="stop its broker, or wait for its lease"
+            )
+        newest, key = self._newest(found), found.keys.record
+        is_same = found.record is not None and found.record[0].incarnation == newest.incarnation
+        compares: list[Compare] = [
+            Absent(key) if found.record is None else RevisionIs(key, found.record[1]),
+            Absent(found.keys.owner),
+        ]
+        if found.needs_rebuild or not is_same:
+            if not is_same:
+                self._metadata.delete_prefix(found.keys.storage)
+            rebuild_catalog(
+                self._objects,
+                self._metadata,
+                found.keys,
+                found.objects,
+                record=newest,
+                runs=self._runs_of(name),
+            )
+        operations: list[Operation] = [Put(found.keys.record, encode_topic(newest))]
+        if row.status != INCOMPLETE:
+            # With the seal of an earlier term, the next owner would continue where that term ended.
+            operations.append(Delete(found.keys.sealed))
+        if self._metadata.transact(compares, operations) is None:
+            raise ConflictError("the topic was changed meanwhile", topic=row.topic)
+        row.status, row.epoch = ACCEPTED, newest.epoch
+        return row
+
+    def _recover(self, found: _Found) -> TopicTrust:
+        """Rebuilds a topic that only objects are left of; local files alone open as they are."""
+        row, runs = found.row, self._runs_of(found.keys.topic)
+        if found.objects or runs:
+            report = rebuild_topic(
+                self._objects,
+                self._metadata,
+                found.keys,
+                found.objects,
+                runs=runs,
+                clock=self._clock,
+                dry_run=False,
+            )
+            row.errors += report.errors
+            row.status = ACCEPTED if report.is_written else row.status
+        return row
+
+    def finish(self) -> None:
+        """Trusts the metadata store as a whole again; every topic was accepted.
+
+        Raises:
+            UnavailableError: A store does not answer.
+        """
+        self._trust.accept()
+
+    def _runs_of(self, name: TopicName) -> Sequence[ObjectDescriptor]:
+        if self._runs is None:
+            self._runs = find_runs(self._objects, on_damage=lambda error: _log.error("%s", error))
+        return self._runs.of(name)
+
+    def _find(self, name: TopicName) -> _Found:
+        keys = TopicKeys(self._root, name)
+        catalog = Catalog(self._metadata, keys, clock=self._clock, metrics=Metrics())
+        row = TopicTrust(topic=str(name), status=OK)
+        found = _Found(
+            row=row,
+            keys=keys,
+            record=catalog.record(),
+            terms=newest_terms(self._objects, name),
+            local=self._read_local(name, row),
+            objects=self._listed.get(name, []),
+        )
+        record = found.record[0] if found.record is not None else None
+        row.epoch = record.epoch if record is not None else 0
+        row.bucket_epoch = max((term.epoch for term in found.terms), default=0)
+        self._compare_objects(found, catalog, name)
+        for run in self._forgotten.of(name, self._processes(found)):
+            row.bucket_end = max(row.bucket_end, run.end)
+        if record is None:
+            row.status = UNKNOWN
+        elif any(term.is_after(record) for term in _terms_of(found)):
+            row.status = OLDER
+        elif record.is_open and found.needs_rebuild:
+            row.status = INCOMPLETE
+        elif row.missing:
+            row.status = MISSING
+            row.errors += [
+                NotFoundError(
+                    f"the object with the offsets {start} up to, not including, {end} is missing",
+                    topic=row.topic,
+                    offset=start,
+                    hint="`ister repair` uploads it again if local files have the messages; "
+                    "`ister repair --give-up` gives them up",
+                )
+                for start, end in row.missing
+            ]
+        return found
+
+    def _read_local(self, name: TopicName, row: TopicTrust) -> _Files | None:
+        if self._wal_root is None:
+            return None
+        path = f"{self._wal_root}/{name.namespace}/{name.topic}"
+        directory = WalDirectory(self._fs, path)
+        local = read_local(directory, None)
+        if not local.has_log:
+            return None
+        row.local_end = local.end()
+        if local.term is None:
+            return None
+        row.local_epoch = local.term.epoch
+        state = directory.load_state()
+        ack = AckLevel(state.ack) if state is not None else AckLevel.SYNCED
+        return _Files(local.term, local.incarnation, ack, local.start)
+
+    def _compare_objects(self, found: _Found, catalog: Catalog, name: TopicName) -> None:
+        row, there, tagged = found.row, set[str](), list[tuple[int, int]]()
+        record = found.record[0] if found.record is not None else None
+        for info in found.objects:
+            object_id = object_id_of(name, info.key)
+            there.add(object_id)
+            parsed = parse_object_id(object_id)
+            if parsed is None:
+                continue
+            row.bucket_end = max(row.bucket_end, parsed.end)
+            if (
+                parsed.tag is not None
+                and record is not None
+                and is_of_lineage(record, parsed.epoch, parsed.end)
+            ):
+                tagged.append((parsed.start, parsed.end))
+        for described, _ in catalog.descriptors():
+            row.catalog_end = described.end
+            if not self._is_there(name, described.object_id, there):
+                row.missing.append((described.start, described.end))
+        row.bucket_end = max(row.bucket_end, row.catalog_end if not row.missing else 0)
+        is_merged = any(start < row.catalog_end < end for start, end in tagged)
+        found.needs_rebuild = is_merged or bool(row.missing and tagged)
+
+    def _processes(self, found: _Found) -> set[tuple[str, str]]:
+        """Node and instance of the processes that had the newest terms."""
+        processes = set[tuple[str, str]]()
+        for term in found.terms:
+            record = load_term(self._objects, found.keys.topic, term)
+            if record is not None and (its := process_of_claim(record.node, term.claim)):
+                processes.add(its)
+        return processes
+
+    def _is_there(self, name: TopicName, object_id: str, there: set[str]) -> bool:
+        if object_id in there:
+            return True
+        if parse_run_id(object_id) is None:
+            return False
+        try:
+            self._objects.stat(object_key(name, object_id))
+        except NotFoundError:
+            return False
+        return True
+
+    def _newest(self, found: _Found) -> TopicRecord:
+        """The record of the newest owner, with an epoch above all others.
+
+        Raises:
+            CorruptDataError: There is no record, and the term in the bucket cannot be read.
+        """
+        record = found.record[0] if found.record is not None else None
+        later = [term for term in found.terms if term.is_after(record)]
+        if later:
+            stored = load_term(self._objects, found.keys.topic, max(later))
+            if stored is not None:
+                expired = stored.expired_before
+                if record is not None and record.incarnation == stored.incarnation:
+                    expired = max(expired, record.expired_before)
+                record = replace(stored, expired_before=expired)
+        if record is None:
+            raise CorruptDataError(
+                "the topic's term cannot be read",
+                topic=found.row.topic,
+                hint="remove the objects below `terms/` of the topic, and use `ister recover`",
+            )
+        epoch = max([record.epoch, *(term.epoch for term in _terms_of(found))]) + 1
+        if found.local is not None and found.local.term.is_after(record):
+            record = self._of_files(record, found.local)
+        return replace(
+            record, epoch=epoch, claim=secrets.token_hex(8), acked_end=None, acked_epoch=0
+        )
+
+    def _of_files(self, record: TopicRecord, files: _Files) -> TopicRecord:
+        """The record of the owner that wrote this node's files, as far as it can be derived."""
+        node = read_node_id(self._fs, self._wal_root or "") or ""
+        epoch = files.term.epoch
+        if record.incarnation != files.incarnation or not record.is_open:
+            return replace(
+                record,
+                state="open",
+                incarnation=files.incarnation,
+                ack=files.ack,
+                lineage=(Lineage(epoch=epoch, start=0, node=node),),
+                born=epoch,
+                expired_before=0,
+            )
+        if record.node == node:
+            return record
+        # A topic's directory is new when a node claims it: the files begin where the term does.
+        entry = Lineage(epoch=epoch, start=files.start, node=node)
+        return replace(record, lineage=(*record.lineage, entry))
+
+
+def _terms_of(found: _Found) -> list[Term]:
+    return [*found.terms, *([found.local.term] if found.local is not None else [])]

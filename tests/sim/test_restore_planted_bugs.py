@@ -1,0 +1,101 @@
+"""Bugs in noticing an older store, each of which the worlds of restores have to catch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from ister.bucket import claim, terms
+from ister.bucket.terms import Term
+from ister.metadata.base import Put
+from ister.topic import heads, metadata_trust, reconcile
+from ister.topic.metadata_trust import MetadataTrust
+from ister.topic.stores import Tiers
+from tests.sim.known_seeds import say_caught, seeds_for
+from tests.sim.test_restores import run
+from tests.sim.world import find_break
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+SEEDS_MAX = 2000
+
+
+def an_older_record_is_believed(patch: pytest.MonkeyPatch) -> None:
+    """Neither epochs nor claims are compared."""
+    for module in (claim, terms):
+        patch.setattr(module, "refuse_older", lambda *_, **__: None)
+
+
+def the_bucket_is_not_asked_for_terms(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("ister.topic.stores.newest_terms", lambda store, topic: [])
+    patch.setattr(terms, "newest_terms", lambda store, topic: [])
+
+
+def nothing_is_adopted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tiers, "find_forgotten", lambda self, *_, **__: [])
+
+
+def claims_of_one_epoch_are_not_told_apart(patch: pytest.MonkeyPatch) -> None:
+    """An epoch is used again."""
+    patch.setattr(
+        Term, "is_after", lambda self, record: record is None or self.epoch > record.epoch
+    )
+
+
+def a_term_is_never_recorded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("ister.topic.stores.save_term", lambda store, topic, record: None)
+
+
+def what_the_node_knows_of_its_files_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(heads.Heads, "get", lambda self, topic: None)
+    patch.setattr(claim, "_find_lost", lambda *_: None)
+
+
+def local_files_are_joined_to_any_catalog(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reconcile, "_refuse_divergence", lambda *_: None)
+    patch.setattr(claim, "refuse_older", lambda *_, **__: None)
+
+
+def accepting_keeps_an_older_record(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MetadataTrust, "accept", MetadataTrust.check)
+
+
+def accepting_goes_on_below_the_highest_epoch(patch: pytest.MonkeyPatch) -> None:
+    real = MetadataTrust._newest
+    patch.setattr(
+        MetadataTrust,
+        "_newest",
+        lambda self, found: replace(real(self, found), epoch=found.row.epoch),
+    )
+
+
+def accepting_keeps_a_seal(patch: pytest.MonkeyPatch) -> None:
+    """The next owner continues where an earlier term ended."""
+    patch.setattr(metadata_trust, "Delete", lambda key: Put("/danube/nothing", b""))
+
+
+PLANTS: list[tuple[str, Plant]] = [
+    ("tier", an_older_record_is_believed),
+    ("tier", the_bucket_is_not_asked_for_terms),
+    ("tier", claims_of_one_epoch_are_not_told_apart),
+    ("tier", a_term_is_never_recorded),
+    ("tier", what_the_node_knows_of_its_files_is_ignored),
+    ("tier", local_files_are_joined_to_any_catalog),
+    ("cluster", nothing_is_adopted),
+    ("tier", accepting_keeps_an_older_record),
+    ("tier", accepting_goes_on_below_the_highest_epoch),
+    ("tier", accepting_keeps_a_seal),
+]
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(("world", "plant"), PLANTS, ids=[plant.__name__ for _, plant in PLANTS])
+def test_worlds_of_restores_catch(
+    world: str, plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    seeds = seeds_for("restore", plant.__name__, SEEDS_MAX)
+    seed = find_break(seeds, lambda seed: run(world, seed))
+    say_caught("restore", plant.__name__, seed)
+    assert seed is not None

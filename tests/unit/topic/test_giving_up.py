@@ -1,0 +1,525 @@
+"""Offsets that no tier has are given up: the topic opens behind them, and nothing else is lost."""
+
+import copy
+import random
+from itertools import pairwise
+
+import pytest
+
+from ister.bucket.listing import list_objects
+from ister.bucket.rebuild import rebuild_topic
+from ister.errors import CorruptDataError, DataGapError, NotFoundError
+from ister.format.frame import scan_frames
+from ister.model import TopicState
+from support.builders import with_bit_flipped
+from support.cases import each
+from support.machine import NAME, ROOT, Machine, NoThreads, numbered, payloads
+from support.memory_fs import SimulatedCrash
+from support.scale import scaled
+from support.tiers import Site, save_cursor
+
+PATH = f"{ROOT}{NAME}"
+COUNT = 40
+PER_FILE = 5
+SENT = numbered(COUNT, size=900)
+SETTINGS = {"rotate_max_bytes": 4096, "cache_capacity": 1}
+
+
+# -- without a bucket ---------------------------------------------------------------------------
+
+
+def opened(machine, name=NAME, *, create=False):
+    log = machine.open(scheduler=NoThreads(), **SETTINGS)
+    return log, log.topic(name, create=create)
+
+
+_disk: list = []
+
+
+def a_machine():
+    """A log in eight files of five messages, closed."""
+    machine = Machine()
+    if not _disk:
+        log, topic = opened(machine, create=True)
+        for payload in SENT:
+            topic.append(payload)
+            topic.flush()
+        log.close()
+        _disk.append(machine.fs._root)
+    machine = Machine()
+    machine.fs._root = copy.deepcopy(_disk[0])
+    return machine
+
+
+def path_of(seq, name=NAME):
+    return f"{ROOT}{name}/wal.{seq}.log" if seq else f"{ROOT}{name}/wal.log"
+
+
+def flip(machine, offset):
+    path = path_of(offset // PER_FILE)
+    data = machine.read(path)
+    start = scan_frames(data, expected_offset=None).starts[offset % PER_FILE]
+    machine.overwrite(path, 0, with_bit_flipped(data, 8 * (start + 40)))
+
+
+def cut(machine):
+    """The last file as a backup has it that copied the checkpoint later."""
+    path = path_of(7)
+    machine.truncate(path, scan_frames(machine.read(path), expected_offset=None).starts[2])
+
+
+def lose(machine, *seqs):
+    for seq in seqs:
+        machine.remove(path_of(seq))
+
+
+def swap(machine):
+    """The first two files have each other's names, and no checkpoint tells."""
+    first, second = machine.read(path_of(0)), machine.read(path_of(1))
+    machine.remove(f"{PATH}/wal.ckpt")
+    for seq, data in ((0, second), (1, first)):
+        lose(machine, seq)
+        machine.create(path_of(seq), data)
+
+
+HARM = {
+    "a backup": (cut, [(37, 40)]),
+    "a frame of the last file": (lambda machine: flip(machine, 36), [(36, 37)]),
+    "a frame of another file": (lambda machine: flip(machine, 12), [(12, 13)]),
+    "a first frame": (lambda machine: flip(machine, 15), [(15, 16)]),
+    "the first file": (lambda machine: lose(machine, 0), [(0, 5)]),
+    "files": (lambda machine: lose(machine, 3, 4), [(15, 25)]),
+    "the last file": (lambda machine: lose(machine, 7), [(35, 40)]),
+    "all files": (lambda machine: lose(machine, *range(8)), [(0, 40)]),
+    "several": (
+        lambda machine: (lose(machine, 2), flip(machine, 17), cut(machine)),
+        [(10, 15), (17, 18), (37, 40)],
+    ),
+    "the order": (swap, []),
+}
+on_each_harm = each("harm", list(HARM))
+
+
+def left(lost):
+    return [SENT[n] for n in range(COUNT) if not any(start <= n < end for start, end in lost)]
+
+
+def check_goes_on(machine, lost, *, next_offset=COUNT):
+    """The topic has what is left, for this process and the next one, and takes messages."""
+    log, topic = opened(machine)
+    assert (topic.state, topic.damage) == (TopicState.OPEN, ())
+    assert topic.watermarks.next == next_offset
+    assert payloads(topic.read("earliest")) == left(lost)
+    assert topic.append(b"next") == next_offset
+    topic.flush()
+    assert payloads(topic.read("earliest")) == [*left(lost), b"next"]
+    log.close()
+    log, topic = opened(machine)
+    assert payloads(topic.read("earliest")) == [*left(lost), b"next"]
+    for start, end in lost:
+        if start >= topic.earliest:
+            assert payloads(topic.read(start)) == [*left([(0, end), *lost]), b"next"]
+    assert log.give_up(NAME, is_dry=True).ranges == ()
+    machine._logs.clear()
+    log.close()
+
+
+@on_each_harm
+def test_log_continues_behind_what_it_has_lost(harm):
+    damage, lost = HARM[harm]
+    with a_machine() as machine:
+        damage(machine)
+        log, _ = opened(machine)
+        plan = log.give_up(NAME, is_dry=True)
+        assert (list(plan.ranges), plan.next_offset) == (lost, COUNT)
+        assert f"{PATH}/wal.gaps" not in machine.fs.list_directory(PATH)
+        assert log.give_up(NAME) == plan
+        log.close()
+        machine._logs.clear()
+        check_goes_on(machine, lost)
+
+
+def test_whole_log_is_left_as_it_is():
+    with a_machine() as machine:
+        log, topic = opened(machine)
+        assert log.give_up(NAME).ranges == ()
+        assert log.topic(NAME) is topic
+        assert "wal.gaps" not in machine.fs.list_directory(PATH)
+        assert topic.append(b"next") == COUNT
+
+
+def test_unreadable_bytes_may_have_been_messages_whose_offsets_are_not_used_again():
+    """Goal: the checkpoint is up to a second old, and what follows it may have been read."""
+    with a_machine() as machine:
+        path = path_of(7)
+        data = machine.read(path)
+        starts = scan_frames(data, expected_offset=None).starts
+        garbage = random.Random(3).randbytes(len(data) - starts[2] + 500)
+        machine.overwrite(path, starts[2], garbage)
+        log, _ = opened(machine)
+        plan = log.give_up(NAME)
+        assert plan.ranges[0][0] == 37
+        assert plan.next_offset >= 37 + len(garbage) // 100
+        log.close()
+        machine._logs.clear()
+        check_goes_on(machine, [(37, 40)], next_offset=plan.next_offset)
+
+
+def test_log_continues_at_or_above_an_offset_that_is_known_elsewhere():
+    with a_machine() as machine:
+        cut(machine)
+        log, _ = opened(machine)
+        assert log.give_up(NAME, at_least=50).ranges == ((37, 50),)
+        log.close()
+        machine._logs.clear()
+        check_goes_on(machine, [(37, 40)], next_offset=50)
+
+
+def test_what_is_lost_later_is_given_up_too():
+    with a_machine() as machine:
+        cut(machine)
+        log, _ = opened(machine)
+        log.give_up(NAME)
+        log.close()
+        flip(machine, 12)
+        machine._logs.clear()
+        log, _ = opened(machine)
+        assert log.give_up(NAME).ranges == ((12, 13),)
+        log.close()
+        machine._logs.clear()
+        check_goes_on(machine, [(12, 13), (37, 40)])
+
+
+def test_file_of_another_topic_is_given_up_and_the_topic_keeps_its_own():
+    with a_machine() as machine:
+        log, topic = opened(machine, "/default/other", create=True)
+        topic.append_many(numbered(50, size=900))
+        log.close()
+        machine._logs.clear()
+        lose(machine, 2)
+        machine.create(path_of(2), machine.read(path_of(0, "/default/other")))
+        log, _ = opened(machine)
+        assert log.give_up(NAME).ranges == ((10, 15),)
+        log.close()
+        machine._logs.clear()
+        check_goes_on(machine, [(10, 15)])
+
+
+def test_records_of_another_topic_are_not_a_file_of_it():
+    """Goal: a program may append what it has read elsewhere; nothing of that is given up."""
+    with a_machine() as machine:
+        source, target = opened(machine)[1], machine._logs[-1].topic("/default/copy", create=True)
+        for message in source.read():
+            target.append_record(message.record)
+        target.flush()
+        assert machine._logs[-1].give_up("/default/copy", is_dry=True).ranges == ()
+
+
+def test_search_by_time_passes_over_what_was_given_up():
+    with Machine() as machine:
+        log, topic = opened(machine, create=True)
+        for number, payload in enumerate(SENT):
+            topic.append(payload, publish_time=1000 + number)
+            topic.flush()
+        log.close()
+        machine._logs.clear()
+        flip(machine, 12)
+        log, _ = opened(machine)
+        log.give_up(NAME)
+        found = log.topic(NAME).find_time(1012, 10, COUNT)
+        assert found == 13
+
+
+def test_files_from_before_are_trimmed_like_others():
+    with a_machine() as machine:
+        flip(machine, 12)
+        cut(machine)
+        log, _ = opened(machine)
+        log.give_up(NAME)
+        topic = log.topic(NAME)
+        topic.append(b"next")
+        topic.flush()
+        assert topic.wal.trim(38) == 7
+        assert topic.earliest == 35
+        log.close()
+        machine._logs.clear()
+        log, topic = opened(machine)
+        assert topic.state is TopicState.OPEN
+        assert payloads(topic.read()) == [*SENT[35:37], b"next"]
+        assert topic.wal.trim(41) == 1
+        log.close()
+        machine._logs.clear()
+        log, topic = opened(machine)
+        assert (topic.state, topic.earliest, topic.watermarks.next) == (TopicState.OPEN, 40, 41)
+
+
+def test_file_that_is_lost_after_that_is_damage():
+    with a_machine() as machine:
+        cut(machine)
+        log, _ = opened(machine)
+        log.give_up(NAME)
+        log.close()
+        machine._logs.clear()
+        lose(machine, 4)
+        assert opened(machine)[1].state is TopicState.QUARANTINED
+
+
+class Crash:
+    """Ends the process at an operation that changes something; nothing happens after that."""
+
+    KINDS = frozenset(
+        {"create", "write", "sync", "rename", "sync_directory", "put", "delete", "transact"}
+        | {"open_writer", "close", "copy"}
+    )
+
+    def __init__(self, at):
+        self.at, self.seen, self.step = at, 0, ""
+
+    def __call__(self, kind, path):
+        if kind in self.KINDS:
+            self.seen += 1
+            if self.step or self.seen == self.at:
+                self.step = self.step or f"{kind} {path}"
+                raise SimulatedCrash
+
+    def arm(self, site):
+        site.disk().before = site.objects.before = site.metadata.before = self
+
+    @staticmethod
+    def disarm(site):
+        site.disk().before = site.objects.before = site.metadata.before = lambda kind, key: None
+
+
+@each("end_life", [Machine.kill, Machine.cut_power])
+@each("harm", ["a backup", "several", "all files"])
+def test_crash_at_any_step_is_followed_by_giving_up_the_same(harm, end_life):
+    damage, lost = HARM[harm]
+    is_done, at = False, 0
+    while not is_done:
+        at += 1
+        with a_machine() as machine:
+            damage(machine)
+            log, _ = opened(machine)
+            machine.fs.before = Crash(at)
+            try:
+                log.give_up(NAME)
+                is_done = True
+            except SimulatedCrash:
+                pass
+            machine.fs.before = lambda kind, path: None
+            end_life(machine)
+            log, _ = opened(machine)
+            assert set(log.give_up(NAME).ranges) <= set(lost), at
+            log.close()
+            machine._logs.clear()
+            check_goes_on(machine, lost)
+    assert at > 5
+
+
+# -- with a bucket ------------------------------------------------------------------------------
+
+TIERED = 20
+
+
+@pytest.fixture
+def site():
+    with Site() as site:
+        yield site
+
+
+def site_opened(site, **settings):
+    return site.open(scheduler=NoThreads(), **{**SETTINGS, **settings})
+
+
+def a_site_log(site, **settings):
+    """A log with the topic open: objects of five messages up to 20, the rest in local files."""
+    log = site_opened(site, **settings)
+    topic = log.topic(NAME, create=True)
+    for number, payload in enumerate(SENT):
+        topic.append(payload)
+        topic.flush()
+        if number < TIERED and number % PER_FILE == PER_FILE - 1:
+            topic.upload()
+    return log
+
+
+def a_cold_log(site):
+    """A log of which all but the end is in the bucket alone."""
+    log = a_site_log(site, retention={"time_minutes": 0, "size_mb": 0})
+    log.topic(NAME).upload()
+    site.clock.advance(60)
+    log.tiers.membership.renew()
+    assert log.topic(NAME).tier.trim() > 3
+    return log
+
+
+class Disk:
+    """A site's disk, for the helpers above."""
+
+    def __init__(self, site):
+        self.fs = site.disk()
+
+    read, overwrite, truncate = Machine.read, Machine.overwrite, Machine.truncate
+    remove, create = Machine.remove, Machine.create
+
+
+def check_site_goes_on(site, lost, *, next_offset=COUNT):
+    """The topic has what is left, from both tiers and from the bucket alone."""
+    log = site_opened(site)
+    topic = log.topic(NAME)
+    assert (topic.state, topic.watermarks.next) == (TopicState.OPEN, next_offset)
+    assert payloads(topic.read("earliest")) == left(lost)
+    assert sum(batch.num_rows for batch in topic.read_arrow("earliest")) == len(left(lost))
+    assert topic.append(b"next") == next_offset
+    topic.upload()
+    report = log.repair(NAME)
+    assert (report.errors, report.objects) == ((), ())
+    assert log.give_up(NAME, is_dry=True).ranges == ()
+    log.close()
+    topic = site.open("b").topic(NAME, take_over=True)
+    assert payloads(topic.read("earliest")) == [*left(lost), b"next"]
+    ranges = site.ranges()
+    assert all(one[1] == other[0] for one, other in pairwise(ranges))
+
+
+def lose_object(site):
+    site.objects.drop(site.key(10))
+
+
+def forget_object(site):
+    site.objects.drop(site.key(10))
+    site.metadata.delete(site.catalog().keys.descriptor(10))
+
+
+def flip_object(site):
+    starts = scan_frames(site.objects.read(site.key(10), 0, 1 << 20), expected_offset=10).starts
+    site.objects.corrupt(site.key(10), starts[2] + 40)
+
+
+@pytest.mark.parametrize(
+    ("damage", "lost"),
+    [
+        (lose_object, [(10, 15)]),
+        (forget_object, [(10, 15)]),
+        (flip_object, [(12, 13)]),
+    ],
+)
+def test_object_that_is_lost_or_damaged_is_given_up(site, damage, lost):
+    log = a_cold_log(site)
+    damage(site)
+    assert len(log.repair(NAME).errors) == 1
+    plan = log.give_up(NAME, is_dry=True)
+    assert (list(plan.ranges), plan.next_offset) == (lost, COUNT)
+    with pytest.raises((NotFoundError, CorruptDataError, DataGapError)):
+        payloads(log.topic(NAME).read())
+    assert log.give_up(NAME) == plan
+    assert payloads(log.topic(NAME).read()) == left(lost)
+    log.close()
+    check_site_goes_on(site, lost)
+
+
+SITE_HARM = {
+    "the end": (lambda site: cut(Disk(site)), [(37, 40)]),
+    "a frame": (lambda site: flip(Disk(site), 27), [(27, 28)]),
+    "a file": (lambda site: lose(Disk(site), 5), [(25, 30)]),
+    "both tiers": (
+        lambda site: (site.objects.drop(site.key(10)), flip(Disk(site), 12), lose(Disk(site), 6)),
+        [(12, 13), (30, 35)],
+    ),
+}
+
+
+@each("harm", list(SITE_HARM))
+def test_files_that_the_bucket_does_not_make_up_for_are_given_up(harm):
+    damage, lost = SITE_HARM[harm]
+    with Site() as site:
+        log = a_site_log(site)
+        log.close()
+        damage(site)
+        log = site_opened(site)
+        assert log.repair(NAME).errors
+        plan = log.give_up(NAME)
+        assert (list(plan.ranges), plan.next_offset) == (lost, COUNT)
+        log.close()
+        check_site_goes_on(site, lost)
+
+
+def test_topic_continues_behind_its_cursors(site):
+    log = a_site_log(site)
+    save_cursor(log.topic(NAME).tier.owned, "sub", 45)
+    log.close()
+    cut(Disk(site))
+    log = site_opened(site)
+    assert log.give_up(NAME).ranges == ((37, 45),)
+    log.close()
+    check_site_goes_on(site, [(37, 40)], next_offset=45)
+
+
+def test_catalog_rebuilt_from_the_bucket_knows_what_was_given_up(site):
+    log = a_cold_log(site)
+    lose_object(site)
+    log.give_up(NAME)
+    log.close()
+    for found in site.metadata.range("/danube/storage/"):
+        site.metadata.delete(found.key)
+    site.metadata.delete(site.catalog().keys.record)
+    rebuilt = rebuild_topic(
+        site.objects,
+        site.metadata,
+        site.catalog().keys,
+        [*list_objects(site.objects, site.catalog().keys.topic)],
+        clock=site.clock,
+        dry_run=False,
+    )
+    assert list(rebuilt.gaps) == []
+    topic = site.open("b").topic(NAME, take_over=True)
+    assert payloads(topic.read("earliest")) == left([(10, 15)])
+
+
+def test_gap_from_before_there_was_a_bucket_becomes_part_of_it(site):
+    """Goal: a topic with gaps gets a bucket; it opens read-only until the bucket knows of them."""
+    log = site.open(scheduler=NoThreads(), storage={"mode": "local_only"}, **SETTINGS)
+    topic = log.topic(NAME, create=True)
+    for payload in SENT:
+        topic.append(payload)
+        topic.flush()
+    log.close()
+    flip(Disk(site), 12)
+    log = site.open(scheduler=NoThreads(), storage={"mode": "local_only"}, **SETTINGS)
+    log.give_up(NAME)
+    log.close()
+    log = site_opened(site)
+    assert log.topic(NAME).state is TopicState.QUARANTINED
+    assert log.give_up(NAME).ranges == ((12, 13),)
+    log.close()
+    check_site_goes_on(site, [(12, 13)])
+
+
+def test_crash_at_any_step_with_a_bucket_is_followed_by_giving_up_the_same():
+    damage, lost = SITE_HARM["both tiers"]
+    is_done, at = False, 0
+    while not is_done:
+        at += scaled(3, 1)
+        with Site() as site:
+            a_site_log(site).close()
+            damage(site)
+            log = site_opened(site)
+            log.topic(NAME)
+            crash = Crash(at)
+            crash.arm(site)
+            try:
+                log.give_up(NAME)
+                is_done = True
+            except SimulatedCrash:
+                pass
+            Crash.disarm(site)
+            site.kill(log)
+            try:
+                log = site_opened(site)
+                assert set(log.give_up(NAME).ranges) <= set(lost)
+                log.close()
+                check_site_goes_on(site, lost)
+            except Exception as error:
+                error.add_note(f"after a crash before step {at}: {crash.step}")
+                raise
+    assert at > 30

@@ -1,0 +1,398 @@
+"""A store that was put back to an older state is noticed, and nothing is lost to it silently."""
+
+from __future__ import annotations
+
+import re
+from unittest.mock import Mock
+
+import pytest
+
+from ister.errors import ConflictError, CorruptDataError, IsterError, WaitsForDiskError
+from ister.fs.whole_files import write_file
+from ister.model import TopicState
+from ister.topic.log import Log
+from ister.topic.metadata_trust import MetadataTrust
+from ister.topic.topic import Topic
+from support.backups import BucketBackup, DiskBackup, MetadataBackup
+from support.machine import ROOT, payloads
+from support.memory_fs import SimulatedCrash
+from support.tiers import NAME, PREFIX, TTL_SECONDS, Site
+
+TEXT = str(NAME)
+DIRECTORY = f"{ROOT}{TEXT}"
+DAY_SECONDS = 86_400
+
+
+@pytest.fixture
+def site():
+    with Site() as site:
+        yield site
+
+
+def send(topic: Topic, count: int, mark: str) -> list[bytes]:
+    """Sends messages, and waits until they are acknowledged and the bucket has the owner's term."""
+    sent = [f"{mark} {number}".encode() for number in range(count)]
+    offsets = topic.append_many(sent)
+    if str(topic.ack) == "tiered":
+        topic.flush()
+        topic.upload()
+    topic.wait(offsets[-1])
+    topic.tier.begin_term()  # as a thread does soon after the first message
+    return sent
+
+
+def made(log: Log, *, ack: str | None = None) -> Topic:
+    return log.topic(TEXT, create=True, ack=ack)
+
+
+def end(site: Site, log: Log) -> None:
+    """Kills a process, and waits until its lease has ended."""
+    site.kill(log)
+    site.clock.advance(TTL_SECONDS + 1)
+
+
+def go_on(log: Log, count: int = 10) -> list[bytes] | IsterError:
+    """Sends some more: everything that is read then, or the error."""
+    try:
+        topic = made(log)
+        send(topic, count, "after")
+    except (ConflictError, CorruptDataError) as error:
+        return error
+    if topic.state is TopicState.QUARANTINED:
+        return CorruptDataError("quarantined")
+    return payloads(topic.read("earliest"))
+
+
+def is_noticed_or_whole(found: list[bytes] | IsterError, acked: list[bytes]) -> bool:
+    return isinstance(found, IsterError) or found[: len(acked)] == acked
+
+
+def aside(site: Site, disk: str = "a") -> list[str]:
+    """Directories that were set aside."""
+    parent = DIRECTORY.rpartition("/")[0]
+    return [name for name in site.disk(disk).list_directory(parent) if ".aside-" in name]
+
+
+@pytest.mark.parametrize("mode", ["wal_cloud", "bucket"])
+def test_older_metadata_gives_no_offset_of_tiered_messages_again(site, mode):
+    """Case a: two brokers, 50 messages, a snapshot, 50 more, a restore, and 10 more."""
+
+    def open_log(disk: str) -> Log:
+        return site.open_diskless() if mode == "bucket" else site.open(disk)
+
+    log = open_log("a")
+    topic = made(log, ack="tiered")
+    acked = send(topic, 50, "first")
+    backup = MetadataBackup.of(site.metadata)
+    acked += send(topic, 50, "second")
+    end(site, log)
+    backup.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert is_noticed_or_whole(go_on(open_log("b")), acked)
+
+
+def test_topic_that_the_metadata_has_forgotten_keeps_its_objects(site):
+    """Case b: the topic was made again after the backup, and a day later garbage is collected."""
+    log = site.open()
+    topic = made(log, ack="tiered")
+    send(topic, 5, "of the deleted topic")
+    log.delete(TEXT)
+    backup = MetadataBackup.of(site.metadata)
+    acked = send(made(log, ack="tiered"), 30, "again")
+    end(site, log)
+    backup.put_back(site.metadata)
+    kept = {key: site.objects.read(key, 0, 1 << 20) for key in site.bucket_keys()}
+    site.clock.advance(DAY_SECONDS)
+    log = site.open_diskless()
+    assert is_noticed_or_whole(go_on(log), acked)
+    site.clock.advance(DAY_SECONDS)
+    log.tiers.membership.renew()
+    for topic in log._open_topics():
+        topic.tier.collect_orphans()
+    lost = [key for key in kept if ".dnb1" in key and key not in site.bucket_keys()]
+    assert lost == []
+
+
+def test_local_files_of_another_incarnation_do_not_continue_an_older_catalog(site):
+    """Case c: metadata and bucket were put back together, and the files are of a later topic."""
+    log = site.open()
+    topic = made(log)
+    send(topic, 50, "of the deleted topic")
+    topic.upload()
+    metadata, bucket = MetadataBackup.of(site.metadata), BucketBackup.of(site.objects)
+    log.delete(TEXT)
+    acked = send(made(log), 50, "again")
+    acked += send(made(log), 20, "and more")
+    end(site, log)
+    metadata.put_back(site.metadata)
+    bucket.put_back(site.objects)
+    site.clock.advance(TTL_SECONDS + 1)
+    log = site.open(rotate_max_bytes=4096, retention={"time_minutes": 0})
+    assert is_noticed_or_whole(go_on(log), acked)
+    site.clock.advance(60)
+    log.tiers.membership.renew()
+    for topic in log._open_topics():
+        topic.rotate()
+        topic.upload()
+        topic.tier.trim()
+        assert payloads(topic.read("earliest"))[: len(acked)] == acked
+    assert aside(site) == []
+
+
+@pytest.mark.parametrize("then", ["deleted", "sealed elsewhere"])
+def test_local_files_are_not_outdated_by_older_metadata(site, then):
+    """Case d: by what the metadata says, the files are not the topic's newest."""
+    log = site.open()
+    topic = made(log)
+    before = send(topic, 5, "first")
+    if then == "deleted":
+        log.delete(TEXT)
+        before = []
+    else:
+        topic.upload()
+        log.seal(TEXT)
+        log.close()
+        other = site.open("b")
+        before += send(made(other), 5, "elsewhere")
+        other.seal(TEXT)
+        other.close()
+        log = site.open()
+    backup = MetadataBackup.of(site.metadata)
+    acked = before + send(made(log), 50, "acknowledged")
+    end(site, log)
+    backup.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert is_noticed_or_whole(go_on(site.open()), acked)
+    assert aside(site) == []
+
+
+def test_accepted_metadata_has_no_seal_of_an_earlier_term(site):
+    """The next owner would continue where that term ended, below what the bucket has."""
+    log = site.open()
+    acked = send(made(log, ack="tiered"), 5, "first")
+    log.seal(TEXT)
+    log.close()
+    backup = MetadataBackup.of(site.metadata)
+    log = site.open("b")
+    acked += send(made(log), 5, "second")
+    end(site, log)
+    backup.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    log = site.open()
+    assert isinstance(go_on(log), ConflictError)
+    log.close()
+    trust = MetadataTrust(
+        site.objects, site.metadata, PREFIX, fs=site.disk(), wal_root=ROOT, clock=site.clock
+    )
+    assert trust.accept(NAME).status == "accepted"
+    trust.finish()
+    assert go_on(site.open())[: len(acked)] == acked
+
+
+def accept(site: Site, disk: str) -> str:
+    """Accepts older metadata on a node; the topic's status."""
+    fs = site.disk(disk)
+    trust = MetadataTrust(
+        site.objects, site.metadata, PREFIX, fs=fs, wal_root=ROOT, clock=site.clock
+    )
+    status = trust.accept(NAME).status
+    trust.finish()
+    return status
+
+
+def test_accepting_on_a_second_node_keeps_what_its_predecessor_uploaded(site):
+    """The newest messages are on one node's disk, and the bucket has the term before that."""
+    log = site.open()
+    made(log)
+    backup = MetadataBackup.of(site.metadata)
+    log.seal(TEXT)
+    log.close()
+    log = site.open("b")
+    acked = send(made(log), 10, "elsewhere")
+    log.seal(TEXT)
+    log.close()
+    log = site.open()
+    topic = made(log)
+    topic.wait(topic.append(b"here"))
+    topic.wal.save_checkpoint(with_term=True)  # the term is not in the bucket yet
+    end(site, log)
+    backup.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert accept(site, "b") == "accepted"
+    log = site.open()
+    assert isinstance(go_on(log), ConflictError)
+    log.close()
+    assert accept(site, "a") == "accepted"
+    assert go_on(site.open())[:11] == [*acked, b"here"]
+
+
+def test_topic_that_the_metadata_does_not_have_is_accepted(site):
+    """The metadata is older than the topic, and the bucket has its term."""
+    log = site.open()
+    backup = MetadataBackup.of(site.metadata)
+    acked = send(made(log, ack="tiered"), 5, "first")
+    end(site, log)
+    backup.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert accept(site, "b") == "accepted"
+    assert go_on(site.open_diskless())[:5] == acked
+
+
+def test_running_process_remembers_the_revisions_that_it_saw(site):
+    """The bucket is told once a minute; a process that closes its topics compares all the same."""
+    log = site.open()
+    topic = made(log, ack="tiered")
+    acked = send(topic, 5, "first")
+    backup = MetadataBackup.of(site.metadata)
+    acked += send(topic, 5, "second")
+    log.tiers.trust.check_revision()
+    backup.put_back(site.metadata)
+    log.close()
+    site.clock.advance(TTL_SECONDS + 1)
+    assert is_noticed_or_whole(go_on(site.open_diskless()), acked)
+
+
+def test_idle_mark_that_was_put_back_proves_nothing(site):
+    """Case e: the newest messages are on a disk, and the mark says that the bucket has them."""
+    log = site.open()
+    topic = made(log)
+    acked = send(topic, 5, "first")
+    topic.upload()
+    assert topic.tier.idle_mark.set()
+    backup = MetadataBackup.of(site.metadata)
+    topic.tier.idle_mark.clear()
+    acked += send(topic, 20, "on the disk")
+    site.open("b").close()  # it has seen the store's revision
+    end(site, log)
+    backup.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert is_noticed_or_whole(go_on(site.open("b")), acked)
+    assert is_noticed_or_whole(go_on(site.open()), acked)
+
+
+def test_forgotten_owners_objects_are_not_overwritten(site):
+    """Case f: the epoch after the backup's is used again, and so are the names of its objects."""
+    log = site.open()
+    topic = made(log, ack="tiered")
+    acked = send(topic, 5, "first")
+    log.close()
+    backup = MetadataBackup.of(site.metadata)
+    log = site.open("b")
+    acked += send(made(log), 10, "forgotten")
+    end(site, log)
+    kept = {key: site.objects.read(key, 0, 1 << 20) for key in site.bucket_keys()}
+    backup.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert is_noticed_or_whole(go_on(site.open()), acked)
+    data = {key: site.objects.read(key, 0, 1 << 20) for key in kept if ".dnb1" in key}
+    assert data == {key: kept[key] for key in data}
+    assert data.keys() == {key for key in kept if ".dnb1" in key}
+
+
+@pytest.mark.parametrize("witness", ["the node", "the bucket"])
+def test_older_copy_of_a_topics_directory_is_noticed(site, witness):
+    """Case g: it is of an earlier term than another store remembers."""
+    log = site.open()
+    acked = send(made(log), 5, "first")
+    log.close()
+    backup = DiskBackup.of(site.disk())
+    log = site.open()
+    topic = made(log)
+    acked += send(topic, 5, "later")
+    if witness == "the bucket":
+        topic.upload()
+    acked += send(topic, 100, "lost")
+    if witness == "the node":
+        log.close()
+    else:
+        end(site, log)
+    backup.put_back(site.disk(), DIRECTORY)
+    assert is_noticed_or_whole(go_on(site.open()), acked)
+
+
+def test_older_files_of_a_deleted_topic_do_not_continue_the_next_one(site):
+    """The bucket has everything of the topic, so the files of the node are not needed."""
+    log = site.open()
+    send(made(log, ack="tiered"), 5, "of the deleted topic")
+    log.close()
+    backup = DiskBackup.of(site.disk())
+    log = site.open()
+    log.delete(TEXT)
+    acked = send(made(log, ack="tiered"), 2, "again")
+    end(site, log)
+    backup.put_back(site.disk(), DIRECTORY)
+    assert is_noticed_or_whole(go_on(site.open()), acked)
+
+
+@pytest.mark.parametrize("pattern", [r"wal\..*", r".*\.(log|ckpt)", r".*"])
+def test_files_of_a_topic_that_were_removed_are_noticed(site, pattern):
+    """Case g: what is left looks like a new directory, or like one that was uploaded."""
+    log = site.open()
+    topic = made(log)
+    acked = send(topic, 5, "uploaded")
+    topic.upload()
+    acked += send(topic, 5, "lost")
+    log.close()
+    disk = site.disk()
+    for name in disk.list_directory(DIRECTORY):
+        if re.fullmatch(pattern, name):
+            disk.remove(f"{DIRECTORY}/{name}")
+    disk.sync_directory(DIRECTORY)
+    assert is_noticed_or_whole(go_on(site.open()), acked)
+
+
+def test_names_of_objects_tell_of_later_owners_when_the_terms_are_deleted(site):
+    log = site.open()
+    acked = send(made(log), 10, "first")
+    made(log).upload()
+    end(site, log)
+    metadata, disk = MetadataBackup.of(site.metadata), DiskBackup.of(site.disk("a"))
+    log = site.open()
+    acked += send(made(log), 10, "second")
+    made(log).upload()
+    end(site, log)
+    metadata.put_back(site.metadata)
+    disk.put_back(site.disk("a"))
+    for key in site.bucket_keys():
+        if "/terms/" in key or key.startswith("storage/metadata/"):
+            site.objects.delete(key)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert is_noticed_or_whole(go_on(site.open()), acked)
+
+
+def test_files_whose_node_has_lost_its_name_say_how_to_continue(site):
+    log = site.open()
+    acked = send(made(log), 10, "first")
+    node = log.tiers.membership.node
+    end(site, log)
+    site.disk("a").remove(f"{ROOT}/.node")
+    log = site.open()
+    with pytest.raises(ConflictError, match=f"newest ones of the node {node}") as caught:
+        made(log)
+    assert f"write {node} to `.node`" in caught.value.hint
+    end(site, log)
+    write_file(site.disk("a"), f"{ROOT}/.node", node.encode())
+    assert payloads(made(site.open()).read("earliest")) == acked
+
+
+def test_offsets_are_not_used_again_after_a_crash_while_older_files_are_given_up(site, monkeypatch):
+    log = site.open()
+    acked = send(made(log), 5, "first")
+    log.close()
+    backup = DiskBackup.of(site.disk())
+    log = site.open()
+    send(made(log), 5, "lost")
+    log.close()
+    backup.put_back(site.disk(), DIRECTORY)
+    log = site.open()
+    with monkeypatch.context() as patch:
+        patch.setattr("ister.topic.log.give_up_lost", Mock(side_effect=SimulatedCrash))
+        with pytest.raises(SimulatedCrash):
+            log.give_up(TEXT)
+    end(site, log)
+    log = site.open()
+    with pytest.raises(WaitsForDiskError):
+        made(log)
+    assert log.give_up(TEXT).next_offset == 10
+    assert payloads(made(log).read("earliest")) == acked
+    assert made(log).append(b"next") == 10
