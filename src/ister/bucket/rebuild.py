@@ -438,8 +438,8 @@ def find_continuation(
         runs: Runs of the topic in express objects.
 
     Raises:
-        StoresDifferError: An object has messages on both sides of where the others end: it was merged
-            of objects that the catalog does not have.
+        StoresDifferError: An object has messages on both sides of where the others end: it was
+            merged from objects that the catalog does not have.
         UnavailableError: The store does not answer.
     """
     store = with_slices(store)
