@@ -9,6 +9,7 @@ import pytest
 from ister.broker.topics.consumer_ids import consumer_id
 from ister.broker.topics.open_topics import ElsewhereError
 from ister.bucket.members import Member
+from ister.bucket.names import term_key
 from ister.errors import (
     AlreadyExistsError,
     CapacityError,
@@ -16,10 +17,11 @@ from ister.errors import (
     FencedError,
     InvalidRequestError,
     NotFoundError,
+    StoresDifferError,
     TopicNameError,
     UnavailableError,
 )
-from ister.model import TopicState
+from ister.model import TopicName, TopicState
 from ister.subscription.policy import SubscriptionKind
 from support.broker import a_record, eventually, run, some_topics, take
 from support.cases import each
@@ -610,6 +612,30 @@ def test_everything_is_opened_at_the_start_and_one_bad_topic_keeps_nobody(
             await topics.open_all()
             assert {one.name for one in topics.served} == {"/default/a", "/default/c", "/default/n"}
             assert "topic not opened" in caplog.text
+
+    run(scenario())
+
+
+def test_topic_about_which_the_stores_differ_is_refused_and_named_until_they_agree(
+    tmp_path, caplog
+):
+    later = term_key(TopicName.parse(NAME), 99, "a1b2-c3d4")
+
+    async def scenario():
+        async with some_topics(tmp_path) as topics:
+            await make(topics, NAME)
+        async with some_topics(tmp_path) as topics:
+            objects = topics.log.tiers.objects
+            objects.put(later, b"{}")
+            for _ in range(3):
+                with pytest.raises(UnavailableError, match="epoch 99") as refused:
+                    await topics.get(NAME)
+                assert isinstance(refused.value.__cause__, StoresDifferError)
+            assert "ister metadata accept" in topics.unopened[NAME]
+            assert caplog.text.count("topic not opened") == 1
+            objects.delete(later)
+            await topics.get(NAME)
+            assert topics.unopened == {}
 
     run(scenario())
 
