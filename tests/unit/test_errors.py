@@ -33,6 +33,7 @@ _TREE = {
     "AlreadyExistsError": ("ConflictError", "ALREADY_EXISTS", False, Exception),
     "FencedError": ("IsterError", "ABORTED", False, Exception),
     "DirectoryLockedError": ("ConflictError", "ABORTED", False, Exception),
+    "StoresDifferError": ("ConflictError", "ABORTED", False, Exception),
     "WaitsForDiskError": ("ConflictError", "ABORTED", False, Exception),
     "UnavailableError": ("IsterError", "UNAVAILABLE", True, Exception),
     "CommitUnknownError": ("UnavailableError", "UNAVAILABLE", True, Exception),

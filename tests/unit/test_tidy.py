@@ -139,6 +139,7 @@ _PUBLIC = [
     "PermissionDeniedError",
     "Reader",
     "Repaired",
+    "StoresDifferError",
     "Tiered",
     "Topic",
     "TopicNameError",
