@@ -281,9 +281,12 @@ class Restores:
                 f"{name}: {sorted(owed.unsaid)} went with their files, and the topic goes on at "
                 f"{offset} as if nothing were missing"
             )
-        here = self._in_bucket() | self._on_disk(machine)
+        disk = self._on_disk(machine)
+        here = self._in_bucket() | disk
+        # Terms that the files of this disk are from, or a copy of it.
+        own = {one.claim for n, one in owed.acked.items() if n in disk}
         for other in owed.acked.values():
-            if other.offset == offset and self._is_known(name, other, record, here):
+            if other.offset == offset and self._is_known(name, other, record, here, own):
                 raise BrokenPromiseError(
                     f"{name}: the offset {offset} of {other} was given to {acked}"
                 )
@@ -294,7 +297,9 @@ class Restores:
             self._unchecked.discard((id(machine), name))
             # What nobody could know of is not part of the topic that goes on here.
             owed.acked = {
-                n: one for n, one in owed.acked.items() if self._is_known(name, one, record, here)
+                n: one
+                for n, one in owed.acked.items()
+                if self._is_known(name, one, record, here, own)
             }
             with self._quietly():
                 self._check_readable(name, topic, here, is_strict=False)
@@ -349,12 +354,19 @@ class Restores:
         is_older = self._terms[acked.claim] < self.events
         return source is not None and is_older and acked.claim not in source.claims
 
-    def _is_known(self, name: str, other: Acked, record: TopicRecord, here: set[int]) -> bool:
-        """Whether the owner with `record`, who has `here`, can know of an acknowledged message."""
+    def _is_known(
+        self, name: str, other: Acked, record: TopicRecord, here: set[int], own: set[str]
+    ) -> bool:
+        """Whether the owner with `record` can know of an acknowledged message.
+
+        It has the messages `here`; those on its disk are of the terms `own`.
+        """
         if other.number in here:
             return True
         if other.number not in self._everywhere():
             return False
+        if record.node == other.node and other.claim in own:
+            return False  # on another copy of its disk, and no store says which one is newer
         if self._is_forgotten(other) and self._knows(other.claim):
             return True
         if record.node == other.node:
@@ -643,6 +655,8 @@ class Restores:
 
     def _use(self, name: str, machines: list[Machine], *, is_accepted: bool = False) -> bool:
         """Whether a topic takes a message, or is read-only with its damage told."""
+        if is_accepted:
+            self._declare_lost(name, self._everywhere())
         record, acked = self.record(name), self._owed[name].acked.values()
         if record is None and not acked:
             return True  # it was never made

@@ -315,9 +315,23 @@ def _is_foreign(known: TopicRecord, local: LocalFiles) -> bool:
 def _refuse_forked(
     topic: TopicName, known: TopicRecord, local: LocalFiles, term: Term, node: str
 ) -> None:
-    """Refuses local files written under an epoch that was another node's, by the record."""
+    """Refuses local files that contradict the lineage of the record.
+
+    Either they were written under an epoch that was another node's, or they name an upload that the
+    next owner would have continued after, had it known of it.
+    """
     if local.incarnation != known.incarnation or not known.lineage:
         return
+    later = next((entry for entry in known.lineage if entry.epoch > term.epoch), None)
+    if later is not None and later.node != node and local.uploaded_end > later.start:
+        raise StoresDifferError(
+            f"the offsets {later.start} up to, not including, {local.uploaded_end} were uploaded "
+            f"from the local files, but node {later.node} did not find them in the bucket and "
+            "assigned them again: the metadata store and the bucket were rolled back to an older "
+            "state",
+            topic=str(topic),
+            hint="move the topic's directory away, and publish the messages again that only it has",
+        )
     owners = [entry for entry in known.lineage if entry.epoch <= term.epoch]
     if owners and owners[-1].node != node:
         if term == Term(known.epoch, known.claim):

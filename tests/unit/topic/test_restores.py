@@ -7,7 +7,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from ister.errors import ConflictError, CorruptDataError, IsterError, WaitsForDiskError
+from ister.errors import (
+    ConflictError,
+    CorruptDataError,
+    IsterError,
+    StoresDifferError,
+    WaitsForDiskError,
+)
 from ister.fs.whole_files import write_file
 from ister.model import TopicState
 from ister.topic.log import Log
@@ -287,6 +293,25 @@ def test_forgotten_owners_objects_are_not_overwritten(site):
     data = {key: site.objects.read(key, 0, 1 << 20) for key in kept if ".dnb1" in key}
     assert data == {key: kept[key] for key in data}
     assert data.keys() == {key for key in kept if ".dnb1" in key}
+
+
+def test_node_whose_uploads_were_put_back_does_not_assign_their_offsets_again(site):
+    """Metadata and bucket were put back, another node went on, and the first one returns."""
+    log = site.open()
+    topic = made(log, ack="tiered")
+    send(topic, 5, "first")
+    metadata, bucket = MetadataBackup.of(site.metadata), BucketBackup.of(site.objects)
+    send(topic, 10, "on the disk and in the lost part of the bucket")
+    end(site, log)
+    metadata.put_back(site.metadata, bump=1000)
+    bucket.put_back(site.objects)
+    site.clock.advance(TTL_SECONDS + 1)
+    log = site.open("b")
+    assert len(go_on(log, 3)) == 8
+    log.close()
+    with pytest.raises(StoresDifferError, match="5 up to, not including, 15"):
+        made(site.open())
+    assert aside(site) == []
 
 
 @pytest.mark.parametrize("witness", ["the node", "the bucket"])
