@@ -196,6 +196,8 @@ class Restores:
         """By claim: how often something had been put back when a term of ownership began."""
         self._emptied: set[str] = set()
         """Topics of which all files of messages were removed, by what is left visibly so."""
+        self._mixed: set[str] = set()
+        """Topics with older log files beside their newest checkpoint."""
         self.is_pending = False
         """Whether something was put back, and no operator has accepted it."""
         self.done: list[str] = []
@@ -486,6 +488,7 @@ class Restores:
         backup = self.rng.choice(self._backups)
         before = self._everywhere()
         self._emptied.clear()
+        self._mixed.clear()
         for action in chosen:
             self.done.append(action.__name__)
             action(backup)
@@ -537,6 +540,8 @@ class Restores:
             self._end(machine)
             self._trace(f"{name}: {names} are put back")
             self._emptied.clear()
+            if not is_whole and "wal.ckpt" not in names:
+                self._mixed.add(name)
             disk.put_back(machine.fs, path, None if is_whole else names)
 
     def remove_files(self, backup: Backup) -> None:
@@ -573,11 +578,12 @@ class Restores:
         """Files alone went back or are gone: the bucket, or what is left, knows of more.
 
         An owner's term is in the bucket only if its checkpoint is on its disk. Without it, files of
-        an earlier term are what a crash after a claim leaves.
+        an earlier term are what a crash after a claim leaves. Beside the newest checkpoint, older
+        log files that are as long as it says are not told from newer ones.
         """
         for name, owed in self._owed.items():
             record = self.record(name)
-            if record is None or not record.is_open:
+            if record is None or not record.is_open or name in self._mixed:
                 continue
             for acked in owed.acked.values():
                 is_later = all(acked.claim not in backup.claims for backup in self._backups)

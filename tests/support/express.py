@@ -2,6 +2,7 @@
 
 from ister.bucket.names import EXPRESS_PREFIX
 from ister.topic.express import Express
+from support.waiting import eventually
 
 
 class Shared:
@@ -24,6 +25,8 @@ class Shared:
         for payload in payloads:
             offset = topic.append(payload)
         topic.wait(offset, level="synced")
+        # The thread that has synced it says so to waiting callers first.
+        eventually(lambda: topic.tier in self.express._waiting)
         return offset
 
     def formats(self, number):

@@ -274,7 +274,7 @@ def test_closed_topic_is_forgotten(shared):
     shared.express.remove(shared.topics[0].tier)
     shared.express.write_next()
     assert (shared.read(0), shared.read(1)) == ([], [b"b"])
-    shared.append(0, b"c")
+    shared.topics[0].wait(shared.topics[0].append(b"c"), level="synced")
     shared.express.write_next()
     assert shared.read(0) == []
 

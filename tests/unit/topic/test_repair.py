@@ -13,6 +13,7 @@ from ister.errors import (
     DataGapError,
     InvalidRequestError,
     NotFoundError,
+    StoresDifferError,
     UnavailableError,
 )
 from ister.format.frame import scan_frames
@@ -545,7 +546,7 @@ def test_frames_that_differ_between_the_tiers_are_told(site):
     report = log.repair(TEXT)
     assert report.local_frames is None
     (error,) = report.errors
-    assert (type(error), error.offset) == (ConflictError, 10)
+    assert (type(error), error.offset) == (StoresDifferError, 10)
 
 
 # -- damage that is left out by configuration ---------------------------------------------------

@@ -39,6 +39,7 @@ _STATUSES = {
     "NotFoundError": "NOT_FOUND",
     "OffsetOutOfRangeError": "OUT_OF_RANGE",
     "PermissionDeniedError": "PERMISSION_DENIED",
+    "StoresDifferError": "ABORTED",
     "TopicNameError": "INVALID_ARGUMENT",
     "UnauthenticatedError": "UNAUTHENTICATED",
     "UnavailableError": "UNAVAILABLE",
