@@ -28,7 +28,7 @@ _NIGHTLY_SUITES = [
 # Spark 4.0 gives a Python process of a stream ten seconds to start, whatever the machine.
 _WAS_TOO_SLOW = "Python worker failed to connect back"
 _ATTEMPTS = scaled(3, 1)
-_SECONDS = scaled(450, 2400)
+_SECONDS = scaled(900, 2400)
 
 
 @pytest.mark.timeout(_ATTEMPTS * _SECONDS + 60)

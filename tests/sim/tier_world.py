@@ -1243,7 +1243,8 @@ class TierWorld:
             topic = process.log.topic(name, create=True, ack=self.at.ack, take_over=take_over)
         finally:
             now = restores.record(name)
-            if take_over and now is not None and (before is None or before.claim != now.claim):
+            is_open = now is not None and now.is_open
+            if take_over and is_open and (before is None or before.claim != now.claim):
                 restores.note_taken_over(name, now.lineage[-1].start)
         if topic is not process.topic:
             process.states[name] = Opened(topic)
