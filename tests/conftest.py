@@ -21,6 +21,7 @@ if _TESTS not in sys.path:
 
 from doc_runner.summary import summarize  # noqa: E402 - found through the path above
 from ister import failpoints, threads  # noqa: E402
+from support import skips  # noqa: E402
 from support.machine import Machine  # noqa: E402
 from support.scale import IS_NIGHTLY  # noqa: E402
 
@@ -125,9 +126,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if lines := summarize(reports):
         terminalreporter.section("documents")
         terminalreporter.write_line("\n".join(lines))
+    if skips.IS_STRICT and (lines := skips.unlisted(terminalreporter.stats.get("skipped", ()))):
+        terminalreporter.section("skips that are not listed in tests/support/skips.py", red=True)
+        terminalreporter.write_line("\n".join(lines))
 
 
-def pytest_sessionfinish() -> None:
-    """Ends the Spark of this process, if it has one; a worker that is slow to end is killed."""
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails for skips that are not listed; ends the Spark of this process, if it has one."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", ()) if reporter is not None else ()
+    if skips.IS_STRICT and session.exitstatus == 0 and skips.unlisted(skipped):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    # A worker that is slow to end is killed.
     if (module := sys.modules.get("support.spark_session")) is not None:
         module.stop_spark()

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 from functools import cache
+from pathlib import Path
 
 import pytest
 import yaml
@@ -23,9 +24,10 @@ from tests.sim import test_planted_bugs as in_the_log
 from tests.sim import test_tier_planted_bugs as in_the_tiers
 from tools import reference
 
-from doc_runner.pages import ROOT, find_pages, read_page
+from doc_runner.pages import ROOT, Block, find_pages, read_page
 from ister.cli.main import make_parser
 from ister.config import load_config
+from support.cases import case
 
 PAGES = find_pages()
 _ROOTS = {"broker", "storage", "dispatch", "pipeline"}
@@ -119,24 +121,36 @@ def test_a_command_that_does_not_exist_is_noticed():
     assert words_of("ister produce /a/b --key 'c d' # e") == ["produce", "/a/b", "--key", "c d"]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_settings_in_yaml_blocks_are_taken(path):
-    for block in read_page(path).blocks:
-        if block.language not in {"yaml", "yml"}:
-            continue
+def blocks_in(*languages: str) -> list[tuple[Path, Block]]:
+    """The blocks of all pages in some languages, with their pages."""
+    found = [
+        (path, block)
+        for path in PAGES
+        for block in read_page(path).blocks
+        if block.language in languages
+    ]
+    assert found, f"no page has a block in {languages}"
+    return found
+
+
+def test_settings_in_yaml_blocks_are_taken():
+    checked = 0
+    for path, block in blocks_in("yaml", "yml"):
         tree = yaml.safe_load(block.text)
         if not isinstance(tree, dict) or not set(tree) <= _ROOTS:
             continue
         names = set(re.findall(r"\$\{(\w+)", block.text))
         # A part of a file: what it leaves out is set elsewhere.
         environment = {"ISTER_STORAGE__WAL__DIR": "./data/wal"}
-        load_config(tree, environment | dict.fromkeys(names, "127.0.0.1"))
+        with case(path, block.line):
+            load_config(tree, environment | dict.fromkeys(names, "127.0.0.1"))
+        checked += 1
+    assert checked > 10
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_json_blocks_are_json(path):
-    for block in read_page(path).blocks:
-        if block.language == "json":
+def test_json_blocks_are_json():
+    for path, block in blocks_in("json"):
+        with case(path, block.line):
             json.loads(block.text)
 
 

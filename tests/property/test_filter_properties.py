@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ister.cli.messages_out import Received
 from ister.cli.templates import parse_template
 from ister.errors import InvalidRequestError
-from ister.message_filter import Condition, JsonPath, Pattern, parse_payload
+from ister.message_filter import NOT_JSON, Condition, JsonPath, Pattern, parse_payload
 from support.scale import scaled
 
 EXAMPLES = settings(max_examples=scaled(75, 150), deadline=None, print_blob=True)
@@ -27,7 +27,13 @@ _WORDS = st.sampled_from(
     ]
 )
 TEXTS = st.lists(_WORDS | st.text(max_size=2), max_size=14).map("".join)
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text()
+)
 DOCUMENTS = st.recursive(
     SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
 )
@@ -81,5 +87,15 @@ def _matches(pattern, text):
 
 @EXAMPLES
 @given(st.binary(max_size=30))
-def test_a_payload_is_json_or_it_is_not(payload):
-    parse_payload(payload)
+def test_bytes_are_json_or_not(payload):
+    value = parse_payload(payload)
+    if value is not NOT_JSON:
+        assert parse_payload(json.dumps(value).encode()) == value
+
+
+@EXAMPLES
+@given(DOCUMENTS)
+def test_document_is_read_as_it_was_written(document):
+    text = json.dumps(document, allow_nan=False)
+    assert parse_payload(text.encode()) == document
+    assert parse_payload(text.encode() + b"}") is NOT_JSON

@@ -15,7 +15,7 @@ from ister.spark import location, sink
 from ister.spark.options import WriteOptions
 from ister.spark.sink import StreamWriter
 from servers.flight import FlightTopics
-from support.loops import case
+from support.cases import case
 from support.machine import payloads
 from support.streams import A, Home
 

@@ -9,6 +9,7 @@ import re
 import textwrap
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,24 @@ import ister
 from ister.config import Config
 from ister.metrics import METRICS
 from ister.spark.options import ALIASES, READ_OPTIONS, WRITE_OPTIONS
-from support.cases import each
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def mentions(pattern: str, *documents: Path) -> list[tuple[Path, Any]]:
+    """Every match of a pattern in some documents, with its document.
+
+    Raises:
+        AssertionError: Nothing matches, so that the pattern is wrong.
+    """
+    found = [
+        (document, match)
+        for document in documents
+        for match in re.findall(pattern, document.read_text(), re.MULTILINE)
+    ]
+    assert found, f"nothing in the documents matches {pattern}"
+    return found
 
 
 def settings(kind: type, prefix: str = "") -> set[str]:
@@ -49,15 +64,12 @@ def test_settings_and_metrics_in_text_exist() -> None:
     known = settings(Config)
     sections = {path.rsplit(".", count)[0] for path in known for count in range(1, 4)}
     metrics = {metric.name for metric in METRICS} | {metric.exposed for metric in METRICS}
-    for document in DOCUMENTS:
-        text = document.read_text()
-        for name in re.findall(r"`((?:storage|broker|dispatch|pipeline)\.[a-z_.]+)`", text):
-            # Modules of the broker have names of that form, too.
-            module = ROOT / "src" / "ister" / (name.replace(".", "/") + ".py")
-            is_known = name in known or name in sections or name in metrics
-            assert is_known or module.exists() or module.with_suffix("").is_dir(), (
-                f"{document}: {name}"
-            )
+    pattern = r"`((?:storage|broker|dispatch|pipeline)\.[a-z_.]+)`"
+    for document, name in mentions(pattern, *DOCUMENTS):
+        # Modules of the broker have names of that form, too.
+        module = ROOT / "src" / "ister" / (name.replace(".", "/") + ".py")
+        is_known = name in known or name in sections or name in metrics
+        assert is_known or module.exists() or module.with_suffix("").is_dir(), f"{document}: {name}"
 
 
 def test_spark_lists_every_option_and_no_other() -> None:
@@ -77,22 +89,21 @@ def test_spark_lists_the_names_of_the_kafka_source() -> None:
         assert f"`{name}`" in row
 
 
-@each("document", DOCUMENTS)
-def test_named_files_exist(document: Path) -> None:
-    text = document.read_text()
+def test_named_files_exist() -> None:
     kinds = "tests|docs|src|benchmarks|ister|deploy|examples|tools"
-    for target in re.findall(rf"`((?:{kinds})/[\w/.-]+\.\w+)`", text):
+    for document, target in mentions(rf"`((?:{kinds})/[\w/.-]+\.\w+)`", *DOCUMENTS):
         base = ROOT / "src" if target.startswith("ister/") else ROOT
-        assert (base / target).exists(), target
+        assert (base / target).exists(), f"{document}: {target}"
 
 
-@each("document", DOCUMENTS)
-def test_make_targets_and_modules_exist(document: Path) -> None:
-    text = document.read_text()
+def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`make (\w+)`", text):
-        assert f"\n{target}:" in makefile, target
-    for module in re.findall(r"`(ister(?:\.\w+)+)`", text):
+    for document, target in mentions(r"`make (\w+)`", *DOCUMENTS):
+        assert f"\n{target}:" in makefile, f"{document}: {target}"
+
+
+def test_named_modules_exist() -> None:
+    for document, module in mentions(r"`(ister(?:\.\w+)+)`", *DOCUMENTS):
         parts = module.split(".")
         path = ROOT / "src" / Path(*parts)
         is_public = len(parts) == 2 and hasattr(ister, parts[1])
@@ -101,7 +112,7 @@ def test_make_targets_and_modules_exist(document: Path) -> None:
         package = path.parent / "__init__.py"
         is_member |= package.exists() and f'"{parts[-1]}"' in package.read_text()
         is_logger = parts[1] in {"yml", "audit"}
-        assert is_public or is_module or is_member or is_logger, module
+        assert is_public or is_module or is_member or is_logger, f"{document}: {module}"
 
 
 def names_in(path: Path) -> set[str]:
@@ -119,23 +130,23 @@ def test_architecture_names_functions_that_exist() -> None:
     """In a table, names stand behind the file that has them; elsewhere any file may have them."""
     package = ROOT / "src" / "ister"
     known = set().union(*(names_in(path) for path in package.rglob("*.py")))
-    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
-    for path in re.findall(r"`([a-z_]+/[\w/]+\.py)`", text):
+    document = ROOT / "docs" / "ARCHITECTURE.md"
+    for _, path in mentions(r"`([a-z_]+/[\w/]+\.py)`", document):
         assert (ROOT if path.startswith("tests/") else package).joinpath(path).exists(), path
-    for path, names in re.findall(r"`([a-z_/]+\.py)`(?: \|)?((?: `[A-Z]?\w[\w.]*`)+)", text):
+    pattern = r"`([a-z_/]+\.py)`(?: \|)?((?: `[A-Z]?\w[\w.]*`)+)"
+    for _, (path, names) in mentions(pattern, document):
         here = names_in(package / path)
         owner = re.findall(r"`(\w+)\.", names)
         for name in re.findall(r"`([\w.]+)`", names):
             assert name in here or any(f"{one}.{name}" in here for one in owner), f"{path}: {name}"
-    for name in re.findall(r"`([A-Z]\w+\.\w+)(?:\(\))?`", text):
+    for _, name in mentions(r"`([A-Z]\w+\.\w+)(?:\(\))?`", document):
         assert name in known, name
 
 
 def test_named_tests_exist() -> None:
     text = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
-    for document in DOCUMENTS:
-        for name in re.findall(r"`(test_[a-z0-9_]+)`", document.read_text()):
-            assert f"def {name}(" in text, f"{document}: {name}"
+    for document, name in mentions(r"`(test_[a-z0-9_]+)`", *DOCUMENTS):
+        assert f"def {name}(" in text, f"{document}: {name}"
 
 
 def test_headers_of_packages_name_their_modules() -> None:
@@ -143,7 +154,9 @@ def test_headers_of_packages_name_their_modules() -> None:
 
     A package of more than ten modules names all of them.
     """
-    for path in (ROOT / "src" / "ister").rglob("*/__init__.py"):
+    packages = list((ROOT / "src" / "ister").rglob("*/__init__.py"))
+    assert len(packages) > 20
+    for path in packages:
         modules = {file.stem for file in path.parent.glob("[!_]*.py")}
         modules |= {file.parent.name for file in path.parent.glob("*/__init__.py")}
         header = ast.get_docstring(ast.parse(path.read_text())) or ""

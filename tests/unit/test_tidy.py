@@ -214,6 +214,12 @@ def test_packages_do_not_import_what_is_forbidden_to_them():
     assert found == set()
 
 
+def test_every_layer_has_modules():
+    """The rules of this file look at modules: without any, each of them would pass."""
+    assert {_layer(module) for module in _FILES} == set(range(7))
+    assert all(any(_is_in(module, package) for module in _FILES) for package in _FORBIDDEN)
+
+
 def test_modules_below_the_surface_do_not_import_from_it():
     for module in _FILES:
         if _layer(module) < 4:

@@ -41,7 +41,7 @@ from ister.spark.avro import (
     missing_field,
     read_schema,
 )
-from support.loops import case
+from support.cases import case
 
 
 def record(*fields, name="Order"):

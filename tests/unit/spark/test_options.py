@@ -18,7 +18,7 @@ from ister.spark.options import (
     ReadOptions,
     WriteOptions,
 )
-from support.loops import case
+from support.cases import case
 
 EXAMPLES = settings(max_examples=200, deadline=None, print_blob=True)
 

@@ -33,7 +33,7 @@ from ister.spark.rows import HEADERS_TYPE, row_schema
 from ister.spark.source import IsterDataSource
 from ister.topic.schema_kinds import ValidationPolicy
 from ister.topic.stores import open_metadata
-from support.loops import case
+from support.cases import case
 from support.streams import A, B, Home
 
 ORDER = StructType([StructField("id", LongType()), StructField("note", StringType())])

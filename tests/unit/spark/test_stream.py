@@ -36,7 +36,7 @@ from ister.spark.compat import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 from ister.spark.offset_resolver import OffsetResolver
 from ister.spark.offsets import StreamOffset
 from servers.flight import READ, FlightProcess, FlightTopics
-from support.loops import each, making
+from support.cases import each, making
 from support.machine import Task, eventually
 from support.scale import scaled
 from support.streams import (
@@ -504,6 +504,7 @@ def test_store_that_does_not_answer_for_a_while_ends_no_query(
         monkeypatch.undo()
         monkeypatch.setattr(stream, "_POLL_SECONDS", 0.0)
         monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.001, 0.001))
+    # Once per failure of each of the three steps; `each` clears what earlier cases logged.
     assert sum(record.message == "retrying" for record in caplog.records) >= 3 * times
     assert running.collect() == rows_of(A, range(8))
 

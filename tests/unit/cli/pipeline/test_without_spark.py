@@ -6,7 +6,7 @@ import pytest
 
 from integration.spark_topics import SparkPlace, without_spark
 from ister.cli.main import main
-from support.loops import case
+from support.cases import case
 from support.spark_here import SparkHere
 
 TOPIC = "/default/orders"

@@ -8,7 +8,7 @@ import pytest
 from ister.errors import InvariantError, NotFoundError
 from ister.limits import GIB
 from ister.spark.jobs.balance import balance, run_balanced
-from support.loops import case
+from support.cases import case
 from support.spark_here import SparkHere
 
 

@@ -29,7 +29,7 @@ from ister.model import TopicName
 from ister.spark.jobs.collecting import collect_topics, gc
 from ister.spark.jobs.compaction import compact
 from ister.spark.jobs.job import open_job
-from support.loops import case
+from support.cases import case
 from support.spark_here import SparkHere
 
 A, B = "/default/a", "/default/b"

@@ -31,7 +31,7 @@ from ister.spark.jobs import compaction
 from ister.spark.jobs.compaction import CompactSettings, compact
 from ister.spark.jobs.job_report import error_as_fields
 from ister.spark.jobs.tasks import Done
-from support.loops import case
+from support.cases import case
 from support.spark_here import SparkHere
 
 A, B = "/default/a", "/default/b"

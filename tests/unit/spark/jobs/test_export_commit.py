@@ -18,6 +18,7 @@ from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.delta import DeltaTable
 from ister.spark.tables.iceberg import IcebergTable
 from ister.spark.tables.parquet_directory import ParquetDirectory
+from support.cases import each, making, product
 from support.exports import (
     FORMATS,
     add_rows,
@@ -33,7 +34,6 @@ from support.exports import (
     write_files,
 )
 from support.exports import adding as adding_one
-from support.loops import each, making, product
 from support.scale import scaled
 
 A, B, C = "/default/a", "/default/b", "/default/c"

@@ -33,8 +33,8 @@ from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.delta import DeltaTable
 from ister.spark.tables.iceberg import IcebergTable
 from ister.spark.tables.parquet_directory import ParquetDirectory
+from support.cases import each, making, product
 from support.exports import FORMATS, offsets_in, read_table, table_at, tasks_here, where
-from support.loops import each, making, product
 
 TOPIC = "/default/orders"
 SCHEMA = {"properties": {"id": {"type": "integer"}, "name": {"type": "string"}}}

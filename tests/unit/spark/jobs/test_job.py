@@ -18,7 +18,7 @@ from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.leases import LeaseKeeper
 from ister.spark.jobs.tasks import _bundle
 from ister.topic.stores import open_metadata
-from support.loops import case
+from support.cases import case
 from support.spark_here import SparkHere
 
 TOPICS = ["/a/orders", "/a/prices", "/b/orders"]

@@ -17,7 +17,7 @@ from ister.format.message import encode_message
 from ister.metrics import Metrics
 from ister.model import Codec, MessageId, StreamMessage
 from ister.spark.jobs.object_check import ObjectChecker, ObjectProblem
-from support.loops import case
+from support.cases import case
 from support.memory_store import MemoryObjectStore
 from support.tiers import NAME
 

@@ -5,7 +5,7 @@ import pytest
 from integration.spark_topics import SparkPlace, without_spark
 from ister.errors import ConflictError, InvalidRequestError
 from ister.spark.jobs.replaying import ReplayRequest, replay
-from support.loops import case, each
+from support.cases import case, each
 from support.spark_here import SparkHere
 
 A, B = "/default/a", "/default/b"

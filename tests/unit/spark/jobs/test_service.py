@@ -22,7 +22,7 @@ from ister.spark.jobs.service import Service, requested_job, slow_jobs
 from ister.spark.location import _close_all, place_of
 from ister.topic.log import Log
 from ister.topic.stores import open_metadata
-from support.loops import case
+from support.cases import case
 from support.machine import eventually
 from support.spark_here import SparkHere
 

@@ -30,7 +30,7 @@ from ister.spark.jobs.tasks import Done
 from ister.spark.jobs.tier_topics import Cycle, TopicBook
 from ister.spark.jobs.tiering import tier_cycle
 from servers.flight import FlightTopics
-from support.loops import case
+from support.cases import case
 from support.spark_here import SparkHere
 
 A, B = "/default/a", "/default/b"

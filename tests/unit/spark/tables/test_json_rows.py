@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from ister.spark.tables.json_rows import JsonParser
 from ister.spark.tables.json_schema import columns_of
-from support.loops import case
+from support.cases import case
 
 _SCHEMA = {
     "properties": {

@@ -17,7 +17,7 @@ from ister.spark.tables.ranges import (
     subtract,
     union,
 )
-from support.loops import case
+from support.cases import case
 
 _PAIRS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12)
 

@@ -6,6 +6,7 @@ import pytest
 from ister import failpoints
 from ister.errors import ConflictError, CorruptDataError, FencedError, NotFoundError
 from ister.spark.tables.columns import ENVELOPE, LETTERS
+from support.cases import each, making, product
 from support.exports import (
     DAY_US,
     FORMATS,
@@ -20,7 +21,6 @@ from support.exports import (
     tasks_here,
     write_files,
 )
-from support.loops import each, making, product
 
 
 @making("tmp_path")
