@@ -386,7 +386,7 @@ def test_append_during_a_repair_is_refused_or_there_afterwards(live_site):
     assert sum(1 for _ in topic.read(0)) == 61
 
 
-def test_slow_deletion_leaves_the_topic_that_was_made_since_listed(live_site):
+def test_slow_deletion_deletes_a_topic_that_was_made_since_whole(live_site):
     log = live_site.open()
     log.topic(TEXT, create=True)
     real, has_it, may_go = log.topic, threading.Event(), threading.Event()
@@ -403,11 +403,11 @@ def test_slow_deletion_leaves_the_topic_that_was_made_since_listed(live_site):
     deleting.start()
     assert has_it.wait(60)
     log.delete(TEXT)
-    made = log.topic(TEXT, create=True)
+    log.topic(TEXT, create=True)
     may_go.set()
-    deleting.join(10)
-    # The slow one found a newer topic of that name and deleted that, whole, or nothing at all.
-    assert log.topics() == [] or log.topic(TEXT) is made
+    deleting.join(60)
+    # It was asked to delete the name, and deletes the topic that has it now, whole.
+    assert log.topics() == []
 
 
 def test_upload_under_way_publishes_nothing_into_a_deleted_topic(live_site):
