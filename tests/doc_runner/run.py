@@ -29,7 +29,7 @@ from doc_runner import shims
 from doc_runner.interpreter import ask
 from doc_runner.pages import PYTHON, ROOT, SHELL, Block, Directive, Page, read_page
 
-BLOCK_SECONDS = 150.0
+BLOCK_SECONDS = 300.0
 _READY_SECONDS = 60.0
 _PAUSE_SECONDS = 0.05
 
