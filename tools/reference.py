@@ -55,9 +55,9 @@ what is wrong with one, and `ister config show` what is in force."""
 
 _ALIASES_TEXT: Final = """\
 Keys of Danube's design documents that are spelled differently here
-([the documents' words](../howto/danube-words.md)). A key and its setting together are refused, except
-where an environment variable overrides the file. `ister config check` and `show` say what a key
-became."""
+([the documents' words](../howto/danube-words.md)). A key and its setting together are refused,
+except where an environment variable overrides the file. `ister config check` and `show` say what a
+key became."""
 
 _CLI_TEXT: Final = """\
 Exit codes: 0 done, 1 failed (or damage was found), 2 wrong usage. Errors go to standard error and
