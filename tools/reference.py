@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from ister.cli.main import make_parser
 from ister.cli.parser import Parser, walk_commands
+from ister.config.aliases import ALIASES
 from ister.config.reference import sections, settings
 from ister.errors import IsterError
 from ister.metrics import LEFT_OUT, METRICS
@@ -51,6 +52,12 @@ of a path is a home directory.
 
 `ister config example` prints a file with all settings and what they mean, `ister config check` says
 what is wrong with one, and `ister config show` what is in force."""
+
+_ALIASES_TEXT: Final = """\
+Keys of Danube's design documents that are spelled differently here
+([the documents' words](../howto/danube-words.md)). A key and its setting together are refused,
+except where an environment variable overrides the file. `ister config check` and `show` say what a
+key became."""
 
 _CLI_TEXT: Final = """\
 Exit codes: 0 done, 1 failed (or damage was found), 2 wrong usage. Errors go to standard error and
@@ -102,6 +109,14 @@ def config_page() -> str:
             lines.append(
                 f"| `{one.path}` | {_cell(one.shown_default)} | {_cell(one.bounds)} | {one.says} |"
             )
+    lines += ["", "## Other names", "", _ALIASES_TEXT, "", "| key | setting |", "|---|---|"]
+    for alias in ALIASES:
+        value = f"`{alias.setting}`"
+        if alias.prefix:
+            value += f", behind `{alias.prefix}`"
+        if alias.backend is not None:
+            value += f", with the backend `{alias.backend}`"
+        lines.append(f"| `{alias.key}` | {value} |")
     return _page(lines)
 
 

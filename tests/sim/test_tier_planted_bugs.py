@@ -29,6 +29,7 @@ from ister.bucket.object_maker import ObjectSummary
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.upload import Uploader
 from ister.clock_guard import ClockGuard
+from ister.config import WalRetentionConfig
 from ister.errors import CommitUnknownError, ConflictError, UnavailableError
 from ister.format.descriptor import ObjectDescriptor
 from ister.format.records import TopicRecord
@@ -170,10 +171,9 @@ def trim_before_the_commit(patch: pytest.MonkeyPatch) -> None:
     def trim(self: TopicTier) -> int:
         before = plan_trim(
             list_files(self._wal),
+            WalRetentionConfig(time_minutes=0, size_mb=0),
             safe_before=self._wal.synced,
             now_ms=self._clock.now_ns() // 1_000_000,
-            time_minutes=0,
-            size_mb=0,
         )
         return 0 if before is None else self._wal.trim(before)
 

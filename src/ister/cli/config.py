@@ -191,12 +191,13 @@ def _check_source(options: argparse.Namespace) -> int:
                     {**asdict(problem), "line": find_line(problem.key, examined.lines)}
                     for problem in problems
                 ],
+                "aliases": [asdict(alias) for alias in examined.aliases],
                 "places": places,
                 "connections": [asdict(item) for item in connections],
             }
         )
     else:
-        _print_check(source, problems, examined.lines, places, connections)
+        _print_check(source, problems, examined, places, connections)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         print_error(f"{source}: {count}")
@@ -209,15 +210,16 @@ def _check_source(options: argparse.Namespace) -> int:
 def _print_check(
     source: str,
     problems: Sequence[Problem],
-    lines: Mapping[str, int | None],
+    examined: Examined,
     places: Mapping[str, str],
     connections: Sequence[Connection],
 ) -> None:
     if problems:
         for problem in problems:
-            _print_problem(problem, source, find_line(problem.key, lines))
+            _print_problem(problem, source, find_line(problem.key, examined.lines))
         return
     print_facts(places, title=f"{source}: the settings can be used")
+    _print_aliases(examined)
     if connections:
         print()
         print_table(
@@ -227,6 +229,14 @@ def _print_check(
         for item in connections:
             if item.hint is not None:
                 print(f"{item.name}: {item.hint}")
+
+
+def _print_aliases(examined: Examined) -> None:
+    """Prints what keys that are other names of settings became."""
+    if examined.aliases:
+        print()
+        rows = [(one.key, one.setting or f"not used: {one.reason}") for one in examined.aliases]
+        print_table(("given", "read as"), rows)
 
 
 def _print_problem(problem: Problem, source: str, line: int | None) -> None:
@@ -249,7 +259,9 @@ def _print_problem(problem: Problem, source: str, line: int | None) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    return answer(options, lambda: _show_source(options), {"source": None, "settings": []})
+    return answer(
+        options, lambda: _show_source(options), {"source": None, "aliases": [], "settings": []}
+    )
 
 
 def _show_source(options: argparse.Namespace) -> int:
@@ -272,6 +284,7 @@ def _show_source(options: argparse.Namespace) -> int:
         print_json(
             {
                 "source": source,
+                "aliases": [asdict(alias) for alias in examined.aliases],
                 "settings": [
                     {"key": setting.path, "value": value, "from": origin.value}
                     for setting, value, origin in shown
@@ -281,9 +294,11 @@ def _show_source(options: argparse.Namespace) -> int:
         return 0
     if not shown:
         print("all settings have their defaults")
+        _print_aliases(examined)
         return 0
     rows = [(setting.path, _in_words(value), origin.value) for setting, value, origin in shown]
     print_table(("setting", "value", "from"), rows)
+    _print_aliases(examined)
     return 0
 
 

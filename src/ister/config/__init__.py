@@ -11,6 +11,7 @@
     storage, broker, pipeline   every setting with its default, bounds and sentence
     tree                        the whole of them: `Config`
     loading                     `load_config`: files, environment, unknown keys
+    aliases                     keys of Danube's design documents, and their settings
     yaml_tree                   YAML as a tree of strings, without guessing types
     values                      conversion of values, and the words of errors
     checks                      contradictions, and defaults that depend on other settings

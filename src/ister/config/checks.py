@@ -35,6 +35,8 @@ _NAME_BYTES_MAX: Final = 255
 _PATH_BYTES_MAX: Final = 4095
 _BELOW_BYTES: Final = 2 * NAME_PART_CHARACTERS_MAX + 160
 """Room for the names below a directory: namespace, topic, and the longest name of a file."""
+_LIMITS: Final = ("time_minutes", "size_mb")
+_FLOORS: Final = ("min_minutes", "min_bytes")
 _SQLITE_BYTES_MAX: Final = 504
 """SQLite's limit of 512 bytes for a path includes `-journal`."""
 
@@ -68,6 +70,7 @@ def find_contradictions(
     yield from _find_unusable_paths(_fill_in_places(config).storage)
     if storage.mode is StorageMode.BUCKET:
         yield from _find_diskless_contradictions(storage, has_ack=named.get("ack") is not None)
+    yield from _find_mixed_retention(storage, _retention_in(tree))
     if storage.mode.has_bucket:
         yield from _find_bucket_contradictions(storage)
         return
@@ -90,6 +93,41 @@ def find_contradictions(
                     hint="remove it, or use mode 'wal_cloud'",
                 ),
             )
+
+
+def _retention_in(tree: Tree) -> Tree:
+    """`storage.wal.retention` as it was given."""
+    named: object = tree
+    for key in ("storage", "wal", "retention"):
+        named = named.get(key) if isinstance(named, Mapping) else None
+    return named if isinstance(named, Mapping) else {}
+
+
+def _find_mixed_retention(
+    storage: StorageConfig, named: Tree
+) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
+    """Yields floors that are set beside limits, or without a bucket."""
+    prefix = "storage.wal.retention"
+    floors = [f"{prefix}.{name}" for name in _FLOORS if named.get(name) is not None]
+    limits = [f"{prefix}.{name}" for name in _LIMITS if named.get(name) is not None]
+    if floors and limits:
+        yield (
+            (floors[0], limits[0]),
+            ConfigError(
+                f"{floors[0]} and {limits[0]} are both set: with a limit files are removed by age "
+                "or by size, with a floor only if age and size allow it",
+                hint="remove one of them",
+            ),
+        )
+    if floors and not storage.mode.has_bucket:
+        yield (
+            (floors[0], "storage.mode"),
+            ConfigError(
+                f"{floors[0]} is set, and storage.mode {storage.mode.value!r} has no bucket: with "
+                "a floor only uploaded files are removed",
+                hint="use time_minutes or size_mb, or mode 'wal_cloud'",
+            ),
+        )
 
 
 def _find_unusable_paths(
@@ -215,24 +253,23 @@ def _find_bucket_contradictions(
 
 def complete(config: Config, tree: Tree) -> Config:
     """Fills in the defaults that depend on other settings."""
+    config = _drop_default_limits(config, tree)
     if config.storage.mode is StorageMode.WAL_CLOUD:
         return _fill_in_places(config)
     if config.storage.mode is StorageMode.BUCKET:
         return _keep_small(config)
-    return _keep_only_copies(config, tree)
+    return config
 
 
-def _keep_only_copies(config: Config, tree: Tree) -> Config:
-    """Without a bucket, local files are removed only by limits that were set."""
-    named: object = tree
-    for key in ("storage", "wal", "retention"):
-        named = named.get(key) if isinstance(named, Mapping) else None
-    limits = named if isinstance(named, Mapping) else {}
-    storage = config.storage
+def _drop_default_limits(config: Config, tree: Tree) -> Config:
+    """Without a bucket, or with floors, local files are not removed by limits that nobody set."""
+    storage, named = config.storage, _retention_in(tree)
     retention = storage.wal.retention
-    if "time_minutes" not in limits:
+    if storage.mode.has_bucket and not retention.has_floors:
+        return config
+    if "time_minutes" not in named:
         retention = replace(retention, time_minutes=None)
-    if "size_mb" not in limits:
+    if "size_mb" not in named:
         retention = replace(retention, size_mb=None)
     wal = replace(storage.wal, retention=retention)
     return replace(config, storage=replace(storage, wal=wal))

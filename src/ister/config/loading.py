@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, TypeAlias
 
+from ister.config.aliases import UsedAlias, replace_aliases
 from ister.config.checks import complete, find_contradictions
 from ister.config.settings import VARIABLE_PREFIX
 from ister.config.tree import Config
@@ -62,6 +63,8 @@ class Examined:
     """Of every setting that was named somewhere; all others have their defaults."""
     lines: Mapping[str, int | None] = field(default_factory=dict)
     """The line of each key in the config file; None where the environment overrides it."""
+    aliases: tuple[UsedAlias, ...] = ()
+    """Keys that are other names of settings, and what they became."""
 
 
 def load_config(source: ConfigSource, environment: Mapping[str, str] | None = None) -> Config:
@@ -104,11 +107,18 @@ def _examine(
     environment = os.environ if environment is None else environment
     read = _read_tree(source)
     refused: list[_Refused] = [(key, problem, None) for key, problem in read.problems]
+    given_as: dict[str, str] = {}
 
     def refuse(key: str | None, error: ConfigError, near: str | None = None) -> None:
+        if key is not None and key in given_as:
+            error.message += f" (given as {given_as[key]})"
         refused.append((key, error, near))
 
     _apply_environment(read.tree, environment, refuse)
+    aliases = replace_aliases(
+        read.tree, lambda value: _expand(value, environment, "", _ignore), refuse
+    )
+    given_as |= {one.setting: one.key for one in aliases if one.setting is not None}
     is_directory = not isinstance(source, Mapping | None) and not _is_yaml(_path_of(source))
     origins = dict(_origins(read.tree, "", Origin.DIRECTORY if is_directory else Origin.FILE))
     tree = _expand_tree(read.tree, environment, "", refuse)
@@ -118,11 +128,14 @@ def _examine(
     for keys, contradiction in find_contradictions(config, tree):
         if not doubtful & set(keys):
             refuse(keys[0], contradiction)
+    lines = _lines(read, environment)
+    lines |= {setting: lines.get(key) for setting, key in given_as.items()}
     examined = Examined(
         config=None if refused else complete(config, tree),
         problems=tuple(_describe(*one) for one in refused),
         origins=origins,
-        lines=_lines(read, environment),
+        lines=lines,
+        aliases=tuple(aliases),
     )
     return examined, refused
 
@@ -243,6 +256,10 @@ def _expand_tree(
         key: _expand(value, environment, f"{path}.{key}" if path else str(key), refuse)
         for key, value in tree.items()
     }
+
+
+def _ignore(key: str | None, error: ConfigError, near: str | None = None) -> None:
+    """Takes an error that is refused elsewhere."""
 
 
 def _expand(value: object, environment: Mapping[str, str], key: str, refuse: Refusal) -> object:

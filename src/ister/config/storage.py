@@ -93,8 +93,10 @@ class BufferFull(StrEnum):
 class WalRetentionConfig:
     """`storage.wal.retention`: when local files are removed.
 
-    With a bucket, only files that were uploaded are removed. With `local_only`, a file is the only
-    copy: only limits that are set explicitly apply. Not used with mode `bucket`.
+    With a bucket, only files that were uploaded are removed, by limits (`time_minutes`, `size_mb`:
+    either is enough) or by floors (`min_minutes`, `min_bytes`: both must allow it). With
+    `local_only`, a file is the only copy: only limits that are set explicitly apply. Not used with
+    mode `bucket`.
     """
 
     check_interval_minutes: int = setting(
@@ -112,6 +114,20 @@ class WalRetentionConfig:
         says="The oldest rotated files of a topic are removed while its files take more than this; "
         "null keeps them. With `local_only` the default is null.",
     )
+    min_minutes: int | None = setting(
+        None,
+        low=0,
+        says="Keep rotated files at least this long after their last write. With a floor, "
+        "`min_minutes` or `min_bytes`, the limits do not apply: a file is removed once it is "
+        "uploaded, active subscriptions have read it, and every floor that is set allows it. Not "
+        "with `local_only`.",
+    )
+    min_bytes: int | None = setting(
+        None,
+        low=0,
+        says="Keep rotated files while the topic's files take no more than this. A floor, as "
+        "`min_minutes`.",
+    )
     active_subscription_grace_seconds: int = setting(
         300,
         low=0,
@@ -123,6 +139,11 @@ class WalRetentionConfig:
         says="How the bucket's copy is checked before the local file is removed: `content` (every "
         "byte) or `size`.",
     )
+
+    @property
+    def has_floors(self) -> bool:
+        """Whether floors are set, in place of limits."""
+        return self.min_minutes is not None or self.min_bytes is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,12 +80,12 @@ class TopicTier(TopicUploads):
             floor = self._subscription_floor(include_inactive=step is not None)
             before = plan_trim(
                 list_files(wal),
+                retention,
                 # The catalog's end may be known before the log's own mark says so, for a moment or,
                 # where an answer was lost, until the next upload. Readers go by the mark.
                 safe_before=min(self.owned.tiered, wal.tiered or 0, floor),
                 now_ms=self._clock.now_ns() // 1_000_000,
-                time_minutes=retention.time_minutes if step is None else None,
-                size_mb=retention.size_mb,
+                is_clock_trusted=step is None,
                 correct_ms=self._tiers.node_clock.correct_ms,
             )
             if before is None or before <= wal.trimmed:

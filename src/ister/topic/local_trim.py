@@ -98,10 +98,10 @@ class LocalRetention:
         step = self._node_clock.check()
         before = plan_trim(
             list_files(wal),
+            retention,
             safe_before=min(wal.synced, topic.active_floor(include_inactive=step is not None)),
             now_ms=self._clock.now_ns() // 1_000_000,
-            time_minutes=retention.time_minutes if step is None else None,
-            size_mb=retention.size_mb,
+            is_clock_trusted=step is None,
             correct_ms=self._node_clock.correct_ms,
         )
         if before is None or before <= wal.trimmed:

@@ -142,6 +142,7 @@ def longest_seconds(storage: StorageConfig) -> float:
     """The longest age limit of the settings."""
     minutes = (
         storage.wal.retention.time_minutes or 0,
+        storage.wal.retention.min_minutes or 0,
         storage.cloud.retention.time_minutes or 0,
         storage.cloud.orphan_grace_minutes,
     )

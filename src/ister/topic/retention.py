@@ -4,7 +4,9 @@ A file goes only if all of these hold:
 
 - it is rotated, and every offset in it is tiered, where there is a bucket;
 - every subscription that is active has read it;
-- it is older than the time limit, or the topic's files take more than the size limit;
+- a limit allows it: it is older than `time_minutes`, or the topic's files take more than `size_mb`;
+- or, if floors are set in place of limits, both do: it is older than `min_minutes`, and the topic's
+  files take more than `min_bytes`; a floor that is not set allows every file;
 - every file before it goes too.
 
 A file's age is the time since it was last written, which is when its newest message arrived. A file
@@ -19,6 +21,7 @@ from itertools import pairwise
 from typing import Final, Protocol
 
 from ister.clock_guard import newest_arrivals
+from ister.config import WalRetentionConfig
 from ister.errors import NotFoundError
 from ister.limits import MIB
 from ister.wal.log import Wal
@@ -73,25 +76,28 @@ def list_files(wal: Wal) -> list[RetentionFile]:
 
 def plan_trim(
     files: Sequence[RetentionFile],
+    retention: WalRetentionConfig,
     *,
     safe_before: int,
     now_ms: int,
-    time_minutes: int | None,
-    size_mb: int | None,
+    is_clock_trusted: bool = True,
     correct_ms: Callable[[int], int] = lambda time_ms: time_ms,
 ) -> int | None:
     """The offset below which files have to go; None if none has to.
 
     Args:
         files: Ascending; the last one is the active file.
+        retention: The limits, or the floors.
         safe_before: Everything below this offset may be removed.
         now_ms: The time.
-        time_minutes: Files last written to so long ago go; None keeps them.
-        size_mb: The oldest go until no more than this is left; None keeps them.
+        is_clock_trusted: Whether ages can be told. If not, no file is old.
         correct_ms: Corrects times that were recorded while the clock was wrong.
     """
-    excess = sum(file.size_bytes for file in files)
-    excess = excess - size_mb * MIB if size_mb is not None else 0
+    has_floors = retention.has_floors
+    minutes = retention.min_minutes if has_floors else retention.time_minutes
+    size_mb = retention.size_mb
+    most = retention.min_bytes if has_floors else None if size_mb is None else size_mb * MIB
+    kept = sum(file.size_bytes for file in files)
     before: int | None = None
     arrived = newest_arrivals(
         [None if (ms := file.modified_ms) is None else correct_ms(ms) for file in files], now_ms
@@ -100,12 +106,18 @@ def plan_trim(
         if following.first_offset > safe_before:
             break
         is_old = (
-            time_minutes is not None
+            minutes is not None
+            and is_clock_trusted
             and arrived_ms is not None
-            and now_ms - arrived_ms > time_minutes * _MINUTE_MS
+            and now_ms - arrived_ms > minutes * _MINUTE_MS
         )
-        if not is_old and excess <= 0:
+        is_above = most is not None and kept > most
+        if has_floors:
+            may_go = (is_old or minutes is None) and (is_above or most is None)
+        else:
+            may_go = is_old or is_above
+        if not may_go:
             break
         before = following.first_offset
-        excess -= file.size_bytes
+        kept -= file.size_bytes
     return before

@@ -30,6 +30,15 @@ FIGURES = {
         "grpcio": (None, None),
         "native": (None, None),
     },
+    **{
+        f"one send at a time, {level}: {figure}": {"grpcio": (None, None), "native": (None, None)}
+        for level in ("written", "tiered")
+        for figure in ("p50", "broker CPU a send")
+    },
+    **{
+        f"one send at a time, {level}: p99": {"grpcio": (None, None), "native": (None, None)}
+        for level in ("memory", "written", "synced", "tiered")
+    },
     "consume, an ack for each, 16 under way": {"grpcio": (None, None), "native": (None, None)},
     "consume, an ack for each, 16 under way: broker CPU a message": {
         "grpcio": (None, None),

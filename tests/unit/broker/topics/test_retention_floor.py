@@ -11,28 +11,19 @@ NAME = "/default/t"
 GRACE_SECONDS = 3600
 
 
-def settings(grace_seconds=GRACE_SECONDS):
-    return {
-        "storage": {
-            "wal": {
-                "rotate_max_bytes": 4096,
-                "retention": {
-                    "time_minutes": None,
-                    "size_mb": 0,
-                    "active_subscription_grace_seconds": grace_seconds,
-                },
-            }
-        }
-    }
+def settings(grace_seconds=GRACE_SECONDS, **limits):
+    limits = limits or {"time_minutes": None, "size_mb": 0}
+    retention = {**limits, "active_subscription_grace_seconds": grace_seconds}
+    return {"storage": {"wal": {"rotate_max_bytes": 4096, "retention": retention}}}
 
 
-async def filled(topics, *, count=5):
+async def filled(topics, *, count=5, uploads=True):
     """A topic with a file for each message, and a subscription at its beginning."""
     served = await topics.get_or_create(NAME, is_reliable=True)
     await served.subscribe("slow", SubscriptionKind.SHARED, "one", (), "earliest")
     for number in range(count):
         await served.publish(a_record(b"%d" % number + b"." * 5000))
-    if served.topic.tier is not None:
+    if uploads and served.topic.tier is not None:
         await asyncio.to_thread(served.topic.upload)
     return served
 
@@ -98,5 +89,47 @@ def test_without_subscriptions_the_limits_alone_count(tmp_path):
             served = await filled(topics)
             await served.unsubscribe("slow")
             assert await trim(topics) == 4
+
+    run(scenario())
+
+
+def test_by_floors_a_file_goes_only_if_all_of_the_documents_conditions_hold(tmp_path):
+    """Goal: uploaded, read by active subscriptions, old enough, and the log is large enough."""
+
+    async def scenario():
+        # Four rotated files of about 5,000 bytes each, and the active one.
+        floors = {"min_minutes": 0, "min_bytes": 13_000}
+        async with some_topics(tmp_path, settings(**floors), mode="wal_cloud") as topics:
+            served = await filled(topics, uploads=False)
+            dispatch = served.subscriptions["slow"]
+            let_time_pass(dispatch)
+            assert await trim(topics) == 0, "nothing is uploaded"
+            await asyncio.to_thread(served.topic.upload)
+            outbox = dispatch.attach(1, ())
+            await take(outbox, 5)
+            assert await trim(topics) == 0, "an active subscription has not read it"
+            ack(dispatch, 0)
+            await eventually(lambda: dispatch.delivery.cursor == 1)
+            await dispatch.flush()
+            assert await trim(topics) == 1
+            for offset in range(1, 5):
+                ack(dispatch, offset)
+            await eventually(lambda: dispatch.delivery.cursor == 5)
+            await dispatch.flush()
+            # 20,000 bytes are left; 15,000 and then 10,000.
+            assert await trim(topics) == 2
+            assert served.topic.watermarks.trimmed == 3
+            assert await trim(topics) == 0, "the log is not above the floor"
+
+    run(scenario())
+
+
+def test_by_floors_a_large_log_keeps_what_is_young(tmp_path):
+    async def scenario():
+        floors = {"min_minutes": 60, "min_bytes": 0}
+        async with some_topics(tmp_path, settings(**floors), mode="wal_cloud") as topics:
+            served = await filled(topics)
+            await served.unsubscribe("slow")
+            assert await trim(topics) == 0
 
     run(scenario())
