@@ -1,9 +1,9 @@
 """Background threads that commit and maintain logs.
 
 A few threads serve every topic of a process, and call `run`; as many call `run_upkeep`; one more is
-the timer, and calls `on_timer`. A log holds at most one thread of either kind. Logs whose syncs were
-slow have threads of their own for commits, so that the others do not wait for them, however many
-they are.
+the timer, and calls `on_timer`. A log holds at most one thread of either kind. Logs whose syncs
+were slow have threads of their own for commits, so that the others do not wait for them, however
+many they are.
 
 Owns: the queues, the timer heap, the limit on open files. Does not own: any log's state. A log is
 in each queue once (it keeps a flag), and once more for each call that an exception from a signal
