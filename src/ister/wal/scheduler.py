@@ -1,8 +1,9 @@
 """Background threads that commit and maintain logs.
 
 A few threads serve every topic of a process, and call `run`; as many call `run_upkeep`; one more is
-the timer, and calls `on_timer`. A log holds at most one thread of either kind, so that logs on a
-slow disk leave the other threads to the others.
+the timer, and calls `on_timer`. A log holds at most one thread of either kind. Logs whose syncs
+were slow have threads of their own for commits, so that the others do not wait for them, however
+many they are.
 
 Owns: the queues, the timer heap, the limit on open files. Does not own: any log's state. A log is
 in each queue once (it keeps a flag), and once more for each call that an exception from a signal
@@ -44,6 +45,7 @@ class Scheduler:
         self._clock = clock
         self._open_files_max = open_files_max
         self._queue: SimpleQueue[GroupCommit | None] = SimpleQueue()
+        self._slow: SimpleQueue[GroupCommit | None] = SimpleQueue()
         self._upkeep: SimpleQueue[GroupCommit | None] = SimpleQueue()
         self._alarms: SimpleQueue[tuple[float, GroupCommit] | None] = SimpleQueue()
         # Logs that may hold a file, in the order in which they were last run.
@@ -53,13 +55,14 @@ class Scheduler:
         self._threads = [background.start("ister-timer", self._tick)]
         for number in range(threads):
             self._threads += [
-                background.start(f"ister-commit-{number}", self._commit),
+                background.start(f"ister-commit-{number}", self._commit, self._queue),
+                background.start(f"ister-commit-slow-{number}", self._commit, self._slow),
                 background.start(f"ister-upkeep-{number}", self._maintain),
             ]
 
     def submit(self, log: GroupCommit) -> None:
         """Has `log.run()` called soon."""
-        self._queue.put(log)
+        (self._slow if log.slow_sync_seconds else self._queue).put(log)
 
     def submit_upkeep(self, log: GroupCommit) -> None:
         """Has `log.run_upkeep()` called soon, by a thread that does not call `run`."""
@@ -81,14 +84,14 @@ class Scheduler:
     def stop(self) -> None:
         """Ends the threads; what is queued is dropped. Every log has been closed before."""
         self._alarms.put(None)
-        for _ in range(len(self._threads) // 2):
-            self._queue.put(None)
-            self._upkeep.put(None)
+        for _ in range(len(self._threads) // 3):
+            for queue in (self._queue, self._slow, self._upkeep):
+                queue.put(None)
         for thread in self._threads:
             thread.join()
 
-    def _commit(self) -> None:
-        while (log := self._queue.get()) is not None:
+    def _commit(self, queue: SimpleQueue[GroupCommit | None]) -> None:
+        while (log := queue.get()) is not None:
             try:
                 log.run()
                 self._limit_open_files(log)

@@ -11,6 +11,7 @@ from ister.errors import ClosedError, DiskError, WaitTimeoutError
 from ister.limits import (
     CHECKPOINT_INTERVAL_SECONDS,
     LAZY_WRITE_SECONDS,
+    SLOW_SYNC_SECONDS,
     SLOW_SYNC_SHOWN_SECONDS,
 )
 from ister.model import AckLevel, TopicState
@@ -151,6 +152,38 @@ def test_slow_disks_of_some_topics_do_not_hold_up_the_others(machine, ack):
         gate.open()
     for task in tasks:
         task.result()
+
+
+def test_more_slow_topics_than_threads_do_not_hold_up_the_others(machine):
+    """Goal: a slow disk with many topics delays these topics alone.
+
+    Method: one sync of each is slow; then all of their syncs hang, begun by waiters that have no
+    thread, as a broker's do.
+    """
+    clock, told = ManualClock(), []
+    log = machine.open(clock=clock, writer_threads=2)
+    slow = [log.topic(f"/default/slow{number}", create=True) for number in range(5)]
+    fast = log.topic("/default/fast", create=True)
+    for topic in slow:
+        machine.fs.before = gate = Gate("sync", f"{topic.wal.directory.path}/wal.log")
+        waiting_call = Task(topic.wait, topic.append(b"slow"))
+        gate.wait_reached()
+        clock.advance(SLOW_SYNC_SECONDS)
+        gate.open()
+        waiting_call.result()
+    files = tuple(f"{topic.wal.directory.path}/wal.log" for topic in slow)
+    machine.fs.before = gate = Gate("sync", files)
+    try:
+        for topic in slow:
+            topic.wal.enlist(Waiter(topic.append(b"more"), told.append), SYNCED)
+        gate.wait_reached()
+        offset = fast.append(b"x")
+        fast.wal.enlist(Waiter(offset, told.append), SYNCED)
+        eventually(lambda: fast.watermarks.synced > offset)
+        assert len(told) == 1
+    finally:
+        gate.open()
+    eventually(lambda: len(told) == 1 + len(slow))
 
 
 def test_producer_that_opens_a_file_does_not_sync_those_of_other_topics(machine):

@@ -15,7 +15,8 @@ and gRPC cannot take it back. So a stream reserves memory before it encodes anyt
   streams together take at most half of that, so that proven ones continue however many clients do
   not read;
 - while the queue does not move, a stream that has been writing for longer than a time limit is
-  ended: its client connects again when it reads again. The limit doubles each time for the same
+  ended: its client connects again when it reads again. The more streams wait, the shorter the
+  limit, since each client that does not read delays all of them. It doubles each time for the same
   consumer, so that one with a slow network gets its message in the end.
 
 Used only on the broker's loop.
@@ -43,8 +44,10 @@ _COPIES: Final = 2
 _PROVEN_BYTES: Final = 16 * MIB
 _PATIENCE_SECONDS: Final = 1.0
 _PROVEN_PATIENCE_SECONDS: Final = 10.0
+# More waiting streams than this share these times.
+_CROWD: Final = 4
 # A client that reads at half this speed is not ended.
-_BYTES_PER_SECOND: Final = 32 * MIB
+_BYTES_PER_SECOND: Final = 64 * MIB
 _CHECK_SECONDS: Final = 0.1
 # How many consumers whose streams were ended are remembered.
 _STALLED_MAX: Final = 10_000
@@ -153,7 +156,7 @@ class WriteQueue:
         if first is not self._first:
             # The queue has moved.
             self._first, self._first_since = first, now
-        if now - self._first_since < _PATIENCE_SECONDS:
+        if now - self._first_since < self._shared(_PATIENCE_SECONDS):
             return
         freed = unproven = 0
         for stream in list(self._writing):
@@ -172,7 +175,10 @@ class WriteQueue:
     def _patience(self, stream: StreamMemory) -> float:
         base = _PROVEN_PATIENCE_SECONDS if stream.is_counted_proven else _PATIENCE_SECONDS
         doublings = self._stalled.get(stream.consumer, 0)
-        return (base + stream.size / _BYTES_PER_SECOND) * 2.0**doublings
+        return (self._shared(base) + stream.size / _BYTES_PER_SECOND) * 2.0**doublings
+
+    def _shared(self, seconds: float) -> float:
+        return seconds / max(1.0, len(self._waiting) / _CROWD)
 
     def _end(self, stream: StreamMemory) -> None:
         if len(self._stalled) >= _STALLED_MAX:

@@ -123,6 +123,29 @@ def test_a_new_reader_is_served_behind_clients_that_never_read(monkeypatch):
     run(scenario())
 
 
+@pytest.mark.parametrize("is_proven", [False, True])
+def test_the_patience_is_shared_by_those_who_wait(monkeypatch, is_proven):
+    """Goal: behind 200 clients that do not read, a new reader does not wait for each in full.
+
+    Method: some of them have read before, and the limits are an hour; for one alone, and for many.
+    """
+    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 3600.0)
+    monkeypatch.setattr(module, "_PROVEN_PATIENCE_SECONDS", 3600.0)
+    monkeypatch.setattr(module, "_CHECK_SECONDS", 0.01)
+
+    async def scenario():
+        budget = Budget(BUDGET)
+        stalled = [Stream(budget, n, reads=False, is_proven=is_proven) for n in range(10)]
+        await eventually(lambda: any(one.is_writing for one in stalled))
+        monkeypatch.setattr(module, "_CROWD", 1e-5)  # one that waits is a large crowd
+        reader = Stream(budget, 100, count=3)
+        await eventually(lambda: reader.done == 3)
+        assert budget.writes.ended >= 7
+        await ended(*stalled)
+
+    run(scenario())
+
+
 def test_the_patience_with_a_consumer_grows_until_it_has_read(monkeypatch):
     """A client with a slow network gets its message, however many others wait."""
     monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.05)
