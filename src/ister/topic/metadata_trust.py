@@ -29,7 +29,12 @@ from ister.bucket.catalog import Catalog
 from ister.bucket.directory import list_records
 from ister.bucket.express import ExpressRuns, find_runs
 from ister.bucket.names import TopicKeys, object_id_of, object_key, parse_object_id
-from ister.bucket.rebuild import find_topics, rebuild_catalog, rebuild_topic
+from ister.bucket.rebuild import (
+    extend_catalog,
+    find_topics,
+    rebuild_catalog,
+    rebuild_topic,
+)
 from ister.bucket.terms import (
     ForgottenRuns,
     Term,
@@ -232,6 +237,17 @@ class MetadataTrust:
                 found.objects,
                 record=newest,
                 runs=self._runs_of(name),
+            )
+        elif row.status == OLDER and (runs := self._runs_of(name)):
+            # The next opening asks for the runs of the newest owner's process only, and those of
+            # the processes before it may be missing, too.
+            extend_catalog(
+                self._objects,
+                self._metadata,
+                found.keys,
+                row.catalog_end,
+                record=newest,
+                runs=runs,
             )
         operations: list[Operation] = [Put(found.keys.record, encode_topic(newest))]
         if row.status != INCOMPLETE:
