@@ -466,3 +466,26 @@ def test_accepting_keeps_the_runs_of_several_processes(site, disk):
     assert accept(site, disk, TopicName.parse("/default/t0")) == "accepted"
     wanted = [b"message %d" % number for number in range(5)]
     assert express_payloads(site.open(disk), 0) == [*wanted, b"next"]
+
+
+@pytest.mark.parametrize("disk", ["b", "c"])
+def test_accepting_rebuilds_a_catalog_whose_runs_a_later_owner_has_replaced(site, disk):
+    shared = Shared(site, topics=1)
+    shared.fill(1, 1)
+    backup = MetadataBackup.of(site.metadata)
+    end(site, shared.log)
+    other = Shared(site, "b", topics=1, storage={"uploader": {"express": {"resort_seconds": 1}}})
+    other.fill(1, 1, first=2)
+    site.clock.advance(3600)
+    other.log.tiers.membership.renew()
+    runs = other.objects()
+    assert other.topics[0].tier.resort().end == 4
+    for key in runs:
+        site.objects.drop(key)
+    other.fill(1, first=4)
+    end(site, other.log)
+    backup.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert accept(site, disk, TopicName.parse("/default/t0")) == "accepted"
+    wanted = [b"message %d" % number for number in range(5)]
+    assert express_payloads(site.open(disk), 0) == [*wanted, b"next"]
