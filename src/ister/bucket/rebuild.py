@@ -688,8 +688,36 @@ def rebuild_catalog(
         for name in _choose_sound(store, names, descriptions)[0]
         if descriptions.is_sound(name)
     ]
+    metadata.delete_prefix(keys.objects)
     _write_descriptors(metadata, keys, chosen)
     return chosen
+
+
+def extend_catalog(
+    store: ObjectStore,
+    metadata: MetadataStore,
+    keys: TopicKeys,
+    start: int,
+    *,
+    record: TopicRecord,
+    runs: Iterable[ObjectDescriptor],
+) -> None:
+    """Adds the objects that continue the catalog of a topic that no process has open.
+
+    Args:
+        store: The bucket.
+        metadata: Where to write.
+        keys: The topic's.
+        start: The end of its catalog.
+        record: Its record; copies of objects get its epoch.
+        runs: Its runs in express objects, as `find_runs` gives them.
+
+    Raises:
+        As `find_continuation`.
+    """
+    found = find_continuation(store, keys.topic, start, record=record, runs=runs)
+    found = secure_objects(store, keys.topic, found, record.epoch)
+    _write_descriptors(metadata, keys, found)
 
 
 def _find_manifest(
@@ -770,6 +798,7 @@ def _write(
     record: TopicRecord,
     objects: list[ObjectDescriptor],
 ) -> None:
+    metadata.delete_prefix(keys.objects)
     _write_descriptors(metadata, keys, objects)
     written = metadata.transact([Absent(keys.record)], [Put(keys.record, encode_topic(record))])
     if written is None:
@@ -779,7 +808,6 @@ def _write(
 def _write_descriptors(
     metadata: MetadataStore, keys: TopicKeys, objects: Sequence[ObjectDescriptor]
 ) -> None:
-    metadata.delete_prefix(keys.objects)
     for described in objects:
         metadata.put(keys.descriptor(described.start), encode_descriptor(described))
     if objects:

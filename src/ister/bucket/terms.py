@@ -167,12 +167,20 @@ def is_of_lineage(record: TopicRecord, epoch: int, end: int) -> bool:
     return all(end <= entry.start for entry in lineage if entry.epoch > epoch)
 
 
+class _Committed(NamedTuple):
+    """A topic's record, and the end of its catalog."""
+
+    record: TopicRecord
+    end: int
+
+
 class ForgottenRuns:
     """Finds runs in express objects that may be missing from their catalogs. Thread-safe.
 
     The objects of a process are read from the newest back, until several in a row have only runs
     that are in their catalogs: older ones were committed before. So the cost depends on how much
-    is missing, not on how much there is.
+    is missing, not on how much there is. Topics that were claimed since do not count: their next
+    owner has added the runs, and other topics in older objects may still lack theirs.
     """
 
     def __init__(self, objects: ObjectStore, metadata: MetadataStore, root_prefix: str) -> None:
@@ -207,10 +215,14 @@ class ForgottenRuns:
         is_final = not self._is_running(node, instance)
         found = ExpressRuns()
         known_in_a_row = 0
-        ends: dict[TopicName, int] = {}
+        topics: dict[TopicName, _Committed | None] = {}
         for info in reversed(list(self._objects.list(EXPRESS_PREFIX + folder))):
             runs = found.read(self._objects, info, lambda error: _log.error("%s", error))
-            known_in_a_row = known_in_a_row + 1 if self._are_known(runs, ends) else 0
+            states = self._compare(runs, topics)
+            if False in states:
+                known_in_a_row = 0
+            elif True in states:
+                known_in_a_row += 1
             if known_in_a_row == _KNOWN_IN_A_ROW:
                 break
         if is_final:
@@ -221,17 +233,34 @@ class ForgottenRuns:
         found = self._metadata.get(f"{self._root}/cluster/nodes/{node}/process")
         return found is not None and instance.encode() in found.value
 
-    def _are_known(self, runs: Sequence[ExpressRun], ends: dict[TopicName, int]) -> bool:
-        """Whether the catalog of each run's topic reaches the end of the run."""
-        keys = {
-            TopicKeys(self._root, topic).current: topic for topic, _ in runs if topic not in ends
-        }
-        pointers = self._metadata.get_many(list(keys)) if keys else {}
-        for key, topic in keys.items():
-            pointer = pointers.get(key)
-            end = None if pointer is None else decode_pointer(pointer.value, key=key).end
-            ends[topic] = end or 0
-        return all(run.end <= ends[topic] for topic, run in runs)
+    def _compare(
+        self, runs: Sequence[ExpressRun], topics: dict[TopicName, _Committed | None]
+    ) -> set[bool | None]:
+        """Whether the process has committed runs; None where that cannot be told any more."""
+        keys = {topic: TopicKeys(self._root, topic) for topic, _ in runs if topic not in topics}
+        wanted = [key for its in keys.values() for key in (its.record, its.current)]
+        values = self._metadata.get_many(wanted) if wanted else {}
+        for topic, its in keys.items():
+            found, pointer = values.get(its.record), values.get(its.current)
+            topics[topic] = (
+                None
+                if found is None
+                else _Committed(
+                    decode_topic(found.value, key=its.record),
+                    0
+                    if pointer is None
+                    else decode_pointer(pointer.value, key=its.current).end or 0,
+                )
+            )
+        return {_is_committed(run, topics[topic]) for topic, run in runs}
+
+
+def _is_committed(run: ObjectDescriptor, known: _Committed | None) -> bool | None:
+    if known is None or known.record.epoch < run.epoch:
+        return False  # the metadata store does not know of this owner
+    if known.record.epoch > run.epoch or not known.record.is_open:
+        return None  # a later owner has added it, or will; or nobody needs it
+    return run.end <= known.end
 
 
 def process_of_claim(node: str, claim: str) -> tuple[str, str] | None:

@@ -217,6 +217,10 @@ class SubscriptionStore:
                 _log.error("unreadable subscription", extra={"error": str(error)})
         return loaded
 
+    def highest_cursor(self, topic: TopicName) -> int:
+        """The highest cursor of a topic of a log without a bucket; 0 without one."""
+        return max((one.cursor for one in self.load(topic, "").values()), default=0)
+
     def topics(self) -> list[TopicName]:
         """Returns all topics that have a subscription, of any incarnation; sorted by namespace."""
         prefix = f"{self._root}/subscriptions/"

@@ -600,6 +600,16 @@ class Log:
         work = partial(give_up_lost, tiers=self._tiers, at_least=at_least, is_dry=is_dry)
         return self._shielded(name, lambda: self._mend(name, work))
 
+    def expect_end(self, name: str, end: int) -> Topic:
+        """Opens a topic of a log without a bucket again: it is quarantined if it ends before `end`.
+
+        For a caller who knows that its messages up to there were durable.
+        """
+        with self._exclusively(name) as topic:
+            self._retire(topic)
+            self._heads.expect(name, Head("", 0, end))
+        return self.topic(name)
+
     def _expect(self, name: str, end: int) -> None:
         """Has an opening after a crash refuse the files again, until all is given up."""
         known = self._tiers.view(TopicName.parse(name)).known if self._tiers is not None else None

@@ -28,8 +28,19 @@ from typing import Final, NamedTuple
 from ister.bucket.catalog import Catalog
 from ister.bucket.directory import list_records
 from ister.bucket.express import ExpressRuns, find_runs
-from ister.bucket.names import TopicKeys, object_id_of, object_key, parse_object_id
-from ister.bucket.rebuild import find_topics, rebuild_catalog, rebuild_topic
+from ister.bucket.names import (
+    ObjectName,
+    TopicKeys,
+    object_id_of,
+    object_key,
+    parse_object_id,
+)
+from ister.bucket.rebuild import (
+    extend_catalog,
+    find_topics,
+    rebuild_catalog,
+    rebuild_topic,
+)
 from ister.bucket.terms import (
     ForgottenRuns,
     Term,
@@ -120,7 +131,14 @@ class _Found:
     terms: list[Term]
     local: _Files | None
     objects: list[ObjectInfo]
-    needs_rebuild: bool = False
+    tagged: list[ObjectName] = field(default_factory=list)
+    """Objects that replaced others."""
+
+    def needs_rebuild(self, record: TopicRecord) -> bool:
+        """Whether the catalog of a topic with this record lacks objects that replaced others."""
+        own = [one for one in self.tagged if is_of_lineage(record, one.epoch, one.end)]
+        is_merged = any(one.start < self.row.catalog_end < one.end for one in own)
+        return is_merged or bool(self.row.missing and own)
 
 
 class MetadataTrust:
@@ -222,7 +240,7 @@ class MetadataTrust:
             Absent(key) if found.record is None else RevisionIs(key, found.record[1]),
             Absent(found.keys.owner),
         ]
-        if found.needs_rebuild or not is_same:
+        if not is_same or found.needs_rebuild(newest):
             if not is_same:
                 self._metadata.delete_prefix(found.keys.storage)
             rebuild_catalog(
@@ -232,6 +250,17 @@ class MetadataTrust:
                 found.objects,
                 record=newest,
                 runs=self._runs_of(name),
+            )
+        elif row.status == OLDER and (runs := self._runs_of(name)):
+            # The next opening asks for the runs of the newest owner's process only, and those of
+            # the processes before it may be missing, too.
+            extend_catalog(
+                self._objects,
+                self._metadata,
+                found.keys,
+                row.catalog_end,
+                record=newest,
+                runs=runs,
             )
         operations: list[Operation] = [Put(found.keys.record, encode_topic(newest))]
         if row.status != INCOMPLETE:
@@ -294,7 +323,7 @@ class MetadataTrust:
             row.status = UNKNOWN
         elif any(term.is_after(record) for term in _terms_of(found)):
             row.status = OLDER
-        elif record.is_open and found.needs_rebuild:
+        elif record.is_open and found.needs_rebuild(record):
             row.status = INCOMPLETE
         elif row.missing:
             row.status = MISSING
@@ -327,8 +356,7 @@ class MetadataTrust:
         return _Files(local.term, local.incarnation, ack, local.start)
 
     def _compare_objects(self, found: _Found, catalog: Catalog, name: TopicName) -> None:
-        row, there, tagged = found.row, set[str](), list[tuple[int, int]]()
-        record = found.record[0] if found.record is not None else None
+        row, there = found.row, set[str]()
         for info in found.objects:
             object_id = object_id_of(name, info.key)
             there.add(object_id)
@@ -336,19 +364,13 @@ class MetadataTrust:
             if parsed is None:
                 continue
             row.bucket_end = max(row.bucket_end, parsed.end)
-            if (
-                parsed.tag is not None
-                and record is not None
-                and is_of_lineage(record, parsed.epoch, parsed.end)
-            ):
-                tagged.append((parsed.start, parsed.end))
+            if parsed.tag is not None:
+                found.tagged.append(parsed)
         for described, _ in catalog.descriptors():
             row.catalog_end = described.end
             if not self._is_there(name, described.object_id, there):
                 row.missing.append((described.start, described.end))
         row.bucket_end = max(row.bucket_end, row.catalog_end if not row.missing else 0)
-        is_merged = any(start < row.catalog_end < end for start, end in tagged)
-        found.needs_rebuild = is_merged or bool(row.missing and tagged)
 
     def _processes(self, found: _Found) -> set[tuple[str, str]]:
         """Node and instance of the processes that had the newest terms."""

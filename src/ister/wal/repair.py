@@ -78,6 +78,8 @@ def rewrite_log(wal: Wal, start: int, *, chunk_bytes: int, clock: Clock, metrics
             codec=wal.settings.codec,
             ack=wal.settings.ack,
             incarnation=wal.settings.incarnation,
+            epoch=wal.settings.epoch,
+            claim=wal.settings.claim,
             checkpoint=WalCheckpoint(
                 start_offset=start,
                 last_offset=max(end - 1, 0),

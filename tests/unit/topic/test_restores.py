@@ -15,11 +15,12 @@ from ister.errors import (
     WaitsForDiskError,
 )
 from ister.fs.whole_files import write_file
-from ister.model import TopicState
+from ister.model import TopicName, TopicState
 from ister.topic.log import Log
 from ister.topic.metadata_trust import MetadataTrust
 from ister.topic.topic import Topic
 from support.backups import BucketBackup, DiskBackup, MetadataBackup
+from support.express import Shared
 from support.machine import ROOT, payloads
 from support.memory_fs import SimulatedCrash
 from support.tiers import NAME, PREFIX, TTL_SECONDS, Site
@@ -195,13 +196,13 @@ def test_accepted_metadata_has_no_seal_of_an_earlier_term(site):
     assert go_on(site.open())[: len(acked)] == acked
 
 
-def accept(site: Site, disk: str) -> str:
+def accept(site: Site, disk: str, name: TopicName = NAME) -> str:
     """Accepts older metadata on a node; the topic's status."""
     fs = site.disk(disk)
     trust = MetadataTrust(
         site.objects, site.metadata, PREFIX, fs=fs, wal_root=ROOT, clock=site.clock
     )
-    status = trust.accept(NAME).status
+    status = trust.accept(name).status
     trust.finish()
     return status
 
@@ -421,3 +422,70 @@ def test_offsets_are_not_used_again_after_a_crash_while_older_files_are_given_up
     assert log.give_up(TEXT).next_offset == 10
     assert payloads(made(log).read("earliest")) == acked
     assert made(log).append(b"next") == 10
+
+
+def express_payloads(log: Log, number: int) -> list[bytes]:
+    topic = log.topic(f"/default/t{number}")
+    topic.append(b"next")
+    topic.upload()
+    return payloads(topic.read("earliest"))
+
+
+@pytest.mark.parametrize("disk", ["b", "c"])
+def test_runs_of_a_topic_are_adopted_after_those_of_another_one(site, disk):
+    """The newest express objects have nothing of the topic that is opened last."""
+    shared = Shared(site)
+    shared.fill(1)
+    shared.fill(1, number=1)
+    backup = MetadataBackup.of(site.metadata)
+    shared.fill(1, number=1, first=1)
+    shared.fill(*[1] * 6, first=1)
+    end(site, shared.log)
+    backup.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    log = site.open("b")
+    assert len(express_payloads(log, 0)) == 8
+    if disk == "b":  # what this process knows of the objects is forgotten
+        end(site, log)
+    assert express_payloads(site.open(disk), 1) == [b"message 0", b"message 1", b"next"]
+
+
+@pytest.mark.parametrize("disk", ["a", "b", "c"])
+def test_accepting_keeps_the_runs_of_several_processes(site, disk):
+    """The bucket has the term of the last one, and the metadata is older than it."""
+    shared = Shared(site, topics=1)
+    shared.fill(1)
+    backup = MetadataBackup.of(site.metadata)
+    shared.fill(1, 1, first=1)
+    end(site, shared.log)
+    other = Shared(site, "b", topics=1)
+    other.fill(1, 1, first=3)
+    end(site, other.log)
+    backup.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert accept(site, disk, TopicName.parse("/default/t0")) == "accepted"
+    wanted = [b"message %d" % number for number in range(5)]
+    assert express_payloads(site.open(disk), 0) == [*wanted, b"next"]
+
+
+@pytest.mark.parametrize("disk", ["b", "c"])
+def test_accepting_rebuilds_a_catalog_whose_runs_a_later_owner_has_replaced(site, disk):
+    shared = Shared(site, topics=1)
+    shared.fill(1, 1)
+    backup = MetadataBackup.of(site.metadata)
+    end(site, shared.log)
+    other = Shared(site, "b", topics=1, storage={"uploader": {"express": {"resort_seconds": 1}}})
+    other.fill(1, 1, first=2)
+    site.clock.advance(3600)
+    other.log.tiers.membership.renew()
+    runs = other.objects()
+    assert other.topics[0].tier.resort().end == 4
+    for key in runs:
+        site.objects.drop(key)
+    other.fill(1, first=4)
+    end(site, other.log)
+    backup.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert accept(site, disk, TopicName.parse("/default/t0")) == "accepted"
+    wanted = [b"message %d" % number for number in range(5)]
+    assert express_payloads(site.open(disk), 0) == [*wanted, b"next"]

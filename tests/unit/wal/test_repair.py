@@ -179,14 +179,16 @@ def test_checkpoint_says_what_the_new_file_is(harm, start):
     machine, frames = a_machine(harm)
     with machine:
         log, topic = opened(machine)
-        topic.wal.settings = replace(topic.wal.settings, incarnation="of this topic")
+        topic.wal.settings = replace(
+            topic.wal.settings, incarnation="of this topic", epoch=7, claim="of its owner"
+        )
         rewrite(topic, start)
         state = WalDirectory(machine.fs, PATH).load_state()
         log.close()
     assert (state.synced, state.is_poisoned) == (COUNT, False)
     assert state.synced_position == len(b"".join(frames[start:]))
     assert (state.ack, state.codec) == (topic.ack, topic.codec)
-    assert state.incarnation == "of this topic"
+    assert (state.incarnation, state.epoch, state.claim) == ("of this topic", 7, "of its owner")
     checkpoint = state.checkpoint
     assert (checkpoint.start_offset, checkpoint.last_offset) == (start, COUNT - 1)
     assert (checkpoint.file_seq, checkpoint.active_file_name) == (8, "wal.8.log")

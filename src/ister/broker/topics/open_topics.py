@@ -389,7 +389,7 @@ class OpenTopics(TopicNames):
     ) -> Topic:
         try:
             try:
-                return self.log.topic(name)
+                return self._open_found(name)
             except NotFoundError:
                 if not creates:
                     raise
@@ -405,6 +405,19 @@ class OpenTopics(TopicNames):
         except ConflictError as error:
             # Another broker has just claimed it: the client looks it up again.
             raise UnavailableError(str(error), topic=name) from error
+
+    def _open_found(self, name: str) -> Topic:
+        topic = self.log.topic(name)
+        if (
+            topic.tier is not None
+            or topic.wal.directory is None
+            or topic.ack is not AckLevel.SYNCED
+        ):
+            # With a bucket, the claim has compared the cursors. At lower levels, messages before a
+            # cursor may have been lost in a crash.
+            return topic
+        end = self.store.highest_cursor(TopicName.parse(name))
+        return self.log.expect_end(name, end) if end > topic.next_offset else topic
 
     def _refused(self, name: str, error: ConflictError) -> UnavailableError:
         """Records that an operator has to decide about a topic; clients wait meanwhile."""

@@ -10,6 +10,7 @@ from ister.broker.topics.consumer_ids import consumer_id
 from ister.broker.topics.open_topics import ElsewhereError
 from ister.bucket.members import Member
 from ister.bucket.names import term_key
+from ister.clock import SystemClock
 from ister.errors import (
     AlreadyExistsError,
     CapacityError,
@@ -21,6 +22,7 @@ from ister.errors import (
     TopicNameError,
     UnavailableError,
 )
+from ister.metadata.memory import MemoryMetadata
 from ister.model import TopicName, TopicState
 from ister.subscription.policy import SubscriptionKind
 from support.broker import a_record, eventually, run, some_topics, take
@@ -657,6 +659,45 @@ def test_while_it_ends_nothing_is_opened_and_cursors_are_written(tmp_path):
                 with pytest.raises(UnavailableError, match="shutting down"):
                     await call
             assert topics.store.load(topic.parsed, topic.incarnation)["s"].cursor == 1
+
+    run(scenario())
+
+
+@each("level", ["synced", "written"])
+def test_cursor_beyond_the_files_tells_that_they_are_an_older_copy(tmp_path, level):
+    """Goal: the loss is named before the cursor is clipped; at lower levels a crash explains it."""
+    metadata = MemoryMetadata(SystemClock())
+    files = tmp_path / "data" / "wal" / "default" / "t"
+
+    async def scenario():
+        async def opened(then):
+            settings = {"storage": {"ack": level}}
+            async with some_topics(
+                tmp_path, settings, mode="local_only", metadata=metadata
+            ) as topics:
+                return await then(topics)
+
+        async def use(topics):
+            [topic] = await make(topics, NAME)
+            consumer = await topic.subscribe("s", EXCLUSIVE, "c", ())
+            await topic.publish(a_record())
+            await topic.publish(a_record())
+            dispatch = topic.subscription("s")
+            await take(dispatch.attach(consumer.id, ()), 2)
+            ack(dispatch, 0)
+            ack(dispatch, 1)
+
+        async def look(topics):
+            topic = await topics.get(NAME)
+            cursors = topics.store.load(topic.parsed, topic.incarnation)
+            return topic.topic.state, cursors["s"].cursor
+
+        await opened(use)
+        for path in (*files.glob("wal.*"), files.parents[1] / ".heads"):
+            path.unlink()
+        state = TopicState.QUARANTINED if level == "synced" else TopicState.OPEN
+        for _ in range(2):
+            assert await opened(look) == (state, 2 if level == "synced" else 0)
 
     run(scenario())
 

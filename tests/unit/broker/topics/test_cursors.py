@@ -33,7 +33,7 @@ async def with_a_cursor(tmp_path, mode, *, cursor, saved):
     """Topics and a store that say more than the log has: ten messages, or none in memory."""
     metadata = None if mode == "wal_cloud" else MemoryMetadata()
     # At this level, and at lower ones, messages that were delivered may be lost in a crash.
-    settings = {"storage": {"ack": "written"}} if mode == "wal_cloud" else None
+    settings = None if mode == "memory" else {"storage": {"ack": "written"}}
     async with some_topics(tmp_path, settings, mode=mode, metadata=metadata) as topics:
         topic = await topics.get_or_create(NAME, is_reliable=True)
         await topic.subscribe("s", SubscriptionKind.SHARED, "c", ())
