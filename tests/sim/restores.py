@@ -207,8 +207,11 @@ class Restores:
     # -- what the stores hold ---------------------------------------------------------------
 
     def _in_bucket(self) -> set[int]:
+        """The messages of the bucket's objects; an upload that did not end promises nothing."""
         found: set[int] = set()
         for key, entry in self._store._objects.items():
+            if "-pending-" in key:
+                continue
             place = (key, entry.version)
             if place not in self._scanned:
                 self._scanned[place] = frozenset(_numbers(entry.data))
