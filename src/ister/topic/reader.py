@@ -355,11 +355,15 @@ class Reader:
 
     @property
     def held_bytes(self) -> int:
-        """The size of the chunk that the reader holds on to."""
+        """The size of what the reader holds on to."""
+        return sum(self.held_parts)
+
+    @property
+    def held_parts(self) -> tuple[int, int]:
+        """What the reader holds on to: a chunk of a file, and what it has of the bucket."""
         batch, history = self._batch, self._history
-        return (len(batch.chunk) if batch is not None else 0) + (
-            history.held_bytes if history is not None else 0
-        )
+        chunk = len(batch.chunk) if batch is not None else 0
+        return (chunk, 0) if history is None else (0, chunk + history.held_bytes)
 
     @property
     def damage_left_out(self) -> int:
