@@ -51,6 +51,13 @@ class Metric:
     description: str
     labels: tuple[str, ...] = ()
     scope: Literal["log", "broker"] = "log"
+    parts: tuple[str, ...] = ()
+    """Of a log's metric with a label: the values of that label. The metric is their sum."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names under which its values are kept."""
+        return tuple(f"{self.name}.{part}" for part in self.parts) or (self.name,)
 
     @property
     def exposed(self) -> str:
@@ -104,7 +111,12 @@ def _of_broker(
 
 
 _LOG: Final[tuple[Metric, ...]] = (
-    Metric("wal.append_enq_latency_us", "histogram", "µs", "append(), one call in 256 measured"),
+    Metric(
+        "wal.append_enq_latency_us",
+        "histogram",
+        "µs",
+        "accepting messages: one append() in 256, and every call that appends a batch",
+    ),
     Metric("wal.append_refused", "counter", "calls", "appends refused: full, stalled or closed"),
     Metric("wal.writer_flush_latency_ms", "histogram", "ms", "one write to the active file"),
     Metric("wal.writer_flush_bytes", "counter", "bytes", "bytes handed to write(2)"),
@@ -133,6 +145,7 @@ _LOG: Final[tuple[Metric, ...]] = (
     Metric("walcache.hit_ratio", "gauge", "1", "share of messages that readers took from a cache"),
     Metric("wal.tail_read_latency_ms", "histogram", "ms", "visible to read, one wait in 16"),
     Metric("wal.open_files", "gauge", "files", "writer handles open now"),
+    Metric("wal.file_bytes", "gauge", "bytes", "local files of all open topics"),
     Metric("wal.topics", "gauge", "topics", "topics open now"),
     Metric(
         "clock.step_seconds",
@@ -143,7 +156,14 @@ _LOG: Final[tuple[Metric, ...]] = (
     Metric("wal.reader.stitch_file_bytes", "counter", "bytes", "bytes read from WAL files"),
     Metric("wal.reader.stitch_cache_items", "counter", "messages", "messages read from a cache"),
     Metric("wal.reader.stitch_tier_items", "counter", "messages", "read from files or the bucket"),
-    Metric("wal_reader.memory_bytes", "gauge", "bytes", "file chunks held by readers now"),
+    Metric(
+        "wal_reader.memory_bytes",
+        "gauge",
+        "bytes",
+        "chunks held by readers now: of local files (file_stream) and of the bucket",
+        ("type",),
+        parts=("file_stream", "bucket"),
+    ),
     Metric("wal_reader.chunk_read_latency_ms", "histogram", "ms", "one chunk read from a file"),
     Metric("wal_reader.frames_parsed_total", "counter", "frames", "frames parsed from WAL files"),
     Metric("wal_reader.crc_errors_total", "counter", "frames", "bad frames met by readers"),
@@ -158,6 +178,24 @@ _LOG: Final[tuple[Metric, ...]] = (
     Metric("uploader.stream_chunk_bytes", "histogram", "bytes", "one piece handed to the store"),
     Metric("uploader.memory_usage_bytes", "gauge", "bytes", "what uploads under way may hold"),
     Metric("upload.inflight_parts", "gauge", "parts", "upload parts in flight (upper bound)"),
+    Metric(
+        "upload.batch_bytes", "histogram", "bytes", "one upload: an object, or an express object"
+    ),
+    Metric(
+        "upload.retries", "counter", "cycles", "upload cycles, or express runs, after a failed one"
+    ),
+    Metric(
+        "session.resume_events",
+        "counter",
+        "objects",
+        "uploads begun where an unfinished one began, after an error or a crash",
+    ),
+    Metric(
+        "session.abort_events",
+        "counter",
+        "objects",
+        "uploads given up before their object was whole",
+    ),
     Metric("uploader.lag_bytes", "gauge", "bytes", "synced and not in the bucket, about"),
     Metric("express.objects_total", "counter", "objects", "express objects written"),
     Metric("express.bytes_total", "counter", "bytes", "bytes of express objects written"),
@@ -170,7 +208,14 @@ _LOG: Final[tuple[Metric, ...]] = (
     Metric("express.put_latency_ms", "histogram", "ms", "one put of an express object"),
     Metric("express.commit_latency_ms", "histogram", "ms", "one commit of an express object"),
     Metric("cloud_reader.query_duration_seconds", "histogram", "s", "one look-up of descriptors"),
-    Metric("cloud_reader.range_requests_total", "counter", "requests", "reads from objects"),
+    Metric(
+        "cloud_reader.range_requests_total",
+        "counter",
+        "requests",
+        "reads from objects: of a part (ranged), or of a whole object at once (full)",
+        ("kind",),
+        parts=("ranged", "full"),
+    ),
     Metric("cloud_reader.bytes_read_total", "counter", "bytes", "bytes fetched from objects"),
     Metric("cloud_reader.bytes_used", "counter", "bytes", "of these, bytes of frames wanted"),
     Metric("cloud_reader.fetch_latency_ms", "histogram", "ms", "one read from an object"),
@@ -396,7 +441,11 @@ _BROKER: Final[tuple[Metric, ...]] = (
     *_of_broker(
         "histogram",
         (),
-        ("danube_wal_append_latency_seconds", "s", "append(), one call in 256 measured"),
+        (
+            "danube_wal_append_latency_seconds",
+            "s",
+            "accepting messages: one append() in 256, and every call that appends a batch",
+        ),
         ("danube_wal_fsync_latency_seconds", "s", "one fdatasync of a log's file"),
         ("danube_wal_flush_latency_ms", "ms", "one write to a log's file"),
         ("danube_uploader_cycle_duration_seconds", "s", "one upload cycle of one topic"),
@@ -513,12 +562,8 @@ LEFT_OUT: Final[tuple[tuple[str, str], ...]] = (
         "reading never lists the bucket: descriptors are in the metadata store",
     ),
     ("danube_cloud_list_latency_ms", "likewise"),
-    ("wal.append_latency_ms", "told as danube_wal_append_latency_seconds"),
-    ("wal.fsync_latency_ms", "told as danube_wal_fsync_latency_seconds"),
-    ("wal.bytes_total", "told as danube_wal_bytes_written_total"),
-    ("wal.truncate_events", "told as danube_wal_delete_total"),
 )
-"""Metrics of Danube's, and of its designs, that are not told under their names, and why."""
+"""Metrics of Danube's that are not told under their names, and why."""
 
 BY_NAME: Final = {metric.name: metric for metric in METRICS}
 check(len(BY_NAME) == len(METRICS), "a metric is declared once")
@@ -619,13 +664,13 @@ class Metrics:
     def __init__(self) -> None:
         # Reentrant: a finalizer may append while this thread counts.
         self._lock = threading.RLock()
-        self._counters = {m.name: 0 for m in _LOG if m.kind == "counter"}
+        self._counters = {key: 0 for m in _LOG if m.kind == "counter" for key in m.keys}
         self._histograms = {
             m.name: Histogram(bounds_of(m.name)) for m in _LOG if m.kind == "histogram"
         }
         # One that nobody computes is that of a part which this process does not have.
         self._gauges: dict[str, Callable[[], float]] = {
-            m.name: lambda: 0 for m in _LOG if m.kind == "gauge"
+            key: lambda: 0 for m in _LOG if m.kind == "gauge" for key in m.keys
         }
         self._derived: dict[str, Callable[[], int]] = {}
         forks.register(self)
@@ -634,10 +679,10 @@ class Metrics:
         """Keeps the values readable in a forked child, as they were at the fork."""
         forks.reset_locks(self._lock)
 
-    def count(self, name: str, amount: int = 1) -> None:
-        """Adds to a counter."""
+    def count(self, name: str, amount: int = 1, *, part: str = "") -> None:
+        """Adds to a counter, or to one of its parts."""
         with self._lock:
-            self._counters[name] += amount
+            self._counters[f"{name}.{part}" if part else name] += amount
 
     def observe(self, name: str, value: float) -> None:
         """Adds a value to a histogram."""
@@ -646,12 +691,12 @@ class Metrics:
 
     def counted(self, name: str) -> int:
         """The value of a counter."""
-        return self._counters[name]
+        return sum(self._counters[key] for key in BY_NAME[name].keys)
 
-    def register_gauge(self, name: str, read: Callable[[], float]) -> None:
-        """Registers a gauge that `read` computes on request."""
+    def register_gauge(self, name: str, read: Callable[[], float], *, part: str = "") -> None:
+        """Registers a gauge, or one of its parts, that `read` computes on request."""
         check(BY_NAME[name].kind == "gauge", f"{name} is a gauge")
-        self._gauges[name] = read
+        self._gauges[f"{name}.{part}" if part else name] = read
 
     def register_counter(self, name: str, read: Callable[[], int]) -> None:
         """Has a counter computed, whose value never goes down; what is counted is added to it."""
@@ -664,7 +709,10 @@ class Metrics:
         return {**numbers, **{name: one.summary() for name, one in histograms.items()}}
 
     def values(self) -> tuple[dict[str, float], dict[str, Histogram]]:
-        """All counters and gauges, and copies of the histograms."""
+        """All counters and gauges, and copies of the histograms.
+
+        Those with parts are the sums of these, whose names end with the part.
+        """
         gauges = {name: read() for name, read in self._gauges.items()}
         derived = {name: read() for name, read in self._derived.items()}
         with self._lock:
@@ -672,4 +720,7 @@ class Metrics:
             histograms = {name: one.copy() for name, one in self._histograms.items()}
         for name, value in derived.items():
             numbers[name] += value
+        for metric in _LOG:
+            if metric.parts:
+                numbers[metric.name] = sum(numbers[key] for key in metric.keys)
         return numbers, histograms

@@ -5,6 +5,7 @@ import random
 import threading
 
 import pytest
+from tests.servers.emulators import azurite, fake_gcs
 from tests.servers.s3 import BUCKET, moto_server, rclone_server
 
 from ister.clock import SystemClock
@@ -18,9 +19,10 @@ from ister.errors import (
 from ister.objectstore.opendal_store import open_store
 from support.cases import each
 from support.memory_store import MemoryObjectStore
+from support.scale import nightly
 
 MIB = 1024 * 1024
-STORES = ["fake", "memory", "fs", "rclone", "moto"]
+STORES = ["fake", "memory", "fs", "rclone", "moto", nightly("azblob"), nightly("gcs")]
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,18 @@ def moto():
         yield server
 
 
+@pytest.fixture(scope="module")
+def azblob():
+    with azurite() as emulator:
+        yield emulator
+
+
+@pytest.fixture(scope="module")
+def gcs():
+    with fake_gcs() as emulator:
+        yield emulator
+
+
 @pytest.fixture
 def open_at(request, tmp_path):
     """Opens a store by name, in a place of its own."""
@@ -47,6 +61,10 @@ def open_at(request, tmp_path):
             server = request.getfixturevalue(name)
             root, options = f"s3://{BUCKET}/{random.randbytes(6).hex()}/deep", server.options()
             store = open_store("s3", root, options, clock=SystemClock())
+        elif name in ("azblob", "gcs"):
+            emulator = request.getfixturevalue(name)
+            root = f"{emulator.root}/{random.randbytes(6).hex()}/deep"
+            store = open_store(emulator.backend, root, emulator.options, clock=SystemClock())
         else:
             root = str(tmp_path / "objects") if name == "fs" else ""
             store = open_store(name, root, {}, clock=SystemClock())

@@ -53,7 +53,7 @@ class S3Server:
 def rclone_server() -> Iterator[S3Server]:
     """`rclone serve s3` over a directory. Verifies signatures; ignores `If-None-Match`."""
     binary = Path(sys.executable).parent / "rclone"
-    with _directory("rclone") as directory:
+    with server_directory("rclone") as directory:
         data = Path(directory, "data")
         (data / BUCKET).mkdir(parents=True)
         # Neither the user's configuration nor their cache is touched.
@@ -62,7 +62,7 @@ def rclone_server() -> Iterator[S3Server]:
             "RCLONE_CONFIG": f"{directory}/rclone.conf",
             "RCLONE_CACHE_DIR": f"{directory}/cache",
         }
-        with _process(
+        with server_process(
             lambda port: [
                 str(binary),
                 *("serve", "s3", "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"),
@@ -78,8 +78,8 @@ def rclone_server() -> Iterator[S3Server]:
 def moto_server() -> Iterator[S3Server]:
     """The moto server, with an empty bucket. Honours conditions; verifies no signatures."""
     with (
-        _directory("moto") as directory,
-        _process(
+        server_directory("moto") as directory,
+        server_process(
             lambda port: [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
             directory=directory,
             environment={**os.environ, "TMPDIR": directory},
@@ -97,7 +97,7 @@ def moto_server() -> Iterator[S3Server]:
 
 
 @contextmanager
-def _directory(name: str) -> Iterator[str]:
+def server_directory(name: str) -> Iterator[str]:
     directory = tempfile.mkdtemp(prefix=f"ister-{name}-")
     try:
         yield directory
@@ -106,7 +106,7 @@ def _directory(name: str) -> Iterator[str]:
 
 
 @contextmanager
-def _process(command, *, directory: str, environment: dict[str, str]) -> Iterator[int]:
+def server_process(command, *, directory: str, environment: dict[str, str]) -> Iterator[int]:
     """Runs a server until the block ends; yields its port once it answers there."""
     for attempt in range(3):
         port = free_port()

@@ -24,7 +24,7 @@ def test_every_metric_is_declared_once_and_described():
     for metric in METRICS:
         if metric.scope == "log":
             assert re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", metric.name)
-            assert not metric.labels
+            assert len(metric.labels) == bool(metric.parts)
         else:
             assert re.fullmatch(r"(danube|ister|process)_[a-z_]+", metric.name)
         assert re.fullmatch(r"[a-z_]+", metric.exposed)
@@ -49,7 +49,7 @@ def test_every_metric_is_readable_through_a_log(machine):
     reader.next_batch(max_messages=2)
     values = log.metrics.snapshot()
     declared = [metric for metric in METRICS if metric.scope == "log"]
-    assert set(values) == {metric.name for metric in declared}
+    assert set(values) == {name for metric in declared for name in (metric.name, *metric.keys)}
     for metric in declared:
         is_summary = isinstance(values[metric.name], dict)
         assert is_summary == (metric.kind == "histogram"), metric.name
@@ -59,7 +59,10 @@ def test_every_metric_is_readable_through_a_log(machine):
     assert values["wal.cache.bytes"] == topic.cache.size_bytes > 0
     assert values["wal.open_files"] == 1
     assert values["wal_reader.active_readers"] == 1
-    assert values["wal_reader.memory_bytes"] > 0
+    held = values["wal_reader.memory_bytes"]
+    assert held == values["wal_reader.memory_bytes.file_stream"] > 0
+    assert values["wal_reader.memory_bytes.bucket"] == 0
+    assert values["wal.file_bytes"] == values["wal.writer_flush_bytes"]
     assert values["wal.writer_rotate_events"] == len(topic.wal.files) - 1
     assert values["wal.writer_sync_latency_ms"]["count"] >= 30
     assert values["wal.writer_flush_bytes"] == sum(
@@ -74,6 +77,8 @@ def test_unknown_metric_cannot_be_counted():
         lambda: metrics.observe("wal.unknown", 1),
         lambda: metrics.register_gauge("wal.unknown", lambda: 1),
         lambda: metrics.count("wal.topics"),
+        lambda: metrics.count("cloud_reader.range_requests_total"),
+        lambda: metrics.count("cloud_reader.range_requests_total", part="other"),
     ):
         with pytest.raises(KeyError):
             use()
@@ -97,6 +102,16 @@ def test_counts_from_many_threads_add_up():
     values = metrics.snapshot()
     assert values["wal.append_refused"] == 16_000
     assert values["wal.append_enq_latency_us"]["count"] == 8000
+
+
+def test_counter_with_parts_is_their_sum():
+    metrics = Metrics()
+    for part, amount in (("ranged", 5), ("full", 2)):
+        metrics.count("cloud_reader.range_requests_total", amount, part=part)
+    values = metrics.snapshot()
+    assert values["cloud_reader.range_requests_total"] == 7
+    assert values["cloud_reader.range_requests_total.full"] == 2
+    assert metrics.counted("cloud_reader.range_requests_total") == 7
 
 
 def test_derived_counter_is_computed_when_somebody_looks():

@@ -102,7 +102,11 @@ def fetch_chunks(
         NotFoundError: There is no such object (any more).
         UnavailableError: The store does not answer.
     """
-    fetch = partial(MeasuredReads(store, clock=clock, metrics=metrics).view, key)
+    fetch = partial(
+        MeasuredReads(store, clock=clock, metrics=metrics).view,
+        key,
+        object_bytes=part.object_bytes,
+    )
     metrics.count("cloud_reader.objects_opened_total")
     coming: Future[Buffer] | None = None
     position = part.position

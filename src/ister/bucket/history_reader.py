@@ -478,14 +478,13 @@ class HistoryReader:
     def _get(self, described: ObjectDescriptor, position: int, size: int) -> bytes:
         """Bytes of the object, never past the end that its descriptor gives."""
         key = object_key(self._catalog.keys.topic, described.object_id)
+        object_bytes = described.size_bytes
         if not self._settings.ranged:
             if self._whole is None:
-                self._whole = self._fetch_bytes(key, 0, described.size_bytes)
+                self._whole = self._reads.read(key, 0, object_bytes, object_bytes=object_bytes)
             return self._whole[position : position + size]
-        return self._fetch_bytes(key, position, min(size, described.size_bytes - position))
-
-    def _fetch_bytes(self, key: str, position: int, size: int) -> bytes:
-        return self._reads.read(key, position, size) if size > 0 else b""
+        size = min(size, object_bytes - position)
+        return self._reads.read(key, position, size, object_bytes=object_bytes) if size > 0 else b""
 
     # -- damage -----------------------------------------------------------------------------
 

@@ -128,6 +128,8 @@ class ObjectMaker:
         self._on_parts = on_parts
         self._is_stopping = is_stopping
         self._egress = egress
+        self.chunks = 0
+        """In how many pieces the newest object was handed to the store."""
 
     def make(
         self,
@@ -187,7 +189,7 @@ class ObjectMaker:
             key, chunk_bytes=settings.chunk_bytes, concurrent_parts=settings.concurrent_parts
         )
         self._on_memory(held)
-        parts = 0
+        parts = self.chunks = 0
         try:
             while summary.end < end:
                 self._check_stopping()
@@ -201,6 +203,7 @@ class ObjectMaker:
                 )
                 self._on_parts(begun - parts)
                 parts = begun
+                self.chunks += 1
                 self._metrics.observe("uploader.stream_chunk_bytes", len(data))
                 failpoints.reach("tier.after_part")
             failpoints.reach("tier.before_complete")

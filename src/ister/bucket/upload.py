@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 
 from ister import failpoints
 from ister.bucket.egress import EgressLimit
@@ -29,7 +30,7 @@ from ister.bucket.names import format_object_id
 from ister.bucket.object_maker import FrameSource, ObjectMaker, UploadSettings
 from ister.bucket.ownership import OwnedTopic
 from ister.clock import Clock
-from ister.errors import CorruptDataError
+from ister.errors import CorruptDataError, IsterError
 from ister.format.descriptor import ObjectDescriptor
 from ister.format.records import UploadSession
 from ister.metrics import Metrics
@@ -77,6 +78,9 @@ class Uploader:
         self._settings = settings
         self._clock = clock
         self._metrics = metrics
+        # Where the last upload that was not committed began.
+        self._unfinished: int | None = None
+        self._has_asked = False
         self._maker = ObjectMaker(
             owned.catalog.keys.topic,
             store,
@@ -114,6 +118,9 @@ class Uploader:
 
     def _upload(self, source: FrameSource, start: int, synced: int) -> ObjectDescriptor:
         began = self._clock.monotonic()
+        if self._is_resumed(start):
+            self._metrics.count("session.resume_events")
+        self._unfinished = start
         try:
             descriptor = self._make_object(source, start, self._plan(source, start, synced))
         except CorruptDataError as error:
@@ -122,8 +129,10 @@ class Uploader:
             # What precedes the damage is whole, and needs a second copy all the more.
             descriptor = self._make_object(source, start, self._plan(source, start, error.offset))
         self._owned.commit(descriptor)
+        self._unfinished = None
         elapsed_ms = (self._clock.monotonic() - began) * 1000
         self._metrics.observe("uploader.object_latency_ms", elapsed_ms)
+        self._metrics.observe("upload.batch_bytes", descriptor.size_bytes)
         self._metrics.count("uploader.objects_created_total")
         self._metrics.count("uploader.bytes_uploaded_total", descriptor.size_bytes)
         _log.info(
@@ -133,9 +142,20 @@ class Uploader:
                 "object": descriptor.object_id,
                 "bytes": descriptor.size_bytes,
                 "offset": descriptor.start,
+                "chunks": self._maker.chunks,
+                "duration_ms": round(elapsed_ms, 1),
             },
         )
         return descriptor
+
+    def _is_resumed(self, start: int) -> bool:
+        """Whether an upload that was not finished, perhaps by an earlier owner, began there."""
+        if not self._has_asked:
+            self._has_asked = True
+            with suppress(IsterError):  # it is only counted
+                session = self._owned.session()
+                self._unfinished = session.start if session is not None else None
+        return self._unfinished == start
 
     def upload_again(
         self, source: FrameSource, old: ObjectDescriptor, revision: int
@@ -203,11 +223,15 @@ class Uploader:
         )
         if arrived_ms is None and (known_ms := source.arrived_ms(start, end)) is not None:
             arrived_ms = self._correct_ms(known_ms)
-        return self._maker.make(
-            source,
-            start,
-            end,
-            epoch=owned.epoch,
-            incarnation=owned.record.incarnation,
-            arrived_ms=arrived_ms,
-        )
+        try:
+            return self._maker.make(
+                source,
+                start,
+                end,
+                epoch=owned.epoch,
+                incarnation=owned.record.incarnation,
+                arrived_ms=arrived_ms,
+            )
+        except BaseException:
+            self._metrics.count("session.abort_events")
+            raise

@@ -21,21 +21,27 @@ class MeasuredReads:
         self._clock = clock
         self._metrics = metrics
 
-    def read(self, key: str, start: int, size: int) -> bytes:
-        """Like `ObjectStore.read`."""
-        return self._measure(self._store.read, key, start, size)
+    def read(self, key: str, start: int, size: int, *, object_bytes: int) -> bytes:
+        """Like `ObjectStore.read`, of an object of a known size."""
+        return self._measure(self._store.read, key, start, size, object_bytes)
 
-    def view(self, key: str, start: int, size: int) -> Buffer:
-        """Like `ObjectStore.view`."""
-        return self._measure(self._store.view, key, start, size)
+    def view(self, key: str, start: int, size: int, *, object_bytes: int) -> Buffer:
+        """Like `ObjectStore.view`, of an object of a known size."""
+        return self._measure(self._store.view, key, start, size, object_bytes)
 
     def _measure(
-        self, fetch: Callable[[str, int, int], _Bytes], key: str, start: int, size: int
+        self,
+        fetch: Callable[[str, int, int], _Bytes],
+        key: str,
+        start: int,
+        size: int,
+        object_bytes: int,
     ) -> _Bytes:
         began = self._clock.monotonic()
         data = fetch(key, start, size)
         elapsed_ms = (self._clock.monotonic() - began) * 1000
         self._metrics.observe("cloud_reader.fetch_latency_ms", elapsed_ms)
-        self._metrics.count("cloud_reader.range_requests_total")
+        kind = "full" if 0 < object_bytes <= size else "ranged"
+        self._metrics.count("cloud_reader.range_requests_total", part=kind)
         self._metrics.count("cloud_reader.bytes_read_total", len(data))
         return data

@@ -89,8 +89,14 @@ _PROBE_FOLDER: Final = ".ister-probe"
 
 _library: Final = forks.Library("opendal")
 
-_TOO_SHORT: Final = "reader got too little data"
-"""What opendal says when an answer is whole and shorter than the range that was asked for."""
+_RANGE_STATUS: Final = "{ status: 416,"
+_TOO_SHORT: Final = (
+    # An answer is whole and shorter than the range that was asked for.
+    "reader got too little data",
+    # Azurite's answer to a range that begins at the end: from there to the byte before.
+    "header content range is invalid: end is less than start",
+)
+"""What opendal says of a range that goes beyond the object, where the store does not say it."""
 
 
 class OpendalStore:
@@ -430,7 +436,7 @@ class OpendalStore:
                         path=self.path(key),
                     )
         except self._errors as error:
-            if error_kind(error) != "RangeNotSatisfied" and _TOO_SHORT not in str(error):
+            if not _is_beyond_end(error):
                 raise
             return None
         if missing:
@@ -628,3 +634,11 @@ def _make_operator(
         failure = config_error(error, hidden)
     # Outside of the block above, so that an original with secrets is not kept as the context.
     raise failure
+
+
+def _is_beyond_end(error: Exception) -> bool:
+    """Whether a range was not there to be read, or not whole; the object's size tells."""
+    # opendal does not translate the status of GCS and Azure.
+    if error_kind(error) == "RangeNotSatisfied" or _RANGE_STATUS in str(error):
+        return True
+    return any(text in str(error) for text in _TOO_SHORT)

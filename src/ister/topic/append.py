@@ -170,8 +170,7 @@ class Appender:
             self.wal.clean_up_interrupt()
             raise
         if not offset & _SAMPLE_MASK:
-            elapsed_us = (self._now_ns() - started) / 1000
-            self._metrics.observe("wal.append_enq_latency_us", max(0.0, elapsed_us))
+            self._observe(started)
         return offset
 
     def append_many(
@@ -227,6 +226,7 @@ class Appender:
             put: Appends messages from an offset on; returns their number.
         """
         buffer = self._buffer
+        started = self._now_ns()
         if self._is_held():
             self.wal.check_reentry()
         try:
@@ -245,7 +245,12 @@ class Appender:
                 pass
             self.wal.clean_up_interrupt()
             raise
+        self._observe(started)
         return range(first, first + count)
+
+    def _observe(self, started_ns: int) -> None:
+        elapsed_us = (self._now_ns() - started_ns) / 1000
+        self._metrics.observe("wal.append_enq_latency_us", max(0.0, elapsed_us))
 
     def append_arrow(
         self,

@@ -212,7 +212,11 @@ def _read_archived(  # noqa: PLR0917
         CorruptDataError: It is damaged.
         UnavailableError: The store does not answer.
     """
-    read = partial(MeasuredReads(store, clock=clock, metrics=metrics).read, key)
+    read = partial(
+        MeasuredReads(store, clock=clock, metrics=metrics).read,
+        key,
+        object_bytes=part.object_bytes,
+    )
     metrics.count("cloud_reader.objects_opened_total")
     archive = ArchiveReader(read, part.object_bytes, path=key)
     if not archive.start <= part.start < part.end <= archive.end:

@@ -281,6 +281,7 @@ class Express:
         self._metrics.observe("express.put_latency_ms", (self._clock.monotonic() - began) * 1000)
         self._metrics.count("express.objects_total")
         self._metrics.count("express.bytes_total", size_bytes)
+        self._metrics.observe("upload.batch_bytes", size_bytes)
         return None
 
     def commit(self, batch: ExpressBatch, failure: IsterError | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from ister.metrics import Metrics
+from ister.metrics import BY_NAME, Metrics
 from ister.topic.node_clock import NodeClock
 from ister.topic.room import Room
 from ister.topic.stores import Tiers
@@ -18,9 +18,9 @@ _OF_TOPIC: Final[dict[str, Callable[[Topic], int]]] = {
     "wal.cache.bytes": lambda topic: topic.cache.size_bytes,
     "wal.cache.evictions": lambda topic: topic.cache.evictions,
     "wal.open_files": lambda topic: int(topic.wal.has_open_file),
+    "wal.file_bytes": lambda topic: topic.wal.file_bytes,
     "uploader.lag_bytes": lambda topic: topic.tier.lag_bytes if topic.tier is not None else 0,
     "wal_reader.active_readers": lambda topic: len(topic.readers),
-    "wal_reader.memory_bytes": lambda topic: sum(r.held_bytes for r in topic.readers),
 }
 
 
@@ -37,6 +37,9 @@ def register_gauges(
     def total(of_topic: Callable[[Topic], int]) -> int:
         return sum(map(of_topic, topics()))
 
+    def held_by_readers(at: int) -> int:
+        return total(lambda topic: sum(reader.held_parts[at] for reader in topic.readers))
+
     def cache_hit_ratio() -> float:
         hits = metrics.counted("wal.reader.stitch_cache_items")
         reads = hits + metrics.counted("wal.reader.stitch_tier_items")
@@ -48,6 +51,8 @@ def register_gauges(
 
     for name, of_topic in _OF_TOPIC.items():
         metrics.register_gauge(name, partial(total, of_topic))
+    for at, part in enumerate(BY_NAME["wal_reader.memory_bytes"].parts):
+        metrics.register_gauge("wal_reader.memory_bytes", partial(held_by_readers, at), part=part)
     metrics.register_gauge(
         "uploader.memory_usage_bytes", lambda: tiers.upload_memory_bytes if tiers else 0
     )

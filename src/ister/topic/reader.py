@@ -355,11 +355,15 @@ class Reader:
 
     @property
     def held_bytes(self) -> int:
-        """The size of the chunk that the reader holds on to."""
+        """The size of what the reader holds on to."""
+        return sum(self.held_parts)
+
+    @property
+    def held_parts(self) -> tuple[int, int]:
+        """What the reader holds on to: a chunk of a file, and what it has of the bucket."""
         batch, history = self._batch, self._history
-        return (len(batch.chunk) if batch is not None else 0) + (
-            history.held_bytes if history is not None else 0
-        )
+        chunk = len(batch.chunk) if batch is not None else 0
+        return (chunk, 0) if history is None else (0, chunk + history.held_bytes)
 
     @property
     def damage_left_out(self) -> int:
@@ -434,7 +438,7 @@ class Reader:
 
     def _from_tiers(self, start: int, end: int, max_bytes: int) -> Sequence[Message]:
         """Messages from the local files, or from the bucket where those no longer reach."""
-        batch = self._frames_from_tiers(start, max_bytes)
+        batch = self._frames_from_tiers(start, max_bytes, before=self._cache.start)
         if batch is None:
             return []
         self._batch = batch
@@ -442,10 +446,13 @@ class Reader:
         start = batch.first_offset
         return self._from_batch(start, max(end, start + 1), max_bytes)
 
-    def _frames_from_tiers(self, start: int, max_bytes: int) -> FrameBatch | None:
+    def _frames_from_tiers(
+        self, start: int, max_bytes: int, *, before: int = 0
+    ) -> FrameBatch | None:
         """Frames from `start` on; `next_offset` moves over those that are left out.
 
-        None if nothing but such ones is left.
+        None if nothing but such ones is left. None at or after `before` are read, if `start` is
+        before it.
         """
         wal = self._wal
         if wal.is_volatile:
@@ -462,6 +469,8 @@ class Reader:
         readable = min(self.visible, wal.written)
         if self._end is not None:
             readable = min(readable, self._end)
+        if start < before:
+            readable = min(readable, before)
         while True:
             try:
                 batch = self._fetch(start, readable, max_bytes)

@@ -474,8 +474,17 @@ class Topic(Appender):
             self._readers.add(reader)
         is_hot = self.tier is None or offset >= self.wal.trimmed
         self._metrics.count("reader.opened_hot_total" if is_hot else "reader.opened_history_total")
-        where = {"offset": offset, "end": end, "tier": "local" if is_hot else "bucket"}
-        _log.debug("reader opened", extra={"topic": self.name, **where})
+        _log.debug(
+            "reader opened",
+            extra={
+                "topic": self.name,
+                "offset": offset,
+                "end": end,
+                "tier": "local" if is_hot else "bucket",
+                "files_count": len(self.wal.files),
+                "chunk_size": self._chunk_bytes,
+            },
+        )
         return reader
 
     def read(

@@ -385,6 +385,8 @@ class TopicUploads:
                 raise ClosedError("the topic is closed", topic=self.owned.topic)
             began = self._clock.monotonic()
             self._cycle_at = began
+            if self._failures:
+                self._metrics.count("upload.retries")
             was_wanted, self.is_wanted = self.is_wanted, False
             try:
                 tiered = self._upload(is_crowded, is_paced=is_paced)
@@ -487,6 +489,8 @@ class TopicUploads:
             arrived_ms=arrived_ms,
             is_first=start == begin and not has_objects,
         )
+        if self._failures:
+            self._metrics.count("upload.retries")
         self._runs_end, self._runs_place = end, source.place
         if plan != self._runs_plan:
             # An earlier run has failed meanwhile, so that this one cannot be committed either.

@@ -15,7 +15,7 @@ again from its first byte with the next chunk, so nothing is carried over.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
 from operator import attrgetter
@@ -171,7 +171,7 @@ class WalReader:
                 end = min(end, gap)
                 break
         file, limit = self._seek(start, end, span)
-        size = self._whole_frames(min(self._chunk_bytes, max(bytes_max, _CHUNK_BYTES_MIN)))
+        size = self._whole_frames(min(self._chunk_bytes, max(bytes_max, _CHUNK_BYTES_MIN)), limit)
         if span is not None and self._next == start and (exact := span(start, min(end, limit))):
             size = min(size, exact)
         while True:
@@ -193,14 +193,18 @@ class WalReader:
                 raise self._damage(file, scan)
             # Only frames before `start` so far: on from where they end.
 
-    def _whole_frames(self, size: int) -> int:
+    def _whole_frames(self, size: int, end: int) -> int:
         """So much of `size` that a read from here ends with a frame, where the index knows one.
 
-        A chunk without the beginning of another frame can be handed on as it is.
+        A chunk without the beginning of another frame can be handed on as it is. Nor does it go
+        beyond the first frame that the index knows at or after the offset `end`.
         """
         if self._at is None:
             return size
         entries = self._index(self._at).entries
+        after = bisect_left(entries, end, key=attrgetter("offset"))
+        if after < len(entries) and (unwanted := entries[after].position - self._position) > 0:
+            size = min(size, unwanted)
         number = bisect_right(entries, self._position + size, key=attrgetter("position"))
         whole = entries[number - 1].position - self._position if number else 0
         return whole if whole > size // 2 else size

@@ -248,6 +248,11 @@ class LogState:
         return self._writer is not None and self._writer.is_open
 
     @property
+    def file_bytes(self) -> int:
+        """The size of the local files together."""
+        return self._writer.file_bytes if self._writer is not None else 0
+
+    @property
     def is_tiered_wanted(self) -> bool:
         """Whether a call waits for `tiered`; readers that wait for what comes next do not count."""
         return self._waiters[AckLevel.TIERED].has_impatient()

@@ -78,6 +78,8 @@ class WalWriter:
         self._clock = clock
         self._metrics = metrics
         self._file: File | None = None
+        # Of files that are no longer written to.
+        self._sizes: dict[int, int] = {}
         self._file_since = clock.monotonic()
         self._rotation_retry_at = 0.0
         # Once a sync has failed, a later one would succeed without having stored anything.
@@ -97,6 +99,24 @@ class WalWriter:
     def unsynced_bytes(self) -> int:
         """How much of the active file has been written and not synced."""
         return self.position - self.synced_position
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of all files together. Thread-safe."""
+        seq, position, known = self._seq, self.position, self._sizes
+        sizes = {
+            file.seq: known.get(file.seq) or self._size_of(file.seq)
+            for file in self.files
+            if file.seq != seq
+        }
+        self._sizes = sizes
+        return sum(sizes.values()) + position
+
+    def _size_of(self, seq: int) -> int:
+        try:
+            return self.directory.log_size(seq)
+        except IsterError:
+            return 0  # trimmed meanwhile; or the disk cannot tell now
 
     def write(self, chunks: Sequence[Chunk]) -> None:
         """Appends the frames of `chunks`, which follow each other, with one write.

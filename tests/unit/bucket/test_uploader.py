@@ -9,7 +9,7 @@ from ister.errors import (
     FencedError,
     UnavailableError,
 )
-from support.tiers import KIB, NOW_MS, Cluster, Frames
+from support.tiers import KIB, NOW_MS, TTL_SECONDS, Cluster, Frames
 
 FINALIZE = pytest.mark.parametrize("copies", [False, True], ids=["direct", "copy"])
 
@@ -385,3 +385,65 @@ def test_objects_and_bytes_are_counted(cluster):
     assert found["uploader.objects_created_total"] == 2
     assert found["uploader.bytes_uploaded_total"] == len(frames.between(0, 30))
     assert found["metadata.descriptor_write_total"] == 2
+
+
+# -- what is counted ----------------------------------------------------------------------------
+
+
+def counted(cluster, *names):
+    values = cluster.metrics.snapshot()
+    return [values[name] for name in names]
+
+
+def test_upload_that_begins_again_after_an_error_is_resumed(cluster):
+    """Sessions are what Danube's designs call them; an object is uploaded from its first byte."""
+    frames, events = Frames(payloads(80)), ("session.resume_events", "session.abort_events")
+    uploader = cluster.uploader(cluster.claim("a"))
+    uploader.upload(frames, 0, 50)
+    assert counted(cluster, *events) == [0, 0]
+    cluster.objects.before = fail_at("write")
+    with pytest.raises(UnavailableError):
+        uploader.upload(frames, 50, 60)
+    assert counted(cluster, *events) == [0, 1]
+    uploader.upload(frames, 50, 80)
+    assert counted(cluster, *events) == [1, 1]
+    uploader.upload(Frames(payloads(90)), 80, 90)
+    assert counted(cluster, *events) == [1, 1]
+
+
+def test_upload_that_a_crash_ended_is_resumed_by_the_next_owner(cluster):
+    frames = Frames(payloads(50))
+    cluster.objects.after = fail_at("close")
+    cluster.objects.before = fail_at("stat")
+    with pytest.raises(UnavailableError):
+        cluster.uploader(cluster.claim("a")).upload(frames, 0, 50)
+    assert counted(cluster, "session.resume_events") == [0]
+    cluster.objects.before = cluster.objects.after = lambda kind, key: None
+    cluster.clock.advance(TTL_SECONDS + 1)
+    later = cluster.uploader(cluster.claim("b", take_over=True))
+    later.upload(frames, 0, 20)
+    assert counted(cluster, "session.resume_events") == [1]
+    later.upload(frames, 20, 50)
+    assert counted(cluster, "session.resume_events") == [1]
+
+
+def test_sizes_of_uploads_are_told_as_a_histogram(cluster):
+    frames = Frames(payloads(50))
+    uploader = cluster.uploader(cluster.claim("a"))
+    made = [uploader.upload(frames, 0, 10), uploader.upload(frames, 10, 50)]
+    (told,) = counted(cluster, "upload.batch_bytes")
+    assert told["count"] == 2
+    assert told["max"] == made[1].size_bytes
+    assert told["mean"] * 2 == sum(described.size_bytes for described in made)
+
+
+def test_log_line_of_an_upload_has_its_pieces_and_its_time(cluster, caplog):
+    caplog.set_level("INFO", logger="ister.bucket.upload")
+    frames = Frames(payloads(500, size=1000))
+    cluster.objects.after = lambda kind, key: cluster.clock.advance(0.25 * (kind == "write"))
+    found = cluster.uploader(cluster.claim("a")).upload(frames, 0, 500)
+    (line,) = (vars(one) for one in caplog.records if one.getMessage() == "uploaded")
+    writes = sum(kind == "write" for kind, _ in cluster.objects.calls)
+    assert (line["bytes"], line["chunks"]) == (found.size_bytes, writes)
+    assert line["chunks"] > 1
+    assert line["duration_ms"] == 250 * writes

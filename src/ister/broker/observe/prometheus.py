@@ -409,7 +409,9 @@ class PrometheusMetrics:
         values: dict[str, Value] = {**numbers, **histograms}
         for metric in METRICS:
             if metric.scope == "log":
-                families.set(metric.name, values[metric.name])
+                labels: list[Labels] = [(part,) for part in metric.parts] or [()]
+                for key, its in zip(metric.keys, labels, strict=True):
+                    families.set(metric.name, values[key], its)
         is_etcd = self._config.storage.metadata.backend is MetadataBackend.ETCD
         aliases = {**_ALIASES, **_ETCD_ALIASES} if is_etcd else _ALIASES
         for name, (source, divisor) in aliases.items():
@@ -417,8 +419,8 @@ class PrometheusMetrics:
         families.set("danube_wal_flush_total", histograms["wal.writer_flush_latency_ms"].count)
         backend = self._config.storage.cloud.backend.value
         provider = backend if self._log.tiers is not None else "none"
-        for name, source, labels in _LABELLED:
-            told = tuple(provider if label == "provider" else label for label in labels)
+        for name, source, fixed in _LABELLED:
+            told = tuple(provider if label == "provider" else label for label in fixed)
             families.set(name, values[source], told)
 
     def _write_process(self, families: _Families) -> None:
