@@ -9,7 +9,8 @@ Invariants, each of which Spark leaves to the source:
   repeated unchanged, also the first one under `startingOffsets=latest`;
 - the same position is the same JSON text, so that an idle query makes no batches;
 - an idle query asks the stores a few times a second, not eighty: `latestOffset` waits if there is
-  nothing new;
+  nothing new, for a quarter of a second or as long as the last look took; if the trigger's interval
+  keeps Spark from calling again at once, it looks once and does not wait;
 - a store that does not respond for a while ends no query;
 - batches are contiguous: each begins where the last one ended.
 
@@ -79,12 +80,14 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         super().__init__(options, schema)
+        self._resolves: OffsetResolver | None = None
         self._initial: StreamOffset | None = None
         self._position: dict[str, object] | None = None
         self._frozen: dict[str, Head] | None = None
         self._seen: dict[str, Head] = {}
         self._seen_at = -float("inf")
         self._pause = _POLL_SECONDS
+        self._idle_at = float("inf")
         self._held_at = -float("inf")
         self._triggered_at = -float("inf")
         self._warned: set[str] = set()
@@ -173,12 +176,18 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
 
     def _find_end(self, start: dict[str, object], limit: ReadLimit | None) -> dict[str, object]:
         previous = StreamOffset.from_dict(start)
+        # Spark waits out the trigger's interval between two calls that find nothing.
+        is_paced = self._now() - self._idle_at >= _POLL_SECONDS
+        if is_paced:
+            self._seen_at = -float("inf")
         end = self._advance(previous, limit)
         if end is previous and self._frozen is None:
             if self._now() - self._held_at >= _HOLD_SECONDS:
                 self._hold(previous)
-            self._wait_for_next_read()
-            end = self._advance(previous, limit)
+            if not is_paced:
+                self._wait_for_next_read()
+                end = self._advance(previous, limit)
+        self._idle_at = self._now() if end is previous else float("inf")
         return start if end is previous else end.to_dict()
 
     def _advance(self, previous: StreamOffset, limit: ReadLimit | None) -> StreamOffset:
@@ -269,6 +278,12 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
 
     # -- the topics -------------------------------------------------------------------------
 
+    def _resolver(self) -> OffsetResolver:
+        # Kept, because it reads much less when it is used again.
+        if self._resolves is None:
+            self._resolves = super()._resolver()
+        return self._resolves
+
     def _heads(self) -> dict[str, Head]:
         """Returns what topics hold: frozen, cached, or read again."""
         if self._frozen is not None:
@@ -277,14 +292,15 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
             resolver = self._resolver()
             began = self._now()
             found = retry_unavailable(lambda: resolver.heads(must_exist=False))
-            # Reading thousands of topics takes a while: at most a fifth of the time.
-            self._pause = max(_POLL_SECONDS, 4 * (self._now() - began))
+            # Reading thousands of topics takes a while: at most half the time.
+            self._pause = max(_POLL_SECONDS, self._now() - began)
             self._remember(found)
         return self._seen
 
     def _refresh(self) -> bool:
         """Reads the topics again; returns whether they changed. A frozen end stays."""
         resolver = self._resolver()
+        resolver.forget()
         before = self._frozen if self._frozen is not None else self._seen
         found = retry_unavailable(lambda: resolver.heads(must_exist=False))
         if self._frozen is not None:
@@ -332,6 +348,7 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
                 # Retention or a deletion may have come between the look and the plan.
                 if not attempts:
                     raise
+                self._resolver().forget()
 
     def _check_contiguous(self, start: StreamOffset, batch: StreamOffset) -> None:
         if not start.ranges() or not self._options.fail_on_data_loss:
@@ -350,12 +367,13 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
 
     def _plan(self, batch: StreamOffset) -> list[InputPartition]:
         resolver = self._resolver()
-        found = resolver.heads(must_exist=False)
-        if any(end > found[name].end for name, (_, end) in batch.ranges().items() if name in found):
+        wanted_ranges = batch.ranges()
+        found = resolver.heads(must_exist=False, only=wanted_ranges)
+        if any(end > found[name].end for name, (_, end) in wanted_ranges.items() if name in found):
             # The end was read when the owner knew more than its checkpoint shows yet.
-            found = resolver.heads(must_exist=False, catches_up=True)
+            found = resolver.heads(must_exist=False, only=wanted_ranges, catches_up=True)
         ranges = []
-        for name, wanted in batch.ranges().items():
+        for name, wanted in wanted_ranges.items():
             kept = self._clip(batch.topics[name], name, wanted, found.get(name))
             if kept is not None:
                 ranges.append(resolver.range_of(found[name], *kept))
