@@ -17,13 +17,14 @@ from typing import Final
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
-from pyspark.sql.types import StructType
+from pyspark.sql.types import StructField, StructType
 
 from ister.errors import DataGapError, InvalidRequestError, NotFoundError
 from ister.retry import retry_unavailable
 from ister.spark.compat import arrow_schema_of
 from ister.spark.location import find_place
 from ister.spark.offset_resolver import Head, OffsetResolver
+from ister.spark.option_values import OffsetWord
 from ister.spark.options import ReadOptions
 from ister.spark.planner import (
     SLOTS_ASSUMED,
@@ -38,6 +39,11 @@ from ister.spark.rows import check_read_schema
 from ister.spark.workers import spare_collector
 
 START_REMEDY: Final = "; failOnDataLoss=false starts at the earliest message"
+REACH_REMEDY: Final = "; includeUnreachableTail=false reads the messages before them"
+
+UNREACHABLE: Final = "ister.unreachable"
+"""Metadata key of each column of a read with `includeUnreachableTail=false`: by topic, the first
+offset that could not be read when the DataFrame was created, and the node that may have it."""
 
 _ATTEMPTS: Final = 3
 
@@ -127,6 +133,19 @@ class TopicReader:
         )
 
 
+def mark_unreachable(schema: StructType, options: ReadOptions) -> StructType:
+    """Returns the schema with the topics whose newest messages cannot be read now as metadata."""
+    resolver = OffsetResolver(find_place(options.config, options.brokers), options)
+    found = retry_unavailable(lambda: resolver.heads(catches_up=True)).values()
+    cut = {head.topic: {"node": head.node, "offset": head.end} for head in found if head.is_cut}
+    return StructType(
+        [
+            StructField(field.name, field.dataType, field.nullable, {UNREACHABLE: cut})
+            for field in schema.fields
+        ]
+    )
+
+
 class BatchReader(TopicReader, DataSourceReader):
     """Reads ranges of topics. Created on the driver, pickled to tasks."""
 
@@ -157,6 +176,8 @@ class BatchReader(TopicReader, DataSourceReader):
     def _range(self, resolver: OffsetResolver, head: Head) -> TopicRange:
         options = self._options
         start_ms, end_ms = options.start_time_ms(head.topic), options.end_time_ms(head.topic)
+        wanted_end = options.ending_offsets.of(head.topic)
+        self._check_reach(resolver, head, wanted_end, end_ms)
         start = resolver.resolve(
             head,
             "startingOffsets",
@@ -168,7 +189,7 @@ class BatchReader(TopicReader, DataSourceReader):
         end = resolver.resolve(
             head,
             "endingOffsets",
-            options.ending_offsets.of(head.topic),
+            wanted_end,
             time_ms=end_ms,
             remedy=START_REMEDY,
         )
@@ -180,3 +201,16 @@ class BatchReader(TopicReader, DataSourceReader):
                 )
             end = start  # times need not rise with offsets: nothing lies between the two
         return resolver.range_of(head, start, end)
+
+    def _check_reach(
+        self, resolver: OffsetResolver, head: Head, end: int | OffsetWord, end_ms: int | None
+    ) -> None:
+        if head.cut_error is None:
+            return
+        if self._options.include_unreachable_tail:
+            wanted: object = end if end_ms is None else resolver.find_time(head, end_ms)
+            head.check_reach(wanted, remedy=REACH_REMEDY)
+        # Spark passes the schema that `load()` showed, unless the user gave one.
+        said = self._schema.fields[0].metadata.get(UNREACHABLE)
+        if said is not None and head.topic not in said:
+            head.check_reach(remedy="; load() again to read the messages before them")

@@ -16,7 +16,9 @@ such a topic has no tail.
 The broker that has a topic is found in the metadata store, topic by topic (`owners`). No broker is
 contacted if the bucket has everything: a topic that was handed over, rebuilt by `ister recover`, or
 whose record shows it. If the node that has the tail is not running, and its files are not here, the
-topic ends at `tiered` until the node is back, and a warning says so.
+topic ends at `tiered` until the node is back, and a warning says so. With its files here, it ends
+where their checkpoint does, if the owner died before it recorded what it had synced. Such a topic
+is cut: reads that end refuse it (`Head.check_reach`), and streams wait.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from ister.errors import (
     InvalidRequestError,
     NotFoundError,
     OffsetOutOfRangeError,
+    UnavailableError,
     WaitsForDiskError,
 )
 from ister.format.descriptor import decode_descriptor
@@ -80,7 +83,23 @@ class Head(TopicHead):
     @property
     def cut_error(self) -> WaitsForDiskError | None:
         """The error about messages that cannot be read; None if all can."""
-        return waits_for_disk(self.topic, self.node, self.tiered) if self.is_cut else None
+        return waits_for_disk(self.topic, self.node, self.end) if self.is_cut else None
+
+    def check_reach(self, end: object = None, *, remedy: str = "") -> None:
+        """Checks that a read leaves out no messages that cannot be read now.
+
+        Args:
+            end: Where the read ends; anything but an offset means all messages.
+            remedy: What else can be done about it, for the error.
+
+        Raises:
+            WaitsForDiskError: Messages before `end` may be on the disk of a node that is not
+                running.
+        """
+        error = self.cut_error
+        if error is not None and not (isinstance(end, int) and end <= self.end):
+            error.hint = f"{error.hint}{remedy}"
+            raise error
 
 
 @dataclass(slots=True, kw_only=True)
@@ -219,7 +238,7 @@ class OffsetResolver:
 
         Args:
             catches_up: Wait up to two seconds until the owner's checkpoint shows what was just
-                synced: for a read that happens once.
+                synced: for a read that happens once. A topic whose owner died before that is cut.
             must_exist: Raise for topics that do not exist, instead of skipping them.
             only: Leave out other topics than these.
 
@@ -228,7 +247,8 @@ class OffsetResolver:
             CorruptDataError: A topic's record cannot be read.
             InvalidRequestError: A process on another machine that is not a broker has a topic's
                 tail, and no broker is given.
-            UnavailableError: A store or a topic's broker does not answer.
+            UnavailableError: A store or a topic's broker does not answer; or, with `catches_up`,
+                an owner's checkpoint does not show what its files have.
         """
         directory = self._read_directory()
         entries = directory.read()
@@ -245,6 +265,8 @@ class OffsetResolver:
         seals = directory.seals(item.name for item in found if item.asks)
         # After the files: what was uploaded and trimmed meanwhile is in the bucket by now.
         self._read_ends(directory, found)
+        for item in found:
+            item.is_cut = item.is_cut and not item.record.is_whole(item.tiered)
         self._ask_brokers(
             [
                 item
@@ -273,10 +295,24 @@ class OffsetResolver:
                 if item.local is not None and catches_up:
                     # Mark all of them first: the other checkpoints come while one is awaited.
                     item.mark = item.local.mark()
+        since: float | None = None
         for item in found:
-            if item.local is not None:
-                item.snapshot = item.local.catch_up(item.mark)
-                item.asks = item.snapshot is None
+            if item.local is None:
+                continue
+            item.snapshot = item.local.catch_up(item.mark, since=since)
+            item.asks = item.snapshot is None
+            if item.snapshot is None or item.mark is None or item.snapshot.covers(item.mark):
+                continue
+            # The others have had as much time as this one.
+            since = -float("inf")
+            if item.owner is not None:
+                raise UnavailableError(
+                    "the topic's owner has written messages that it has not recorded as durable",
+                    topic=item.name,
+                    offset=item.snapshot.synced,
+                    hint="if it was killed, open the topic again where it is written",
+                )
+            item.is_cut = True
 
     def _read_ends(self, directory: TopicDirectory, found: list[_TopicState]) -> None:
         """Reads where the objects of topics begin and end."""
@@ -383,7 +419,7 @@ class OffsetResolver:
             # A broker may serve the history of a topic that waits for another node's disk.
             is_cut = end <= tiered and item.owner is None and self._topic(*item.key).is_away(record)
         if is_cut:
-            _warn_cut(item.name, record, tiered)
+            _warn_cut(item.name, record, max(end, tiered))
         if tail_bytes is None:
             # The size of these messages is unknown: assume that of those in the bucket.
             tail_bytes = self._message_bytes.get(item.key, KIB) * max(0, end - tiered)
@@ -526,7 +562,7 @@ class OffsetResolver:
 _warned: set[tuple[str, int]] = set()
 
 
-def _warn_cut(topic: str, record: TopicRecord, tiered: int) -> None:
+def _warn_cut(topic: str, record: TopicRecord, end: int) -> None:
     if (record.incarnation, record.epoch) not in _warned:
         _warned.add((record.incarnation, record.epoch))
         _log.warning(
@@ -534,7 +570,7 @@ def _warn_cut(topic: str, record: TopicRecord, tiered: int) -> None:
             "left out until it is",
             record.node,
             topic,
-            tiered,
+            end,
         )
 
 

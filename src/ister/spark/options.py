@@ -127,6 +127,8 @@ READ_OPTIONS: Final[Mapping[str, str]] = {
     "failOnDataLoss": "fail if messages to read are gone; otherwise log a warning and continue "
     "(default: true)",
     "includeTail": "also read what is not in the bucket yet (default: true)",
+    "includeUnreachableTail": "fail if the newest messages of a topic cannot be read, because they "
+    "are on the disk of a node that is not running; with false, read the others (default: true)",
     "subscription": "subscription whose cursor follows the stream, so that local files are kept "
     "until they are read (stream only)",
 }
@@ -252,6 +254,8 @@ class ReadOptions:
     pushdown: bool = False
     fail_on_data_loss: bool = True
     include_tail: bool = True
+    include_unreachable_tail: bool = True
+    """Whether a read that ends fails if messages cannot be read, or else leaves them out."""
     subscription: str | None = None
 
     @classmethod
@@ -314,6 +318,7 @@ class ReadOptions:
             pushdown=given.flag("pushdown", default=False),
             fail_on_data_loss=given.flag("failOnDataLoss", default=True),
             include_tail=given.flag("includeTail", default=True),
+            include_unreachable_tail=given.flag("includeUnreachableTail", default=True),
             subscription=given.get("subscription", as_subscription),
         )
 

@@ -52,7 +52,7 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.retry import retry_unavailable
-from ister.spark.batch import START_REMEDY, TopicReader
+from ister.spark.batch import REACH_REMEDY, START_REMEDY, TopicReader
 from ister.spark.compat import (
     SPARK_VERSION,
     ReadAllAvailable,
@@ -138,8 +138,13 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Freezes the end: the query reads what exists now, and stops."""
         resolver = self._resolver()
-        self._frozen = retry_unavailable(lambda: resolver.heads(catches_up=True, must_exist=False))
-        self._remember(self._frozen)
+        found = retry_unavailable(lambda: resolver.heads(catches_up=True, must_exist=False))
+        if self._options.include_unreachable_tail:
+            for head in found.values():
+                # The query would end before it has read what exists now.
+                head.check_reach(remedy=REACH_REMEDY)
+        self._frozen = found
+        self._remember(found)
 
     def latestOffset(  # noqa: N802
         self, start: dict[str, object] | None = None, limit: ReadLimit | None = None
