@@ -331,6 +331,24 @@ class ReadOptions:
         names += [name for name in added if name not in names]
         return None if self.columns is None and not added else tuple(names)
 
+    @property
+    def has_range(self) -> bool:
+        """Whether options narrow the range of offsets or times."""
+        return (
+            self.starting_timestamp_ms is not None
+            or self.ending_timestamp_ms is not None
+            or self.pushdown
+            or any(
+                any(given.names())
+                for given in (
+                    self.starting_offsets,
+                    self.ending_offsets,
+                    self.starting_times,
+                    self.ending_times,
+                )
+            )
+        )
+
     def start_time_ms(self, topic: str) -> int | None:
         """Returns the publish time at which a topic starts; None if offsets say where."""
         given = self.starting_timestamp_ms
