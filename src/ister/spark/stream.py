@@ -389,30 +389,32 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
     ) -> tuple[int, int] | None:
         """Returns the part of a batch's range that still exists; None if the topic is gone."""
         start, end = wanted
-        is_gone = head is None or head.incarnation != place.incarnation
-        if head is not None and not is_gone:
-            given_up = head.given_up_from(place.epoch)
-            is_gone = given_up is not None and given_up < end
-        if head is not None and not is_gone and head.end < end and head.is_cut:
-            raise UnavailableError(
-                f"messages of the batch are on the disk of node {head.node}, which is not running",
-                topic=name,
-                offset=head.end,
-                hint="start that node; the query continues when it is started again",
-            )
-        if head is None or is_gone or head.end < end:
+        kept = 0
+        if head is not None and head.incarnation == place.incarnation:
+            kept, given_up = head.end, head.given_up_from(place.epoch)
+            if given_up is not None and given_up < end:
+                kept = min(kept, given_up)
+            elif kept < end and head.is_cut:
+                raise UnavailableError(
+                    f"messages of the batch are on the disk of node {head.node}, which is not "
+                    "running",
+                    topic=name,
+                    offset=kept,
+                    hint="start that node; the query continues when it is started again",
+                )
+        if kept < end:
             self._lose(
                 ConflictError(
                     "the topic was deleted, or lost messages, after the batch was planned",
                     topic=name,
-                    offset=start,
+                    offset=max(start, kept),
                     hint="failOnDataLoss=false continues without them; if includeTail was "
                     "turned off meanwhile, turn it on for this batch",
                 )
             )
-            if head is None or is_gone:
+            if head is None or kept <= start:
                 return None
-            end = min(end, head.end)
+            end = kept
         if start < head.earliest:
             self._lose(
                 DataGapError(

@@ -13,6 +13,7 @@ from ister.client.flight import FlightClient, parse_brokers
 from ister.clock import SystemClock
 from ister.errors import (
     ClosedError,
+    ConflictError,
     IsterError,
     NotFoundError,
     UnavailableError,
@@ -36,7 +37,7 @@ from servers.ports import free_port
 from support.cluster import enter
 from support.machine import Task
 from support.spark_here import SparkHere
-from support.streams import A, B, Home, Query, a_reader, offsets_of, publish
+from support.streams import A, B, Home, Query, a_reader, offsets_of, publish, rows_of
 
 HERE = SparkHere()
 
@@ -470,6 +471,62 @@ def test_task_reads_a_topic_that_has_moved(home):
         assert second.calls[READ] == 0
         assert read(*plan(home)) == list(range(10))
         assert second.calls[READ] == 1
+
+
+def remote_query(home, **options):
+    """A stream on a machine without files."""
+    make = partial(a_reader, home, config=home.remote_config(), startingOffsets="earliest")
+    return Query(make, **options)
+
+
+def test_stream_goes_on_while_its_topic_moves_to_and_fro(home):
+    """Between the plan of a batch and its tasks, and between two batches."""
+    with ExitStack() as stack:
+        other = stack.enter_context(open_second(home, "second"))
+        log = stack.enter_context(home.open())
+        for one in (log, other):
+            server = stack.enter_context(FlightTopics(one))
+            enter(one, server.address)
+        publish(log.topic(A, create=True), 6)
+        query, end = remote_query(home), 6
+        for holder, next_one in ((log, other), (other, log), (log, other)):
+            assert query.plan()
+            holder.seal(A)
+            publish(next_one.topic(A), 4)
+            query.finish(query.collect())
+            assert offsets_of(query.rows) == list(range(end)), "as it was planned"
+            end += 4
+        query.run()
+        assert query.rows == rows_of(A, range(end))
+
+
+@pytest.mark.parametrize("has_read", [False, True])
+def test_stream_whose_topic_is_taken_over_says_what_it_has_passed(home, has_read):
+    """Goal: messages of the new owner are never taken for the lost ones without a word."""
+    with broker(home) as (log, _):
+        topic = log.topic(A, create=True)
+        publish(topic, 6)
+        topic.upload()
+        publish(topic, 3)
+        query = remote_query(home)
+        assert query.plan()
+        if has_read:
+            query.finish(query.collect())
+    with ExitStack() as stack:
+        other = stack.enter_context(open_second(home, "second"))
+        server = stack.enter_context(FlightTopics(other))
+        enter(other, server.address)
+        topic = other.topic(A, take_over=True)
+        topic.append_many([b"new"] * 5)
+        topic.flush()
+        with pytest.raises(ConflictError, match=r"went on from 6|lost messages"):
+            query.run()
+        query.restart(failOnDataLoss="false")
+        found = [row for _ in range(3) for row in query.run()]
+    assert [row.payload for row in found if row.payload == b"new"] == [b"new"] * 5
+    assert [row.offset for row in found if row.payload == b"new"] == list(range(6, 11))
+    lost = [row for row in query.rows if row.payload != b"new"]
+    assert lost == rows_of(A, range(9 if has_read else 6))
 
 
 def test_one_broker_that_is_silent_is_asked_once_for_all_its_topics(home, place, monkeypatch):
