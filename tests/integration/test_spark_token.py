@@ -3,7 +3,6 @@
 import pytest
 from pyspark.errors import PySparkException
 
-import ister
 from servers.broker import BrokerProcess
 from support.security import auth_settings, sign
 from support.spark_session import get_spark, stop_spark
@@ -42,14 +41,10 @@ def test_reads_streams_and_sinks_authenticate_with_the_token_of_the_environment(
 ):
     """Goal: with the token all of it works, without one nothing does, and no plan shows it."""
     secret = sign("root")
-    with ister.connect(f"http://{broker.address}", token=secret) as client:
-        client.create_topic(ORDERS)
-        with client.producer(ORDERS) as producer:
-            for number in range(20):
-                producer.send(b"%d" % number)
-
     spark = restarted(secret)
     options = {"broker": broker.flight, "topic": ORDERS}
+    rows = spark.range(20).selectExpr("CAST(id AS STRING) AS payload")
+    rows.write.format("ister").mode("append").options(**options).save()
     frame = spark.read.format("ister").options(**options).load()
     assert [row.offset for row in frame.select("offset").collect()] == list(range(20))
     assert secret not in frame._jdf.queryExecution().toString()
