@@ -370,7 +370,7 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
                     hint="failOnDataLoss=false runs the batch as it is",
                 )
 
-    def _plan(self, batch: StreamOffset) -> list[InputPartition]:
+    def _plan(self, batch: StreamOffset) -> Sequence[InputPartition]:
         resolver = self._resolver()
         wanted_ranges = batch.ranges()
         found = resolver.heads(must_exist=False, only=wanted_ranges)
@@ -412,9 +412,9 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
                     "turned off meanwhile, turn it on for this batch",
                 )
             )
-            if head is None or kept <= start:
-                return None
-            end = kept
+        if head is None or kept <= start:
+            return None
+        end = min(end, kept)
         if start < head.earliest:
             self._lose(
                 DataGapError(
