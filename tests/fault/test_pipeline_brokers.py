@@ -18,6 +18,8 @@ import pytest
 
 pytest.importorskip("danube")
 
+from pyspark.errors import PySparkException
+
 from fault.pipeline_world import PipelineWorld, exported
 from fault.writer_child import new_seed, say_replay
 from ister.errors import IsterError
@@ -134,8 +136,12 @@ def test_a_topic_that_cannot_be_reached_is_an_error_and_others_go_on(world, spar
     world.cluster.brokers[0].kill()
     world.wait_until_nobody_has(tail)
     seen = {**world.sent_to(tail, other, tiered), tail: before[tail]}
-    assert world.read(spark, tail, other, tiered) == seen
     node = world.node(0)
+    with pytest.raises(PySparkException, match=f"node {node} is not running") as caught:
+        world.read(spark, tail, other, tiered)
+    assert tail in str(caught.value)
+    reachable = {"includeUnreachableTail": "false"}
+    assert world.read(spark, tail, other, tiered, **reachable) == seen
     to = str(tmp_path / "parquet" / "{topic}")
     for report in (
         tier(spark, config, topics=everything),

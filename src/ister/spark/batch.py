@@ -12,18 +12,21 @@ Filter pushdown is in `pushdown`: Spark gives the filters of one scan of a DataF
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
-from pyspark.sql.types import StructType
+from pyspark.sql.types import StructField, StructType
 
 from ister.errors import DataGapError, InvalidRequestError, NotFoundError
+from ister.limits import MIB
 from ister.retry import retry_unavailable
 from ister.spark.compat import arrow_schema_of
 from ister.spark.location import find_place
 from ister.spark.offset_resolver import Head, OffsetResolver
+from ister.spark.option_values import OffsetWord
 from ister.spark.options import ReadOptions
 from ister.spark.planner import (
     SLOTS_ASSUMED,
@@ -38,8 +41,22 @@ from ister.spark.rows import check_read_schema
 from ister.spark.workers import spare_collector
 
 START_REMEDY: Final = "; failOnDataLoss=false starts at the earliest message"
+REACH_REMEDY: Final = "; includeUnreachableTail=false reads the messages before them"
+
+NARROW_HINT: Final = (
+    "; filters are applied to what was read: the options startingOffsets, endingOffsets, "
+    "startingTimestamp and endingTimestamp narrow a scan"
+)
+
+UNREACHABLE: Final = "ister.unreachable"
+"""Metadata key of each column of a read with `includeUnreachableTail=false`: by topic, the first
+offset that could not be read when the DataFrame was created, and the node that may have it."""
 
 _ATTEMPTS: Final = 3
+# A scan of so much that no option narrows is worth a warning: it takes minutes.
+_LARGE_BYTES: Final = 1024 * MIB
+
+_log = logging.getLogger("ister.spark.batch")
 
 
 class PlannedPartition(InputPartition):
@@ -58,7 +75,7 @@ def plan_partitions(
     *,
     split_bytes: int | None = None,
     min_partitions: int | None = None,
-) -> list[InputPartition]:
+) -> list[PlannedPartition]:
     """Plans ranges of topics as the partitions that Spark hands to its tasks.
 
     A given `split_bytes` is used as it is. The default is reduced for a read that would otherwise
@@ -118,7 +135,7 @@ class TopicReader:
 
     def _partitions(
         self, ranges: Sequence[TopicRange], heads: Iterable[Head]
-    ) -> list[InputPartition]:
+    ) -> list[PlannedPartition]:
         return plan_partitions(
             ranges,
             heads,
@@ -127,16 +144,48 @@ class TopicReader:
         )
 
 
+def mark_unreachable(schema: StructType, options: ReadOptions) -> StructType:
+    """Returns the schema with the topics whose newest messages cannot be read now as metadata."""
+    resolver = OffsetResolver(find_place(options.config, options.brokers), options)
+    found = retry_unavailable(lambda: resolver.heads(catches_up=True)).values()
+    cut = {head.topic: {"node": head.node, "offset": head.end} for head in found if head.is_cut}
+    return StructType(
+        [
+            StructField(field.name, field.dataType, field.nullable, {UNREACHABLE: cut})
+            for field in schema.fields
+        ]
+    )
+
+
 class BatchReader(TopicReader, DataSourceReader):
     """Reads ranges of topics. Created on the driver, pickled to tasks."""
 
     def partitions(self) -> Sequence[InputPartition]:
         """Plans the read. Called once per DataFrame, on the driver."""
         planned = self._plan_newest()
+        self._say(planned)
         spare_collector()
         return planned
 
-    def _plan_newest(self) -> list[InputPartition]:
+    def _say(self, planned: Sequence[PlannedPartition]) -> None:
+        """Logs how much is read, and how to read less: Spark's plan cannot show it."""
+        if _log.level == logging.NOTSET:
+            # Spark's table of the logs of Python workers has what their loggers let through.
+            _log.setLevel(logging.INFO)
+        slices = [part for item in planned for part in item.partition.slices]
+        size = sum(part.bytes for part in slices)
+        is_narrow = self._options.has_range
+        _log.log(
+            logging.WARNING if size >= _LARGE_BYTES and not is_narrow else logging.INFO,
+            "scan of %s: %d messages, about %.1f MiB, in %d tasks%s",
+            ", ".join(self._options.topics) or self._options.topic_pattern or "partitions",
+            sum(part.end - part.start for part in slices),
+            size / MIB,
+            len(planned),
+            "" if is_narrow else NARROW_HINT,
+        )
+
+    def _plan_newest(self) -> list[PlannedPartition]:
         resolver = self._resolver()
         attempts = _ATTEMPTS
         while True:
@@ -149,7 +198,7 @@ class BatchReader(TopicReader, DataSourceReader):
                 if not attempts or retry_unavailable(resolver.heads) == found:
                     raise
 
-    def _plan(self, resolver: OffsetResolver, found: dict[str, Head]) -> list[InputPartition]:
+    def _plan(self, resolver: OffsetResolver, found: dict[str, Head]) -> list[PlannedPartition]:
         self._options.check_topics(found)
         ranges = retry_unavailable(lambda: [self._range(resolver, head) for head in found.values()])
         return self._partitions(ranges, found.values())
@@ -157,6 +206,8 @@ class BatchReader(TopicReader, DataSourceReader):
     def _range(self, resolver: OffsetResolver, head: Head) -> TopicRange:
         options = self._options
         start_ms, end_ms = options.start_time_ms(head.topic), options.end_time_ms(head.topic)
+        wanted_end = options.ending_offsets.of(head.topic)
+        self._check_reach(resolver, head, wanted_end, end_ms)
         start = resolver.resolve(
             head,
             "startingOffsets",
@@ -168,7 +219,7 @@ class BatchReader(TopicReader, DataSourceReader):
         end = resolver.resolve(
             head,
             "endingOffsets",
-            options.ending_offsets.of(head.topic),
+            wanted_end,
             time_ms=end_ms,
             remedy=START_REMEDY,
         )
@@ -180,3 +231,16 @@ class BatchReader(TopicReader, DataSourceReader):
                 )
             end = start  # times need not rise with offsets: nothing lies between the two
         return resolver.range_of(head, start, end)
+
+    def _check_reach(
+        self, resolver: OffsetResolver, head: Head, end: int | OffsetWord, end_ms: int | None
+    ) -> None:
+        if head.cut_error is None:
+            return
+        if self._options.include_unreachable_tail:
+            wanted: object = end if end_ms is None else resolver.find_time(head, end_ms)
+            head.check_reach(wanted, remedy=REACH_REMEDY)
+        # Spark passes the schema that `load()` showed, unless the user gave one.
+        said = self._schema.fields[0].metadata.get(UNREACHABLE)
+        if said is not None and head.topic not in said:
+            head.check_reach(remedy="; load() again to read the messages before them")

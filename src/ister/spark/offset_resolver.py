@@ -16,35 +16,47 @@ such a topic has no tail.
 The broker that has a topic is found in the metadata store, topic by topic (`owners`). No broker is
 contacted if the bucket has everything: a topic that was handed over, rebuilt by `ister recover`, or
 whose record shows it. If the node that has the tail is not running, and its files are not here, the
-topic ends at `tiered` until the node is back, and a warning says so.
+topic ends at `tiered` until the node is back, and a warning says so. With its files here, it ends
+where their checkpoint does, if the owner died before it recorded what it had synced. Such a topic
+is cut: reads that end refuse it (`Head.check_reach`), and streams wait.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from ister.bucket.directory import TopicDirectory
+from ister.bucket.membership import is_node_running
+from ister.bucket.names import TopicKeys
 from ister.errors import (
     ConflictError,
+    CorruptDataError,
     DataGapError,
     InvalidRequestError,
     NotFoundError,
     OffsetOutOfRangeError,
+    UnavailableError,
     WaitsForDiskError,
 )
+from ister.format.descriptor import decode_descriptor
 from ister.format.records import TopicRecord
 from ister.limits import KIB
-from ister.model import AckLevel
+from ister.metadata.base import MetadataStore
+from ister.model import AckLevel, TopicName
 from ister.partitions import base_of_partition, partition_name
 from ister.spark.location import Place
 from ister.spark.offsets import TopicHead
 from ister.spark.option_values import OffsetWord
 from ister.spark.options import ReadOptions
-from ister.spark.owners import NOT_SERVED, Owner, ask, ask_first, find_owner, waits_for_disk
+from ister.spark.owners import NOT_SERVED, ask, ask_first, ask_members, find_owner, waits_for_disk
 from ister.spark.planner import TopicRange
 from ister.spark.read_task import TopicIdentity
 from ister.topic.history import HistoryTopic
 from ister.topic.local_tail import LocalTail
+from ister.wal.snapshot import WalSnapshot
 from ister.wire.contract import TopicStatus
 
 _log = logging.getLogger("ister.spark.offset_resolver")
@@ -71,25 +83,97 @@ class Head(TopicHead):
     @property
     def cut_error(self) -> WaitsForDiskError | None:
         """The error about messages that cannot be read; None if all can."""
-        return waits_for_disk(self.topic, self.node, self.tiered) if self.is_cut else None
+        return waits_for_disk(self.topic, self.node, self.end) if self.is_cut else None
+
+    def check_reach(self, end: object = None, *, remedy: str = "") -> None:
+        """Checks that a read leaves out no messages that cannot be read now.
+
+        Args:
+            end: Where the read ends; anything but an offset means all messages.
+            remedy: What else can be done about it, for the error.
+
+        Raises:
+            WaitsForDiskError: Messages before `end` may be on the disk of a node that is not
+                running.
+        """
+        error = self.cut_error
+        if error is not None and not (isinstance(end, int) and end <= self.end):
+            error.hint = f"{error.hint}{remedy}"
+            raise error
 
 
 @dataclass(slots=True, kw_only=True)
 class _TopicState:
     """A topic under examination."""
 
-    topic: HistoryTopic
+    name: str
     record: TopicRecord
-    local: LocalTail | None
+    owner: str | None
+    """The node that has it open."""
+    local: LocalTail | None = None
     mark: tuple[int, int] | None = None
+    snapshot: WalSnapshot | None = None
+    asks: bool = False
+    """Whether messages that are not in the bucket may be at a broker."""
+    start: int | None = None
+    """Where its oldest object begins; None without objects."""
+    newest: int | None = None
+    """Where its newest object begins."""
+    earliest: int = 0
+    tiered: int = 0
+    served: tuple[str, TopicStatus] | None = None
+    """The address of the broker that has the topic, and its answer."""
+    is_cut: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Identifies the topic, and no other of its name."""
+        return self.name, self.record.incarnation
+
+    @property
+    def floor(self) -> int:
+        """Where its history begins according to its record."""
+        lineage = self.record.lineage
+        return max(self.record.expired_before, lineage[0].start if lineage else 0)
+
+
+class _First(NamedTuple):
+    """The oldest object of a topic, and what it was looked for with."""
+
+    expired_before: int
+    pointer: int | None
+    """The revision of the pointer to the newest object."""
+    start: int | None
+    """None if there was no object."""
+
+    def holds(self, expired_before: int, pointer: int | None) -> bool:
+        """Whether it is still the oldest object; uploads do not change that, expiry does."""
+        if expired_before != self.expired_before:
+            return False
+        return self.start is not None or pointer == self.pointer
 
 
 class OffsetResolver:
-    """Resolves the topics and offsets of one set of options. Used by one thread at a time."""
+    """Resolves the topics and offsets of one set of options. Used by one thread at a time.
+
+    A resolver that is used again reads what may have changed, in a number of requests that rises
+    by one for about a hundred topics. What seldom changes is kept: see `forget`.
+    """
 
     def __init__(self, place: Place, options: ReadOptions) -> None:
         self._place = place
         self._options = options
+        self._directory: tuple[MetadataStore, TopicDirectory] | None = None
+        # By topic and incarnation, as far as they are known.
+        self._firsts: dict[tuple[str, str], _First] = {}
+        self._message_bytes: dict[tuple[str, str], int] = {}
+
+    def __reduce__(self) -> tuple[type[OffsetResolver], tuple[Place, ReadOptions]]:
+        return OffsetResolver, (self._place, self._options)
+
+    def forget(self) -> None:
+        """Forgets where histories begin: for a caller that finds messages missing."""
+        self._firsts.clear()
 
     def names(self, *, must_exist: bool) -> list[str]:
         """Returns the names of the topics that the options name now, sorted.
@@ -99,7 +183,9 @@ class OffsetResolver:
         Raises:
             NotFoundError: With `must_exist`: a topic does not exist, or none matches the pattern.
         """
-        existing = self._place.history().topics()
+        return self._names(sorted(self._read_directory().read()), must_exist=must_exist)
+
+    def _names(self, existing: list[str], *, must_exist: bool) -> list[str]:
         if self._options.topic_pattern is not None:
             matching = [name for name in existing if self._options.matches(name)]
             if must_exist and not matching:
@@ -141,93 +227,208 @@ class OffsetResolver:
                 )
         return sorted(found)
 
-    def heads(self, *, catches_up: bool = False, must_exist: bool = True) -> dict[str, Head]:
+    def heads(
+        self,
+        *,
+        catches_up: bool = False,
+        must_exist: bool = True,
+        only: Container[str] | None = None,
+    ) -> dict[str, Head]:
         """Returns what each topic holds now.
 
         Args:
             catches_up: Wait up to two seconds until the owner's checkpoint shows what was just
-                synced: for a read that happens once.
+                synced: for a read that happens once. A topic whose owner died before that is cut.
             must_exist: Raise for topics that do not exist, instead of skipping them.
+            only: Leave out other topics than these.
 
         Raises:
             NotFoundError: With `must_exist`: a topic does not exist.
+            CorruptDataError: A topic's record cannot be read.
             InvalidRequestError: A process on another machine that is not a broker has a topic's
                 tail, and no broker is given.
-            UnavailableError: A store or a topic's broker does not answer.
+            UnavailableError: A store or a topic's broker does not answer; or, with `catches_up`,
+                an owner's checkpoint does not show what its files have.
         """
+        directory = self._read_directory()
+        entries = directory.read()
         found: list[_TopicState] = []
-        for name in self.names(must_exist=must_exist):
-            try:
-                found.append(self._find(name))
-            except NotFoundError:
-                if must_exist:
-                    raise
-        if catches_up:
-            # Mark all of them first: the other checkpoints come while the first one is awaited.
-            for item in found:
-                if item.local is not None:
+        for name in self._names(sorted(entries), must_exist=must_exist):
+            if only is None or name in only:
+                entry = entries[name]
+                if entry.record is None:
+                    raise entry.error or CorruptDataError("the record is invalid", topic=name)
+                owner = entry.owner.node if entry.owner is not None else None
+                found.append(_TopicState(name=name, record=entry.record, owner=owner))
+        self._read_files(found, catches_up=catches_up)
+        # Before the pointers, which then have everything that was in the bucket at the hand-over.
+        seals = directory.seals(item.name for item in found if item.asks)
+        # After the files: what was uploaded and trimmed meanwhile is in the bucket by now.
+        self._read_ends(directory, found)
+        for item in found:
+            item.is_cut = item.is_cut and not item.record.is_whole(item.tiered)
+        self._ask_brokers(
+            [
+                item
+                for item in found
+                if item.asks and item.name not in seals and not item.record.is_whole(item.tiered)
+            ]
+        )
+        self._read_sizes(item for item in found if item.served is not None)
+        return {item.name: self._head(item) for item in found}
+
+    def _read_directory(self) -> TopicDirectory:
+        """Returns the directory of the log's topics, which keeps what it has decoded."""
+        store = self._place.history().metadata
+        if self._directory is None or self._directory[0] is not store:
+            root = self._place.config.storage.metadata.root_prefix
+            self._directory = store, TopicDirectory(store, root)
+        return self._directory[1]
+
+    def _read_files(self, found: list[_TopicState], *, catches_up: bool) -> None:
+        for item in found:
+            record = item.record
+            # With `tiered`, the bucket has everything that may be read.
+            item.asks = self._options.include_tail and record.ack is not AckLevel.TIERED
+            if item.asks:
+                item.local = self._place.local_tail(item.name, record.node, record.incarnation)
+                if item.local is not None and catches_up:
+                    # Mark all of them first: the other checkpoints come while one is awaited.
                     item.mark = item.local.mark()
-        return {item.topic.name: self._head(item) for item in found}
+        since: float | None = None
+        for item in found:
+            if item.local is None:
+                continue
+            item.snapshot = item.local.catch_up(item.mark, since=since)
+            item.asks = item.snapshot is None
+            if item.snapshot is None or item.mark is None or item.snapshot.covers(item.mark):
+                continue
+            # The others have had as much time as this one.
+            since = -float("inf")
+            if item.owner is not None:
+                raise UnavailableError(
+                    "the topic's owner has written messages that it has not recorded as durable",
+                    topic=item.name,
+                    offset=item.snapshot.synced,
+                    hint="if it was killed, open the topic again where it is written",
+                )
+            item.is_cut = True
 
-    def _find(self, name: str) -> _TopicState:
-        topic = self._place.history().topic(name)
-        record = topic.record()
-        local = None
-        if self._has_tail(record):
-            local = self._place.local_tail(name, record.node, record.incarnation)
-        return _TopicState(topic=topic, record=record, local=local)
+    def _read_ends(self, directory: TopicDirectory, found: list[_TopicState]) -> None:
+        """Reads where the objects of topics begin and end."""
+        pointers = directory.pointers(item.name for item in found)
+        unknown: dict[str, _TopicState] = {}
+        for item in found:
+            pointer, known = pointers.get(item.name), self._firsts.get(item.key)
+            revision = pointer.revision if pointer is not None else None
+            is_known = known is not None and known.holds(item.record.expired_before, revision)
+            item.start = known.start if known is not None and is_known else None
+            if pointer is not None and pointer.value.end is not None:
+                item.newest, item.tiered = pointer.value.start, pointer.value.end
+            elif item.start is not None or not is_known:
+                # Without objects there is none; but it may also be damaged, or another program's.
+                last = self._topic(*item.key).catalog.last()
+                if last is not None:
+                    item.newest, item.tiered = last.start, last.end
+            if not is_known:
+                self._firsts[item.key] = _First(item.record.expired_before, revision, None)
+                if item.newest is not None:
+                    unknown[self._keys(item.name).descriptor(item.floor)] = item
+        # Objects are contiguous: the oldest one begins where nothing is missing.
+        oldest = self._store.get_many(list(unknown)) if unknown else {}
+        for key, item in unknown.items():
+            item.start = item.floor
+            if key not in oldest:
+                first = self._topic(*item.key).catalog.first()
+                item.start = first.start if first is not None else None
+            self._firsts[item.key] = self._firsts[item.key]._replace(start=item.start)
+        for item in found:
+            item.earliest = item.floor if item.start is None else item.start
+            item.tiered = item.earliest if item.start is None else max(item.tiered, item.start)
 
-    def _has_tail(self, record: TopicRecord) -> bool:
-        """Whether messages that are not in the bucket are to be read, if there are any."""
-        return self._options.include_tail and record.ack is not AckLevel.TIERED
+    def _ask_brokers(self, asking: list[_TopicState]) -> None:
+        """Asks the brokers of topics where their tails end."""
+        nodes = {item.name: item.owner or item.record.node for item in asking}
+        asked, errors = ask_members(self._place, nodes) if asking else ({}, {})
+        for error in errors.values():
+            raise error
+        running: dict[str, bool] = {}
+        for item in asking:
+            item.served, node = asked[item.name], item.record.node
+            if item.served is None and item.owner is None and node and not self._place.brokers:
+                if node not in running:
+                    root = self._place.config.storage.metadata.root_prefix
+                    running[node] = is_node_running(self._store, root, node)
+                item.is_cut = not running[node] and item.local is None
+            if item.served is None and not item.is_cut:
+                self._find_broker(item)
+            if item.served is not None and item.served[1].incarnation != item.record.incarnation:
+                raise ConflictError(
+                    "the broker has another topic of this name than the metadata store",
+                    topic=item.name,
+                    hint="check that the options config and broker name the same log",
+                )
+
+    def _find_broker(self, item: _TopicState) -> None:
+        """Asks the broker that has one topic now, if there is one."""
+        name, owner = item.name, find_owner(self._place, item.name)
+        if owner.addresses:
+            item.served = ask_first(
+                owner.addresses,
+                lambda client: (client.address, client.watermarks([name])[name]),
+                topic=name,
+            )
+        elif owner.waits is not None:
+            item.is_cut = item.local is None
+        elif item.local is None:
+            raise InvalidRequestError(
+                NOT_SERVED,
+                topic=name,
+                hint="set the option broker, or includeTail=false to read only the bucket",
+            )
+
+    def _read_sizes(self, served: Iterable[_TopicState]) -> None:
+        """Reads how large messages are in the bucket, where it is not known."""
+        unknown = {
+            self._keys(item.name).descriptor(item.newest): item
+            for item in served
+            if item.newest is not None and item.key not in self._message_bytes
+        }
+        found = self._store.get_many(list(unknown)) if unknown else {}
+        for key, item in unknown.items():
+            if key in found:
+                last = decode_descriptor(found[key].value, key=key)
+                self._message_bytes[item.key] = last.size_bytes // (last.end - last.start)
 
     def _head(self, item: _TopicState) -> Head:
-        topic, record = item.topic, item.record
-        snapshot = item.local.catch_up(item.mark) if item.local is not None else None
-        asks = snapshot is None and self._has_tail(record)
-        # Before the catalog, which then has everything that was in the bucket at the hand-over.
-        is_sealed = asks and topic.catalog.sealed() is not None
-        # After the snapshot: what was uploaded and trimmed meanwhile is in the catalog by now.
-        first, last, _ = topic.catalog.ends()
-        earliest = first.start if first is not None else topic.earliest
-        tiered = last.end if last is not None else earliest
-        end, is_cut, broker = tiered, False, None
+        record, snapshot = item.record, item.snapshot
+        earliest, end, tiered, broker = item.earliest, item.tiered, item.tiered, None
+        is_cut = item.is_cut
         tail_bytes: int | None = None
         if snapshot is not None:
-            if first is None:
+            if item.start is None:
                 earliest = tiered = max(snapshot.trimmed, record.expired_before)
             end = max(tiered, snapshot.synced)
             tail_bytes = snapshot.measure(tiered, end)
-        elif asks and not is_sealed and not record.is_whole(tiered):
-            owner = find_owner(self._place, topic.name)
-            if owner.addresses:
-                broker, status = self._ask_owner(owner, record, topic.name)
-                end = status.synced
-                if first is None:
-                    # Nothing is in the bucket: the owner knows where its files begin.
-                    earliest, tiered = status.earliest, max(tiered, status.earliest)
-                # A broker may serve the history of a topic that waits for another node's disk.
-                is_cut = end <= tiered and topic.is_away(record)
-            elif owner.waits is not None:
-                is_cut = item.local is None
-            elif item.local is None:
-                raise InvalidRequestError(
-                    NOT_SERVED,
-                    topic=topic.name,
-                    hint="set the option broker, or includeTail=false to read only the bucket",
-                )
+        elif item.served is not None:
+            broker, status = item.served
+            end = status.synced
+            if item.start is None:
+                # Nothing is in the bucket: the owner knows where its files begin.
+                earliest, tiered = status.earliest, max(tiered, status.earliest)
+            # A broker may serve the history of a topic that waits for another node's disk.
+            is_cut = end <= tiered and item.owner is None and self._topic(*item.key).is_away(record)
         if is_cut:
-            _warn_cut(topic.name, record, tiered)
+            _warn_cut(item.name, record, max(end, tiered))
         if tail_bytes is None:
             # The size of these messages is unknown: assume that of those in the bucket.
-            each = last.size_bytes // (last.end - last.start) if last is not None else KIB
-            tail_bytes = each * (end - tiered)
+            tail_bytes = self._message_bytes.get(item.key, KIB) * max(0, end - tiered)
         return Head(
-            topic=topic.name,
+            topic=item.name,
             incarnation=record.incarnation,
             node=record.node,
             broker=broker,
-            lineage=tuple((item.epoch, item.start) for item in record.lineage),
+            lineage=tuple((one.epoch, one.start) for one in record.lineage),
             earliest=earliest,
             tiered=tiered,
             end=max(end, tiered),
@@ -235,26 +436,18 @@ class OffsetResolver:
             is_cut=is_cut,
         )
 
-    def _ask_owner(self, owner: Owner, record: TopicRecord, name: str) -> tuple[str, TopicStatus]:
-        """Returns the address that has the topic, and the topic's watermarks."""
-        address, status = ask_first(
-            owner.addresses,
-            lambda client: (client.address, client.watermarks([name])[name]),
-            topic=name,
-        )
-        if status.incarnation != record.incarnation:
-            raise ConflictError(
-                "the broker has another topic of this name than the metadata store",
-                topic=name,
-                hint="check that the options config and broker name the same log",
-            )
-        return address, status
+    @property
+    def _store(self) -> MetadataStore:
+        return self._place.history().metadata
+
+    def _keys(self, name: str) -> TopicKeys:
+        return TopicKeys(self._place.config.storage.metadata.root_prefix, TopicName.parse(name))
 
     # -- ranges -----------------------------------------------------------------------------
 
     def find_time(self, head: Head, publish_time_ms: int) -> int | None:
         """Returns the first offset published at or after a time; None if there is none."""
-        topic, tiered = self._topic(head), head.tiered
+        topic, tiered = self._topic(head.topic, head.incarnation), head.tiered
         while True:
             found = None
             if head.earliest < tiered:
@@ -346,7 +539,7 @@ class OffsetResolver:
         With `is_partial` their descriptors are read lazily, and only once: for a caller that may
         stop early.
         """
-        topic = self._topic(head)
+        topic = self._topic(head.topic, head.incarnation)
         read = topic.walk_descriptors if is_partial else topic.descriptors
         tiered = min(head.tiered, end)
         tail, whole_tail = end - max(start, head.tiered), head.end - head.tiered
@@ -360,15 +553,16 @@ class OffsetResolver:
             tail_bytes=head.tail_bytes * tail // whole_tail if tail > 0 and whole_tail > 0 else 0,
         )
 
-    def _topic(self, head: Head) -> HistoryTopic:
-        return self._place.history().topic(head.topic)
+    def _topic(self, name: str, incarnation: str) -> HistoryTopic:
+        """Returns a topic without reading its record."""
+        return HistoryTopic(self._place.history(), TopicName.parse(name), incarnation)
 
 
 # Topics that a warning was logged for, as (incarnation, epoch): one warning for each.
 _warned: set[tuple[str, int]] = set()
 
 
-def _warn_cut(topic: str, record: TopicRecord, tiered: int) -> None:
+def _warn_cut(topic: str, record: TopicRecord, end: int) -> None:
     if (record.incarnation, record.epoch) not in _warned:
         _warned.add((record.incarnation, record.epoch))
         _log.warning(
@@ -376,7 +570,7 @@ def _warn_cut(topic: str, record: TopicRecord, tiered: int) -> None:
             "left out until it is",
             record.node,
             topic,
-            tiered,
+            end,
         )
 
 

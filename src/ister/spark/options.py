@@ -127,6 +127,8 @@ READ_OPTIONS: Final[Mapping[str, str]] = {
     "failOnDataLoss": "fail if messages to read are gone; otherwise log a warning and continue "
     "(default: true)",
     "includeTail": "also read what is not in the bucket yet (default: true)",
+    "includeUnreachableTail": "fail if the newest messages of a topic cannot be read, because they "
+    "are on the disk of a node that is not running; with false, read the others (default: true)",
     "subscription": "subscription whose cursor follows the stream, so that local files are kept "
     "until they are read (stream only)",
 }
@@ -252,6 +254,8 @@ class ReadOptions:
     pushdown: bool = False
     fail_on_data_loss: bool = True
     include_tail: bool = True
+    include_unreachable_tail: bool = True
+    """Whether a read that ends fails if messages cannot be read, or else leaves them out."""
     subscription: str | None = None
 
     @classmethod
@@ -314,6 +318,7 @@ class ReadOptions:
             pushdown=given.flag("pushdown", default=False),
             fail_on_data_loss=given.flag("failOnDataLoss", default=True),
             include_tail=given.flag("includeTail", default=True),
+            include_unreachable_tail=given.flag("includeUnreachableTail", default=True),
             subscription=given.get("subscription", as_subscription),
         )
 
@@ -325,6 +330,24 @@ class ReadOptions:
         added += [PAYLOAD_ERROR] if self.payload_errors is PayloadErrors.COLUMN else []
         names += [name for name in added if name not in names]
         return None if self.columns is None and not added else tuple(names)
+
+    @property
+    def has_range(self) -> bool:
+        """Whether options narrow the range of offsets or times."""
+        return (
+            self.starting_timestamp_ms is not None
+            or self.ending_timestamp_ms is not None
+            or self.pushdown
+            or any(
+                any(given.names())
+                for given in (
+                    self.starting_offsets,
+                    self.ending_offsets,
+                    self.starting_times,
+                    self.ending_times,
+                )
+            )
+        )
 
     def start_time_ms(self, topic: str) -> int | None:
         """Returns the publish time at which a topic starts; None if offsets say where."""

@@ -15,7 +15,7 @@ broker does not have the topic, the next address is tried.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
@@ -44,6 +44,8 @@ _MEMBERS_SECONDS: Final = 1.0
 _SILENT_SECONDS: Final = 60.0
 # A broker that is cut off must not delay the others for longer.
 _MANY_SECONDS: Final = 10.0
+# A broker answers for 10,000 topics at once, unless it is set to fewer.
+_MANY_TOPICS: Final = 1000
 
 NOT_SERVED: Final = (
     "messages that are not in the bucket yet are on another machine, and the process that has them "
@@ -174,30 +176,78 @@ def read_watermarks(
     """
     root = place.config.storage.metadata.root_prefix
     owners = read_owners(place.history().metadata, root)
-    members = _read_members(place)
-    groups: dict[str, list[str]] = {}
-    others: list[str] = []
-    for topic in topics:
-        member = members.get(owners.get(topic, ""))
-        (others if member is None else groups.setdefault(member.flight_url, [])).append(topic)
+    asked, errors = ask_members(place, {topic: owners.get(topic, "") for topic in topics})
     found: dict[str, TopicStatus] = {}
-    errors: dict[str, IsterError] = {}
-    for address, names in groups.items():
-        asked = partial(FlightClient.watermarks, topics=names, timeout_seconds=_MANY_SECONDS)
+    for topic, answer in asked.items():
         try:
-            found |= ask_first(_with_given(place, [address]), asked)
-        except IsterError as error:
-            if _is_silence(error, address):
-                errors |= dict.fromkeys(names, error)
+            if answer is None:
+                status = ask(place, topic, partial(FlightClient.watermarks, topics=[topic]))[topic]
             else:
-                # One topic that has moved fails the whole call.
-                others += names
-    for topic in others:
-        try:
-            found |= ask(place, topic, partial(FlightClient.watermarks, topics=[topic]))
+                status = answer[1]
+            found[topic] = status
         except IsterError as error:
             errors[topic] = error
     return found, errors
+
+
+def ask_members(
+    place: Place, nodes: Mapping[str, str]
+) -> tuple[dict[str, tuple[str, TopicStatus] | None], dict[str, IsterError]]:
+    """Reads the watermarks of topics from the brokers of their nodes, with one call per broker.
+
+    Args:
+        place: The log.
+        nodes: The node of each topic.
+
+    Returns:
+        The address that has the topic and its watermarks, or None if the node has no entry or its
+        broker refused, because one of the topics has moved: look for the owner of each. And the
+        error for each topic whose broker did not answer.
+    """
+    members = _read_members(place)
+    groups: dict[str, list[str]] = {}
+    found: dict[str, tuple[str, TopicStatus] | None] = {}
+    for topic, node in nodes.items():
+        member = members.get(node)
+        if member is None:
+            found[topic] = None
+        else:
+            groups.setdefault(member.flight_url, []).append(topic)
+    errors: dict[str, IsterError] = {}
+    for address, topics in groups.items():
+        _ask_many(_with_given(place, [address]), address, topics, found, errors)
+    return found, errors
+
+
+def _ask_many(
+    addresses: tuple[str, ...],
+    owner: str,
+    topics: list[str],
+    found: dict[str, tuple[str, TopicStatus] | None],
+    errors: dict[str, IsterError],
+) -> None:
+    parts = [topics[at : at + _MANY_TOPICS] for at in range(0, len(topics), _MANY_TOPICS)]
+    while parts:
+        names = parts.pop()
+        try:
+            found |= ask_first(addresses, partial(_watermarks_at, topics=names))
+        except IsterError as error:
+            if _is_silence(error, owner):
+                errors |= dict.fromkeys([*names, *(one for part in parts for one in part)], error)
+                return
+            # One topic that has moved fails the whole call.
+            if len(names) == 1:
+                found[names[0]] = None
+            else:
+                middle = len(names) // 2
+                parts += [names[:middle], names[middle:]]
+
+
+def _watermarks_at(
+    client: FlightClient, topics: list[str]
+) -> dict[str, tuple[str, TopicStatus] | None]:
+    answers = client.watermarks(topics, timeout_seconds=_MANY_SECONDS)
+    return {topic: (client.address, status) for topic, status in answers.items()}
 
 
 def group_by_owner(place: Place, topics: Iterable[str]) -> list[list[str]]:

@@ -66,6 +66,8 @@ class IsterDataSource(DataSource):
         _check_version(options)
         payload = _load("payload_schema").payload_type(options)
         schema: StructType = _load("rows").read_schema(options, payload)
+        if not options.include_unreachable_tail:
+            schema = _load("batch").mark_unreachable(schema, options)
         return schema
 
     def reader(self, schema: StructType) -> BatchReader:

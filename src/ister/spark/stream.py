@@ -9,7 +9,8 @@ Invariants, each of which Spark leaves to the source:
   repeated unchanged, also the first one under `startingOffsets=latest`;
 - the same position is the same JSON text, so that an idle query makes no batches;
 - an idle query asks the stores a few times a second, not eighty: `latestOffset` waits if there is
-  nothing new;
+  nothing new, for a quarter of a second or as long as the last look took; if the trigger's interval
+  keeps Spark from calling again at once, it looks once and does not wait;
 - a store that does not respond for a while ends no query;
 - batches are contiguous: each begins where the last one ended.
 
@@ -51,7 +52,7 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.retry import retry_unavailable
-from ister.spark.batch import START_REMEDY, TopicReader
+from ister.spark.batch import REACH_REMEDY, START_REMEDY, TopicReader
 from ister.spark.compat import (
     SPARK_VERSION,
     ReadAllAvailable,
@@ -79,12 +80,14 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         super().__init__(options, schema)
+        self._resolves: OffsetResolver | None = None
         self._initial: StreamOffset | None = None
         self._position: dict[str, object] | None = None
         self._frozen: dict[str, Head] | None = None
         self._seen: dict[str, Head] = {}
         self._seen_at = -float("inf")
         self._pause = _POLL_SECONDS
+        self._idle_at = float("inf")
         self._held_at = -float("inf")
         self._triggered_at = -float("inf")
         self._warned: set[str] = set()
@@ -135,8 +138,13 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Freezes the end: the query reads what exists now, and stops."""
         resolver = self._resolver()
-        self._frozen = retry_unavailable(lambda: resolver.heads(catches_up=True, must_exist=False))
-        self._remember(self._frozen)
+        found = retry_unavailable(lambda: resolver.heads(catches_up=True, must_exist=False))
+        if self._options.include_unreachable_tail:
+            for head in found.values():
+                # The query would end before it has read what exists now.
+                head.check_reach(remedy=REACH_REMEDY)
+        self._frozen = found
+        self._remember(found)
 
     def latestOffset(  # noqa: N802
         self, start: dict[str, object] | None = None, limit: ReadLimit | None = None
@@ -173,12 +181,18 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
 
     def _find_end(self, start: dict[str, object], limit: ReadLimit | None) -> dict[str, object]:
         previous = StreamOffset.from_dict(start)
+        # Spark waits out the trigger's interval between two calls that find nothing.
+        is_paced = self._now() - self._idle_at >= _POLL_SECONDS
+        if is_paced:
+            self._seen_at = -float("inf")
         end = self._advance(previous, limit)
         if end is previous and self._frozen is None:
             if self._now() - self._held_at >= _HOLD_SECONDS:
                 self._hold(previous)
-            self._wait_for_next_read()
-            end = self._advance(previous, limit)
+            if not is_paced:
+                self._wait_for_next_read()
+                end = self._advance(previous, limit)
+        self._idle_at = self._now() if end is previous else float("inf")
         return start if end is previous else end.to_dict()
 
     def _advance(self, previous: StreamOffset, limit: ReadLimit | None) -> StreamOffset:
@@ -269,6 +283,12 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
 
     # -- the topics -------------------------------------------------------------------------
 
+    def _resolver(self) -> OffsetResolver:
+        # Kept, because it reads much less when it is used again.
+        if self._resolves is None:
+            self._resolves = super()._resolver()
+        return self._resolves
+
     def _heads(self) -> dict[str, Head]:
         """Returns what topics hold: frozen, cached, or read again."""
         if self._frozen is not None:
@@ -277,14 +297,15 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
             resolver = self._resolver()
             began = self._now()
             found = retry_unavailable(lambda: resolver.heads(must_exist=False))
-            # Reading thousands of topics takes a while: at most a fifth of the time.
-            self._pause = max(_POLL_SECONDS, 4 * (self._now() - began))
+            # Reading thousands of topics takes a while: at most half the time.
+            self._pause = max(_POLL_SECONDS, self._now() - began)
             self._remember(found)
         return self._seen
 
     def _refresh(self) -> bool:
         """Reads the topics again; returns whether they changed. A frozen end stays."""
         resolver = self._resolver()
+        resolver.forget()
         before = self._frozen if self._frozen is not None else self._seen
         found = retry_unavailable(lambda: resolver.heads(must_exist=False))
         if self._frozen is not None:
@@ -332,6 +353,7 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
                 # Retention or a deletion may have come between the look and the plan.
                 if not attempts:
                     raise
+                self._resolver().forget()
 
     def _check_contiguous(self, start: StreamOffset, batch: StreamOffset) -> None:
         if not start.ranges() or not self._options.fail_on_data_loss:
@@ -348,14 +370,15 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
                     hint="failOnDataLoss=false runs the batch as it is",
                 )
 
-    def _plan(self, batch: StreamOffset) -> list[InputPartition]:
+    def _plan(self, batch: StreamOffset) -> Sequence[InputPartition]:
         resolver = self._resolver()
-        found = resolver.heads(must_exist=False)
-        if any(end > found[name].end for name, (_, end) in batch.ranges().items() if name in found):
+        wanted_ranges = batch.ranges()
+        found = resolver.heads(must_exist=False, only=wanted_ranges)
+        if any(end > found[name].end for name, (_, end) in wanted_ranges.items() if name in found):
             # The end was read when the owner knew more than its checkpoint shows yet.
-            found = resolver.heads(must_exist=False, catches_up=True)
+            found = resolver.heads(must_exist=False, only=wanted_ranges, catches_up=True)
         ranges = []
-        for name, wanted in batch.ranges().items():
+        for name, wanted in wanted_ranges.items():
             kept = self._clip(batch.topics[name], name, wanted, found.get(name))
             if kept is not None:
                 ranges.append(resolver.range_of(found[name], *kept))
@@ -366,30 +389,32 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
     ) -> tuple[int, int] | None:
         """Returns the part of a batch's range that still exists; None if the topic is gone."""
         start, end = wanted
-        is_gone = head is None or head.incarnation != place.incarnation
-        if head is not None and not is_gone:
-            given_up = head.given_up_from(place.epoch)
-            is_gone = given_up is not None and given_up < end
-        if head is not None and not is_gone and head.end < end and head.is_cut:
-            raise UnavailableError(
-                f"messages of the batch are on the disk of node {head.node}, which is not running",
-                topic=name,
-                offset=head.end,
-                hint="start that node; the query continues when it is started again",
-            )
-        if head is None or is_gone or head.end < end:
+        kept = 0
+        if head is not None and head.incarnation == place.incarnation:
+            kept, given_up = head.end, head.given_up_from(place.epoch)
+            if given_up is not None and given_up < end:
+                kept = min(kept, given_up)
+            elif kept < end and head.is_cut:
+                raise UnavailableError(
+                    f"messages of the batch are on the disk of node {head.node}, which is not "
+                    "running",
+                    topic=name,
+                    offset=kept,
+                    hint="start that node; the query continues when it is started again",
+                )
+        if kept < end:
             self._lose(
                 ConflictError(
                     "the topic was deleted, or lost messages, after the batch was planned",
                     topic=name,
-                    offset=start,
+                    offset=max(start, kept),
                     hint="failOnDataLoss=false continues without them; if includeTail was "
                     "turned off meanwhile, turn it on for this batch",
                 )
             )
-            if head is None or is_gone:
-                return None
-            end = min(end, head.end)
+        if head is None or kept <= start:
+            return None
+        end = min(end, kept)
         if start < head.earliest:
             self._lose(
                 DataGapError(

@@ -133,13 +133,17 @@ class LocalTail:
         snapshot = self.snapshot()
         return None if snapshot is None else snapshot.end_of_files()
 
-    def catch_up(self, mark: tuple[int, int] | None) -> WalSnapshot | None:
+    def catch_up(
+        self, mark: tuple[int, int] | None, *, since: float | None = None
+    ) -> WalSnapshot | None:
         """The snapshot once it covers what the files held at `mark`, or when that takes too long.
 
         For callers that know of synced messages which the checkpoint does not cover yet. After the
-        owner was killed, those stay invisible until the topic is opened again.
+        owner was killed, those stay invisible until the topic is opened again. `since` is when the
+        waiting began, by the monotonic clock, if it was before this call.
         """
-        deadline = self._clock.monotonic() + _CATCH_UP_SECONDS
+        began = self._clock.monotonic() if since is None else since
+        deadline = began + _CATCH_UP_SECONDS
         pause = threading.Event()
         while True:
             snapshot = self.snapshot()

@@ -1,13 +1,14 @@
 """Options of Spark's Kafka source: what they mean for topics, in batches and in streams."""
 
 import json
+import logging
 from functools import partial
 
 import pytest
 
 from fault.tier_checks import memory_directory
 from ister.errors import InvalidRequestError, NotFoundError
-from ister.spark import location, stream
+from ister.spark import batch, location, stream
 from ister.spark.batch import BatchReader
 from ister.spark.options import ReadOptions
 from ister.spark.rows import row_schema
@@ -249,3 +250,39 @@ def test_query_that_waits_gives_back_the_text_that_it_was_asked_with(home, now):
     start = reader.latestOffset(reader.initialOffset(), limit)
     home.append(A, 1)
     assert reader.latestOffset(start, limit) is start
+
+
+# -- what a scan says ---------------------------------------------------------------------------
+
+
+def scan_of(home, caplog, **options):
+    """The level and the text of what the driver logs about a scan."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="ister.spark.batch"):
+        read(home, **options)
+    (record,) = (one for one in caplog.records if one.name == "ister.spark.batch")
+    return record.levelno, record.getMessage()
+
+
+def test_scan_says_how_much_it_reads_and_which_option_would_narrow_it(home, caplog, monkeypatch):
+    """A filter does not: `where offset >= 8` read everything, and nothing said so."""
+    home.append(A, 10, upload=True)
+    level, text = scan_of(home, caplog, topic=A)
+    assert text.startswith(f"scan of {A}: 10 messages, about 0.0 MiB, in 1 tasks; filters are")
+    assert "startingOffsets" in text
+    assert level == logging.INFO
+    monkeypatch.setattr(batch, "_LARGE_BYTES", 1)
+    assert scan_of(home, caplog, topic=A)[0] == logging.WARNING
+    for option in (
+        {"startingOffsets": json.dumps({A: 8})},
+        {"endingOffsets": json.dumps({A: {"0": 2}})},
+        {"startingTimestamp": "4102444800000"},
+        {"endingTimestamp": "1700000000000"},
+        {"startingOffsetsByTimestamp": json.dumps({A: 1_700_000_000_000})},
+    ):
+        level, text = scan_of(home, caplog, topic=A, **option)
+        assert level == logging.INFO
+        assert "filters" not in text
+    assert scan_of(home, caplog, topic=A, startingOffsets=json.dumps({A: 8}))[1].startswith(
+        f"scan of {A}: 2 messages"
+    )

@@ -1,7 +1,11 @@
 """A stream's offset: its text, how it goes on, and what is lost."""
 
+import base64
+import hashlib
 import json
 import pickle
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,8 +113,82 @@ def test_topic_offset_that_goes_backwards_is_a_bug():
             at(offset, start)
 
 
+def many(count, **more):
+    return {
+        f"/default/topic-{number:05}": at(1_000_000 + 7 * number, **more) for number in range(count)
+    }
+
+
+def test_unchanged_topics_of_a_batch_take_a_quarter_of_the_space():
+    """Goal: Spark writes all topics down for each micro-batch, and few of them have news."""
+    topics = {
+        name: replace(place, incarnation=hashlib.sha256(name.encode()).hexdigest()[:16])
+        for name, place in many(1000).items()
+    }
+    topics[A] = at(10, 4)
+    offset = StreamOffset(topics)
+    text = offset.to_json_text()
+    assert len(text) < 25_000, "90,000 without"
+    assert StreamOffset.from_json_text(text) == offset
+    assert json.loads(text)["topics"] == {
+        A: {"incarnation": "i", "epoch": 1, "offset": 10, "from": 4}
+    }
+    assert json.dumps(json.loads(text)) == text
+
+
+def test_few_unchanged_topics_stay_readable_by_everybody():
+    for count, version in [(0, 1), (19, 1), (20, 2)]:
+        with case(count, version):
+            value = StreamOffset({A: at(10, 4), **many(count)}).to_dict()
+            assert value["version"] == version
+            assert len(value["topics"]) == (20 if version == 1 and count else 1)
+            assert StreamOffset.from_dict(value).topics == {A: at(10, 4), **many(count)}
+
+
+def test_stream_goes_on_from_an_offset_of_the_first_version():
+    places = many(100)
+    first = {
+        "version": 1,
+        "topics": {
+            name: {
+                "incarnation": place.incarnation,
+                "epoch": place.epoch,
+                "offset": place.offset,
+                "from": place.start,
+            }
+            for name, place in places.items()
+        },
+    }
+    previous = StreamOffset.from_dict(first)
+    assert previous == StreamOffset(places)
+    heads = {name: head(0, place.offset) for name, place in places.items()}
+    assert advance(previous, heads, ends_of(heads)) is previous
+    following = advance(previous, {**heads, A: head(0, 2)}, {**ends_of(heads), A: 2})
+    assert StreamOffset.from_json_text(following.to_json_text()).ranges() == {A: (0, 2)}
+
+
+def test_unchanged_topics_that_cannot_be_decoded_are_refused():
+    def packed(value):
+        text = base64.b64encode(zlib.compress(json.dumps(value).encode())).decode()
+        return {"version": 2, "topics": {}, "unchanged": text}
+
+    for value, reason in [
+        ({"version": 2, "topics": {}}, r"the keys \['topics', 'version'\]"),
+        ({"version": 2, "topics": {}, "unchanged": 5}, "`unchanged` cannot be decoded"),
+        ({"version": 2, "topics": {}, "unchanged": "%"}, "`unchanged` cannot be decoded"),
+        ({"version": 2, "topics": {}, "unchanged": "AAAA"}, "`unchanged` cannot be decoded"),
+        (packed([]), "`unchanged` is no JSON object"),
+        (packed({A: 5}), f"{A} is 5"),
+        (packed({A: ["i", 1]}), f"{A} is"),
+        (packed({A: ["i", 1, -1]}), "the offset -1"),
+        (packed({"a": ["i", 1, 1]}), "'a' is no topic"),
+    ]:
+        with case(value, reason), pytest.raises(InvalidRequestError, match=reason):
+            StreamOffset.from_dict(value)
+
+
 def test_other_version_is_unsupported_and_not_wrong():
-    for version in [0, 2, 99]:
+    for version in [0, 3, 99]:
         with (
             case(version),
             pytest.raises(

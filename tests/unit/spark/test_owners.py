@@ -1,6 +1,7 @@
 """Which broker is asked about a topic: entries in the metadata store, and given addresses."""
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import pytest
 
@@ -9,8 +10,19 @@ from ister.bucket.catalog import Catalog
 from ister.bucket.members import member_key
 from ister.cli.main import main
 from ister.client.flight import FlightClient, parse_brokers
-from ister.errors import ClosedError, IsterError, NotFoundError, UnavailableError
-from ister.spark import location, owners, read_task
+from ister.clock import SystemClock
+from ister.errors import (
+    ClosedError,
+    ConflictError,
+    IsterError,
+    NotFoundError,
+    UnavailableError,
+    WaitsForDiskError,
+)
+from ister.metadata.sqlite import SqliteMetadata
+from ister.model import COLUMNS
+from ister.spark import IsterDataSource, location, owners, read_task
+from ister.spark.batch import BatchReader
 from ister.spark.compat import ReadAllAvailable
 from ister.spark.jobs.job import find_job_place
 from ister.spark.jobs.tiering import tier
@@ -18,12 +30,14 @@ from ister.spark.location import find_place
 from ister.spark.offset_resolver import OffsetResolver
 from ister.spark.options import ReadOptions
 from ister.spark.owners import Owner, ask, ask_any, find_owner, has_brokers, read_watermarks
+from ister.spark.rows import row_schema
+from ister.topic import local_tail
 from servers.flight import READ, FlightServer, FlightTopics, LogSource
 from servers.ports import free_port
 from support.cluster import enter
 from support.machine import Task
 from support.spark_here import SparkHere
-from support.streams import A, B, Home, a_reader, publish
+from support.streams import A, B, Home, Query, a_reader, offsets_of, publish, rows_of
 
 HERE = SparkHere()
 
@@ -283,6 +297,110 @@ def test_topic_handed_over_while_it_is_looked_at_is_seen_whole(home, place, monk
         assert head_of(place, A).end == 9
 
 
+# -- messages that cannot be read now ---------------------------------------------------------
+
+
+def batch(home, **options):
+    """The offsets that a batch read on a machine without files yields."""
+    config = options.pop("config", None) or home.remote_config()
+    given = {"topic": A, "columns": "offset", "config": config, **options}
+    parsed = ReadOptions.parse(given, is_streaming=False)
+    reader = BatchReader(parsed, row_schema(parsed.columns))
+    return read(reader, reader.partitions())
+
+
+@pytest.fixture
+def stopped(home):
+    """A topic of nine messages; the last three are on the disk of a node that has stopped."""
+    with home.open() as log:
+        topic = log.topic(A, create=True)
+        publish(topic, 6)
+        topic.upload()
+        publish(topic, 3)
+        return log.tiers.membership.node
+
+
+def test_batch_that_would_leave_out_acknowledged_messages_fails(home, stopped):
+    """It gave 6 of 9 messages, succeeded, and a warning was on the driver's stderr."""
+    for options in ({}, {"startingOffsets": f'{{"{A}": 8}}'}, {"endingOffsets": f'{{"{A}": 9}}'}):
+        with pytest.raises(WaitsForDiskError) as caught:
+            batch(home, **options)
+        assert (caught.value.topic, caught.value.offset, caught.value.node) == (A, 6, stopped)
+        for text in (f"node {stopped} is not running", "from offset 6 on"):
+            assert text in caught.value.message
+        assert "includeUnreachableTail=false" in caught.value.hint
+    with pytest.raises(WaitsForDiskError):
+        batch(home, endingTimestamp="32503680000000")
+    # Nothing is left out of these.
+    assert batch(home, endingOffsets=f'{{"{A}": 6}}') == list(range(6))
+    assert batch(home, endingTimestamp="1") == []
+    assert batch(home, includeTail="false") == list(range(6))
+    assert batch(home, includeUnreachableTail="false") == list(range(6))
+    with broker(home):
+        assert batch(home) == list(range(9))
+
+
+def test_unreachable_messages_are_in_the_metadata_of_columns(home, stopped):
+    options = {"topic": A, "config": home.remote_config(), "includeUnreachableTail": "false"}
+    schema = IsterDataSource(options).schema()
+    said = {"ister.unreachable": {A: {"node": stopped, "offset": 6}}}
+    assert [field.metadata for field in schema] == [said] * len(COLUMNS)
+    reader = IsterDataSource(options).reader(schema)
+    assert read(reader, reader.partitions()) == list(range(6))
+    with broker(home):
+        found = IsterDataSource(options).schema()
+        assert found[0].metadata == {"ister.unreachable": {}}
+    # What the DataFrame says would not be true.
+    late = IsterDataSource(options).reader(found)
+    with pytest.raises(WaitsForDiskError) as caught:
+        late.partitions()
+    assert "load() again" in caught.value.hint
+
+
+def test_stream_waits_for_messages_that_cannot_be_read(home, stopped):
+    query = Query(partial(a_reader, home), config=home.remote_config(), startingOffsets="earliest")
+    assert offsets_of(query.run()) == list(range(6))
+    assert not query.plan()
+    with pytest.raises(WaitsForDiskError, match=f"node {stopped} is not running") as caught:
+        query.available_now()
+    assert "includeUnreachableTail=false" in caught.value.hint
+    query.restart(includeUnreachableTail="false")
+    assert query.available_now() == []
+    query.restart(includeUnreachableTail=None)
+    with broker(home):
+        assert offsets_of(query.run()) == [6, 7, 8]
+
+
+def test_files_of_a_killed_owner_are_not_read_without_their_end(home, monkeypatch):
+    """What it synced after its last checkpoint is invisible until the topic is opened again."""
+    monkeypatch.setattr(local_tail, "_CATCH_UP_SECONDS", 0.1)
+    monkeypatch.setattr("ister.spark.batch.retry_unavailable", lambda ask: ask())
+    checkpoint = home.path / "wal" / "default" / "a" / "wal.ckpt"
+    with home.open() as log:
+        topic = log.topic(A, create=True)
+        publish(topic, 6)
+        topic.upload()
+        publish(topic, 1)
+        older = checkpoint.read_bytes()
+        owner = log.tiers.metadata.get(topic.tier.owned.catalog.keys.owner)
+        publish(topic, 2)
+    checkpoint.write_bytes(older)
+    with pytest.raises(WaitsForDiskError, match="from offset 7 on") as caught:
+        batch(home, config=home.config)
+    assert (caught.value.topic, caught.value.offset) == (A, 7)
+    options = {"config": home.config, "includeUnreachableTail": "false"}
+    assert batch(home, **options) == list(range(7))
+    store = SqliteMetadata(str(home.path / "metadata.db"), clock=SystemClock())
+    store.put(owner.key, owner.value)
+    store.close()
+    # Its lease has not ended: it may only be slow.
+    with pytest.raises(UnavailableError, match="not recorded as durable"):
+        batch(home, **options)
+    checkpoint.write_bytes(older)
+    home.append(A, 1)
+    assert batch(home, config=home.config) == list(range(10))
+
+
 # -- topics that move -------------------------------------------------------------------------
 
 
@@ -353,6 +471,62 @@ def test_task_reads_a_topic_that_has_moved(home):
         assert second.calls[READ] == 0
         assert read(*plan(home)) == list(range(10))
         assert second.calls[READ] == 1
+
+
+def remote_query(home, **options):
+    """A stream on a machine without files."""
+    make = partial(a_reader, home, config=home.remote_config(), startingOffsets="earliest")
+    return Query(make, **options)
+
+
+def test_stream_goes_on_while_its_topic_moves_to_and_fro(home):
+    """Between the plan of a batch and its tasks, and between two batches."""
+    with ExitStack() as stack:
+        other = stack.enter_context(open_second(home, "second"))
+        log = stack.enter_context(home.open())
+        for one in (log, other):
+            server = stack.enter_context(FlightTopics(one))
+            enter(one, server.address)
+        publish(log.topic(A, create=True), 6)
+        query, end = remote_query(home), 6
+        for holder, next_one in ((log, other), (other, log), (log, other)):
+            assert query.plan()
+            holder.seal(A)
+            publish(next_one.topic(A), 4)
+            query.finish(query.collect())
+            assert offsets_of(query.rows) == list(range(end)), "as it was planned"
+            end += 4
+        query.run()
+        assert query.rows == rows_of(A, range(end))
+
+
+@pytest.mark.parametrize("has_read", [False, True])
+def test_stream_whose_topic_is_taken_over_says_what_it_has_passed(home, has_read):
+    """Goal: messages of the new owner are never taken for the lost ones without a word."""
+    with broker(home) as (log, _):
+        topic = log.topic(A, create=True)
+        publish(topic, 6)
+        topic.upload()
+        publish(topic, 3)
+        query = remote_query(home)
+        assert query.plan()
+        if has_read:
+            query.finish(query.collect())
+    with ExitStack() as stack:
+        other = stack.enter_context(open_second(home, "second"))
+        server = stack.enter_context(FlightTopics(other))
+        enter(other, server.address)
+        topic = other.topic(A, take_over=True)
+        topic.append_many([b"new"] * 5)
+        topic.flush()
+        with pytest.raises(ConflictError, match=r"went on from 6|lost messages"):
+            query.run()
+        query.restart(failOnDataLoss="false")
+        found = [row for _ in range(3) for row in query.run()]
+    assert [row.payload for row in found if row.payload == b"new"] == [b"new"] * 5
+    assert [row.offset for row in found if row.payload == b"new"] == list(range(6, 11))
+    lost = [row for row in query.rows if row.payload != b"new"]
+    assert lost == rows_of(A, range(9 if has_read else 6))
 
 
 def test_one_broker_that_is_silent_is_asked_once_for_all_its_topics(home, place, monkeypatch):

@@ -9,6 +9,10 @@ from benchmarks.measurement import open_tiered_log
 from benchmarks.spark_pending import describe_objects, run_triggers
 from ister.metadata.sqlite import SqliteMetadata
 from ister.spark import location, stream
+from ister.spark.compat import ReadAllAvailable
+from servers.flight import FlightTopics
+from support.cluster import enter
+from support.streams import Home, a_reader, publish
 
 A = "/default/a"
 
@@ -74,3 +78,49 @@ def test_trigger_over_many_topics_reads_a_few_objects_of_each(tmp_path, reads):
         counted[count] = len(reads), sum(reads)
     assert counted[300][0] <= 1.2 * counted[20][0]
     assert counted[300][1] <= 1.5 * counted[20][1]
+
+
+@pytest.mark.parametrize("has_files", [True, False])
+def test_look_at_200_topics_takes_as_many_requests_as_at_20(tmp_path, monkeypatch, has_files):
+    """Each topic took five requests, one after the other, and a call to its broker."""
+    counted = {}
+    for count in (20, 200):
+        path = tmp_path / str(count)
+        path.mkdir()
+        home = Home(path)
+        names = [f"/default/t{number:03}" for number in range(count)]
+        with home.open() as log, FlightTopics(log) as server:
+            enter(log, server.address)
+            for number, name in enumerate(names):
+                topic = log.topic(name, create=True)
+                publish(topic, 2)
+                if number % 2:
+                    topic.upload()
+                    publish(topic, 2)
+            config = home.config if has_files else home.remote_config()
+            reader = a_reader(home, config=config, topicPattern="/default/t.*")
+            start = reader.initialOffset()
+            publish(log.topic(names[-1]), 1)
+            with monkeypatch.context() as patched:
+                calls = []
+                for method in ("get", "get_many", "range"):
+                    patched.setattr(SqliteMetadata, method, noted(method, calls))
+                asked = server.calls["watermarks"]
+                end = reader.latestOffset(start, ReadAllAvailable())
+                parts = reader.partitions(start, end)
+                counted[count] = len(calls), server.calls["watermarks"] - asked
+        assert [part.topic for part in parts[0].partition.slices] == [names[-1]]
+        location._close_all()
+    # The list of brokers is read once a second.
+    assert counted[200][0] <= counted[20][0] + 3
+    assert counted[200][1] == counted[20][1]
+
+
+def noted(method, calls):
+    real = getattr(SqliteMetadata, method)
+
+    def call(self, *arguments, **named):
+        calls.append(method)
+        return real(self, *arguments, **named)
+
+    return call

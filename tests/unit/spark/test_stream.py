@@ -439,6 +439,60 @@ def test_stream_with_news_does_not_wait(home, looks, monkeypatch):
     assert len(looks) == 1, "what was seen a moment ago is good enough"
 
 
+@pytest.fixture
+def timed(monkeypatch):
+    """A look that takes as long as it is told, in a time that only looks and pauses pass."""
+
+    class Timed:
+        now, look_seconds = 1000.0, 0.0
+
+    def wait(reader):
+        Timed.now = max(Timed.now, reader._seen_at + reader._pause)
+
+    heads = OffsetResolver.heads
+
+    def slow(self, **arguments):
+        Timed.now += Timed.look_seconds
+        return heads(self, **arguments)
+
+    monkeypatch.setattr(stream, "_POLL_SECONDS", POLL_SECONDS)
+    monkeypatch.setattr(stream.StreamReader, "_now", lambda _: Timed.now)
+    monkeypatch.setattr(stream.StreamReader, "_wait_for_next_read", wait)
+    monkeypatch.setattr(OffsetResolver, "heads", slow)
+    return Timed
+
+
+def test_stream_over_many_topics_pauses_for_no_longer_than_it_looks(home, timed, looks):
+    home.append(A, 1)
+    reader = a_reader(home)
+    timed.look_seconds = 3.0
+    start = reader.initialOffset()
+    looks.clear()
+    began = timed.now
+    for _ in range(5):
+        assert reader.latestOffset(start, EVERYTHING) is start
+    assert len(looks) >= 5
+    assert timed.now - began <= 2 * 3.0 * len(looks)
+
+
+def test_stream_that_its_trigger_paces_looks_once_at_every_trigger(home, timed, looks):
+    """Its pause was four times as long as its look, whatever the interval."""
+    home.append(A, 1)
+    reader = a_reader(home)
+    timed.look_seconds = 3.0
+    start = reader.initialOffset()
+    assert reader.latestOffset(start, EVERYTHING) is start
+    for trigger in range(5):
+        looks.clear()
+        timed.now += 7.0  # what is left of an interval of ten seconds
+        if trigger == 4:
+            home.append(A, 1)
+        called = timed.now
+        found = reader.latestOffset(start, EVERYTHING)
+        assert (len(looks), timed.now - called) == (1, 3.0)
+    assert ends(found) == {A: 2}
+
+
 def test_idle_stream_sees_news_at_its_next_look(home, monkeypatch):
     monkeypatch.setattr(stream, "_POLL_SECONDS", 0.5)
     home.append(A, 1)
@@ -483,7 +537,7 @@ class Failing:
         (owner, method, times)
         for owner, method in [
             (OffsetResolver, "heads"),
-            (SqliteMetadata, "get"),
+            (SqliteMetadata, "get_many"),
             (SqliteMetadata, "range"),
         ]
         for times in (1, 4)

@@ -140,11 +140,8 @@ class ExportRound:
                 with self._job.own_failure(item.topic):
                     self._plan(resolver, item)
                     destination.exports.append(item)
-                    wanted = self._settings.end
-                    end = item.head.end
-                    if item.head.cut_error and not (isinstance(wanted, int) and wanted <= end):
-                        # The bucket's part is exported.
-                        raise item.head.cut_error
+                    # The bucket's part is exported.
+                    item.head.check_reach(self._settings.end)
 
     def _add(self, head: Head, leases: LeaseKeeper) -> None:
         """Adds a topic to its table, and takes the lease to export it."""

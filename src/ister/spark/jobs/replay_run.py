@@ -240,9 +240,8 @@ class ReplayRun:
 
     def _make_plan(self, head: Head) -> ReplayPlan:
         request = self._request
-        if head.cut_error and not (isinstance(request.end, int) and request.end <= head.end):
-            # Fails: the plan is kept, so messages on that disk would never be replayed.
-            raise head.cut_error
+        # The plan is kept, so messages on that disk would never be replayed.
+        head.check_reach(request.end)
         start, end = self._resolve(head)
         boundaries, size = self._cut(head, start, end)
         return ReplayPlan(
