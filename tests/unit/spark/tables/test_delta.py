@@ -10,7 +10,6 @@ from ister.errors import CommitUnknownError, ConflictError
 from ister.objectstore.base import Capabilities
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.delta import DeltaTable as OurTable
-from ister.spark.tables.ranges import ANY_INCARNATION
 from ister.spark.tables.targets import Storage
 from support.exports import (
     TOPIC,
@@ -128,26 +127,6 @@ def test_whoever_else_writes_does_not_get_in_the_way(tmp_path):
             commit_properties=CommitProperties(custom_metadata={"n": str(number)}),
         )
     assert table.coverage().of(TOPIC, "i") == ((0, 9),)
-
-
-def test_a_log_that_was_cleaned_is_made_up_for_by_the_rows(tmp_path):
-    table = table_at(tmp_path, "delta")
-    add_rows(table, 0, 5)
-    add_rows(table, 8, 10, run="b")
-    # Somebody else has written since, and then cleaned up.
-    theirs = rows_of(0, 0).append_column("publish_date", pa.array([], pa.date32()))
-    write_deltalake(where(tmp_path, "delta"), theirs, mode="append")
-    DeltaTable(where(tmp_path, "delta")).create_checkpoint()
-    for number in range(3):
-        (tmp_path / f"delta/orders/_delta_log/{number:020d}.json").unlink()
-    again = table_at(tmp_path, "delta")
-    coverage = again.coverage()
-    assert coverage.of(TOPIC, "whichever") == ((0, 5), (8, 10))
-    assert list(coverage.topics[TOPIC]) == [ANY_INCARNATION]
-    add_rows(again, 5, 8, run="c")
-    with pytest.raises(ConflictError):
-        add_rows(again, 9, 11, run="d")
-    assert offsets_in(tmp_path, "delta") == list(range(10))
 
 
 def test_a_table_without_partitions_is_taken(tmp_path):
