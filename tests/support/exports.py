@@ -165,8 +165,18 @@ def states_of(root: Path, format: str, name: str = "orders") -> list[int]:
         return [item.snapshot_id for item in sorted(found, key=lambda item: item.sequence_number)]
 
 
+def state_of(root: Path, format: str, name: str = "orders") -> int | None:
+    """The state that a table has; None if it has none."""
+    if format == "delta":
+        return DeltaTable(where(root, format, name)).version()
+    with iceberg_catalog(root) as catalog:
+        return catalog.load_table(f"default.{name}").metadata.current_snapshot_id
+
+
 def roll_back(root: Path, format: str, state: int, name: str = "orders") -> None:
     """Puts a table back to a state that it had."""
+    if state == state_of(root, format, name):
+        return
     if format == "delta":
         DeltaTable(where(root, format, name)).restore(state)
         return
@@ -192,6 +202,21 @@ def forget_history(root: Path, format: str, name: str = "orders") -> None:
     log = Path(where(root, format, name)) / "_delta_log"
     for number in range(table.version()):
         (log / f"{number:020d}.json").unlink(missing_ok=True)
+
+
+def commit_nothing(root: Path, format: str, name: str = "orders") -> None:
+    """A commit of another program, without rows."""
+    if format == "delta":
+        place = where(root, format, name)
+        schema = pa.schema(DeltaTable(place).schema().to_arrow())
+        write_deltalake(place, schema.empty_table(), mode="append")
+        return
+    with (
+        iceberg_catalog(root) as catalog,
+        catalog.load_table(f"default.{name}").transaction() as change,
+        change.update_snapshot().fast_append(),
+    ):
+        pass
 
 
 def add_foreign_rows(root: Path, format: str, start: int, end: int, name: str = "orders") -> None:
@@ -237,6 +262,7 @@ __all__ = [
     "add_foreign_rows",
     "add_rows",
     "adding",
+    "commit_nothing",
     "commits_in",
     "forget_history",
     "iceberg_catalog",
@@ -245,6 +271,7 @@ __all__ = [
     "read_table",
     "roll_back",
     "rows_of",
+    "state_of",
     "states_of",
     "table_at",
     "tasks_here",

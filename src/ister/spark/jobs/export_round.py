@@ -46,6 +46,7 @@ from ister.spark.jobs.tasks import run_tasks
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.options import ReadOptions
 from ister.spark.planner import Partition, TopicRange, plan
+from ister.spark.tables.base import Addition
 from ister.spark.tables.columns import LETTERS
 from ister.spark.tables.json_schema import with_types
 from ister.spark.tables.opening import TablePlace, dead_letters_name, open_table, table_name
@@ -139,6 +140,7 @@ class ExportRound:
                         # The bucket's part is exported.
                         raise item.head.cut_error
                     self._check_undone(item)
+            destination.is_whole = len(destination.exports) == len(exports)
 
     def _add(self, head: Head, leases: LeaseKeeper) -> None:
         """Adds a topic to its table, and takes the lease to export it."""
@@ -494,6 +496,7 @@ class ExportRound:
         for destination in self._destinations.values():
             if destination.output is None:
                 continue
+            self._record_rollbacks(destination)
             for table in destination.tables:
                 table.end(self._run)
                 if not destination.exports:
@@ -505,6 +508,30 @@ class ExportRound:
                         "leftovers not removed",
                         extra={"path": table.location, "error": str(error)},
                     )
+
+    def _record_rollbacks(self, destination: Destination) -> None:
+        """Has tables that were rolled back, and got nothing since, record what they have.
+
+        Their own upkeep may remove what says so now.
+        """
+        if not destination.is_whole or not destination.exports:
+            return
+        for table, coverage in (
+            (destination.table, destination.coverage),
+            (destination.letters, destination.lettered),
+        ):
+            if table is None or coverage.before is None:
+                continue
+            try:
+                if table.coverage().before is not None:
+                    table.commit(
+                        Addition(id=secrets.token_hex(8), topics=()),
+                        check=self._committer.check_of(destination.exports[:1]),
+                    )
+            except IsterError as error:
+                _log.info(
+                    "rollback not recorded", extra={"path": table.location, "error": str(error)}
+                )
 
 
 def _divide_evenly(ranges: Sequence[TopicRange], file_bytes: int, slots: int) -> list[Partition]:

@@ -320,11 +320,15 @@ class IcebergTable(LibraryTable):
         if not set(names) <= set(schema.column_names):
             return False
         rows = table.scan(
-            row_filter=And(EqualTo(names[0], topic), EqualTo(names[1], offset)),
+            # mypy sees the constructors that pydantic makes.
+            row_filter=And(
+                EqualTo(names[0], topic),  # type: ignore[call-arg,arg-type]
+                EqualTo(names[1], offset),  # type: ignore[call-arg,arg-type]
+            ),
             selected_fields=(names[1],),
             limit=1,
         )
-        return rows.to_arrow().num_rows > 0
+        return len(rows.to_arrow()) > 0
 
     def has_exclusive_commits(self) -> bool:
         """Returns True: a catalog guarantees it."""

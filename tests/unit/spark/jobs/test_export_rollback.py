@@ -7,6 +7,8 @@ from ister.spark.jobs.exporting import export
 from support.exports import (
     TOPIC,
     add_foreign_rows,
+    commit_nothing,
+    commits_in,
     forget_history,
     iceberg_catalog,
     offsets_in,
@@ -121,6 +123,29 @@ def test_dead_letters_that_a_rollback_took(spark, place, tmp_path, format):
     assert _export(spark, place, tmp_path, format, schema=SCHEMA).ok
     assert offsets_in(tmp_path, format, LETTERS) == [3, 13, 23]
     assert offsets_in(tmp_path, format) == [n for n in range(25) if n not in (3, 13, 23)]
+
+
+@each("format", FORMATS, fresh=fresh)
+def test_a_rollback_after_which_nothing_is_new_is_recorded(spark, place, tmp_path, format):
+    """Dead letters are rare, and upkeep removes what says that their table was rolled back."""
+    _send(place, 0, 10, bad={3})
+    _export(spark, place, tmp_path, format, schema=SCHEMA)
+    before = {name: states_of(tmp_path, format, name)[-1] for name in ("orders", LETTERS)}
+    _send(place, 10, 20, bad={13})
+    _export(spark, place, tmp_path, format, schema=SCHEMA)
+    for name, state in before.items():
+        roll_back(tmp_path, format, state, name)
+    assert _export(spark, place, tmp_path, format, schema=SCHEMA, end=10).ok
+    commits = {name: commits_in(tmp_path, format, name) for name in before}
+    assert _export(spark, place, tmp_path, format, schema=SCHEMA, end=10).ok
+    assert commits == {name: commits_in(tmp_path, format, name) for name in before}
+    for name in before:
+        commit_nothing(tmp_path, format, name)
+        commit_nothing(tmp_path, format, name)
+        forget_history(tmp_path, format, name)
+    assert _export(spark, place, tmp_path, format, schema=SCHEMA).ok
+    assert offsets_in(tmp_path, format, LETTERS) == [3, 13]
+    assert offsets_in(tmp_path, format) == [n for n in range(20) if n not in (3, 13)]
 
 
 @each("format", FORMATS, fresh=fresh)
