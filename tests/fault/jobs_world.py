@@ -19,6 +19,7 @@ import json
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -41,7 +42,15 @@ from ister.model import TopicName
 from ister.topic.history import History
 from ister.topic.log import Log
 from ister.topic.stores import open_metadata
-from support.exports import iceberg_catalog, offsets_in, where
+from support.exports import (
+    commit_nothing,
+    forget_history,
+    iceberg_catalog,
+    offsets_in,
+    roll_back,
+    state_of,
+    where,
+)
 from support.scrub_faults import Patient
 
 __all__ = ["KEYED", "LEASE_SECONDS", "PLAIN", "WORKS", "Step", "Work", "World"]
@@ -53,6 +62,7 @@ LEASE_SECONDS = 5
 _HOUR_MS = 3_600_000
 _KEYS = (None, *(f"key {number}" for number in range(12)))
 _WAIT_SECONDS_MAX = 600.0
+_LETTERS = "_dead_letters"
 _FUNCTIONS = str(Path(__file__).resolve().parents[1] / "support" / "replay_functions.py")
 _SCHEMA = {
     "type": "object",
@@ -71,6 +81,15 @@ class Sent(NamedTuple):
     def fits(self) -> bool:
         """Whether it is of the schema that exports have."""
         return self.payload.startswith(b"{")
+
+
+class TableState(NamedTuple):
+    """What the tables of a topic were once."""
+
+    rows: int
+    letters: int
+    exported: frozenset[int]
+    """The offsets that both had together."""
 
 
 class World:
@@ -96,6 +115,10 @@ class World:
         """Of `/jobs/k`, what was looked at by a compaction: whether it is still there."""
         self.exported: dict[str, dict[str, set[int]]] = {}
         """By format and topic: the offsets that its table has."""
+        self.states: dict[tuple[str, str], list[TableState]] = {}
+        """By format and topic: states that its tables can be put back to."""
+        self.rollbacks: Counter[str] = Counter()
+        """By format: how often that was done, and how often a history was cleaned."""
         self.replays: dict[str, list[bytes]] = {}
         """The payloads that each target has."""
         self._log: Log | None = None
@@ -322,6 +345,45 @@ class World:
             )
             if low == high:
                 assert (len(found), sum(found)) == (len(low), sum(low))
+
+    def remember_tables(self, format: str) -> None:
+        """Notes what state tables are in, to put them back to."""
+        if format == "parquet":
+            return  # it has one state
+        for name, offsets in self.exported[format].items():
+            short = TopicName.parse(name).topic
+            rows = state_of(self.tables, format, short)
+            letters = state_of(self.tables, format, short + _LETTERS)
+            if rows is not None and letters is not None:
+                state = TableState(rows, letters, frozenset(offsets))
+                self.states.setdefault((format, name), []).append(state)
+
+    def roll_back_some(self, format: str) -> None:
+        """Somebody puts tables back to what they were once, rows and dead letters together."""
+        for name, offsets in self.exported[format].items():
+            states = self.states.get((format, name))
+            if not states or self.chance.random() < 0.4:
+                continue
+            state = self.chance.choice(states)
+            short = TopicName.parse(name).topic
+            roll_back(self.tables, format, state.rows, short)
+            roll_back(self.tables, format, state.letters, short + _LETTERS)
+            self.rollbacks[f"{format} rollbacks"] += 1
+            self.rollbacks[f"{format} offsets rolled back"] += len(offsets - state.exported)
+            self.exported[format][name] = set(state.exported)
+            self.check_table(format, name, set(state.exported), set(state.exported))
+
+    def clean_some(self, format: str) -> None:
+        """Somebody else commits to tables, and then their upkeep forgets what they were."""
+        for name in self.exported[format]:
+            if (format, name) not in self.states or self.chance.random() < 0.5:
+                continue
+            for table in (TopicName.parse(name).topic, TopicName.parse(name).topic + _LETTERS):
+                for _ in range(self.chance.randint(0, 2)):
+                    commit_nothing(self.tables, format, table)
+                forget_history(self.tables, format, table)
+            del self.states[format, name]
+            self.rollbacks[f"{format} histories cleaned"] += 1
 
     # -- leftovers ------------------------------------------------------------------------------
 
@@ -556,7 +618,15 @@ class Export(Work):
         world = self.world
         self._tail = world.chance.random() < 0.3
         world.send(uploads=0 if self._tail else world.chance.randint(1, 2))
-        known = world.exported.setdefault(self.format, {name: set() for name in world.sent})
+        world.exported.setdefault(self.format, {name: set() for name in world.sent})
+        if world.chance.random() < 0.4:
+            world.roll_back_some(self.format)
+        self._expect()
+
+    def _expect(self) -> None:
+        """Works out what has to be in the tables when it is done."""
+        world = self.world
+        known = world.exported[self.format]
         self._before = {name: set(offsets) for name, offsets in known.items()}
         self._after = {}
         for name, before in self._before.items():
@@ -579,12 +649,19 @@ class Export(Work):
         super().check_killed()
         for name, before in self._before.items():
             self.world.check_table(self.format, name, before, self._after[name])
+        if self.world.chance.random() < 0.3:
+            # The next run begins with other tables than the dead one has left.
+            self.world.roll_back_some(self.format)
+            self._expect()
 
     def check_done(self, report: Mapping[str, Any]) -> None:
         super().check_done(report)
         self.world.exported[self.format] = self._after
         for name, after in self._after.items():
             self.world.check_table(self.format, name, after, after)
+        self.world.remember_tables(self.format)
+        if self.world.chance.random() < 0.2:
+            self.world.clean_some(self.format)
 
 
 class ExportToParquet(Export):

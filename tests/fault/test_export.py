@@ -1,6 +1,7 @@
 """An export killed at every named step, again and again: each offset is in the table once.
 
-Several topics share the table, and a commit.
+Several topics share the table, and a commit. Somebody puts Iceberg and Delta tables back to what
+they were, commits to them, and cleans up their history, before and after an export that dies.
 
 Tasks run in the killed process itself, without Spark: many rounds in little time. What becomes of
 executors is for the tests of the jobs on Spark.
@@ -14,20 +15,31 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from integration.spark_topics import PUBLISHED_MS, SparkPlace
 from ister.spark.jobs.exporting import export
-from support.exports import FORMATS, read_table, tasks_here, where
+from support.exports import (
+    FORMATS,
+    commit_nothing,
+    forget_history,
+    read_table,
+    roll_back,
+    state_of,
+    tasks_here,
+    where,
+)
 
 pytestmark = pytest.mark.nightly
 
 TOPICS = ["/default/a", "/default/b", "/default/c"]
 SCHEMA = {"properties": {"id": {"type": "integer"}, "name": {"type": "string"}}}
+_TABLES = ("orders", "orders_dead_letters")
 _ROUNDS = int(os.environ.get("ISTER_ROUNDS", "8"))
-_LEASE_SECONDS = 2
+_LEASE_SECONDS = 6
 _TESTS = Path(__file__).resolve().parents[1]
 _POINTS = (
     "pipeline.after_lease=kill@1",
@@ -85,26 +97,88 @@ def _run(place: SparkPlace, to: str, format: str, point: str) -> int:
     return done.returncode
 
 
+class _Somebody:
+    """Rolls both tables back to what they were after an export, now and then; and their upkeep."""
+
+    def __init__(self, root: Path, format: str, rng: random.Random) -> None:
+        self._root = root
+        self._format = format
+        self._rng = rng
+        self._states: list[tuple[dict[str, int], list[list[tuple[str, int]]]]] = []
+        self.done: Counter[str] = Counter()
+
+    def remember(self, *, is_dead: bool) -> None:
+        """Notes the tables' states, and the rows that they have, once both are certain to exist."""
+        if self._format == "parquet" or (is_dead and not self._states):
+            return
+        states = {name: state_of(self._root, self._format, name) for name in _TABLES}
+        if None not in states.values():
+            self._states.append((states, self._read()))
+
+    def roll_back(self) -> None:
+        """Puts tables back, and looks at their rows; half of the time it does nothing."""
+        if not self._states or self._rng.random() < 0.5:
+            return
+        before = sum(map(len, self._read()))
+        states, rows = self._rng.choice(self._states)
+        for name, state in states.items():
+            roll_back(self._root, self._format, state, name)
+        assert self._read() == rows
+        self.done["rollbacks"] += 1
+        self.done["rows that were rolled back"] += max(before - sum(map(len, rows)), 0)
+
+    def clean_up(self) -> None:
+        """Others commit, and only the current state is left."""
+        if not self._states or self._rng.random() < 0.8:
+            return
+        for name in _TABLES:
+            for _ in range(self._rng.randrange(3)):
+                commit_nothing(self._root, self._format, name)
+            forget_history(self._root, self._format, name)
+        self._states.clear()
+        self.done["histories cleaned"] += 1
+
+    def _read(self) -> list[list[tuple[str, int]]]:
+        return [_rows(self._root, self._format, name) for name in _TABLES]
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_killed_and_run_again(tmp_path, format):
     seed = int(os.environ.get("ISTER_SEED") or random.SystemRandom().randrange(2**32))
     print(f"ISTER_SEED={seed} ISTER_ROUNDS={_ROUNDS} pytest tests/fault/test_export.py -k {format}")
     rng = random.Random(f"{seed} {format}")
     place = SparkPlace(tmp_path / "data", metadata={"lease_ttl_seconds": _LEASE_SECONDS})
+    somebody = _Somebody(tmp_path, format, rng)
     count, bad = 0, set()
     for _ in range(_ROUNDS):
         size = rng.randrange(1, 60)
         bad.update(rng.sample(range(count, count + size), min(2, size)))
         _publish(place, count, size, bad)
         count += size
+        if format != "parquet":
+            somebody.roll_back()
         if _run(place, where(tmp_path, format), format, rng.choice(_POINTS)):
+            somebody.done["deaths"] += 1
             # The keys of a killed export end by themselves.
             threading.Event().wait(_LEASE_SECONDS + 0.5)
+            somebody.remember(is_dead=True)
+        elif format != "parquet":
+            _check(tmp_path, format, count, bad)
+            somebody.remember(is_dead=False)
+            somebody.clean_up()
+    if format != "parquet":
+        somebody.roll_back()
     with tasks_here() as spark:
         to = where(tmp_path, format)
         report = export(spark, place.config, to=to, format=format, schema=SCHEMA)
         assert report.ok, report.errors
+    _check(tmp_path, format, count, bad)
+    told = {"test": "kill -9 of exports", "format": format, "seed": seed, "rounds": _ROUNDS}
+    print(json.dumps({**told, "offsets": count * len(TOPICS), **somebody.done}))
+
+
+def _check(tmp_path: Path, format: str, count: int, bad: set[int]) -> None:
     good = [number for number in range(count) if number not in bad]
-    for name, offsets in (("orders", good), ("orders_dead_letters", sorted(bad))):
+    for name, offsets in zip(_TABLES, (good, sorted(bad)), strict=True):
         wanted = [(topic, offset) for topic in TOPICS for offset in offsets]
         assert _rows(tmp_path, format, name) == wanted

@@ -3,8 +3,10 @@
 Each round has a log of its own. Jobs are run on it one after the other; at some step the driver
 dies, with or without all that it has started, or the process of one task, which Spark replaces.
 Right after a death nothing may be wrong: topics read as before, tables have no offset twice. Then
-the same job is run again, and everything has to be as if nothing had happened. At the end of a
-round what is left of the dead is collected, and then nothing is left that nobody names.
+the same job is run again, and everything has to be as if nothing had happened. Before an export,
+and before a dead one is run again, somebody puts some tables back to what they were once; now and
+then others commit to them, and their history is cleaned. What they lack comes again, once. At the
+end of a round what is left of the dead is collected, and then nothing is left that nobody names.
 
 The steps of all rounds, their order, the data and who has the log open meanwhile come from a seed.
 In `make nightly` the rounds together come by every step of every job.
@@ -26,6 +28,7 @@ from ister.failpoints import FAILPOINTS
 from support.scale import IS_NIGHTLY, scaled
 
 ROUNDS = scaled(1, 20)
+ROLLBACK_ROUNDS = scaled(1, 3)
 _DRIVERS_EACH, _TASKS_EACH = 2, 1
 """How many deaths a round has where not all steps are asked for."""
 _ATTEMPTS = 6
@@ -238,7 +241,8 @@ class Round:
         scrubbed = self.drivers.run("scrub", world.config, {})
         assert scrubbed["ok"], scrubbed["errors"]
         assert [topic["findings"] for topic in scrubbed["topics"] if topic["findings"]] == []
-        return {"deaths": self.deaths, "unnamed_table_files": strangers, **swept}
+        told = {"deaths": self.deaths, "unnamed_table_files": strangers, **swept}
+        return told | {"tables": dict(world.rollbacks)}
 
 
 @pytest.mark.nightly
@@ -258,6 +262,31 @@ def test_killed_jobs_that_are_run_again_leave_no_trace(tmp_path, drivers, reques
     seconds = round(time.monotonic() - started, 1)
     told = {"seed": SEED, "round": number, **(drivers.told - before), **figures}
     print(json.dumps({"test": "kill -9 of jobs", **told, "seconds": seconds}))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("number", range(ROLLBACK_ROUNDS))
+def test_exports_into_tables_that_are_rolled_back(tmp_path, drivers, request, number):
+    """Goal: exports die while somebody rolls tables back and cleans up; each offset is there once.
+
+    Method: all steps of exports that can be rolled back, on one log. After each rollback, and each
+    run, the tables are read without Ister and compared with what was sent.
+    """
+    say_replay(SEED, request.node.nodeid)
+    started = time.monotonic()
+    world = World(tmp_path, random.Random(f"{SEED}/rollbacks/{number}"))
+    a_round = Round(world, drivers)
+    steps = [step for step in STEPS if step.work in ("export to iceberg", "export to delta")]
+    world.chance.shuffle(steps)
+    for step in steps if IS_NIGHTLY else steps[:3]:
+        a_round.kill(step)
+    figures = a_round.finish()
+    assert not IS_NIGHTLY or figures["tables"]["delta rollbacks"]
+    assert not IS_NIGHTLY or figures["tables"]["iceberg rollbacks"]
+    seconds = round(time.monotonic() - started, 1)
+    told = {"test": "rollbacks of tables", "seed": SEED, "round": number, **figures}
+    print(json.dumps({**told, "deaths": len(a_round.deaths), "seconds": seconds}))
 
 
 @pytest.mark.nightly

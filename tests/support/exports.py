@@ -6,7 +6,8 @@ from pathlib import Path
 
 import duckdb
 import pyarrow as pa
-from deltalake import DeltaTable
+import pyarrow.parquet as pq
+from deltalake import DeltaTable, write_deltalake
 from pyiceberg.catalog import load_catalog
 
 from ister.clock import SystemClock
@@ -150,6 +151,92 @@ def commits_in(root: Path, format: str, name: str = "orders") -> int:
         return len(catalog.load_table(f"default.{name}").snapshots())
 
 
+# -- what people do to tables, without Ister ---------------------------------------------------
+
+
+def states_of(root: Path, format: str, name: str = "orders") -> list[int]:
+    """The states that a table has had and has, the oldest first: versions or snapshots."""
+    if format == "delta":
+        return [
+            item["version"] for item in reversed(DeltaTable(where(root, format, name)).history())
+        ]
+    with iceberg_catalog(root) as catalog:
+        found = catalog.load_table(f"default.{name}").snapshots()
+        return [item.snapshot_id for item in sorted(found, key=lambda item: item.sequence_number)]
+
+
+def state_of(root: Path, format: str, name: str = "orders") -> int | None:
+    """The state that a table has; None if it has none."""
+    if format == "delta":
+        return DeltaTable(where(root, format, name)).version()
+    with iceberg_catalog(root) as catalog:
+        return catalog.load_table(f"default.{name}").metadata.current_snapshot_id
+
+
+def roll_back(root: Path, format: str, state: int, name: str = "orders") -> None:
+    """Puts a table back to a state that it had."""
+    if state == state_of(root, format, name):
+        return
+    if format == "delta":
+        DeltaTable(where(root, format, name)).restore(state)
+        return
+    with (
+        iceberg_catalog(root) as catalog,
+        catalog.load_table(f"default.{name}").manage_snapshots() as change,
+    ):
+        change.set_current_snapshot(snapshot_id=state)
+
+
+def forget_history(root: Path, format: str, name: str = "orders") -> None:
+    """What upkeep does: only the current state of a table is left."""
+    if format == "iceberg":
+        with iceberg_catalog(root) as catalog:
+            table = catalog.load_table(f"default.{name}")
+            current = table.metadata.current_snapshot_id
+            table.maintenance.expire_snapshots().by_ids(
+                [item.snapshot_id for item in table.snapshots() if item.snapshot_id != current]
+            ).commit()
+        return
+    table = DeltaTable(where(root, format, name))
+    table.create_checkpoint()
+    log = Path(where(root, format, name)) / "_delta_log"
+    for number in range(table.version()):
+        (log / f"{number:020d}.json").unlink(missing_ok=True)
+
+
+def commit_nothing(root: Path, format: str, name: str = "orders") -> None:
+    """A commit of another program, without rows."""
+    if format == "delta":
+        place = where(root, format, name)
+        schema = pa.schema(DeltaTable(place).schema().to_arrow())
+        write_deltalake(place, schema.empty_table(), mode="append")
+        return
+    with (
+        iceberg_catalog(root) as catalog,
+        catalog.load_table(f"default.{name}").transaction() as change,
+        change.update_snapshot().fast_append(),
+    ):
+        pass
+
+
+def add_foreign_rows(root: Path, format: str, start: int, end: int, name: str = "orders") -> None:
+    """Rows that another program adds."""
+    rows = rows_of(start, end)
+    if format == "iceberg":
+        with iceberg_catalog(root) as catalog:
+            table = catalog.load_table(f"default.{name}")
+            file = f"{table.location()}/data/theirs-{start}.parquet"
+            path = Path(file.removeprefix("file://"))
+            path.parent.mkdir(exist_ok=True)
+            pq.write_table(rows, path)
+            table.add_files([file])
+        return
+    day = pa.array(["2020-01-01"] * len(rows)).cast(pa.date32())
+    write_deltalake(
+        where(root, format, name), rows.append_column("publish_date", day), mode="append"
+    )
+
+
 @contextmanager
 def iceberg_catalog(root: Path, warehouse: str = "iceberg"):
     """The catalog that an export makes by default."""
@@ -172,14 +259,20 @@ __all__ = [
     "NOON_US",
     "TOPIC",
     "SparkHere",
+    "add_foreign_rows",
     "add_rows",
     "adding",
+    "commit_nothing",
     "commits_in",
+    "forget_history",
     "iceberg_catalog",
     "offsets_in",
     "part_of",
     "read_table",
+    "roll_back",
     "rows_of",
+    "state_of",
+    "states_of",
     "table_at",
     "tasks_here",
     "where",

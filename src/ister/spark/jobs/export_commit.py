@@ -48,6 +48,8 @@ class Destination:
     coverage: Coverage = field(default_factory=Coverage)
     lettered: Coverage = field(default_factory=Coverage)
     exports: list[TopicExport] = field(default_factory=list)
+    is_whole: bool = False
+    """Whether every topic was planned."""
     items_left: int = 0
     """Tasks that are not finished."""
     bytes_done: int = 0

@@ -46,17 +46,11 @@ from ister.spark.jobs.tasks import run_tasks
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.options import ReadOptions
 from ister.spark.planner import Partition, TopicRange, plan
+from ister.spark.tables.base import Addition
 from ister.spark.tables.columns import LETTERS
 from ister.spark.tables.json_schema import with_types
 from ister.spark.tables.opening import TablePlace, dead_letters_name, open_table, table_name
-from ister.spark.tables.ranges import (
-    ANY_INCARNATION,
-    Ranges,
-    count,
-    intersect,
-    normalise,
-    subtract,
-)
+from ister.spark.tables.ranges import Ranges, count, intersect, normalise, show, subtract
 
 if TYPE_CHECKING:
     from ister.spark.jobs.exporting import ExportSettings
@@ -142,6 +136,8 @@ class ExportRound:
                     destination.exports.append(item)
                     # The bucket's part is exported.
                     item.head.check_reach(self._settings.end)
+                    self._check_undone(item)
+            destination.is_whole = len(destination.exports) == len(exports)
 
     def _add(self, head: Head, leases: LeaseKeeper) -> None:
         """Adds a topic to its table, and takes the lease to export it."""
@@ -286,7 +282,6 @@ class ExportRound:
                 LETTERS_MARK in name
                 for incarnations in coverage.topics.values()
                 for name in incarnations
-                if name != ANY_INCARNATION
             }
             if table is not None and (not is_letters) in known:
                 raise ConflictError(
@@ -302,6 +297,7 @@ class ExportRound:
         job, head = self._job, item.head
         coverage = item.destination.coverage
         self._check_same(item)
+        self._check_letters(item)
         start, end = self._bounds(resolver, head)
         covered = coverage.of(head.topic, head.incarnation)
         item.missing = subtract(normalise([(start, end)]), covered)
@@ -322,6 +318,51 @@ class ExportRound:
             fields["ranges"] = [list(one) for one in item.missing[:_SHOWN_RANGES]]
         else:
             job.report.add(head.topic, messages=0, dead_letters=0, files=0, bytes=0, commits=0)
+
+    def _check_letters(self, item: TopicExport) -> None:
+        """Checks that no dead letters of rows in the table were lost in a rollback."""
+        lettered, head = item.destination.lettered, item.head
+        if lettered.before is None or item.destination.letters is None:
+            return
+        undone = normalise(
+            one
+            for name in lettered.before.topics.get(head.topic, {})
+            if name.partition(LETTERS_MARK)[0] == head.incarnation
+            for one in lettered.undone(head.topic, name)
+        )
+        covered = item.destination.coverage.of(head.topic, head.incarnation)
+        if lost := intersect(undone, covered):
+            raise ConflictError(
+                "the table of dead letters was rolled back, and the table of rows was not: dead "
+                f"letters of the offsets {show(lost)} are missing",
+                topic=head.topic,
+                offset=lost[0][0],
+                path=item.destination.letters.location,
+                hint="roll the table of rows back to the same time: what both lack is exported "
+                "again; or name another table for dead letters: dead_letters (--dead-letters)",
+            )
+
+    def _check_undone(self, item: TopicExport) -> None:
+        """Checks that the topic has all that the table lost when it was rolled back."""
+        head, table = item.head, item.destination.table
+        undone = item.destination.coverage.undone(head.topic, head.incarnation)
+        if not undone:
+            return
+        _log.warning(
+            "the table was rolled back: what it lacks is exported again",
+            extra={"topic": head.topic, "path": table.location, "ranges": show(undone)},
+        )
+        if expired := intersect(undone, ((0, head.earliest),)):
+            # What the topic has is exported.
+            raise ConflictError(
+                f"the table was rolled back to before it had the offsets {show(expired)}, and the "
+                "topic does not have them any more",
+                topic=head.topic,
+                offset=expired[0][0],
+                path=table.location,
+                hint="restore the newer version of the table if they are needed; exports of new "
+                "messages go on without them",
+            )
 
     def _gap(self, head: Head, covered: Ranges) -> Ranges:
         """Returns what expired after the table's first rows, before it was exported."""
@@ -452,6 +493,7 @@ class ExportRound:
         for destination in self._destinations.values():
             if destination.output is None:
                 continue
+            self._record_rollbacks(destination)
             for table in destination.tables:
                 table.end(self._run)
                 if not destination.exports:
@@ -463,6 +505,30 @@ class ExportRound:
                         "leftovers not removed",
                         extra={"path": table.location, "error": str(error)},
                     )
+
+    def _record_rollbacks(self, destination: Destination) -> None:
+        """Has tables that were rolled back, and got nothing since, record what they have.
+
+        Their own upkeep may remove what says so now.
+        """
+        if not destination.is_whole or not destination.exports:
+            return
+        for table, coverage in (
+            (destination.table, destination.coverage),
+            (destination.letters, destination.lettered),
+        ):
+            if table is None or coverage.before is None:
+                continue
+            try:
+                if table.coverage().before is not None:
+                    table.commit(
+                        Addition(id=secrets.token_hex(8), topics=()),
+                        check=self._committer.check_of(destination.exports[:1]),
+                    )
+            except IsterError as error:
+                _log.info(
+                    "rollback not recorded", extra={"path": table.location, "error": str(error)}
+                )
 
 
 def _divide_evenly(ranges: Sequence[TopicRange], file_bytes: int, slots: int) -> list[Partition]:

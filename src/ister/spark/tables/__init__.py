@@ -10,6 +10,7 @@ opening               which table an export means
 parquet_directory     a directory of Parquet files
 delta, iceberg, library_table    Delta and Iceberg tables, and what they share
 columns               the columns of a table
+column_ids            which column of an Iceberg table is which of ours
 json_schema, json_rows    typed columns of JSON payloads
 writing, targets      data files, and where they go
 ranges                which offsets a table has

@@ -20,7 +20,7 @@ What a crash leaves: files that no commit names.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import pyarrow as pa
@@ -80,9 +80,11 @@ class Addition:
         Raises:
             ConflictError: It has some of the offsets already; names the topic.
         """
-        return coverage.add_all(
+        after = coverage.add_all(
             (item.topic, item.incarnation, item.epoch, item.ranges) for item in self.topics
         )
+        rows = [(item.topic, file.first_offset) for item in self.topics for file in item.files]
+        return replace(after, row=rows[0]) if rows else after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +118,12 @@ class Table(Protocol):
     def coverage(self) -> Coverage:
         """Returns the exported ranges, read again; empty if there is no table.
 
+        They are those of the table's current state: if it was rolled back, those that it had then.
+        Rows that were deleted from it count as exported.
+
         Raises:
-            CorruptDataError: The table has lost this information.
+            ConflictError: The table has lost this information.
+            CorruptDataError: It is invalid.
             UnavailableError: Its store or catalog does not answer.
         """
         ...

@@ -50,6 +50,9 @@ LETTERS: Final = pa.schema(
 )
 """Messages that did not become rows."""
 
+_NEVER_NULL: Final = frozenset({"topic", "offset", "publish_time", PUBLISH_DATE})
+"""Columns of every row and dead letter that have a value."""
+
 _INTEGER_WIDTHS: Final = {pa.int8(): 8, pa.int16(): 16, pa.int32(): 32, pa.int64(): 64}
 
 
@@ -100,7 +103,7 @@ def fit(
                 hint="names that differ by case alone are one name to Spark; rename one of them",
             )
         kind = _common(theirs.type, item.type, nested=nested)
-        if kind is None:
+        if kind is None or _has_required(theirs.type):
             raise ConflictError(
                 f"the table's column {item.name} is {theirs.type}, and the export's {item.type}",
                 path=path,
@@ -109,11 +112,12 @@ def fit(
         fields.append(pa.field(item.name, kind))
         if kind != theirs.type and nested and _lacks(theirs.type, kind):
             added.append(pa.field(item.name, kind))
-    ours = {item.name for item in wanted} | {PUBLISH_DATE}
+    names = {item.name for item in wanted}
     for theirs in existing:
-        if theirs.name not in ours and is_required(theirs.name):
+        if theirs.name not in _NEVER_NULL & {*names, PUBLISH_DATE} and is_required(theirs.name):
+            ours = "the export's may be" if theirs.name in names else "the export has none"
             raise ConflictError(
-                f"the table's column {theirs.name} may not be null, and the export has none",
+                f"the table's column {theirs.name} may not be null, and {ours}",
                 path=path,
                 hint="make it optional, or export into another table",
             )
@@ -137,7 +141,7 @@ def _common(theirs: pa.DataType, ours: pa.DataType, *, nested: bool) -> pa.DataT
         return ours if same_zone and theirs.unit in ("us", "ns") else None
     if pa.types.is_struct(theirs) and pa.types.is_struct(ours):
         return _common_struct(theirs, ours, nested=nested)
-    if _is_list(theirs) and _is_list(ours):
+    if is_list(theirs) and is_list(ours):
         item = _common(theirs.value_type, ours.value_type, nested=nested)
         return None if item is None else pa.list_(item)
     if pa.types.is_map(theirs) and pa.types.is_map(ours):
@@ -165,12 +169,23 @@ def _common_struct(
     return pa.struct(fields)
 
 
+def _has_required(kind: pa.DataType) -> bool:
+    """Whether something within a column may not be null; keys never are."""
+    if pa.types.is_struct(kind):
+        parts = list(kind)
+    elif is_list(kind):
+        parts = [kind.value_field]
+    else:
+        parts = [kind.item_field] if pa.types.is_map(kind) else []
+    return any(not part.nullable or _has_required(part.type) for part in parts)
+
+
 def _lacks(theirs: pa.DataType, ours: pa.DataType) -> bool:
     """Whether a struct of ours, at any depth, has a field that theirs has not."""
     if pa.types.is_struct(theirs) and pa.types.is_struct(ours):
         known = {item.name: item.type for item in theirs}
         return any(item.name not in known or _lacks(known[item.name], item.type) for item in ours)
-    if _is_list(theirs) and _is_list(ours):
+    if is_list(theirs) and is_list(ours):
         return _lacks(theirs.value_type, ours.value_type)
     return False
 
@@ -183,5 +198,6 @@ def _is_bytes(kind: pa.DataType) -> bool:
     )
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
+    """Whether it is a list, of either size."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))

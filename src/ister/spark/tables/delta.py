@@ -2,61 +2,52 @@
 
     <table>/publish_date=2026-03-01/<file>.parquet
     <table>/_delta_log/<version>.json: add …, txn {"ister.export", number}, commitInfo {coverage}
+    <table>/_ister/<number>.json: coverage
 
 Owns: how files and ranges become one version of the table. Does not own: the table's upkeep: its
 own `vacuum` collects files that no version names.
 
 Each commit requires that the table is still at the version that was read: a commit of any other
 program in between makes it fail, and it is checked and tried again. Each commit records all offsets
-that the table has of all topics. If the log was cleaned so far that the last record is gone, the
-offsets are read from the table's rows.
+that the table has of all topics. The log is read backwards to the newest record; where it says that
+the table was restored, reading goes on at the restored version. The log may be cleaned, but the
+number of the newest commit stays in the table's state: what was written to `_ister` before that
+commit then counts, if the table still has the last row that was recorded.
 
-What a crash leaves: files that no version names.
+Tables with features or constraints that this module does not observe are refused.
+
+What a crash leaves: files that no version names, and records below `_ister` of commits that were
+not made; a later export removes the records.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ister import failpoints
 from ister.clock import Clock
-from ister.errors import (
-    ConflictError,
-    CorruptDataError,
-    IsterError,
-    NotFoundError,
-    UnavailableError,
-)
+from ister.errors import ConflictError, IsterError, NotFoundError, UnavailableError
 from ister.extras import missing_extra
+from ister.limits import MIB
 from ister.objectstore.backends import hidden_values
 from ister.objectstore.store_errors import redact
 from ister.spark.tables.base import PUBLISH_DATE, Addition, DataFile, Layout
 from ister.spark.tables.columns import fit
 from ister.spark.tables.library_table import SHOWN_CHARACTERS, LibraryTable
 from ister.spark.tables.proof import prove_files
-from ister.spark.tables.ranges import (
-    ANY_INCARNATION,
-    Coverage,
-    Covered,
-    Ranges,
-    normalise,
-    union,
-)
+from ister.spark.tables.ranges import Coverage
 from ister.spark.tables.targets import FileTarget, Storage, StoreTarget
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable as _Delta
     from deltalake.transaction import AddAction
-
-_log = logging.getLogger("ister.spark.tables")
 
 _APP: Final = "ister.export"
 _NUMBER: Final = "ister.commit"
@@ -64,6 +55,38 @@ _ID: Final = "ister.commit-id"
 _COVERAGE: Final = "ister.coverage"
 _HISTORY: Final = (8, 64, 1024, None)
 """How far back the log is searched, in steps."""
+_RECORDS: Final = "_ister/"
+"""No part of the table: Delta and Spark pass over names that begin with `_`."""
+_RECORD_BYTES_MAX: Final = 64 * MIB
+_RANDOM_BITS: Final = 32
+"""A commit's number ends with so many random bits: no other attempt has its record."""
+
+_HELD_FEATURES: Final = frozenset(
+    {
+        "appendOnly",
+        "changeDataFeed",
+        "checkConstraints",
+        "columnMapping",
+        "deletionVectors",
+        "generatedColumns",
+        "invariants",
+        "timestampNtz",
+        "v2Checkpoint",
+    }
+)
+"""What a table may be able to do. Of some, `_check_writable` refuses the use."""
+_MAPPING: Final = "delta.columnMapping.mode"
+_CONSTRAINT: Final = "delta.constraints."
+_IDENTITY_VERSION: Final = 6
+"""The writers' version with identity columns; the one after it names features."""
+_RULES: Final = {
+    "delta.generationExpression": "is a generated column",
+    "delta.identity.start": "is an identity column",
+    "delta.invariants": "has an invariant",
+    "CURRENT_DEFAULT": "has a default",
+    "__CHAR_VARCHAR_TYPE_STRING": "has a length of its own",
+}
+"""What a column's metadata may ask of writers."""
 
 _OPTIONS: Final[dict[str, dict[str, str]]] = {
     "s3": {
@@ -106,6 +129,7 @@ class DeltaTable(LibraryTable):
             table = self._load()
             if table is None:
                 table = self._make(wanted)
+            self._check_writable(table)
             partitions = list(table.metadata().partition_columns)
             existing, required = self._columns(table)
             if partitions not in ([], [PUBLISH_DATE]):
@@ -146,8 +170,40 @@ class DeltaTable(LibraryTable):
         required = {item.name for item in schema.fields if not item.nullable}
         return pa.schema(schema.to_arrow()), required
 
+    def _check_writable(self, table: _Delta) -> None:
+        """Checks that the table asks nothing of writers that would not be observed.
+
+        Raises:
+            ConflictError: It does.
+        """
+        protocol = table.protocol()
+        refused = sorted(set(protocol.writer_features or ()) - _HELD_FEATURES)
+        if protocol.min_writer_version == _IDENTITY_VERSION:
+            refused.append("identityColumns")
+        configuration = table.metadata().configuration
+        if configuration.get(_MAPPING, "none") != "none":
+            refused.append(f"columnMapping ({_MAPPING}={configuration[_MAPPING]})")
+        if refused:
+            raise self._not_writable(f"the table has features: {', '.join(refused)}")
+        for name in sorted(configuration):
+            if name.startswith(_CONSTRAINT):
+                raise self._not_writable(
+                    f"the table has a CHECK constraint, {name.removeprefix(_CONSTRAINT)}: "
+                    f"{configuration[name]}"
+                )
+        for column, metadata in _fields(json.loads(table.schema().to_json()), ""):
+            for rule in _RULES.keys() & metadata.keys():
+                raise self._not_writable(f"the table's column {column} {_RULES[rule]}")
+
+    def _not_writable(self, what: str) -> ConflictError:
+        return ConflictError(
+            f"{what}; exports do not observe that",
+            path=self.location,
+            hint="remove it, or export into another table and copy from there with Spark",
+        )
+
     def coverage(self) -> Coverage:
-        """Reads the newest record; without one, the table's rows."""
+        """Reads the record of the table's state."""
         table = self._load()
         return Coverage() if table is None else self._coverage(table)
 
@@ -187,17 +243,21 @@ class DeltaTable(LibraryTable):
         table = self._load()
         if table is None:
             raise ConflictError("the table was deleted during the export", path=self.location)
-        number = self._number(table)
+        with self._errors("the table cannot be read"):
+            self._check_writable(table)
+        number = (((self._number(table) or 0) >> _RANDOM_BITS) + 1) << _RANDOM_BITS
+        number |= self._rng.getrandbits(_RANDOM_BITS)
         after = addition.added_to(self._coverage(table))
         prove_files(
             addition, self._size_of, location=self.location, is_local=self._storage.is_local
         )
         actions = [self._add_action(file) for file in addition.files]
+        self._storage.store().put(_record_key(number), after.to_json().encode())
         check()
         failpoints.reach("export.before_table_commit")
         version = table.version()
         try:
-            self._write(table, addition, actions, after, 0 if number is None else number + 1)
+            self._write(table, addition, actions, after, number)
         except Exception as error:  # delta-rs has errors of many kinds
             if self._has(addition.id, after=version):
                 return True
@@ -285,46 +345,119 @@ class DeltaTable(LibraryTable):
             number: int | None = table.transaction_version(_APP)
         return number
 
-    # Any: as deltalake has it; each commit has fields of its own.
-    def _history(self, table: _Delta, limit: int | None) -> list[dict[str, Any]]:
-        with self._errors("the table's log cannot be read"):
-            return table.history(limit)
-
     def _coverage(self, table: _Delta) -> Coverage:
         number = self._number(table)
         if number is None:
             return Coverage()
+        found, is_restored = self._logged(table)
+        known = self._recorded(number) if found is None or is_restored else None
+        if found is not None:
+            return replace(found, before=known)
+        if known is not None and (known.row is None or self._has_row(table, *known.row)):
+            return known
+        raise ConflictError(
+            "the table's log does not say any more which offsets the table has: it was cleaned "
+            "since the last export, or the table was replaced"
+            + ("" if known is None else f"; {known.shown()} were exported"),
+            path=self.location,
+            hint="export into another table",
+        )
+
+    def _logged(self, table: _Delta) -> tuple[Coverage | None, bool]:
+        """Returns what the log says of the table's state, and whether the table was restored.
+
+        None if the log does not say it.
+        """
+        at, is_restored = table.version(), False
+        for item in self._log(table):
+            if item["version"] > at:
+                continue  # undone
+            if item["version"] < at:
+                return None, is_restored  # something is missing
+            operation = item.get("operation", "")
+            if _COVERAGE in item:
+                return Coverage.from_json(item[_COVERAGE], path=self.location), is_restored
+            if operation == "RESTORE":
+                restored = self._restored(item)
+                if restored is None:
+                    return None, True
+                at, is_restored = restored, True
+            elif "REPLACE" in operation or operation == "CLONE":
+                return None, is_restored
+            else:
+                at -= 1
+        return (Coverage() if at < 0 else None), is_restored
+
+    # Any: as deltalake has it; each commit has fields of its own.
+    def _log(self, table: _Delta) -> Iterator[dict[str, Any]]:
+        """Yields what the log says of each version, the newest first."""
         seen = 0
         for limit in _HISTORY:
-            found = self._history(table, limit)
-            for item in found[seen:]:
-                if item.get(_NUMBER) == str(number) and _COVERAGE in item:
-                    return Coverage.from_json(item[_COVERAGE], path=self.location)
+            with self._errors("the table's log cannot be read"):
+                found: list[dict[str, Any]] = table.history(limit)
+            yield from found[seen:]
             seen = len(found)
-            if limit is not None and len(found) < limit:
-                break
-        _log.warning("the table's log was cleaned; reading its rows", extra={"path": self.location})
-        return self._coverage_of_rows(table)
+            if limit is not None and seen < limit:
+                return
 
-    def _coverage_of_rows(self, table: _Delta) -> Coverage:
-        topics: dict[str, Ranges] = {}
+    def _restored(self, item: Mapping[str, Any]) -> int | None:
+        """Returns the version to which a table was restored; None if that is not known any more."""
+        given = item.get("operationParameters", {}).get("version")
+        if given is not None:
+            return int(given)
+        # It was restored to a time, which each program writes and counts in another way.
+        files = self._files_of(item["version"])
+        for version in range(item["version"] - 1, -1, -1):
+            found = self._files_of(version)
+            if found is None or files is None:
+                return None
+            if found == files:
+                return version
+        return None
+
+    def _files_of(self, version: int) -> list[str] | None:
+        """Returns the files of a version; None if the log does not have it any more."""
+        library = _library()
         try:
-            batches = table.to_pyarrow_dataset().to_batches(columns=["topic", "offset"])
-            for batch in batches:
-                for topic in pc.unique(batch.column("topic")).to_pylist():
-                    if topic is None:
-                        continue
-                    rows = batch.filter(pc.equal(batch.column("topic"), topic))
-                    topics[topic] = union(topics.get(topic, ()), _runs(rows.column("offset")))
-        except (OSError, pa.ArrowException, KeyError) as error:
-            raise CorruptDataError(
-                "the table does not record which offsets it has, and its rows cannot be read",
-                path=self.location,
-                hint="export into another table",
-            ) from error
-        return Coverage(
-            {topic: {ANY_INCARNATION: Covered(0, ranges)} for topic, ranges in topics.items()}
-        )
+            found = library.DeltaTable(
+                self._uri, version=version, storage_options=self._storage_options()
+            )
+            return sorted(found.file_uris())
+        except library.exceptions.DeltaError:
+            return None
+
+    def _recorded(self, number: int) -> Coverage | None:
+        """Returns what was recorded beside the log for a commit."""
+        key = _record_key(number)
+        try:
+            data = self._storage.store().read(key, 0, _RECORD_BYTES_MAX)
+        except NotFoundError:
+            return None
+        return Coverage.from_json(data, path=f"{self.location}/{key}")
+
+    def _has_row(self, table: _Delta, topic: str, offset: int) -> bool:
+        with self._errors("the table's rows cannot be read"):
+            quoted = topic.replace("'", "''")
+            rows = table.scan(["offset"], f"\"offset\" = {offset} and topic = '{quoted}'")
+            return any(batch.num_rows for batch in rows)
+
+    def tidy(self, grace_seconds: float, *, check: Callable[[], None] | None = None) -> int:
+        """Removes the records of earlier commits, and of commits that were not made.
+
+        Other files are left to the table's own upkeep.
+        """
+        table = self._load()
+        number = None if table is None else self._number(table)
+        store = self._storage.store()
+        old = [
+            info.key
+            for info in (store.list(_RECORDS) if number is not None else ())
+            # Of an attempt on top of an earlier commit, which fails if it is still under way.
+            if _number_of(info.key) >> _RANDOM_BITS < (number or 0) >> _RANDOM_BITS
+        ]
+        for key in old:
+            store.delete(key)
+        return len(old)
 
     def close(self) -> None:
         """Does nothing: the store is shared."""
@@ -363,19 +496,26 @@ def _library() -> _Library:
     return found
 
 
-def _runs(offsets: pa.Array) -> Ranges:
-    """Returns offsets as ranges, without a Python object for each."""
-    ordered = pc.drop_null(offsets.take(pc.sort_indices(offsets)))
-    if not len(ordered):
-        return ()
-    steps = pc.subtract(ordered.slice(1), ordered.slice(0, len(ordered) - 1))
-    breaks = pc.indices_nonzero(pc.greater(steps, 1)).to_pylist()
-    starts = [0, *(at + 1 for at in breaks)]
-    ends = [*breaks, len(ordered) - 1]
-    return normalise(
-        (ordered[start].as_py(), ordered[end].as_py() + 1)
-        for start, end in zip(starts, ends, strict=True)
-    )
+def _record_key(number: int) -> str:
+    return f"{_RECORDS}{number:020d}.json"
+
+
+def _number_of(key: str) -> int:
+    """Returns the number of a record; one beyond all others if it is not a record."""
+    text = key.removeprefix(_RECORDS).removesuffix(".json")
+    return int(text) if text.isdigit() else 1 << 64
+
+
+def _fields(kind: object, path: str) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Yields each field of a type in JSON, at any depth, with its metadata."""
+    if not isinstance(kind, dict):
+        return
+    for item in kind.get("fields", ()):
+        name = f"{path}.{item['name']}" if path else item["name"]
+        yield name, item.get("metadata") or {}
+        yield from _fields(item["type"], name)
+    for part in ("elementType", "keyType", "valueType"):
+        yield from _fields(kind.get(part), path)
 
 
 def _show_time(millis: int) -> str | None:

@@ -1,16 +1,24 @@
 """An Iceberg table, through pyiceberg: any catalog that it knows, a SQL catalog by default.
 
-    data files of tasks ─► one transaction: add files, `ister.offsets.<topic>` …, a snapshot
+    data files of tasks ─► one transaction: a snapshot with files and `ister.coverage`,
+                           and the properties `ister.offsets.<topic>` …, `ister.last`
 
 Owns: how files and ranges become one snapshot of the table. Does not own: the table's upkeep: the
-catalog's own tools remove orphan files.
+catalog's own tools remove orphan files; which column is which of ours (`column_ids`).
 
-The ranges are properties of the table, which outlive its snapshots. Each commit appends to the
-snapshot that was read and to no other one (also an append without files, to record that offsets
-were skipped): a commit of another program in between makes it fail, and it is checked and tried
-again. pyiceberg's own retries are off for these commits, because they would overwrite the ranges of
-another export. So is its cleanup after a failed commit: a request that was repeated on its way
-fails although it succeeded, and its manifests belong to the table. The table tells whether it did.
+Each of our snapshots records all offsets that the table has of all topics: the newest one among
+the ancestors of the current snapshot counts, so a table that was rolled back has what it had then.
+The same record is in the table's properties, which outlive snapshots. It counts if none of ours is
+left among the ancestors, and if the last of ours is known to have been one: the oldest ancestor
+that is left names it as its parent, or the table still has the last row that was recorded.
+
+Each commit appends to the snapshot that was read and to no other one (also an append without files,
+to record that offsets were skipped): a commit of another program in between makes it fail, and it
+is checked and tried again. Files have the ids of the table's columns in them, so it does not matter
+what a column is called when they are read. pyiceberg's own retries are off for these commits,
+because they would overwrite the ranges of another export. So is its cleanup after a failed commit:
+a request that was repeated on its way fails although it succeeded, and its manifests belong to the
+table. The table tells whether it did.
 
 What a crash, or a lost race, leaves: files and manifests that no snapshot names.
 """
@@ -21,14 +29,18 @@ import json
 import os
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, cast
 
+import msgspec
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ister import failpoints
 from ister.errors import (
     ConfigError,
     ConflictError,
+    CorruptDataError,
     IsterError,
     PermissionDeniedError,
     UnavailableError,
@@ -37,6 +49,15 @@ from ister.extras import missing_extra
 from ister.objectstore.backends import hidden_values
 from ister.objectstore.store_errors import redact
 from ister.spark.tables.base import PUBLISH_DATE, Addition, Layout
+from ister.spark.tables.column_ids import (
+    Path,
+    decode_ids,
+    encode_ids,
+    ids_of,
+    places_of,
+    to_ours,
+    to_table,
+)
 from ister.spark.tables.columns import fit
 from ister.spark.tables.library_table import SHOWN_CHARACTERS, LibraryTable
 from ister.spark.tables.proof import prove_files
@@ -51,12 +72,22 @@ from ister.spark.tables.targets import (
 
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
+    from pyiceberg.io import FileIO
+    from pyiceberg.manifest import DataFile as IcebergDataFile
     from pyiceberg.table import CommitTableResponse, Transaction
     from pyiceberg.table import Table as _Iceberg
+    from pyiceberg.table.metadata import TableMetadata
+    from pyiceberg.table.snapshots import Snapshot
     from pyiceberg.table.update import TableRequirement, TableUpdate
 
 _OFFSETS: Final = "ister.offsets."
+_LAST: Final = "ister.last"
+_COLUMNS: Final = "ister.columns"
+_COVERAGE: Final = "ister.coverage"
 _ID: Final = "ister.commit-id"
+_PICKED_FROM: Final = "source-snapshot-id"
+"""A snapshot that was picked has the rows of another one, which is not among its ancestors."""
+_FORMAT_MAX: Final = 2
 _RETRIES: Final = "commit.retry.num-retries"
 _MERGES: Final = "commit.manifest-merge.enabled"
 """pyiceberg's default adds a manifest with every commit, and each commit lists them all."""
@@ -65,6 +96,13 @@ _SQLITE: Final = "sqlite:///"
 _DAY_FIELD: Final = "publish_time_day"
 _SHOWN_TOPICS: Final = 100
 _SHOWN_RANGES: Final = 10
+
+
+class _Last(msgspec.Struct, frozen=True, kw_only=True):
+    """Our last commit, as the table's properties have it."""
+
+    snapshot: int
+    row: tuple[str, int] | None = None
 
 
 class _RefusedError(Exception):
@@ -128,21 +166,31 @@ class IcebergTable(LibraryTable):
             table = self._load()
             if table is None:
                 table = self._create(wanted)
-            by_date = self._check_partitions(table)
+            known = self._known_columns(table)
+            by_date = self._check_partitions(table, known)
             existing, required = self._columns(table)
+            places = places_of(wanted, known, ids_of(existing), where=self.location)
             schema, added = fit(
                 existing,
-                wanted,
+                to_table(wanted, places),
                 path=self.location,
                 nested=True,
                 is_required=required.__contains__,
             )
-            if added:
-                with table.update_schema() as update:
-                    update.union_by_name(pa.schema(added))
+            with table.transaction() as change:
+                if added:
+                    with change.update_schema() as update:
+                        update.union_by_name(pa.schema(added))
+                ids = ids_of(change.table_metadata.schema().as_arrow())
+                now = {**known, **{path: ids[place] for path, place in places.items() if path}}
+                if now != known:
+                    change.set_properties({_COLUMNS: encode_ids(now)})
             if PUBLISH_DATE in existing.names:
                 schema = schema.append(pa.field(PUBLISH_DATE, pa.date32()))
-            return Layout(schema=schema, by_date=by_date)
+            return Layout(schema=to_ours(schema, places, ids), by_date=by_date)
+
+    def _known_columns(self, table: _Iceberg) -> Mapping[Path, int]:
+        return decode_ids(table.properties.get(_COLUMNS, "[]"), where=self.location)
 
     def _create(self, wanted: pa.Schema) -> _Iceberg:
         from pyiceberg.exceptions import TableAlreadyExistsError  # noqa: PLC0415 - an extra
@@ -163,10 +211,14 @@ class IcebergTable(LibraryTable):
             pass  # another export was faster
         return catalog.load_table(self._name)
 
-    def _check_partitions(self, table: _Iceberg) -> bool:
+    def _check_partitions(self, table: _Iceberg, known: Mapping[Path, int]) -> bool:
         """Returns whether files are divided by date."""
+        ours = {number: path[0] for path, number in known.items() if len(path) == 1}
         fields = [
-            (table.schema().find_column_name(item.source_id), str(item.transform))
+            (
+                ours.get(item.source_id) or table.schema().find_column_name(item.source_id),
+                str(item.transform),
+            )
             for item in table.spec().fields
         ]
         if fields in ([("publish_time", "day")], [(PUBLISH_DATE, "identity")]):
@@ -182,23 +234,101 @@ class IcebergTable(LibraryTable):
         return False
 
     def _columns(self, table: _Iceberg) -> tuple[pa.Schema, set[str]]:
+        """Returns the table's columns, and those that may not be null.
+
+        Raises:
+            ConflictError: The table asks something of writers that would not be observed.
+        """
         schema = table.schema()
+        if table.metadata.format_version > _FORMAT_MAX:
+            raise ConflictError(
+                f"the table has the format version {table.metadata.format_version}, and exports "
+                f"write {_FORMAT_MAX}",
+                path=self.location,
+                hint="export into another table, and copy from there with Spark",
+            )
         required = {item.name for item in schema.fields if item.required}
         return schema.as_arrow(), required
 
     def coverage(self) -> Coverage:
-        """Reads the table's properties."""
+        """Reads the record of the table's current snapshot."""
         with self._errors("the table cannot be read"):
             table = self._load()
-        return Coverage() if table is None else self._coverage(table)
+            return Coverage() if table is None else self._coverage(table)
 
     def _coverage(self, table: _Iceberg) -> Coverage:
+        snapshots = {item.snapshot_id: item for item in table.metadata.snapshots}
+        last, known = self._last(table)
+        at = table.metadata.current_snapshot_id
+        ancestors = set()
+        while at is not None and (found := snapshots.get(at)) is not None:
+            ancestors.add(at)
+            summary = _summary_of(found)
+            if (text := summary.get(_COVERAGE)) is not None:
+                before = None if known is None or at == last else known
+                return replace(Coverage.from_json(text, path=self.location), before=before)
+            if (picked := summary.get(_PICKED_FROM)) is not None:
+                source = snapshots.get(int(picked))
+                if source is None or _COVERAGE in _summary_of(source):
+                    raise self._unknown_coverage(known, f"the snapshot {picked} was picked")
+            at = found.parent_snapshot_id
+        if known is None:
+            return Coverage()
+        if at is None and ancestors & _ancestors(snapshots, last):
+            return Coverage(before=known)  # rolled back to before the first export
+        if at == last or known.row is None or self._has_row(table, *known.row):
+            return known
+        raise self._unknown_coverage(
+            known, "the table was replaced, or its snapshots have expired since the last export"
+        )
+
+    def _last(self, table: _Iceberg) -> tuple[int | None, Coverage | None]:
+        """Returns our last snapshot, and its record; None if there was none."""
+        text = table.properties.get(_LAST)
+        if text is None:
+            return None, None
         texts = {
-            name.removeprefix(_OFFSETS): text
-            for name, text in table.properties.items()
+            name.removeprefix(_OFFSETS): value
+            for name, value in table.properties.items()
             if name.startswith(_OFFSETS)
         }
-        return Coverage.from_topics(texts, path=self.location)
+        try:
+            last = msgspec.json.decode(text, type=_Last)
+        except msgspec.MsgspecError as error:
+            raise CorruptDataError(
+                f"the table's property {_LAST} is invalid: {error}",
+                path=self.location,
+                hint="another program changed it; export into another table",
+            ) from error
+        return last.snapshot, Coverage.from_topics(texts, row=last.row, path=self.location)
+
+    def _unknown_coverage(self, known: Coverage | None, why: str) -> ConflictError:
+        exported = "" if known is None else f"; {known.shown()} were exported"
+        return ConflictError(
+            f"the table's snapshots do not say any more which offsets it has: {why}{exported}",
+            path=self.location,
+            hint="export into another table",
+        )
+
+    def _has_row(self, table: _Iceberg, topic: str, offset: int) -> bool:
+        from pyiceberg.expressions import And, EqualTo  # noqa: PLC0415 - an extra
+
+        schema, known = table.schema(), self._known_columns(table)
+        names = [
+            schema.find_column_name(known.get((name,), -1)) or name for name in ("topic", "offset")
+        ]
+        if not set(names) <= set(schema.column_names):
+            return False
+        rows = table.scan(
+            # mypy sees the constructors that pydantic makes.
+            row_filter=And(
+                EqualTo(names[0], topic),  # type: ignore[call-arg,arg-type]
+                EqualTo(names[1], offset),  # type: ignore[call-arg,arg-type]
+            ),
+            selected_fields=(names[1],),
+            limit=1,
+        )
+        return len(rows.to_arrow()) > 0
 
     def has_exclusive_commits(self) -> bool:
         """Returns True: a catalog guarantees it."""
@@ -305,16 +435,63 @@ class IcebergTable(LibraryTable):
         table.catalog = cast("Catalog", _WithoutCleanup(table.catalog))
         base = table.location().rstrip("/")
         transaction = table.transaction()
-        transaction.set_properties(
-            {f"{_OFFSETS}{item.topic}": after.topic_to_json(item.topic) for item in addition.topics}
+        files = [
+            self._data_file(transaction.table_metadata, table.io, f"{base}/{file.path}")
+            for file in addition.files
+        ]
+        update = transaction.update_snapshot(
+            {_ID: addition.id, _COVERAGE: after.to_json(), **_summary(addition)}
         )
-        transaction.add_files(
-            [f"{base}/{file.path}" for file in addition.files],
-            snapshot_properties={_ID: addition.id, **_summary(addition)},
-            # Their names are unique.
-            check_duplicate_files=False,
+        with update.merge_append() as append:
+            for file in files:
+                append.append_data_file(file)
+        last = _Last(snapshot=append.snapshot_id, row=after.row)
+        texts = {f"{_OFFSETS}{topic}": after.topic_to_json(topic) for topic in after.topics}
+        texts[_LAST] = msgspec.json.encode(last).decode()
+        # Of topics that the table had before it was rolled back.
+        old = [name for name in properties if name.startswith(_OFFSETS) and name not in texts]
+        if old:
+            transaction.remove_properties(*old)
+        return transaction.set_properties(
+            {name: text for name, text in texts.items() if properties.get(name) != text}
         )
-        return transaction
+
+    @staticmethod
+    def _data_file(metadata: TableMetadata, files: FileIO, path: str) -> IcebergDataFile:
+        """Returns what the table says of a file, whose columns have ids."""
+        from pyiceberg.io.pyarrow import (  # noqa: PLC0415 - an extra
+            compute_statistics_plan,
+            data_file_statistics_from_parquet_metadata,
+            parquet_path_to_id_mapping,
+            pyarrow_to_schema,
+        )
+        from pyiceberg.manifest import (  # noqa: PLC0415
+            DataFile,
+            DataFileContent,
+            FileFormat,
+        )
+
+        file = files.new_input(path)
+        with file.open() as stream:
+            footer = pq.read_metadata(stream)
+        schema = pyarrow_to_schema(footer.schema.to_arrow_schema())
+        statistics = data_file_statistics_from_parquet_metadata(
+            footer,
+            stats_columns=compute_statistics_plan(schema, metadata.properties),
+            parquet_column_mapping=parquet_path_to_id_mapping(schema),
+        )
+        return DataFile.from_args(
+            content=DataFileContent.DATA,
+            file_path=path,
+            file_format=FileFormat.PARQUET,
+            partition=statistics.partition(metadata.spec(), metadata.schema()),
+            file_size_in_bytes=len(file),
+            sort_order_id=None,
+            spec_id=metadata.default_spec_id,
+            equality_ids=None,
+            key_metadata=None,
+            **statistics.to_serialized_dict(),
+        )
 
     def _has(self, id: str) -> bool:
         """Returns whether a commit that got an error is in the table."""
@@ -343,6 +520,20 @@ class IcebergTable(LibraryTable):
         if isinstance(error, ValueError):
             return ConflictError(f"{what}: {text}", path=self.location)
         return UnavailableError(f"{what}: {name}: {text}", path=self.location)
+
+
+def _summary_of(snapshot: Snapshot) -> Mapping[str, str]:
+    return {} if snapshot.summary is None else snapshot.summary.additional_properties
+
+
+def _ancestors(snapshots: Mapping[int, Snapshot], last: int | None) -> set[int]:
+    """Returns a snapshot and those before it, as far as they have not expired."""
+    found: set[int] = set()
+    at = last
+    while at is not None and at in snapshots:
+        found.add(at)
+        at = snapshots[at].parent_snapshot_id
+    return found
 
 
 def _summary(addition: Addition) -> dict[str, str]:

@@ -141,11 +141,17 @@ def columns_of(
 
 
 def with_types(members: tuple[Member, ...], schema: pa.Schema) -> tuple[Member, ...]:
-    """The same columns, with the types that a table has for them."""
+    """The same columns, with the types that a table has for them; not those that it lacks."""
+    return _retyped_members(members, {item.name: item.type for item in schema})
+
+
+def _retyped_members(
+    members: tuple[Member, ...], known: Mapping[str, pa.DataType]
+) -> tuple[Member, ...]:
     return tuple(
-        Member(member.property, member.column, _retyped(member.kind, kind))
-        for member in members
-        for kind in [schema.field(member.column).type]
+        Member(item.property, item.column, _retyped(item.kind, known[item.column]))
+        for item in members
+        if item.column in known
     )
 
 
@@ -153,11 +159,7 @@ def _retyped(kind: ValueType, wanted: pa.DataType) -> ValueType:
     if kind.type == wanted:
         return kind
     if kind.form == "object" and pa.types.is_struct(wanted):
-        known = {item.name: item.type for item in wanted}
-        members = tuple(
-            Member(item.property, item.column, _retyped(item.kind, known[item.column]))
-            for item in kind.members
-        )
+        members = _retyped_members(kind.members, {item.name: item.type for item in wanted})
         return ValueType("object", pa.struct([(m.column, m.kind.type) for m in members]), members)
     if kind.form == "array" and kind.item is not None and pa.types.is_list(wanted):
         item = _retyped(kind.item, wanted.value_type)

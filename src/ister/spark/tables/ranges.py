@@ -1,6 +1,7 @@
 """Ranges of offsets, and which of them a table has.
 
-    {"version": 1, "topics": {"/default/a": {"<incarnation>": {"epoch": 2, "ranges": [[0, 90]]}}}}
+    {"version": 1, "topics": {"/default/a": {"<incarnation>": {"epoch": 2, "ranges": [[0, 90]]}}},
+     "row": ["/default/a", 80]}
 
 Owns: the algebra of half-open ranges, and the record that a table keeps in its own commits. Does
 not own: where a table keeps it.
@@ -23,9 +24,7 @@ from ister.structs import known
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 _VERSION: Final = 1
-
-ANY_INCARNATION: Final = "*"
-"""Stands for an unknown incarnation: its ranges count for each."""
+_SHOWN: Final = 3
 
 
 def normalise(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -96,15 +95,31 @@ class Coverage:
     """What a table has of all topics: by name, then by incarnation."""
 
     topics: Mapping[str, Mapping[str, Covered]] = field(default_factory=dict)
+    row: tuple[str, int] | None = None
+    """The topic and offset of a row that the newest commit with rows has added. If the table's
+    history is lost, a table that has this row has the others, too."""
+    before: Coverage | None = field(default=None, compare=False)
+    """What the table had before it was rolled back, if it was, and nothing was added since."""
 
     def of(self, topic: str, incarnation: str) -> Ranges:
         """Returns the ranges of one topic that the table has."""
-        known = self.topics.get(topic, {})
-        ranges: Ranges = ()
-        for name in (incarnation, ANY_INCARNATION):
-            if name in known:
-                ranges = union(ranges, known[name].ranges)
-        return ranges
+        found = self.topics.get(topic, {}).get(incarnation)
+        return () if found is None else found.ranges
+
+    def shown(self) -> str:
+        """Formats the ranges of all topics for people; long lists are cut."""
+        found = [
+            f"{topic} {show(covered.ranges)}"
+            for topic, known in self.topics.items()
+            for covered in known.values()
+        ]
+        return ", ".join(found[:_SHOWN]) + (" …" if len(found) > _SHOWN else "")
+
+    def undone(self, topic: str, incarnation: str) -> Ranges:
+        """Returns the ranges of one topic that the table had before it was rolled back."""
+        if self.before is None:
+            return ()
+        return subtract(self.before.of(topic, incarnation), self.of(topic, incarnation))
 
     def epoch_of(self, topic: str, incarnation: str) -> int | None:
         """Returns the epoch of the table's rows of one topic; None if it has none."""
@@ -114,7 +129,7 @@ class Coverage:
     def other_incarnations(self, topic: str, incarnation: str) -> list[str]:
         """Returns deleted topics of the same name of which the table has rows."""
         known = self.topics.get(topic, {})
-        return [name for name in known if name not in (incarnation, ANY_INCARNATION)]
+        return [name for name in known if name != incarnation]
 
     def add(self, topic: str, incarnation: str, epoch: int, ranges: Ranges) -> Coverage:
         """Returns the coverage with these ranges added.
@@ -135,7 +150,7 @@ class Coverage:
             twice = intersect(Coverage(topics).of(topic, incarnation), ranges)
             if twice:
                 raise ConflictError(
-                    f"the table has offsets of {topic} already: {_show(twice)}",
+                    f"the table has offsets of {topic} already: {show(twice)}",
                     topic=topic,
                     offset=twice[0][0],
                     hint="another export was faster; run it again to add what is missing",
@@ -144,11 +159,11 @@ class Coverage:
             own = known.get(incarnation, Covered(0, ())).ranges
             known[incarnation] = Covered(epoch, union(own, ranges))
             topics[topic] = known
-        return Coverage(topics)
+        return Coverage(topics, self.row)
 
     def to_json(self) -> str:
         """Encodes the record of all topics."""
-        return _encode(_TableRecord(version=_VERSION, topics=self.topics))
+        return _encode(_TableRecord(version=_VERSION, topics=self.topics, row=self.row))
 
     @classmethod
     def from_json(cls, text: str | bytes, *, path: str) -> Self:
@@ -158,14 +173,17 @@ class Coverage:
             UnsupportedVersionError: A newer Ister wrote it.
             CorruptDataError: It is invalid.
         """
-        return cls(_decode(text, _TableRecord, path).topics)
+        record = _decode(text, _TableRecord, path)
+        return cls(record.topics, record.row)
 
     def topic_to_json(self, topic: str) -> str:
         """Encodes the record of one topic, for tables that keep one for each."""
         return _encode(_TopicRecord(version=_VERSION, incarnations=self.topics[topic]))
 
     @classmethod
-    def from_topics(cls, texts: Mapping[str, str], *, path: str) -> Self:
+    def from_topics(
+        cls, texts: Mapping[str, str], *, row: tuple[str, int] | None = None, path: str
+    ) -> Self:
         """Decodes the records of single topics, by their names.
 
         Raises:
@@ -173,7 +191,11 @@ class Coverage:
             CorruptDataError: One is invalid.
         """
         return cls(
-            {topic: _decode(text, _TopicRecord, path).incarnations for topic, text in texts.items()}
+            {
+                topic: _decode(text, _TopicRecord, path).incarnations
+                for topic, text in texts.items()
+            },
+            row,
         )
 
 
@@ -185,6 +207,7 @@ class _Version:
 @dataclass(frozen=True, slots=True)
 class _TableRecord(_Version):
     topics: Mapping[str, Mapping[str, Covered]]
+    row: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +241,7 @@ def _decode(text: str | bytes, kind: type[_Record], path: str) -> _Record:
     )
 
 
-def _show(ranges: Ranges) -> str:
-    shown = ", ".join(f"{start} up to {end}" for start, end in ranges[:3])
-    return shown + (" …" if len(ranges) > 3 else "")
+def show(ranges: Ranges) -> str:
+    """Formats ranges for people; long lists are cut."""
+    shown = ", ".join(f"{start} up to {end}" for start, end in ranges[:_SHOWN])
+    return shown + (" …" if len(ranges) > _SHOWN else "")

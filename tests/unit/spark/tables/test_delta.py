@@ -1,5 +1,9 @@
 """A Delta table: tables of others, lost answers, a log that was cleaned."""
 
+import json
+import shutil
+from contextlib import nullcontext
+
 import deltalake
 import pyarrow as pa
 import pytest
@@ -10,7 +14,6 @@ from ister.errors import CommitUnknownError, ConflictError
 from ister.objectstore.base import Capabilities
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.delta import DeltaTable as OurTable
-from ister.spark.tables.ranges import ANY_INCARNATION
 from ister.spark.tables.targets import Storage
 from support.exports import (
     TOPIC,
@@ -23,6 +26,13 @@ from support.exports import (
     where,
     write_files,
 )
+from support.cases import case, each, making
+
+
+@making("tmp_path")
+def fresh(path):
+    """A directory of one case."""
+    return {"tmp_path": path}
 
 
 @pytest.fixture(autouse=True)
@@ -130,26 +140,6 @@ def test_whoever_else_writes_does_not_get_in_the_way(tmp_path):
     assert table.coverage().of(TOPIC, "i") == ((0, 9),)
 
 
-def test_a_log_that_was_cleaned_is_made_up_for_by_the_rows(tmp_path):
-    table = table_at(tmp_path, "delta")
-    add_rows(table, 0, 5)
-    add_rows(table, 8, 10, run="b")
-    # Somebody else has written since, and then cleaned up.
-    theirs = rows_of(0, 0).append_column("publish_date", pa.array([], pa.date32()))
-    write_deltalake(where(tmp_path, "delta"), theirs, mode="append")
-    DeltaTable(where(tmp_path, "delta")).create_checkpoint()
-    for number in range(3):
-        (tmp_path / f"delta/orders/_delta_log/{number:020d}.json").unlink()
-    again = table_at(tmp_path, "delta")
-    coverage = again.coverage()
-    assert coverage.of(TOPIC, "whichever") == ((0, 5), (8, 10))
-    assert list(coverage.topics[TOPIC]) == [ANY_INCARNATION]
-    add_rows(again, 5, 8, run="c")
-    with pytest.raises(ConflictError):
-        add_rows(again, 9, 11, run="d")
-    assert offsets_in(tmp_path, "delta") == list(range(10))
-
-
 def test_a_table_without_partitions_is_taken(tmp_path):
     theirs = rows_of(0, 1).append_column("publish_date", pa.array(["2020-01-01"]).cast(pa.date32()))
     write_deltalake(where(tmp_path, "delta"), theirs)
@@ -216,3 +206,108 @@ def test_a_store_without_conditions_is_known(tmp_path, monkeypatch, ignores):
     bucket = OurTable(Storage("s3", "s3://b/t"), clock=None)
     assert bucket.has_exclusive_commits() is not ignores
     assert OurTable(Storage("fs", str(tmp_path)), clock=None).has_exclusive_commits()
+
+
+# -- what a table asks of writers ----------------------------------------------------------------
+
+
+def _make(tmp_path, *, features=None, writer=7, configuration=None, column="note", **metadata):
+    """A table of another program's, with one column more than an export has."""
+    place = tmp_path / "delta" / "orders"
+    shutil.rmtree(place, ignore_errors=True)
+    theirs = pa.schema([*ENVELOPE, ("note", pa.struct([("a", pa.string())]))])
+    DeltaTable.create(str(place), deltalake.Schema.from_arrow(theirs))
+    first = place / "_delta_log" / f"{0:020d}.json"
+    actions = [json.loads(line) for line in first.read_text().splitlines()]
+    for action in actions:
+        if "protocol" in action:
+            action["protocol"] = {"minReaderVersion": 1, "minWriterVersion": writer}
+            if writer == 7:
+                action["protocol"]["writerFeatures"] = features
+        if "metaData" in action:
+            action["metaData"]["configuration"] = configuration or {}
+            schema = json.loads(action["metaData"]["schemaString"])
+            found = next(item for item in schema["fields"] if item["name"] == "note")
+            if column == "note.a":
+                found = found["type"]["fields"][0]
+            found["metadata"] = metadata
+            action["metaData"]["schemaString"] = json.dumps(schema)
+    first.write_text("".join(json.dumps(action) + "\n" for action in actions))
+
+
+@each(
+    ("made", "told"),
+    [
+        ({"writer": 3, "configuration": {"delta.constraints.c": "offset > 3"}}, "c: offset > 3"),
+        ({"writer": 5, "configuration": {"delta.columnMapping.mode": "name"}}, "columnMapping"),
+        ({"writer": 6}, "identityColumns"),
+        ({"features": ["appendOnly", "rowTracking"]}, "features: rowTracking"),
+        ({"features": ["a new one"]}, "a new one"),
+        ({"writer": 4, "delta.generationExpression": "1"}, "note is a generated column"),
+        ({"writer": 2, "delta.invariants": "{}"}, "note has an invariant"),
+        ({"writer": 2, "delta.invariants": "{}", "column": "note.a"}, "note.a has an invariant"),
+        ({"features": ["identityColumns"], "delta.identity.start": 1}, "identityColumns"),
+        ({"features": ["allowColumnDefaults"], "CURRENT_DEFAULT": "1"}, "allowColumnDefaults"),
+        ({"writer": 2, "__CHAR_VARCHAR_TYPE_STRING": "varchar(3)"}, "note has a length"),
+    ],
+    fresh=fresh,
+)
+def test_a_table_that_asks_what_would_not_be_observed_is_refused(tmp_path, made, told):
+    _make(tmp_path, **made)
+    with pytest.raises(ConflictError, match=told):
+        table_at(tmp_path, "delta").open(ENVELOPE)
+
+
+@each(
+    "made",
+    [
+        {"writer": 2, "configuration": {"delta.appendOnly": "true"}},
+        {"writer": 4, "configuration": {"delta.enableChangeDataFeed": "true"}},
+        {"writer": 5, "configuration": {"delta.columnMapping.mode": "none"}},
+        {"features": ["appendOnly", "invariants", "checkConstraints", "generatedColumns"]},
+    ],
+    fresh=fresh,
+)
+def test_a_table_that_could_ask_more_and_does_not_is_taken(tmp_path, made):
+    _make(tmp_path, **made)
+    add_rows(table_at(tmp_path, "delta"), 0, 5)
+    assert offsets_in(tmp_path, "delta") == list(range(5))
+
+
+def test_a_constraint_that_is_added_during_an_export_is_seen(tmp_path):
+    table = table_at(tmp_path, "delta")
+    add_rows(table, 0, 5)
+    files = write_files(table.target("b"), table.open(ENVELOPE), rows_of(5, 9))
+    begun = []
+
+    def meanwhile() -> None:
+        if not begun:
+            begun.append(1)
+            found = DeltaTable(where(tmp_path, "delta"))
+            found.alter.add_constraint({"few": '"offset" < 5'})
+
+    with pytest.raises(ConflictError, match="CHECK constraint, few"):
+        table.commit(adding(files, (5, 9), id="b"), check=meanwhile)
+    assert offsets_in(tmp_path, "delta") == list(range(5))
+
+
+def test_columns_that_may_not_be_null_are_refused(tmp_path):
+    for part in ("payload", "attributes", "offset"):
+        fields = []
+        for item in ENVELOPE:
+            kind = item.type
+            if item.name == part == "attributes":
+                kind = pa.map_(pa.string(), pa.field("value", pa.string(), nullable=False))
+            fields.append(
+                pa.field(item.name, kind, nullable=item.name != part or kind != item.type)
+            )
+        schema = deltalake.Schema.from_arrow(pa.schema(fields))
+        DeltaTable.create(where(tmp_path, "delta"), schema, mode="overwrite")
+        table = table_at(tmp_path, "delta")
+        with (
+            case(part),
+            nullcontext()
+            if part == "offset"
+            else pytest.raises(ConflictError, match=f"column {part}"),
+        ):
+            table.open(ENVELOPE)

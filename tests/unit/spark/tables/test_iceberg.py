@@ -1,19 +1,28 @@
 """An Iceberg table: tables of others, lost answers, what its properties say."""
 
+import json
+
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
 from pyiceberg.transforms import BucketTransform, DayTransform, IdentityTransform
+from pyiceberg.types import BinaryType
 
 from ister.errors import CommitUnknownError, ConflictError, CorruptDataError
+from ister.spark.tables.column_ids import ids_of
 from ister.spark.tables.columns import ENVELOPE
+from ister.spark.tables.json_rows import JsonParser
+from ister.spark.tables.json_schema import columns_of, with_types
 from support.exports import (
     TOPIC,
     add_rows,
     adding,
+    forget_history,
     iceberg_catalog,
     offsets_in,
+    read_table,
     rows_of,
     table_at,
     tasks_here,
@@ -190,3 +199,178 @@ def test_manifests_are_merged_so_that_a_commit_does_not_list_ever_more(tmp_path)
         assert len(found.current_snapshot().manifests(found.io)) <= 4
         assert "commit.manifest-merge.enabled" not in found.properties
     assert offsets_in(tmp_path, "iceberg") == list(range(10))
+
+
+# -- columns that somebody renamed or dropped -----------------------------------------------------
+
+_O = pa.struct([("a", pa.int64()), ("b", pa.list_(pa.struct([("c", pa.string())])))])
+_WIDE = pa.schema([*ENVELOPE, ("o", _O)])
+
+
+def _wide(start, end):
+    values = [{"a": number, "b": [{"c": f"c{number}"}]} for number in range(start, end)]
+    return rows_of(start, end, step_us=1000, o=pa.array(values, _O))
+
+
+def _add(table, rows, run, schema=ENVELOPE):
+    layout = table.open(schema)
+    files = write_files(table.target(run), layout, rows)
+    first = rows.column("offset")[0].as_py()
+    table.commit(adding(files, (first, first + len(rows)), id=run), check=lambda: None)
+
+
+def _change(tmp_path, change):
+    """What somebody does to the columns."""
+    with (
+        iceberg_catalog(tmp_path) as catalog,
+        catalog.load_table("default.orders").update_schema(allow_incompatible_changes=True) as to,
+    ):
+        change(to)
+
+
+def _columns(tmp_path):
+    with iceberg_catalog(tmp_path) as catalog:
+        return catalog.load_table("default.orders").schema().column_names
+
+
+def test_files_have_the_ids_of_columns(tmp_path):
+    table = table_at(tmp_path, "iceberg")
+    _add(table, _wide(0, 3), "a", _WIDE)
+    with iceberg_catalog(tmp_path) as catalog:
+        found = catalog.load_table("default.orders")
+        ids = {found.schema().find_field(name).field_id for name in found.schema().column_names}
+        [file] = found.inspect.files().to_pylist()
+        assert found.name_mapping() is None
+        metadata = found.io.new_input(file["file_path"])
+        with metadata.open() as stream:
+            schema = pq.read_schema(stream)
+        assert set(ids_of(schema).values()) == ids
+        assert file["readable_metrics"]["offset"]["upper_bound"] == 2
+    table.close()
+
+
+def test_a_column_that_was_renamed_is_written_under_its_new_name(tmp_path):
+    table = table_at(tmp_path, "iceberg")
+    add_rows(table, 0, 5)
+    for name in ("payload", "offset", "publish_time"):
+        _change(tmp_path, lambda to, name=name: to.rename_column(name, f"{name}_2"))
+    before = _columns(tmp_path)
+    add_rows(table, 5, 9, run="b")
+    assert _columns(tmp_path) == before
+    with iceberg_catalog(tmp_path) as catalog:
+        rows = catalog.load_table("default.orders").scan().to_arrow().sort_by("offset_2")
+    assert rows.column("payload_2").to_pylist() == [b"%d" % number for number in range(9)]
+    assert rows.column("publish_time_2").null_count == 0
+    # The last row is found under its new name.
+    for number in (100, 101):
+        with iceberg_catalog(tmp_path) as catalog:
+            catalog.load_table("default.orders").transaction().update_snapshot().fast_append()
+            with (
+                catalog.load_table("default.orders").transaction() as change,
+                change.update_snapshot({"n": str(number)}).fast_append(),
+            ):
+                pass
+    forget_history(tmp_path, "iceberg")
+    assert table.coverage().of(TOPIC, "i") == ((0, 9),)
+    table.close()
+
+
+def test_a_column_that_was_dropped_stays_away_with_its_values(tmp_path):
+    table = table_at(tmp_path, "iceberg")
+    add_rows(table, 0, 5)
+    _change(tmp_path, lambda to: to.delete_column("payload"))
+    add_rows(table, 5, 9, run="b")
+    assert "payload" not in _columns(tmp_path)
+    assert offsets_in(tmp_path, "iceberg") == list(range(9))
+    newest = max((tmp_path / "iceberg").rglob("f-*.parquet"), key=lambda path: path.stat().st_mtime)
+    assert "payload" not in pq.read_schema(newest).names
+    # Whoever makes it again wants it filled from now on.
+    _change(tmp_path, lambda to: to.add_column("payload", BinaryType()))
+    add_rows(table, 9, 11, run="c")
+    found = read_table(tmp_path, "iceberg").column("payload").to_pylist()
+    assert found == [None] * 9 + [b"9", b"10"]
+    table.close()
+
+
+def test_fields_within_columns_are_renamed_and_dropped_too(tmp_path):
+    table = table_at(tmp_path, "iceberg")
+    _add(table, _wide(0, 3), "a", _WIDE)
+    _change(tmp_path, lambda to: to.rename_column("o", "p").rename_column("o.b.element.c", "d"))
+    _change(tmp_path, lambda to: to.delete_column("p.a"))
+    larger = pa.schema([*ENVELOPE, ("o", pa.struct([*_O, ("e", pa.string())]))])
+    layout = table.open(larger)
+    assert [item.name for item in layout.schema.field("o").type] == ["b", "e"]
+    rows = rows_of(
+        3,
+        5,
+        o=pa.array(
+            [{"b": [{"c": f"c{number}"}], "e": "e"} for number in (3, 4)],
+            layout.schema.field("o").type,
+        ),
+    )
+    _add(table, rows, "b", larger)
+    found = read_table(tmp_path, "iceberg")
+    assert "o" not in found.column_names
+    values = found.column("p").to_pylist()
+    assert values == [
+        {"b": [{"d": f"c{number}"}], "e": None if number < 3 else "e"} for number in range(5)
+    ]
+    # With all of its fields gone, so is the column.
+    _change(tmp_path, lambda to: to.delete_column("p.b").delete_column("p.e"))
+    assert "o" not in table.open(larger).schema.names
+    table.close()
+
+
+def test_a_column_whose_name_another_one_has_now_is_refused(tmp_path):
+    table = table_at(tmp_path, "iceberg")
+    add_rows(table, 0, 5)
+    _change(tmp_path, lambda to: to.rename_column("payload", "body"))
+    _change(tmp_path, lambda to: to.add_column("payload", BinaryType()))
+    with pytest.raises(ConflictError, match="payload was renamed to body"):
+        table.open(ENVELOPE)
+    table.close()
+
+
+def test_values_are_left_out_of_rows_whose_columns_were_dropped():
+    members = columns_of(
+        {
+            "properties": {
+                "n": {"type": "integer"},
+                "o": {
+                    "type": "object",
+                    "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+                },
+            }
+        }
+    )
+    left = with_types(members, pa.schema([("o", pa.struct([("b", pa.string())]))]))
+    assert [item.column for item in left] == ["o"]
+    columns, bad = JsonParser(left).parse(pa.array([b'{"n":1,"o":{"a":2,"b":"x"}}']))
+    assert (columns[0].to_pylist(), bad) == ([{"b": "x"}], [])
+
+
+def test_what_a_table_asks_of_writers_and_would_not_get_is_refused(tmp_path):
+    required = pa.schema(
+        [
+            pa.field(item.name, item.type, nullable=item.name not in ("offset", "payload"))
+            for item in ENVELOPE
+        ]
+    )
+    _make(tmp_path, schema=required)
+    table = table_at(tmp_path, "iceberg")
+    with pytest.raises(ConflictError, match="payload may not be null"):
+        table.open(ENVELOPE)
+    _change(tmp_path, lambda to: to.make_column_optional("payload"))
+    table.open(ENVELOPE)
+    table.close()
+
+
+def test_a_table_of_a_newer_format_is_refused(tmp_path):
+    _make(tmp_path)
+    [metadata] = (tmp_path / "iceberg").rglob("*.metadata.json")
+    newer = json.loads(metadata.read_text()) | {"format-version": 3, "next-row-id": 0}
+    metadata.write_text(json.dumps(newer))
+    table = table_at(tmp_path, "iceberg")
+    with pytest.raises(ConflictError, match="version 3"):
+        table.open(ENVELOPE)
+    table.close()

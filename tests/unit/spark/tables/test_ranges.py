@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from ister.errors import ConflictError, CorruptDataError, UnsupportedVersionError
 from ister.spark.tables.ranges import (
-    ANY_INCARNATION,
     Coverage,
-    Covered,
     count,
     intersect,
     normalise,
@@ -68,20 +66,20 @@ def test_topics_and_incarnations_are_kept_apart():
     assert coverage.epoch_of("/d/b", "j") is None
 
 
-def test_ranges_without_an_incarnation_count_for_each():
-    coverage = Coverage({"/d/a": {ANY_INCARNATION: Covered(0, ((2, 4),))}})
-    assert coverage.of("/d/a", "i") == ((2, 4),)
-    assert coverage.other_incarnations("/d/a", "i") == []
-    with pytest.raises(ConflictError):
-        coverage.add("/d/a", "i", 1, ((3, 5),))
-    assert coverage.add("/d/a", "i", 1, ((4, 6),)).of("/d/a", "i") == ((2, 6),)
-
-
 def test_the_record_comes_back():
-    coverage = Coverage().add("/d/a", "i", 3, ((0, 5), (9, 12))).add("/d/b", "j", 1, ((1, 2),))
+    coverage = Coverage(row=("/d/a", 9)).add("/d/a", "i", 3, ((0, 5), (9, 12)))
+    coverage = coverage.add("/d/b", "j", 1, ((1, 2),))
     assert Coverage.from_json(coverage.to_json(), path="p") == coverage
     texts = {topic: coverage.topic_to_json(topic) for topic in coverage.topics}
-    assert Coverage.from_topics(texts, path="p") == coverage
+    assert Coverage.from_topics(texts, row=coverage.row, path="p") == coverage
+
+
+def test_what_a_table_had_before_it_was_rolled_back():
+    before = Coverage().add("/d/a", "i", 3, ((0, 9),))
+    now = Coverage(Coverage().add("/d/a", "i", 1, ((0, 4),)).topics, before=before)
+    assert now.undone("/d/a", "i") == ((4, 9),)
+    assert now.undone("/d/a", "j") == before.undone("/d/a", "i") == ()
+    assert Coverage.from_json(now.to_json(), path="p").before is None
 
 
 def test_a_record_that_makes_no_sense_is_told():
