@@ -280,7 +280,7 @@ def as_brokers(name: str, text: str) -> tuple[str, ...]:
         brokers = parse_brokers(text)
     except InvalidRequestError as error:
         raise InvalidRequestError(
-            f"{name} is {text!r}",
+            f"{name}: {error.message}",
             hint="host:port, such as 127.0.0.1:6651, perhaps after grpc:// or grpc+tls://; "
             "several are separated by commas",
         ) from error

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import traceback
 from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
@@ -317,12 +318,20 @@ def test_broker_is_an_address():
             assert batch().brokers == ()
 
 
+def test_what_is_no_address_is_refused_without_its_credentials():
+    text = "grpc://user:{}@host:6651".format("s3cret")
+    for parse in (batch, write):
+        with pytest.raises(InvalidRequestError, match=r"\*\*\*@host:6651") as error:
+            parse(broker=text)
+        assert "s3cret" not in "".join(traceback.format_exception(error.value))
+
+
 def test_several_brokers_are_separated_by_commas():
     both = ("grpc://a:1", "grpc+tls://b:2")
     assert batch(broker="a:1, grpc+tls://b:2").brokers == both
     for text in ["a:1,", ",a:1", "a:1,,b:2", "a:1 b:2", "a:1;b:2", "a:1,b"]:
         with case(text):
-            refused(batch, f"broker is '{text}'", "commas", broker=text)
+            refused(batch, "broker: invalid Flight address '", "commas", broker=text)
     with pytest.raises(InvalidRequestError, match="names grpc://a:1 twice"):
         batch(broker="a:1,grpc://a:1")
 
@@ -342,7 +351,7 @@ def test_what_is_no_address_is_refused():
         "-h:1",
     ]:
         with case(text):
-            refused(batch, f"broker is '{text}'", "127.0.0.1:6651", broker=text)
+            refused(batch, "broker: invalid Flight address '", "127.0.0.1:6651", broker=text)
 
 
 # -- offsets ----------------------------------------------------------------------------------
