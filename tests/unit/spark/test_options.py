@@ -254,6 +254,33 @@ def test_name_that_no_topic_can_have_is_refused():
             refused(batch, "topic: topic name", kind=TopicNameError, topic=text)
 
 
+def test_seconds_are_not_taken_for_milliseconds():
+    for text in ["1767225600", "100000000", "99999999999"]:
+        with case(text):
+            hint = f"{text}000 if it is in seconds"
+            refused(batch, f"startingTimestamp is '{text}'", hint, startingTimestamp=text)
+            refused(batch, f"endingTimestamp is '{text}'", hint, endingTimestamp=text)
+            by_topic = f'{{"/default/a": {text}}}'
+            name = "startingOffsetsByTimestamp"
+            refused(batch, f"{name} is '{text}'", hint, startingOffsetsByTimestamp=by_topic)
+    refused(batch, "in milliseconds", "1767225600000", startingTimestamp="1767225600")
+    refused(batch, "1970-01-21", "use milliseconds", startingTimestamp="1767225600")
+    refused(batch, "1767225600000000", "microseconds", startingTimestamp="1767225600000000")
+    for text, time_ms in [("0", 0), ("99999999", 99999999), ("100000000000", 100000000000)]:
+        with case(text):
+            assert batch(startingTimestamp=text).starting_timestamp_ms == time_ms
+    assert batch(startingTimestamp="1970-01-21T00:00:00Z").starting_timestamp_ms == 1_728_000_000
+
+
+def test_names_of_other_programs_have_hints():
+    refused(batch, "unknown column 'value'", "did you mean payload?", columns="offset,value")
+    refused(batch, "unknown column 'key'", "did you mean routing_key?", columns="key")
+    refused(batch, "unknown option", "writeStream", checkpointLocation="x")
+    refused(write, "unknown option", "writeStream", checkpointLocation="x")
+    with pytest.raises(InvalidRequestError, match="not Java's"):
+        ReadOptions.parse(PLACE | {"topicpattern": "(?<name>a)\\p{L}"}, is_streaming=True)
+
+
 def test_topic_and_pattern_exclude_each_other():
     refused(
         batch, "both topic and topicPattern are given", "topicPattern", topicPattern="/default/.*"
