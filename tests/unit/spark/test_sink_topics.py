@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
-from pyspark.sql.types import BinaryType, StringType, StructField, StructType
+from pyspark.sql.types import BinaryType, StringType, StructField, StructType, TimestampType
 
 from fault.tier_checks import memory_directory
 from ister import failpoints, retry
@@ -353,3 +353,23 @@ def test_a_call_that_is_lost_leaves_time_for_others(monkeypatch):
     )
     assert committer.commit({A: "batch"}) == {A: "appended"}
     assert given == [20.0, 20.0]
+
+
+@in_both_places()
+def test_microseconds_of_publish_times_are_cut_off(make, there):
+    times = [1_700_000_000_123_999, 1_700_000_000_124_000, 0]
+    schema = StructType(
+        [StructField("payload", BinaryType()), StructField("publish_time", TimestampType())]
+    )
+    rows = pa.record_batch(
+        {
+            "payload": pa.array([b"x"] * len(times)),
+            "publish_time": pa.array(times, pa.timestamp("us", "UTC")),
+        }
+    )
+    sink = make(schema=schema, topic=A)
+    sink._block = lambda block: block
+    sink.run(0, [rows])
+    with there.opened() as log:
+        found = [message.publish_time_ms for message in log.topic(A).read()]
+    assert found == [time // 1000 for time in times]
