@@ -80,12 +80,17 @@ def _reference(payload: bytes) -> dict | None:
         raise _InvalidError
 
     try:
-        value = json.loads(payload.decode(), parse_constant=refuse)
+        value = json.loads(payload.decode(), parse_constant=refuse, object_pairs_hook=_object)
         if not isinstance(value, dict) or _has_surrogate(value):
             return None
         return {name: _value(value.get(name), _SCHEMA["properties"][name]) for name in _GOOD}
     except (ValueError, OverflowError, _InvalidError):
         return None
+
+
+def _object(pairs: list) -> dict:
+    _check(not any(_has_surrogate(item) for pair in pairs for item in pair))  # also of one twice
+    return dict(pairs)
 
 
 def _has_surrogate(value) -> bool:
