@@ -92,6 +92,12 @@ COMPILE_AFTER_BYTES: Final = 64 * MIB
 """Frames scanned in Python before the compiled scan is loaded: less is read in the time that
 loading takes."""
 
+MANY_ROWS: Final = 10_000
+"""A call of a broker with as many rows loads the compiled loops first."""
+
+LOAD_SECONDS: Final = 5.0
+"""How long it waits for them."""
+
 NAME_PART_CHARACTERS_MAX: Final = 120
 """Per part of a topic name: two parts, their slashes and a file name stay inside of the 255
 bytes of a directory entry and of the 249 characters that other brokers allow for a name."""

@@ -141,7 +141,7 @@ def test_spark_sql(tmp_path):
     ]
     assert rows_of_table(printed, "Messages that are not orders:") == [
         ["offset", "payload_error"],
-        ["1000", "not JSON: Expecting value at 0"],
+        ["1000", "not JSON: invalid character (byte 1)"],
     ]
     assert rows_of_table(printed, "From offset 900 on:")[1:] == [["101", "900", "1000"]]
     assert rows_of_table(printed, "After one more message:")[1:] == [["1001", "1002"]]

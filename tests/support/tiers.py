@@ -1,5 +1,6 @@
 """Stores in memory, frames made to measure, and nodes that own topics: for tests of the bucket."""
 
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -35,12 +36,45 @@ from support.builders import a_message
 from support.machine import ROOT
 from support.memory_fs import MemoryFileSystem
 from support.memory_store import MemoryObjectStore
+from support.waiting import PATIENCE_SECONDS
 
 NAME = TopicName(namespace="default", topic="orders")
 PREFIX = "/danube"
 KIB = 1024
 TTL_SECONDS = 15.0
 NOW_MS = 1_700_000_000_000
+
+
+class SlowReads:
+    """Makes a store's reads wait until `wanted` of them overlap, and counts how many do.
+
+    The first `alone` reads do not wait: nothing can overlap with them.
+    """
+
+    def __init__(self, store: MemoryObjectStore, wanted: int, *, alone: int = 0) -> None:
+        self.most = 0
+        self._wanted = wanted
+        self._alone = alone
+        self._waiting = 0
+        self._gives_up = False
+        self._changed = threading.Condition()
+        store.before = self._wait
+
+    def _wait(self, kind: str, key: str) -> None:
+        if kind != "read":
+            return
+        with self._changed:
+            if self._alone:
+                self._alone -= 1
+                return
+            self._waiting += 1
+            self.most = max(self.most, self._waiting)
+            self._changed.notify_all()
+            self._gives_up |= not self._changed.wait_for(self._may_go, PATIENCE_SECONDS)
+            self._waiting -= 1
+
+    def _may_go(self) -> bool:
+        return self._gives_up or self.most >= self._wanted
 
 
 class KeptMetadata(MemoryMetadata):

@@ -13,6 +13,7 @@ import threading
 import pytest
 
 from ister import kernels
+from support.waiting import PATIENCE_SECONDS
 
 if any(importlib.util.find_spec(name) is None for name in ("numba", "isal")):
     pytest.skip("the extra `fast` is what is tested here", allow_module_level=True)
@@ -47,6 +48,25 @@ def test_complete_cache_is_loaded_without_compiling(cache):
     assert kernels.current() is not None
     assert asked == []
     assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
+
+
+def test_a_server_waits_for_the_cache(cache, monkeypatch):
+    monkeypatch.setattr(kernels, "_loading", None)
+    monkeypatch.setattr(kernels, "_is_settled", threading.Event())
+    assert kernels.load_cached(PATIENCE_SECONDS)
+
+
+def test_a_server_does_not_wait_for_the_compiler(cache, monkeypatch):
+    directory, _ = cache
+    os.unlink(f"{directory}/{kernels._LIST_NAME}")
+    is_ended = threading.Event()
+    monkeypatch.setattr(kernels, "_loading", None)
+    monkeypatch.setattr(kernels, "_is_settled", threading.Event())
+    monkeypatch.setattr(kernels, "_compile_elsewhere", lambda path: is_ended.wait() and False)
+    assert not kernels.load_cached(PATIENCE_SECONDS)
+    assert kernels._loading.is_alive(), "the compiler runs"
+    is_ended.set()
+    kernels._loading.join()
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "no list", "bad list", "another file"])

@@ -1,7 +1,8 @@
 """Reads frames back from a topic's objects, a chunk at a time.
 
-Owns: one descriptor, one position in its object, one chunk fetched ahead. Does not own: which
-offsets may be seen, local files, message bodies.
+Owns: one descriptor, one position in its object, what is fetched ahead: the next chunk, or the
+first ones of the objects that follow. Does not own: which offsets may be seen, local files, message
+bodies.
 
 Every call looks up the object of the wanted offset unless it is the open one, so objects may be
 replaced or expire under a reader. Within an object it begins at the last index entry before the
@@ -15,8 +16,9 @@ An object in Parquet is read a row group at a time, whose rows become the frames
 were. Where messages were left out of it on purpose the next frame is a later one, or there is none
 before the end: that is an answer, not damage.
 
-Memory: one chunk (or one frame where that is larger), and one more that is fetched ahead while the
-caller is busy with the first; of Parquet, the frames of one row group, and the bytes of the next.
+Memory: one chunk (or one frame where that is larger), and as much again that is fetched ahead while
+the caller is busy with the first; of Parquet, the frames of one row group, and the bytes of the
+next. Objects are fetched ahead once the reader has gone on from one to the next.
 A frame that a chunk cuts in two is read again from its first byte.
 """
 
@@ -29,10 +31,12 @@ from concurrent.futures import CancelledError, Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ister.bucket.catalog import Catalog
 from ister.bucket.check import open_archive
+from ister.bucket.chunks import OBJECTS_AHEAD_MAX, FirstRange, ObjectsAhead, await_bytes
 from ister.bucket.names import manifest_key, object_key
 from ister.clock import Clock
 from ister.errors import CorruptDataError, DataGapError, IsterError, NotFoundError, check
@@ -105,24 +109,34 @@ class HistoryReader:
         self._archive: ArchiveReader | None = None
         self._restored: tuple[int, RestoredFrames] | None = None
         self._coming_group: tuple[int, Future[Fetched]] | None = None
+        self._upcoming = (
+            ObjectsAhead(self._reads.read, ahead, bytes_max=settings.chunk_bytes)
+            if ahead is not None and settings.ranged
+            else None
+        )
+        self._expected_end = -1
+        self._goes_on = False
         self.damage_left_out = 0
         """How many offsets were left out because they are damaged or lost."""
 
     @property
     def held_bytes(self) -> int:
-        """What is held between calls: a chunk on its way, a row group, or a whole object."""
+        """What is held between calls: chunks on their way, a row group, or a whole object."""
         coming, group, restored = self._coming, self._coming_group, self._restored
         held = coming[1] if coming is not None else 0
         if group is not None and self._archive is not None:
             held += self._archive.row_groups[group[0]].size_bytes
         if restored is not None:
             held += len(restored[1].data)
+        if self._upcoming is not None:
+            held += self._upcoming.held_bytes
         return held + (len(self._whole) if self._whole is not None else 0)
 
     def close(self) -> None:
         """Releases buffers. May be called twice."""
         self._drop_coming()
         self._drop_archive()
+        self._drop_upcoming()
         self._whole = None
         self._object = None
         self._next = -1
@@ -160,7 +174,7 @@ class HistoryReader:
             limit = min(end, described.end)
             exact = span(start, limit) if span is not None and self._next == start else None
             try:
-                return self._fetch(described, start, limit, bytes_max, exact)
+                return self._fetch(described, start, limit, bytes_max, exact, wanted_end=end)
             except NotFoundError as error:
                 # Replaced or expired between looking and reading: look again, once per change.
                 self.close()
@@ -244,9 +258,11 @@ class HistoryReader:
                     end=following.start if following is not None else start + 1,
                     topic=str(self._catalog.keys.topic),
                 )
+            self._goes_on = self._object is not None and self._object.end == start
             self._object = described
             self._codec = described.codec
             self._next = -1
+            self._take_upcoming(described)
             self._metrics.count("cloud_reader.objects_opened_total")
             if described.kept == KEPT_READABLE:
                 _log.warning(
@@ -258,7 +274,6 @@ class HistoryReader:
                     },
                 )
         if self._next != start and described.format != FORMAT_PARQUET:
-            self._drop_coming()
             self._next, self._position = described.position_before(start)
             if span is not None and (before := span(self._next, start)):
                 # Counted without reading them: if another frame is there, the scan finds it.
@@ -272,17 +287,21 @@ class HistoryReader:
         end: int,
         bytes_max: int,
         exact: int | None = None,
+        *,
+        wanted_end: int,
     ) -> FrameBatch:
         if described.kept and not described.messages:
             # Without pyarrow, which an archive takes.
             raise NothingLeftError(end) if end < described.end else _PassedEndError
         if described.format == FORMAT_PARQUET:
-            return self._fetch_restored(described, start, end, bytes_max)
+            return self._fetch_restored(described, start, end, bytes_max, wanted_end)
         size = min(self._settings.chunk_bytes, max(bytes_max, _CHUNK_BYTES_MIN))
         if exact is not None:
             size = min(size, exact)
         is_second_try = False
         while True:
+            if exact is None and self._position + size >= described.size_bytes:
+                self._look_ahead(described, wanted_end)
             chunk, asked = self._read(described, size)
             scan = scan_frames(chunk, expected_offset=self._next, end_offset=end)
             if scan.starts:
@@ -338,7 +357,7 @@ class HistoryReader:
     # -- Parquet ----------------------------------------------------------------------------
 
     def _fetch_restored(
-        self, described: ObjectDescriptor, start: int, end: int, bytes_max: int
+        self, described: ObjectDescriptor, start: int, end: int, bytes_max: int, wanted_end: int
     ) -> FrameBatch:
         """The next frames that rows of a Parquet object were, up to a hole between them."""
         while True:
@@ -349,6 +368,8 @@ class HistoryReader:
                     raise NothingLeftError(end)
                 raise _PassedEndError
             group = archive.row_groups[number]
+            if number + 1 == len(archive.row_groups):
+                self._look_ahead(described, wanted_end)
             try:
                 frames = self._restore(archive, number)
             except CorruptDataError as error:
@@ -453,11 +474,8 @@ class HistoryReader:
         coming, self._coming = self._coming, None
         if coming is not None:
             position, coming_size, future = coming
-            if position == self._position:
-                try:
-                    return future.result(), coming_size
-                except CancelledError:
-                    pass  # the log is being closed: this reader ends when it has what it came for
+            if position == self._position and (found := await_bytes(future)) is not None:
+                return found, coming_size
             future.cancel()
         return self._get(described, self._position, size), size
 
@@ -470,6 +488,51 @@ class HistoryReader:
             return  # the log is being closed
         self._coming = (self._position, size, future)
 
+    def _look_ahead(self, described: ObjectDescriptor, end: int) -> None:
+        """Starts to fetch the objects that follow, as far as `end`."""
+        upcoming = self._upcoming
+        if upcoming is None or not self._goes_on or described.end >= end:
+            return
+        start = max(described.end, self._expected_end)
+        if upcoming.is_idle and start < end:
+            # A hint: what does not work out is done again when the reader comes to it.
+            with suppress(IsterError):
+                found = self._catalog.descriptors(start, end, is_partial=True)
+                for following, _ in islice(found, OBJECTS_AHEAD_MAX):
+                    self._expected_end = following.end
+                    if (first := self._first_range(following)) is not None:
+                        upcoming.expect([first])
+        upcoming.top_up()
+
+    def _first_range(self, described: ObjectDescriptor) -> FirstRange | None:
+        chunk_bytes, size_bytes = self._settings.chunk_bytes, described.size_bytes
+        is_all = size_bytes <= chunk_bytes
+        if not described.messages or (described.format == FORMAT_PARQUET and not is_all):
+            return None
+        key = object_key(self._catalog.keys.topic, described.object_id)
+        return FirstRange(key, 0, min(size_bytes, chunk_bytes), is_all, size_bytes)
+
+    def _take_upcoming(self, described: ObjectDescriptor) -> None:
+        """Takes over what was fetched of an object that is opened now."""
+        if self._upcoming is None:
+            return
+        if described.end > self._expected_end:
+            self._drop_upcoming()
+            return
+        first = self._first_range(described)
+        future = self._upcoming.take(first) if first is not None else None
+        if first is None or future is None:
+            return
+        if described.format == FORMAT_PARQUET:
+            self._whole = await_bytes(future)
+        else:
+            self._position, self._coming = 0, (0, first.size, future)
+
+    def _drop_upcoming(self) -> None:
+        self._expected_end = -1
+        if self._upcoming is not None:
+            self._upcoming.clear()
+
     def _drop_coming(self) -> None:
         coming, self._coming = self._coming, None
         if coming is not None:
@@ -478,13 +541,18 @@ class HistoryReader:
     def _get(self, described: ObjectDescriptor, position: int, size: int) -> bytes:
         """Bytes of the object, never past the end that its descriptor gives."""
         key = object_key(self._catalog.keys.topic, described.object_id)
+        whole = self._whole  # also read by what fetches ahead
         object_bytes = described.size_bytes
-        if not self._settings.ranged:
-            if self._whole is None:
-                self._whole = self._reads.read(key, 0, object_bytes, object_bytes=object_bytes)
-            return self._whole[position : position + size]
-        size = min(size, object_bytes - position)
-        return self._reads.read(key, position, size, object_bytes=object_bytes) if size > 0 else b""
+        if whole is None and not self._settings.ranged:
+            self._whole = whole = self._fetch_bytes(key, 0, object_bytes, object_bytes)
+        if whole is not None:
+            return whole[position : position + size]
+        return self._fetch_bytes(key, position, min(size, object_bytes - position), object_bytes)
+
+    def _fetch_bytes(self, key: str, position: int, size: int, object_bytes: int) -> bytes:
+        if size <= 0:
+            return b""
+        return self._reads.read(key, position, size, object_bytes=object_bytes)
 
     # -- damage -----------------------------------------------------------------------------
 

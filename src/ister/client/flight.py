@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from ister import forks, threads
+from ister.client.options import shown_address
 from ister.client.publisher import Publisher
 from ister.client.tls_probe import find_tls_mismatch
 from ister.errors import (
@@ -642,7 +643,7 @@ def _as_location(address: str) -> str:
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if match is None or not 0 < int(match["port"]) <= _PORT_MAX:
         raise InvalidRequestError(
-            f"invalid Flight address {address!r}",
+            f"invalid Flight address {shown_address(address)}",
             hint="use HOST:PORT, with grpc:// or grpc+tls:// before it if needed",
         )
     return f"{match['scheme'] or 'grpc'}://{match['host']}:{match['port']}"

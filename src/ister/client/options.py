@@ -81,7 +81,9 @@ def parse_addresses(
         raise InvalidRequestError(f"tls must be TlsOptions or a bool, not {type(tls).__name__}")
     texts = addresses.split(",") if isinstance(addresses, str) else addresses
     if not isinstance(texts, Sequence):
-        raise InvalidRequestError(f"invalid broker address {addresses!r:.80}", hint=_ADDRESS_HINT)
+        raise InvalidRequestError(
+            f"invalid broker address {shown_address(addresses)}", hint=_ADDRESS_HINT
+        )
     parsed = [parse_url(text.strip() if isinstance(text, str) else text) for text in texts]
     if not parsed:
         raise InvalidRequestError("no address", hint="host:port of a broker")
@@ -113,8 +115,19 @@ def parse_url(text: str) -> tuple[str, bool | None]:
         port, host, parts, has_scheme = None, "", urlsplit(""), False
     is_known = not has_scheme or parts.scheme in _SCHEMES
     if not (is_known and port and _HOST.fullmatch(host) and parts.path in ("", "/")):
-        raise InvalidRequestError(f"invalid broker address {text!r:.80}", hint=_ADDRESS_HINT)
+        raise InvalidRequestError(
+            f"invalid broker address {shown_address(text)}", hint=_ADDRESS_HINT
+        )
     return f"{host}:{port}", _SCHEMES[parts.scheme] if has_scheme else None
+
+
+def shown_address(text: object) -> str:
+    """What is not an address, for an error: without what may be a password or a token."""
+    shown = re.sub(r"(?s)^.*@", "***@", str(text))
+    shown = re.sub(r"(?s)[?#].*", "?***", shown)
+    # What should be the port may be the password of a user whose host is missing.
+    shown = re.sub(r"(?s)(?<=:)(?!//|[0-9]*(?:/|$)).*", "***", shown.replace("://", "\0"))
+    return f"{shown.replace(chr(0), '://')!r:.80}"
 
 
 def reachable(url: str, through: str) -> str:

@@ -366,7 +366,9 @@ class CloudReaderConfig:
     enable_ranged_reads: bool = setting(
         True, says="Whether to read ranges of objects; turn it off for stores without ranged reads."
     )
-    read_ahead: bool = setting(True, says="Whether to prefetch the next chunk.")
+    read_ahead: bool = setting(
+        True, says="Whether to prefetch the next chunk, or small objects that follow."
+    )
     on_damage: OnDamage = setting(
         OnDamage.ERROR,
         says="Whether a damaged message or a lost object is an error, or is skipped and logged.",

@@ -83,13 +83,17 @@ _lock = threading.Lock()
 _loading: threading.Thread | None = None
 _current: Kernels | None = None
 _worked_bytes = 0
+_is_settled = threading.Event()  # loaded, or not before long
 
 
 @forks.call_in_child
 def _after_fork() -> None:
-    global _loading  # noqa: PLW0603 - there is one set of loops in a process
+    global _loading, _is_settled  # noqa: PLW0603 - there is one set of loops in a process
     forks.reset_locks(_lock)
     _loading = None if _current is None else _loading
+    _is_settled = threading.Event()
+    if _current is not None:
+        _is_settled.set()
 
 
 def current() -> Kernels | None:
@@ -128,10 +132,27 @@ def load(timeout: float | None = None) -> bool:
     return _current is not None
 
 
+def load_cached(timeout: float) -> bool:
+    """Waits until the compiled loops are loaded, if they are in the cache: a second or two.
+
+    Does not wait for the compiler. For calls of a server that process many rows in a thread.
+    """
+    request()
+    _is_settled.wait(timeout)
+    return _current is not None
+
+
 # -- in the thread --------------------------------------------------------------------------
 
 
 def _load_or_compile() -> None:
+    try:
+        _load()
+    finally:
+        _is_settled.set()
+
+
+def _load() -> None:
     global _current  # noqa: PLW0603
     if any(importlib.util.find_spec(name) is None for name in _LIBRARIES):
         return
@@ -149,8 +170,10 @@ def _load_or_compile() -> None:
         )
         return
     for attempt in range(2):
-        if not _is_complete(directory) and not _compile_elsewhere(directory):
-            return
+        if not _is_complete(directory):
+            _is_settled.set()
+            if not _compile_elsewhere(directory):
+                return
         try:
             _current = _build(directory, is_compiling=False)
         except Exception as error:  # noqa: BLE001 - damaged files raise anything

@@ -21,11 +21,11 @@ class MeasuredReads:
         self._clock = clock
         self._metrics = metrics
 
-    def read(self, key: str, start: int, size: int, *, object_bytes: int) -> bytes:
+    def read(self, key: str, start: int, size: int, object_bytes: int) -> bytes:
         """Like `ObjectStore.read`, of an object of a known size."""
         return self._measure(self._store.read, key, start, size, object_bytes)
 
-    def view(self, key: str, start: int, size: int, *, object_bytes: int) -> Buffer:
+    def view(self, key: str, start: int, size: int, object_bytes: int) -> Buffer:
         """Like `ObjectStore.view`, of an object of a known size."""
         return self._measure(self._store.view, key, start, size, object_bytes)
 

@@ -56,6 +56,8 @@ _PARTITION: Final = re.compile(r"0|[1-9][0-9]{0,5}")
 _SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _SIZE: Final = re.compile(r"([0-9]{1,18})\s*(?:([kmgt]?)(?:i?b)?)", re.IGNORECASE)
 _SIZE_UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+# Numbers that are times before 1973 in milliseconds, and after 1973 in seconds.
+_SECONDS_MEANT: Final = range(10**8, 10**11)
 _DURATION: Final = re.compile(r"([0-9]{1,15})\s*(ms|s|m|min|h|d)?", re.IGNORECASE)
 _DURATION_UNITS: Final = {
     "ms": 1,
@@ -200,7 +202,7 @@ def as_pattern(name: str, text: str) -> str:
     except (re.error, RecursionError, OverflowError) as error:
         raise InvalidRequestError(
             f"{name} is not a regular expression: {error}",
-            hint="for example '/default/orders-.*'",
+            hint="for example '/default/orders-.*'; the syntax is that of Python's re, not Java's",
         ) from error
     return text
 
@@ -253,13 +255,18 @@ def as_seconds(name: str, text: str) -> float:
     return seconds
 
 
+FOREIGN_COLUMNS: Final = {"value": "payload", "key": "routing_key", "timestamp": "publish_time"}
+"""Columns of Spark's Kafka source, and what they are called here."""
+
+
 def as_columns(name: str, text: str) -> tuple[str, ...]:
     """Names of columns, separated by commas."""
     columns = tuple(item.strip().lower() for item in text.split(","))
     for column in columns:
         if column not in READABLE_COLUMNS:
             near = difflib.get_close_matches(column, READABLE_COLUMNS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(READABLE_COLUMNS)}"
+            better = FOREIGN_COLUMNS.get(column) or next(iter(near), None)
+            hint = f"did you mean {better}?" if better else f"known: {', '.join(READABLE_COLUMNS)}"
             raise InvalidRequestError(f"{name} names an unknown column {column!r}", hint=hint)
     refuse_twice(name, columns)
     return columns
@@ -280,7 +287,7 @@ def as_brokers(name: str, text: str) -> tuple[str, ...]:
         brokers = parse_brokers(text)
     except InvalidRequestError as error:
         raise InvalidRequestError(
-            f"{name} is {text!r}",
+            f"{name}: {error.message}",
             hint="host:port, such as 127.0.0.1:6651, perhaps after grpc:// or grpc+tls://; "
             "several are separated by commas",
         ) from error
@@ -315,10 +322,17 @@ def as_time_ms(name: str, text: str) -> int:
                 hint="use milliseconds since 1970, or a time such as 2026-01-31T12:00:00Z",
             ) from error
         time_ms = -((EPOCH - parsed) // timedelta(milliseconds=1))
+    if _DIGITS.fullmatch(text) and time_ms in _SECONDS_MEANT:
+        raise InvalidRequestError(
+            f"{name} is {text!r}, which is {EPOCH + timedelta(milliseconds=time_ms):%Y-%m-%d} "
+            "in milliseconds",
+            hint=f"use milliseconds: {time_ms * 1000} if it is in seconds",
+        )
     if not 0 <= time_ms <= _TIME_MS_MAX:
         raise InvalidRequestError(
             f"{name} is {text!r}",
-            hint="use a time between 1970 and 9999; a bare number counts milliseconds",
+            hint="use a time between 1970 and 9999; a bare number counts milliseconds, not "
+            "microseconds or nanoseconds",
         )
     return time_ms
 

@@ -86,7 +86,7 @@ class TimeStrategy(StrEnum):
 
 READ_OPTIONS: Final[Mapping[str, str]] = {
     "topic": "topics to read: /namespace/topic names, separated by commas",
-    "topicPattern": "regular expression that matches whole topic names",
+    "topicPattern": "Python regular expression that matches whole topic names",
     "assign": "partitions to read, as JSON of partition numbers per topic; a topic without "
     "partitions has partition 0",
     "config": "path of an ister.yml or of a data directory; load(path) sets it, too",
@@ -629,6 +629,8 @@ def _unknown(spelling: str, known: Mapping[str, str]) -> InvalidRequestError:
         hint = foreign
     elif lowered.startswith(_KAFKA):
         hint = _KAFKA_HINT
+    elif lowered in _SPARKS_OWN:
+        hint = "it belongs to a streaming query: df.writeStream.option(...)"
     elif near:
         hint = f"did you mean {spellings[near[0]]}?"
     else:

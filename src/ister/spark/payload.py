@@ -73,7 +73,8 @@ def from_json_payload(
 
     What parses is for Spark's `from_json` to say. Of an object in which single fields do not fit,
     the others are kept; of what follows after the object, nothing is read. An empty payload and one
-    that is not UTF-8 do not parse.
+    that is not UTF-8 do not parse. A time without a zone is in UTC, not in the session's time zone,
+    unless `options` has a `timeZone`.
 
     Args:
         df: Rows with a column `payload`, a stream or not.
@@ -90,6 +91,8 @@ def from_json_payload(
     _check_payload(df, (BinaryType, StringType))
     _check_errors(errors, fails=fails)
     given = dict(options or {})
+    if "timezone" not in {name.lower() for name in given}:
+        given["timeZone"] = "UTC"  # as everywhere in Ister, and not the session's
     for name in given:
         if name.lower() in _OUR_JSON_OPTIONS:
             raise InvalidRequestError(
@@ -102,7 +105,7 @@ def from_json_payload(
     bytes_as_text = F.col(_PAYLOAD).cast("string")
     text = F.try_validate_utf8(bytes_as_text)
     if errors is None and not fails:
-        parsed = F.from_json(text, wanted, given or None)  # Spark Connect knows no empty options
+        parsed = F.from_json(text, wanted, given)
         return _replace_payload(df.withColumn(_PARSED, parsed), F.col(_PARSED), wanted, into=into)
 
     watched = StructType([*wanted.fields, StructField(_UNPARSED, StringType())])

@@ -29,7 +29,7 @@ from typing import Final, TypeAlias
 
 import pyarrow as pa
 
-from ister.bucket.chunks import ObjectPart
+from ister.bucket.chunks import ObjectPart, ObjectsAhead
 from ister.client.flight import FlightClient
 from ister.clock import SystemClock
 from ister.errors import (
@@ -42,6 +42,7 @@ from ister.errors import (
     OffsetOutOfRangeError,
     UnavailableError,
 )
+from ister.format.crc import Buffer
 from ister.model import TopicName
 from ister.spark.location import Place, client_of
 from ister.spark.owners import ask_first, check_has, find_owner, is_down
@@ -94,11 +95,18 @@ class ReadTask:
         keep_buffers()
         compile_for(partition.bytes, timeout=_LOAD_SECONDS)
         decoders: dict[str, Decoders] = {}
-        for part in partition.slices:
-            found = decoders.get(part.topic)
-            if found is None:
-                found = decoders[part.topic] = Decoders(part.topic, self.columns)
-            yield from _SliceReader(self, part, identities[part.topic], found).read()
+        upcoming = self.place.history().ahead_of(
+            part for part in partition.slices if isinstance(part, ObjectPart)
+        )
+        try:
+            for part in partition.slices:
+                found = decoders.get(part.topic)
+                if found is None:
+                    found = decoders[part.topic] = Decoders(part.topic, self.columns)
+                yield from _SliceReader(self, part, identities[part.topic], found, upcoming).read()
+        finally:
+            if upcoming is not None:
+                upcoming.clear()
         spare_collector()
 
 
@@ -106,13 +114,19 @@ class _SliceReader:
     """Reads one slice, from whichever source has the next offset."""
 
     def __init__(
-        self, task: ReadTask, part: Slice, identity: TopicIdentity, decoders: Decoders
+        self,
+        task: ReadTask,
+        part: Slice,
+        identity: TopicIdentity,
+        decoders: Decoders,
+        upcoming: ObjectsAhead[Buffer] | None,
     ) -> None:
         self._task = task
         self._part = part
         self._end = part.end
         self._identity = identity
         self._decoders = decoders
+        self._upcoming = upcoming
         self._history = task.place.history()
         self._name = TopicName.parse(part.topic)
         self._last: IsterError | None = None
@@ -178,7 +192,7 @@ class _SliceReader:
         part = self._part
         if not isinstance(part, ObjectPart) or start != part.start:
             return iter(())
-        return self._topic().read_part(part, self._decoders)
+        return self._topic().read_part(part, self._decoders, self._upcoming)
 
     def _from_bucket(self, start: int) -> Iterator[Rows]:
         """Reads the objects that have the offsets now."""

@@ -259,6 +259,10 @@ def remove_staged(store: ObjectStore, keys: Iterable[str]) -> None:
 # -- on the driver --------------------------------------------------------------------------
 
 
+# How many calls fit in the time of a commit, even if none is answered.
+_CALLS_MIN: Final = 3
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committer:
     """Appends staged batches, topic by topic, each once."""
@@ -269,7 +273,8 @@ class Committer:
     ack: AckLevel | None = None
     codec: Codec | None = None
     timeout_seconds: float
-    """How long to wait for the log's lock, or for a topic's broker."""
+    """How long to wait for the log's lock, or for a topic's broker: calls are repeated, each with
+    a third of that time, so that one that is lost with its broker does not use it up."""
 
     def commit(self, staged: Mapping[str, StagedBatch]) -> dict[str, AppendedBatch]:
         """Appends batches that are not in their topics yet; all rows are durable on return.
@@ -344,7 +349,7 @@ class Committer:
                 create=self.creates,
                 ack=self.ack,
                 codec=self.codec,
-                timeout_seconds=self.timeout_seconds,
+                timeout_seconds=self.timeout_seconds / _CALLS_MIN,
             ),
         )
 

@@ -32,7 +32,7 @@ from pyspark.sql.types import (
 from ister.errors import InvalidRequestError
 from ister.format.staged_rows import STAGED_COLUMNS, STAGED_SCHEMA
 from ister.model import COLUMNS
-from ister.spark.option_values import HEADERS, PAYLOAD_ERROR, READABLE_COLUMNS
+from ister.spark.option_values import FOREIGN_COLUMNS, HEADERS, PAYLOAD_ERROR, READABLE_COLUMNS
 from ister.spark.options import PayloadErrors, PayloadFormat, ReadOptions
 
 HEADERS_TYPE: Final = ArrayType(
@@ -74,7 +74,6 @@ _WRITABLE: Final[dict[str, tuple[type[DataType], ...]]] = {
     "schema_id": _INTEGERS,
     "schema_version": _INTEGERS,
 }
-_FOREIGN: Final = {"value": "payload", "key": "routing_key", "timestamp": "publish_time"}
 
 
 def row_schema(columns: Sequence[str] | None) -> StructType:
@@ -178,7 +177,7 @@ def check_write_schema(schema: StructType, *, needs_topic: bool) -> None:
     for field in schema.fields:
         allowed = _WRITABLE.get(field.name)
         if allowed is None:
-            better = _FOREIGN.get(field.name.lower())
+            better = FOREIGN_COLUMNS.get(field.name.lower())
             raise InvalidRequestError(
                 f"a message has no column {field.name!r}",
                 hint=f'rename it: .withColumnRenamed("{field.name}", "{better}")'

@@ -25,6 +25,7 @@ from ister.bucket.pipeline import PipelineKeys
 from ister.bucket.retention import expire, keep_findable, list_known, plan_expiry
 from ister.config import Verify
 from ister.errors import (
+    ClosedError,
     CorruptDataError,
     DataGapError,
     IsterError,
@@ -284,6 +285,8 @@ class TopicTier(TopicUploads):
             else:
                 verify_size(self._tiers.objects, key, described.size_bytes)
         except (NotFoundError, CorruptDataError) as error:
+            if self._stopping.is_set():
+                raise ClosedError("the topic is being closed or deleted") from error
             if described.start < self._wal.trimmed or described.kept:
                 # Local files may have messages that compaction removed: they would come back.
                 raise

@@ -13,7 +13,7 @@ Invariants: batches are in the order of offsets, without a gap (unless messages 
 object on purpose, or damaged ones are by configuration) and without a repeat; rows before a damaged
 one come out before it raises.
 
-Memory: one chunk or row group, one more fetched ahead, one batch.
+Memory: one chunk or row group, as much again fetched ahead, one batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ister.bucket.chunks import ObjectPart, fetch_chunks
+from ister.bucket.chunks import FirstRange, ObjectPart, ObjectsAhead, await_bytes, fetch_chunks
 from ister.bucket.history_reader import HistoryReader
 from ister.clock import Clock
 from ister.errors import CorruptDataError, NotFoundError
@@ -36,6 +36,7 @@ from ister.format.archive import ArchivedRows, ArchiveReader, Fetched
 from ister.format.arrow.decode import ColumnarDecoder, FrameFeed
 from ister.format.arrow.encode import encode_frames
 from ister.format.arrow.text import Projection
+from ister.format.crc import Buffer
 from ister.format.descriptor import FORMAT_PARQUET
 from ister.format.frame import FrameBatch, NothingLeftError
 from ister.metrics import Metrics
@@ -142,6 +143,7 @@ def read_part(
     ahead: Executor | None,
     clock: Clock,
     metrics: Metrics,
+    upcoming: ObjectsAhead[Buffer] | None = None,
 ) -> Iterator[Rows]:
     """The messages of a part of an object.
 
@@ -155,6 +157,7 @@ def read_part(
         ahead: Where the next chunk is fetched meanwhile.
         clock: For metrics.
         metrics: What was fetched is counted there.
+        upcoming: The objects that are read after it.
 
     Raises:
         DataGapError: No object holds an offset.
@@ -165,7 +168,9 @@ def read_part(
     offset = part.start
     if part.format == FORMAT_PARQUET:
         try:
-            for rows in _read_archived(store, key, part, decoders, ahead, clock, metrics):
+            for rows in _read_archived(
+                store, key, part, decoders, ahead, clock, metrics, upcoming, chunk_bytes
+            ):
                 yield rows
                 offset = rows.next_offset
         except (NotFoundError, CorruptDataError) as error:
@@ -175,7 +180,14 @@ def read_part(
             decoders.of(part.codec), expected_offset=part.index_offset, end_offset=part.end
         )
         chunks = fetch_chunks(
-            store, key, part, chunk_bytes=chunk_bytes, ahead=ahead, clock=clock, metrics=metrics
+            store,
+            key,
+            part,
+            chunk_bytes=chunk_bytes,
+            ahead=ahead,
+            clock=clock,
+            metrics=metrics,
+            upcoming=upcoming,
         )
         try:
             for chunk in chunks:
@@ -204,6 +216,8 @@ def _read_archived(  # noqa: PLR0917
     ahead: Executor | None,
     clock: Clock,
     metrics: Metrics,
+    upcoming: ObjectsAhead[Buffer] | None,
+    chunk_bytes: int,
 ) -> Iterator[Rows]:
     """The messages of a part of a Parquet object: the wanted columns, a row group at a time.
 
@@ -218,6 +232,13 @@ def _read_archived(  # noqa: PLR0917
         object_bytes=part.object_bytes,
     )
     metrics.count("cloud_reader.objects_opened_total")
+    first = FirstRange.of(key, part, chunk_bytes)
+    whole: Buffer | None = None
+    if upcoming is not None and first is not None:
+        fetch = upcoming.take(first)
+        upcoming.top_up()
+        if (whole := await_bytes(fetch)) is not None:
+            read = partial(_read_fetched, memoryview(whole))
     archive = ArchiveReader(read, part.object_bytes, path=key)
     if not archive.start <= part.start < part.end <= archive.end:
         raise CorruptDataError(
@@ -237,7 +258,9 @@ def _read_archived(  # noqa: PLR0917
         for at, number in enumerate(wanted):
             fetched = coming.result() if coming is not None else archive.fetch(number, columns)
             coming = None
-            if ahead is not None and at + 1 < len(wanted):
+            if upcoming is not None and at + 1 == len(wanted):
+                upcoming.top_up()
+            if ahead is not None and whole is None and at + 1 < len(wanted):
                 with suppress(RuntimeError):  # the executor is being closed
                     coming = ahead.submit(archive.fetch, wanted[at + 1], columns)
             rows = archive.decode(number, fetched, columns)
@@ -248,6 +271,10 @@ def _read_archived(  # noqa: PLR0917
             coming.cancel()
     if not wanted or archive.row_groups[wanted[-1]].next_offset < part.end:
         yield Rows(_no_rows(decoders), part.end)
+
+
+def _read_fetched(fetched: memoryview, position: int, size: int) -> bytes:
+    return bytes(fetched[position : position + size])
 
 
 def _within(rows: ArchivedRows, part: ObjectPart) -> pa.RecordBatch:

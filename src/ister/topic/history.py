@@ -13,7 +13,7 @@ needed: a Spark task that knows its byte range of an object needs no metadata.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from datetime import datetime
 from types import TracebackType
@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from ister import forks
 from ister.bucket.catalog import Catalog, list_partitions
-from ister.bucket.chunks import ObjectPart
+from ister.bucket.chunks import OBJECTS_AHEAD_MAX, FirstRange, ObjectPart, ObjectsAhead
 from ister.bucket.directory import list_topics
 from ister.bucket.history_reader import HistoryReader, ReaderSettings
 from ister.bucket.membership import is_node_running
@@ -39,6 +39,7 @@ from ister.errors import (
     OffsetOutOfRangeError,
 )
 from ister.format.arrow.text import Projection
+from ister.format.crc import Buffer
 from ister.format.descriptor import ObjectDescriptor
 from ister.format.records import TopicRecord, decode_topic
 from ister.metadata.base import MetadataStore
@@ -46,6 +47,7 @@ from ister.metrics import Metrics
 from ister.model import Start, TopicName
 from ister.notebook import render_table
 from ister.objectstore.base import ObjectStore
+from ister.objectstore.measured import MeasuredReads
 from ister.objectstore.slices import with_slices
 from ister.partitions import partition_name
 from ister.positions import to_milliseconds
@@ -54,7 +56,6 @@ from ister.topic.columns import Decoders, Rows, read_part, read_range
 from ister.topic.stores import open_metadata, open_objects
 from ister.topic.table import TopicTable
 
-_READ_AHEAD_THREADS: Final = 2
 _UNSEEN: Final = "without messages not yet uploaded; a broker or the log's own process has them"
 
 COVERAGE: Final = b"ister.history"
@@ -134,9 +135,23 @@ class History:
             self._check_open()
             if self._ahead is None:
                 self._ahead = ThreadPoolExecutor(
-                    _READ_AHEAD_THREADS, thread_name_prefix="ister-read-ahead"
+                    OBJECTS_AHEAD_MAX, thread_name_prefix="ister-read-ahead"
                 )
             return self._ahead
+
+    def ahead_of(self, parts: Iterable[ObjectPart]) -> ObjectsAhead[Buffer] | None:
+        """Prefetches parts that are going to be read in this order; None if that is off."""
+        parts = list(parts)
+        ahead = self.ahead
+        if ahead is None or len(parts) < 2:
+            return None
+        chunk_bytes = self.config.storage.cloud_reader.fetch_chunk_size
+        reads = MeasuredReads(self.objects, clock=self.clock, metrics=self.metrics)
+        upcoming = ObjectsAhead(reads.view, ahead, bytes_max=chunk_bytes)
+        keys = ((object_key(TopicName.parse(part.topic), part.object_id), part) for part in parts)
+        ranges = (FirstRange.of(key, part, chunk_bytes) for key, part in keys)
+        upcoming.expect(first for first in ranges if first is not None)
+        return upcoming
 
     # -- topics -----------------------------------------------------------------------------
 
@@ -401,19 +416,29 @@ class HistoryTopic:
         return as_offset(name, where)
 
     def _batches(self, start: int, end: int, decoders: Decoders) -> Iterator[pa.RecordBatch]:
-        for described in self.descriptors(start, end):
-            if described.start > start:
-                # A hole, unless the catalog has changed meanwhile: looking for it tells.
-                yield from _batches(self.read_range(start, min(end, described.start), decoders))
-                start = described.start
-            if described.end > start:
-                part = ObjectPart.of(self.name, described, start, end)
-                yield from _batches(self.read_part(part, decoders))
-                start = min(end, described.end)
+        found = self.descriptors(start, end)
+        upcoming = self._history.ahead_of(
+            ObjectPart.of(self.name, described, start, end) for described in found
+        )
+        try:
+            for described in found:
+                if described.start > start:
+                    # A hole, unless the catalog has changed meanwhile: looking for it tells.
+                    yield from _batches(self.read_range(start, min(end, described.start), decoders))
+                    start = described.start
+                if described.end > start:
+                    part = ObjectPart.of(self.name, described, start, end)
+                    yield from _batches(self.read_part(part, decoders, upcoming))
+                    start = min(end, described.end)
+        finally:
+            if upcoming is not None:
+                upcoming.clear()
         if start < end:
             yield from _batches(self.read_range(start, end, decoders))
 
-    def read_part(self, part: ObjectPart, decoders: Decoders) -> Iterator[Rows]:
+    def read_part(
+        self, part: ObjectPart, decoders: Decoders, upcoming: ObjectsAhead[Buffer] | None = None
+    ) -> Iterator[Rows]:
         """The messages of a part of an object; as `ister.topic.columns.read_part`."""
         history = self._history
         settings = history.config.storage.cloud_reader
@@ -427,6 +452,7 @@ class HistoryTopic:
             ahead=history.ahead,
             clock=history.clock,
             metrics=history.metrics,
+            upcoming=upcoming,
         )
 
     def read_range(self, start: int, end: int, decoders: Decoders) -> Iterator[Rows]:

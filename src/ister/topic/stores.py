@@ -18,6 +18,7 @@ from typing import Final, TypeVar
 
 from ister import failpoints, threads
 from ister.bucket.catalog import Catalog
+from ister.bucket.chunks import OBJECTS_AHEAD_MAX
 from ister.bucket.claim import (
     ClaimCheck,
     ClaimView,
@@ -100,7 +101,6 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger("ister.topic.stores")
 
-_READ_AHEAD_THREADS: Final = 4
 _STALE_SECONDS_MIN: Final = 3600
 # How long a start, and the opening of a topic that does not need the bucket, wait for it.
 _PATIENCE_SECONDS: Final = 5.0
@@ -756,7 +756,7 @@ class Tiers:
         with self._lock:
             if self._ahead is None:
                 self._ahead = ThreadPoolExecutor(
-                    _READ_AHEAD_THREADS, thread_name_prefix="ister-read-ahead"
+                    OBJECTS_AHEAD_MAX, thread_name_prefix="ister-read-ahead"
                 )
             return self._ahead
 

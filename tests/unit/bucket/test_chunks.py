@@ -1,14 +1,14 @@
 """Parts of objects in chunks: where they are cut, what is fetched ahead, what is counted."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ister.bucket.chunks import ObjectPart, fetch_chunks
+from ister.bucket.chunks import FirstRange, ObjectPart, ObjectsAhead, fetch_chunks
 from ister.clock import ManualClock
 from ister.errors import NotFoundError, UnavailableError
 from ister.metrics import Metrics
@@ -66,6 +66,78 @@ class Bucket:
 def ahead():
     with ThreadPoolExecutor(2, thread_name_prefix="test-ahead") as pool:
         yield pool
+
+
+# -- objects that follow ------------------------------------------------------------------------
+
+
+class Fetches:
+    """Fetches that tests start and end."""
+
+    def __init__(self):
+        self.started = []
+
+    def submit(self, fetch, key, start, size, object_bytes):
+        future = Future()
+        self.started.append((key, future))
+        return future
+
+    @property
+    def keys(self):
+        return "".join(key for key, _ in self.started)
+
+
+def ranges(keys, size=10, *, is_all=True):
+    return [FirstRange(key, 0, size, is_all, size) for key in keys]
+
+
+def test_objects_ahead_are_bounded_in_number_and_bytes():
+    fetches = Fetches()
+    upcoming = ObjectsAhead(None, fetches, bytes_max=1000)
+    upcoming.expect(ranges("abcdefghijkl"))
+    upcoming.top_up()
+    upcoming.top_up()
+    assert fetches.keys == "abcdefgh"
+    assert upcoming.held_bytes == 80
+    assert upcoming.take(*ranges("a")) is fetches.started[0][1]
+    upcoming.top_up()
+    assert fetches.keys == "abcdefghi"
+    large = ObjectsAhead(None, more := Fetches(), bytes_max=25)
+    large.expect(ranges("abcd"))
+    large.top_up()
+    assert more.keys == "ab"
+    assert large.held_bytes == 20
+
+
+def test_objects_ahead_of_which_more_is_needed_come_alone():
+    upcoming = ObjectsAhead(None, fetches := Fetches(), bytes_max=1000)
+    upcoming.expect([*ranges("a"), *ranges("b", is_all=False), *ranges("c")])
+    upcoming.top_up()
+    assert fetches.keys == "ab"
+
+
+def test_objects_ahead_that_are_passed_over_are_forgotten():
+    upcoming = ObjectsAhead(None, fetches := Fetches(), bytes_max=1000)
+    upcoming.expect(ranges("abcdefghijklm"))
+    upcoming.top_up()
+    assert upcoming.take(*ranges("x")) is None
+    assert upcoming.take(*ranges("c")) is fetches.started[2][1]
+    assert [future.cancelled() for _, future in fetches.started[:4]] == [True, True, False, False]
+    assert upcoming.take(*ranges("k")) is None, "not begun yet"
+    assert upcoming.held_bytes == 0
+    upcoming.top_up()
+    assert fetches.keys == "abcdefghlm"
+    upcoming.clear()
+    assert (upcoming.held_bytes, upcoming.is_idle) == (0, True)
+
+
+def test_an_old_failure_is_not_told():
+    upcoming = ObjectsAhead(None, fetches := Fetches(), bytes_max=1000)
+    upcoming.expect(ranges("ab"))
+    upcoming.top_up()
+    fetches.started[0][1].set_exception(UnavailableError("silent"))
+    assert upcoming.take(*ranges("a")) is None
+    assert upcoming.take(*ranges("b")) is not None
 
 
 # -- which part ---------------------------------------------------------------------------------

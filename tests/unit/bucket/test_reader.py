@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ister.bucket.chunks import OBJECTS_AHEAD_MAX
 from ister.errors import (
     CorruptDataError,
     DataGapError,
@@ -16,7 +17,7 @@ from ister.errors import (
 from ister.format.descriptor import encode_descriptor
 from ister.model import Codec
 from support.builders import frames as raw_frames
-from support.tiers import KIB, Cluster, Frames, a_descriptor, frames_of, read_all
+from support.tiers import KIB, Cluster, Frames, SlowReads, a_descriptor, frames_of, read_all
 
 CHUNK = 64 * KIB
 
@@ -38,6 +39,39 @@ def payloads(count, size=100):
 
 def as_pairs(frames, start, end):
     return list(enumerate(frames.frames[start - frames.first : end - frames.first], start))
+
+
+def test_objects_that_follow_are_fetched_at_the_same_time(cluster):
+    """Goal: a reader that goes on from object to object does not wait for each of them."""
+    frames = Frames(payloads(300))
+    cluster.filled(frames, *range(10, 301, 10))
+    with ThreadPoolExecutor(OBJECTS_AHEAD_MAX) as ahead:
+        reader = cluster.reader(chunk_bytes=CHUNK, ahead=ahead)
+        # The first object may be all that is wanted.
+        slow = SlowReads(cluster.objects, OBJECTS_AHEAD_MAX + 1, alone=1)
+        found = []
+        start = 0
+        while start < 300:
+            batch = reader.fetch(start, 300, bytes_max=1000)
+            assert reader.held_bytes <= 2 * CHUNK
+            found += frames_of(batch)
+            start = batch.next_offset
+        assert found == frames.frames
+        assert slow.most == OBJECTS_AHEAD_MAX + 1
+        assert cluster.metrics.snapshot()["cloud_reader.range_requests_total"] == 30
+        reader.close()
+        assert reader.held_bytes == 0
+
+
+def test_objects_that_follow_are_not_fetched_for_one_message(cluster):
+    frames = Frames(payloads(300))
+    cluster.filled(frames, *range(10, 301, 10))
+    with ThreadPoolExecutor(OBJECTS_AHEAD_MAX) as ahead:
+        for start in (5, 95, 204):
+            reader = cluster.reader(chunk_bytes=CHUNK, ahead=ahead)
+            reader.fetch(start, 300, bytes_max=100)
+            reader.close()
+    assert cluster.metrics.snapshot()["cloud_reader.range_requests_total"] == 3
 
 
 def put_raw(cluster, start, end, data, **fields):

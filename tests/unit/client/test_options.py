@@ -1,7 +1,11 @@
 """Addresses, encryption and tokens, as they are given to a client."""
 
+import traceback
+
 import pytest
 
+from ister.cli.main import main
+from ister.client.flight import parse_brokers
 from ister.client.options import (
     TlsOptions,
     parse_addresses,
@@ -33,6 +37,34 @@ def test_an_address(text, expected):
 def test_what_is_no_address(text):
     with pytest.raises(InvalidRequestError, match="invalid broker address"):
         parse_url(text)
+
+
+_SECRET = "s3cret"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"grpc://user:{_SECRET}@host:6651",
+        f"http://{_SECRET}@host:6650",
+        f"user:{_SECRET}@host",
+        f"user:{_SECRET},{_SECRET}@host:6651",
+        f"http://user:{_SECRET}",
+        f"host:x?token={_SECRET}@",
+        f"ftp://host:6650?token={_SECRET}",
+    ],
+)
+def test_what_is_no_address_is_shown_without_credentials(text, capsys):
+    for parse in (parse_url, parse_brokers, lambda text: parse_addresses([text], None)):
+        with pytest.raises(InvalidRequestError) as error:
+            parse(text)
+        assert _SECRET not in "".join(traceback.format_exception(error.value))
+    for parse in (lambda: parse_addresses(text, None), lambda: parse_addresses({text}, None)):
+        with pytest.raises(InvalidRequestError) as error:
+            parse()
+        assert _SECRET not in str(error.value)
+    assert main(["topics", "list", "--broker", text]) != 0
+    assert _SECRET not in "".join(capsys.readouterr())
 
 
 def test_several_addresses_and_what_they_say_about_encryption():

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import traceback
 from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
@@ -253,6 +254,33 @@ def test_name_that_no_topic_can_have_is_refused():
             refused(batch, "topic: topic name", kind=TopicNameError, topic=text)
 
 
+def test_seconds_are_not_taken_for_milliseconds():
+    for text in ["1767225600", "100000000", "99999999999"]:
+        with case(text):
+            hint = f"{text}000 if it is in seconds"
+            refused(batch, f"startingTimestamp is '{text}'", hint, startingTimestamp=text)
+            refused(batch, f"endingTimestamp is '{text}'", hint, endingTimestamp=text)
+            by_topic = f'{{"/default/a": {text}}}'
+            name = "startingOffsetsByTimestamp"
+            refused(batch, f"{name} is '{text}'", hint, startingOffsetsByTimestamp=by_topic)
+    refused(batch, "in milliseconds", "1767225600000", startingTimestamp="1767225600")
+    refused(batch, "1970-01-21", "use milliseconds", startingTimestamp="1767225600")
+    refused(batch, "1767225600000000", "microseconds", startingTimestamp="1767225600000000")
+    for text, time_ms in [("0", 0), ("99999999", 99999999), ("100000000000", 100000000000)]:
+        with case(text):
+            assert batch(startingTimestamp=text).starting_timestamp_ms == time_ms
+    assert batch(startingTimestamp="1970-01-21T00:00:00Z").starting_timestamp_ms == 1_728_000_000
+
+
+def test_names_of_other_programs_have_hints():
+    refused(batch, "unknown column 'value'", "did you mean payload?", columns="offset,value")
+    refused(batch, "unknown column 'key'", "did you mean routing_key?", columns="key")
+    refused(batch, "unknown option", "writeStream", checkpointLocation="x")
+    refused(write, "unknown option", "writeStream", checkpointLocation="x")
+    with pytest.raises(InvalidRequestError, match="not Java's"):
+        ReadOptions.parse(PLACE | {"topicpattern": "(?<name>a)\\p{L}"}, is_streaming=True)
+
+
 def test_topic_and_pattern_exclude_each_other():
     refused(
         batch, "both topic and topicPattern are given", "topicPattern", topicPattern="/default/.*"
@@ -317,12 +345,20 @@ def test_broker_is_an_address():
             assert batch().brokers == ()
 
 
+def test_what_is_no_address_is_refused_without_its_credentials():
+    text = "grpc://user:{}@host:6651".format("s3cret")
+    for parse in (batch, write):
+        with pytest.raises(InvalidRequestError, match=r"\*\*\*@host:6651") as error:
+            parse(broker=text)
+        assert "s3cret" not in "".join(traceback.format_exception(error.value))
+
+
 def test_several_brokers_are_separated_by_commas():
     both = ("grpc://a:1", "grpc+tls://b:2")
     assert batch(broker="a:1, grpc+tls://b:2").brokers == both
     for text in ["a:1,", ",a:1", "a:1,,b:2", "a:1 b:2", "a:1;b:2", "a:1,b"]:
         with case(text):
-            refused(batch, f"broker is '{text}'", "commas", broker=text)
+            refused(batch, "broker: invalid Flight address '", "commas", broker=text)
     with pytest.raises(InvalidRequestError, match="names grpc://a:1 twice"):
         batch(broker="a:1,grpc://a:1")
 
@@ -342,7 +378,7 @@ def test_what_is_no_address_is_refused():
         "-h:1",
     ]:
         with case(text):
-            refused(batch, f"broker is '{text}'", "127.0.0.1:6651", broker=text)
+            refused(batch, "broker: invalid Flight address '", "127.0.0.1:6651", broker=text)
 
 
 # -- offsets ----------------------------------------------------------------------------------

@@ -251,6 +251,23 @@ def test_json_times_keep_what_spark_knows_unless_told_otherwise(spark):
     assert row.payload == b'{"at":"1969"}'
 
 
+def test_json_times_without_a_zone_are_in_utc_whatever_the_session_is_in(spark):
+    df = messages(spark, b'{"at": "2026-03-01T10:00:00"}', b'{"at": "2026-03-01T11:00:00+01:00"}')
+    before = spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set("spark.sql.session.timeZone", "America/New_York")
+    try:
+        for more, wanted in [
+            ({}, [10, 10]),
+            ({"errors": "bad"}, [10, 10]),
+            ({"options": {"timezone": "Asia/Tokyo"}}, [1, 10]),
+        ]:
+            found = from_json_payload(df, "at timestamp", **more)
+            seconds = found.select("offset", F.col("at").cast("long").alias("at"))
+            assert [at % 86_400 // 3600 for (at,) in values(seconds, "at")] == wanted
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", before)
+
+
 def test_nothing_to_pack_is_refused(empty):
     with pytest.raises(InvalidRequestError, match="no column to pack"):
         to_json_payload(empty)

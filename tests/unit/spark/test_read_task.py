@@ -1,16 +1,23 @@
 """What a task prepares before it reads."""
 
+from types import SimpleNamespace
+
 import pyarrow as pa
 import pytest
 from pyspark.sql.types import LongType, StructField, StructType
 
+from ister.bucket.chunks import OBJECTS_AHEAD_MAX, ObjectPart
 from ister.config import load_config
 from ister.limits import MIB
 from ister.spark import read_task, workers
 from ister.spark.batch import PlannedPartition, read_rows
 from ister.spark.location import place_of
 from ister.spark.planner import Partition
-from ister.spark.read_task import ReadTask
+from ister.spark.read_task import ReadTask, TopicIdentity
+from ister.topic.history import History
+from support.machine import NoThreads
+from support.streams import A, publish
+from support.tiers import Site, SlowReads
 
 
 @pytest.mark.parametrize(
@@ -40,6 +47,40 @@ def test_a_task_keeps_buffers_and_loads_the_compiled_loops(tmp_path, monkeypatch
         assert not list(task.read(Partition(number=0, slices=(), weight=weight), {}))
     # A wait with an end: the first process on a machine compiles for long.
     assert calls == ["buffers", "buffers", ("loops", True)]
+
+
+def test_objects_of_a_task_are_fetched_at_the_same_time():
+    """Goal: a task of many small objects does not wait for each of them."""
+    storage = {
+        "uploader": {"max_object_bytes": 4096, "index_every_messages": 3},
+        "cloud_reader": {"fetch_chunk_size": 65_536, "read_ahead": True},
+    }
+    with Site() as site:
+        log = site.open("a", scheduler=NoThreads(), storage=storage)
+        topic = log.topic(A, create=True)
+        publish(topic, 150, size=200)
+        topic.upload()
+        tree = {"storage": {**storage, "wal": {"dir": "/nowhere"}}}
+        with History(
+            load_config(tree, {}), clock=site.clock, objects=site.objects, metadata=site.metadata
+        ) as history:
+            incarnation = history.topic(A).record().incarnation
+            slices = tuple(
+                ObjectPart.of(A, one, 0, 150) for one in history.topic(A).descriptors(0, 150)
+            )
+            assert len(slices) > OBJECTS_AHEAD_MAX + 1
+            task = ReadTask(
+                place=SimpleNamespace(history=lambda: history),
+                columns=("offset", "payload"),
+                fail_on_data_loss=True,
+            )
+            slow = SlowReads(site.objects, OBJECTS_AHEAD_MAX + 1)
+            found = task.read(
+                Partition(number=0, slices=slices, weight=1), {A: TopicIdentity(incarnation, "a")}
+            )
+            rows = [row for batch in found for row in batch.to_pylist()]
+    assert [row["offset"] for row in rows] == list(range(150))
+    assert slow.most == OBJECTS_AHEAD_MAX + 1
 
 
 @pytest.mark.parametrize("nullable", [True, False])

@@ -185,7 +185,10 @@ def test_decimals_are_exact_in_both_ways_of_parsing(home):
     publish(home, b'{"amount": 0.125}', name="/default/c")
     error = StructField("payload_error", StringType())
     (row,) = read(home, with_payload(kind, error), topic="/default/c")
-    assert row == {"payload": None, "payload_error": "`amount` does not fit into decimal128(20, 2)"}
+    assert row == {
+        "payload": None,
+        "payload_error": "does not fit into decimal128(20, 2): 0.125 at `$.amount`",
+    }
 
 
 def test_payload_that_does_not_fit_keeps_its_row(home):
@@ -194,15 +197,15 @@ def test_payload_that_does_not_fit_keeps_its_row(home):
     found = read(home, payloadSchema=schema, payloadErrors="column", columns="offset, payload")
     assert [(row["offset"], row["payload"], row["payload_error"]) for row in found] == [
         (0, {"id": 1}, None),
-        (1, None, "not JSON: Expecting value at 0"),
-        (2, None, "`id` is a string, not an integer"),
+        (1, None, "not JSON: invalid character (byte 4)"),
+        (2, None, "not of the schema: Expected `int | float | null`, got `str` - at `$.id`"),
         (3, None, None),  # a tombstone is no error
         (4, {"id": 2}, None),
-        (5, None, "the payload is an array, not an object"),
+        (5, None, "not of the schema: Expected `object`, got `array`"),
     ]
     plain = read(home, payloadSchema=schema, columns="payload")
     assert [row["payload"] for row in plain] == [row["payload"] for row in found]
-    with pytest.raises(InvalidRequestError, match="not JSON: Expecting value at 0") as error:
+    with pytest.raises(InvalidRequestError, match="not JSON: invalid character") as error:
         read(home, payloadSchema=schema, payloadErrors="fail", columns="payload")
     assert (error.value.topic, error.value.offset) == (A, 1)
 

@@ -6,10 +6,11 @@ As in `test_sink`, without Spark.
 import itertools
 import os
 import threading
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
-from pyspark.sql.types import BinaryType, StringType, StructField, StructType
+from pyspark.sql.types import BinaryType, StringType, StructField, StructType, TimestampType
 
 from fault.tier_checks import memory_directory
 from ister import failpoints, retry
@@ -326,3 +327,49 @@ def test_failed_commit_of_one_topic_is_not_hidden_by_others(home, monkeypatch):
         failpoints.disarm()
         Sink(monkeypatch, options, schema=BY_TOPIC).run(0, PARTS)
         assert {topic: there.texts(topic) for topic in WANTED} == WANTED
+
+
+def test_a_call_that_is_lost_leaves_time_for_others(monkeypatch):
+    """Goal: a broker that restarts in the middle of a commit does not end the query."""
+    now = 0.0
+    given = []
+
+    def append_staged(topic, batch, *, timeout_seconds, **settings):
+        nonlocal now
+        given.append(timeout_seconds)
+        if len(given) == 1:  # the broker is gone, and nothing says so
+            now += timeout_seconds
+            raise UnavailableError("no answer in time")
+        return "appended"
+
+    client = SimpleNamespace(append_staged=append_staged)
+    monkeypatch.setattr(retry, "SystemClock", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(row_staging, "ask", lambda place, topic, call: call(client))
+    monkeypatch.setattr(row_staging, "has_brokers", lambda place: True)
+    monkeypatch.setattr(row_staging, "group_by_owner", lambda place, topics: [list(topics)])
+    monkeypatch.setattr(row_staging.Committer, "_remove_files", lambda self, staged: None)
+    committer = row_staging.Committer(
+        place=SimpleNamespace(brokers=("grpc://b:1",)), creates=True, timeout_seconds=60.0
+    )
+    assert committer.commit({A: "batch"}) == {A: "appended"}
+    assert given == [20.0, 20.0]
+
+
+@in_both_places()
+def test_microseconds_of_publish_times_are_cut_off(make, there):
+    times = [1_700_000_000_123_999, 1_700_000_000_124_000, 0]
+    schema = StructType(
+        [StructField("payload", BinaryType()), StructField("publish_time", TimestampType())]
+    )
+    rows = pa.record_batch(
+        {
+            "payload": pa.array([b"x"] * len(times)),
+            "publish_time": pa.array(times, pa.timestamp("us", "UTC")),
+        }
+    )
+    sink = make(schema=schema, topic=A)
+    sink._block = lambda block: block
+    sink.run(0, [rows])
+    with there.opened() as log:
+        found = [message.publish_time_ms for message in log.topic(A).read()]
+    assert found == [time // 1000 for time in times]

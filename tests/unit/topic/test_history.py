@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ister
 from ister import api
-from ister.bucket.chunks import ObjectPart
+from ister.bucket.chunks import OBJECTS_AHEAD_MAX, ObjectPart
 from ister.bucket.names import object_key
 from ister.config import load_config
 from ister.errors import (
@@ -36,7 +36,7 @@ from ister.topic.columns import Decoders
 from ister.topic.history import History, HistoryTopic
 from support.cases import each
 from support.machine import NoThreads, Task, numbered
-from support.tiers import NAME, TTL_SECONDS, Site
+from support.tiers import NAME, TTL_SECONDS, Site, SlowReads
 
 TEXT = str(NAME)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -456,6 +456,20 @@ def a_cold_bucket(site, count=60, **settings):
     fill(topic, count)
     topic.upload()
     return topic
+
+
+def test_objects_that_follow_are_fetched_at_the_same_time(site):
+    """Goal: a slow store takes one wait for several objects, not one for each."""
+    a_cold_bucket(site, 150)
+    history = a_history(site, cloud_reader={"fetch_chunk_size": 65_536, "read_ahead": True})
+    topic = history.topic(TEXT)
+    count = len(topic.descriptors(0, 150))
+    assert count > OBJECTS_AHEAD_MAX + 1
+    slow = SlowReads(site.objects, OBJECTS_AHEAD_MAX + 1)
+    assert offsets(topic.read_arrow()) == list(range(150))
+    assert slow.most == OBJECTS_AHEAD_MAX + 1
+    assert history.metrics.snapshot()["cloud_reader.range_requests_total"] == count
+    history.close()
 
 
 def frame_at(site, offset):

@@ -107,7 +107,9 @@ def test_every_reader_gives_what_is_there(seed):
         messages = [messages[offset] for offset in left]
 
         # A machine that has no files: everything comes from the bucket.
-        log = site.open("b", scheduler=NoThreads(), storage=SMALL)
+        cloud_reader = {**SMALL.get("cloud_reader", {}), "read_ahead": rng.random() < 0.7}
+        storage = {**SMALL, "cloud_reader": cloud_reader}
+        log = site.open("b", scheduler=NoThreads(), storage=storage)
         topic = log.topic(TEXT)
         assert [(message.offset, message.payload) for message in topic.read()] == messages
         for _ in range(5):
@@ -128,7 +130,7 @@ def test_every_reader_gives_what_is_there(seed):
         assert seen == [*left[-1:], COUNT]
         log.close()
 
-        tree = {"storage": {**SMALL, "wal": {"dir": "/nowhere"}}}
+        tree = {"storage": {**storage, "wal": {"dir": "/nowhere"}}}
         history = History(
             load_config(tree, {}), clock=site.clock, objects=site.objects, metadata=site.metadata
         )
@@ -148,11 +150,13 @@ def test_every_reader_gives_what_is_there(seed):
             time = 1000 + 10 * start
             later = [offset for offset in left if offset >= start]
             assert found.find_time(time, 0, COUNT) == (later[0] if later else None)
-        check_plan(found, left, rng)
+        check_plan(history, left, rng)
+        history.close()
 
 
-def check_plan(topic, left, rng):
+def check_plan(history, left, rng):
     """Reads the topic in the parts that Spark's tasks would."""
+    topic = history.topic(TEXT)
     start = rng.randrange(COUNT)
     asked = TopicRange(
         topic=TEXT,
@@ -165,10 +169,11 @@ def check_plan(topic, left, rng):
     )
     offsets = []
     for partition in plan([asked], split_bytes=rng.choice([2000, 10_000])):
+        upcoming = history.ahead_of(partition.slices)
         for item in partition.slices:
             assert isinstance(item, ObjectPart)
             reached = item.start
-            for rows in topic.read_part(item, Decoders(TEXT, ("offset",))):
+            for rows in topic.read_part(item, Decoders(TEXT, ("offset",)), upcoming):
                 offsets += rows.batch["offset"].to_pylist()
                 assert rows.next_offset >= reached
                 reached = rows.next_offset

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from ister import failpoints
-from ister.bucket.names import manifest_key
+from ister.bucket.names import manifest_key, object_key
 from ister.bucket.rebuild import load_manifest
-from ister.errors import ConflictError, FencedError, NotFoundError, UnavailableError
+from ister.errors import ClosedError, ConflictError, FencedError, NotFoundError, UnavailableError
 from ister.model import AckLevel, Codec, TopicState
 from ister.objectstore.base import Capabilities
 from ister.topic.bucket_link import RepairedObjects
@@ -680,6 +680,26 @@ def test_lost_object_is_uploaded_again_and_nothing_else_is_read(site):
     assert payloads(topic.read()) == sent
     assert topic.tier.check_recent() == []
     assert topic.tier.repair_objects().objects == []
+
+
+def test_object_that_is_deleted_with_its_topic_is_not_lost(site, caplog):
+    """Goal: a check that runs when the topic is deleted neither reports nor uploads anything."""
+    log, topic, _ = several_objects(site)
+    tier = topic.tier
+    descriptors = list(site.catalog().descriptors())
+
+    def delete(kind, key):
+        site.objects.before = lambda kind, key: None
+        log.delete(TEXT)
+
+    # As the background does, which has found the descriptors before the topic was deleted.
+    tier.owned.catalog.descriptors = lambda start: iter(descriptors)
+    site.objects.before = delete
+    with pytest.raises(ClosedError):
+        tier.check_recent()
+    assert "lost" not in caplog.text
+    found = map(str, site.objects.keys())
+    assert not [key for key in found if key.startswith(object_key(NAME, ""))]
 
 
 @pytest.mark.parametrize("change", [-1, 1])

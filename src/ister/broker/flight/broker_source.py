@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from ister import kernels
 from ister.broker.publish.admission import StagedGate, lot_of_rows
 from ister.broker.security.guard import Caller, Guard, current_caller, entered
 from ister.broker.security.rights import Permission
@@ -22,7 +23,7 @@ from ister.broker.topics.time_searches import TimeSearches
 from ister.broker.topics.topics import Topics
 from ister.config import Config
 from ister.errors import InvalidRequestError, UnauthenticatedError, UnavailableError
-from ister.limits import MIB
+from ister.limits import LOAD_SECONDS, MANY_ROWS, MIB
 from ister.model import AckLevel, Codec
 from ister.topic.dedup import SequencedTopic
 
@@ -125,6 +126,8 @@ class BrokerSource:
     ) -> AppendedBatch:
         """As `Log.append_staged`, for rows that the topic admits."""
         self.open(name)
+        if staged.rows >= MANY_ROWS:
+            kernels.load_cached(LOAD_SECONDS)
         gate = StagedGate(
             admission=self._topics.admission,
             topic=self._served(name),

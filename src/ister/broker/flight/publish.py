@@ -30,11 +30,12 @@ from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import pyarrow as pa
 
+from ister import kernels
 from ister.broker.flight.broker_source import FlightLimits
 from ister.broker.flight.failures import as_ister_error
 from ister.errors import InvalidRequestError, IsterError, MessageTooLargeError
 from ister.format.payloads import Payloads
-from ister.limits import KIB, MIB
+from ister.limits import KIB, MANY_ROWS, MIB
 from ister.model import COLUMNS
 from ister.topic.dedup import Appended, SequencedTopic, check_producer
 from ister.tracing import span
@@ -351,6 +352,8 @@ class Publishing:
             raise InvalidRequestError(
                 f"a batch must have 1 to {self._limits.batch_rows_max} rows, not {rows}"
             )
+        if rows >= MANY_ROWS:
+            kernels.request()  # without waiting: the next batches are faster
         # Of the buffers as they came: lengths inside of them are not to be believed yet.
         size: int = (
             batch.size_bytes if isinstance(batch, Payloads) else batch.get_total_buffer_size()

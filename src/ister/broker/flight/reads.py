@@ -12,10 +12,11 @@ from typing import Final
 
 import pyarrow as pa
 
+from ister import kernels
 from ister.errors import ConflictError, OffsetOutOfRangeError, UnavailableError
 from ister.format.arrow.schema import arrow_schema
 from ister.format.offset_ranges import overlaps
-from ister.limits import MIB
+from ister.limits import LOAD_SECONDS, MANY_ROWS, MIB
 from ister.topic.topic import Topic
 from ister.topic.upload_plan import plan_topic
 from ister.topic.upload_plan import read_frames as read_stored
@@ -121,6 +122,8 @@ def read_range(
     """
     if asked.start == asked.end:
         return
+    if asked.end - asked.start >= MANY_ROWS:
+        kernels.load_cached(LOAD_SECONDS)
     if schema.metadata:
         # A client reads what the schema says with the first batch, and there may be no other one.
         yield pa.RecordBatch.from_pylist([], schema)

@@ -70,15 +70,6 @@ class ValueType:
     item: ValueType | None = None
     """Of an array."""
 
-    @property
-    def has_text_of_json(self) -> bool:
-        """Whether JSON is kept as text anywhere in it."""
-        if self.form == "json":
-            return True
-        if self.item is not None:
-            return self.item.has_text_of_json
-        return any(member.kind.has_text_of_json for member in self.members)
-
 
 @dataclass(frozen=True, slots=True)
 class Member:

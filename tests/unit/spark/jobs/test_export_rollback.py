@@ -4,6 +4,7 @@ import pytest
 
 from integration.spark_topics import SparkPlace, expire_before, fill
 from ister.spark.jobs.exporting import export
+from support.cases import each, making
 from support.exports import (
     TOPIC,
     add_foreign_rows,
@@ -18,7 +19,6 @@ from support.exports import (
     tasks_here,
     where,
 )
-from support.cases import each, making
 
 FORMATS = ("iceberg", "delta")
 SCHEMA = {"properties": {"id": {"type": "integer"}, "name": {"type": "string"}}}

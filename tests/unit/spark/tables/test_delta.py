@@ -15,6 +15,7 @@ from ister.objectstore.base import Capabilities
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.delta import DeltaTable as OurTable
 from ister.spark.tables.targets import Storage
+from support.cases import case, each, making
 from support.exports import (
     TOPIC,
     add_rows,
@@ -26,7 +27,6 @@ from support.exports import (
     where,
     write_files,
 )
-from support.cases import case, each, making
 
 
 @making("tmp_path")

@@ -12,6 +12,7 @@ from pyiceberg.exceptions import CommitFailedException
 
 from ister.errors import ConflictError, CorruptDataError
 from ister.spark.tables.columns import ENVELOPE
+from support.cases import each, making, product
 from support.exports import (
     TOPIC,
     add_foreign_rows,
@@ -28,7 +29,6 @@ from support.exports import (
     where,
     write_files,
 )
-from support.cases import each, making, product
 
 FORMATS = ("iceberg", "delta")
 OTHER = "/default/other"
