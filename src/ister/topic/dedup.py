@@ -17,6 +17,8 @@ producer and where the newest ones went.
 Nothing is stored beside the log. A message of such a producer carries its identity (in Danube's
 `producer_id`: a mark, the epoch, a check of the name), its sequence (in `request_id`) and the
 producer's name; the newest messages of a topic are looked through before its first such send.
+Compaction may have removed some of them, but never a producer's newest one: sequences before one
+that is there are in, if the log lacks as many messages there.
 
 Owns: the table, how it is read from the log, the lock from judging a send to appending it. Does
 not own: the append itself (`ister.topic.topic`), and durability: a send that is known may still be
@@ -70,8 +72,9 @@ _PRODUCER_BYTES_MAX: Final = 512
 # producer_id: | mark, 8 bits | epoch, 32 bits | check of the name, 24 bits |
 # The identity of a staged batch is 64 random bits: those that begin with the mark differ in the
 # check of the name.
-_MARK: Final = 0x49
-_MARK_SHIFT: Final = 56
+MARK: Final = 0x49
+"""The first byte of an id that `sequenced_producer_id` makes."""
+MARK_SHIFT: Final = 56
 _EPOCH_SHIFT: Final = 24
 _CHECK_MASK: Final = (1 << _EPOCH_SHIFT) - 1
 
@@ -81,7 +84,7 @@ _CHECK_MASK: Final = (1 << _EPOCH_SHIFT) - 1
 
 def sequenced_producer_id(producer: str, epoch: int) -> int:
     """The id of a producer's messages in the log."""
-    return _MARK << _MARK_SHIFT | epoch << _EPOCH_SHIFT | _check_of(producer)
+    return MARK << MARK_SHIFT | epoch << _EPOCH_SHIFT | _check_of(producer)
 
 
 def is_sequenced(producer_id: int) -> bool:
@@ -90,7 +93,7 @@ def is_sequenced(producer_id: int) -> bool:
     Other messages must not carry one: they would be taken for a producer's when the table is made
     from the log.
     """
-    return producer_id >> _MARK_SHIFT == _MARK
+    return producer_id >> MARK_SHIFT == MARK
 
 
 def check_producer_name(name: str) -> None:
@@ -166,6 +169,8 @@ class _Run:
     sequence: int
     offset: int
     count: int
+    removed: int = 0
+    """How many before these compaction has removed: right before them, as far as one can tell."""
 
 
 @dataclass(slots=True, eq=False)
@@ -223,14 +228,33 @@ class Sequences:
         )
         return Verdict(known, start, end)
 
-    def record(self, producer: str, epoch: int, sequence: int, offset: int, count: int = 1) -> None:
-        """Remembers messages that are in the topic, in the order of their offsets."""
+    def record(
+        self,
+        producer: str,
+        epoch: int,
+        sequence: int,
+        offset: int,
+        count: int = 1,
+        *,
+        absent: int = 0,
+    ) -> None:
+        """Remembers messages that are in the topic, in the order of their offsets.
+
+        `absent` is how many messages of any producer the log lacks between the one before, or where
+        it was begun to be read, and these.
+        """
         found = self._producers.pop(producer, None)
         if found is not None and epoch < found.epoch:
             self._producers[producer] = found  # left over in the log from before
             return
-        if found is None or epoch > found.epoch or sequence != found.last + 1:
+        if found is None or epoch > found.epoch:
+            is_next, removed = False, min(absent, sequence)
+        else:
+            removed = sequence - found.last - 1
+            is_next = 0 <= removed <= absent
+        if found is None or not is_next:
             if found is not None:
+                removed = removed if epoch > found.epoch else 0
                 found.runs.clear()
             found = _Producer(epoch, sequence - 1, may_skip=False)
         self._producers[producer] = found
@@ -240,10 +264,10 @@ class Sequences:
         found.may_skip = False
         found.last = sequence + count - 1
         newest = found.runs[-1] if found.runs else None
-        if newest is not None and newest.offset + newest.count == offset:
-            newest.count += count
+        if newest is not None and newest.offset + newest.count == offset - removed:
+            newest.count += removed + count
             return
-        found.runs.append(_Run(sequence, offset, count))
+        found.runs.append(_Run(sequence, offset, count, removed))
         self._oldest_runs.append(found)
         if len(self._oldest_runs) > self._runs_max:
             forgotten = self._oldest_runs.popleft()
@@ -276,7 +300,7 @@ class Sequences:
 
     def _offset_of(self, producer: str, found: _Producer, sequence: int) -> int:
         for run in reversed(found.runs):  # what comes again is mostly among the newest
-            if run.sequence <= sequence:
+            if run.sequence - run.removed <= sequence:
                 return run.offset + sequence - run.sequence
         raise _TooOldError(
             f"sequence {sequence} of producer {producer!r} came so long ago that its offset is "
@@ -504,11 +528,20 @@ class SequencedTopic:
                 start, min(local, end), objects=_SCAN_OBJECTS, seconds=_SCAN_SECONDS
             )
         if start < end:
+            absent: dict[str, int] = {}
             for found in _scan(self.topic, start, end):
                 name = found.producer_name
                 epoch = _epoch_in(found.producer_id, name)
                 if epoch is not None:
-                    sequences.record(name, epoch, found.request_id, found.offset, found.rows)
+                    sequences.record(
+                        name,
+                        epoch,
+                        found.request_id,
+                        found.offset,
+                        found.rows,
+                        absent=found.absent - absent.get(name, 0),
+                    )
+                    absent[name] = found.absent
         if self.topic.ack in (AckLevel.MEMORY, AckLevel.WRITTEN):
             sequences.allow_gaps()
         return sequences
@@ -562,6 +595,8 @@ class _Found(NamedTuple):
     producer_id: int
     request_id: int
     rows: int
+    absent: int
+    """How many offsets of the range, up to these, have no message."""
 
 
 _FIELDS: Final = ("offset", "producer_name", "producer_id", "request_id")
@@ -573,19 +608,24 @@ def _scan(topic: Topic, start: int, end: int) -> Iterator[_Found]:
         import pyarrow.compute as pc  # noqa: PLC0415 - an extra
     except ImportError:
         with topic.own_reader(start, end=end) as reader:
-            for message in reader:
+            for number, message in enumerate(reader, start):
                 record = message.record
                 identity = record.msg_id.producer_id
                 if is_sequenced(identity):
                     name, sequence = record.producer_name, record.request_id
-                    yield _Found(message.offset, name, identity, sequence, 1)
+                    absent = message.offset - number
+                    yield _Found(message.offset, name, identity, sequence, 1, absent)
         return
+    number = start
     for batch in topic.scan_arrow(start, end=end, columns=_FIELDS):
         ids = batch["producer_id"]
-        rows = batch.filter(pc.equal(pc.shift_right(ids, _MARK_SHIFT), _MARK))
+        is_mine = pc.equal(pc.shift_right(ids, MARK_SHIFT), MARK)
+        rows, places = batch.filter(is_mine), pc.indices_nonzero(is_mine)
         for begin, stop in pairwise([*_run_starts(rows), rows.num_rows]):
             offset, name, identity, sequence = (rows[at][begin].as_py() for at in _FIELDS)
-            yield _Found(offset, name, identity, sequence, stop - begin)
+            absent = offset - number - places[begin].as_py()
+            yield _Found(offset, name, identity, sequence, stop - begin, absent)
+        number += batch.num_rows
 
 
 def _run_starts(rows: pa.RecordBatch) -> list[int]:

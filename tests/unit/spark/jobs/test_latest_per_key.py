@@ -66,6 +66,7 @@ def search(place, names, *, before_hours=0, groups=None, run="compact-x"):
         place=find_place(place.config),
         topics=tuple(topics),
         tombstones_before_us=(PUBLISHED_MS + before_hours * HOUR_MS) * 1000,
+        producers_after_ms=0,
         run=run,
     )
 
