@@ -194,6 +194,7 @@ def find_here(place, found):
         found.place,
         found.topics,
         tombstones_before_ms=found.tombstones_before_us // 1000,
+        now_ms=PUBLISHED_MS,
         run=found.run,
     )
 
