@@ -75,6 +75,8 @@ class Desk(Site):
     def __init__(self, **options) -> None:
         super().__init__(**options)
         self._numbers = itertools.count()
+        self.compacted = {}
+        """Offset and payload of what compaction has removed."""
 
     # -- processes --
 
@@ -144,13 +146,15 @@ class Desk(Site):
         waits = find_open_batch(owned.catalog, owned.record.incarnation)
         before = waits.counted_from if waits is not None and heeds_batches else owned.tiered
         history = History(log.config, objects=self.objects, metadata=self.metadata)
-        table = history.topic(TEXT).read_arrow(columns=("offset", "routing_key")).read_all()
+        columns = ("offset", "routing_key", "payload")
+        table = history.topic(TEXT).read_arrow(columns=columns).read_all()
         rows = list(zip(*(column.to_pylist() for column in table.columns), strict=True))
-        latest = set({key: offset for offset, key in rows if key is not None}.values())
-        stay = latest | {offset for offset, key in rows if key is None}
+        latest = set({key: offset for offset, key, _ in rows if key is not None}.values())
+        stay = latest | {offset for offset, key, _ in rows if key is None}
         removed = 0
         for described, revision in found:
-            gone = {at for at, _ in rows if described.start <= at < described.end} - stay
+            there = {at: said for at, _, said in rows if described.start <= at < described.end}
+            gone = there.keys() - stay
             if described.end > before or not gone:
                 continue
             made = merge_objects(
@@ -168,6 +172,7 @@ class Desk(Site):
             now = self.clock.now_ns() // 1_000_000_000
             assert owned.swap([(described, revision)], made, until=now)
             removed += len(gone)
+            self.compacted |= {at: there[at] for at in gone}
         return removed
 
     def rows_of_batch(self, record):
@@ -2254,6 +2259,8 @@ class Query:
     def bring(self):
         """The rows of the next asking, mostly as many as before."""
         count = self.rng.randint(0, 9) if self.rng.random() < 0.2 else self.count
+        # Without rows, a batch that is not repeated would be a receipt.
+        count = max(count, not self.is_repeatable)
         rows = [b"%s/%d/%d" % (self.prefix, self.asked, number) for number in range(count)]
         self.rng.shuffle(rows)
         self.asked += 1
@@ -2269,7 +2276,11 @@ class Query:
 
 
 class World:
-    """Random crashes, retries, foreign messages, hand-overs; what must hold is asked at the end."""
+    """Random crashes, retries, foreign messages, hand-overs; what must hold is asked at the end.
+
+    Messages have keys, and compaction removes those that were replaced. What it has removed is kept
+    here: with that, each row has been in the topic once.
+    """
 
     def __init__(self, seed):
         self.rng = random.Random(seed)
@@ -2291,7 +2302,7 @@ class World:
     def append_foreign(self, *, waits=None):
         payload = b"foreign-%d" % next(self.sent)
         topic = self.topic()
-        topic.append(payload)
+        topic.append(payload, routing_key=self.rng.choice((None, *KEYS_OF_ROWS)))
         if self.rng.random() < 0.5 if waits is None else waits:
             topic.flush()
             self.acked.append(payload)
@@ -2308,13 +2319,29 @@ class World:
             query.newest = None
         else:
             query.orders.append(rows)
+        keyed = [[[self.with_key(row) for row in block] for block in file] for file in files]
         return self.desk.stage(
-            files, writer=query.name, batch=query.batch, is_repeatable=query.is_repeatable
+            keyed, writer=query.name, batch=query.batch, is_repeatable=query.is_repeatable
         )
+
+    def with_key(self, row):
+        """A row, with a key or without one."""
+        key = self.rng.choice((None, *KEYS_OF_ROWS)) if isinstance(row, bytes) else None
+        return row if key is None else {"payload": row, "routing_key": key}
+
+    def everything(self):
+        """Offsets and payloads of all messages, those that compaction has removed as well."""
+        there = {message.offset: message.payload for message in self.topic().read()}
+        both = there.keys() & self.desk.compacted.keys()
+        assert all(there[at] == self.desk.compacted[at] for at in both)
+        return sorted((self.desk.compacted | there).items())
+
+    def contents(self):
+        return [payload for _, payload in self.everything()]
 
     def look(self, query):
         """Finds out what a batch has to be: a row that is in the topic has decided that."""
-        found = query.mine(contents(self.log))
+        found = query.mine(self.contents())
         query.is_looked_at = True
         if not found:
             assert query.pinned is None, f"rows of {query.prefix} are lost"
@@ -2388,11 +2415,23 @@ class World:
             self.repair()
             self.crashes["bad row"] += isinstance(error, InvalidRequestError)
             query.is_looked_at = False
+            if isinstance(error, ConflictError):
+                # The batch is what it was before; this one had another number of rows.
+                assert "comes again with" in error.message, error
+                self.crashes["other count"] += 1
+                found = self.contents()
+                self.crashes["carried on"] += query.settle(found)
+                rows = query.mine(found)
+                assert rows in query.orders
+                assert len(rows) != staged.rows
+                query.done.append(rows)
+                query.begin()
+                return
             if isinstance(error, SimulatedCrash) or self.rng.random() < 0.5:
                 self.end()
             if not query.is_repeatable and self.is_in(query):
                 # It is in, and nobody remembers it: such a batch is not asked for again.
-                found = contents(self.log)
+                found = self.contents()
                 self.crashes["carried on"] += query.settle(found)
                 query.done.append(query.mine(found))
                 query.begin()
@@ -2410,13 +2449,13 @@ class World:
         if self.desk.writer_record(query.name) is not None:
             return False
         self.look(query)
-        found = query.mine(contents(self.log))
+        found = query.mine(self.contents())
         if found:
             assert found == query.pinned
         return found in query.orders
 
     def finish(self, query, answer):
-        found = [(m.offset, m.payload) for m in self.topic().read()]
+        found = self.everything()
         rows = query.mine(payload for _, payload in found)
         self.crashes["carried on"] += query.settle([payload for _, payload in found])
         assert rows in query.orders, f"{query.prefix}: {rows}"
@@ -2431,15 +2470,21 @@ class World:
         at = [offset for offset, payload in found if payload in set(rows)]
         assert all(answer.start <= offset < answer.end for offset in at)
         if query.is_repeatable and self.rng.random() < 0.4:
-            again = self.log.append_staged(TEXT, self.stage(query))
-            assert again == replace(answer, is_known=True)
-            assert query.mine(contents(self.log)) == rows
+            staged = self.stage(query)
+            if staged.rows == answer.rows:
+                again = self.log.append_staged(TEXT, staged)
+                assert again == replace(answer, is_known=True)
+            else:
+                with pytest.raises(ConflictError, match="comes again with"):
+                    self.log.append_staged(TEXT, staged)
+            assert query.mine(self.contents()) == rows
         query.done.append(rows)
         query.begin()
 
-    def end(self):
+    def end(self, how=None):
         """The process ends in some way, and another one begins."""
-        how = self.rng.choice(("kill", "kill", "power", "power", "close", "hand over", "new disk"))
+        ways = ("kill", "kill", "power", "power", "close", "hand over", "new disk")
+        how = self.rng.choice(ways) if how is None else how
         desk, log = self.desk, self.log
         self.crashes[how] += 1
         if how == "kill":
@@ -2466,15 +2511,58 @@ class World:
         grow_old(self.desk, self.log, 30 * DAY_SECONDS)
         self.crashes["swept"] += len(self.log.topic(TEXT).tier.collect_orphans())
 
+    def compact(self):
+        """Messages that were replaced go, where no batch needs them."""
+        self.topic().upload()
+        self.crashes["compacted"] += self.desk.compact(self.log)
+        if self.rng.random() < 0.7:
+            # Local files would still have what is gone.
+            self.end("hand over")
+            for query in self.queries:
+                self.restore(query)
+
+    def restore(self, query):
+        """An older copy of a checkpoint is put back: nothing of it is appended, in no case."""
+        record = self.desk.writer_record(query.name)
+        if record is None or (record.batch == 0 and not record.is_done):
+            return
+        newest = record.batch - (not record.is_done)
+        batch = self.rng.randint(max(0, newest - 2), newest)
+        count = self.rng.choice((record.rows, self.rng.randint(0, 5)))
+        rows = [b"restored-%d" % number for number in range(count)]
+        staged = self.desk.stage([[rows]], writer=query.name, batch=batch)
+        before = self.contents()
+        if batch == record.batch and staged.rows == record.rows:
+            assert self.log.append_staged(TEXT, staged).is_known
+        else:
+            with pytest.raises(ConflictError, match=r"older than|comes again with"):
+                self.log.append_staged(TEXT, staged)
+            self.crashes["restored"] += 1
+        assert self.contents() == before
+
+    def copy(self, query):
+        """A checkpoint is copied, and goes on under another name: all of it is appended."""
+        if len(self.queries) < 4:
+            copied = Query(f"copy{len(self.queries)}", self.rng)
+            copied.batch = query.batch
+            self.queries.append(copied)
+            self.crashes["copied"] += 1
+
     def turn(self):
         choice = self.rng.random()
         if choice < 0.6:
             self.ask(self.rng.choice(self.queries))
         elif choice < 0.8:
             self.append_foreign()
-        elif choice < 0.85:
+        elif choice < 0.81:
             self.topic().upload()
-        elif choice < 0.9:
+        elif choice < 0.85:
+            self.compact()
+        elif choice < 0.87:
+            self.restore(self.rng.choice(self.queries))
+        elif choice < 0.88:
+            self.copy(self.rng.choice(self.queries))
+        elif choice < 0.92:
             self.sweep()
         else:
             self.end()
@@ -2489,12 +2577,12 @@ class World:
                     break
                 self.ask(query)
             assert query.batch != batch, "an asking never succeeds"
-        found = contents(self.log)
+        found = self.contents()
         expected = Counter(row for query in self.queries for rows in query.done for row in rows)
         rows = without_foreign(found)
         assert Counter(rows) == expected
         for query in self.queries:
-            mine = [row for row in rows if row.startswith(query.name.encode())]
+            mine = [row for row in rows if row.startswith(query.name.encode() + b"/")]
             assert mine == [row for rows in query.done for row in rows]
         foreign = [payload for payload in found if payload.startswith(b"foreign")]
         assert len(foreign) == len(set(foreign))
@@ -2528,5 +2616,6 @@ def test_random_crashes_and_retries_end_in_every_row_once(monkeypatch):
         crashes += world.crashes
     print(dict(crashes))
     assert all(crashes[point] for point in POINTS), "a step was never interrupted"
-    for what in ("lost answer", "bad row", "went on", "began anew", "swept", "left", "carried on"):
+    wanted = ("lost answer", "bad row", "went on", "began anew", "swept", "left", "carried on")
+    for what in (*wanted, "compacted", "restored", "copied", "other count"):
         assert crashes[what], f"not one: {what}"
