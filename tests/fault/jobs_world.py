@@ -42,6 +42,7 @@ from ister.topic.history import History
 from ister.topic.log import Log
 from ister.topic.stores import open_metadata
 from support.exports import iceberg_catalog, offsets_in, where
+from support.grace import without_least_grace
 from support.scrub_faults import Patient
 
 __all__ = ["KEYED", "LEASE_SECONDS", "PLAIN", "WORKS", "Step", "Work", "World"]
@@ -346,7 +347,7 @@ class World:
         """Collects what deaths have left, and then there is nothing that nobody names; figures."""
         self.wait_for_leases()
         collected = 0
-        with self._open(self.sweeping) as log:
+        with self._open(self.sweeping) as log, without_least_grace():
             # A file's time is not finer than this, and "old" begins now.
             time.sleep(0.02)
             for name in (*self.sent, *self.replays):

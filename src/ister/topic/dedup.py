@@ -76,9 +76,8 @@ _PRODUCER_BYTES_MAX: Final = 512
 # producer_id: | mark, 8 bits | epoch, 32 bits | check of the name, 24 bits |
 # The identity of a staged batch is 64 random bits: those that begin with the mark differ in the
 # check of the name.
-MARK: Final = 0x49
-"""The first byte of an id that `sequenced_producer_id` makes."""
-MARK_SHIFT: Final = 56
+_MARK: Final = 0x49
+_MARK_SHIFT: Final = 56
 _EPOCH_SHIFT: Final = 24
 _CHECK_MASK: Final = (1 << _EPOCH_SHIFT) - 1
 
@@ -88,7 +87,7 @@ _CHECK_MASK: Final = (1 << _EPOCH_SHIFT) - 1
 
 def sequenced_producer_id(producer: str, epoch: int) -> int:
     """The id of a producer's messages in the log."""
-    return MARK << MARK_SHIFT | epoch << _EPOCH_SHIFT | _check_of(producer)
+    return _MARK << _MARK_SHIFT | epoch << _EPOCH_SHIFT | _check_of(producer)
 
 
 def is_sequenced(producer_id: int) -> bool:
@@ -97,7 +96,17 @@ def is_sequenced(producer_id: int) -> bool:
     Other messages must not carry one: they would be taken for a producer's when the table is made
     from the log.
     """
-    return producer_id >> MARK_SHIFT == MARK
+    return producer_id >> _MARK_SHIFT == _MARK
+
+
+def find_sequenced(producer_ids: pa.Array) -> pa.Array:
+    """Like `is_sequenced`, for a column of ids; a column of booleans."""
+    import pyarrow as pa  # noqa: PLC0415 - an extra
+    import pyarrow.compute as pc  # noqa: PLC0415
+
+    # With numbers of Python, Arrow would take ids for signed: those of batches may not fit.
+    shift, mark = pa.scalar(_MARK_SHIFT, pa.uint64()), pa.scalar(_MARK, pa.uint64())
+    return pc.equal(pc.shift_right(producer_ids, shift), mark)
 
 
 def check_producer_name(name: str) -> None:
@@ -650,8 +659,7 @@ def _scan(topic: Topic, start: int, end: int, gaps: list[range]) -> Iterator[_Fo
             gaps += [range(begin.as_py() + 1, stop.as_py()) for begin, stop in ends]
         if last >= 0:
             number = offsets[last].as_py() + 1
-        ids = batch["producer_id"]
-        rows = batch.filter(pc.equal(pc.shift_right(ids, MARK_SHIFT), MARK))
+        rows = batch.filter(find_sequenced(batch["producer_id"]))
         for begin, stop in pairwise([*_run_starts(rows), rows.num_rows]):
             offset, name, identity, sequence = (rows[at][begin].as_py() for at in _FIELDS)
             yield _Found(offset, name, identity, sequence, stop - begin)

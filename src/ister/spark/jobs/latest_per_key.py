@@ -48,7 +48,7 @@ from ister.spark.jobs.job_report import ErrorFields, error_as_fields
 from ister.spark.jobs.runners import LocalRunner, TaskRunner, map_bundles
 from ister.spark.location import Place
 from ister.topic.columns import Decoders
-from ister.topic.dedup import MARK, MARK_SHIFT
+from ister.topic.dedup import find_sequenced
 from ister.topic.history import HistoryTopic
 
 STAGED_PREFIX: Final = "compact-"
@@ -362,7 +362,7 @@ def _scan_object(
 
 def _newest(batch: pa.RecordBatch) -> dict[str, int]:
     """The highest offset of each producer that numbers its messages, of those with a key."""
-    is_sequenced = pc.equal(pc.shift_right(batch.column("producer_id"), MARK_SHIFT), MARK)
+    is_sequenced = find_sequenced(batch.column("producer_id"))
     rows = batch.filter(pc.and_(is_sequenced, batch.column("routing_key").is_valid()))
     if not rows.num_rows:
         return {}

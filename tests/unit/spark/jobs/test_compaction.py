@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import duckdb
+import pyarrow as pa
 import pytest
 
 import ister
@@ -236,7 +237,9 @@ def test_sequences_of_producers_outlive_compaction(stage):
         sent |= {("p", number): send("p", number) for number in (3, 4)}
         send("r", 0, epoch=1)
         for _ in range(5):
-            topic.append(b"newer", routing_key="k")
+            # A row of a batch, whose ids are any numbers.
+            row = pa.record_batch({"payload": [b"newer"], "routing_key": ["k"]})
+            topic.append_arrow(row, producer_id=(1 << 64) - 1)
         topic.upload()
         topic.append(b"other", routing_key="other")
         log.seal(A)
