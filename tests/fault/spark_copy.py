@@ -281,9 +281,14 @@ class Copy:
         return there
 
     def tidy(self, chance: random.Random) -> dict[str, int]:
-        """What happens to B beside the copy: another producer, uploads, retention, compaction."""
+        """What happens to B beside the copy: another producer, uploads, retention, compaction.
+
+        Both topics have a log of their own.
+        """
         told = {"expired": 0, "removed": 0}
-        with self._open(self.config) as log:
+        retention = {"retention": {"size_mb": 1}} if chance.random() < 0.5 else {}
+        tidying = _write(self._home / "tidying.yml", settings(self._home, cloud=retention))
+        with self._open(tidying) as log:
             if B not in log.topics():
                 return told
             topic = log.topic(B)

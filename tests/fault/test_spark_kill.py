@@ -45,13 +45,10 @@ class Run:
         seed: What all choices come from.
         is_one_log: See `Copy`.
         keys: See `Copy`.
-        sections: See `Copy`.
     """
 
-    def __init__(
-        self, directory, seed: str, *, is_one_log: bool = False, keys: int = 0, **sections
-    ) -> None:
-        self.copy = Copy(directory, is_one_log=is_one_log, keys=keys, **sections)
+    def __init__(self, directory, seed: str, *, is_one_log: bool = False, keys: int = 0) -> None:
+        self.copy = Copy(directory, is_one_log=is_one_log, keys=keys)
         self.seed = seed
         self.chance = random.Random(seed)
         self.told: Counter[str] = Counter()
@@ -315,8 +312,7 @@ def test_deaths_beside_compaction_retention_and_restores(tmp_path, request, numb
     seed = new_seed()
     say_replay(seed, request.node.nodeid)
     chance = random.Random(f"{seed}/{number}/plan")
-    retention = {"retention": {"size_mb": 1}} if chance.random() < 0.5 else {}
-    run = Run(tmp_path, f"{seed}/{number}", keys=chance.choice([1, 7, 300]), cloud=retention)
+    run = Run(tmp_path, f"{seed}/{number}", keys=chance.choice([1, 7, 300]))
     with run.copy.producing(run.seed):
         with run.driver() as child:
             run.kill_driver(child)
