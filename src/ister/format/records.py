@@ -362,7 +362,7 @@ def encode_writer(record: WriterRecord) -> bytes:
     values = _values(record)
     del values["files"]
     for name in ("runs", "digest"):
-        if not values[name]:
+        if values[name] in ((), None):
             del values[name]
     if record.files is not None:
         # An object where earlier versions expect a key: they refuse the record, and so use or
