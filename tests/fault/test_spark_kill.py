@@ -318,7 +318,7 @@ def test_deaths_beside_compaction_retention_and_restores(tmp_path, request, numb
             run.kill_driver(child)
         run.tidy()
         with run.driver() as child:
-            for point in chance.sample(POINTS, 3):
+            for point in chance.sample(POINTS, 2):
                 run.kill_commit(child, point)
                 run.tidy()
             run.restore(child)
