@@ -331,13 +331,13 @@ class Committer:
             appended |= self._commit_here(
                 {topic: replace(staged[topic], is_repeatable=is_repeatable) for topic in here}
             )
-        if not is_repeatable:
+        receipts = {
+            topic: replace(batch, files=(), is_repeatable=False)
+            for topic, batch in by_brokers.items()
+            if batch.files and not is_repeatable
+        }
+        if receipts:
             try:
-                receipts = {
-                    topic: replace(batch, files=(), is_repeatable=False)
-                    for topic, batch in by_brokers.items()
-                    if batch.files
-                }
                 self._commit_by_brokers(receipts)
             except IsterError as error:
                 _log.info("finished batches not forgotten yet", extra={"error": str(error)})

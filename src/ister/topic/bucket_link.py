@@ -444,6 +444,9 @@ class TopicTier(TopicUploads):
 
         Staged rows that no batch needs are removed, too, and a missing manifest is saved.
         """
+        if self._may_remove:
+            # Beside uploads: it may read much of the log.
+            self._settle_batches(self.owned.tiered)
         with self._uploading:
             if not self._may_remove or self._tiers.node_clock.check() is not None:
                 return []
@@ -456,7 +459,6 @@ class TopicTier(TopicUploads):
                 # Its objects have no descriptors until it commits them.
                 grace_seconds = max(grace_seconds, GRACE_SECONDS_MIN)
             keep_findable(self.owned, objects)
-            self._settle_batches(self.owned.tiered)
             return [
                 *collect_orphans(
                     self.owned,
