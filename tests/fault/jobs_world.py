@@ -51,6 +51,7 @@ from support.exports import (
     state_of,
     where,
 )
+from support.grace import without_least_grace
 from support.scrub_faults import Patient
 
 __all__ = ["KEYED", "LEASE_SECONDS", "PLAIN", "WORKS", "Step", "Work", "World"]
@@ -408,7 +409,7 @@ class World:
         """Collects what deaths have left, and then there is nothing that nobody names; figures."""
         self.wait_for_leases()
         collected = 0
-        with self._open(self.sweeping) as log:
+        with self._open(self.sweeping) as log, without_least_grace():
             # A file's time is not finer than this, and "old" begins now.
             time.sleep(0.02)
             for name in (*self.sent, *self.replays):

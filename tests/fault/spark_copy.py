@@ -4,11 +4,15 @@
 
 Each message of A says in its payload which offset it has; the copy says in its attribute `source`
 which offset it was read from. So B alone tells what is missing, doubled, changed or out of order.
+
+With keys, B is compacted and expires beside the copy (`Copy.tidy`): the judge knows what was in B
+before that, and which messages may be gone.
 """
 
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 import time
 from collections import Counter
@@ -20,8 +24,11 @@ from pathlib import Path
 import yaml
 
 import ister
+from ister.spark.jobs.compaction import compact
 from ister.topic.log import Log
 from ister.topic.topic import Topic
+from support.grace import without_least_grace
+from support.spark_here import SparkHere
 
 __all__ = ["A", "B", "Copy", "payload_of"]
 
@@ -58,10 +65,12 @@ def payload_of(offset: int, size: int = _PAYLOAD_BYTES) -> bytes:
     return f"{offset}:".encode().ljust(size, b"abcdefgh"[offset % 8 : offset % 8 + 1])
 
 
-def publish(topic: Topic, count: int, *, size: int) -> None:
+def publish(topic: Topic, count: int, *, size: int, keys: int = 0) -> None:
     """Messages that say their offsets; durable, and seen by other processes on return."""
     first = topic.watermarks.next
-    topic.append_many(payload_of(offset, size) for offset in range(first, first + count))
+    for offset in range(first, first + count):
+        key = f"key {offset % keys}" if keys else None
+        topic.append(payload_of(offset, size), routing_key=key)
     topic.flush()
     topic.wal.save_checkpoint()
 
@@ -69,15 +78,23 @@ def publish(topic: Topic, count: int, *, size: int) -> None:
 class _Producer:
     """A thread that appends, uploads and trims by chance."""
 
-    def __init__(self, topic: Topic, seed: str, *, size: int) -> None:
+    def __init__(self, topic: Topic, seed: str, *, size: int, keys: int) -> None:
         self._topic = topic
         self._size = size
+        self._keys = keys
         self._chance = random.Random(seed)
         self._is_over = threading.Event()
         self._failure: BaseException | None = None
         self._before = topic.watermarks.next
         self._thread = threading.Thread(target=self._run, name="producer")
         self._thread.start()
+
+    def wait_for(self, count: int) -> None:
+        """Returns when so many more messages are there."""
+        goal = self._topic.watermarks.next + count
+        while self._topic.watermarks.next < goal:
+            assert self._failure is None, self._failure
+            assert not self._is_over.wait(0.05)
 
     def stop(self) -> int:
         """How many messages it has appended."""
@@ -89,7 +106,8 @@ class _Producer:
     def _run(self) -> None:
         try:
             while not self._is_over.wait(self._chance.uniform(0.1, 0.3)):
-                publish(self._topic, self._chance.randint(10, 100), size=self._size)
+                count = self._chance.randint(10, 100)
+                publish(self._topic, count, size=self._size, keys=self._keys)
                 if self._chance.random() < 0.1:
                     self._topic.upload()
                     self._topic.tier.trim()
@@ -105,6 +123,7 @@ class Copy:
         is_one_log: Both topics are of one log, which the sink has to itself while it commits;
             else the producer keeps its own open.
         payload_bytes: Of each message.
+        keys: How many keys the messages have; without any, none has one.
         sections: More settings of both logs, below `storage`.
     """
 
@@ -114,10 +133,15 @@ class Copy:
         *,
         is_one_log: bool = False,
         payload_bytes: int = _PAYLOAD_BYTES,
+        keys: int = 0,
         **sections: Mapping[str, object],
     ) -> None:
         self.is_one_log = is_one_log
         self.payload_bytes = payload_bytes
+        self.keys = keys
+        self._seen: dict[int, tuple[int, bytes, str | None]] = {}
+        """What was in B when it was tidied: offset, source, payload, key; another's source is
+        -1."""
         self.sent = 0
         """How many messages A has."""
         homes = {A: directory / "a", B: directory / ("a" if is_one_log else "b")}
@@ -175,11 +199,18 @@ class Copy:
         """Appends to A, as an owner that comes and goes: a commit may have the log just now."""
         with self._open(self.configs[A]) as log:
             topic = log.topic(A, create=True)
-            publish(topic, count, size=self.payload_bytes)
+            publish(topic, count, size=self.payload_bytes, keys=self.keys)
             if uploads:
                 topic.upload()
                 topic.tier.trim()
         self.sent += count
+
+    def produce_more(self, count: int) -> None:
+        """Appends to A whoever has it open."""
+        if self._producer is None:
+            self.produce(count)
+        else:
+            self._producer.wait_for(count)
 
     def _open(self, config: str) -> Log:
         deadline = time.monotonic() + _LOCK_SECONDS_MAX
@@ -201,7 +232,7 @@ class Copy:
             return
         with ister.open(self.configs[A]) as log:
             topic = log.topic(A, create=True)
-            self._producer = _Producer(topic, seed, size=self.payload_bytes)
+            self._producer = _Producer(topic, seed, size=self.payload_bytes, keys=self.keys)
             try:
                 yield
             finally:
@@ -225,11 +256,76 @@ class Copy:
             AssertionError: It is not so.
         """
         with self._open(self.config) as log:
-            copies = [
-                (int(message.attributes["source"]), bytes(message.payload))
-                for message in log.topic(B).read("earliest")
-            ]
+            there = self._read(log)
+            earliest = log.topic(B).earliest
+        last = {key: at for at, (_, _, key) in there.items()}
+        for at, (_, _, key) in self._seen.items():
+            is_replaced = key is not None and last.get(key, -1) > at
+            assert at in there or is_replaced or at < earliest, f"B has lost its offset {at}"
+        everything = sorted((self._seen | there).items())
+        copies = [(source, payload) for _, (source, payload, _) in everything if source >= 0]
         return self.compare(copies, is_over=is_over)
+
+    def _read(self, log: Log) -> dict[int, tuple[int, bytes, str | None]]:
+        """What B has: source, payload and key by offset."""
+        there = {
+            message.offset: (
+                int(message.attributes.get("source", -1)),
+                bytes(message.payload),
+                message.routing_key,
+            )
+            for message in log.topic(B).read("earliest")
+        }
+        changed = [at for at in there.keys() & self._seen.keys() if there[at] != self._seen[at]]
+        assert not changed, f"other messages at {changed[:9]}"
+        return there
+
+    def tidy(self, chance: random.Random) -> dict[str, int]:
+        """What happens to B beside the copy: another producer, uploads, retention, compaction.
+
+        Both topics have a log of their own.
+        """
+        told = {"expired": 0, "removed": 0}
+        retention = {"retention": {"size_mb": 1}} if chance.random() < 0.5 else {}
+        tidying = _write(self._home / "tidying.yml", settings(self._home, cloud=retention))
+        with self._open(tidying) as log:
+            if B not in log.topics():
+                return told
+            topic = log.topic(B)
+            if chance.random() < 0.7:
+                for number in range(self.keys):
+                    topic.append(b"newer", routing_key=f"key {number}")
+                topic.flush()
+            self._seen |= self._read(log)
+            topic.upload()
+            if chance.random() < 0.7:
+                topic.tier.collect_orphans()
+            topic.tier.trim()
+            told["expired"] = topic.tier.expire()
+        by_key = chance.random() < 0.7
+        report = compact(
+            SparkHere(),
+            self.config,
+            topics=[B],
+            format="parquet" if by_key else chance.choice(["dnb1", "parquet"]),
+            keep="latest-per-key" if by_key else "all",
+            min_objects=2,
+            grace_minutes=0,
+        )
+        assert report.ok, report.errors
+        told["removed"] = int(str(report.topics[B].get("removed_messages", 0)))
+        return told
+
+    def save_checkpoint(self) -> Path:
+        """A copy of the checkpoint, while no query uses it."""
+        backup = Path(f"{self._checkpoint}-{time.monotonic_ns()}")
+        shutil.copytree(self._checkpoint, backup)
+        return backup
+
+    def restore_checkpoint(self, backup: Path) -> None:
+        """Puts a copy in the place of the checkpoint."""
+        shutil.rmtree(self._checkpoint)
+        shutil.copytree(backup, self._checkpoint)
 
     def compare(
         self, messages: Sequence[tuple[int, bytes]], *, is_over: bool = True, is_sorted: bool = True
@@ -256,7 +352,8 @@ class Copy:
         Raises:
             AssertionError: Something stays.
         """
-        with ister.open(settings(self._home, cloud={"orphan_grace_minutes": 0})) as log:
+        tree = settings(self._home, cloud={"orphan_grace_minutes": 0})
+        with ister.open(tree) as log, without_least_grace():
             # A file's time is not finer than this, and "old" begins now.
             time.sleep(0.02)
             tier = log.topic(B).tier

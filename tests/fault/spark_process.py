@@ -44,7 +44,7 @@ from ister.spark.options import ReadOptions, WriteOptions
 from ister.spark.sink import StreamWriter
 
 _POLL_SECONDS = 0.03
-_TEXT_MAX = 2000
+_TEXT_MAX = 20_000
 
 _COPIED = ("payload", "publish_time", "producer_name", "routing_key")
 _MARK = "map('source', cast(offset AS string)) AS attributes"

@@ -44,10 +44,11 @@ class Run:
         directory: An existing one.
         seed: What all choices come from.
         is_one_log: See `Copy`.
+        keys: See `Copy`.
     """
 
-    def __init__(self, directory, seed: str, *, is_one_log: bool = False) -> None:
-        self.copy = Copy(directory, is_one_log=is_one_log)
+    def __init__(self, directory, seed: str, *, is_one_log: bool = False, keys: int = 0) -> None:
+        self.copy = Copy(directory, is_one_log=is_one_log, keys=keys)
         self.seed = seed
         self.chance = random.Random(seed)
         self.told: Counter[str] = Counter()
@@ -168,6 +169,30 @@ class Run:
         kind = child.hear("batch", "failed", "done", seconds=_BATCH_SECONDS_MAX)
         assert kind == "batch", child.story()
 
+    # -- what happens beside it ---------------------------------------------------------------
+
+    def tidy(self) -> None:
+        """Compaction, retention and another producer, while no query runs."""
+        self.told.update(self.copy.tidy(self.chance))
+        self.told["tidied"] += 1
+
+    def restore(self, child: SparkChild) -> None:
+        """An older checkpoint is put back: the query fails, and goes on with the newer one."""
+        self.drain(child)
+        older = self.copy.save_checkpoint()
+        for _ in range(2):
+            self.copy.produce_more(_LIMIT)
+            self.drain(child)
+        self.tidy()
+        newer = self.copy.save_checkpoint()
+        self.copy.restore_checkpoint(older)
+        child.tell("stream", **self.copy.stream(limit=_LIMIT), now=True)
+        kind = child.hear("failed", "done", seconds=_BATCH_SECONDS_MAX)
+        assert kind == "failed", "rows of an older checkpoint were taken for known"
+        assert "is older than the newest one" in child.last["failed"], child.last["failed"]
+        self.copy.restore_checkpoint(newer)
+        self.told["restores"] += 1
+
     # -- the end ------------------------------------------------------------------------------
 
     def drain(self, child: SparkChild, **sink: str) -> None:
@@ -269,6 +294,36 @@ def test_driver_killed_five_times_copies_each_message_once(tmp_path, request):
                 run.kill_commit(child, point, is_in_environment=True)
         with run.driver() as child:
             run.kill_workers(child, 8)
+            run.copy.stop_producing()
+            run.finish(child)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("number", range(scaled(1, 40)))
+def test_deaths_beside_compaction_retention_and_restores(tmp_path, request, number):
+    """Goal: what jobs do to B between a death and the next driver loses and doubles nothing.
+
+    Method: messages have keys. A commit or a driver dies, then another producer writes newer values
+    of the same keys, B is uploaded, trimmed, compacted with either `keep`, and its oldest objects
+    expire; then the next driver goes on. In between an older checkpoint is put back. The judge
+    knows what was in B before each compaction: no message was in it twice, none out of order.
+    """
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    chance = random.Random(f"{seed}/{number}/plan")
+    run = Run(tmp_path, f"{seed}/{number}", keys=chance.choice([1, 7, 300]))
+    with run.copy.producing(run.seed):
+        with run.driver() as child:
+            run.kill_driver(child)
+        run.tidy()
+        with run.driver() as child:
+            for point in chance.sample(POINTS, 2):
+                run.kill_commit(child, point)
+                run.tidy()
+            run.restore(child)
+            run.kill_commit(child, "batch.after_done")
+            run.tidy()
             run.copy.stop_producing()
             run.finish(child)
 

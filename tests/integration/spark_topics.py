@@ -42,6 +42,7 @@ from ister.spark.location import Place, _close_all
 from ister.topic.log import Log
 from ister.topic.message import Message
 from ister.topic.topic import Topic
+from support.grace import without_least_grace
 
 PUBLISHED_MS = 1_700_000_000_000
 """When the first message of a topic with rising times was published."""
@@ -180,7 +181,7 @@ class SparkPlace:
 
     def sweep(self, name: str) -> None:
         """What the topic's owner does once in a while; set `cloud.orphan_grace_minutes` to 0."""
-        with self.open() as log:
+        with self.open() as log, without_least_grace():
             log.topic(name).tier.collect_orphans()
             log.topic(name).tier.collect_shared_staging()
 

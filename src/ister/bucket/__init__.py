@@ -28,7 +28,7 @@ merge               makes one object of several
 retention           which objects expire, and their removal
 orphans             objects without a descriptor, and their removal
 shared_staging      staged files of several topics, and their removal
-writer_files        the staged files that a writer's record names
+writer_files        what a writer's record says: staged files, messages that must not go
 rebuild             metadata from the bucket alone
 object_choice       which objects of a bucket make up a topic
 danube_objects      objects that Danube wrote: what is in them, and which are taken

@@ -271,8 +271,13 @@ def _is_covered(owned: OwnedTopic, name: ObjectName) -> bool:
     return at >= name.end
 
 
+GRACE_SECONDS_MIN: Final = 3600
+"""How long staged files, and files that jobs make, are kept whatever the grace period is: nothing
+in the metadata store names them before their commit."""
 JOB_PREFIX: Final = "job-"
 """Prefix of the names of writers that write one batch, which is never asked for again."""
+REPLAY_PREFIX: Final = "replay-"
+"""Prefix of the names of writers that are replays."""
 
 
 def sweep_staging(
@@ -285,6 +290,8 @@ def sweep_staging(
 ) -> list[str]:
     """Removes old staged files that no unfinished batch needs, and forgets old jobs.
 
+    The grace period is at least `GRACE_SECONDS_MIN`.
+
     Returns:
         The files' keys.
 
@@ -295,6 +302,7 @@ def sweep_staging(
     """
     keys = owned.catalog.keys
     now = clock.now_ns() / 1e9
+    grace_seconds = max(grace_seconds, GRACE_SECONDS_MIN)
     needed: set[str] = set()
     for found in owned.catalog.store.range(keys.writer("")):
         record = decode_writer(found.value, key=found.key)

@@ -23,6 +23,7 @@ from ister import failpoints
 from ister.bucket.names import object_key
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.rebuild import has_manifest, manifest_of, save_manifest
+from ister.bucket.writer_files import find_open_batch
 from ister.clock_guard import newest_arrivals
 from ister.errors import IsterError
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor
@@ -101,6 +102,8 @@ def expire(
 ) -> int:
     """Removes objects from the topic, and then from the store.
 
+    Objects that may have rows of an open batch stay (`find_open_batch`).
+
     Returns:
         How many objects were removed; one that could not be is left to garbage collection.
 
@@ -110,6 +113,15 @@ def expire(
     """
     if not expired:
         return 0
+    waits = find_open_batch(owned.catalog, owned.record.incarnation)
+    if waits is not None and waits.counted_from < expired[-1].end:
+        expired = [described for described in expired if described.end <= waits.counted_from]
+        _log.info(
+            "retention waits for an open batch",
+            extra={"topic": owned.topic, "writer": waits.writer, "batch": waits.batch},
+        )
+        if not expired:
+            return 0
     if any(described.format != FORMAT_EXPRESS for described in expired):
         keep_findable(owned, store)
     removed = 0

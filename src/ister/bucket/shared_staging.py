@@ -3,7 +3,10 @@
     file ─► footer: its topics ─► the writer's record in each ─► manifest: does it name the file?
 
 A topic needs a file from the moment its batch is begun until it is done: then the record of the
-file's writer in that topic names a manifest, and the manifest names the file. Owns: this search.
+file's writer in that topic names a manifest, and the manifest names the file. Before that nothing
+names a file. So all files of a batch are kept until the youngest one is older than the grace
+period, which is an hour at least, and tasks and drivers that take longer put a file there that
+shows that they are at work (`StagingMark`). Owns: this search, these marks.
 Does not own: the batches (`ister.topic.batches`), the removal of files by the driver that staged
 them, which knows that all of its topics have answered (`ister.spark.row_staging`), staged files of
 one topic (`orphans.sweep_staging`).
@@ -14,16 +17,24 @@ Several processes may do this at once. What a crash leaves: files that the next 
 from __future__ import annotations
 
 import logging
+import secrets
+import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Final
 
 from ister import failpoints
 from ister.bucket.footers import read_end
-from ister.bucket.names import SHARED_STAGING_PREFIX, TopicKeys, parse_writer_of_key
-from ister.bucket.orphans import JOB_PREFIX, is_past
+from ister.bucket.names import (
+    SHARED_STAGING_PREFIX,
+    TopicKeys,
+    parse_writer_of_key,
+    shared_staging_prefix,
+)
+from ister.bucket.orphans import GRACE_SECONDS_MIN, JOB_PREFIX, is_past
 from ister.bucket.writer_files import read_files
 from ister.clock import Clock
-from ister.errors import CorruptDataError, NotFoundError, UnsupportedVersionError
+from ister.errors import CorruptDataError, IsterError, NotFoundError, UnsupportedVersionError
 from ister.format.records import decode_writer
 from ister.format.staged_file import FOOTER, StagedSegment, decode_footer
 from ister.metadata.base import MetadataStore
@@ -32,6 +43,43 @@ from ister.model import TopicName
 from ister.objectstore.base import ObjectInfo, ObjectStore
 
 _log = logging.getLogger("ister.bucket.shared_staging")
+
+_MARK: Final = ".alive"
+_MARK_SECONDS: Final = 600.0
+
+
+class StagingMark:
+    """Keeps the staged files of a batch from being removed, from `start` until `end`.
+
+    Every ten minutes a thread writes a small object beside the files.
+    """
+
+    def __init__(self, store: ObjectStore, writer: str, batch: int) -> None:
+        self._store = store
+        self._key = f"{shared_staging_prefix(writer, batch)}{secrets.token_hex(12)}{_MARK}"
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ister-staging", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Ends the thread, and removes its object."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        is_there = False
+        while not self._ended.wait(_MARK_SECONDS):
+            try:
+                self._store.put(self._key, b"")
+                is_there = True
+            except IsterError as error:
+                _log.info("staged files not marked", extra={"error": str(error)})
+        if is_there:
+            with suppress(IsterError):
+                self._store.delete(self._key)
 
 
 def read_segments(store: ObjectStore, info: ObjectInfo) -> list[StagedSegment]:
@@ -121,7 +169,8 @@ def collect_shared_staging(
 ) -> list[str]:
     """Removes old staged files that no unfinished batch of any topic needs.
 
-    A file whose footer cannot be read is kept: its topics are not known.
+    A file whose footer cannot be read is kept: its topics are not known. The grace period is at
+    least `GRACE_SECONDS_MIN`, and counts from the youngest file of the same batch.
 
     Returns:
         The keys of the removed files.
@@ -129,14 +178,16 @@ def collect_shared_staging(
     Raises:
         UnavailableError: A store does not answer; files that were not checked stay.
     """
-    now = clock.now_ns() / 1e9
-    needs = StagedNeeds(objects, metadata, root_prefix, jobs_before=now - grace_seconds)
+    oldest = clock.now_ns() / 1e9 - max(grace_seconds, GRACE_SECONDS_MIN)
+    needs = StagedNeeds(objects, metadata, root_prefix, jobs_before=oldest)
     removed: list[str] = []
-    for info in list(objects.list(SHARED_STAGING_PREFIX)):
-        if not is_past(info, now - grace_seconds, correct_ms):
+    listed = list(objects.list(SHARED_STAGING_PREFIX))
+    young = {_batch_of(info) for info in listed if not is_past(info, oldest, correct_ms)}
+    for info in listed:
+        if _batch_of(info) in young:
             continue
         try:
-            if needs.has(info):
+            if not info.key.endswith(_MARK) and needs.has(info):
                 continue
         except NotFoundError:
             continue  # removed meanwhile
@@ -151,3 +202,7 @@ def collect_shared_staging(
         metrics.count("cloud.orphans_removed", len(removed))
         _log.info("staged files removed", extra={"files": len(removed)})
     return removed
+
+
+def _batch_of(info: ObjectInfo) -> str:
+    return info.key.rpartition("/")[0]

@@ -349,7 +349,10 @@ class CloudConfig:
     )
     retention: CloudRetentionConfig = field(default_factory=CloudRetentionConfig)
     orphan_grace_minutes: int = setting(
-        1440, low=0, says="Age at which objects that belong to no topic are deleted."
+        1440,
+        low=0,
+        says="Age at which objects that belong to no topic are deleted. Staged rows are kept for "
+        "at least an hour, and so are all such objects while jobs run.",
     )
 
 

@@ -1,6 +1,6 @@
 """Manifests: which staged files a batch of rows is made of, as JSON.
 
-    {"version": 2, "files": [{"key": …, "position": …, "rows": …, "size": …}]}
+    {"version": 2, "files": [{"key": …, "position": …, "rows": …, "size": …, "digest": …}]}
 
 Files are listed in the order of the rows, one entry for each segment. Version 1 has no positions:
 each file has rows of one topic only, from its first byte to its last one. A short manifest is part
@@ -31,6 +31,8 @@ class StagedFile:
     """Of the segment."""
     position: int | None = None
     """Where the segment begins; None for a file that has nothing else."""
+    digest: int | None = None
+    """Of its rows (`ister.format.staged_rows.digest_rows`); None if an earlier version wrote it."""
 
 
 def manifest_fields(files: Sequence[StagedFile]) -> dict[str, object]:
@@ -39,6 +41,7 @@ def manifest_fields(files: Sequence[StagedFile]) -> dict[str, object]:
         {"key": file.key}
         | ({} if file.position is None else {"position": file.position})
         | {"rows": file.rows, "size": file.size_bytes}
+        | ({} if file.digest is None else {"digest": file.digest})
         for file in files
     ]
     version = 1 if all(file.position is None for file in files) else 2
@@ -71,6 +74,7 @@ def decode_manifest(data: bytes, *, key: str) -> tuple[StagedFile, ...]:
                 rows=int(f["rows"]),
                 size_bytes=int(f["size"]),
                 position=int(f["position"]) if "position" in f else None,
+                digest=int(f["digest"]) if "digest" in f else None,
             )
             for f in fields["files"]
         )

@@ -24,7 +24,7 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -194,6 +194,16 @@ class Progress:
     more: Mapping[str, object] = field(default_factory=dict)
 
 
+class BatchRun(NamedTuple):
+    """Rows of a batch whose numbers and offsets both increase by one."""
+
+    first: int
+    """The number of the first one in its batch."""
+    offset: int
+    """Its offset."""
+    rows: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterRecord:
     """The newest batch of a writer with exactly-once batches, such as a streaming query."""
@@ -205,7 +215,8 @@ class WriterRecord:
     start: int
     """The lowest possible offset of its rows."""
     end: int
-    """All of its rows are below this offset; equals `start` while it is not done."""
+    """If it is done, all of its rows are below this offset. If not, `runs` has those below it, and
+    the log shows which others are in; no job may remove a message from here on."""
     rows: int
     manifest: str
     """The object that lists its staged files, or would, if `files` did not: no two batches share
@@ -217,6 +228,11 @@ class WriterRecord:
     """Seconds since the Unix epoch."""
     files: tuple[StagedFile, ...] | None = None
     """Its staged files; None if the object `manifest` lists them, or if it is done."""
+    runs: tuple[BatchRun, ...] = ()
+    """Where its first rows are, in order. Without gaps from row 0 on, and not necessarily to the
+    last row: there is a limit, and earlier versions wrote none."""
+    digest: int | None = None
+    """Of its rows, in any order; None if unknown."""
 
 
 def encode_topic(record: TopicRecord) -> bytes:
@@ -345,6 +361,9 @@ def encode_writer(record: WriterRecord) -> bytes:
     """Encodes a writer's record; its files are a part of the field `manifest`."""
     values = _values(record)
     del values["files"]
+    for name in ("runs", "digest"):
+        if values[name] in ((), None):
+            del values[name]
     if record.files is not None:
         # An object where earlier versions expect a key: they refuse the record, and so use or
         # remove nothing of a batch whose files they cannot find.

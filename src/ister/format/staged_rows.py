@@ -10,8 +10,8 @@ every column of a row but `topic` and `offset`, which the topic's owner gives.
 The first version wrote a file for each topic: blocks alone, with the crc of the record batch alone.
 Such files are read with the topic "".
 
-Owns: the bytes of segments. Does not own: where they are in a file (`ister.format.staged_file`),
-and what becomes of them.
+Owns: the bytes of segments, and digests of rows. Does not own: where segments are in a file
+(`ister.format.staged_file`), and what becomes of them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ STAGED_COLUMNS: Final = tuple(name for name in COLUMNS if name not in ("topic", 
 STAGED_SCHEMA: Final[pa.Schema] = arrow_schema(STAGED_COLUMNS)
 _HEADER: Final = struct.Struct("<II")
 BLOCK_HEADER_SIZE: Final = _HEADER.size
+DIGEST_MODULUS: Final = 1 << 63
 
 
 def encode_block(batch: pa.RecordBatch, topic: str) -> tuple[bytes, pa.Buffer]:
@@ -58,6 +59,20 @@ def decode_block(header: bytes, body: Buffer, *, key: str, topic: str) -> pa.Rec
         return pa.ipc.read_record_batch(pa.py_buffer(body), STAGED_SCHEMA)
     except pa.ArrowException as error:
         raise CorruptDataError(f"a staged block has no rows: {error}", path=key) from error
+
+
+def digest_rows(batch: pa.RecordBatch) -> int:
+    """A digest of rows with the staged schema, whatever their order.
+
+    The digest of two batches together is the sum of theirs, modulo `DIGEST_MODULUS`. Of each row
+    the payload and the routing key count.
+    """
+    payloads = batch.column("payload").to_numpy(zero_copy_only=False).tolist()
+    keys = batch.column("routing_key")
+    if keys.null_count == len(keys):
+        return sum(map(crc32, payloads)) % DIGEST_MODULUS
+    texts = keys.cast(pa.binary()).fill_null(b"").to_numpy(zero_copy_only=False).tolist()
+    return sum(map(crc32, texts, map(crc32, payloads))) % DIGEST_MODULUS
 
 
 def join_batches(

@@ -21,6 +21,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Final, Literal, Self, TypeVar
 
+from ister.bucket.orphans import JOB_PREFIX, REPLAY_PREFIX
 from ister.errors import InvalidRequestError
 from ister.model import COLUMNS, AckLevel, Codec
 from ister.partitions import base_of_partition, partition_name
@@ -144,6 +145,9 @@ WRITE_OPTIONS: Final[Mapping[str, str]] = {
     "codec": "codec of created topics: bincode2 or bincode1",
     "producerName": "producer name for rows without one",
     "commitTimeoutSeconds": "how long to wait for the log's lock or the broker (default: 60)",
+    "writer": "stream: name under which micro-batches are counted (default: the query's id)",
+    "replayedBatch": "stream: what to do if a micro-batch that is in the topic comes again with "
+    "other rows: warn or error (default: warn)",
 }
 """The options of a write, each with a description."""
 
@@ -162,6 +166,8 @@ _STREAM_ONLY: Final = frozenset(
         "minMessagesPerTrigger",
         "maxTriggerDelay",
         "subscription",
+        "writer",
+        "replayedBatch",
     }
 )
 _STREAM_SPELLINGS: Final = {name.lower() for name in _STREAM_ONLY} | {
@@ -377,6 +383,13 @@ class ReadOptions:
         return re.fullmatch(self.topic_pattern, topic) is not None
 
 
+class ReplayedBatch(StrEnum):
+    """What to do with a micro-batch that comes again with other rows than those in the topic."""
+
+    WARN = "warn"
+    ERROR = "error"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
     """Where a batch or a stream is written to, and how."""
@@ -394,6 +407,9 @@ class WriteOptions:
     producer_name: str | None = None
     commit_timeout_seconds: float = COMMIT_TIMEOUT_SECONDS_DEFAULT
     """How long to wait for the lock of the log, or for the broker."""
+    writer: str | None = None
+    """The name under which micro-batches are counted; None for the query's id."""
+    replayed_batch: ReplayedBatch = ReplayedBatch.WARN
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, is_streaming: bool) -> Self:
@@ -424,7 +440,22 @@ class WriteOptions:
             producer_name=given.get("producerName", as_text),
             commit_timeout_seconds=given.get("commitTimeoutSeconds", as_seconds)
             or COMMIT_TIMEOUT_SECONDS_DEFAULT,
+            writer=given.get("writer", _as_writer),
+            replayed_batch=given.get("replayedBatch", partial(as_word, ReplayedBatch))
+            or ReplayedBatch.WARN,
         )
+
+
+def _as_writer(name: str, text: str) -> str:
+    """The name of a writer that is a stream."""
+    from ister.topic.batches import check_writer_name  # noqa: PLC0415 - pyarrow
+
+    check_writer_name(text)
+    if text.startswith((JOB_PREFIX, REPLAY_PREFIX)):
+        raise InvalidRequestError(
+            f"{name} is {text!r}", hint=f"names with {JOB_PREFIX} and {REPLAY_PREFIX} are for jobs"
+        )
+    return text
 
 
 _Value = TypeVar("_Value")
@@ -472,7 +503,8 @@ class _Given:
             if name in _STREAM_ONLY and not is_streaming:
                 raise InvalidRequestError(
                     f"the option {called} is not for a batch",
-                    hint="it belongs to a stream, spark.readStream",
+                    hint="it belongs to a stream, "
+                    f"{'spark.readStream' if is_reading else 'df.writeStream'}",
                 )
             if name in _BATCH_ONLY and is_streaming:
                 raise InvalidRequestError(

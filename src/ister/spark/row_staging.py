@@ -35,9 +35,11 @@ from typing import Final, Self, TypeVar
 import pyarrow as pa
 
 from ister.bucket.names import shared_staging_prefix
+from ister.bucket.shared_staging import StagingMark
 from ister.clock import SystemClock
 from ister.config import Config, Engine
 from ister.errors import (
+    ConflictError,
     DirectoryLockedError,
     InvalidRequestError,
     IsterError,
@@ -47,7 +49,7 @@ from ister.errors import (
 from ister.format.arrow.encode import check_rows
 from ister.format.manifest import StagedFile
 from ister.format.staged_file import StagedSegment, encode_footer
-from ister.format.staged_rows import encode_block, join_batches
+from ister.format.staged_rows import DIGEST_MODULUS, digest_rows, encode_block, join_batches
 from ister.limits import MIB
 from ister.model import AckLevel, Codec
 from ister.objectstore.base import ObjectStore, ObjectWriter
@@ -129,6 +131,8 @@ class StagedRowFile:
         self._waiting: dict[str, list[tuple[pa.RecordBatch, int]]] = {}
         self._waiting_bytes = 0
         self._segments: list[StagedSegment] = []
+        self._digests: list[int] = []
+        self._mark = StagingMark(store, writer, batch)
 
     @property
     def files(self) -> list[tuple[str, StagedFile]]:
@@ -141,9 +145,10 @@ class StagedRowFile:
                     rows=segment.rows,
                     size_bytes=segment.length,
                     position=segment.position,
+                    digest=digest,
                 ),
             )
-            for segment in self._segments
+            for segment, digest in zip(self._segments, self._digests, strict=True)
         ]
 
     def add(self, topic: str, rows: pa.RecordBatch, size_bytes: int | None = None) -> None:
@@ -161,6 +166,7 @@ class StagedRowFile:
             self._flush()
 
     def __enter__(self) -> Self:
+        self._mark.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -171,6 +177,8 @@ class StagedRowFile:
         except BaseException:
             self._abort()
             raise
+        finally:
+            self._mark.end()
         if kind is not None:
             self._abort()
 
@@ -178,16 +186,19 @@ class StagedRowFile:
         """Writes the waiting rows, a segment for each topic."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
         for topic, batches in waiting.items():
-            start, rows = self._position, 0
+            start, rows, digest = self._position, 0, 0
             for block in join_batches(batches, bytes_min=_BLOCK_BYTES_MIN):
                 header, body = encode_block(block, topic)
                 self._write(header)
                 self._write(memoryview(body))
                 rows += block.num_rows
+                digest += digest_rows(block)
             last = self._segments[-1] if self._segments else None
             if last is not None and last.topic == topic:
                 self._segments.pop()
                 start, rows = last.position, last.rows + rows
+                digest += self._digests.pop()
+            self._digests.append(digest % DIGEST_MODULUS)
             self._segments.append(StagedSegment(topic, start, self._position - start, rows))
 
     def _write(self, data: bytes | memoryview) -> None:
@@ -275,25 +286,87 @@ class Committer:
     timeout_seconds: float
     """How long to wait for the log's lock, or for a topic's broker: calls are repeated, each with
     a third of that time, so that one that is lost with its broker does not use it up."""
+    fails_on_other: bool = False
+    """Whether a batch fails that is in its topic with other rows; else a warning says so."""
 
-    def commit(self, staged: Mapping[str, StagedBatch]) -> dict[str, AppendedBatch]:
+    def commit(
+        self, staged: Mapping[str, StagedBatch], *, is_repeatable: bool = True
+    ) -> dict[str, AppendedBatch]:
         """Appends batches that are not in their topics yet; all rows are durable on return.
 
-        A reader of two topics may see one before the other.
+        A reader of two topics may see one before the other. Nothing is remembered of batches that
+        are not repeatable, once all of them are in.
 
         Raises:
             NotFoundError: A topic is missing and must not be created; nothing was appended.
+            ConflictError: A batch is in with other rows, if `fails_on_other`.
             DirectoryLockedError: Another process that is not a broker has the log open.
             UnavailableError: A topic's broker or a store does not respond; try again.
             As `Log.append_staged`.
         """
+        if not staged:
+            return {}
+        first = next(iter(staged.values()))
+        mark = StagingMark(self.place.history().objects, first.writer, first.batch)
+        mark.start()
+        try:
+            appended = self._commit(staged, is_repeatable=is_repeatable)
+        finally:
+            mark.end()
+        self._remove_files(staged)
+        self._check_same(staged, appended)
+        return appended
+
+    def forget(self, topic: str, writer: str, batch: int) -> None:
+        """Forgets the newest batch of a writer that never comes again; else it is removed later."""
+        receipt = StagedBatch(writer=writer, batch=batch, files=(), is_repeatable=False)
+        try:
+            self._commit({topic: receipt}, is_repeatable=False)
+        except IsterError as error:
+            _log.info("a finished batch is not forgotten yet", extra={"error": str(error)})
+
+    def _commit(
+        self, staged: Mapping[str, StagedBatch], *, is_repeatable: bool
+    ) -> dict[str, AppendedBatch]:
         here = retry_unavailable(lambda: self._topics_here(staged), seconds=self.timeout_seconds)
         by_brokers = {topic: batch for topic, batch in staged.items() if topic not in here}
         appended = self._commit_by_brokers(by_brokers) if by_brokers else {}
         if here:
-            appended |= self._commit_here({topic: staged[topic] for topic in here})
-        self._remove_files(staged)
+            # This process appends, and gets every answer; a broker's may be lost.
+            appended |= self._commit_here(
+                {topic: replace(staged[topic], is_repeatable=is_repeatable) for topic in here}
+            )
+        receipts = {
+            topic: replace(batch, files=(), is_repeatable=False)
+            for topic, batch in by_brokers.items()
+            if batch.files and not is_repeatable
+        }
+        if receipts:
+            try:
+                self._commit_by_brokers(receipts)
+            except IsterError as error:
+                _log.info("finished batches not forgotten yet", extra={"error": str(error)})
         return appended
+
+    def _check_same(
+        self, staged: Mapping[str, StagedBatch], appended: Mapping[str, AppendedBatch]
+    ) -> None:
+        for topic, batch in staged.items():
+            if not appended[topic].is_other:
+                continue
+            said = (
+                f"batch {batch.batch} of the writer {batch.writer!r} is in the topic, and came "
+                f"again with other payloads or keys: {batch.rows} rows were not appended"
+            )
+            if self.fails_on_other:
+                raise ConflictError(
+                    said,
+                    topic=topic,
+                    offset=appended[topic].start,
+                    hint="see 'Checkpoints: copy, restore, reset' in docs/SPARK.md; "
+                    "replayedBatch=warn goes on",
+                )
+            _log.warning("%s", said, extra={"topic": topic})
 
     def _remove_files(self, staged: Mapping[str, StagedBatch]) -> None:
         remove_staged(
@@ -346,7 +419,7 @@ class Committer:
             lambda client: client.append_staged(
                 topic,
                 batch,
-                create=self.creates,
+                create=self.creates and bool(batch.files),
                 ack=self.ack,
                 codec=self.codec,
                 timeout_seconds=self.timeout_seconds / _CALLS_MIN,

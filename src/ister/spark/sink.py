@@ -6,7 +6,8 @@
 
 Owns: which rows go where, and their order (by partition, then as Spark passed them). Does not own:
 staged files and their append (`ister.spark.row_staging`); how a batch is appended once
-(`ister.topic.batches`, whose writer is the streaming query and whose batch is the micro-batch).
+(`ister.topic.batches`, whose writer is the streaming query, or the option `writer`, and whose batch
+is the micro-batch).
 
 A micro-batch with rows for several topics is a batch of each of them, and each is committed once;
 a reader of two topics may see one before the other. Rows for a partitioned topic are divided among
@@ -38,7 +39,7 @@ from ister.format.manifest import StagedFile
 from ister.model import TopicName
 from ister.spark.compat import DataSourceStreamArrowWriter
 from ister.spark.location import Place, find_place
-from ister.spark.options import WriteOptions
+from ister.spark.options import ReplayedBatch, WriteOptions
 from ister.spark.row_staging import (
     Committer,
     StagedRowFile,
@@ -133,7 +134,12 @@ class _Writer:
     # -- on the driver ----------------------------------------------------------------------
 
     def _commit(
-        self, messages: Sequence[WriterCommitMessage | None], *, writer: str, batch: int
+        self,
+        messages: Sequence[WriterCommitMessage | None],
+        *,
+        writer: str,
+        batch: int,
+        is_repeatable: bool = True,
     ) -> None:
         by_topic: dict[str, list[StagedFile]] = {}
         for message in sorted(_staged(messages), key=lambda message: message.partition):
@@ -153,7 +159,8 @@ class _Writer:
             ack=options.ack,
             codec=options.codec,
             timeout_seconds=options.commit_timeout_seconds,
-        ).commit(staged)
+            fails_on_other=options.replayed_batch is ReplayedBatch.ERROR,
+        ).commit(staged, is_repeatable=is_repeatable)
         spare_collector()
 
     def _abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
@@ -178,7 +185,7 @@ class BatchWriter(_Writer, DataSourceArrowWriter):
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Appends what the tasks have staged."""
-        self._commit(messages, writer=self._job, batch=0)
+        self._commit(messages, writer=self._job, batch=0, is_repeatable=False)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """Removes what the tasks have staged."""
@@ -195,14 +202,15 @@ class StreamWriter(_Writer, DataSourceStreamArrowWriter):
         batch = context.getLocalProperty(_BATCH_ID) if context is not None else None
         if query is None or batch is None:
             raise InvalidRequestError("Spark did not pass the query and batch of this task")
-        return self._stage(iterator, query=query, writer=query, batch=int(batch))
+        writer = self._options.writer or query
+        return self._stage(iterator, query=query, writer=writer, batch=int(batch))
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Appends what the tasks staged, unless this micro-batch was appended before."""
         staged = _staged(messages)
         query = next((message.query for message in staged if message.query), None)
         if query is not None:
-            self._commit(messages, writer=query, batch=batchId)
+            self._commit(messages, writer=self._options.writer or query, batch=batchId)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Removes what the tasks have staged."""

@@ -10,10 +10,20 @@ remembered with the topic. A request for a batch that is done is answered with "
 of the batch are in the topic, the remaining rows of the *first* request are appended, from its
 manifest: a repeated request may bring the same rows in another order, or other rows.
 
-Which rows are in already is read from the log itself: each carries the batch's identity (in
-Danube's `producer_id`) and its number in the batch (in `request_id`). Rows are appended in that
-order, so the highest number found is where to continue. Other producers may append in between.
-After a disk was lost, the same search shows that a finished batch is not in the topic any more.
+    number      older than the newest one      ConflictError
+    the same    another count of rows          ConflictError, once the first request's rows are in
+                other rows (by their digest)   `is_other`; the rows of the first request are in
+
+The record of a done batch says where its rows are (`runs`), and the log is not read: compaction
+and retention may have removed them. Rows can only vanish by a take-over after a disk was lost,
+which is a later entry of the lineage that starts below the batch's end; the runs say how many rows
+are below that.
+
+Which rows of a batch are in that is not done is read from the log itself: each carries the batch's
+identity (in Danube's `producer_id`) and its number in the batch (in `request_id`). Rows are
+appended in that order, so the highest number found is where to continue. Other producers may append
+in between. So no job removes a message above `end` of such a record (`counted_from`); if that holds
+up jobs for long, the owner counts the rows, and writes down where they are (`settle`).
 
 A staged file may have rows of several topics, each of which is a batch of its own. So this removes
 no such file that a request names: the driver does, when all topics have their rows. Only files of
@@ -34,8 +44,9 @@ import hashlib
 import logging
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final, Protocol
 
 import pyarrow as pa
@@ -57,9 +68,10 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.manifest import StagedFile, encode_manifest
-from ister.format.records import WriterRecord, decode_writer, encode_writer
+from ister.format.records import BatchRun, WriterRecord, decode_writer, encode_writer
 from ister.format.staged_rows import (
     BLOCK_HEADER_SIZE,
+    DIGEST_MODULUS,
     decode_block,
     join_batches,
     parse_block_size,
@@ -83,6 +95,14 @@ _READ_BYTES: Final = 8 * MIB
 _ENCODE_BYTES: Final = 4 * MIB
 # Smaller batches are joined: an append has a fixed cost, more than that of a few rows.
 _JOINED_BYTES_MIN: Final = 1 * MIB
+# What a record says about where rows are; what is beyond that is read from the log.
+_RUNS_MAX: Final = 256
+_RENEW_SECONDS: Final = 300
+_HINT: Final = (
+    "if the checkpoint was restored or copied, or the query changed, a new name in the option "
+    "`writer`, or a new checkpoint, appends them; see 'Checkpoints: copy, restore, reset' in "
+    "docs/SPARK.md"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +115,8 @@ class StagedBatch:
     files: tuple[StagedFile, ...]
     """In the order in which rows are appended."""
     is_repeatable: bool = True
-    """Whether the same batch may be asked for again; else nothing is remembered once it is in."""
+    """Whether the same batch may be asked for again; else nothing is remembered once it is in.
+    If not, and without files, this only forgets the writer's newest batch, if that is done."""
 
     @property
     def rows(self) -> int:
@@ -113,6 +134,9 @@ class AppendedBatch:
     rows: int
     is_known: bool
     """Whether it was in the topic already."""
+    is_other: bool = False
+    """Whether other rows were in the topic, of an earlier request for the same batch, and those of
+    this one were not appended."""
 
 
 def check_writer_name(name: str) -> None:
@@ -174,7 +198,8 @@ def append_staged(
 
     Raises:
         InvalidRequestError: A name or a key is not one of this topic's staging.
-        ConflictError: Half a batch cannot be finished, or another writer uses this name.
+        ConflictError: The batch is older than the writer's newest one, or has another number of
+            rows than before; half a batch cannot be finished; or another writer uses this name.
         NotFoundError: A staged file is lost; nothing was appended.
         FencedError: Another owner has the topic.
         UnavailableError: A store does not answer; ask again.
@@ -182,6 +207,22 @@ def append_staged(
     """
     check_writer_name(staged.writer)
     return _Appending(topic, owned, objects, staged, clock=clock, gate=gate).run()
+
+
+def settle(topic: Topic, owned: OwnedTopic, objects: ObjectStore, *, clock: Clock) -> None:
+    """Writes down where the rows of open batches are, so that jobs need not wait for these batches.
+
+    Call it while no batch is appended (`Topic.append_alone`).
+
+    Raises:
+        FencedError: Another owner has the topic.
+        UnavailableError: A store does not answer.
+        CorruptDataError: A record, or a message, cannot be read.
+    """
+    prefix = owned.catalog.keys.writer("")
+    for found in owned.catalog.store.range(prefix):
+        staged = StagedBatch(writer=found.key.removeprefix(prefix), batch=0, files=())
+        _Appending(topic, owned, objects, staged, clock=clock, gate=None).settle()
 
 
 class _Appending:
@@ -211,66 +252,81 @@ class _Appending:
         staged = self._staged
         self._check_keys(staged.files)
         record, revision = self._load()
+        if not staged.files and not staged.is_repeatable:
+            if record is not None and record.is_done and record.batch <= staged.batch:
+                self._change(revision, Delete(self._key))
+            return AppendedBatch(start=0, end=0, rows=0, is_known=True)
+        begun: _Begun | None = None
         if record is not None and record.batch > staged.batch:
-            _log.warning(
-                "an older batch was skipped: its writer has appended a newer one",
-                extra={
-                    "topic": self._topic.name,
-                    "writer": staged.writer,
-                    "batch": staged.batch,
-                    "newest": record.batch,
-                },
-            )
             self._remove(staged.files)
-            return AppendedBatch(start=record.start, end=record.start, rows=0, is_known=True)
-        if record is not None and record.batch == staged.batch and self._is_in(record):
-            self._remove(staged.files)
-            return AppendedBatch(
-                start=record.start, end=record.end, rows=record.rows, is_known=True
-            )
-        if record is not None and record.batch < staged.batch and not record.is_done:
+            raise self._older_error(record)
+        if record is not None and record.batch == staged.batch:
+            synced = self._topic.flush()
+            runs = self._find_rows(record, synced)
+            if record.is_done and (runs is None or _count(runs) == record.rows):
+                self._remove(staged.files)
+                return self._answer(record, is_known=True)
+            begun = self._resume(record, revision, runs or [], synced)
+        elif record is not None and not record.is_done:
             # The writer went on without it: asked for again, it had no rows for this topic.
             revision = self._carry_on(record, revision)
-        begun: _Begun | None = None
-        if record is not None and record.batch == staged.batch:
-            begun = self._resume(record, revision)
         if begun is None:
             begun = self._begin(revision)
-        end = self._append(begun)
+        done = self._append(begun)
         failpoints.reach("batch.before_done")
-        record = begun.record
-        done = replace(
-            record,
-            is_done=True,
-            end=end,
-            epoch=self._owned.epoch,
-            updated_at=self._now_seconds(),
-            files=None,
-        )
         self._finish(done, begun.revision)
         failpoints.reach("batch.after_done")
-        self._remove(begun.files)
+        self._clean_up(begun)
         self._remove(staged.files)
-        self._release(begun.files)
-        if record.files is None:
-            self._delete(record.manifest)
-        return AppendedBatch(start=done.start, end=done.end, rows=done.rows, is_known=False)
+        return self._answer(done, is_known=False)
+
+    def settle(self) -> None:
+        """Writes down where the rows of the writer's batch are, unless it is done."""
+        record, revision = self._load()
+        if record is None or record.is_done:
+            return
+        synced = self._topic.flush()
+        runs = self._find_rows(record, synced) or []
+        self._change(revision, Put(self._key, encode_writer(self._settled(record, runs, synced))))
 
     def _carry_on(self, record: WriterRecord, revision: int | None) -> int | None:
         """Finishes an older batch that was appended in part; returns the revision of the record."""
-        begun = self._resume(record, revision)
+        synced = self._topic.flush()
+        begun = self._resume(record, revision, self._find_rows(record, synced) or [], synced)
         if begun is None:
             return revision
-        end = self._append(begun)
-        done = replace(
-            begun.record, is_done=True, end=end, updated_at=self._now_seconds(), files=None
-        )
+        done = self._append(begun)
         revision = self._change(begun.revision, Put(self._key, encode_writer(done)))
-        self._remove(begun.files)
-        self._release(begun.files)
-        if record.files is None:
-            self._delete(record.manifest)
+        self._clean_up(begun)
         return revision
+
+    def _answer(self, done: WriterRecord, *, is_known: bool) -> AppendedBatch:
+        """The result for a batch that is in, after a comparison with the request's rows."""
+        staged, digest = self._staged, _digest_of(self._staged.files)
+        if done.rows != staged.rows:
+            raise ConflictError(
+                f"batch {done.batch} of the writer {staged.writer!r} is in the topic with "
+                f"{done.rows} rows, and comes again with {staged.rows}, which were not appended",
+                topic=self._topic.name,
+                offset=done.start,
+                hint=_HINT,
+            )
+        return AppendedBatch(
+            start=done.start,
+            end=done.end,
+            rows=done.rows,
+            is_known=is_known,
+            is_other=None not in (digest, done.digest) and digest != done.digest,
+        )
+
+    def _older_error(self, record: WriterRecord) -> ConflictError:
+        staged = self._staged
+        return ConflictError(
+            f"batch {staged.batch} is older than the newest one of the writer {staged.writer!r}, "
+            f"{record.batch}: its {staged.rows} rows were not appended",
+            topic=self._topic.name,
+            hint=_HINT,
+        )
 
     # -- what is known ----------------------------------------------------------------------
 
@@ -284,36 +340,70 @@ class _Appending:
             return None, found.revision  # of a topic of the same name that was deleted
         return record, found.revision
 
-    def _is_in(self, record: WriterRecord) -> bool:
-        """Whether the rows of a finished batch are still there: a disk may have been lost since.
+    def _find_rows(self, record: WriterRecord, synced: int) -> list[BatchRun] | None:
+        """Where the batch's rows are that are in, always its first ones; None if all are.
 
-        Its last row tells, unless retention has taken that: then the batch was in.
+        Rows of a done batch are in unless a take-over, or the end of the log, has cut them off.
         """
-        topic, last = self._topic, record.end - 1
+        later = (one.start for one in self._owned.record.lineage if one.epoch > record.epoch)
+        cut = min((synced, *later))
+        if record.is_done and (record.rows == 0 or record.end <= cut):
+            return None
+        runs = [
+            BatchRun(run.first, run.offset, min(run.rows, cut - run.offset))
+            for run in record.runs
+            if run.offset < cut
+        ]
         if not record.is_done:
-            return False
-        if record.rows == 0 or last < topic.earliest:
-            return True
-        if last >= topic.flush():
-            return False
-        columns = ("producer_id", "request_id")
-        row = topic.scan_arrow(last, end=record.end, columns=columns).read_all()
-        mine = {
-            "producer_id": [_identity_of(record, self._staged.writer)],
-            "request_id": [record.rows - 1],
-        }
-        return bool(row.to_pydict() == mine)
+            # What is above the cut now may be rows that were appended after it.
+            self._scan(record, runs, min(record.end, cut), synced)
+        elif _count(record.runs) < record.rows:
+            begin = runs[-1].offset + runs[-1].rows if runs else min(record.start, cut)
+            self._scan(record, runs, begin, cut)
+        return runs
 
-    def _resume(self, record: WriterRecord, revision: int | None) -> _Begun | None:
+    def _scan(self, record: WriterRecord, runs: list[BatchRun], start: int, end: int) -> None:
+        """Adds the runs of rows that a range of the log has."""
+        topic = self._topic
+        start = max(start, topic.earliest)
+        if start >= end:
+            return
+        mine = pa.scalar(_identity_of(record, self._staged.writer), pa.uint64())
+        columns = ("offset", "producer_id", "request_id")
+        for batch in topic.scan_arrow(start, end=end, columns=columns):
+            rows = batch.filter(pc.equal(batch["producer_id"], mine))
+            offsets = rows["offset"].cast(pa.int64())
+            numbers = rows["request_id"].cast(pa.int64())
+            distances = pc.subtract(offsets, numbers)
+            is_next = pc.equal(distances.slice(1), distances.slice(0, max(len(rows) - 1, 0)))
+            starts = [at + 1 for at in pc.indices_nonzero(pc.invert(is_next)).to_pylist()]
+            for begin, stop in pairwise([0, *starts, len(rows)] if len(rows) else []):
+                row, last = numbers[begin].as_py(), numbers[stop - 1].as_py()
+                _add_run(runs, BatchRun(row, offsets[begin].as_py(), last - row + 1))
+
+    def _settled(self, record: WriterRecord, runs: list[BatchRun], synced: int) -> WriterRecord:
+        """The record of a batch that is not done, with the rows that are in below `synced`."""
+        kept = tuple(runs[:_RUNS_MAX])
+        is_whole = len(kept) == len(runs)
+        return replace(
+            record,
+            is_done=False,
+            # After a disk was lost, offsets are assigned again, and rows may have lower ones now.
+            start=min(record.start, synced),
+            end=synced if is_whole else kept[-1].offset + kept[-1].rows,
+            runs=kept,
+            epoch=self._owned.epoch,
+        )
+
+    def _resume(
+        self, record: WriterRecord, revision: int | None, runs: list[BatchRun], synced: int
+    ) -> _Begun | None:
         """How to finish a batch that may be appended in part; None to begin it again.
 
         Raises:
             ConflictError: A part of it is in the topic, and the rest is lost.
         """
-        synced = self._topic.flush()
-        # After a disk was lost, offsets are assigned again, and rows may have lower ones now.
-        record = replace(record, start=min(record.start, synced), is_done=False)
-        have, end = self._count_rows(record)
+        have = _count(runs)
         if have == 0:
             # The new rows are as good as the first ones: the writer may have corrected them.
             return None
@@ -330,8 +420,9 @@ class _Appending:
                     offset=record.start,
                     hint="check the rows from this offset on, and start with a new checkpoint",
                 ) from error
+        record = replace(self._settled(record, runs, synced), updated_at=self._now_seconds())
         revision = self._change(revision, Put(self._key, encode_writer(record)))
-        return _Begun(record=record, revision=revision, files=files, have=have, end=end)
+        return _Begun(record=record, revision=revision, files=files, runs=runs)
 
     def _check_files(self, files: tuple[StagedFile, ...]) -> None:
         """Checks that all files can be read, before the first row is appended."""
@@ -372,19 +463,6 @@ class _Appending:
                             hint="leave the column out, or use a topic with codec bincode2",
                         )
 
-    def _count_rows(self, record: WriterRecord) -> tuple[int, int]:
-        """The number of the batch's rows in the topic, always its first ones, and their end."""
-        topic = self._topic
-        start = max(record.start, topic.earliest)
-        mine = pa.scalar(_identity_of(record, self._staged.writer), pa.uint64())
-        count, end = 0, record.start
-        for batch in topic.scan_arrow(start, columns=("offset", "producer_id", "request_id")):
-            rows = batch.filter(pc.equal(batch["producer_id"], mine))
-            if rows.num_rows:
-                count = max(count, pc.max(rows["request_id"]).as_py() + 1)
-                end = pc.max(rows["offset"]).as_py() + 1
-        return count, end
-
     # -- steps ------------------------------------------------------------------------------
 
     def _begin(self, revision: int | None) -> _Begun:
@@ -417,35 +495,56 @@ class _Appending:
             incarnation=self._owned.record.incarnation,
             updated_at=self._now_seconds(),
             files=staged.files if is_short else None,
+            digest=_digest_of(staged.files),
         )
         revision = self._change(revision, Put(self._key, encode_writer(record)))
         failpoints.reach("batch.after_begin")
-        return _Begun(record=record, revision=revision, files=staged.files, have=0, end=start)
+        return _Begun(record=record, revision=revision, files=staged.files, runs=[])
 
-    def _append(self, begun: _Begun) -> int:
-        """Appends the rows that are missing; returns the offset after the batch's last one."""
-        topic, end = self._topic, begun.end
+    def _append(self, begun: _Begun) -> WriterRecord:
+        """Appends the rows that are missing; returns the record of the batch that is done."""
+        topic, runs = self._topic, begun.runs
         identity = _identity_of(begun.record, self._staged.writer)
-        number = begun.have
+        number = _count(runs)
         missing = ((rows, rows.nbytes) for rows in self._missing_rows(begun))
         for rows in join_batches(missing, bytes_min=_JOINED_BYTES_MIN):
             for part in _cut(rows):
                 if self._gate is not None:
                     self._gate.wait(part.num_rows)
-                end = topic.append_arrow(part, producer_id=identity, first_request_id=number).stop
+                self._renew(begun)
+                at = topic.append_arrow(part, producer_id=identity, first_request_id=number)
+                _add_run(runs, BatchRun(number, at.start, len(at)))
                 number += part.num_rows
                 failpoints.reach("batch.after_rows")
+        end = runs[-1].offset + runs[-1].rows if runs else begun.record.start
         if end > 0:
             # What is remembered in the metadata store is durable, so the rows have to be first.
             if topic.ack is AckLevel.TIERED:
                 topic.upload()
             else:
                 topic.flush()
-        return end
+        return replace(
+            begun.record,
+            is_done=True,
+            end=end,
+            epoch=self._owned.epoch,
+            updated_at=self._now_seconds(),
+            files=None,
+            runs=tuple(runs[:_RUNS_MAX]),
+        )
+
+    def _renew(self, begun: _Begun) -> None:
+        """Shows that a batch is under way which takes long: the records of old jobs are removed."""
+        now = self._now_seconds()
+        if now - begun.record.updated_at >= _RENEW_SECONDS:
+            begun.record = replace(begun.record, updated_at=now)
+            begun.revision = self._change(
+                begun.revision, Put(self._key, encode_writer(begun.record))
+            )
 
     def _missing_rows(self, begun: _Begun) -> Iterator[pa.RecordBatch]:
         """The rows that are not in the topic yet, in their order."""
-        skip = begun.have
+        skip = _count(begun.runs)
         for file in begun.files:
             if file.rows < skip:
                 skip -= file.rows
@@ -537,6 +636,13 @@ class _Appending:
 
     # -- leftovers --------------------------------------------------------------------------
 
+    def _clean_up(self, begun: _Begun) -> None:
+        """Removes what a batch that is done does not need any more."""
+        self._remove(begun.files)
+        self._release(begun.files)
+        if begun.record.files is None:
+            self._delete(begun.record.manifest)
+
     def _remove(self, files: tuple[StagedFile, ...]) -> None:
         """Removes files that have rows of this topic only."""
         for file in files:
@@ -572,7 +678,7 @@ class _Appending:
         return self._clock.now_ns() // 1_000_000_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Begun:
     """A batch whose rows are being appended."""
 
@@ -580,10 +686,38 @@ class _Begun:
     revision: int | None
     """Of the writer's key."""
     files: tuple[StagedFile, ...]
-    have: int
-    """How many of its rows are in the topic."""
-    end: int
-    """The offset after the last of those."""
+    runs: list[BatchRun]
+    """Where its rows are that are in."""
+
+
+def _count(runs: Sequence[BatchRun]) -> int:
+    """The number of rows that are in: the first ones of their batch."""
+    return runs[-1].first + runs[-1].rows if runs else 0
+
+
+def _add_run(runs: list[BatchRun], run: BatchRun) -> None:
+    """Adds rows that come after those of `runs`.
+
+    Rows between the two are in as well, although the log does not have them any more: right before
+    these, as far as anybody can tell.
+    """
+    have = _count(runs)
+    count = run.first + run.rows - have
+    if count <= 0:
+        return
+    offset = run.offset + have - run.first
+    last = runs[-1] if runs else None
+    if last is not None and last.offset + last.rows == offset:
+        runs[-1] = last._replace(rows=last.rows + count)
+    else:
+        runs.append(BatchRun(have, offset, count))
+
+
+def _digest_of(files: Sequence[StagedFile]) -> int | None:
+    """The digest of all rows of files; None if it is unknown."""
+    digests = [file.digest for file in files if file.rows]
+    known = [digest for digest in digests if digest is not None]
+    return sum(known) % DIGEST_MODULUS if len(known) == len(digests) else None
 
 
 def _identity_of(record: WriterRecord, writer: str) -> int:

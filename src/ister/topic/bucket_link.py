@@ -20,14 +20,16 @@ from typing import Final
 
 from ister.bucket.check import verify_content, verify_size
 from ister.bucket.names import object_key
-from ister.bucket.orphans import collect_orphans, sweep_staging
+from ister.bucket.orphans import GRACE_SECONDS_MIN, collect_orphans, sweep_staging
 from ister.bucket.pipeline import PipelineKeys
 from ister.bucket.retention import expire, keep_findable, list_known, plan_expiry
+from ister.bucket.writer_files import find_open_batch
 from ister.config import Verify
 from ister.errors import (
     ClosedError,
     CorruptDataError,
     DataGapError,
+    FencedError,
     IsterError,
     NotFoundError,
     OffsetOutOfRangeError,
@@ -40,8 +42,6 @@ __all__ = ["RepairedObjects", "Tiered", "TopicTier"]
 
 _log = logging.getLogger("ister.topic.bucket_link")
 
-# A job commits what its tasks have made within minutes.
-_JOB_GRACE_SECONDS: Final = 3600
 # Number of objects that are checked when a topic is opened.
 _RECENT_OBJECTS: Final = 4
 """How often objects are listed again because some were merged meanwhile."""
@@ -421,13 +421,34 @@ class TopicTier(TopicUploads):
                 size_mb=retention.size_mb,
                 correct_ms=self._tiers.node_clock.correct_ms,
             )
+            if planned:
+                self._settle_batches(planned[-1].end)
             return expire(self.owned, self._tiers.objects, planned, metrics=self._metrics)
+
+    def _settle_batches(self, end: int) -> None:
+        """Has the rows of open batches written down, if those hold up jobs below an offset."""
+        waits = find_open_batch(self.owned.catalog, self.owned.record.incarnation)
+        if waits is None or waits.counted_from >= end:
+            return
+        try:
+            self.settle_batches()
+        except (FencedError, ClosedError):
+            raise
+        except IsterError as error:
+            # Jobs wait, and the next call tries again.
+            _log.warning(
+                "rows of an open batch not counted",
+                extra={"topic": self.owned.topic, "writer": waits.writer, "error": str(error)},
+            )
 
     def collect_orphans(self) -> list[str]:
         """Removes objects without a descriptor, after their grace period; returns their names.
 
         Staged rows that no batch needs are removed, too, and a missing manifest is saved.
         """
+        if self._may_remove:
+            # Beside uploads: it may read much of the log.
+            self._settle_batches(self.owned.tiered)
         with self._uploading:
             if not self._may_remove or self._tiers.node_clock.check() is not None:
                 return []
@@ -438,7 +459,7 @@ class TopicTier(TopicUploads):
             has_jobs = partial(keys.has_jobs, self._tiers.metadata)
             if has_jobs():
                 # Its objects have no descriptors until it commits them.
-                grace_seconds = max(grace_seconds, _JOB_GRACE_SECONDS)
+                grace_seconds = max(grace_seconds, GRACE_SECONDS_MIN)
             keep_findable(self.owned, objects)
             return [
                 *collect_orphans(

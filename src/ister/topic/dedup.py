@@ -17,6 +17,9 @@ producer and where the newest ones went.
 Nothing is stored beside the log. A message of such a producer carries its identity (in Danube's
 `producer_id`: a mark, the epoch, a check of the name), its sequence (in `request_id`) and the
 producer's name; the newest messages of a topic are looked through before its first such send.
+Compaction by key removes some of them, but never a producer's newest one. So sequences between two
+that are there, or before the first, are in as well if the log lacks as many messages there, and
+are given the offsets of these.
 
 Owns: the table, how it is read from the log, the lock from judging a send to appending it. Does
 not own: the append itself (`ister.topic.topic`), and durability: a send that is known may still be
@@ -31,8 +34,9 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -63,6 +67,8 @@ _SCAN_MESSAGES: Final = 65_536
 _SCAN_OBJECTS: Final = 64
 _SCAN_SECONDS: Final = 60
 _DEEPER: Final = 16
+# Ranges without messages that are searched for one producer's sequences.
+_GAPS_MAX: Final = 256
 _PRODUCERS_MAX: Final = 4_096
 _RUNS_MAX: Final = 16_384
 _PRODUCER_BYTES_MAX: Final = 512
@@ -91,6 +97,16 @@ def is_sequenced(producer_id: int) -> bool:
     from the log.
     """
     return producer_id >> _MARK_SHIFT == _MARK
+
+
+def find_sequenced(producer_ids: pa.Array) -> pa.Array:
+    """Like `is_sequenced`, for a column of ids; a column of booleans."""
+    import pyarrow as pa  # noqa: PLC0415 - an extra
+    import pyarrow.compute as pc  # noqa: PLC0415
+
+    # With numbers of Python, Arrow would take ids for signed: those of batches may not fit.
+    shift, mark = pa.scalar(_MARK_SHIFT, pa.uint64()), pa.scalar(_MARK, pa.uint64())
+    return pc.equal(pc.shift_right(producer_ids, shift), mark)
 
 
 def check_producer_name(name: str) -> None:
@@ -504,11 +520,28 @@ class SequencedTopic:
                 start, min(local, end), objects=_SCAN_OBJECTS, seconds=_SCAN_SECONDS
             )
         if start < end:
-            for found in _scan(self.topic, start, end):
+            gaps: list[range] = []
+            ends: dict[str, int] = {}
+            for found in _scan(self.topic, start, end, gaps):
                 name = found.producer_name
                 epoch = _epoch_in(found.producer_id, name)
-                if epoch is not None:
-                    sequences.record(name, epoch, found.request_id, found.offset, found.rows)
+                if epoch is None:
+                    continue
+                if gaps:
+                    last = sequences.last(name)
+                    first = last[1] + 1 if last is not None and last[0] == epoch else 0
+                    before = _find_removed(
+                        gaps,
+                        ends.get(name, start),
+                        found.offset,
+                        found.request_id - first,
+                        is_whole=first > 0,
+                    )
+                    for sequence, run in before:
+                        at = found.request_id - sequence
+                        sequences.record(name, epoch, at, run.start, len(run))
+                sequences.record(name, epoch, found.request_id, found.offset, found.rows)
+                ends[name] = found.offset + found.rows
         if self.topic.ack in (AckLevel.MEMORY, AckLevel.WRITTEN):
             sequences.allow_gaps()
         return sequences
@@ -567,13 +600,47 @@ class _Found(NamedTuple):
 _FIELDS: Final = ("offset", "producer_name", "producer_id", "request_id")
 
 
-def _scan(topic: Topic, start: int, end: int) -> Iterator[_Found]:
-    """Yields the messages of a range that carry a sequence."""
+def _find_removed(
+    gaps: Sequence[range], start: int, end: int, count: int, *, is_whole: bool
+) -> list[tuple[int, range]]:
+    """Finds the offsets of messages that compaction has removed: the last ones before `end`.
+
+    Args:
+        gaps: The ranges without messages, ascending.
+        start: Where to begin.
+        end: Where to end.
+        count: How many there can be.
+        is_whole: Whether there are as many, or none: sequences may have been left out.
+
+    Returns:
+        Pairs (how far from the end, offsets), ascending.
+    """
+    found: list[tuple[int, range]] = []
+    taken = 0
+    for at in range(bisect_left(gaps, end, key=lambda gap: gap.start) - 1, -1, -1):
+        gap = range(max(gaps[at].start, start), gaps[at].stop)
+        if not gap or taken >= count or len(found) == _GAPS_MAX:
+            break
+        gap = gap[-min(len(gap), count - taken) :]
+        taken += len(gap)
+        found.append((taken, gap))
+    if is_whole and taken < count and len(found) < _GAPS_MAX:
+        return []
+    return found[::-1]
+
+
+def _scan(topic: Topic, start: int, end: int, gaps: list[range]) -> Iterator[_Found]:
+    """Yields the messages of a range that carry a sequence; adds ranges without messages."""
+    number = start
     try:
-        import pyarrow.compute as pc  # noqa: PLC0415 - an extra
+        import pyarrow as pa  # noqa: PLC0415 - an extra
+        import pyarrow.compute as pc  # noqa: PLC0415
     except ImportError:
         with topic.own_reader(start, end=end) as reader:
             for message in reader:
+                if message.offset > number:
+                    gaps.append(range(number, message.offset))
+                number = message.offset + 1
                 record = message.record
                 identity = record.msg_id.producer_id
                 if is_sequenced(identity):
@@ -581,8 +648,18 @@ def _scan(topic: Topic, start: int, end: int) -> Iterator[_Found]:
                     yield _Found(message.offset, name, identity, sequence, 1)
         return
     for batch in topic.scan_arrow(start, end=end, columns=_FIELDS):
-        ids = batch["producer_id"]
-        rows = batch.filter(pc.equal(pc.shift_right(ids, _MARK_SHIFT), _MARK))
+        offsets = batch["offset"]
+        last = len(offsets) - 1
+        if last >= 0 and offsets[last].as_py() - number != last:
+            before = pa.concat_arrays(
+                [pa.array([number - 1], offsets.type), offsets.slice(0, last)]
+            )
+            is_far = pc.greater(pc.subtract(offsets, before), 1)
+            ends = zip(before.filter(is_far), offsets.filter(is_far), strict=True)
+            gaps += [range(begin.as_py() + 1, stop.as_py()) for begin, stop in ends]
+        if last >= 0:
+            number = offsets[last].as_py() + 1
+        rows = batch.filter(find_sequenced(batch["producer_id"]))
         for begin, stop in pairwise([*_run_starts(rows), rows.num_rows]):
             offset, name, identity, sequence = (rows[at][begin].as_py() for at in _FIELDS)
             yield _Found(offset, name, identity, sequence, stop - begin)

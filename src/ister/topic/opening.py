@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from functools import partial
 
 from ister import failpoints
 from ister.bucket.claim import ClaimCheck, NewTopic
@@ -269,6 +270,7 @@ class TopicOpener:
             backlog_bytes=measure_backlog(directory, recovered, owned.tiered),
         )
         topic.tier.active_floor = topic.subscription_floor
+        topic.tier.settle_batches = partial(topic.settle_batches, tiers.objects)
         if not recovered.damage:
             is_new = not recovered.files
             # The first offset of a log without files is in its checkpoint alone, unless it is 0.

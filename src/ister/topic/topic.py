@@ -35,7 +35,7 @@ from ister.metrics import Metrics
 from ister.model import AckLevel, Start, TopicState, Watermarks
 from ister.positions import to_milliseconds
 from ister.topic.aio import AsyncTopic
-from ister.topic.append import Appender, load_columns
+from ister.topic.append import Appender, load_batches, load_columns
 from ister.topic.arguments import as_offset, as_timeout, check_ack, parse_ack
 from ister.topic.bucket_link import TopicTier
 from ister.topic.cache import Cache
@@ -52,6 +52,8 @@ from ister.wal.waiters import Waiter
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from ister.objectstore.base import ObjectStore
 
 _log = logging.getLogger("ister.topic.topic")
 
@@ -259,6 +261,19 @@ class Topic(Appender):
         """Calls `append`, which appends a staged batch, while no other one is appended."""
         with self._batching:
             return append()
+
+    def settle_batches(self, objects: ObjectStore) -> None:
+        """Writes down where the rows of open batches are; does nothing while one is appended.
+
+        Raises:
+            As `ister.topic.batches.settle`.
+        """
+        if self.tier is None or not self._batching.acquire(blocking=False):
+            return
+        try:
+            load_batches().settle(self, self.tier.owned, objects, clock=self._clock)
+        finally:
+            self._batching.release()
 
     def subscription_floor(self, *, include_inactive: bool) -> int:
         """The first offset that retention keeps for subscriptions; asks `active_floor`."""

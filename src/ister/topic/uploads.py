@@ -140,6 +140,8 @@ class TopicUploads:
         """Called when an upload should not wait for its time."""
         self.active_floor: ActiveFloor = no_floor
         """Returns the lowest cursor of the active subscriptions; see `Topic`."""
+        self.settle_batches: Callable[[], None] = lambda: None
+        """Writes down where the rows of open batches are, unless one is appended just now."""
         self.is_listed = False
         """Whether `background` checks it a few times a second; set by `background`."""
         self.on_backlog: Callable[[], None] = lambda: None

@@ -140,9 +140,9 @@ class _Message:
 
     @classmethod
     def _of(cls, content: dict[str, object]) -> Self:
-        # Defaults are for programs; on the wire every field is there.
+        # Defaults are for programs; on the wire every field is there that has always existed.
         for item in fields(cls):  # type: ignore[arg-type]  # each subclass is a dataclass
-            if item.name not in content:
+            if item.name not in content and item.default is not msgspec.UNSET:
                 raise InvalidRequestError(f"invalid {cls._what}: no {item.name!r}")
         return _convert(content, cls, cls._what)
 
@@ -424,6 +424,7 @@ class _StagedFile:
     size: _Number
     position: _Number | msgspec.UnsetType = msgspec.UNSET
     """Older clients stage a file for each topic, and send none."""
+    digest: _Number | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -484,6 +485,7 @@ class AppendStaged:
                     rows=file.rows,
                     size=file.size_bytes,
                     position=msgspec.UNSET if file.position is None else file.position,
+                    digest=msgspec.UNSET if file.digest is None else file.digest,
                 )
                 for file in staged.files
             ),
@@ -504,6 +506,7 @@ class AppendStaged:
                 rows=file.rows,
                 size_bytes=file.size,
                 position=None if isinstance(file.position, msgspec.UnsetType) else file.position,
+                digest=None if isinstance(file.digest, msgspec.UnsetType) else file.digest,
             )
             for file in found.files
         )
@@ -531,12 +534,18 @@ class _Appended(_Message):
     end: _Number
     rows: _Number
     known: bool
+    other: bool | msgspec.UnsetType = msgspec.UNSET
+    """Older brokers send none."""
 
 
 def encode_appended(appended: AppendedBatch) -> bytes:
     """Encodes the response to `AppendStaged`."""
     return _Appended(
-        start=appended.start, end=appended.end, rows=appended.rows, known=appended.is_known
+        start=appended.start,
+        end=appended.end,
+        rows=appended.rows,
+        known=appended.is_known,
+        other=appended.is_other or msgspec.UNSET,
     ).to_json()
 
 
@@ -545,4 +554,10 @@ def decode_appended(data: bytes) -> AppendedBatch:
     from ister.topic.batches import AppendedBatch  # noqa: PLC0415 - needs pyarrow, an extra
 
     found = _Appended.from_json(data)
-    return AppendedBatch(start=found.start, end=found.end, rows=found.rows, is_known=found.known)
+    return AppendedBatch(
+        start=found.start,
+        end=found.end,
+        rows=found.rows,
+        is_known=found.known,
+        is_other=found.other is True,
+    )

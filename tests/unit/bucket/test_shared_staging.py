@@ -2,6 +2,7 @@
 
 import pytest
 
+from ister.bucket import shared_staging
 from ister.bucket.names import TopicKeys, shared_staging_prefix, staging_prefix
 from ister.bucket.orphans import JOB_PREFIX
 from ister.bucket.shared_staging import StagedNeeds, collect_shared_staging
@@ -10,6 +11,7 @@ from ister.format.manifest import StagedFile, encode_manifest
 from ister.format.records import WriterRecord, encode_writer
 from ister.format.staged_file import FOOTER, StagedSegment, encode_footer
 from ister.model import TopicName
+from support.machine import eventually
 from support.tiers import PREFIX, Cluster
 
 GRACE = 3600
@@ -22,12 +24,12 @@ def cluster():
     return Cluster()
 
 
-def sweep(cluster, *, dry_run=False):
+def sweep(cluster, *, grace_seconds=GRACE, dry_run=False):
     return collect_shared_staging(
         cluster.objects,
         cluster.metadata,
         PREFIX,
-        grace_seconds=GRACE,
+        grace_seconds=grace_seconds,
         clock=cluster.clock,
         metrics=cluster.metrics,
         dry_run=dry_run,
@@ -70,13 +72,54 @@ def shared(cluster):
 def test_file_that_nobody_asked_for_goes_after_its_grace_period(cluster):
     key = put_file(cluster)
     cluster.clock.advance(GRACE)
-    young = put_file(cluster, "young")
+    young = put_file(cluster, "young", batch=1)
     assert sweep(cluster) == []
     cluster.clock.advance(1)
     assert sweep(cluster, dry_run=True) == [key]
     assert shared(cluster) == sorted([key, young])
     assert sweep(cluster) == [key]
     assert shared(cluster) == [young]
+
+
+def test_file_stays_while_another_one_of_its_batch_is_young(cluster):
+    """Goal: the first task of a long write is not robbed before the last one is done."""
+    keys = [put_file(cluster)]
+    cluster.clock.advance(GRACE + 1)
+    keys.append(put_file(cluster, "y"))
+    assert sweep(cluster) == []
+    cluster.clock.advance(GRACE + 1)
+    assert sweep(cluster) == keys
+
+
+def test_mark_keeps_the_files_of_its_batch_until_it_ends(cluster, monkeypatch):
+    """Goal: a task that computes for hours before its first row counts as well."""
+    monkeypatch.setattr(shared_staging, "_MARK_SECONDS", 0.001)
+    key = put_file(cluster)
+    mark = shared_staging.StagingMark(cluster.objects, WRITER, 0)
+    mark.start()
+    eventually(lambda: len(shared(cluster)) == 2)
+    cluster.clock.advance(10 * GRACE)
+    there = cluster.objects.stat(next(one for one in shared(cluster) if one != key))
+    eventually(lambda: cluster.objects.stat(there.key).modified_at > there.modified_at)
+    assert sweep(cluster) == []
+    mark.end()
+    assert shared(cluster) == [key]
+    assert sweep(cluster) == [key]
+
+
+def test_mark_that_a_killed_task_left_goes(cluster):
+    key = f"{shared_staging_prefix(WRITER, 0)}x.alive"
+    cluster.objects.put(key, b"")
+    cluster.clock.advance(GRACE + 1)
+    assert sweep(cluster) == [key]
+
+
+def test_grace_period_of_none_is_an_hour(cluster):
+    put_file(cluster)
+    cluster.clock.advance(GRACE)
+    assert sweep(cluster, grace_seconds=0) == []
+    cluster.clock.advance(1)
+    assert len(sweep(cluster, grace_seconds=0)) == 1
 
 
 def test_file_stays_until_the_last_topic_is_done(cluster):

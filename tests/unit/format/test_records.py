@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ister.errors import CorruptDataError
 from ister.format.manifest import StagedFile
 from ister.format.records import (
+    BatchRun,
     Lineage,
     OwnerRecord,
     Progress,
@@ -267,6 +268,14 @@ def test_writers_record_needs_all_of_its_fields(name):
     del fields[name]
     with pytest.raises(CorruptDataError, match="writer's record"):
         decode_writer(json.dumps(fields).encode(), key=_KEY)
+
+
+def test_runs_and_digest_of_a_writers_record_come_back_and_may_be_missing():
+    record = replace(WRITER, runs=(BatchRun(0, 10, 5), BatchRun(5, 20, 2)), digest=0)
+    stored = json.loads(encode_writer(record))
+    assert (stored["runs"], stored["digest"]) == ([[0, 10, 5], [5, 20, 2]], 0)
+    assert decode_writer(encode_writer(record), key=_KEY) == record
+    assert {"runs", "digest"}.isdisjoint(json.loads(encode_writer(WRITER)))
 
 
 def test_files_are_where_an_earlier_ister_expects_the_manifests_key():

@@ -12,9 +12,11 @@ from ister.format.crc import crc32
 from ister.format.manifest import StagedFile, decode_manifest, encode_manifest
 from ister.format.staged_rows import (
     BLOCK_HEADER_SIZE,
+    DIGEST_MODULUS,
     STAGED_COLUMNS,
     STAGED_SCHEMA,
     decode_block,
+    digest_rows,
     encode_block,
     parse_block_size,
 )
@@ -83,6 +85,28 @@ def test_header_is_the_length_and_the_crc_of_the_body():
     assert BLOCK_HEADER_SIZE == len(header) == 8
     assert parse_block_size(header) == len(body) == int.from_bytes(header[:4], "little")
     assert int.from_bytes(header[4:], "little") == crc32(body)
+
+
+def digest(rows):
+    return digest_rows(pa.RecordBatch.from_pylist(rows, schema=STAGED_SCHEMA))
+
+
+def test_digest_is_of_the_rows_and_not_of_their_order_or_division():
+    rows = [
+        {"payload": b"a", "routing_key": "k"},
+        {"payload": b"a"},
+        {"payload": b"", "routing_key": "l"},
+        {"payload": b"b"},
+        {"payload": b"b"},
+    ]
+    whole = digest(rows)
+    assert digest(rows[::-1]) == whole
+    assert (digest(rows[:2]) + digest(rows[2:])) % DIGEST_MODULUS == whole
+    for at, change in ((0, {"routing_key": "m"}), (1, {"payload": b"c"}), (3, {"payload": b"a"})):
+        other = [row | change if number == at else row for number, row in enumerate(rows)]
+        assert digest(other) != whole
+    assert digest(rows[:4]) != whole
+    assert digest([]) == 0
 
 
 def test_every_flipped_bit_of_a_block_is_noticed():

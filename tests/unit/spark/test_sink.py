@@ -6,6 +6,7 @@ raises is followed by `abort` with every message, and later by the same batch, s
 
 import itertools
 import threading
+from contextlib import ExitStack
 
 import pyarrow as pa
 import pytest
@@ -14,11 +15,17 @@ from pyspark.sql.types import StringType, StructField, StructType
 import ister
 from fault.tier_checks import memory_directory
 from ister import failpoints, retry
-from ister.errors import DirectoryLockedError, InvalidRequestError, NotFoundError, UnavailableError
+from ister.errors import (
+    ConflictError,
+    DirectoryLockedError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+)
 from ister.partitions import partition_of
 from ister.spark import location, row_staging
 from ister.spark.options import WriteOptions
-from ister.spark.sink import StreamWriter
+from ister.spark.sink import BatchWriter, StreamWriter
 from ister.topic import batches
 from ister.topic.uploads import TopicUploads
 from ister.wire.contract import Action
@@ -34,6 +41,7 @@ from support.sinks import (
     Sink,
     crash_at,
     in_both_places,
+    make_sink,
     place_for,
 )
 from support.streams import A, B, Home
@@ -92,12 +100,81 @@ def test_batch_that_is_committed_again_is_in_once(make, there, home):
 
 
 @in_both_places()
-def test_batch_that_is_behind_the_last_one_is_known(make, there):
+def test_batch_that_is_behind_the_last_one_is_a_conflict(make, there):
+    """An older copy of the checkpoint was restored: its rows are not lost in silence."""
     for batch in range(3):
         make().run(batch, [[b"%d" % batch]])
-    make().run(1, [[b"other"]])
-    make().run(0, [[b"other"]])
+    for batch in (1, 0):
+        with pytest.raises(ConflictError, match="older than") as caught:
+            make().run(batch, [[b"other"]])
+        assert "`writer`" in caught.value.hint
     assert there.texts() == [b"0", b"1", b"2"]
+
+
+@in_both_places()
+def test_writer_has_the_numbers_of_its_name(make, there, home):
+    """Goal: after a rewound checkpoint, a new name appends; a query may continue another one."""
+    for batch in range(3):
+        make().run(batch, [[b"%d" % batch]])
+    again = make(writer="again")
+    again.run(1, [[b"1"]])
+    again.run(1, [[b"1"]])
+    make(query=OTHER, writer="again").run(1, [[b"1"]])
+    make(query=OTHER, writer="again").run(2, [[b"2"]])
+    assert there.texts() == [b"0", b"1", b"2", b"1", b"2"]
+    assert home.staged() == set()
+
+
+@pytest.mark.parametrize("where", ["directory", "broker"])
+def test_batch_that_comes_again_with_other_rows_is_said(home, monkeypatch, caplog, where):
+    with place_for(where, home) as (options, there):
+        lenient = make_sink(monkeypatch, options)
+        strict = make_sink(monkeypatch, options, replayedBatch="error")
+        lenient.run(0, [[b"a", b"b"], [b"c"]])
+        lenient.run(0, [[b"c"], [b"b", b"a"]])
+        strict.run(0, [[b"b"], [b"a", b"c"]])
+        assert "came again" not in caplog.text
+        lenient.run(0, [[b"a", b"b", b"other"]])
+        assert "came again with other payloads or keys: 3 rows were not appended" in caplog.text
+        with pytest.raises(ConflictError, match="3 rows were not appended"):
+            strict.run(0, [[b"a", b"b", b"other"]])
+        with pytest.raises(ConflictError, match="with 3 rows, and comes again with 2"):
+            lenient.run(0, [[b"a", b"b"]])
+        assert there.texts() == [b"a", b"b", b"c"]
+
+
+@pytest.mark.parametrize("name", ["job-1", "replay-1", "a/b", ""])
+def test_writer_may_not_be_called_this(name):
+    with pytest.raises(InvalidRequestError):
+        WriteOptions.parse({"topic": A, "writer": name}, is_streaming=True)
+
+
+@pytest.mark.parametrize(("name", "value"), [("writer", "w"), ("replayedBatch", "error")])
+def test_options_of_repeated_batches_are_not_for_a_batch(name, value):
+    with pytest.raises(InvalidRequestError, match="not for a batch") as caught:
+        WriteOptions.parse({"topic": A, name: value}, is_streaming=False)
+    assert "df.writeStream" in caught.value.hint
+
+
+@pytest.mark.parametrize("is_broker", [False, True])
+def test_batch_write_is_forgotten_once_it_is_in(home, is_broker):
+    """Goal: a thousand writes leave no thousand records behind."""
+    with home.open() as log:
+        log.topic(A, create=True)
+    with ExitStack() as stack:
+        if is_broker:
+            log = stack.enter_context(home.open())
+            server = stack.enter_context(FlightTopics(log))
+            enter(log, server.address)
+        options = {"config": home.remote_config() if is_broker else home.config, "topic": A}
+        parsed = WriteOptions.parse(options, is_streaming=False)
+        writer = BatchWriter(parsed, PLAIN, overwrite=False)
+        rows = pa.record_batch({"payload": pa.array([b"x", b"y"], pa.binary())})
+        writer.commit([writer.write(iter([rows]))])
+        assert [key for key in home.metadata() if "/writers/" in key] == []
+        if is_broker:
+            assert payloads(log.topic(A).read()) == [b"x", b"y"]
+    assert home.staged() == set()
 
 
 @in_both_places()

@@ -4,17 +4,20 @@ import itertools
 import json
 import logging
 import random
+import secrets
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 
 from ister import failpoints
+from ister.bucket.merge import merge_objects
 from ister.bucket.names import TopicKeys, staging_prefix
-from ister.bucket.writer_files import read_files
+from ister.bucket.writer_files import find_open_batch, read_files
 from ister.errors import (
     CommitUnknownError,
     ConflictError,
@@ -36,9 +39,10 @@ from ister.format.staged_rows import (
     encode_block,
     parse_block_size,
 )
-from ister.model import AckLevel
+from ister.model import AckLevel, Layout
 from ister.topic import batches
-from ister.topic.batches import AppendedBatch, StagedBatch, check_writer_name
+from ister.topic.batches import StagedBatch, check_writer_name
+from ister.topic.history import History
 from support.cases import each
 from support.machine import ROOT, NoThreads, Task, payloads
 from support.memory_fs import SimulatedCrash
@@ -60,6 +64,9 @@ POINTS = (
 )
 HOW = ["error", "kill", "power cut"]
 ROUNDS = scaled(60, 5_000)
+_MERGE = SimpleNamespace(
+    chunk_bytes=1 << 16, concurrent_parts=2, index_every_messages=10, layout=Layout.OBJECTS
+)
 
 
 class Desk(Site):
@@ -68,6 +75,8 @@ class Desk(Site):
     def __init__(self, **options) -> None:
         super().__init__(**options)
         self._numbers = itertools.count()
+        self.compacted = {}
+        """Offset and payload of what compaction has removed."""
 
     # -- processes --
 
@@ -129,6 +138,42 @@ class Desk(Site):
             self.objects.put(record.manifest, encode_manifest(record.files))
             self.put_record(files=None)
         return record.manifest
+
+    def compact(self, log, *, heeds_batches=True):
+        """What `compact --keep latest-per-key` does to the bucket; the number of removed rows."""
+        owned = log.topic(TEXT).tier.owned
+        found = list(owned.catalog.descriptors())
+        waits = find_open_batch(owned.catalog, owned.record.incarnation)
+        before = waits.counted_from if waits is not None and heeds_batches else owned.tiered
+        history = History(log.config, objects=self.objects, metadata=self.metadata)
+        columns = ("offset", "routing_key", "payload")
+        table = history.topic(TEXT).read_arrow(columns=columns).read_all()
+        rows = list(zip(*(column.to_pylist() for column in table.columns), strict=True))
+        latest = set({key: offset for offset, key, _ in rows if key is not None}.values())
+        stay = latest | {offset for offset, key, _ in rows if key is None}
+        removed = 0
+        for described, revision in found:
+            there = {at: said for at, _, said in rows if described.start <= at < described.end}
+            gone = there.keys() - stay
+            if described.end > before or not gone:
+                continue
+            made = merge_objects(
+                NAME,
+                [described],
+                store=self.objects,
+                settings=_MERGE,
+                format="parquet",
+                epoch=owned.epoch,
+                incarnation=owned.record.incarnation,
+                tag=secrets.token_hex(4),
+                created_at=described.created_at,
+                survives=lambda batch: pa.array([o in stay for o in batch["offset"].to_pylist()]),
+            )
+            now = self.clock.now_ns() // 1_000_000_000
+            assert owned.swap([(described, revision)], made, until=now)
+            removed += len(gone)
+            self.compacted |= {at: there[at] for at in gone}
+        return removed
 
     def rows_of_batch(self, record):
         """The payloads of the files of a begun batch, in their order."""
@@ -301,27 +346,35 @@ def test_batches_follow_each_other(desk):
     assert desk.writer_record().batch == 7
 
 
-def test_lower_number_is_known_and_said_to_be_passed_over(desk, caplog):
+def test_lower_number_is_a_conflict_that_says_what_to_do(desk):
+    """Goal: whoever restores an older checkpoint, or copies one, loses no rows unawares."""
     log = desk.process()
     ask(log, desk.stage_rows(rows_of(5), batch=5))
     ask(log, desk.stage_rows(rows_of(6), batch=6))
     ask(log, desk.stage_rows(rows_of(6), batch=6))
-    assert warnings_of(caplog) == []
     for batch in (0, 5):
-        answer = ask(log, desk.stage_rows(rows_of(batch), batch=batch))
-        assert answer == AppendedBatch(start=8, end=8, rows=0, is_known=True)
-    said = [(r.topic, r.writer, r.batch, r.newest) for r in warnings_of(caplog)]
-    assert said == [(TEXT, WRITER, 0, 6), (TEXT, WRITER, 5, 6)]
+        refuse_older(log, desk.stage_rows(rows_of(batch), batch=batch), newest=6)
     assert contents(log) == rows_of(5) + rows_of(6)
     assert desk.staged_keys() == []
+    other = desk.stage_rows(rows_of(), writer="query-1b")
+    assert not ask(log, other).is_known
+    assert contents(log) == rows_of(5) + rows_of(6) + rows_of()
 
 
-def test_lower_number_is_known_while_a_higher_one_is_not_finished(desk):
+def refuse_older(log, staged, *, newest):
+    """A request for an older batch: an error with both numbers and the way out."""
+    match = rf"batch {staged.batch} is older than .* {newest}: its {staged.rows} rows were not"
+    with pytest.raises(ConflictError, match=match) as caught:
+        log.append_staged(TEXT, staged)
+    assert "`writer`" in caught.value.hint
+    assert "new checkpoint" in caught.value.hint
+
+
+def test_lower_number_is_a_conflict_while_a_higher_one_is_not_finished(desk):
     log = desk.process()
     staged = desk.stage_rows(rows_of(5), batch=5)
     ask_and_crash(log, staged, "batch.after_rows")
-    answer = ask(log, desk.stage_rows(rows_of(4), batch=4))
-    assert answer == AppendedBatch(start=0, end=0, rows=0, is_known=True)
+    refuse_older(log, desk.stage_rows(rows_of(4), batch=4), newest=5)
     assert not ask(log, staged).is_known
     assert contents(log) == rows_of(5)
 
@@ -344,8 +397,7 @@ def test_older_batch_of_which_rows_are_in_is_finished_first(desk, visit, how):
     assert [number for _, _, number in marks(log)[1:]] == [*range(8), *range(8)]
     assert desk.staged_keys() == []
     assert ask(log, second) == replace(answer, is_known=True)
-    late = ask(log, desk.stage_rows(shuffled(rows_of())))
-    assert (late.rows, late.is_known) == (0, True)
+    refuse_older(log, desk.stage_rows(shuffled(rows_of())), newest=1)
     assert without_foreign(contents(log)) == rows_of() + rows_of(1)
 
 
@@ -360,7 +412,7 @@ def test_older_batch_of_which_no_row_is_in_is_forgotten(desk, what, how):
     assert not ask(log, desk.stage_rows(rows_of(1), batch=1)).is_known
     assert without_foreign(contents(log)) == rows_of(1)
     assert desk.writer_record().batch == 1
-    assert ask(log, desk.stage_rows(rows_of())).rows == 0
+    refuse_older(log, desk.stage_rows(rows_of()), newest=1)
     assert without_foreign(contents(log)) == rows_of(1)
     # What it had staged is nobody's now.
     grow_old(desk, log, 30 * DAY_SECONDS)
@@ -511,13 +563,14 @@ def test_all_rows_are_durable_on_return_at_any_level(desk, ack, codec):
 def test_rows_of_a_topic_that_answers_when_tiered_are_tiered_on_return(desk, count):
     """Nobody else uploads them: a process that is there for one batch has no background."""
     log = desk.process(ack="tiered", storage={"uploader": {"max_object_bytes": 4096}})
-    answer = ask(log, desk.stage_rows([row + b"." * 100 for row in rows_of(count=count)]))
+    rows = [row + b"." * 100 for row in rows_of(count=count)]
+    answer = ask(log, desk.stage_rows(rows))
     assert answer.rows == count
     assert log.topic(TEXT).watermarks.tiered == answer.end == count
     desk.lose_disk(log)
     log = desk.process("b", take_over=True)
     assert len(contents(log)) == count
-    assert ask(log, desk.stage_rows(rows_of())).is_known
+    assert ask(log, desk.stage_rows(rows)).is_known
 
 
 def test_batch_is_not_done_before_its_rows_are_tiered_where_that_is_asked_for(desk):
@@ -762,7 +815,9 @@ def test_field_that_the_older_codec_lacks_is_noticed_before_the_first_row(
     mended = shuffled(rows_of())
     assert not ask(log, desk.stage_rows(mended)).is_known
     assert contents(log) == [b"foreign", *mended]
-    assert ask(log, first).is_known
+    with pytest.raises(ConflictError, match="with 8 rows, and comes again with 9"):
+        log.append_staged(TEXT, first)
+    assert contents(log) == [b"foreign", *mended]
 
 
 @pytest.mark.parametrize("what", KEYED)
@@ -1343,6 +1398,323 @@ def test_bucket_that_does_not_answer_costs_nothing_but_time(desk, kind, monkeypa
     assert ask(log, desk.stage_rows(rows_of())).is_known
 
 
+# -- rows that jobs have removed ----------------------------------------------------------------
+
+KEYS_OF_ROWS = ("a", "b", "c", "d")
+
+
+def keyed(batch=0, *, keys=KEYS_OF_ROWS, writer=WRITER):
+    """Rows with keys."""
+    rows = rows_of(batch, len(keys), writer=writer)
+    return [{"payload": row, "routing_key": key} for row, key in zip(rows, keys, strict=True)]
+
+
+def supersede(log, keys=KEYS_OF_ROWS):
+    """Newer values of keys, by another producer."""
+    for key in keys:
+        log.topic(TEXT).append(b"foreign newer " + key.encode(), routing_key=key)
+
+
+def hand_over(desk, log, disk="b"):
+    """Another owner, which has what is in the bucket, and no local files."""
+    log.seal(TEXT)
+    log.close()
+    return desk.process(disk)
+
+
+@pytest.mark.parametrize("keys", ["abcd", "d", "ac"], ids=["all rows", "the last row", "some"])
+@pytest.mark.parametrize("is_earlier", [False, True], ids=["now", "record of an earlier version"])
+def test_batch_whose_rows_compaction_has_removed_is_known(desk, keys, is_earlier):
+    """Goal: older values never come back over newer ones, and the batch is no error for ever."""
+    log = desk.process()
+    first = ask(log, desk.stage_rows(keyed()))
+    if is_earlier:
+        desk.put_record(runs=(), digest=None)
+    supersede(log, keys)
+    log.topic(TEXT).upload()
+    assert desk.compact(log) == len(keys)
+    log = hand_over(desk, log)
+    left = contents(log)
+    assert ask(log, desk.stage_rows(shuffled(keyed()))) == replace(first, is_known=True)
+    assert contents(log) == left
+    assert left[-len(keys) :] == [b"foreign newer " + key.encode() for key in keys]
+
+
+@pytest.mark.parametrize("visit", [1, 2, 3])
+@pytest.mark.parametrize("heeds_batches", [True, False])
+def test_compaction_leaves_the_rows_of_an_open_batch(desk, visit, heeds_batches):
+    """Goal: how many rows are in is counted in the log, so that none of them may be removed.
+
+    With a compaction that does not care, the same steps append rows a second time.
+    """
+    log = desk.process()
+    supersede(log)
+    log.topic(TEXT).upload()
+    ask_and_crash(log, desk.stage_rows(keyed()), "batch.after_rows", visit)
+    log.topic(TEXT).upload()
+    supersede(log)
+    log.topic(TEXT).upload()
+    removed = desk.compact(log, heeds_batches=heeds_batches)
+    log = hand_over(desk, log)
+    ask(log, desk.stage_rows(shuffled(keyed())))
+    mine = [payload for payload in contents(log) if not payload.startswith(b"foreign")]
+    if heeds_batches:
+        assert removed == 4
+        assert mine == rows_of(count=4)
+        assert desk.compact(log) > 0
+    else:
+        assert removed == 4 + visit
+        assert mine != rows_of(count=4)
+
+
+@pytest.mark.parametrize("visit", [1, 2, 3])
+@pytest.mark.parametrize("times", [1, 3])
+def test_open_batch_is_settled_so_that_compaction_goes_on(desk, visit, times):
+    """Goal: a batch that nobody finishes does not hold up a topic for ever, and can be finished."""
+    log = desk.process()
+    ask_and_crash(log, desk.stage_rows(keyed()), "batch.after_rows", visit)
+    for number in range(times):
+        supersede(log)
+        log.topic(TEXT).upload()
+        assert desk.compact(log) == (0 if number == 0 else 4)  # those below the end of last time
+        log.topic(TEXT).tier.collect_orphans()
+        record = desk.writer_record()
+        assert (record.is_done, record.end) == (False, log.topic(TEXT).watermarks.synced)
+        assert record.runs == ((0, 0, visit),)
+        assert desk.compact(log) == (visit if number == 0 else 0)
+    log = hand_over(desk, log)
+    ask(log, desk.stage_rows(shuffled(keyed())))
+    assert without_foreign(contents(log)) == rows_of(count=4)[visit:]
+    assert desk.writer_record().is_done
+    assert ask(log, desk.stage_rows(keyed())).is_known
+
+
+def test_batch_that_is_being_appended_is_not_settled(desk):
+    log = desk.process()
+    seen = []
+
+    def collect():
+        log.topic(TEXT).upload()
+        log.topic(TEXT).tier.collect_orphans()
+        seen.append(desk.writer_record())
+
+    failpoints.arm("batch.after_rows", collect)
+    ask(log, desk.stage_rows(rows_of()))
+    failpoints.disarm()
+    assert [(record.end, record.runs) for record in seen] == [(0, ())] * 4
+    assert contents(log) == rows_of()
+
+
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_take_over_behind_a_settled_batch_takes_its_rows_away(desk, cut):
+    """Goal: what a record says about rows ends where a later owner began."""
+    log = desk.process()
+    ask_and_crash(log, desk.stage([[[row] for row in rows_of()]]), "batch.after_rows", cut)
+    log.topic(TEXT).upload()
+    log.topic(TEXT).append(b"lost")
+    log.topic(TEXT).flush()
+    log.topic(TEXT).settle_batches(desk.objects)
+    assert desk.writer_record().runs == ((0, 0, cut),)
+    desk.put_record(end=cut + 1, runs=((0, 0, cut), (cut, cut, 1)))  # a row that was not tiered
+    desk.lose_disk(log)
+    log = desk.process("b", take_over=True)
+    ask(log, desk.stage_rows(shuffled(rows_of())))
+    assert contents(log) == rows_of()
+
+
+@pytest.mark.parametrize("runs_max", [1, 2, 256])
+@pytest.mark.parametrize("tiered", range(2, 9, 2))
+def test_runs_say_how_many_rows_a_take_over_has_left(desk, monkeypatch, runs_max, tiered):
+    """Goal: the rows below the cut are those that the runs say, whatever compaction has removed."""
+    monkeypatch.setattr(batches, "_RUNS_MAX", runs_max)
+    log = desk.process()
+    visits = itertools.count(1)
+
+    def others():
+        if next(visits) * 2 == tiered:
+            log.topic(TEXT).upload()
+        log.topic(TEXT).append(b"foreign", routing_key="other")
+
+    failpoints.arm("batch.after_rows", others)
+    keys = [f"k{number}" for number in range(8)]
+    first = ask(log, desk.stage_rows(keyed(keys=keys)))
+    failpoints.disarm()
+    assert desk.writer_record().runs == ((0, 0, 2), (2, 3, 2), (4, 6, 2), (6, 9, 2))[:runs_max]
+    desk.lose_disk(log)
+    log = desk.process("b", take_over=True)
+    left = contents(log)
+    if tiered == 8:
+        assert ask(log, desk.stage_rows(keyed(keys=keys))) == replace(first, is_known=True)
+    else:
+        for _ in range(2):
+            with pytest.raises(ConflictError, match=f"{tiered} of 8 rows of batch 0"):
+                log.append_staged(TEXT, desk.stage_rows(keyed(keys=keys)))
+    assert contents(log) == left
+
+
+def test_compacted_rows_below_a_take_over_count(desk):
+    """Goal: a batch of which some rows were compacted away and others lost is not repeated."""
+    log = desk.process()
+    failpoints.arm("batch.after_rows", log.topic(TEXT).upload)
+    ask(log, desk.stage([[keyed()[:2]], [keyed()[2:3]]]))
+    failpoints.disarm()
+    ask(log, desk.stage([[keyed(1, keys="a")], [keyed(1, keys="bcd")[1:]]], batch=1))
+    supersede(log, "a")
+    log.topic(TEXT).upload()
+    assert desk.compact(log) > 0
+    desk.lose_disk(log)
+    log = desk.process("b", take_over=True)
+    left = contents(log)
+    desk.put_record(end=log.topic(TEXT).watermarks.synced + 1)  # one more message was lost
+    desk.put_record(rows=4)
+    with pytest.raises(ConflictError, match="3 of 4 rows of batch 1"):
+        log.append_staged(TEXT, desk.stage_rows(keyed(1), batch=1))
+    assert contents(log) == left
+
+
+@pytest.mark.parametrize("is_settled", [True, False])
+def test_retention_settles_an_open_batch_before_it_takes_its_rows(desk, is_settled, monkeypatch):
+    """Goal: rows of a batch that is not finished are not forgotten with the objects they were in.
+
+    Where they cannot be counted, the objects stay.
+    """
+    log = desk.process(
+        rotate_max_bytes=4096,
+        cache_capacity=1,
+        retention={"time_minutes": 0, "size_mb": 0},
+        storage={
+            "cloud": {"retention": {"time_minutes": 1}},
+            "uploader": {"max_object_bytes": 4096},
+        },
+    )
+    topic = log.topic(TEXT)
+    sent = [row + b"." * 500 for row in rows_of(count=8)]
+    staged = desk.stage([[[row] for row in sent]])
+    ask_and_crash(log, staged, "batch.after_rows", 5, before=topic.flush)
+    for number in range(60):
+        topic.append(b"foreign-%d" % number + b"." * 500)
+        topic.flush()
+    topic.upload()
+    grow_old(desk, log, DAY_SECONDS)
+    if not is_settled:
+        topic.tier.settle_batches = lambda: None
+        assert (topic.tier.expire(), topic.earliest) == (0, 0)
+        return
+    assert topic.tier.trim() > 0
+    assert topic.tier.expire() > 0
+    assert topic.earliest > 5
+    assert desk.writer_record().runs == ((0, 0, 5),)
+    ask(log, desk.stage([[[row] for row in shuffled(sent)]]))
+    assert without_foreign(contents(log)) == sent[5:]
+
+
+@pytest.mark.parametrize("rows", [7, 9])
+def test_same_number_with_another_count_of_rows_is_a_conflict(desk, rows):
+    log = desk.process()
+    ask(log, desk.stage_rows(rows_of()))
+    other = desk.stage_rows(rows_of(count=rows))
+    match = f"batch 0 of the writer 'query-1' is in the topic with 8 rows, .* {rows},"
+    with pytest.raises(ConflictError, match=match) as caught:
+        log.append_staged(TEXT, other)
+    assert "`writer`" in caught.value.hint
+    assert contents(log) == rows_of()
+    assert desk.staged_keys() == []
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_begun_batch_that_comes_with_another_count_of_rows_is_finished_first(desk, how):
+    """Goal: half a batch is never left, whatever comes after it."""
+    log = desk.process()
+    ask_and_crash(
+        log, desk.stage_rows(rows_of()), "batch.after_rows", 2, before=log.topic(TEXT).flush
+    )
+    log = end(desk, log, how)
+    for _ in range(2):
+        with pytest.raises(ConflictError, match="with 8 rows, and comes again with 5"):
+            log.append_staged(TEXT, desk.stage_rows(rows_of(count=5)))
+        assert contents(log) == rows_of()
+
+
+def digested(staged, *digests):
+    files = zip(staged.files, digests, strict=True)
+    return replace(staged, files=tuple(replace(file, digest=digest) for file, digest in files))
+
+
+@pytest.mark.parametrize("is_crash", [False, True], ids=["done", "begun"])
+def test_same_number_with_other_rows_is_said(desk, is_crash):
+    """Goal: a repeated batch with other values (now, uuid) is told from the same one."""
+    log = desk.process()
+    first = digested(desk.stage_rows(rows_of()), 3, 4)
+    if is_crash:
+        ask_and_crash(log, first, "batch.after_rows", 2)
+    else:
+        assert not ask(log, first).is_other
+    # In another order, or divided differently, the digest is the same.
+    assert not ask(log, digested(desk.stage_rows(shuffled(rows_of())), 7, 0)).is_other
+    assert ask(log, digested(desk.stage_rows(rows_of()), 3, 5)).is_other
+    # Staged by an earlier version.
+    assert not ask(log, desk.stage_rows(rows_of())).is_other
+    assert contents(log) == rows_of()
+    assert desk.writer_record().digest == 7
+
+
+@pytest.mark.parametrize("point", POINTS[1:4])
+def test_begun_batch_that_is_finished_with_its_own_rows_says_that_others_were_brought(desk, point):
+    log = desk.process()
+    ask_and_crash(log, digested(desk.stage_rows(rows_of()), 3, 4), point)
+    is_begun = bool(contents(log))
+    answer = ask(log, digested(desk.stage_rows(rows_of()), 1, 1))
+    assert (answer.is_known, answer.is_other) == (False, is_begun)
+
+
+def test_finished_batch_of_a_job_is_forgotten_once_its_driver_says_so(desk):
+    log = desk.process()
+    receipt = StagedBatch(writer=WRITER, batch=0, files=(), is_repeatable=False)
+    for _ in range(2):
+        assert ask(log, receipt).is_known
+    staged = desk.stage_rows(rows_of())
+    ask_and_crash(log, staged, "batch.after_rows")
+    ask(log, receipt)
+    assert desk.writer_record() is not None
+    ask(log, staged)
+    for _ in range(2):
+        ask(log, receipt)
+        assert desk.writer_record() is None
+    ask(log, desk.stage_rows(rows_of(1), batch=1))
+    ask(log, receipt)
+    assert desk.writer_record().batch == 1
+    assert contents(log) == rows_of() + rows_of(1)
+
+
+def test_job_that_appends_for_hours_is_not_taken_for_an_old_one(desk):
+    """Goal: whatever the grace period is, a batch that is being appended stays."""
+    log = desk.process(storage={"cloud": {"orphan_grace_minutes": 0}})
+
+    def sweep():
+        grow_old(desk, log, 3000)
+        log.topic(TEXT).tier.collect_orphans()
+
+    failpoints.arm("batch.after_rows", sweep)
+    ask(log, desk.stage_rows(rows_of(), writer="job-1"))
+    failpoints.disarm()
+    assert contents(log) == rows_of()
+    grow_old(desk, log, 3601)
+    log.topic(TEXT).tier.collect_orphans()
+    assert desk.writer_record("job-1") is None
+
+
+def test_staged_files_without_a_batch_outlive_a_grace_period_of_none(desk):
+    """Goal: tasks that stage for a commit to come are not robbed by somebody else's commit."""
+    log = desk.process(storage={"cloud": {"orphan_grace_minutes": 0}})
+    staged = desk.stage_rows(rows_of())
+    grow_old(desk, log, 3600)
+    assert log.topic(TEXT).tier.collect_orphans() == []
+    assert not ask(log, staged).is_known
+    desk.stage_rows(rows_of(1), batch=1)
+    grow_old(desk, log, 3601)
+    assert len(log.topic(TEXT).tier.collect_orphans()) == 2
+
+
 # -- other owners -------------------------------------------------------------------------------
 
 
@@ -1887,6 +2259,8 @@ class Query:
     def bring(self):
         """The rows of the next asking, mostly as many as before."""
         count = self.rng.randint(0, 9) if self.rng.random() < 0.2 else self.count
+        # Without rows, a batch that is not repeated would be a receipt.
+        count = max(count, not self.is_repeatable)
         rows = [b"%s/%d/%d" % (self.prefix, self.asked, number) for number in range(count)]
         self.rng.shuffle(rows)
         self.asked += 1
@@ -1902,7 +2276,11 @@ class Query:
 
 
 class World:
-    """Random crashes, retries, foreign messages, hand-overs; what must hold is asked at the end."""
+    """Random crashes, retries, foreign messages, hand-overs; what must hold is asked at the end.
+
+    Messages have keys, and compaction removes those that were replaced. What it has removed is kept
+    here: with that, each row has been in the topic once.
+    """
 
     def __init__(self, seed):
         self.rng = random.Random(seed)
@@ -1924,7 +2302,7 @@ class World:
     def append_foreign(self, *, waits=None):
         payload = b"foreign-%d" % next(self.sent)
         topic = self.topic()
-        topic.append(payload)
+        topic.append(payload, routing_key=self.rng.choice((None, *KEYS_OF_ROWS)))
         if self.rng.random() < 0.5 if waits is None else waits:
             topic.flush()
             self.acked.append(payload)
@@ -1941,13 +2319,29 @@ class World:
             query.newest = None
         else:
             query.orders.append(rows)
+        keyed = [[[self.with_key(row) for row in block] for block in file] for file in files]
         return self.desk.stage(
-            files, writer=query.name, batch=query.batch, is_repeatable=query.is_repeatable
+            keyed, writer=query.name, batch=query.batch, is_repeatable=query.is_repeatable
         )
+
+    def with_key(self, row):
+        """A row, with a key or without one."""
+        key = self.rng.choice((None, *KEYS_OF_ROWS)) if isinstance(row, bytes) else None
+        return row if key is None else {"payload": row, "routing_key": key}
+
+    def everything(self):
+        """Offsets and payloads of all messages, those that compaction has removed as well."""
+        there = {message.offset: message.payload for message in self.topic().read()}
+        both = there.keys() & self.desk.compacted.keys()
+        assert all(there[at] == self.desk.compacted[at] for at in both)
+        return sorted((self.desk.compacted | there).items())
+
+    def contents(self):
+        return [payload for _, payload in self.everything()]
 
     def look(self, query):
         """Finds out what a batch has to be: a row that is in the topic has decided that."""
-        found = query.mine(contents(self.log))
+        found = query.mine(self.contents())
         query.is_looked_at = True
         if not found:
             assert query.pinned is None, f"rows of {query.prefix} are lost"
@@ -2021,11 +2415,23 @@ class World:
             self.repair()
             self.crashes["bad row"] += isinstance(error, InvalidRequestError)
             query.is_looked_at = False
+            if isinstance(error, ConflictError):
+                # The batch is what it was before; this one had another number of rows.
+                assert "comes again with" in error.message, error
+                self.crashes["other count"] += 1
+                found = self.contents()
+                self.crashes["carried on"] += query.settle(found)
+                rows = query.mine(found)
+                assert rows in query.orders
+                assert len(rows) != staged.rows
+                query.done.append(rows)
+                query.begin()
+                return
             if isinstance(error, SimulatedCrash) or self.rng.random() < 0.5:
                 self.end()
             if not query.is_repeatable and self.is_in(query):
                 # It is in, and nobody remembers it: such a batch is not asked for again.
-                found = contents(self.log)
+                found = self.contents()
                 self.crashes["carried on"] += query.settle(found)
                 query.done.append(query.mine(found))
                 query.begin()
@@ -2043,13 +2449,13 @@ class World:
         if self.desk.writer_record(query.name) is not None:
             return False
         self.look(query)
-        found = query.mine(contents(self.log))
+        found = query.mine(self.contents())
         if found:
             assert found == query.pinned
         return found in query.orders
 
     def finish(self, query, answer):
-        found = [(m.offset, m.payload) for m in self.topic().read()]
+        found = self.everything()
         rows = query.mine(payload for _, payload in found)
         self.crashes["carried on"] += query.settle([payload for _, payload in found])
         assert rows in query.orders, f"{query.prefix}: {rows}"
@@ -2064,15 +2470,21 @@ class World:
         at = [offset for offset, payload in found if payload in set(rows)]
         assert all(answer.start <= offset < answer.end for offset in at)
         if query.is_repeatable and self.rng.random() < 0.4:
-            again = self.log.append_staged(TEXT, self.stage(query))
-            assert again == replace(answer, is_known=True)
-            assert query.mine(contents(self.log)) == rows
+            staged = self.stage(query)
+            if staged.rows == answer.rows:
+                again = self.log.append_staged(TEXT, staged)
+                assert again == replace(answer, is_known=True)
+            else:
+                with pytest.raises(ConflictError, match="comes again with"):
+                    self.log.append_staged(TEXT, staged)
+            assert query.mine(self.contents()) == rows
         query.done.append(rows)
         query.begin()
 
-    def end(self):
+    def end(self, how=None):
         """The process ends in some way, and another one begins."""
-        how = self.rng.choice(("kill", "kill", "power", "power", "close", "hand over", "new disk"))
+        ways = ("kill", "kill", "power", "power", "close", "hand over", "new disk")
+        how = self.rng.choice(ways) if how is None else how
         desk, log = self.desk, self.log
         self.crashes[how] += 1
         if how == "kill":
@@ -2099,15 +2511,58 @@ class World:
         grow_old(self.desk, self.log, 30 * DAY_SECONDS)
         self.crashes["swept"] += len(self.log.topic(TEXT).tier.collect_orphans())
 
+    def compact(self):
+        """Messages that were replaced go, where no batch needs them."""
+        self.topic().upload()
+        self.crashes["compacted"] += self.desk.compact(self.log)
+        if self.rng.random() < 0.7:
+            # Local files would still have what is gone.
+            self.end("hand over")
+            for query in self.queries:
+                self.restore(query)
+
+    def restore(self, query):
+        """An older copy of a checkpoint is put back: nothing of it is appended, in no case."""
+        record = self.desk.writer_record(query.name)
+        if record is None or (record.batch == 0 and not record.is_done):
+            return
+        newest = record.batch - (not record.is_done)
+        batch = self.rng.randint(max(0, newest - 2), newest)
+        count = self.rng.choice((record.rows, self.rng.randint(0, 5)))
+        rows = [b"restored-%d" % number for number in range(count)]
+        staged = self.desk.stage([[rows]], writer=query.name, batch=batch)
+        before = self.contents()
+        if batch == record.batch and staged.rows == record.rows:
+            assert self.log.append_staged(TEXT, staged).is_known
+        else:
+            with pytest.raises(ConflictError, match=r"older than|comes again with"):
+                self.log.append_staged(TEXT, staged)
+            self.crashes["restored"] += 1
+        assert self.contents() == before
+
+    def copy(self, query):
+        """A checkpoint is copied, and goes on under another name: all of it is appended."""
+        if len(self.queries) < 4:
+            copied = Query(f"copy{len(self.queries)}", self.rng)
+            copied.batch = query.batch
+            self.queries.append(copied)
+            self.crashes["copied"] += 1
+
     def turn(self):
         choice = self.rng.random()
         if choice < 0.6:
             self.ask(self.rng.choice(self.queries))
         elif choice < 0.8:
             self.append_foreign()
-        elif choice < 0.85:
+        elif choice < 0.81:
             self.topic().upload()
-        elif choice < 0.9:
+        elif choice < 0.85:
+            self.compact()
+        elif choice < 0.87:
+            self.restore(self.rng.choice(self.queries))
+        elif choice < 0.88:
+            self.copy(self.rng.choice(self.queries))
+        elif choice < 0.92:
             self.sweep()
         else:
             self.end()
@@ -2122,12 +2577,12 @@ class World:
                     break
                 self.ask(query)
             assert query.batch != batch, "an asking never succeeds"
-        found = contents(self.log)
+        found = self.contents()
         expected = Counter(row for query in self.queries for rows in query.done for row in rows)
         rows = without_foreign(found)
         assert Counter(rows) == expected
         for query in self.queries:
-            mine = [row for row in rows if row.startswith(query.name.encode())]
+            mine = [row for row in rows if row.startswith(query.name.encode() + b"/")]
             assert mine == [row for rows in query.done for row in rows]
         foreign = [payload for payload in found if payload.startswith(b"foreign")]
         assert len(foreign) == len(set(foreign))
@@ -2161,5 +2616,6 @@ def test_random_crashes_and_retries_end_in_every_row_once(monkeypatch):
         crashes += world.crashes
     print(dict(crashes))
     assert all(crashes[point] for point in POINTS), "a step was never interrupted"
-    for what in ("lost answer", "bad row", "went on", "began anew", "swept", "left", "carried on"):
+    wanted = ("lost answer", "bad row", "went on", "began anew", "swept", "left", "carried on")
+    for what in (*wanted, "compacted", "restored", "copied", "other count"):
         assert crashes[what], f"not one: {what}"

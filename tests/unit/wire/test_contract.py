@@ -18,7 +18,7 @@ from ister.errors import (
     TopicNameError,
     UnsupportedVersionError,
 )
-from ister.format.manifest import StagedFile
+from ister.format.manifest import StagedFile, decode_manifest, encode_manifest
 from ister.model import AckLevel, Codec
 from ister.topic.batches import AppendedBatch, StagedBatch
 from ister.wire.contract import (
@@ -279,6 +279,24 @@ def test_bytes_of_version_1_stay_what_they_are():
         b'{"version":1,"topic":"/default/orders","incarnation":"a","earliest":0,"trimmed":1,'
         b'"tiered":2,"synced":3,"written":4,"next":5,"codec":"bincode2","ack":"synced"}'
     )
+
+
+@pytest.mark.parametrize("is_other", [True, False])
+def test_result_of_a_batch_arrives_also_from_an_older_broker(is_other):
+    appended = AppendedBatch(start=1, end=4, rows=2, is_known=True, is_other=is_other)
+    sent = encode_appended(appended)
+    assert decode_appended(sent) == appended
+    assert (b'"other"' in sent) == is_other
+
+
+def test_digest_of_a_file_arrives():
+    files = tuple(
+        StagedFile(key=f"staging/shared.files/q/{n}", rows=1, size_bytes=1, position=0, digest=n)
+        for n in (None, 0, 7)
+    )
+    sent = AppendStaged(topic=TOPIC, staged=StagedBatch(writer="q", batch=0, files=files))
+    assert AppendStaged.from_json(sent.to_json()) == sent
+    assert decode_manifest(encode_manifest(files), key="m") == files
 
 
 def a_batch(key="staging/default/orders/query/7/part-0", **fields):

@@ -26,6 +26,7 @@ COLUMNS: Final = (
     ("new_bytes", "new size"),
     ("removed_messages", "messages removed"),
     ("skipped", "skipped"),
+    ("waits", "waits"),
 )
 """What the report's table shows: (field, title)."""
 

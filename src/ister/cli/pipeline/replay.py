@@ -181,7 +181,7 @@ def _print_more(more: JsonObject) -> None:
     if sample is not None:
         print_sample(sample)
     if more.get("state") == "already done":
-        print("already done: nothing was replayed")
+        print("already done: 0 messages were replayed")
     if more.get("hint"):
         print(more["hint"])
 

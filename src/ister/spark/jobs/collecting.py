@@ -35,7 +35,7 @@ from typing import Final
 
 from ister import failpoints
 from ister.bucket.express_collection import collect_express
-from ister.bucket.orphans import collect_unowned, sweep_staging
+from ister.bucket.orphans import GRACE_SECONDS_MIN, collect_unowned, sweep_staging
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.pipeline import PipelineKeys
 from ister.bucket.retention import expire, list_known, plan_expiry
@@ -71,8 +71,6 @@ _log = logging.getLogger("ister.spark.jobs.collecting")
 
 # About what the check of a topic costs: tasks get some dozens of topics each.
 _LOOK_WEIGHT: Final = MIB
-# Jobs commit what their tasks have made within minutes, and no part takes this long to write.
-_GRACE_SECONDS_MIN: Final = 3600
 
 
 def gc(
@@ -197,7 +195,7 @@ class _Collection:
         self._grace_seconds: float = storage.cloud.orphan_grace_minutes * 60
         if job.keys.has_jobs(job.store, besides=job.fence.key):
             # Their objects have no descriptors until they are committed.
-            self._grace_seconds = max(self._grace_seconds, _GRACE_SECONDS_MIN)
+            self._grace_seconds = max(self._grace_seconds, GRACE_SECONDS_MIN)
 
     def run(self, topics: Sequence[str], *, is_everything: bool) -> None:
         """Checks all topics, and collects in those with something to remove."""
@@ -339,9 +337,10 @@ class _Collection:
             size_mb=retention.size_mb,
             correct_ms=self._clock.correct_ms,
         )
+        removed = len(planned)
         if not job.dry_run:
-            expire(owned, self._objects, planned, metrics=job.metrics)
-        job.report.add(topic, expired=len(planned))
+            removed = expire(owned, self._objects, planned, metrics=job.metrics)
+        job.report.add(topic, expired=removed)
 
     def _collect_orphans(self, topic: str, owned: OwnedTopic) -> None:
         job = self._job
@@ -374,7 +373,7 @@ class _Collection:
         if job.dry_run:
             return  # the store cannot list them without removing them
         try:
-            removed = self._objects.remove_stale_parts(max(self._grace_seconds, _GRACE_SECONDS_MIN))
+            removed = self._objects.remove_stale_parts(max(self._grace_seconds, GRACE_SECONDS_MIN))
         except IsterError as error:
             job.report.fail(error)
         else:

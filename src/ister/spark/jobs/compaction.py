@@ -13,6 +13,8 @@ Invariants:
 - a topic has the same messages at the same offsets before and after, except for those that
   `latest-per-key` removes: each has a later message of its key that stays, or the key's last
   message is an expired tombstone;
+- `latest-per-key` removes no message that may be a row of an open batch (`find_open_batch`), and no
+  producer's newest one, by which its next ones are told from those that come again;
 - an object becomes part of a topic only while the job's lease is valid, the descriptors that it
   replaces are those that were merged, and it is in the bucket with its size;
 - groups that lose messages are swapped in the order of offsets. A tombstone goes after all other
@@ -45,6 +47,7 @@ from ister.bucket.compaction_plan import MergeGroup, PlanSettings, plan_compacti
 from ister.bucket.express_collection import stays_by_age
 from ister.bucket.names import object_key, staging_prefix
 from ister.bucket.ownership import OwnedTopic
+from ister.bucket.writer_files import OpenBatch, find_open_batch
 from ister.config import Keep, ObjectFormat
 from ister.errors import (
     CorruptDataError,
@@ -178,7 +181,8 @@ def compact(
 
     Returns:
         For each topic `objects` and `bytes` that were merged, the number and size of new objects
-        (`merged`, `new_bytes`), `removed_messages`, and groups that changed meanwhile (`skipped`).
+        (`merged`, `new_bytes`), `removed_messages`, groups that changed meanwhile (`skipped`), and
+        the unfinished batch for which `latest-per-key` leaves messages alone (`waits`).
         A failing topic is in `errors`; others go on.
 
     Raises:
@@ -238,6 +242,8 @@ class _TopicPlan:
     everything: list[tuple[ObjectDescriptor, int]]
     """All objects, without the indexes of frames, each with its key's revision."""
     groups: list[_PlannedGroup] = field(default_factory=list)
+    waits: OpenBatch | None = None
+    """The open batch whose rows, and everything above them, stay."""
 
 
 @dataclass(slots=True)
@@ -252,6 +258,11 @@ class _PlannedGroup:
     """What stays; None for everything."""
     result: Done[MergeItem, ObjectDescriptor] | None = None
     """Its task's result, while an earlier group is awaited."""
+
+    @property
+    def end(self) -> int:
+        """The offset after its last message."""
+        return self.old[-1][0].end
 
     @property
     def size_bytes(self) -> int:
@@ -332,6 +343,8 @@ class _Compaction:
         merged = {group.start for group in groups}
         if removes:
             groups = _with_the_rest(topic, descriptors, groups)
+            # After the objects: a batch that begins from here on is above all of them.
+            plan.waits = find_open_batch(owned.catalog, owned.record.incarnation)
         revisions = {id(described): revision for described, revision in everything}
         plan.groups = [
             _PlannedGroup(
@@ -359,6 +372,7 @@ class _Compaction:
                 job.place,
                 [_keyed(plan) for plan in plans],
                 tombstones_before_ms=before_ms,
+                now_ms=job.clock.now_ns() // 1_000_000,
                 run=None if job.dry_run else self._staged_name,
             )
             job.progress.advance(total)
@@ -372,7 +386,14 @@ class _Compaction:
             if plan.name in found.uncounted:
                 job.report.of(plan.name)["skipped"] = _UNCOUNTED
             for group, stays in zip(plan.groups, latest, strict=True):
-                group.latest = stays if stays.removed else None
+                waits = plan.waits
+                if waits is not None and stays.removed and waits.counted_from < group.end:
+                    job.report.of(plan.name)["waits"] = (
+                        f"messages from offset {waits.counted_from} on stay: batch {waits.batch} "
+                        f"of the writer {waits.writer} is not finished"
+                    )
+                elif stays.removed:
+                    group.latest = stays
             plan.groups = [
                 group for group in plan.groups if group.latest is not None or group.is_merge
             ]

@@ -10,6 +10,9 @@ Does not own: which objects are rewritten, the rewriting, the commit.
 
 A message without a routing key always stays. Of those with the same key the one with the highest
 offset stays, unless it is a tombstone (an empty payload) that was published before a given time.
+And of each producer that numbers its messages the newest one stays, whatever its key: the topic's
+owner tells from it whether a message comes again (`ister.topic.dedup`). A producer without a
+message in an object of the last day has been silent for too long.
 
 Only keys and offsets leave the Python workers: two numbers and a key for each key of a part of an
 object, then a number for each message that stays. Memory: a task holds one chunk of messages and a
@@ -45,6 +48,7 @@ from ister.spark.jobs.job_report import ErrorFields, error_as_fields
 from ister.spark.jobs.runners import LocalRunner, TaskRunner, map_bundles
 from ister.spark.location import Place
 from ister.topic.columns import Decoders
+from ister.topic.dedup import find_sequenced
 from ister.topic.history import HistoryTopic
 
 STAGED_PREFIX: Final = "compact-"
@@ -58,6 +62,8 @@ _OFFSET_BYTES: Final = 8
 # What `at` of a row is that is not about an object as a whole.
 _KEYED: Final = -1
 _FAILED: Final = -2
+_PRODUCER: Final = -3
+_PRODUCER_MS: Final = 24 * 3_600_000
 
 _STAYS: Final = f"at != {_KEYED} OR code % 2 = 0"
 # A dry run without Spark holds the keys of a topic in memory.
@@ -132,6 +138,8 @@ class _Search:
     topics: tuple[KeyedTopic, ...]
     """Without their objects, of which each task gets its own."""
     tombstones_before_us: int
+    producers_after_ms: int
+    """Objects that are older than this have no message of a producer that may send one again."""
     run: str | None
     """Under which name to stage; None to count only."""
 
@@ -163,6 +171,7 @@ def find_latest(
     topics: Sequence[KeyedTopic],
     *,
     tombstones_before_ms: int,
+    now_ms: int,
     run: str | None,
 ) -> Found:
     """Searches topics for the messages that stay.
@@ -172,6 +181,7 @@ def find_latest(
         place: Where the objects are.
         topics: Which ones.
         tombstones_before_ms: Tombstones published before this go.
+        now_ms: The time.
         run: Under which name offsets are staged, unlike any other run's; None to count only.
 
     Raises:
@@ -181,6 +191,7 @@ def find_latest(
         place=place,
         topics=tuple(replace(topic, objects=()) for topic in topics),
         tombstones_before_us=tombstones_before_ms * 1000,
+        producers_after_ms=now_ms - _PRODUCER_MS,
         run=run,
     )
     uncounted: frozenset[str] = frozenset()
@@ -314,6 +325,10 @@ def _scan_object(
     can_expire = earliest_us < search.tombstones_before_us
     if can_expire:
         columns += ["publish_time", "payload"]
+    arrived_ms = described.arrived_ms
+    if has_producers := arrived_ms is None or arrived_ms >= search.producers_after_ms:
+        columns += ["producer_id", "producer_name"]
+    newest: dict[str, int] = {}
     rows = keyed = waiting = 0
     tables: list[pa.Table] = []
     part = ObjectPart.of(keyed_topic.name, described, described.start, described.end)
@@ -323,6 +338,8 @@ def _scan_object(
         keyed += batch.num_rows - batch.column("routing_key").null_count
         tables.append(_codes(batch, search.tombstones_before_us if can_expire else None))
         waiting += batch.num_rows
+        if has_producers:
+            newest |= _newest(batch)
         if waiting >= _KEYS_AT_ONCE:
             yield from _highest(number, tables)
             tables, waiting = [], 0
@@ -337,7 +354,22 @@ def _scan_object(
             hint="`ister pipeline scrub` says what is wrong with it",
         )
     yield from _highest(number, tables)
+    if newest:
+        codes = pa.array([2 * offset for offset in newest.values()], pa.int64())
+        yield _found(number, pa.array(newest, pa.string()), _PRODUCER, codes)
     yield _found(number, pa.nulls(1, pa.string()), described.start, pa.array([keyed], pa.int64()))
+
+
+def _newest(batch: pa.RecordBatch) -> dict[str, int]:
+    """The highest offset of each producer that numbers its messages, of those with a key."""
+    is_sequenced = find_sequenced(batch.column("producer_id"))
+    rows = batch.filter(pc.and_(is_sequenced, batch.column("routing_key").is_valid()))
+    if not rows.num_rows:
+        return {}
+    table = pa.table({name: rows.column(name) for name in ("producer_name", "offset")})
+    highest = table.group_by("producer_name", use_threads=False).aggregate([("offset", "max")])
+    names, offsets = highest["producer_name"].to_pylist(), highest["offset_max"].to_pylist()
+    return dict(zip(names, offsets, strict=True))
 
 
 def _codes(batch: pa.RecordBatch, tombstones_before_us: int | None) -> pa.Table:
@@ -389,8 +421,9 @@ def _assign(search: _Search, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.R
         topics = np.asarray(batch.column("topic"))
         at = np.asarray(batch.column("at"))
         code = np.asarray(batch.column("code"))
-        offsets = np.where(at == _KEYED, code >> 1, at)
-        values = np.where(at == _KEYED, code >> 1, -1 - code)
+        is_offset = (at == _KEYED) | (at == _PRODUCER)
+        offsets = np.where(is_offset, code >> 1, at)
+        values = np.where(is_offset, code >> 1, -1 - code)
         numbers = -1 - topics
         is_wanted = at == _FAILED
         for topic in np.unique(topics):
@@ -450,6 +483,7 @@ class _StagedGroup:
         self._search = search
         self._keyed = 0
         self._stay = 0
+        self._last = -1
         self._path: str | None = None
         self._writer: ObjectWriter | None = None
 
@@ -458,6 +492,9 @@ class _StagedGroup:
         counts = values[values < 0]
         self._keyed += int((-1 - counts).sum())
         offsets = values[values >= 0]
+        # One may be the latest of its key and its producer's newest.
+        offsets = offsets[np.diff(offsets, prepend=self._last) > 0]
+        self._last = int(offsets[-1]) if len(offsets) else self._last
         self._stay += len(offsets)
         if not len(offsets) or self._search.run is None:
             return

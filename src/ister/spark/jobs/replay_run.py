@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from ister import failpoints
 from ister.bucket.names import TopicKeys
+from ister.bucket.orphans import REPLAY_PREFIX
 from ister.errors import (
     CommitUnknownError,
     ConflictError,
@@ -128,7 +129,7 @@ class ReplayRun:
             self._show(head)
             return
         name = request.name_for(head.incarnation)
-        self._writer = f"replay-{name}"
+        self._writer = f"{REPLAY_PREFIX}{name}"
         target = job.catalog(request.target).record()
         is_there = target is not None and target[0].is_open
         if not is_there and not request.is_created:
@@ -283,17 +284,25 @@ class ReplayRun:
         self._save_plan(
             key, replay_plan.finish(made, incarnation=found[0].incarnation, messages=messages)
         )
+        # From here on the plan says that everything is in.
+        newest = max(len(made.chunks) - 1, 0)
+        self._committer().forget(self._request.target, self._writer, newest)
 
     def _report_done(self, made: ReplayPlan, head: Head) -> None:
         report = self._job.report
         report.more["state"] = "already done"
+        hint = (
+            f"messages {made.start} to {made.end} were replayed under this name before; another "
+            "--name replays them again, for example with a changed function, and appends the result"
+        )
         newer = head.end - made.end
         if self._request.end in (None, "latest") and newer > 0:
             report.more["newer_messages"] = newer
-            report.more["hint"] = (
-                f"the source has {newer} messages after the replay's end: --from {made.end}"
+            hint += (
+                f". The source has {newer} messages after the replay's end: --from {made.end}"
                 + (", and another --name" if self._request.name is not None else "")
             )
+        report.more["hint"] = hint
 
     def _find_next(self, incarnation: str | None) -> int:
         """Returns the first chunk that may not be in the target."""
@@ -402,11 +411,7 @@ class ReplayRun:
         failpoints.reach("pipeline.before_commit")
         rows = sum(file.rows for file in staged.files)
         if rows:
-            committer = Committer(
-                place=self._place,
-                creates=self._request.is_created,
-                timeout_seconds=_TIMEOUT_SECONDS,
-            )
+            committer = self._committer()
             batch = StagedBatch(writer=self._writer, batch=staged.number, files=staged.files)
             # A batch that was begun is finished when it is requested again.
             appended = retry_unavailable(
@@ -419,6 +424,13 @@ class ReplayRun:
             target, chunks=1, messages=rows, bytes=staged.bytes, messages_read=staged.read
         )
         job.progress.advance(staged.bytes, f"chunk {staged.number}")
+
+    def _committer(self) -> Committer:
+        return Committer(
+            place=self._place,
+            creates=self._request.is_created,
+            timeout_seconds=_TIMEOUT_SECONDS,
+        )
 
     # -- a dry run --------------------------------------------------------------------------
 

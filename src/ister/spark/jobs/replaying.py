@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from ister.bucket.orphans import REPLAY_PREFIX
 from ister.bucket.pipeline import PipelineKeys
 from ister.clock import SystemClock
 from ister.errors import ConflictError, InvalidRequestError, InvariantError, IsterError
@@ -220,7 +221,7 @@ class ReplayRequest:
         if transform is not None and sql is not None:
             raise InvalidRequestError("both a transform and SQL are given", hint="pass one of them")
         if name is not None:
-            check_writer_name(f"replay-{name}")
+            check_writer_name(f"{REPLAY_PREFIX}{name}")
         found: Callable[..., object] | TransformSource | None
         if isinstance(transform, str):
             found = parse_transform(transform)

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import duckdb
+import pyarrow as pa
 import pytest
 
 import ister
@@ -23,14 +24,22 @@ from integration.spark_topics import (
 from ister import failpoints
 from ister.bucket.names import object_key, objects_prefix
 from ister.bucket.ownership import OwnedTopic
-from ister.errors import CorruptDataError, InvalidRequestError, NotFoundError, UnavailableError
+from ister.errors import (
+    ConflictError,
+    CorruptDataError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+)
 from ister.format.descriptor import encode_descriptor
+from ister.format.records import WriterRecord, encode_writer
 from ister.metadata.base import Delete, Put
-from ister.model import Codec, TopicName
+from ister.model import Codec, StreamMessage, TopicName
 from ister.spark.jobs import compaction
 from ister.spark.jobs.compaction import CompactSettings, compact
 from ister.spark.jobs.job_report import error_as_fields
 from ister.spark.jobs.tasks import Done
+from ister.topic.dedup import SequencedTopic
 from support.cases import case
 from support.spark_here import SparkHere
 
@@ -170,6 +179,83 @@ def test_merged_object_is_as_old_as_its_newest_part(stage):
             assert topic.tier.owned.replace(described, aged, revision)
     stage.compact()
     assert [described.created_at for described in stage.descriptors()] == [1_700_000_003]
+
+
+@pytest.mark.parametrize("counted_from", [0, 40, 60, 120])
+def test_messages_that_may_be_rows_of_an_open_batch_stay(stage, counted_from):
+    """Goal: the rows of a batch that is not done are counted in the log, and so not removed."""
+    with stage.place.open() as log:
+        topic = log.topic(A, create=True)
+        for _ in range(3):
+            for _ in range(40):
+                topic.append(b"x", routing_key="k")
+            topic.upload()
+        owned = topic.tier.owned
+        record = WriterRecord(
+            batch=7,
+            is_done=False,
+            start=0,
+            end=counted_from,
+            rows=9,
+            manifest="m",
+            epoch=1,
+            incarnation=owned.record.incarnation,
+            updated_at=0,
+        )
+        key = owned.catalog.keys.writer("query")
+        owned.catalog.store.put(key, encode_writer(record))
+    report = stage.compact(format="parquet", keep="latest-per-key", min_objects=100)
+    whole = counted_from // 40
+    assert len(stage.rows()) == (1 if whole == 3 else 120 - whole * 40)
+    said = topic_of(report).get("waits", "")
+    assert ("batch 7 of the writer query" in said) == (counted_from < 120)
+    with stage.place.open() as log:
+        owned = log.topic(A).tier.owned
+        owned.catalog.store.put(key, encode_writer(replace(record, is_done=True)))
+    stage.compact(format="parquet", keep="latest-per-key", min_objects=100)
+    assert len(stage.rows()) == 1
+
+
+def test_sequences_of_producers_outlive_compaction(stage):
+    """Goal: what a producer sends again is known, although newer values have replaced it.
+
+    `p` sends five messages, of which the last two are not answered, `q` one; other messages
+    with the same keys come after them. Then the topic has another owner, without local files.
+    """
+    with stage.place.open() as log:
+        topic = log.topic(A, create=True)
+        sequenced = SequencedTopic(topic)
+
+        def send(producer, sequence, *, epoch=0):
+            message = StreamMessage(payload=b"%d" % sequence, routing_key="k")
+            return sequenced.append_record(
+                message, producer=producer, epoch=epoch, sequence=sequence
+            )
+
+        sent = {("p", number): send("p", number) for number in range(3)}
+        sent["q", 0] = send("q", 0)
+        sent |= {("p", number): send("p", number) for number in (3, 4)}
+        send("r", 0, epoch=1)
+        for _ in range(5):
+            # A row of a batch, whose ids are any numbers.
+            row = pa.record_batch({"payload": [b"newer"], "routing_key": ["k"]})
+            topic.append_arrow(row, producer_id=(1 << 64) - 1)
+        topic.upload()
+        topic.append(b"other", routing_key="other")
+        log.seal(A)
+    report = stage.compact(format="parquet", keep="latest-per-key", min_objects=100)
+    assert topic_of(report)["removed_messages"] == 8
+    assert len(stage.rows()) == 5
+    with stage.place.open() as log:
+        sequenced = SequencedTopic(log.topic(A))
+        for number in (4, 3, 2, 0):
+            assert send("p", number) == sent["p", number]
+        assert send("q", 0) == sent["q", 0]
+        with pytest.raises(ConflictError, match="replaced"):
+            send("r", 0)
+        with pytest.raises(ConflictError, match="left out"):
+            send("p", 6)
+        assert send("p", 5) == send("p", 5) == 13
 
 
 def test_dry_run_says_what_would_be_done_and_changes_nothing(stage):

@@ -66,6 +66,7 @@ def search(place, names, *, before_hours=0, groups=None, run="compact-x"):
         place=find_place(place.config),
         topics=tuple(topics),
         tombstones_before_us=(PUBLISHED_MS + before_hours * HOUR_MS) * 1000,
+        producers_after_ms=0,
         run=run,
     )
 
@@ -193,6 +194,7 @@ def find_here(place, found):
         found.place,
         found.topics,
         tombstones_before_ms=found.tombstones_before_us // 1000,
+        now_ms=PUBLISHED_MS,
         run=found.run,
     )
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+import ister
 from integration.spark_topics import SparkPlace, without_spark
 from ister.errors import ConflictError, InvalidRequestError
 from ister.spark.jobs.replaying import ReplayRequest, replay
@@ -85,7 +86,17 @@ def test_the_same_replay_is_done_already(place, change):
     report = again(place, **change)
     assert report.ok, report.errors
     assert report.more["state"] == "already done"
+    assert "another --name replays them again" in report.more["hint"]
+    assert report.total("messages") == 0
     assert len(place.payloads(B)) == 10
+
+
+def test_finished_replay_leaves_no_record_of_its_writer(place):
+    """The plan says that it is done."""
+    again(place)
+    with ister.open_history(place.config) as history:
+        catalog = history.topic(B).catalog
+        assert catalog.store.range(catalog.keys.writer("")) == []
 
 
 @each(
