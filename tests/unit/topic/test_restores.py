@@ -12,10 +12,12 @@ from ister.errors import (
     CorruptDataError,
     IsterError,
     StoresDifferError,
+    UnavailableError,
     WaitsForDiskError,
 )
 from ister.fs.whole_files import write_file
 from ister.model import TopicName, TopicState
+from ister.topic import stores
 from ister.topic.log import Log
 from ister.topic.metadata_trust import MetadataTrust
 from ister.topic.topic import Topic
@@ -257,6 +259,28 @@ def test_running_process_remembers_the_revisions_that_it_saw(site):
     log.close()
     site.clock.advance(TTL_SECONDS + 1)
     assert is_noticed_or_whole(go_on(site.open_diskless()), acked)
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["bucket answers", "bucket is away"])
+def test_process_that_closed_what_it_did_not_upload_again_has_not_ended_whole(
+    site, answers, monkeypatch
+):
+    """The older catalog lacks objects that only the files of a process have, which then closes."""
+    log = site.open()
+    topic = made(log, ack="tiered")
+    acked = send(topic, 5, "first")
+    backup = MetadataBackup.of(site.metadata)
+    acked += send(topic, 10, "second")
+    end(site, log)
+    backup.put_back(site.metadata, bump=1000)
+    site.clock.advance(TTL_SECONDS + 1)
+    log = site.open()
+    if not answers:
+        monkeypatch.setattr(stores, "newest_terms", Mock(side_effect=UnavailableError("away")))
+    made(log)
+    monkeypatch.undo()
+    log.close()
+    assert is_noticed_or_whole(go_on(site.open("b")), acked)
 
 
 def test_idle_mark_that_was_put_back_proves_nothing(site):
