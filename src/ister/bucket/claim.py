@@ -510,11 +510,15 @@ class _Claimant:
         epoch = known.epoch + 1
         claimed = replace(known, epoch=epoch, claim=claim, acked_end=None, acked_epoch=0)
         if known.node == node and not (seen is not None and seen.gives_up):
+            if known.ack is AckLevel.TIERED and known.acked_epoch == known.epoch:
+                # The files still have more than the bucket.
+                claimed = replace(claimed, acked_end=known.acked_end, acked_epoch=epoch)
             return claimed
         tiered = _tiered(self.catalog)
-        may_continue = self.take_over or known.ack is AckLevel.TIERED
+        is_whole = known.is_whole(tiered)
+        may_continue = self.take_over or (is_whole and known.ack is AckLevel.TIERED)
         if seen is None or not seen.is_distrusted:
-            may_continue = may_continue or sealed is not None or known.is_whole(tiered)
+            may_continue = may_continue or is_whole or sealed is not None
         if known.lineage and not may_continue:
             raise WaitsForDiskError(
                 f"the topic was last written by node {known.node}, which has not handed it over",

@@ -235,6 +235,30 @@ def test_accepting_on_a_second_node_keeps_what_its_predecessor_uploaded(site):
     assert go_on(site.open())[:11] == [*acked, b"here"]
 
 
+def test_accepting_waits_for_files_whose_uploads_were_put_back(site):
+    """Metadata and bucket are older than what was acknowledged at `tiered`; the files have it."""
+    log = site.open()
+    made(log, ack="tiered")
+    metadata, bucket = MetadataBackup.of(site.metadata), BucketBackup.of(site.objects)
+    log.close()
+    log = site.open()
+    acked = send(made(log), 5, "first")
+    end(site, log)
+    metadata.put_back(site.metadata)
+    bucket.put_back(site.objects)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert accept(site, "a") == "accepted"
+    accept(site, "b")
+    log = site.open()
+    made(log)
+    log.close()  # it has not uploaded them again
+    log = site.open("b")
+    with pytest.raises(WaitsForDiskError):
+        made(log)
+    log.close()
+    assert go_on(site.open())[:5] == acked
+
+
 def test_topic_that_the_metadata_does_not_have_is_accepted(site):
     """The metadata is older than the topic, and the bucket has its term."""
     log = site.open()
