@@ -18,9 +18,10 @@ test, by searching for the payloads in the bytes of the stores:
   its disk is read at its offset, or reading it fails with an error;
 - said: a topic whose newest messages went with its files does not acknowledge again, if its
   record, or the files that are left, prove that there were more;
-- accepted: after `ister metadata accept` each topic can be used, and everything that the stores
-  still hold of it is readable; unless another acknowledged message, of another topic of that
-  name, has its offset.
+- accepted: after `ister metadata accept` each topic can be used, or its refusal names copies to
+  choose from; and everything that the stores still hold of it is readable, unless another
+  acknowledged message, of another topic of that name, has its offset, or a take-over was needed
+  and has set its file aside: what the bucket has lost is not taken from such files.
 
 What cannot be detected is excluded, and nothing else (docs/DURABILITY.md): a term that no store
 that is left knows of; messages that no store has any more, unless files alone were put back to an
@@ -72,6 +73,8 @@ REFUSALS: Final = (
     CorruptDataError,
     OffsetOutOfRangeError,
 )
+_CHOICES: Final = ("different messages", "files without a checkpoint")
+"""What an accepted topic is refused for: an operator has to choose between its copies."""
 _ROOT: Final = "/danube"
 _FILES: Final = "/data/wal"
 _PAYLOAD: Final = re.compile(rb"<(\d+)>")
@@ -218,8 +221,9 @@ class Restores:
             found |= self._scanned[place]
         return found
 
-    def _on_disk(self, machine: Machine) -> set[int]:
-        return set(_numbers_below(machine.fs._root))
+    def _on_disk(self, machine: Machine, *, aside: bool = True) -> set[int]:
+        """The messages of a machine's files, or only of those that were not set aside."""
+        return set(_numbers_below(machine.fs._root, aside=aside))
 
     def _everywhere(self) -> set[int]:
         return self._in_bucket().union(*(self._on_disk(one) for one in self._machines()))
@@ -682,7 +686,8 @@ class Restores:
                     topic = log.topic(name, take_over=gives_up)
                     if topic.state is TopicState.QUARANTINED:
                         return True
-                    here = self._in_bucket() | self._on_disk(machine)
+                    # A take-over gives up the files that it sets aside, whose topic was refused.
+                    here = self._in_bucket() | self._on_disk(machine, aside=not gives_up)
                     if is_accepted:
                         self._declare_lost(name, here)
                     self.note_opened(machine, name)
@@ -691,8 +696,8 @@ class Restores:
                 except REFUSALS as error:
                     self._trace(f"{name}: {error!r}")
                     self.refusals += not isinstance(error, WaitsForDiskError)
-                    if is_accepted and "different messages" in str(error):
-                        return True  # files and bucket differ, and an operator has to choose
+                    if is_accepted and any(text in str(error) for text in _CHOICES):
+                        return True
                 else:
                     return True
         return False
@@ -707,10 +712,11 @@ def _numbers(data: bytes | bytearray) -> Iterator[int]:
     return (int(found) for found in _PAYLOAD.findall(data))
 
 
-def _numbers_below(directory: _Directory) -> Iterator[int]:
-    for node in directory.entries.values():
+def _numbers_below(directory: _Directory, *, aside: bool = True) -> Iterator[int]:
+    for name, node in directory.entries.items():
         if isinstance(node, _Directory):
-            yield from _numbers_below(node)
+            if aside or ".aside-" not in name:
+                yield from _numbers_below(node, aside=aside)
         else:
             yield from _numbers(node.cache)
 
