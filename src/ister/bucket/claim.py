@@ -267,14 +267,15 @@ def check_claim(
     if known is None and local.term is not None:
         # The record was lost: files of the newest owner, or of a later one, replace it.
         others = [one for one in others if one != local.term and one.epoch >= local.term.epoch]
-    elif local.term is not None:
-        refuse_older(topic, known, [local.term], where="the checkpoint of the local files")
-    elif is_distrusted and not (known is not None and known.is_open):
-        raise StoresDifferError(
-            "the metadata store was rolled back to an older state and does not have the topic",
-            topic=str(topic),
-            hint="`ister metadata check` shows what the other stores have",
-        )
+    else:
+        if local.term is not None:
+            refuse_older(topic, known, [local.term], where="the checkpoint of the local files")
+        if is_distrusted and not (known is not None and known.is_open):
+            raise StoresDifferError(
+                "the metadata store was rolled back to an older state and does not have the topic",
+                topic=str(topic),
+                hint="`ister metadata check` shows what the other stores have",
+            )
     refuse_older(topic, known, others, where="the bucket")
     if known is not None and not known.is_open and local.has_log and not local.has_checkpoint:
         raise StoresDifferError(

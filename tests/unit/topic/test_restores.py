@@ -307,6 +307,28 @@ def test_process_that_closed_what_it_did_not_upload_again_has_not_ended_whole(
     assert is_noticed_or_whole(go_on(site.open("b")), acked)
 
 
+@pytest.mark.parametrize("has_old_files", [False, True])
+def test_topic_deleted_by_older_metadata_is_not_made_again(site, has_old_files):
+    """It was made again on another node, and files of the deleted one may be left on this one."""
+    if has_old_files:
+        log = site.open("b")
+        send(made(log, ack="tiered"), 5, "deleted")
+        log.close()
+    log = site.open()
+    made(log)
+    log.delete(TEXT)
+    backup = MetadataBackup.of(site.metadata)
+    acked = send(made(log), 5, "again")
+    site.open("c").close()  # it has seen the store's revision
+    end(site, log)
+    for key in site.bucket_keys():
+        if "/terms/" in key:
+            site.objects.delete(key)
+    backup.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert is_noticed_or_whole(go_on(site.open("b")), acked)
+
+
 def test_idle_mark_that_was_put_back_proves_nothing(site):
     """Case e: the newest messages are on a disk, and the mark says that the bucket has them."""
     log = site.open()
