@@ -24,8 +24,9 @@ test, by searching for the payloads in the bytes of the stores:
   and has set its file aside: what the bucket has lost is not taken from such files.
 
 What cannot be detected is excluded, and nothing else (docs/DURABILITY.md): a term that no store
-that is left knows of; messages that no store has any more, unless files alone were put back to an
-earlier term, or removed.
+that is left knows of; another node's term, for an owner that was cut off meanwhile and goes on;
+messages that no store has any more, unless files alone were put back to an earlier term, or
+removed.
 """
 
 from __future__ import annotations
@@ -192,6 +193,8 @@ class Restores:
         self._is_bumped = False
         self._metadata_from: Backup | None = None
         """The backup that the metadata store was last put back to."""
+        self._seen_before: dict[int, int] = {}
+        """By machine: the revision that its process had seen when something was put back."""
         self._moments = 0
         self._unknown: set[str] = set()
         """Topics that the metadata store did not have when it was accepted: `ister recover`."""
@@ -294,8 +297,14 @@ class Restores:
         here = self._in_bucket() | disk
         # Terms that the files of this disk are from, or a copy of it.
         own = {one.claim for n, one in owed.acked.items() if n in disk}
-        for other in owed.acked.values():
-            if other.offset == offset and self._is_known(name, other, record, here, own):
+        is_cut_off = self._was_cut_off(machine, record)
+        known = {
+            n: one
+            for n, one in owed.acked.items()
+            if n in here or (not is_cut_off and self._is_known(name, one, record, here, own))
+        }
+        for other in known.values():
+            if other.offset == offset:
                 raise BrokenPromiseError(
                     f"{name}: the offset {offset} of {other} was given to {acked}"
                 )
@@ -305,11 +314,7 @@ class Restores:
         if (id(machine), name) in self._unchecked:
             self._unchecked.discard((id(machine), name))
             # What nobody could know of is not part of the topic that goes on here.
-            owed.acked = {
-                n: one
-                for n, one in owed.acked.items()
-                if self._is_known(name, one, record, here, own)
-            }
+            owed.acked = known
             with self._quietly():
                 self._check_readable(name, topic, here, is_strict=False)
         owed.acked[acked.number] = acked
@@ -362,6 +367,17 @@ class Restores:
         source = self._metadata_from
         is_older = self._terms[acked.claim] < self.events
         return source is not None and is_older and acked.claim not in source.claims
+
+    def _was_cut_off(self, machine: Machine, record: TopicRecord) -> bool:
+        """Whether the metadata store was put back while an owner saw nothing of it.
+
+        It goes on under its term: what was changed after the backup was after the last revision
+        that it saw, another node's term included.
+        """
+        source = self._metadata_from
+        is_older = self._terms[record.claim] < self.events
+        seen = self._seen_before.get(id(machine))
+        return source is not None and is_older and seen is not None and seen <= source.revision
 
     def _is_known(
         self, name: str, other: Acked, record: TopicRecord, here: set[int], own: set[str]
@@ -492,6 +508,11 @@ class Restores:
         if self.rng.random() < 0.6:
             for machine in self._machines():
                 self._end(machine)
+        self._seen_before = {
+            id(machine): machine.process.log.tiers.trust._seen.revision
+            for machine in self._machines()
+            if machine.process is not None and machine.process.log is not None
+        }
         backup = self.rng.choice(self._backups)
         before = self._everywhere()
         self._emptied.clear()
