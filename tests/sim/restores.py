@@ -303,15 +303,17 @@ class Restores:
             for n, one in owed.acked.items()
             if n in here or (not is_cut_off and self._is_known(name, one, record, here, own))
         }
+        # Opened while the bucket did not answer, which is compared before the first upload.
+        is_unread = topic.tier.owned.unread is not None
         for other in known.values():
-            if other.offset == offset:
+            if other.offset == offset and (other.number in disk or not is_unread):
                 raise BrokenPromiseError(
                     f"{name}: the offset {offset} of {other} was given to {acked}"
                 )
         self._held.add(acked.number)
         self.acks += 1
         self.acks_after += self.is_pending
-        if (id(machine), name) in self._unchecked:
+        if (id(machine), name) in self._unchecked and not is_unread:
             self._unchecked.discard((id(machine), name))
             # What nobody could know of is not part of the topic that goes on here.
             owed.acked = known
