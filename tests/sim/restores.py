@@ -18,13 +18,15 @@ test, by searching for the payloads in the bytes of the stores:
   its disk is read at its offset, or reading it fails with an error;
 - said: a topic whose newest messages went with its files does not acknowledge again, if its
   record, or the files that are left, prove that there were more;
-- accepted: after `ister metadata accept` each topic can be used, and everything that the stores
-  still hold of it is readable; unless another acknowledged message, of another topic of that
-  name, has its offset.
+- accepted: after `ister metadata accept` each topic can be used, or its refusal names copies to
+  choose from; and everything that the stores still hold of it is readable, unless another
+  acknowledged message, of another topic of that name, has its offset, or a take-over was needed
+  and has set its file aside: what the bucket has lost is not taken from such files.
 
 What cannot be detected is excluded, and nothing else (docs/DURABILITY.md): a term that no store
-that is left knows of; messages that no store has any more, unless files alone were put back to an
-earlier term, or removed.
+that is left knows of; another node's term, for an owner that was cut off meanwhile and goes on;
+messages that no store has any more, unless files alone were put back to an earlier term, or
+removed.
 """
 
 from __future__ import annotations
@@ -72,6 +74,8 @@ REFUSALS: Final = (
     CorruptDataError,
     OffsetOutOfRangeError,
 )
+_CHOICES: Final = ("different messages", "files without a checkpoint")
+"""What an accepted topic is refused for: an operator has to choose between its copies."""
 _ROOT: Final = "/danube"
 _FILES: Final = "/data/wal"
 _PAYLOAD: Final = re.compile(rb"<(\d+)>")
@@ -189,6 +193,8 @@ class Restores:
         self._is_bumped = False
         self._metadata_from: Backup | None = None
         """The backup that the metadata store was last put back to."""
+        self._seen_before: dict[int, int] = {}
+        """By machine: the revision that its process had seen when something was put back."""
         self._moments = 0
         self._unknown: set[str] = set()
         """Topics that the metadata store did not have when it was accepted: `ister recover`."""
@@ -218,8 +224,9 @@ class Restores:
             found |= self._scanned[place]
         return found
 
-    def _on_disk(self, machine: Machine) -> set[int]:
-        return set(_numbers_below(machine.fs._root))
+    def _on_disk(self, machine: Machine, *, aside: bool = True) -> set[int]:
+        """The messages of a machine's files, or only of those that were not set aside."""
+        return set(_numbers_below(machine.fs._root, aside=aside))
 
     def _everywhere(self) -> set[int]:
         return self._in_bucket().union(*(self._on_disk(one) for one in self._machines()))
@@ -290,22 +297,26 @@ class Restores:
         here = self._in_bucket() | disk
         # Terms that the files of this disk are from, or a copy of it.
         own = {one.claim for n, one in owed.acked.items() if n in disk}
-        for other in owed.acked.values():
-            if other.offset == offset and self._is_known(name, other, record, here, own):
+        is_cut_off = self._was_cut_off(machine, record)
+        known = {
+            n: one
+            for n, one in owed.acked.items()
+            if n in here or (not is_cut_off and self._is_known(name, one, record, here, own))
+        }
+        # Opened while the bucket did not answer, which is compared before the first upload.
+        is_unread = topic.tier.owned.unread is not None
+        for other in known.values():
+            if other.offset == offset and (other.number in disk or not is_unread):
                 raise BrokenPromiseError(
                     f"{name}: the offset {offset} of {other} was given to {acked}"
                 )
         self._held.add(acked.number)
         self.acks += 1
         self.acks_after += self.is_pending
-        if (id(machine), name) in self._unchecked:
+        if (id(machine), name) in self._unchecked and not is_unread:
             self._unchecked.discard((id(machine), name))
             # What nobody could know of is not part of the topic that goes on here.
-            owed.acked = {
-                n: one
-                for n, one in owed.acked.items()
-                if self._is_known(name, one, record, here, own)
-            }
+            owed.acked = known
             with self._quietly():
                 self._check_readable(name, topic, here, is_strict=False)
         owed.acked[acked.number] = acked
@@ -358,6 +369,17 @@ class Restores:
         source = self._metadata_from
         is_older = self._terms[acked.claim] < self.events
         return source is not None and is_older and acked.claim not in source.claims
+
+    def _was_cut_off(self, machine: Machine, record: TopicRecord) -> bool:
+        """Whether the metadata store was put back while an owner saw nothing of it.
+
+        It goes on under its term: what was changed after the backup was after the last revision
+        that it saw, another node's term included.
+        """
+        source = self._metadata_from
+        is_older = self._terms[record.claim] < self.events
+        seen = self._seen_before.get(id(machine))
+        return source is not None and is_older and seen is not None and seen <= source.revision
 
     def _is_known(
         self, name: str, other: Acked, record: TopicRecord, here: set[int], own: set[str]
@@ -488,6 +510,11 @@ class Restores:
         if self.rng.random() < 0.6:
             for machine in self._machines():
                 self._end(machine)
+        self._seen_before = {
+            id(machine): machine.process.log.tiers.trust._seen.revision
+            for machine in self._machines()
+            if machine.process is not None and machine.process.log is not None
+        }
         backup = self.rng.choice(self._backups)
         before = self._everywhere()
         self._emptied.clear()
@@ -682,7 +709,8 @@ class Restores:
                     topic = log.topic(name, take_over=gives_up)
                     if topic.state is TopicState.QUARANTINED:
                         return True
-                    here = self._in_bucket() | self._on_disk(machine)
+                    # A take-over gives up the files that it sets aside, whose topic was refused.
+                    here = self._in_bucket() | self._on_disk(machine, aside=not gives_up)
                     if is_accepted:
                         self._declare_lost(name, here)
                     self.note_opened(machine, name)
@@ -691,8 +719,8 @@ class Restores:
                 except REFUSALS as error:
                     self._trace(f"{name}: {error!r}")
                     self.refusals += not isinstance(error, WaitsForDiskError)
-                    if is_accepted and "different messages" in str(error):
-                        return True  # files and bucket differ, and an operator has to choose
+                    if is_accepted and any(text in str(error) for text in _CHOICES):
+                        return True
                 else:
                     return True
         return False
@@ -707,10 +735,11 @@ def _numbers(data: bytes | bytearray) -> Iterator[int]:
     return (int(found) for found in _PAYLOAD.findall(data))
 
 
-def _numbers_below(directory: _Directory) -> Iterator[int]:
-    for node in directory.entries.values():
+def _numbers_below(directory: _Directory, *, aside: bool = True) -> Iterator[int]:
+    for name, node in directory.entries.items():
         if isinstance(node, _Directory):
-            yield from _numbers_below(node)
+            if aside or ".aside-" not in name:
+                yield from _numbers_below(node, aside=aside)
         else:
             yield from _numbers(node.cache)
 

@@ -267,14 +267,15 @@ def check_claim(
     if known is None and local.term is not None:
         # The record was lost: files of the newest owner, or of a later one, replace it.
         others = [one for one in others if one != local.term and one.epoch >= local.term.epoch]
-    elif local.term is not None:
-        refuse_older(topic, known, [local.term], where="the checkpoint of the local files")
-    elif is_distrusted and not (known is not None and known.is_open):
-        raise StoresDifferError(
-            "the metadata store was rolled back to an older state and does not have the topic",
-            topic=str(topic),
-            hint="`ister metadata check` shows what the other stores have",
-        )
+    else:
+        if local.term is not None:
+            refuse_older(topic, known, [local.term], where="the checkpoint of the local files")
+        if is_distrusted and not (known is not None and known.is_open):
+            raise StoresDifferError(
+                "the metadata store was rolled back to an older state and does not have the topic",
+                topic=str(topic),
+                hint="`ister metadata check` shows what the other stores have",
+            )
     refuse_older(topic, known, others, where="the bucket")
     if known is not None and not known.is_open and local.has_log and not local.has_checkpoint:
         raise StoresDifferError(
@@ -510,11 +511,15 @@ class _Claimant:
         epoch = known.epoch + 1
         claimed = replace(known, epoch=epoch, claim=claim, acked_end=None, acked_epoch=0)
         if known.node == node and not (seen is not None and seen.gives_up):
+            if known.ack is AckLevel.TIERED and known.acked_epoch == known.epoch:
+                # The files still have more than the bucket.
+                claimed = replace(claimed, acked_end=known.acked_end, acked_epoch=epoch)
             return claimed
         tiered = _tiered(self.catalog)
-        may_continue = self.take_over or known.ack is AckLevel.TIERED
+        is_whole = known.is_whole(tiered)
+        may_continue = self.take_over or (is_whole and known.ack is AckLevel.TIERED)
         if seen is None or not seen.is_distrusted:
-            may_continue = may_continue or sealed is not None or known.is_whole(tiered)
+            may_continue = may_continue or is_whole or sealed is not None
         if known.lineage and not may_continue:
             raise WaitsForDiskError(
                 f"the topic was last written by node {known.node}, which has not handed it over",

@@ -166,7 +166,7 @@ class Membership:
         self.ended = ""
         """The process that had the node before this one, if it closed all of its topics."""
         self.is_whole = True
-        """Whether every topic that was claimed was opened: its objects are in the catalog."""
+        """Whether the catalogs of its topics have all objects that the next owner has to find."""
         self._value = encode_node_process(
             NodeProcess(
                 instance=self.instance,

@@ -74,7 +74,9 @@ class TopicRecord:
     """The nodes that wrote the topic, by first offset; the last one is the latest owner."""
     acked_end: int | None = None
     """No message at or above this offset was acknowledged or delivered; None if that is unknown.
-    The owner records it while the topic is idle, and removes it before it accepts a message."""
+    The owner records it while the topic is idle, and removes it before it accepts a message. At
+    level `tiered`, only `ister metadata accept` does: local files end there that are of a later
+    term than the bucket."""
     acked_epoch: int = 0
     """The epoch that recorded `acked_end`. Under another epoch it counts for nothing: an older
     Ister keeps both fields when it claims the topic, and does not remove them when it writes."""
@@ -99,11 +101,12 @@ class TopicRecord:
         Args:
             tiered: The end of the newest object; 0 without objects.
         """
-        if self.ack is AckLevel.TIERED or not self.lineage:
-            # A record without lineage was rebuilt from the bucket: no node has written since.
+        if not self.lineage:
+            # The record was rebuilt from the bucket: no node has written since.
             return True
-        is_known = self.acked_end is not None and self.acked_epoch == self.epoch
-        return is_known and (self.acked_end or 0) <= tiered
+        if self.acked_end is None or self.acked_epoch != self.epoch:
+            return self.ack is AckLevel.TIERED
+        return self.acked_end <= tiered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,6 +119,7 @@ class _Files(NamedTuple):
     incarnation: str
     ack: AckLevel
     start: int
+    end: int
 
 
 @dataclass(slots=True)
@@ -353,7 +354,8 @@ class MetadataTrust:
         row.local_epoch = local.term.epoch
         state = directory.load_state()
         ack = AckLevel(state.ack) if state is not None else AckLevel.SYNCED
-        return _Files(local.term, local.incarnation, ack, local.start)
+        end = max(local.synced, row.local_end or 0)
+        return _Files(local.term, local.incarnation, ack, local.start, end)
 
     def _compare_objects(self, found: _Found, catalog: Catalog, name: TopicName) -> None:
         row, there = found.row, set[str]()
@@ -414,10 +416,17 @@ class MetadataTrust:
                 hint="remove the objects below `terms/` of the topic, and use `ister recover`",
             )
         epoch = max([record.epoch, *(term.epoch for term in _terms_of(found))]) + 1
+        # Idle marks prove nothing now; at level `tiered` there are none.
+        acked_end = record.acked_end if record.acked_epoch == record.epoch else None
         if found.local is not None and found.local.term.is_after(record):
-            record = self._of_files(record, found.local)
+            record, acked_end = self._of_files(record, found.local), found.local.end
+        is_tiered = record.ack is AckLevel.TIERED
         return replace(
-            record, epoch=epoch, claim=secrets.token_hex(8), acked_end=None, acked_epoch=0
+            record,
+            epoch=epoch,
+            claim=secrets.token_hex(8),
+            acked_end=acked_end if is_tiered else None,
+            acked_epoch=epoch if is_tiered else 0,
         )
 
     def _of_files(self, record: TopicRecord, files: _Files) -> TopicRecord:

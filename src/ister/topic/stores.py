@@ -392,14 +392,17 @@ class Tiers:
             clock=self.clock,
             metrics=self.metrics,
         )
-        if terms is None or known is None:
+        if known is None:
             return seen
-        found = self.find_forgotten(catalog, seen)
-        if not found or (
-            is_mine and not seen.gives_up and local.covers(found[0].start, found[-1].end)
+        found = self.find_forgotten(catalog, seen) if terms is not None else []
+        if terms is None or (
+            found and is_mine and not seen.gives_up and local.covers(found[0].start, found[-1].end)
         ):
-            return seen  # local files have them, and are uploaded again
-        return replace(seen, found=found)
+            # Local files have them, and are uploaded again. If this process closes the topic before
+            # that, its catalog is not complete, and the next owner has to look, too.
+            self.membership.is_whole = False
+            return seen
+        return replace(seen, found=found) if found else seen
 
     def claim(
         self, name: TopicName, *, new: NewTopic | None, take_over: bool, seen: ClaimCheck

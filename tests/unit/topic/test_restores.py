@@ -12,10 +12,12 @@ from ister.errors import (
     CorruptDataError,
     IsterError,
     StoresDifferError,
+    UnavailableError,
     WaitsForDiskError,
 )
 from ister.fs.whole_files import write_file
 from ister.model import TopicName, TopicState
+from ister.topic import stores
 from ister.topic.log import Log
 from ister.topic.metadata_trust import MetadataTrust
 from ister.topic.topic import Topic
@@ -233,6 +235,30 @@ def test_accepting_on_a_second_node_keeps_what_its_predecessor_uploaded(site):
     assert go_on(site.open())[:11] == [*acked, b"here"]
 
 
+def test_accepting_waits_for_files_whose_uploads_were_put_back(site):
+    """Metadata and bucket are older than what was acknowledged at `tiered`; the files have it."""
+    log = site.open()
+    made(log, ack="tiered")
+    metadata, bucket = MetadataBackup.of(site.metadata), BucketBackup.of(site.objects)
+    log.close()
+    log = site.open()
+    acked = send(made(log), 5, "first")
+    end(site, log)
+    metadata.put_back(site.metadata)
+    bucket.put_back(site.objects)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert accept(site, "a") == "accepted"
+    accept(site, "b")
+    log = site.open()
+    made(log)
+    log.close()  # it has not uploaded them again
+    log = site.open("b")
+    with pytest.raises(WaitsForDiskError):
+        made(log)
+    log.close()
+    assert go_on(site.open())[:5] == acked
+
+
 def test_topic_that_the_metadata_does_not_have_is_accepted(site):
     """The metadata is older than the topic, and the bucket has its term."""
     log = site.open()
@@ -257,6 +283,50 @@ def test_running_process_remembers_the_revisions_that_it_saw(site):
     log.close()
     site.clock.advance(TTL_SECONDS + 1)
     assert is_noticed_or_whole(go_on(site.open_diskless()), acked)
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["bucket answers", "bucket is away"])
+def test_process_that_closed_what_it_did_not_upload_again_has_not_ended_whole(
+    site, answers, monkeypatch
+):
+    """The older catalog lacks objects that only the files of a process have, which then closes."""
+    log = site.open()
+    topic = made(log, ack="tiered")
+    acked = send(topic, 5, "first")
+    backup = MetadataBackup.of(site.metadata)
+    acked += send(topic, 10, "second")
+    end(site, log)
+    backup.put_back(site.metadata, bump=1000)
+    site.clock.advance(TTL_SECONDS + 1)
+    log = site.open()
+    if not answers:
+        monkeypatch.setattr(stores, "newest_terms", Mock(side_effect=UnavailableError("away")))
+    made(log)
+    monkeypatch.undo()
+    log.close()
+    assert is_noticed_or_whole(go_on(site.open("b")), acked)
+
+
+@pytest.mark.parametrize("has_old_files", [False, True])
+def test_topic_deleted_by_older_metadata_is_not_made_again(site, has_old_files):
+    """It was made again on another node, and files of the deleted one may be left on this one."""
+    if has_old_files:
+        log = site.open("b")
+        send(made(log, ack="tiered"), 5, "deleted")
+        log.close()
+    log = site.open()
+    made(log)
+    log.delete(TEXT)
+    backup = MetadataBackup.of(site.metadata)
+    acked = send(made(log), 5, "again")
+    site.open("c").close()  # it has seen the store's revision
+    end(site, log)
+    for key in site.bucket_keys():
+        if "/terms/" in key:
+            site.objects.delete(key)
+    backup.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert is_noticed_or_whole(go_on(site.open("b")), acked)
 
 
 def test_idle_mark_that_was_put_back_proves_nothing(site):
