@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from ister import failpoints
+from ister import failpoints, threads
 from ister.bucket.footers import read_end
 from ister.bucket.names import (
     SHARED_STAGING_PREFIX,
@@ -58,16 +58,17 @@ class StagingMark:
         self._store = store
         self._key = f"{shared_staging_prefix(writer, batch)}{secrets.token_hex(12)}{_MARK}"
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ister-staging", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Starts the thread."""
-        self._thread.start()
+        self._thread = threads.start("ister-staging", self._run)
 
     def end(self) -> None:
         """Ends the thread, and removes its object."""
         self._ended.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         is_there = False

@@ -55,8 +55,7 @@ from ister.spark.owners import NOT_SERVED, ask, ask_first, ask_members, find_own
 from ister.spark.planner import TopicRange
 from ister.spark.read_task import TopicIdentity
 from ister.topic.history import HistoryTopic
-from ister.topic.local_tail import LocalTail
-from ister.wal.snapshot import WalSnapshot
+from ister.topic.local_tail import LocalTail, WalSnapshot
 from ister.wire.contract import TopicStatus
 
 _log = logging.getLogger("ister.spark.offset_resolver")

@@ -41,6 +41,8 @@ from ister.wal.directory import WalDirectory
 from ister.wal.reader import WalReader
 from ister.wal.snapshot import WalSnapshot, load_snapshot
 
+__all__ = ["LocalTail", "WalSnapshot"]
+
 _log = logging.getLogger("ister.topic.local_tail")
 
 _POLL_SECONDS: Final = 0.05

@@ -101,6 +101,6 @@ def test_sample_and_state_are_shown(call, capsys):
     call(more={"sample": []})
     assert "no message came through" in capsys.readouterr().out
     call(more={"state": "already done", "hint": "--from 7"})
-    assert capsys.readouterr().out == "already done: nothing was replayed\n--from 7\n"
+    assert capsys.readouterr().out == "already done: 0 messages were replayed\n--from 7\n"
     call("--json", more={"state": "already done"})
     assert capsys.readouterr().out == ""
