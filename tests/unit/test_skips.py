@@ -10,8 +10,11 @@ import pytest
 _TESTS = """
 import pytest
 
-@pytest.mark.skipif(True, reason="needs nginx")
-def test_alpha(): ...
+from support.cases import each
+
+@each("number", [1, 2])
+def test_alpha(number):
+    pytest.skip("needs nginx")
 
 def test_beta(): ...
 
