@@ -144,6 +144,8 @@ class ClusterRun:
                 self._failures.append(f"{type(error).__name__}: {error}")
             for future in self._starting.values():
                 future.exception()
+        for broker in self._cluster.brokers:
+            self._failures += broker.failed_calls()
         self._load.read()
         verdict = self._load.judge.check()
         return {

@@ -126,6 +126,10 @@ class BrokerProcess:
         """What the broker wrote to standard error so far."""
         return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
 
+    def failed_calls(self) -> list[str]:
+        """What the log has of calls that ended with an error of the broker's own: defects."""
+        return [line for line in self.log.splitlines() if "a call failed" in line]
+
     @property
     def data(self) -> Path:
         """The data directory."""
