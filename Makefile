@@ -97,7 +97,7 @@ cluster: $(STAMP) ## ten minutes with three brokers, etcd and S3 that are killed
 
 fuzz: $(STAMP) ## coverage-guided fuzzing of the decoders, five minutes
 	$(INSTALL) --quiet --editable '.[fuzz]'
-	$(BIN)/python tests/fuzz/fuzz_formats.py -max_total_time=300
+	$(BIN)/python -m tests.fuzz.fuzz_formats -max_total_time=300
 
 browser: ## the browser of the dashboard's tests, from Debian's packages (root)
 	command -v chromium || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium)

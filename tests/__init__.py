@@ -1,8 +1,1 @@
-"""The tests; programs such as `python -m tests.sim.world` find `support` by this path."""
-
-import sys
-from pathlib import Path
-
-_HERE = str(Path(__file__).resolve().parent)
-if _HERE not in sys.path:
-    sys.path.insert(0, _HERE)
+"""The tests, and the programs that they start: all are imported from the root, as `tests.…`."""

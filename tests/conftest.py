@@ -1,6 +1,6 @@
 """What all tests have in common, in whichever process they run.
 
-Puts `tests/` on the import path, so that tests find the shared builders from any folder.
+Tests and their programs are imported from the root of the project, in child processes, too.
 """
 
 import gc
@@ -15,15 +15,17 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-_TESTS = str(Path(__file__).resolve().parent)
-if _TESTS not in sys.path:
-    sys.path.insert(0, _TESTS)
+from ister import failpoints, threads
+from tests.doc_runner.summary import summarize
+from tests.support import skips
+from tests.support.machine import Machine
+from tests.support.scale import IS_NIGHTLY
 
-from doc_runner.summary import summarize  # noqa: E402 - found through the path above
-from ister import failpoints, threads  # noqa: E402
-from support import skips  # noqa: E402
-from support.machine import Machine  # noqa: E402
-from support.scale import IS_NIGHTLY  # noqa: E402
+# Programs that tests start, Spark's workers among them, import what they use of `tests`.
+_ROOT = str(Path(__file__).resolve().parents[1])
+_known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+if _ROOT not in _known:
+    os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, _known)])
 
 # The contexts of whoever runs the tests name brokers that are none of ours.
 os.environ["XDG_CONFIG_HOME"] = "/nonexistent"
@@ -106,7 +108,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The order in which the processes of xdist take files; see `support.schedule`."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        from support.schedule import reorder  # noqa: PLC0415 - xdist may be missing
+        from tests.support.schedule import reorder  # noqa: PLC0415 - xdist may be missing
 
         reorder(items)
 
@@ -116,7 +118,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     """Which tests share a process; see `support.schedule`."""
     if config.getvalue("dist") != "loadfile":
         return None
-    from support.schedule import FilesAndSpark  # noqa: PLC0415 - xdist may be missing
+    from tests.support.schedule import FilesAndSpark  # noqa: PLC0415 - xdist may be missing
 
     return FilesAndSpark(config, log)
 
@@ -138,5 +140,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if skips.IS_STRICT and session.exitstatus == 0 and skips.unlisted(skipped):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     # A worker that is slow to end is killed.
-    if (module := sys.modules.get("support.spark_session")) is not None:
+    if (module := sys.modules.get("tests.support.spark_session")) is not None:
         module.stop_spark()

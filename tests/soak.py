@@ -25,11 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import ister
-from fault.oracle import SURVIVES_KILL, History, settings_of, verify
-from fault.writer_child import WriterChild
+from tests.fault.oracle import SURVIVES_KILL, History, settings_of, verify
+from tests.fault.writer_child import WriterChild
 
 LEVELS = {"/soak/memory": "memory", "/soak/written": "written", "/soak/synced": "synced"}
 IDLE = "/soak/idle"

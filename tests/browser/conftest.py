@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from browser.rig import SHOP_SETTINGS, Site, running_shop, set_up_rights
-from servers.broker import BrokerProcess
-from support.security import auth_settings
+from tests.browser.rig import SHOP_SETTINGS, Site, running_shop, set_up_rights
+from tests.servers.broker import BrokerProcess
+from tests.support.security import auth_settings
 
 _BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 _PATIENCE_MS = 60_000

@@ -24,9 +24,9 @@ import grpc
 from ister import wire
 from ister.client import Client
 from ister.wire import danube_admin
-from servers.broker import BrokerProcess
-from support.security import sign
-from support.waiting import eventually
+from tests.servers.broker import BrokerProcess
+from tests.support.security import sign
+from tests.support.waiting import eventually
 
 __all__ = [
     "PATIENCE_SECONDS",

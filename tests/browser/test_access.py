@@ -2,8 +2,8 @@
 
 import pytest
 
-from browser.rig import settled, until
-from support.security import sign
+from tests.browser.rig import settled, until
+from tests.support.security import sign
 
 TOPIC = "/default/secrets"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from browser.rig import eventually, settled, until
 from ister.client import Client
+from tests.browser.rig import eventually, settled, until
 
 ORDERS = "/default/orders"
 

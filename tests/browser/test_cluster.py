@@ -4,9 +4,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from browser.rig import Site, eventually, settled
 from ister.client import Client
-from servers.broker import BrokerProcess
+from tests.browser.rig import Site, eventually, settled
+from tests.servers.broker import BrokerProcess
 
 TOPIC = "/default/orders"
 

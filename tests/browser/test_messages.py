@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from browser.rig import settled, until
-from browser.shop import HOSTILE
-from browser.shop import ODDITIES as ODDITY_LIST
+from tests.browser.rig import settled, until
+from tests.browser.shop import HOSTILE
+from tests.browser.shop import ODDITIES as ODDITY_LIST
 
 ODDITIES = "/default/oddities"
 ORDERS = "/default/orders"

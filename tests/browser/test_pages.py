@@ -3,8 +3,8 @@
 import json
 import time
 
-from browser.rig import Site, eventually, settled, until
-from servers.broker import BrokerProcess
+from tests.browser.rig import Site, eventually, settled, until
+from tests.servers.broker import BrokerProcess
 
 ORDERS = "/default/orders"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from browser.rig import eventually, settled, until
+from tests.browser.rig import eventually, settled, until
 
 ORDERS = "/default/orders"
 ROUTES = {

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from browser.rig import Site, eventually, running_shop, settled
-from servers.broker import BrokerProcess
+from tests.browser.rig import Site, eventually, running_shop, settled
+from tests.servers.broker import BrokerProcess
 
 IS_WANTED = os.environ.get("ISTER_SCREENSHOTS") == "1"
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"

@@ -10,8 +10,8 @@ from ister.clock import SystemClock
 from ister.errors import DirectoryLockedError, DiskError, NotFoundError
 from ister.fs.local import LocalFileSystem, map_os_error
 from ister.fs.memory import MemoryFileSystem
-from support.cases import each
-from support.memory_fs import MemoryFileSystem as CrashingFileSystem
+from tests.support.cases import each
+from tests.support.memory_fs import MemoryFileSystem as CrashingFileSystem
 
 
 class Place:

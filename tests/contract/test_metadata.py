@@ -5,7 +5,6 @@ import threading
 import time
 
 import pytest
-from tests.servers.etcd import EtcdServer
 
 from ister.clock import SystemClock
 from ister.errors import (
@@ -27,7 +26,8 @@ from ister.metadata.base import (
 from ister.metadata.etcd import EtcdMetadata
 from ister.metadata.memory import MemoryMetadata
 from ister.metadata.sqlite import SqliteMetadata
-from support.cases import each
+from tests.servers.etcd import EtcdServer
+from tests.support.cases import each
 
 _BACKENDS = ["memory", "sqlite", "etcd"]
 _roots = itertools.count()

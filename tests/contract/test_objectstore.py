@@ -5,8 +5,6 @@ import random
 import threading
 
 import pytest
-from tests.servers.emulators import azurite, fake_gcs
-from tests.servers.s3 import BUCKET, moto_server, rclone_server
 
 from ister.clock import SystemClock
 from ister.errors import (
@@ -17,9 +15,11 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.objectstore.opendal_store import open_store
-from support.cases import each
-from support.memory_store import MemoryObjectStore
-from support.scale import nightly
+from tests.servers.emulators import azurite, fake_gcs
+from tests.servers.s3 import BUCKET, moto_server, rclone_server
+from tests.support.cases import each
+from tests.support.memory_store import MemoryObjectStore
+from tests.support.scale import nightly
 
 MIB = 1024 * 1024
 STORES = ["fake", "memory", "fs", "rclone", "moto", nightly("azblob"), nightly("gcs")]

@@ -1,1 +1,1 @@
-"""Runs what documents show, as their readers do: `python -m doc_runner PAGE` in `tests/`."""
+"""Runs what documents show, as their readers do: `python -m tests.doc_runner PAGE`."""

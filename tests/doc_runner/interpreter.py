@@ -95,7 +95,7 @@ class Interpreter:
 
 
 def _session() -> Any:
-    from support.spark_session import get_spark  # noqa: PLC0415 - starts a JVM
+    from tests.support.spark_session import get_spark  # noqa: PLC0415 - starts a JVM
 
     return get_spark()
 
@@ -194,7 +194,7 @@ def _end_with_caller(pipe: int) -> None:
 
 
 def main() -> None:
-    """`python -m doc_runner.interpreter SOCKET`."""
+    """`python -m tests.doc_runner.interpreter SOCKET`."""
     path = sys.argv[1]
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)

@@ -1,6 +1,6 @@
 """Runs one page: its blocks in order, in one shell and one interpreter, in a directory of its own.
 
-    python -m doc_runner docs/start.md            in `tests/`, or with it on the PYTHONPATH
+    python -m tests.doc_runner docs/start.md
 
 A page that passes says what it ran; one that does not says which block failed and what it printed.
 Whatever it starts is ended with it, by process group.
@@ -25,9 +25,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from doc_runner import shims
-from doc_runner.interpreter import ask
-from doc_runner.pages import PYTHON, ROOT, SHELL, Block, Directive, Page, read_page
+from tests.doc_runner import shims
+from tests.doc_runner.interpreter import ask
+from tests.doc_runner.pages import PYTHON, ROOT, SHELL, Block, Directive, Page, read_page
 
 BLOCK_SECONDS = 300.0
 _READY_SECONDS = 60.0
@@ -225,18 +225,17 @@ def _read(path: Path) -> str:
 
 def start_interpreter(path: str, enter: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     """An interpreter that listens on a socket."""
-    tests = str(ROOT / "tests")
     # It is killed in the end: what it leaves, Spark's files above all, goes with the socket.
     temporary = Path(path).with_name("tmp")
     temporary.mkdir(exist_ok=True)
     environment = {
         **_plain_environment(),
-        "PYTHONPATH": tests,
+        "PYTHONPATH": str(ROOT),
         "SPARK_LOCAL_IP": "127.0.0.1",
         "TMPDIR": str(temporary),
     }
     process = subprocess.Popen(
-        [*enter, sys.executable, "-u", "-m", "doc_runner.interpreter", path],
+        [*enter, sys.executable, "-u", "-m", "tests.doc_runner.interpreter", path],
         env=environment,
         # It ends when this pipe does, and so with this process, however that ends.
         stdin=subprocess.PIPE,
@@ -329,7 +328,7 @@ class _Run:
     def _serve(self, name: str) -> None:
         """Starts a server; what documents call it is in the environment."""
         if name == "s3":
-            from servers.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, rclone_server  # noqa: PLC0415
+            from tests.servers.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, rclone_server  # noqa: PLC0415
 
             server = self._stack.enter_context(rclone_server())
             self._environment |= {
@@ -339,7 +338,7 @@ class _Run:
                 "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
             }
         elif name == "etcd":
-            from servers.etcd import EtcdServer  # noqa: PLC0415 - heavy
+            from tests.servers.etcd import EtcdServer  # noqa: PLC0415 - heavy
 
             etcd = self._stack.enter_context(EtcdServer())
             self._environment["ETCD_ENDPOINT"] = etcd.endpoint.removeprefix("http://")
@@ -507,7 +506,6 @@ def main() -> int:
         "--together", action="store_true", help="each page goes on where the one before it ended"
     )
     options = parser.parse_args()
-    sys.path.insert(0, str(ROOT / "tests"))
     # Whoever ends this process ends what it has started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     code = 0

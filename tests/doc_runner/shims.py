@@ -238,8 +238,8 @@ _CHECKS = {
 def main() -> None:
     """`NAME ARGUMENTS…`, or `--ask KIND ARGUMENTS…`."""
     if sys.argv[1] == "--ask":
-        sys.path.insert(0, str(_HERE.parent.parent))
-        from doc_runner.interpreter import ask  # noqa: PLC0415 - the path is known only now
+        sys.path.insert(0, str(_HERE.parents[2]))
+        from tests.doc_runner.interpreter import ask  # noqa: PLC0415 - the path is known only now
 
         request = {
             "kind": sys.argv[2],

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from doc_runner.run import Outcome
+from tests.doc_runner.run import Outcome
 
 OUTCOME = "outcome of a page"
 """The property of a test that has one."""

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-# `tools` is a package of the project, not of the tests.
-_ROOT = str(Path(__file__).resolve().parents[2])
-if _ROOT not in sys.path:
-    sys.path.insert(0, _ROOT)
-
-from doc_runner.run import end_interpreter, start_interpreter  # noqa: E402
-from doc_runner.world import World, busy_ports, new_world  # noqa: E402
+from tests.doc_runner.run import end_interpreter, start_interpreter
+from tests.doc_runner.world import World, busy_ports, new_world
 
 
 @dataclass

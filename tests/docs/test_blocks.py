@@ -10,10 +10,10 @@ from dataclasses import asdict
 
 import pytest
 
-from doc_runner.pages import ROOT, SHELL, find_pages, read_page
-from doc_runner.run import Outcome
-from doc_runner.summary import OUTCOME
-from support.scale import nightly, scaled
+from tests.doc_runner.pages import ROOT, SHELL, find_pages, read_page
+from tests.doc_runner.run import Outcome
+from tests.doc_runner.summary import OUTCOME
+from tests.support.scale import nightly, scaled
 
 PAGES = [path for path in find_pages() if read_page(path).runs()]
 # The first page that a reader follows; the others are for the night.
@@ -35,12 +35,12 @@ def test_blocks_of_a_page_run_as_written(path, stage, record_property):
     environment = {
         **os.environ,
         "DOCS_WORLD": "inside",
-        "PYTHONPATH": str(ROOT / "tests"),
+        "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
         [
             *stage.world.enter,
-            *(sys.executable, "-m", "doc_runner", "--json", "--together"),
+            *(sys.executable, "-m", "tests.doc_runner", "--json", "--together"),
             *("--interpreter", stage.interpreter, *map(str, pages)),
         ],
         env=environment,

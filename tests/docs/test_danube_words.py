@@ -7,9 +7,9 @@ import re
 import pytest
 
 import ister
-from doc_runner.pages import ROOT
 from ister.config.aliases import ALIASES
 from ister.config.reference import settings
+from tests.doc_runner.pages import ROOT
 
 PAGE = ROOT / "docs" / "howto" / "danube-words.md"
 # What the design documents name: parts, calls, keys, files. Metrics are a section of their own.

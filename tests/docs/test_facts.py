@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from ister.cli.main import make_parser
+from ister.config import load_config
+from tests.doc_runner.pages import ROOT, Block, find_pages, read_page
 from tests.sim import (
     fork_world,
     test_clone_world,
@@ -22,12 +26,8 @@ from tests.sim import (
 from tests.sim import test_express_planted_bugs as in_express_objects
 from tests.sim import test_planted_bugs as in_the_log
 from tests.sim import test_tier_planted_bugs as in_the_tiers
+from tests.support.cases import case
 from tools import reference
-
-from doc_runner.pages import ROOT, Block, find_pages, read_page
-from ister.cli.main import make_parser
-from ister.config import load_config
-from support.cases import case
 
 PAGES = find_pages()
 _ROOTS = {"broker", "storage", "dispatch", "pipeline"}

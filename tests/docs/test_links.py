@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from doc_runner.pages import ROOT, find_pages
+from tests.doc_runner.pages import ROOT, find_pages
 
 PAGES = [*find_pages(), ROOT / "CHANGELOG.md"]
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from doc_runner import pages
-from doc_runner.pages import read_page
-from doc_runner.run import run_page
+from tests.doc_runner import pages
+from tests.doc_runner.pages import read_page
+from tests.doc_runner.run import run_page
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from doc_runner.pages import ROOT
+from tests.doc_runner.pages import ROOT
 
 # The tests of Danube 0.15, by suite; of files with many alike, the file and their number.
 SUITES = {

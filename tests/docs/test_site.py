@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from doc_runner.pages import ROOT
+from tests.doc_runner.pages import ROOT
 
 pytest.importorskip("mkdocs")
 

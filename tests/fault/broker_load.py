@@ -32,7 +32,7 @@ import grpc
 from danube import Consumer, DispatchStrategy, Producer, ProducerOptions, SubType
 
 import ister
-from fault.delivery_history import (
+from tests.fault.delivery_history import (
     EXCLUSIVE,
     FAILOVER,
     KEY_SHARED,
@@ -41,10 +41,10 @@ from fault.delivery_history import (
     Entry,
     Stream,
 )
-from fault.oracle import payload_of
-from servers.broker import BrokerProcess, broker_settings
-from support.danube import Danube
-from support.scale import scaled
+from tests.fault.oracle import payload_of
+from tests.servers.broker import BrokerProcess, broker_settings
+from tests.support.danube import Danube
+from tests.support.scale import scaled
 
 __all__ = ["FLUSH_SECONDS", "LEFT", "RIGHT", "Lives", "Load", "quick_session", "read_logs"]
 

@@ -22,14 +22,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from fault.endurance_load import EnduranceLoad
-from fault.endurance_program import Options
 from ister.client import Client
-from servers.broker import READY_SECONDS
-from servers.cluster import BrokerCluster, Link
-from servers.etcd import Cable
-from support.scale import scaled
-from support.waiting import eventually
+from tests.fault.endurance_load import EnduranceLoad
+from tests.fault.endurance_program import Options
+from tests.servers.broker import READY_SECONDS
+from tests.servers.cluster import BrokerCluster, Link
+from tests.servers.etcd import Cable
+from tests.support.scale import scaled
+from tests.support.waiting import eventually
 
 __all__ = ["CLUSTER_SETTINGS", "SERVED_SECONDS", "TOPICS", "ClusterRun", "Fault", "faults_of"]
 

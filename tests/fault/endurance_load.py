@@ -19,11 +19,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
-from fault.endurance_judge import Judge, Records
-from fault.endurance_program import Options
-from fault.oracle import identify
+from tests.fault.endurance_judge import Judge, Records
+from tests.fault.endurance_program import Options
+from tests.fault.oracle import identify
 
-TESTS = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DRAIN_SECONDS = 120.0
 """How long nothing may arrive in the end, before the rest counts as lost."""
 
@@ -73,10 +73,11 @@ class EnduranceLoad:
         with (self._directory / f"{role}.log").open("ab") as log:
             program = self._programs[role] = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "fault.endurance_program", role, self.options.encode()),
+                    *(sys.executable, "-m", "tests.fault.endurance_program"),
+                    *(role, self.options.encode()),
                     *(str(self._records / f"{role}-{number}.jsonl"), f"{self._seed}/{number}"),
                 ],
-                cwd=TESTS,
+                cwd=ROOT,
                 stdout=subprocess.PIPE if is_awaited else subprocess.DEVNULL,
                 stderr=log,
             )

@@ -37,13 +37,13 @@ import grpc
 from danube import DispatchStrategy, Producer, ProducerOptions, SubType
 from danube.errors import DanubeError
 
-from fault.broker_load import quick_session
-from fault.endurance_judge import EXCLUSIVE, FAILOVER, KEY_SHARED, SHARED
-from fault.oracle import identify, payload_of
 from ister.client import AsyncClient, AsyncSentMessage
 from ister.errors import InvariantError, IsterError, WaitTimeoutError
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy
-from support.danube import Danube
+from tests.fault.broker_load import quick_session
+from tests.fault.endurance_judge import EXCLUSIVE, FAILOVER, KEY_SHARED, SHARED
+from tests.fault.oracle import identify, payload_of
+from tests.support.danube import Danube
 
 _KINDS = {
     EXCLUSIVE: SubType.EXCLUSIVE,

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from fault.spark_child import SparkChild
+from tests.fault.spark_child import SparkChild
 
 __all__ = ["Drivers", "JobsChild"]
 

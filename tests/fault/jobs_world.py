@@ -42,7 +42,7 @@ from ister.model import TopicName
 from ister.topic.history import History
 from ister.topic.log import Log
 from ister.topic.stores import open_metadata
-from support.exports import (
+from tests.support.exports import (
     commit_nothing,
     forget_history,
     iceberg_catalog,
@@ -51,8 +51,8 @@ from support.exports import (
     state_of,
     where,
 )
-from support.grace import without_least_grace
-from support.scrub_faults import Patient
+from tests.support.grace import without_least_grace
+from tests.support.scrub_faults import Patient
 
 __all__ = ["KEYED", "LEASE_SECONDS", "PLAIN", "WORKS", "Step", "Work", "World"]
 

@@ -17,9 +17,9 @@ from ister.client import Client
 from ister.client.flight import FlightClient
 from ister.spark import location
 from ister.wire.contract import RangeTicket
-from servers.cluster import BrokerCluster
-from support.exports import read_table
-from support.waiting import eventually
+from tests.servers.cluster import BrokerCluster
+from tests.support.exports import read_table
+from tests.support.waiting import eventually
 
 __all__ = ["PipelineWorld", "Rows", "exported", "rows_of"]
 

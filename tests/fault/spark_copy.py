@@ -27,8 +27,8 @@ import ister
 from ister.spark.jobs.compaction import compact
 from ister.topic.log import Log
 from ister.topic.topic import Topic
-from support.grace import without_least_grace
-from support.spark_here import SparkHere
+from tests.support.grace import without_least_grace
+from tests.support.spark_here import SparkHere
 
 __all__ = ["A", "B", "Copy", "payload_of"]
 

@@ -19,7 +19,8 @@ pytest.importorskip("danube")
 
 import grpc
 
-from fault.broker_load import (
+from ister.wire import ister_api
+from tests.fault.broker_load import (
     FLUSH_SECONDS,
     LEFT,
     RIGHT,
@@ -29,11 +30,10 @@ from fault.broker_load import (
     Load,
     read_logs,
 )
-from fault.delivery_history import DeliveryHistory, Verdict
-from fault.writer_child import new_seed, say_replay
-from ister.wire import ister_api
-from support.danube import connect, texts
-from support.scale import IS_NIGHTLY, scaled
+from tests.fault.delivery_history import DeliveryHistory, Verdict
+from tests.fault.writer_child import new_seed, say_replay
+from tests.support.danube import connect, texts
+from tests.support.scale import IS_NIGHTLY, scaled
 
 T = TypeVar("T")
 

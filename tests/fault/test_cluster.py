@@ -20,7 +20,10 @@ pytest.importorskip("danube")
 
 import grpc
 
-from fault.cluster_run import (
+from ister.client import AsyncClient
+from ister.errors import UnavailableError, WaitTimeoutError
+from ister.wire import danube
+from tests.fault.cluster_run import (
     BUSY_SECONDS,
     CLUSTER_SETTINGS,
     TOPICS,
@@ -28,15 +31,12 @@ from fault.cluster_run import (
     Fault,
     faults_of,
 )
-from fault.endurance_program import Options
-from fault.writer_child import new_seed, say_replay
-from ister.client import AsyncClient
-from ister.errors import UnavailableError, WaitTimeoutError
-from ister.wire import danube
-from servers.cluster import BrokerCluster, Link
-from support.danube import connect, numbered, run, texts
-from support.scale import IS_NIGHTLY, scaled
-from support.waiting import PATIENCE_SECONDS, eventually, eventually_async
+from tests.fault.endurance_program import Options
+from tests.fault.writer_child import new_seed, say_replay
+from tests.servers.cluster import BrokerCluster, Link
+from tests.support.danube import connect, numbered, run, texts
+from tests.support.scale import IS_NIGHTLY, scaled
+from tests.support.waiting import PATIENCE_SECONDS, eventually, eventually_async
 
 KILLS = scaled(2, 100)
 KILL_TOPICS = scaled(2, 3)

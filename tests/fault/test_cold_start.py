@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.servers.broker import BrokerProcess
 
 from ister import kernels
 from ister.clock import SystemClock
+from tests.servers.broker import BrokerProcess
 
 if any(importlib.util.find_spec(name) is None for name in ("numba", "isal")):
     pytest.skip("the extra `fast` is what is tested here", allow_module_level=True)

@@ -11,14 +11,14 @@ import signal
 import time
 
 import pytest
-from tests.servers.etcd import EtcdServer
 
 import ister
-from fault.oracle import History
-from fault.tier_checks import TOPIC, memory_directory, tier_settings, verify_topic
-from fault.tier_child import TierChild
 from ister.errors import ConflictError
-from support.waiting import eventually
+from tests.fault.oracle import History
+from tests.fault.tier_checks import TOPIC, memory_directory, tier_settings, verify_topic
+from tests.fault.tier_child import TierChild
+from tests.servers.etcd import EtcdServer
+from tests.support.waiting import eventually
 
 TTL = 3
 

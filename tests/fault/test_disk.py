@@ -15,7 +15,13 @@ from pathlib import Path
 import pytest
 
 import ister
-from fault.disks import (
+from ister.format.frame import FRAME_HEADER_SIZE
+from ister.format.message import BodyEncoder
+from ister.fs import local
+from ister.limits import STALL_RETRY_SECONDS
+from ister.model import TopicState
+from ister.wal.directory import LOCK_NAME
+from tests.fault.disks import (
     fill,
     mounted_disk,
     mounted_tmpfs,
@@ -24,16 +30,10 @@ from fault.disks import (
     why_no_strace,
     why_no_tmpfs,
 )
-from fault.oracle import SURVIVES_KILL, History, payload_of, settings_of, verify
-from fault.writer_child import WriterChild, new_seed, say_replay
-from ister.format.frame import FRAME_HEADER_SIZE
-from ister.format.message import BodyEncoder
-from ister.fs import local
-from ister.limits import STALL_RETRY_SECONDS
-from ister.model import TopicState
-from ister.wal.directory import LOCK_NAME
-from support.scale import scaled
-from support.waiting import eventually
+from tests.fault.oracle import SURVIVES_KILL, History, payload_of, settings_of, verify
+from tests.fault.writer_child import WriterChild, new_seed, say_replay
+from tests.support.scale import scaled
+from tests.support.waiting import eventually
 
 NAME = "/fault/t0"
 PAGE = 4096

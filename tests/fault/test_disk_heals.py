@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import ister
-from fault.disks import fill, mounted_tmpfs, skip_if, why_no_tmpfs
 from ister.client import AsyncClient
 from ister.config import load_config
 from ister.errors import CapacityError, UnavailableError
@@ -20,8 +19,9 @@ from ister.limits import MIB
 from ister.model import TopicState
 from ister.topic.disk import RESERVE_NAME
 from ister.topic.log import Log
-from support.broker import a_broker, run
-from support.memory_store import MemoryObjectStore
+from tests.fault.disks import fill, mounted_tmpfs, skip_if, why_no_tmpfs
+from tests.support.broker import a_broker, run
+from tests.support.memory_store import MemoryObjectStore
 
 NAME = "/fault/t0"
 SIZE_KIB = 64 * 1024

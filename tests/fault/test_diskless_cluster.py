@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("danube")
 
-from fault.cluster_run import CLUSTER_SETTINGS, ClusterRun, faults_of
-from fault.test_cluster import report
-from fault.writer_child import new_seed, say_replay
-from servers.broker import lay_over
-from servers.cluster import BrokerCluster
-from support.scale import scaled
+from tests.fault.cluster_run import CLUSTER_SETTINGS, ClusterRun, faults_of
+from tests.fault.test_cluster import report
+from tests.fault.writer_child import new_seed, say_replay
+from tests.servers.broker import lay_over
+from tests.servers.cluster import BrokerCluster
+from tests.support.scale import scaled
 
 KILLS = scaled(4, 40)
 PAUSES = scaled(1, 10)

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("danube")
 
-from endurance import Endurance
-from fault.writer_child import new_seed
+from tests.endurance import Endurance
+from tests.fault.writer_child import new_seed
 
 
 @pytest.mark.nightly

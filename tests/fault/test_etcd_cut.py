@@ -22,11 +22,11 @@ import grpc
 from ister.bucket.directory import read_owners
 from ister.client import AsyncClient, Client
 from ister.errors import IsterError
-from servers.cluster import BrokerCluster, Link
-from servers.etcd import Cable
-from support.danube import connect, run
-from support.scale import nightly, scaled
-from support.waiting import eventually, eventually_async
+from tests.servers.cluster import BrokerCluster, Link
+from tests.servers.etcd import Cable
+from tests.support.danube import connect, run
+from tests.support.scale import nightly, scaled
+from tests.support.waiting import eventually, eventually_async
 
 TOPIC = "/default/orders"
 AWAY, STAND_IN = 0, 1

@@ -14,19 +14,8 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
-from tests.servers.etcd import EtcdCluster
 
 import ister
-from fault.oracle import History
-from fault.tier_checks import (
-    TOPIC,
-    Producer,
-    converge,
-    memory_directory,
-    orphans,
-    tier_settings,
-    verify_topic,
-)
 from ister import failpoints
 from ister.clock import SystemClock
 from ister.errors import (
@@ -39,7 +28,18 @@ from ister.errors import (
 )
 from ister.metadata.etcd import EtcdMetadata
 from ister.topic.log import Log
-from support.waiting import eventually
+from tests.fault.oracle import History
+from tests.fault.tier_checks import (
+    TOPIC,
+    Producer,
+    converge,
+    memory_directory,
+    orphans,
+    tier_settings,
+    verify_topic,
+)
+from tests.servers.etcd import EtcdCluster
+from tests.support.waiting import eventually
 
 CALL_SECONDS = 2.0
 TTL = 3

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ister
-from support.example_runs import complaints, run_example, started_example
+from tests.support.example_runs import complaints, run_example, started_example
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
 

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from integration.spark_topics import PUBLISHED_MS, SparkPlace
 from ister.spark.jobs.exporting import export
-from support.exports import (
+from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace
+from tests.support.exports import (
     FORMATS,
     commit_nothing,
     forget_history,
@@ -40,7 +40,6 @@ SCHEMA = {"properties": {"id": {"type": "integer"}, "name": {"type": "string"}}}
 _TABLES = ("orders", "orders_dead_letters")
 _ROUNDS = int(os.environ.get("ISTER_ROUNDS", "8"))
 _LEASE_SECONDS = 6
-_TESTS = Path(__file__).resolve().parents[1]
 _POINTS = (
     "pipeline.after_lease=kill@1",
     "pipeline.after_plan=kill@1",
@@ -58,12 +57,11 @@ _POINTS = (
 )
 _SCRIPT = textwrap.dedent("""
     import sys, json
-    sys.path.insert(0, sys.argv[1])
-    from support.exports import tasks_here
+    from tests.support.exports import tasks_here
     from ister.spark.jobs.exporting import export
     with tasks_here() as spark:
-        report = export(spark, sys.argv[2], to=sys.argv[3], format=sys.argv[4],
-                        schema=json.loads(sys.argv[5]))
+        report = export(spark, sys.argv[1], to=sys.argv[2], format=sys.argv[3],
+                        schema=json.loads(sys.argv[4]))
     assert report.ok, report.errors
 """)
 
@@ -85,7 +83,7 @@ def _rows(root: Path, format: str, name: str) -> list[tuple[str, int]]:
 
 
 def _run(place: SparkPlace, to: str, format: str, point: str) -> int:
-    arguments = [str(_TESTS), place.config, to, format, json.dumps(SCHEMA)]
+    arguments = [place.config, to, format, json.dumps(SCHEMA)]
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, *arguments],
         env={**os.environ, "ISTER_FAILPOINTS": point},

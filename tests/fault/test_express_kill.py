@@ -14,13 +14,13 @@ import time
 import pytest
 
 import ister
-from fault.oracle import History
-from fault.tier_checks import check_catalog, memory_directory, read_bucket, tier_settings
-from fault.tier_child import TierChild
-from fault.writer_child import new_seed, say_replay
 from ister.bucket.names import EXPRESS_PREFIX
 from ister.failpoints import FAILPOINTS
-from support.scale import scaled
+from tests.fault.oracle import History
+from tests.fault.tier_checks import check_catalog, memory_directory, read_bucket, tier_settings
+from tests.fault.tier_child import TierChild
+from tests.fault.writer_child import new_seed, say_replay
+from tests.support.scale import scaled
 
 TIERED = frozenset({"tiered"})
 SWAPS = ["tier.before_swap", "tier.after_swap"]

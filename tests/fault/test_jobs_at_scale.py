@@ -21,10 +21,10 @@ import pytest
 import yaml
 
 import ister
-from fault.jobs_child import JobsChild
-from fault.spark_cluster import SparkCluster
 from ister.limits import GIB, KIB, MIB
-from servers.etcd import EtcdServer
+from tests.fault.jobs_child import JobsChild
+from tests.fault.spark_cluster import SparkCluster
+from tests.servers.etcd import EtcdServer
 
 _HUGE = "/scale/huge"
 _HUGE_BYTES = 2 * GIB

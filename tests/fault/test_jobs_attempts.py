@@ -9,13 +9,13 @@ import threading
 
 import pytest
 
-from fault.jobs_world import WORKS, World
-from fault.tier_checks import memory_directory
-from fault.writer_child import new_seed, say_replay
 from ister.errors import IsterError
 from ister.spark import jobs
-from support.machine import Task
-from support.spark_here import SparkHere
+from tests.fault.jobs_world import WORKS, World
+from tests.fault.tier_checks import memory_directory
+from tests.fault.writer_child import new_seed, say_replay
+from tests.support.machine import Task
+from tests.support.spark_here import SparkHere
 
 KINDS = ("tier", "tier by copy", "scrub", "gc")
 

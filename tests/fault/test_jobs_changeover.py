@@ -19,18 +19,18 @@ import pyarrow as pa
 import pytest
 
 import ister
-from fault.processes import end_with_parent, kill_session
-from fault.spark_child import spark_environment
-from fault.tier_checks import memory_directory
 from ister.bucket.fence import read_holder
 from ister.bucket.pipeline import PipelineKeys
 from ister.client.flight import FlightClient
 from ister.clock import SystemClock
 from ister.config import load_config
 from ister.topic.stores import open_metadata
-from servers.broker import BrokerProcess
-from support.scale import scaled
-from support.waiting import eventually
+from tests.fault.processes import end_with_parent, kill_session
+from tests.fault.spark_child import spark_environment
+from tests.fault.tier_checks import memory_directory
+from tests.servers.broker import BrokerProcess
+from tests.support.scale import scaled
+from tests.support.waiting import eventually
 
 TOPICS = ("/default/a", "/default/b")
 TTL = 8

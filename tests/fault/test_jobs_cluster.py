@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from fault.jobs_child import JobsChild
-from fault.jobs_world import WORKS, Work, World
-from fault.spark_cluster import SparkCluster
-from fault.tier_checks import memory_directory
-from fault.writer_child import new_seed, say_replay
+from tests.fault.jobs_child import JobsChild
+from tests.fault.jobs_world import WORKS, Work, World
+from tests.fault.spark_cluster import SparkCluster
+from tests.fault.tier_checks import memory_directory
+from tests.fault.writer_child import new_seed, say_replay
 
 _ORDER = (
     "tier",

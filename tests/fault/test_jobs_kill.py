@@ -19,13 +19,13 @@ from collections import Counter
 
 import pytest
 
-from fault.jobs_child import Drivers, JobsChild
-from fault.jobs_world import KEYED, PLAIN, WORKS, Step, World
-from fault.tier_checks import memory_directory
-from fault.writer_child import new_seed, say_replay
 from ister.bucket.names import format_object_id
 from ister.failpoints import FAILPOINTS
-from support.scale import IS_NIGHTLY, scaled
+from tests.fault.jobs_child import Drivers, JobsChild
+from tests.fault.jobs_world import KEYED, PLAIN, WORKS, Step, World
+from tests.fault.tier_checks import memory_directory
+from tests.fault.writer_child import new_seed, say_replay
+from tests.support.scale import IS_NIGHTLY, scaled
 
 ROUNDS = scaled(1, 20)
 ROLLBACK_ROUNDS = scaled(1, 3)

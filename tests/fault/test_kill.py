@@ -17,15 +17,15 @@ import pytest
 import yaml
 
 import ister
-from fault.oracle import SURVIVES_KILL, History, payload_of, settings_of, verify
-from fault.writer_child import WriterChild, new_seed, say_replay
 from ister.config import load_config
 from ister.failpoints import FAILPOINTS
 from ister.format.frame import encode_frame, scan_frames
 from ister.model import TopicState
 from ister.topic.log import Log
 from ister.wal.directory import parse_log_name
-from support.scale import scaled
+from tests.fault.oracle import SURVIVES_KILL, History, payload_of, settings_of, verify
+from tests.fault.writer_child import WriterChild, new_seed, say_replay
+from tests.support.scale import scaled
 
 # Those of a log without a bucket; `test_tier_kill` has the rest.
 POINTS = sorted(point for point in FAILPOINTS if point.startswith("wal."))

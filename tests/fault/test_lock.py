@@ -8,8 +8,8 @@ import sys
 import pytest
 
 import ister
-from fault.oracle import History, settings_of
-from fault.writer_child import WriterChild
+from tests.fault.oracle import History, settings_of
+from tests.fault.writer_child import WriterChild
 
 
 @pytest.fixture

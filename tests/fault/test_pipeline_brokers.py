@@ -20,8 +20,6 @@ pytest.importorskip("danube")
 
 from pyspark.errors import PySparkException
 
-from fault.pipeline_world import PipelineWorld, exported
-from fault.writer_child import new_seed, say_replay
 from ister.errors import IsterError
 from ister.spark.jobs.compaction import compact
 from ister.spark.jobs.exporting import export
@@ -30,12 +28,14 @@ from ister.spark.jobs.scrubbing import scrub
 from ister.spark.jobs.service import run
 from ister.spark.jobs.statistics import stats
 from ister.spark.jobs.tiering import tier
-from servers.cluster import LEASE_SECONDS, BrokerCluster
-from servers.ports import free_port
-from support.machine import Task
-from support.scale import scaled
-from support.spark_session import get_spark
-from support.waiting import PATIENCE_SECONDS, eventually
+from tests.fault.pipeline_world import PipelineWorld, exported
+from tests.fault.writer_child import new_seed, say_replay
+from tests.servers.cluster import LEASE_SECONDS, BrokerCluster
+from tests.servers.ports import free_port
+from tests.support.machine import Task
+from tests.support.scale import scaled
+from tests.support.spark_session import get_spark
+from tests.support.waiting import PATIENCE_SECONDS, eventually
 
 SETTINGS = {
     "storage": {

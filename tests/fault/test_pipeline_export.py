@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from integration.spark_topics import SparkPlace
 from ister.bucket.pipeline import PipelineKeys, request_job
 from ister.clock import SystemClock
 from ister.errors import ConflictError
-from support.exports import read_table, where
-from support.waiting import eventually
+from tests.integration.spark_topics import SparkPlace
+from tests.support.exports import read_table, where
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.nightly
 

@@ -12,10 +12,10 @@ import time
 import pytest
 
 import ister
-from fault.disks import Disk, mounted_disk, skip_if, why_no_disks
-from fault.oracle import SURVIVES_POWER_CUT, History, payload_of, settings_of, verify
-from fault.writer_child import WriterChild, new_seed, say_replay
-from support.scale import scaled
+from tests.fault.disks import Disk, mounted_disk, skip_if, why_no_disks
+from tests.fault.oracle import SURVIVES_POWER_CUT, History, payload_of, settings_of, verify
+from tests.fault.writer_child import WriterChild, new_seed, say_replay
+from tests.support.scale import scaled
 
 pytestmark = pytest.mark.nightly
 

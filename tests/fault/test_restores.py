@@ -22,12 +22,12 @@ from pathlib import Path
 
 import pytest
 
-from fault.writer_child import new_seed, say_replay
 from ister.client import Client
 from ister.errors import IsterError
-from servers.broker import lay_over
-from servers.cluster import BrokerCluster
-from support.scale import nightly, scaled
+from tests.fault.writer_child import new_seed, say_replay
+from tests.servers.broker import lay_over
+from tests.servers.cluster import BrokerCluster
+from tests.support.scale import nightly, scaled
 
 ROUNDS = scaled(1, 20)
 BURSTS = scaled(12, 60)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from support.scale import scaled
+from tests.support.scale import scaled
 
 CHILD = Path(__file__).with_name("storm_child.py")
 INTERRUPTS = scaled(1_000, 100_000)

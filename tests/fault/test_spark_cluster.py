@@ -13,12 +13,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from fault.spark_child import SparkChild
-from fault.spark_cluster import SparkCluster
-from fault.spark_copy import Copy
-from fault.tier_checks import memory_directory
-from fault.writer_child import new_seed, say_replay
-from servers.flight import FlightProcess
+from tests.fault.spark_child import SparkChild
+from tests.fault.spark_cluster import SparkCluster
+from tests.fault.spark_copy import Copy
+from tests.fault.tier_checks import memory_directory
+from tests.fault.writer_child import new_seed, say_replay
+from tests.servers.flight import FlightProcess
 
 _JOB_SECONDS_MAX = 240.0
 _LIMIT = 300

@@ -14,13 +14,13 @@ from collections import Counter
 import pytest
 
 import ister
-from fault.processes import kill_all
-from fault.spark_child import SparkChild
-from fault.spark_copy import B, Copy, payload_of
-from fault.tier_checks import memory_directory
-from fault.writer_child import new_seed, say_replay
 from ister.failpoints import FAILPOINTS
-from support.scale import IS_NIGHTLY, scaled
+from tests.fault.processes import kill_all
+from tests.fault.spark_child import SparkChild
+from tests.fault.spark_copy import B, Copy, payload_of
+from tests.fault.tier_checks import memory_directory
+from tests.fault.writer_child import new_seed, say_replay
+from tests.support.scale import IS_NIGHTLY, scaled
 
 POINTS = sorted(point for point in FAILPOINTS if point.startswith("batch."))
 ROUNDS = scaled(1, 4)

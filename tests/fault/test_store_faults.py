@@ -12,21 +12,8 @@ import time
 from itertools import count
 
 import pytest
-from tests.servers.fault_proxy import Action, FaultProxy
-from tests.servers.s3 import BUCKET, moto_server, rclone_server
 
 import ister
-from fault.oracle import History, payload_of, read_all
-from fault.tier_checks import (
-    TOPIC,
-    Producer,
-    converge,
-    memory_directory,
-    orphans,
-    read_bucket,
-    tier_settings,
-    verify_topic,
-)
 from ister.clock import SystemClock
 from ister.errors import (
     CapacityError,
@@ -37,7 +24,20 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.objectstore.opendal_store import open_store
-from support.waiting import eventually
+from tests.fault.oracle import History, payload_of, read_all
+from tests.fault.tier_checks import (
+    TOPIC,
+    Producer,
+    converge,
+    memory_directory,
+    orphans,
+    read_bucket,
+    tier_settings,
+    verify_topic,
+)
+from tests.servers.fault_proxy import Action, FaultProxy
+from tests.servers.s3 import BUCKET, moto_server, rclone_server
+from tests.support.waiting import eventually
 
 MIB = 1024 * 1024
 DATA = "objects/data-"

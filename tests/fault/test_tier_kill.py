@@ -14,9 +14,10 @@ import time
 import pytest
 
 import ister
-from fault.oracle import History
-from fault.test_kill import tear_tail
-from fault.tier_checks import (
+from ister.failpoints import FAILPOINTS
+from tests.fault.oracle import History
+from tests.fault.test_kill import tear_tail
+from tests.fault.tier_checks import (
     TOPIC,
     Producer,
     converge,
@@ -25,10 +26,9 @@ from fault.tier_checks import (
     tier_settings,
     verify_topic,
 )
-from fault.tier_child import TierChild
-from fault.writer_child import new_seed, say_replay
-from ister.failpoints import FAILPOINTS
-from support.scale import nightly, scaled
+from tests.fault.tier_child import TierChild
+from tests.fault.writer_child import new_seed, say_replay
+from tests.support.scale import nightly, scaled
 
 _LARGE = {"wal": {"rotate_max_bytes": 65536}, "uploader": {"max_object_bytes": 131072}}
 

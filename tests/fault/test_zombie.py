@@ -16,11 +16,15 @@ import signal
 import time
 
 import pytest
-from tests.servers.etcd import EtcdServer
 
 import ister
-from fault.oracle import History
-from fault.tier_checks import (
+from ister import failpoints
+from ister.bucket.ownership import OwnedTopic
+from ister.errors import ConflictError, FencedError, NotFoundError, UnavailableError
+from ister.model import TopicName
+from ister.topic.log import Log
+from tests.fault.oracle import History
+from tests.fault.tier_checks import (
     TOPIC,
     Producer,
     check_catalog,
@@ -30,15 +34,11 @@ from fault.tier_checks import (
     tier_settings,
     verify_topic,
 )
-from fault.tier_child import TierChild
-from fault.writer_child import new_seed, say_replay
-from ister import failpoints
-from ister.bucket.ownership import OwnedTopic
-from ister.errors import ConflictError, FencedError, NotFoundError, UnavailableError
-from ister.model import TopicName
-from ister.topic.log import Log
-from support.scale import scaled
-from support.waiting import eventually
+from tests.fault.tier_child import TierChild
+from tests.fault.writer_child import new_seed, say_replay
+from tests.servers.etcd import EtcdServer
+from tests.support.scale import scaled
+from tests.support.waiting import eventually
 
 TTL = 2
 ETCD_TTL = 3

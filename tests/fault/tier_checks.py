@@ -22,7 +22,7 @@ from ister.topic.message import MessageBatch
 try:
     from oracle import Entry, History, Report, payload_of, read_all
 except ImportError:
-    from fault.oracle import Entry, History, Report, payload_of, read_all
+    from tests.fault.oracle import Entry, History, Report, payload_of, read_all
 
 SURVIVES = frozenset({"written", "synced", "tiered"})
 """What nothing here may take: no disk is lost, and no page cache."""

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from fault.oracle import History
-from fault.writer_child import WriterChild
+from tests.fault.oracle import History
+from tests.fault.writer_child import WriterChild
 
 _PROGRAM = str(Path(__file__).resolve().with_name("tier_process.py"))
 

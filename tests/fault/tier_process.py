@@ -1,6 +1,6 @@
 """A process that owns topics with a bucket, and works until somebody kills or stops it.
 
-    python tests/fault/tier_process.py SETTINGS.json --mode load --session s1
+    python -m tests.fault.tier_process SETTINGS.json --mode load --session s1
 
 It speaks as `writer_process.py` does, one line per write(2), and besides:
 
@@ -42,7 +42,7 @@ from ister import errors
 try:
     from oracle import payload_of
 except ImportError:
-    from fault.oracle import payload_of
+    from tests.fault.oracle import payload_of
 
 _PAUSE_AFTER_ERROR_SECONDS = 0.02
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from fault.oracle import History
-from support.scale import scaled
-from support.waiting import eventually
+from tests.fault.oracle import History
+from tests.support.scale import scaled
+from tests.support.waiting import eventually
 
 WRITER = str(Path(__file__).resolve().with_name("writer_process.py"))
 _READ_BYTES = 1 << 16

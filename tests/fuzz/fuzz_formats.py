@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of every decoder, with atheris.
 
-    python tests/fuzz/fuzz_formats.py -atheris_runs=200000 [corpus directory]
+    python -m tests.fuzz.fuzz_formats -atheris_runs=200000 [corpus directory]
 
 The first byte of an input chooses the decoder, the rest is what it gets. Half of the choices set
 the crcs right first, so that the fuzzer gets past them. Without a corpus directory a small one is
@@ -14,8 +14,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 try:
     import atheris
@@ -38,8 +36,8 @@ with atheris.instrument_imports(include=["ister.format"]):
     from ister.format.message import encode_message
     from ister.format.sparse_index import INDEX_ENTRY_SIZE, decode_index, encode_index
     from ister.model import Codec
-    from support.builders import a_message, frames, golden, with_valid_crc
-    from support.invariants import check_body, check_frames
+    from tests.support.builders import a_message, frames, golden, with_valid_crc
+    from tests.support.invariants import check_body, check_frames
 
 
 def fuzz_frames(data: bytes) -> None:
@@ -181,7 +179,7 @@ def run_with_own_corpus(arguments: list[str]) -> int:
         if not failed:
             directory.rmdir()
     for path in failed:
-        print(f"replay: python tests/fuzz/fuzz_formats.py {path}")
+        print(f"replay: python -m tests.fuzz.fuzz_formats {path}")
     return status
 
 

@@ -1,6 +1,6 @@
 """Damages valid buffers of frames at random and checks what the decoders make of them.
 
-    python tests/fuzz/mutate_frames.py --count 1000000 --seed 1
+    python -m tests.fuzz.mutate_frames --count 1000000 --seed 1
 
 Each mutant has its own seed, made of the run's seed and its index, so a failure is replayed alone:
 `--start INDEX --count 1`. What is checked, for both codecs:
@@ -24,16 +24,13 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ister.format.frame import Corrupt, encode_frame
 from ister.format.message import decode_message, encode_message
 from ister.limits import FRAME_BODY_BYTES_MAX
 from ister.model import Codec, StreamMessage
-from support.builders import VARINT_BOUNDARIES, a_message, frames
-from support.invariants import check_body, check_frames
+from tests.support.builders import VARINT_BOUNDARIES, a_message, frames
+from tests.support.invariants import check_body, check_frames
 
 _HEADER = struct.Struct("<QII")
 _BASES_COUNT = 48
@@ -99,7 +96,7 @@ def run(count: int, seed: int, *, start: int = 0) -> Outcome:
             raise MutantError(
                 f"{type(error).__name__}: {error}\n"
                 f"mutant {index} of seed {seed}: {mutant.hex()}\n"
-                f"replay: python tests/fuzz/mutate_frames.py"
+                f"replay: python -m tests.fuzz.mutate_frames"
                 f" --seed {seed} --start {index} --count 1"
             ) from error
         outcome.mutants += 1

@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from fuzz.mutate_frames import run
-from support.scale import scaled
+from tests.fuzz.mutate_frames import run
+from tests.support.scale import scaled
 
 COUNT = int(os.environ.get("ISTER_FUZZ_COUNT", scaled("10000", "1000000")))
 NEW_SEED = int(os.environ.get("ISTER_FUZZ_SEED", random.SystemRandom().getrandbits(32)))

@@ -1,6 +1,6 @@
 """Makes `stream_data` and `stream_checkpoint`: a data directory and a query's checkpoint over it.
 
-    python tests/golden/make_stream_checkpoint.py
+    python -m tests.golden.make_stream_checkpoint
 
 They are kept as the version made them that wrote them first: a later one has to go on from there.
 Make them anew only under another name, for another version of the formats.
@@ -12,18 +12,15 @@ rest in local files.
 """
 
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 import yaml
 
+import ister
+from tests.support.spark_session import get_spark
+
 _GOLDEN = Path(__file__).resolve().parent
-sys.path.insert(0, str(_GOLDEN.parent))
-
-import ister  # noqa: E402 - found through the path above
-from support.spark_session import get_spark  # noqa: E402
-
 SOURCE, SINK = "/default/orders", "/default/copies"
 BATCH = 3
 BEFORE, AFTER = 5, 3

@@ -1,6 +1,6 @@
 """A client that only wants to be served, in a process of its own, while others misbehave.
 
-    python bystander.py <gRPC address> <HTTP address>
+    python -m tests.integration.bystander <gRPC address> <HTTP address>
 
 Round after round, with the real `danube-client`: a message is sent, comes back and is acknowledged,
 the subscription is described, and `/ready` is asked for. Each round is a line of JSON on standard
@@ -19,12 +19,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-_TESTS = str(Path(__file__).resolve().parent.parent)
-if _TESTS not in sys.path:
-    sys.path.insert(0, _TESTS)
 
 TOPIC = "/default/bystander"
 SUBSCRIPTION = "bystander"
@@ -50,7 +45,7 @@ class Bystander:
 
     def __init__(self, broker: Any) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, broker.address, broker.http],
+            [sys.executable, "-m", __name__, broker.address, broker.http],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -98,7 +93,7 @@ class Bystander:
 async def main(address: str, http: str) -> None:
     """Round after round, until standard input ends."""
     from ister.wire import ister_api  # noqa: PLC0415
-    from support.danube import connect  # noqa: PLC0415 - the path is set above
+    from tests.support.danube import connect  # noqa: PLC0415 - the path is set above
 
     class Broker:
         pass

@@ -6,9 +6,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from ister.broker.rpc.native_support import native_refusal
-from support.danube import run
-from support.scale import nightly
-from support.spark_session import get_spark
+from tests.support.danube import run
+from tests.support.scale import nightly
+from tests.support.spark_session import get_spark
 
 
 @pytest.fixture(scope="session")

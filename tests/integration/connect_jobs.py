@@ -12,9 +12,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from pyspark.sql import SparkSession
 
-from integration.spark_topics import PUBLISHED_MS, SparkPlace
 from ister.config import load_config
 from ister.spark import jobs
+from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace
 
 TOPIC = "/default/a"
 

@@ -24,10 +24,10 @@ from ister.format.descriptor import ObjectDescriptor
 from ister.format.frame import scan_frames
 from ister.metadata.memory import MemoryMetadata
 from ister.model import StreamMessage, TopicName
-from support.danube_storage import StartPosition, TopicStream, WalStorage, WalStorageFactory
-from support.machine import PATIENCE_SECONDS, numbered
-from support.memory_fs import MemoryFileSystem
-from support.memory_store import MemoryObjectStore
+from tests.support.danube_storage import StartPosition, TopicStream, WalStorage, WalStorageFactory
+from tests.support.machine import PATIENCE_SECONDS, numbered
+from tests.support.memory_fs import MemoryFileSystem
+from tests.support.memory_store import MemoryObjectStore
 
 TOPIC = "/default/orders"
 PUBLISHED_MS = 1_700_000_000_000

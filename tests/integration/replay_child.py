@@ -1,12 +1,9 @@
 """A replay in a process of its own, which is killed at a point that the environment names."""
 
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ister.spark.jobs.replaying import replay
-from support.spark_session import get_spark
+from tests.support.spark_session import get_spark
 
 if __name__ == "__main__":
     config, source, target = sys.argv[1:]
@@ -15,7 +12,7 @@ if __name__ == "__main__":
         config,
         source=source,
         target=target,
-        transform="support.replay_functions:only_even",
+        transform="tests.support.replay_functions:only_even",
         chunk_bytes=2_000,
     )
     sys.exit(0 if report.ok else str(report.errors))

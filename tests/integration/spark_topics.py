@@ -42,7 +42,7 @@ from ister.spark.location import Place, _close_all
 from ister.topic.log import Log
 from ister.topic.message import Message
 from ister.topic.topic import Topic
-from support.grace import without_least_grace
+from tests.support.grace import without_least_grace
 
 PUBLISHED_MS = 1_700_000_000_000
 """When the first message of a topic with rising times was published."""

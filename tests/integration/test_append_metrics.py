@@ -12,11 +12,11 @@ pytest.importorskip("danube")
 
 from ister.client import Client
 from ister.client.flight import FlightClient
-from servers.broker import BrokerProcess
-from support.broker import a_broker
-from support.cases import each
-from support.danube import connect, run, topic_for
-from support.http_api import ACTION
+from tests.servers.broker import BrokerProcess
+from tests.support.broker import a_broker
+from tests.support.cases import each
+from tests.support.danube import connect, run, topic_for
+from tests.support.http_api import ACTION
 
 LATENCY = "danube_wal_append_latency_seconds"
 ROWS = pa.record_batch({"payload": pa.array([b"a", b"bc"])})

@@ -40,13 +40,13 @@ import pyarrow as pa
 from google.protobuf.descriptor import FieldDescriptor
 from pyarrow import flight
 
-from integration.bystander import Bystander
 from ister import wire
 from ister.wire import danube, danube_admin, danube_schema, ister_api
 from ister.wire.contract import Action, PutOpen, RangeTicket
-from servers.broker import BrokerProcess
-from support.danube import SHARED, connect, eventually, run
-from support.scale import IS_NIGHTLY, scaled
+from tests.integration.bystander import Bystander
+from tests.servers.broker import BrokerProcess
+from tests.support.danube import SHARED, connect, eventually, run
+from tests.support.scale import IS_NIGHTLY, scaled
 
 MORE = scaled(1, 5)
 MIB = 1024 * 1024
@@ -1229,13 +1229,12 @@ def test_a_consumer_of_a_topic_without_a_log_that_never_reads(broker):
 
 _STOPPED_CLIENT = """
 import asyncio, sys
-sys.path.insert(0, sys.argv[1])
-from support.danube import SHARED, connect
-from support.scale import IS_NIGHTLY, scaled
-class Broker: address = sys.argv[2]
+from tests.support.danube import SHARED, connect
+from tests.support.scale import IS_NIGHTLY, scaled
+class Broker: address = sys.argv[1]
 async def main():
     async with connect(Broker) as danube:
-        await danube.consumer(sys.argv[3], "stopped", kind=SHARED)
+        await danube.consumer(sys.argv[2], "stopped", kind=SHARED)
         print("attached", flush=True)
         await asyncio.sleep(600)
 asyncio.run(main())
@@ -1245,7 +1244,6 @@ asyncio.run(main())
 def test_a_client_that_is_stopped(broker):
     """Half open: its process is there and does nothing. Others get its messages in time."""
     topic = "/default/stopped"
-    tests = str(Path(__file__).resolve().parent.parent)
 
     async def scenario(client):
         async with connect(broker, own_connection=True) as session:
@@ -1274,7 +1272,7 @@ def test_a_client_that_is_stopped(broker):
 
     run(prepare())
     client = subprocess.Popen(
-        [sys.executable, "-c", _STOPPED_CLIENT, tests, broker.address, topic],
+        [sys.executable, "-c", _STOPPED_CLIENT, broker.address, topic],
         stdout=subprocess.PIPE,
     )
     try:

@@ -18,8 +18,8 @@ import pytest
 
 pytest.importorskip("danube")
 
-from servers.broker import BrokerProcess
-from support.danube import (
+from tests.servers.broker import BrokerProcess
+from tests.support.danube import (
     FAILOVER,
     KEY_SHARED,
     SHARED,

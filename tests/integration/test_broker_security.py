@@ -44,10 +44,10 @@ from ister.wire.contract import (
     WatermarksRequest,
 )
 from ister.wire.errors import carries_error, decode_error
-from servers.broker import BrokerProcess
-from support.certificates import IDENTITIES, LOCAL_NAMES, Authority
-from support.danube import eventually, run
-from support.security import AUDIENCE, ISSUER, SECRET, auth_settings, sign
+from tests.servers.broker import BrokerProcess
+from tests.support.certificates import IDENTITIES, LOCAL_NAMES, Authority
+from tests.support.danube import eventually, run
+from tests.support.security import AUDIENCE, ISSUER, SECRET, auth_settings, sign
 
 Code = grpc.StatusCode
 SERVERS, CLIENTS = Authority("servers"), Authority("clients")

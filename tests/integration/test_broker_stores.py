@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("danube")
 
-from servers.broker import BrokerProcess
-from servers.etcd import EtcdServer
-from servers.s3 import rclone_server
-from support.danube import SHARED, connect, eventually, numbered, offsets, run, texts
+from tests.servers.broker import BrokerProcess
+from tests.servers.etcd import EtcdServer
+from tests.servers.s3 import rclone_server
+from tests.support.danube import SHARED, connect, eventually, numbered, offsets, run, texts
 
 TOPIC = "/default/orders"
 

@@ -5,7 +5,6 @@ was asked for, whatever the limit) and the bytes it sends.
 """
 
 import pytest
-from tests.servers.etcd import EtcdServer
 
 from ister.bucket.catalog import Catalog
 from ister.bucket.names import TopicKeys
@@ -15,7 +14,8 @@ from ister.format.records import encode_current
 from ister.metadata.base import Put
 from ister.metadata.etcd import EtcdMetadata
 from ister.metrics import Metrics
-from support.tiers import NAME, PREFIX, a_descriptor
+from tests.servers.etcd import EtcdServer
+from tests.support.tiers import NAME, PREFIX, a_descriptor
 
 SMALL, LARGE = 1_000, 20_000
 LENGTH = 1_000

@@ -20,9 +20,9 @@ pytest.importorskip("grpc")
 
 from ister.cli.main import main
 from ister.client import Client
-from servers.broker import BrokerProcess
-from servers.ports import free_port
-from support.waiting import PATIENCE_SECONDS
+from tests.servers.broker import BrokerProcess
+from tests.servers.ports import free_port
+from tests.support.waiting import PATIENCE_SECONDS
 
 PATIENCE = 120.0
 _numbers = count()

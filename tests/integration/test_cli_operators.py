@@ -12,9 +12,9 @@ from ister.cli.main import main
 from ister.cli.schema import detect_type
 from ister.client import Client
 from ister.subscription.policy import FailurePolicy, PoisonPolicy
-from servers.broker import BrokerProcess
-from support.certificates import Authority
-from support.waiting import eventually
+from tests.servers.broker import BrokerProcess
+from tests.support.certificates import Authority
+from tests.support.waiting import eventually
 
 PATIENCE = 120.0
 _numbers = count()

@@ -18,9 +18,9 @@ pytest.importorskip("grpc")
 from ister.broker.security.minting import make_api_key
 from ister.cli.main import main
 from ister.client import Client
-from servers.broker import BrokerProcess
-from support.certificates import LOCAL_NAMES, Authority
-from support.security import auth_settings
+from tests.servers.broker import BrokerProcess
+from tests.support.certificates import LOCAL_NAMES, Authority
+from tests.support.security import auth_settings
 
 PATIENCE = 120.0
 COMMAND = [sys.executable, "-m", "ister.cli.main"]

@@ -41,13 +41,13 @@ from ister.partitions import partition_of
 from ister.subscription.policy import FailurePolicy, PoisonPolicy
 from ister.wire import danube_admin, stub
 from ister.wire.contract import RangeTicket
-from servers.broker import BrokerProcess
-from support.cases import each
-from support.certificates import LOCAL_NAMES, Authority
-from support.example_runs import run_example
-from support.scale import scaled
-from support.security import auth_settings
-from support.waiting import eventually
+from tests.servers.broker import BrokerProcess
+from tests.support.cases import each
+from tests.support.certificates import LOCAL_NAMES, Authority
+from tests.support.example_runs import run_example
+from tests.support.scale import scaled
+from tests.support.security import auth_settings
+from tests.support.waiting import eventually
 
 PATIENCE = 60.0
 KILLS = scaled(1, 3)

@@ -17,9 +17,9 @@ from ister.client import AsyncClient, Client
 from ister.errors import ConflictError, NotFoundError
 from ister.subscription.policy import FailurePolicy, PoisonPolicy
 from ister.wire import danube, danube_admin, ister_api
-from servers.broker import BrokerProcess
-from support.danube import topic_for
-from support.waiting import eventually, eventually_async
+from tests.servers.broker import BrokerProcess
+from tests.support.danube import topic_for
+from tests.support.waiting import eventually, eventually_async
 
 LEASE_SECONDS = 10
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import yaml
 
 from ister.client import Client
-from servers.etcd import etcd_binary
-from servers.ports import free_port
-from support.waiting import eventually
+from tests.servers.etcd import etcd_binary
+from tests.servers.ports import free_port
+from tests.support.waiting import eventually
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMPOSE = yaml.safe_load((DEPLOY / "compose" / "compose.yml").read_text())["services"]

@@ -21,8 +21,8 @@ from ister.broker.policies import Policies
 from ister.broker.publish.producers import Producers
 from ister.errors import CapacityError
 from ister.wire import danube, danube_admin, ister_api
-from servers.broker import BrokerProcess
-from support.danube import (
+from tests.servers.broker import BrokerProcess
+from tests.support.danube import (
     EXCLUSIVE,
     FAILOVER,
     KEY_SHARED,

@@ -14,26 +14,6 @@ from dataclasses import replace
 
 import pytest
 
-from integration.places import (
-    TOPIC,
-    Place,
-    Shelf,
-    catalog,
-    counted,
-    descriptors,
-    fill,
-    flip_byte,
-    grow_old,
-    has_nothing,
-    object_names,
-    offsets,
-    read_from,
-    record,
-    stored_keys,
-    take,
-    three_files,
-    tiered_offsets,
-)
 from ister import failpoints
 from ister.clock import ManualClock
 from ister.config import load_config
@@ -55,10 +35,30 @@ from ister.format.frame import scan_frames
 from ister.fs.local import LocalFileSystem
 from ister.model import MessageId, TopicState
 from ister.wal.directory import WalDirectory
-from support.builders import measured_allocation
-from support.danube_storage import StartPosition, WalStorageFactory
-from support.machine import Task, TurningClock, eventually, numbered, payloads
-from support.memory_fs import SimulatedCrash
+from tests.integration.places import (
+    TOPIC,
+    Place,
+    Shelf,
+    catalog,
+    counted,
+    descriptors,
+    fill,
+    flip_byte,
+    grow_old,
+    has_nothing,
+    object_names,
+    offsets,
+    read_from,
+    record,
+    stored_keys,
+    take,
+    three_files,
+    tiered_offsets,
+)
+from tests.support.builders import measured_allocation
+from tests.support.danube_storage import StartPosition, WalStorageFactory
+from tests.support.machine import Task, TurningClock, eventually, numbered, payloads
+from tests.support.memory_fs import SimulatedCrash
 
 KIB = 1024
 MIB = 1024 * KIB

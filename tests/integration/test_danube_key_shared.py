@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("danube")
 
-from servers.broker import BrokerProcess
-from support.danube import (
+from tests.servers.broker import BrokerProcess
+from tests.support.danube import (
     EXCLUSIVE,
     KEY_SHARED,
     connect,

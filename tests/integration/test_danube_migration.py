@@ -13,9 +13,9 @@ from ister.config import load_config
 from ister.format.message import decode_message
 from ister.model import Codec
 from ister.topic.log import Log
-from servers.broker import BrokerProcess, broker_settings
-from support.danube import SHARED, connect, offsets, run
-from support.danube_files import (
+from tests.servers.broker import BrokerProcess, broker_settings
+from tests.support.danube import SHARED, connect, offsets, run
+from tests.support.danube_files import (
     BODY_OF_LAYOUT,
     TOPIC,
     DanubeBucket,

@@ -18,8 +18,8 @@ from danube import UnrecoverableError
 from danube.message_router import MessageRouter
 
 from ister.wire import danube, danube_admin
-from servers.broker import BrokerProcess
-from support.danube import (
+from tests.servers.broker import BrokerProcess
+from tests.support.danube import (
     EXCLUSIVE,
     SHARED,
     collect,

@@ -13,8 +13,8 @@ pytest.importorskip("danube")
 import grpc
 
 from ister.wire import danube_admin
-from servers.broker import BrokerProcess
-from support.danube import (
+from tests.servers.broker import BrokerProcess
+from tests.support.danube import (
     EXCLUSIVE,
     KEY_SHARED,
     SHARED,

@@ -16,8 +16,8 @@ pytest.importorskip("danube")
 import grpc
 
 from ister.wire import danube, danube_admin, ister_api
-from servers.broker import BrokerProcess
-from support.danube import (
+from tests.servers.broker import BrokerProcess
+from tests.support.danube import (
     EXCLUSIVE,
     FAILOVER,
     KEY_SHARED,

@@ -13,8 +13,8 @@ import grpc
 from danube import SchemaType
 
 from ister.wire import danube_admin
-from servers.broker import BrokerProcess
-from support.danube import (
+from tests.servers.broker import BrokerProcess
+from tests.support.danube import (
     EXCLUSIVE,
     FAILOVER,
     KEY_SHARED,

@@ -11,7 +11,12 @@ import zlib
 
 import pytest
 
-from integration.places import (
+from ister.config import load_config
+from ister.errors import ClosedError, ConfigError, CorruptDataError, DiskError, NotFoundError
+from ister.format.frame import scan_frames
+from ister.model import TopicState
+from ister.wal.directory import WalDirectory
+from tests.integration.places import (
     PUBLISHED_MS,
     TOPIC,
     Place,
@@ -31,16 +36,11 @@ from integration.places import (
     three_files,
     tiered_offsets,
 )
-from ister.config import load_config
-from ister.errors import ClosedError, ConfigError, CorruptDataError, DiskError, NotFoundError
-from ister.format.frame import scan_frames
-from ister.model import TopicState
-from ister.wal.directory import WalDirectory
-from servers.etcd import EtcdServer
-from servers.s3 import rclone_server
-from support.danube_storage import StartPosition, WalStorageFactory
-from support.machine import Task, eventually, numbered, payloads
-from support.scale import nightly
+from tests.servers.etcd import EtcdServer
+from tests.servers.s3 import rclone_server
+from tests.support.danube_storage import StartPosition, WalStorageFactory
+from tests.support.machine import Task, eventually, numbered, payloads
+from tests.support.scale import nightly
 
 MIB = 1024 * 1024
 PLACES = ("fs+sqlite", nightly("s3+sqlite"), nightly("fs+etcd"), "s3+etcd")

@@ -22,9 +22,9 @@ from danube.schema import CompatibilityMode, SchemaType
 
 from ister import wire
 from ister.wire import danube, danube_admin, danube_schema
-from servers.broker import BrokerProcess
-from support.danube import Danube, connect, refused, run, topic_for
-from support.protos import compile_proto
+from tests.servers.broker import BrokerProcess
+from tests.support.danube import Danube, connect, refused, run, topic_for
+from tests.support.protos import compile_proto
 
 INVALID, MISSING, PRECONDITION = (
     grpc.StatusCode.INVALID_ARGUMENT,

@@ -23,12 +23,12 @@ pytest.importorskip("danube")
 from ister.client import AsyncClient
 from ister.errors import InvalidRequestError
 from ister.limits import KIB, MIB
-from servers.broker import BrokerProcess
-from servers.etcd import EtcdServer
-from servers.fault_proxy import Action, FaultProxy
-from servers.s3 import rclone_server
-from support.danube import SHARED, connect, numbered, run, texts
-from support.waiting import PATIENCE_SECONDS, eventually_async
+from tests.servers.broker import BrokerProcess
+from tests.servers.etcd import EtcdServer
+from tests.servers.fault_proxy import Action, FaultProxy
+from tests.servers.s3 import rclone_server
+from tests.support.danube import SHARED, connect, numbered, run, texts
+from tests.support.waiting import PATIENCE_SECONDS, eventually_async
 
 TOPIC = "/default/orders"
 LEASE_SECONDS = 3

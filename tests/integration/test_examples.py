@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import ister
-from support.example_runs import EXAMPLES, rows_of_table, run_example
+from tests.support.example_runs import EXAMPLES, rows_of_table, run_example
 
 pytestmark = pytest.mark.timeout(700)
 

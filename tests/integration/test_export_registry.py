@@ -8,9 +8,9 @@ from danube.schema import SchemaType
 
 from ister.spark.jobs import export
 from ister.spark.location import _close_all
-from servers.broker import BrokerProcess
-from support.danube import connect, run
-from support.exports import commits_in, read_table, tasks_here, where
+from tests.servers.broker import BrokerProcess
+from tests.support.danube import connect, run
+from tests.support.exports import commits_in, read_table, tasks_here, where
 
 ORDERS, USERS, OLD, PLAIN = "/default/orders", "/default/users", "/default/old", "/default/plain"
 ORDER = {"type": "object", "properties": {"id": {"type": "integer"}, "price": {"type": "number"}}}

@@ -8,12 +8,12 @@ import threading
 import pytest
 from pyiceberg.catalog import load_catalog
 
-from integration.spark_topics import SparkPlace
 from ister import failpoints
 from ister.spark.jobs import export
-from servers.fault_proxy import Action, FaultProxy
-from servers.iceberg_rest import IcebergRestServer, fetch_jars
-from support.exports import tasks_here
+from tests.integration.spark_topics import SparkPlace
+from tests.servers.fault_proxy import Action, FaultProxy
+from tests.servers.iceberg_rest import IcebergRestServer, fetch_jars
+from tests.support.exports import tasks_here
 
 pytestmark = pytest.mark.nightly
 

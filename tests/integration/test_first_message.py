@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from servers.broker import BrokerProcess
+from tests.servers.broker import BrokerProcess
 
 # Of three processes, one after the other.
 CPU_SECONDS_MAX = 5.0

@@ -19,7 +19,6 @@ import pyarrow.compute as pc
 from pyarrow import flight
 
 import ister
-from integration.places import flip_byte
 from ister.broker.security.rights import Permission
 from ister.bucket.merge import merge_objects
 from ister.bucket.names import staging_prefix
@@ -45,8 +44,9 @@ from ister.topic.batches import StagedBatch
 from ister.topic.log import Log
 from ister.wire.contract import Action, AppendStaged, RangeTicket, TopicStatus
 from ister.wire.errors import decode_error, encode_error
-from servers.flight import FlightProcess, FlightServer, FlightTopics, LogSource
-from support.memory_store import MemoryObjectStore
+from tests.integration.places import flip_byte
+from tests.servers.flight import FlightProcess, FlightServer, FlightTopics, LogSource
+from tests.support.memory_store import MemoryObjectStore
 
 TOPIC = "/default/orders"
 WRITER = "query-1"

@@ -11,8 +11,6 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 from pyarrow import flight
 
-from integration.places import flip_byte
-from integration.test_flight import TOPIC, fill, settings_of
 from ister.broker.security.rights import Permission
 from ister.bucket.names import object_key
 from ister.bucket.object_maker import ObjectMaker
@@ -36,7 +34,9 @@ from ister.topic.log import Log
 from ister.topic.stores import upload_settings
 from ister.wire.contract import FRAMES_COLUMN, Action, FramesTicket, PlanUpload, UploadPlanned
 from ister.wire.errors import decode_error
-from servers.flight import FlightServer, FlightTopics, LogSource
+from tests.integration.places import flip_byte
+from tests.integration.test_flight import TOPIC, fill, settings_of
+from tests.servers.flight import FlightServer, FlightTopics, LogSource
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from ister.limits import MIB
 from ister.wire import danube
 from ister.wire.contract import Action, PutBatch, PutOpen
 from ister.wire.errors import decode_error
-from servers.broker import BrokerProcess
-from support.danube import connect, run
+from tests.servers.broker import BrokerProcess
+from tests.support.danube import connect, run
 
 TOPIC = "/default/orders"
 SCHEMA = pa.schema([("payload", pa.binary())])

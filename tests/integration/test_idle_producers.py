@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack
 import pytest
 
 from ister.client import AsyncClient
-from servers.broker import BrokerProcess
-from support.danube import eventually, run
-from support.scale import nightly, scaled
+from tests.servers.broker import BrokerProcess
+from tests.support.danube import eventually, run
+from tests.support.scale import nightly, scaled
 
 TOPIC = "/default/crowd"
 AT_ONCE = scaled(8, 50)

@@ -8,9 +8,16 @@ import pytest
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 import ister
-from fault.writer_child import new_seed, say_replay
-from integration.places import flip_byte
-from integration.spark_topics import (
+from ister.bucket.names import EXPRESS_PREFIX, object_key
+from ister.bucket.ownership import OwnedTopic
+from ister.clock import SystemClock
+from ister.errors import CorruptDataError
+from ister.model import TopicName
+from ister.spark.compat import HAS_LIMITS
+from ister.spark.jobs import compact
+from tests.fault.writer_child import new_seed, say_replay
+from tests.integration.places import flip_byte
+from tests.integration.spark_topics import (
     EXPRESS,
     PUBLISHED_MS,
     ReadHere,
@@ -24,13 +31,6 @@ from integration.spark_topics import (
     upload_of,
     without_spark,
 )
-from ister.bucket.names import EXPRESS_PREFIX, object_key
-from ister.bucket.ownership import OwnedTopic
-from ister.clock import SystemClock
-from ister.errors import CorruptDataError
-from ister.model import TopicName
-from ister.spark.compat import HAS_LIMITS
-from ister.spark.jobs import compact
 
 A, B = "/default/a", "/default/b"
 KEYS = (None, None, "", "k", "ключ", "鍵 🗝", *(f"key {number}" for number in range(30)))

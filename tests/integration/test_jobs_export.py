@@ -7,12 +7,19 @@ from pathlib import Path
 import pytest
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know it by
 
-from integration.spark_topics import PUBLISHED_MS, SparkPlace
 from ister.spark.jobs import export
 from ister.spark.location import _close_all
-from servers.s3 import SECRET_KEY, moto_server
-from support.example_runs import EXAMPLES
-from support.exports import FORMATS, iceberg_catalog, offsets_in, read_table, tasks_here, where
+from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace
+from tests.servers.s3 import SECRET_KEY, moto_server
+from tests.support.example_runs import EXAMPLES
+from tests.support.exports import (
+    FORMATS,
+    iceberg_catalog,
+    offsets_in,
+    read_table,
+    tasks_here,
+    where,
+)
 
 TOPIC = "/default/orders"
 SCHEMA = {

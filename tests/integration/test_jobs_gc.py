@@ -9,11 +9,11 @@ import threading
 import pytest
 
 import ister
-from integration.spark_topics import SparkPlace, fill, rows_in, without_spark
 from ister.bucket.names import objects_prefix
 from ister.model import TopicName
 from ister.spark.jobs import compact, gc, run
-from support.waiting import eventually
+from tests.integration.spark_topics import SparkPlace, fill, rows_in, without_spark
+from tests.support.waiting import eventually
 
 NAMES = [f"/default/topic-{number}" for number in range(6)]
 

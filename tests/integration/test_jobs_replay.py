@@ -12,14 +12,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from integration.spark_topics import PUBLISHED_MS, SparkPlace
 from ister.client.flight import FlightClient
 from ister.errors import ConflictError, InvalidRequestError, NotFoundError, OffsetOutOfRangeError
 from ister.spark.jobs.replaying import replay
 from ister.wire.contract import RangeTicket
-from servers.broker import BrokerProcess
-from servers.flight import FlightTopics
-from support import replay_functions
+from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace
+from tests.servers.broker import BrokerProcess
+from tests.servers.flight import FlightTopics
+from tests.support import replay_functions
 
 A, B = "/default/a", "/default/b"
 CHUNK_BYTES = 4_000
@@ -52,7 +52,7 @@ def test_messages_pass_through_a_function_in_their_order(spark, place):
         place.config,
         source=A,
         target=B,
-        transform="support.replay_functions:only_even",
+        transform="tests.support.replay_functions:only_even",
         chunk_bytes=CHUNK_BYTES,
     )
     fields = done(report)
@@ -298,7 +298,7 @@ def test_replay_that_is_killed_goes_on(spark, place, point, tmp_path):
         place.config,
         source=A,
         target=B,
-        transform="support.replay_functions:only_even",
+        transform="tests.support.replay_functions:only_even",
         # Others than those that it was begun with: its chunks stay what they were.
         chunk_bytes=700,
     )
@@ -315,7 +315,11 @@ def test_dry_run_shows_a_sample_and_changes_nothing(spark, place):
     before = json.dumps(sorted(place.topics()))
     arguments = {"source": A, "target": B, "dry_run": True, "sample": 3}
     report = replay(
-        spark, place.config, transform="support.replay_functions:only_even", start=10, **arguments
+        spark,
+        place.config,
+        transform="tests.support.replay_functions:only_even",
+        start=10,
+        **arguments,
     )
     fields = done(report)
     assert (fields["start_offset"], fields["next_offset"]) == (10, 100)

@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from integration.spark_topics import SparkPlace, fill, without_spark
 from ister.format.frame import scan_frames
 from ister.spark.jobs import scrub
-from support.scrub_faults import TOPIC, Patient
+from tests.integration.spark_topics import SparkPlace, fill, without_spark
+from tests.support.scrub_faults import TOPIC, Patient
 
 OBJECTS = 50
 EACH = 12

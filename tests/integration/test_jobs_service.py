@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from integration.spark_topics import SparkPlace, objects_of
 from ister.bucket.fence import read_holder
 from ister.bucket.pipeline import PipelineKeys, request_job
 from ister.clock import SystemClock
@@ -25,7 +24,8 @@ from ister.spark.jobs.pipeline_term import SlowJob
 from ister.spark.jobs.service import Service, run
 from ister.spark.jobs.tasks import run_tasks
 from ister.spark.location import place_of
-from support.waiting import eventually
+from tests.integration.spark_topics import SparkPlace, objects_of
+from tests.support.waiting import eventually
 
 A, B = "/default/a", "/default/b"
 TTL = 4

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from integration.spark_topics import SparkPlace, without_spark
-from support.scale import IS_NIGHTLY, scaled
+from tests.integration.spark_topics import SparkPlace, without_spark
+from tests.support.scale import IS_NIGHTLY, scaled
 
 ROOT = Path(__file__).parents[2]
 A = "/default/a"
 ENVIRONMENT = {
     **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), *sys.path[1:]]),
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path[1:]]),
     "PYSPARK_PYTHON": sys.executable,
     "SPARK_LOCAL_IP": "127.0.0.1",
 }

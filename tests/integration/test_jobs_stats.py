@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from integration.spark_topics import SparkPlace, fill, without_spark
 from ister.spark.jobs import stats
+from tests.integration.spark_topics import SparkPlace, fill, without_spark
 
 
 def test_the_numbers_on_spark(spark, tmp_path):

@@ -13,16 +13,6 @@ from pathlib import Path
 import pytest
 
 import ister
-from fault.writer_child import new_seed, say_replay
-from integration import tier_child
-from integration.places import flip_byte
-from integration.spark_topics import (
-    SparkPlace,
-    fill,
-    fill_randomly,
-    rows_of,
-    without_spark,
-)
 from ister.bucket.pipeline import PipelineKeys
 from ister.errors import ConflictError, CorruptDataError, InvalidRequestError, NotFoundError
 from ister.format.checkpoint import decode_uploader_checkpoint
@@ -30,8 +20,18 @@ from ister.model import Codec
 from ister.spark.jobs import tier, tier_topics
 from ister.spark.jobs.job import open_job
 from ister.spark.jobs.tiering import tier_cycle
-from servers.flight import FlightTopics
-from support.machine import Task, eventually
+from tests.fault.writer_child import new_seed, say_replay
+from tests.integration import tier_child
+from tests.integration.places import flip_byte
+from tests.integration.spark_topics import (
+    SparkPlace,
+    fill,
+    fill_randomly,
+    rows_of,
+    without_spark,
+)
+from tests.servers.flight import FlightTopics
+from tests.support.machine import Task, eventually
 
 A, B, C = "/default/a", "/default/b", "/shop/c"
 LEASE_SECONDS = 15

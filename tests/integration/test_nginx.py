@@ -10,10 +10,10 @@ import pytest
 from ister import wire
 from ister.client import Client, TlsOptions
 from ister.wire import danube, ister_api
-from servers.broker import BrokerProcess
-from servers.ports import free_port
-from support.broker import run
-from support.certificates import LOCAL_NAMES, Authority
+from tests.servers.broker import BrokerProcess
+from tests.servers.ports import free_port
+from tests.support.broker import run
+from tests.support.certificates import LOCAL_NAMES, Authority
 
 CONF = Path(__file__).parents[2] / "deploy" / "nginx" / "ister.conf"
 NGINX = shutil.which("nginx")

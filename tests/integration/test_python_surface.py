@@ -36,10 +36,10 @@ from ister.errors import (
     NotFoundError,
 )
 from ister.testing import run_broker
-from support.broker import run
-from support.certificates import LOCAL_NAMES, Authority
-from support.example_runs import EXAMPLES, rows_of_table
-from support.waiting import eventually
+from tests.support.broker import run
+from tests.support.certificates import LOCAL_NAMES, Authority
+from tests.support.example_runs import EXAMPLES, rows_of_table
+from tests.support.waiting import eventually
 
 PATIENCE = 60.0
 

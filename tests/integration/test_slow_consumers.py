@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("danube")
 
 from ister.client import AsyncClient
-from servers.broker import BrokerProcess
-from support.danube import EXCLUSIVE, SHARED, connect
+from tests.servers.broker import BrokerProcess
+from tests.support.danube import EXCLUSIVE, SHARED, connect
 
 TIMEOUT_MS = 4000
 MESSAGES = 120

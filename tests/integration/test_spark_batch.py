@@ -26,9 +26,23 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import BinaryType, LongType, StructField, StructType
 
-from fault.writer_child import new_seed, say_replay
-from integration.places import flip_byte
-from integration.spark_topics import (
+from ister import failpoints
+from ister.errors import (
+    CorruptDataError,
+    DataGapError,
+    InvalidRequestError,
+    IsterError,
+    NotFoundError,
+    UnavailableError,
+)
+from ister.limits import KIB, MIB
+from ister.model import Codec
+from ister.partitions import partition_of
+from ister.spark import register
+from ister.spark.compat import HAS_LIMITS, HAS_PUSHDOWN, SPARK_VERSION
+from tests.fault.writer_child import new_seed, say_replay
+from tests.integration.places import flip_byte
+from tests.integration.spark_topics import (
     PUBLISHED_MS,
     Elsewhere,
     ReadHere,
@@ -44,25 +58,11 @@ from integration.spark_topics import (
     rows_of,
     without_spark,
 )
-from ister import failpoints
-from ister.errors import (
-    CorruptDataError,
-    DataGapError,
-    InvalidRequestError,
-    IsterError,
-    NotFoundError,
-    UnavailableError,
-)
-from ister.limits import KIB, MIB
-from ister.model import Codec
-from ister.partitions import partition_of
-from ister.spark import register
-from ister.spark.compat import HAS_LIMITS, HAS_PUSHDOWN, SPARK_VERSION
-from servers.fault_proxy import FaultProxy
-from servers.flight import READ, FlightTopics
-from servers.ports import free_port
-from servers.s3 import rclone_server
-from support.machine import Task, eventually
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.flight import READ, FlightTopics
+from tests.servers.ports import free_port
+from tests.servers.s3 import rclone_server
+from tests.support.machine import Task, eventually
 
 A, B = "/default/a", "/default/b"
 PUSHDOWN = "spark.sql.python.filterPushdown.enabled"

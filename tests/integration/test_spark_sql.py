@@ -9,7 +9,7 @@ import ister
 from ister.errors import ConflictError
 from ister.spark import offsets_behind, register_views
 from ister.spark.compat import HAS_LIMITS
-from support.streams import A, B, Home
+from tests.support.streams import A, B, Home
 
 
 @pytest.fixture

@@ -18,14 +18,14 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 import ister
-from fault.tier_checks import memory_directory
-from fault.writer_child import new_seed, say_replay
 from ister.clock import SystemClock
 from ister.spark.compat import HAS_LIMITS, SPARK_VERSION
 from ister.wire.contract import Action
-from servers.flight import READ, FlightProcess, FlightTopics
-from support.machine import Task, payloads
-from support.streams import A, B, C, Home, Row, offsets_of, payload_of, publish, rows_of
+from tests.fault.tier_checks import memory_directory
+from tests.fault.writer_child import new_seed, say_replay
+from tests.servers.flight import READ, FlightProcess, FlightTopics
+from tests.support.machine import Task, payloads
+from tests.support.streams import A, B, C, Home, Row, offsets_of, payload_of, publish, rows_of
 
 QUERY_SECONDS = 180
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"

@@ -3,9 +3,9 @@
 import pytest
 from pyspark.errors import PySparkException
 
-from servers.broker import BrokerProcess
-from support.security import auth_settings, sign
-from support.spark_session import get_spark, stop_spark
+from tests.servers.broker import BrokerProcess
+from tests.support.security import auth_settings, sign
+from tests.support.spark_session import get_spark, stop_spark
 
 ORDERS, COPIES = "/default/orders", "/default/copies"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from support.scale import IS_NIGHTLY, nightly, scaled
+from tests.support.scale import IS_NIGHTLY, nightly, scaled
 
 _TESTS = Path(__file__).resolve().parents[1]
 _VERSIONS = re.findall(

@@ -15,9 +15,9 @@ from ister import wire
 from ister.client import AsyncClient
 from ister.limits import MIB
 from ister.wire import danube, ister_api
-from servers.broker import BrokerProcess
-from support.danube import run
-from support.scale import IS_NIGHTLY, nightly
+from tests.servers.broker import BrokerProcess
+from tests.support.danube import run
+from tests.support.scale import IS_NIGHTLY, nightly
 
 TOPIC = "/default/large"
 EXCESS = 1.5

@@ -13,8 +13,8 @@ import pytest
 import ister
 from ister.client import Client
 from ister.wire import danube, stub
-from servers.broker import BrokerProcess
-from servers.collector import Collector
+from tests.servers.broker import BrokerProcess
+from tests.servers.collector import Collector
 
 TOPIC = "/default/orders"
 PRODUCER = "danube.ProducerService"

@@ -24,8 +24,17 @@ from ister.clock import SystemClock
 from ister.errors import ConflictError
 from ister.metadata.sqlite import SqliteMetadata
 from ister.wire import danube, danube_admin, ister_api
-from servers.broker import BrokerProcess, broker_settings
-from support.danube import connect, eventually, numbered, offsets, refused, run, texts, topic_for
+from tests.servers.broker import BrokerProcess, broker_settings
+from tests.support.danube import (
+    connect,
+    eventually,
+    numbered,
+    offsets,
+    refused,
+    run,
+    texts,
+    topic_for,
+)
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 REDIRECT, CONNECT = 0, 1

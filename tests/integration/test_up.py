@@ -17,7 +17,7 @@ from ister.clock import SystemClock
 from ister.config import load_config
 from ister.limits import GIB, MIB
 from ister.topic.stores import open_metadata
-from support.waiting import eventually
+from tests.support.waiting import eventually
 
 TOPIC = "/default/orders"
 SECONDS = 120.0

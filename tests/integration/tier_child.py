@@ -1,6 +1,6 @@
 """A log in a process of its own that appends, and waits for the bucket, while others upload.
 
-    python tests/integration/tier_child.py <ister.yml> <count> <topic>…
+    python -m tests.integration.tier_child <ister.yml> <count> <topic>…
 
 Appends `count` batches to each topic in turn, waits until all of them are tiered, and prints a line
 of JSON: how many messages each topic has, and how many objects this process has made itself.

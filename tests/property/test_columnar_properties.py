@@ -23,8 +23,8 @@ from ister.format.arrow.schema import EVERY_FIELD, HIDDEN  # noqa: E402
 from ister.format.frame import FRAME_HEADER_SIZE, pack_header, scan_frames  # noqa: E402
 from ister.format.message import decode_message, encode_message  # noqa: E402
 from ister.model import COLUMNS, Codec, MessageId, StreamMessage  # noqa: E402
-from support.builders import VARINT_BOUNDARIES, a_message, frames  # noqa: E402
-from support.scale import scaled  # noqa: E402
+from tests.support.builders import VARINT_BOUNDARIES, a_message, frames  # noqa: E402
+from tests.support.scale import scaled  # noqa: E402
 
 EXAMPLES = settings(max_examples=scaled(100, 300), deadline=None, print_blob=True)
 BOTH_CODECS = pytest.mark.parametrize("codec", list(Codec))

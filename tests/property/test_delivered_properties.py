@@ -13,7 +13,7 @@ from ister.model import Codec, MessageId, StreamMessage
 from ister.subscription.receipts import Receipts
 from ister.topic.message import make_message
 from ister.wire import danube
-from support.message_strategies import EXAMPLES, FILLINGS, MESSAGES, TEXT, U64, damaged
+from tests.support.message_strategies import EXAMPLES, FILLINGS, MESSAGES, TEXT, U64, damaged
 
 BOTH_CODECS = pytest.mark.parametrize("codec", list(Codec))
 CONSUMERS = st.builds(

@@ -18,8 +18,8 @@ from hypothesis.stateful import (
 from ister.subscription.floor import AckFloor
 from ister.subscription.keys import KeyFilter
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy, SubscriptionKind
-from support.delivery import Rig
-from support.scale import scaled
+from tests.support.delivery import Rig
+from tests.support.scale import scaled
 
 MACHINE = settings(
     max_examples=scaled(40, 1000),

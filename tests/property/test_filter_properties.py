@@ -10,7 +10,7 @@ from ister.cli.messages_out import Received
 from ister.cli.templates import parse_template
 from ister.errors import InvalidRequestError
 from ister.message_filter import NOT_JSON, Condition, JsonPath, Pattern, parse_payload
-from support.scale import scaled
+from tests.support.scale import scaled
 
 EXAMPLES = settings(max_examples=scaled(75, 150), deadline=None, print_blob=True)
 _WORDS = st.sampled_from(

@@ -27,9 +27,9 @@ from ister.format.message import (
 )
 from ister.format.sparse_index import IndexEntry, decode_index, encode_index
 from ister.model import Codec, MessageId, StreamMessage
-from support.builders import a_message, bincode_body, frames, with_valid_crc
-from support.invariants import check_body, check_frames
-from support.message_strategies import (
+from tests.support.builders import a_message, bincode_body, frames, with_valid_crc
+from tests.support.invariants import check_body, check_frames
+from tests.support.message_strategies import (
     ATTRIBUTES,
     EXAMPLES,
     MESSAGES,

@@ -27,7 +27,7 @@ from typing import Any, Self, TypeVar
 
 import yaml
 
-from support.scale import scaled
+from tests.support.scale import scaled
 
 from .ports import free_port
 

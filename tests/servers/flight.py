@@ -7,7 +7,7 @@ thread of its own. `FlightTopics` serves an open log with it, and counts what it
         FlightClient(server.address)
 
 `FlightProcess` serves a directory, or an `ister.yml`, from a process of its own that can be killed,
-stopped and started again at the same port. It is `python -m servers.flight <directory>`, which
+stopped and started again at the same port. It is `python -m tests.servers.flight <directory>`: it
 prints its address as one line and ends with its standard input.
 """
 
@@ -35,7 +35,7 @@ from ister.broker.topics.time_searches import TimeSearches
 from ister.errors import NotFoundError
 from ister.topic.dedup import SequencedTopics
 from ister.topic.log import Log
-from servers.ports import free_port
+from tests.servers.ports import free_port
 
 __all__ = [
     "PUBLISH",
@@ -239,11 +239,11 @@ class FlightProcess:
     def start(self) -> None:
         """Returns when it answers."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "servers.flight", self._source, "--port", str(self._port)],
+            [sys.executable, "-m", "tests.servers.flight", self._source, "--port", str(self._port)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=Path(__file__).resolve().parent.parent,
+            cwd=Path(__file__).resolve().parents[2],
         )
         self.address = self._process.stdout.readline().strip()
         if not self.address:
@@ -288,7 +288,7 @@ class FlightProcess:
 
 def main() -> None:
     """Serves until standard input ends."""
-    parser = argparse.ArgumentParser(prog="python -m servers.flight")
+    parser = argparse.ArgumentParser(prog="python -m tests.servers.flight")
     parser.add_argument("source", help="a directory for data, or an ister.yml")
     parser.add_argument("--port", type=int, default=0)
     arguments = parser.parse_args()

@@ -18,7 +18,7 @@ from urllib.error import URLError
 
 import pyspark
 
-from servers.ports import free_port
+from tests.servers.ports import free_port
 
 _ICEBERG, _JETTY, _PLUGIN = "1.10.1", "11.0.26", "3.6.1"
 _SERVER = "org.apache.iceberg.rest.RESTCatalogServer"

@@ -46,8 +46,6 @@ from ister.model import TopicName
 from ister.topic.log import Log
 from ister.topic.topic import Topic
 from ister.wal.directory import WalDirectory
-from support.memory_fs import MemoryFileSystem
-from support.memory_store import MemoryObjectStore
 from tests.sim.restores import REFUSALS, Restores
 from tests.sim.tier_world import read_all
 from tests.sim.world import (
@@ -56,6 +54,8 @@ from tests.sim.world import (
     other_processes,
     seeded_names,
 )
+from tests.support.memory_fs import MemoryFileSystem
+from tests.support.memory_store import MemoryObjectStore
 
 __all__ = ["CloneWorld", "run_seed"]
 

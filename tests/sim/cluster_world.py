@@ -57,8 +57,6 @@ from ister.metadata.memory import MemoryMetadata
 from ister.model import TopicName
 from ister.topic.log import Log
 from ister.topic.topic import Topic
-from support.memory_fs import MemoryFileSystem, SimulatedCrash
-from support.memory_store import MemoryObjectStore
 from tests.sim.restores import REFUSALS, Restores
 from tests.sim.tier_world import read_all
 from tests.sim.world import (
@@ -67,6 +65,8 @@ from tests.sim.world import (
     other_processes,
     seeded_names,
 )
+from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
+from tests.support.memory_store import MemoryObjectStore
 
 __all__ = ["ClusterWorld", "run_seed"]
 

@@ -28,9 +28,9 @@ from ister.limits import KIB
 from ister.metadata.memory import MemoryMetadata
 from ister.topic.log import Log
 from ister.topic.topic import Topic
-from support.memory_fs import MemoryFileSystem, SimulatedCrash
-from support.memory_store import MemoryObjectStore
 from tests.sim.world import BrokenPromiseError, InlineSchedule
+from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
+from tests.support.memory_store import MemoryObjectStore
 
 TOPICS = ("/ns/a", "/ns/b")
 HEAL_SECONDS = 60.0

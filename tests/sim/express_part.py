@@ -57,8 +57,8 @@ from ister.objectstore.slices import with_slices
 from ister.topic.express import Express, ExpressBatch
 from ister.topic.message import MessageBatch
 from ister.topic.topic import Topic
-from support.memory_store import MemoryObjectStore
 from tests.sim.world import BrokenPromiseError
+from tests.support.memory_store import MemoryObjectStore
 
 if TYPE_CHECKING:
     from tests.sim.tier_world import Node, Process, TierWorld, View

@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from support.scale import IS_NIGHTLY
+from tests.support.scale import IS_NIGHTLY
 
 _FILE = Path(__file__).with_suffix(".json")
 

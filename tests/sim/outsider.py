@@ -34,8 +34,8 @@ from ister.metrics import Metrics
 from ister.objectstore.slices import with_slices
 from ister.topic.local_tail import LocalTail
 from ister.topic.stores import upload_settings
-from support.memory_fs import MemoryFileSystem, SimulatedCrash
 from tests.sim.world import BrokenPromiseError
+from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
 
 if TYPE_CHECKING:
     from tests.sim.tier_world import Process, TierWorld

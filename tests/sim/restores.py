@@ -58,10 +58,10 @@ from ister.model import AckLevel, TopicName, TopicState
 from ister.topic.log import Log
 from ister.topic.metadata_trust import UNKNOWN, MetadataTrust
 from ister.topic.topic import Topic
-from support.backups import BucketBackup, DiskBackup, MetadataBackup
-from support.memory_fs import MemoryFileSystem, _Directory
-from support.memory_store import MemoryObjectStore
 from tests.sim.world import BrokenPromiseError, InlineSchedule
+from tests.support.backups import BucketBackup, DiskBackup, MetadataBackup
+from tests.support.memory_fs import MemoryFileSystem, _Directory
+from tests.support.memory_store import MemoryObjectStore
 
 __all__ = ["REFUSALS", "Restores"]
 

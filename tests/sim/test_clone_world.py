@@ -10,10 +10,10 @@ import ister.bucket.membership
 from ister.bucket.membership import Membership
 from ister.bucket.ownership import OwnedTopic
 from ister.metadata.base import Absent, Put
-from support.scale import first_seed, scaled
 from tests.sim.clone_world import run_seed
 from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.world import find_break
+from tests.support.scale import first_seed, scaled
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 RUNS = scaled(50, 10_000)

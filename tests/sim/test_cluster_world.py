@@ -17,10 +17,10 @@ from ister.metadata.base import Absent, Put
 from ister.model import TopicName
 from ister.topic.bucket_link import Tiered, TopicTier
 from ister.topic.log import Log
-from support.scale import first_seed, scaled
 from tests.sim.cluster_world import run_seed
 from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.world import find_break
+from tests.support.scale import first_seed, scaled
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 RUNS = scaled(125, 20_000)

@@ -8,9 +8,9 @@ import pytest
 
 from ister.config import load_config
 from ister.topic.log import Log
-from support.memory_fs import MemoryFileSystem
-from support.scale import first_seed, scaled
 from tests.sim.world import InlineSchedule, read_all, run_seed
+from tests.support.memory_fs import MemoryFileSystem
+from tests.support.scale import first_seed, scaled
 
 CRASHES_MIN = scaled(2_000, 400_000)
 LEVELS = ("synced", "written", "memory")

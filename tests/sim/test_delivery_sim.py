@@ -13,8 +13,8 @@ import pytest
 from ister.subscription.entries import Send
 from ister.subscription.keys import hash_key
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
-from support.delivery import Rig
-from support.scale import first_seed, scaled
+from tests.support.delivery import Rig
+from tests.support.scale import first_seed, scaled
 
 WORLDS = scaled(10, 2000)
 STEPS = 250

@@ -10,10 +10,10 @@ import pytest
 from ister.topic.bucket_link import TopicTier
 from ister.topic.disk import DiskGuard
 from ister.wal.log import Wal
-from support.scale import scaled
 from tests.sim.disk_world import DiskMetadata, run_seed
 from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.world import find_break
+from tests.support.scale import scaled
 
 WORLDS = scaled(4, 200)
 SEEDS_MAX = 40

@@ -32,9 +32,6 @@ from ister.metadata.base import Delete, Put
 from ister.metadata.memory import MemoryMetadata
 from ister.objectstore.slices import SlicedStore
 from ister.topic.express import Express
-from support.memory_fs import SimulatedCrash
-from support.scale import nightly
-from support.tiers import TTL_SECONDS, Cluster, Pipeline, Site, a_descriptor
 from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.test_tier_planted_bugs import (
     a_swap_forgets_the_pointer,
@@ -42,6 +39,9 @@ from tests.sim.test_tier_planted_bugs import (
 )
 from tests.sim.tier_world import run_seed
 from tests.sim.world import BrokenPromiseError, find_break
+from tests.support.memory_fs import SimulatedCrash
+from tests.support.scale import nightly
+from tests.support.tiers import TTL_SECONDS, Cluster, Pipeline, Site, a_descriptor
 from tests.unit.bucket.test_express import Node, topic_name
 from tests.unit.topic.test_express import Shared
 

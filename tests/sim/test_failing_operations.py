@@ -10,8 +10,8 @@ import pytest
 from ister.errors import IsterError
 from ister.model import TopicState
 from ister.topic.log import Log
-from support.memory_fs import FaultPlan
 from tests.sim.world import TOPICS, BrokenPromiseError, InlineSchedule, World, read_all
+from tests.support.memory_fs import FaultPlan
 
 STEPS = 30
 SEEDS = (1, 2, 3)

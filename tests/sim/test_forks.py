@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from support.scale import scaled
 from tests.sim.fork_world import MODES, PLANTED
+from tests.support.scale import scaled
 
 SEED = int(os.environ.get("ISTER_SIM_SEED", "1"))
 COUNT = scaled(2, 100)

@@ -20,7 +20,6 @@ import ister.wal.reader
 import ister.wal.recovery
 import ister.wal.scan
 import ister.wal.writer
-import support.memory_fs
 from ister.errors import IsterError
 from ister.format.frame import NeedMore, scan_frames
 from ister.format.gaps import Gaps, encode_gaps
@@ -32,12 +31,12 @@ from ister.wal.log import Wal
 from ister.wal.recovery import Recovered, _Recovery
 from ister.wal.scan import FileScan
 from ister.wal.writer import WalWriter
-from support.machine import NAME, ROOT, Machine, numbered
-from support.memory_fs import FaultPlan, SimulatedCrash
-from support.scale import scaled
 from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.test_failing_operations import run_with_fault
 from tests.sim.world import BrokenPromiseError, find_break, read_all, run_seed
+from tests.support.machine import NAME, ROOT, Machine, numbered
+from tests.support.memory_fs import FaultPlan, MemoryFileSystem, SimulatedCrash
+from tests.support.scale import scaled
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 SEEDS_MAX = 400
@@ -59,7 +58,7 @@ def no_sync_of_new_directories(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WalDirectory, "make", lambda self: _make_unsynced(self.fs, self.path))
 
 
-def _make_unsynced(fs: support.memory_fs.MemoryFileSystem, path: str) -> None:
+def _make_unsynced(fs: MemoryFileSystem, path: str) -> None:
     if not fs.exists(path):
         real = fs.sync_directory
         fs.sync_directory = lambda _: None

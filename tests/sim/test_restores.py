@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from support.scale import first_seed, scaled
 from tests.sim import clone_world, cluster_world, tier_world
 from tests.sim.restores import Restores
+from tests.support.scale import first_seed, scaled
 
 RUNS = {
     "tier": scaled(45, 2000),

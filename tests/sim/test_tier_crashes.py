@@ -22,11 +22,11 @@ from ister.metadata.memory import MemoryMetadata
 from ister.model import TopicName
 from ister.topic.log import Log
 from ister.topic.topic import Topic
-from support.memory_fs import MemoryFileSystem, SimulatedCrash
-from support.memory_store import MemoryObjectStore
-from support.scale import first_seed, scaled
 from tests.sim.tier_world import POINTS, read_all, run_seed
 from tests.sim.world import InlineSchedule
+from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
+from tests.support.memory_store import MemoryObjectStore
+from tests.support.scale import first_seed, scaled
 
 RUNS = scaled(100, 20_000)
 HITS_PER_FAILPOINT = scaled(1, 50)

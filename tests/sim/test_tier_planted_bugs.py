@@ -48,12 +48,12 @@ from ister.topic.topic import Topic
 from ister.topic.uploads import Tiered
 from ister.wal.directory import WalDirectory
 from ister.wal.state import LogState
-from support.scale import nightly
-from support.tiers import Cluster, Pipeline, a_descriptor
 from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.test_tier_crashes import collect_late
 from tests.sim.tier_world import run_seed
 from tests.sim.world import BrokenPromiseError, find_break
+from tests.support.scale import nightly
+from tests.support.tiers import Cluster, Pipeline, a_descriptor
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 SEEDS_MAX = 3000

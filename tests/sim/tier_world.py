@@ -107,8 +107,6 @@ from ister.topic.message import MessageBatch
 from ister.topic.read_only import ReadOnlyTopic
 from ister.topic.reader import Reader
 from ister.topic.topic import Topic
-from support.memory_fs import MemoryFileSystem, SimulatedCrash, _Directory
-from support.memory_store import MemoryObjectStore
 from tests.sim.express_part import Rounds, Sharing, check_footer, read_run
 from tests.sim.outsider import OUTSIDE_POINTS, Outsider
 from tests.sim.restores import REFUSALS, Restores
@@ -118,6 +116,8 @@ from tests.sim.world import (
     other_processes,
     seeded_names,
 )
+from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash, _Directory
+from tests.support.memory_store import MemoryObjectStore
 
 TOPIC: Final = "/ns/a"
 SHARING_SHARE: Final = 0.33

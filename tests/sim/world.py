@@ -31,7 +31,7 @@ from ister.topic.log import Log
 from ister.topic.topic import Topic
 from ister.wal import signals
 from ister.wal.log import Wal
-from support.memory_fs import MemoryFileSystem, SimulatedCrash
+from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
 
 TOPICS = ("/ns/a", "/ns/b")
 

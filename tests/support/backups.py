@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ister.metadata.memory import MemoryMetadata
-from support.memory_fs import MemoryFileSystem, _Directory
-from support.memory_store import MemoryObjectStore
+from tests.support.memory_fs import MemoryFileSystem, _Directory
+from tests.support.memory_store import MemoryObjectStore
 
 _LEASE_SECONDS = 6.0
 

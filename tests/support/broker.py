@@ -34,9 +34,9 @@ from ister.metadata.base import MetadataStore
 from ister.metadata.memory import MemoryMetadata
 from ister.model import MessageId, StreamMessage
 from ister.topic.log import Log
-from servers.broker import broker_settings
-from support.waiting import PATIENCE_SECONDS
-from support.waiting import eventually_async as eventually
+from tests.servers.broker import broker_settings
+from tests.support.waiting import PATIENCE_SECONDS
+from tests.support.waiting import eventually_async as eventually
 
 __all__ = [
     "PATIENCE_SECONDS",

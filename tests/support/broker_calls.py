@@ -10,7 +10,7 @@ from ister import wire
 from ister.errors import UnavailableError
 from ister.model import TopicName
 from ister.wire import danube, ister_api
-from support.broker import Services, eventually
+from tests.support.broker import Services, eventually
 
 NAME, PARSED = "/default/t", TopicName.parse("/default/t")
 DEAD = "/default/dead"

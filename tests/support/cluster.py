@@ -12,7 +12,7 @@ from ister.errors import CommitUnknownError
 from ister.metadata.base import Put
 from ister.model import TopicName
 from ister.topic.log import Log
-from support.tiers import Site
+from tests.support.tiers import Site
 
 TTL = 15.0
 ROOT = "/danube"

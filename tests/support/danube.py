@@ -36,8 +36,8 @@ from danube.proto.DanubeApi_pb2 import StreamMessage
 
 from ister import wire
 from ister.wire import danube, danube_admin, ister_api
-from support.waiting import PATIENCE_SECONDS
-from support.waiting import eventually_async as eventually
+from tests.support.waiting import PATIENCE_SECONDS
+from tests.support.waiting import eventually_async as eventually
 
 __all__ = [
     "EXCLUSIVE",

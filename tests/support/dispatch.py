@@ -27,9 +27,9 @@ from ister.model import TopicName
 from ister.subscription.policy import Backoff, FailurePolicy, SubscriptionKind
 from ister.subscription.progress import ProgressPlan
 from ister.subscription.store import SubscriptionStore
-from support.broker import broker_tasks, broker_timers, eventually
-from support.machine import Machine
-from support.tiers import Site
+from tests.support.broker import broker_tasks, broker_timers, eventually
+from tests.support.machine import Machine
+from tests.support.tiers import Site
 
 NAME = "/default/t"
 QUICK = FailurePolicy(base_redelivery_delay_ms=0, max_redelivery_delay_ms=0, backoff=Backoff.FIXED)

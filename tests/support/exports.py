@@ -18,7 +18,7 @@ from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.opening import TablePlace, open_table
 from ister.spark.tables.targets import FileTarget, close_stores
 from ister.spark.tables.writing import FileMaker
-from support.spark_here import SparkHere
+from tests.support.spark_here import SparkHere
 
 TOPIC = "/default/orders"
 DAY_US = 86_400_000_000

@@ -2,7 +2,7 @@
 
 from ister.bucket.names import EXPRESS_PREFIX
 from ister.topic.express import Express
-from support.waiting import eventually
+from tests.support.waiting import eventually
 
 
 class Shared:

@@ -14,8 +14,8 @@ import aiohttp
 
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import Binding, Scope
-from support.broker import a_broker, a_record
-from support.security import sign
+from tests.support.broker import a_broker, a_record
+from tests.support.security import sign
 
 T = "/default/t"
 ACTION = {"X-Ister-Action": "yes"}

@@ -12,8 +12,8 @@ from ister.errors import IsterError
 from ister.format.frame import scan_frames
 from ister.topic.log import Log
 from ister.topic.topic import Topic
-from support.memory_fs import MemoryFileSystem
-from support.waiting import PATIENCE_SECONDS, eventually
+from tests.support.memory_fs import MemoryFileSystem
+from tests.support.waiting import PATIENCE_SECONDS, eventually
 
 ROOT = "/data"
 NAME = "/default/orders"

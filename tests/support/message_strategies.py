@@ -4,8 +4,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from ister.model import Codec, MessageId, StreamMessage
-from support.builders import VARINT_BOUNDARIES
-from support.scale import scaled
+from tests.support.builders import VARINT_BOUNDARIES
+from tests.support.scale import scaled
 
 EXAMPLES = settings(max_examples=scaled(100, 300), deadline=None, print_blob=True)
 

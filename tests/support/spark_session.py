@@ -11,12 +11,9 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from pathlib import Path
 
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
-
-_TESTS = str(Path(__file__).resolve().parents[1])
 
 _session: SparkSession | None = None
 _homes: list[str] = []
@@ -81,10 +78,6 @@ def _prepare_environment() -> None:
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
-    # Functions of tests run in workers, which import the modules that they come from.
-    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if _TESTS not in known:
-        os.environ["PYTHONPATH"] = os.pathsep.join([_TESTS, *filter(None, known)])
 
 
 def _stop_in(owner: int) -> None:

@@ -32,11 +32,11 @@ from ister.topic.local_tail import LocalTail
 from ister.topic.log import Log
 from ister.topic.stores import upload_settings
 from ister.wal.scheduler import Threads
-from support.builders import a_message
-from support.machine import ROOT
-from support.memory_fs import MemoryFileSystem
-from support.memory_store import MemoryObjectStore
-from support.waiting import PATIENCE_SECONDS
+from tests.support.builders import a_message
+from tests.support.machine import ROOT
+from tests.support.memory_fs import MemoryFileSystem
+from tests.support.memory_store import MemoryObjectStore
+from tests.support.waiting import PATIENCE_SECONDS
 
 NAME = TopicName(namespace="default", topic="orders")
 PREFIX = "/danube"

@@ -4,7 +4,7 @@ import pytest
 
 from ister.clock import ManualClock
 from ister.clock_guard import OFF_SECONDS_MAX, STEP_SECONDS, ClockGuard, ClockMark
-from support.cases import each
+from tests.support.cases import each
 
 DAY = 86_400
 DAY_MS = DAY * 1000

@@ -31,7 +31,7 @@ from ister.config import (
 )
 from ister.errors import ConfigError, InvalidRequestError
 from ister.model import AckLevel, Codec, Layout
-from support.cases import each
+from tests.support.cases import each
 
 _DIR = "/home/wal"
 

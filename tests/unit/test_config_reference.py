@@ -6,7 +6,7 @@ import yaml
 
 from ister.config import Config, load_config
 from ister.config.reference import example, masked, sections, settings, value_of
-from support.cases import each
+from tests.support.cases import each
 
 SETTINGS = {setting.path: setting for setting in settings()}
 

@@ -13,7 +13,7 @@ from ister.config.aliases import ALIASES
 from ister.config.reference import settings, value_of
 from ister.errors import ConfigError
 from ister.limits import GIB, MIB
-from support.cases import each
+from tests.support.cases import each
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key-1", "AWS_SECRET_ACCESS_KEY": "secret-1"}
 

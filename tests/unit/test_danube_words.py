@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from ister.metrics import METRICS
-from support.cases import each
+from tests.support.cases import each
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "danube-words.md"
 

@@ -23,20 +23,20 @@ import kubernetes_validate
 import promql_parser
 import pytest
 import yaml
-from tools import alarms
 
 from ister.broker.observe.prometheus import PrometheusMetrics
 from ister.cli.main import make_parser
 from ister.config import load_config
 from ister.metrics import METRICS
 from ister.subscription.policy import SubscriptionKind
-from servers.broker import BrokerProcess
-from servers.etcd import EtcdServer
-from servers.s3 import ACCESS_KEY, SECRET_KEY, rclone_server
-from support.broker import a_broker, a_record, eventually, run
-from support.cases import each
-from support.certificates import LOCAL_NAMES, Authority
-from support.kustomize import render
+from tests.servers.broker import BrokerProcess
+from tests.servers.etcd import EtcdServer
+from tests.servers.s3 import ACCESS_KEY, SECRET_KEY, rclone_server
+from tests.support.broker import a_broker, a_record, eventually, run
+from tests.support.cases import each
+from tests.support.certificates import LOCAL_NAMES, Authority
+from tests.support.kustomize import render
+from tools import alarms
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

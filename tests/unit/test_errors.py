@@ -17,7 +17,7 @@ from ister.errors import (
     OffsetOutOfRangeError,
     check,
 )
-from support.cases import each
+from tests.support.cases import each
 
 # class: (parent, code, retriable, built-in)
 _TREE = {

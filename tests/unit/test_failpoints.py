@@ -16,8 +16,8 @@ from ister.errors import InvalidRequestError
 from ister.failpoints import FAILPOINTS, arm, arm_from_environment, disarm, reach
 from ister.format.checkpoint import UploaderCheckpoint, WalState
 from ister.wal.directory import WalDirectory
-from support.cases import each
-from support.memory_fs import MemoryFileSystem
+from tests.support.cases import each
+from tests.support.memory_fs import MemoryFileSystem
 
 _SOURCE = Path(ister.__file__).resolve().parent
 

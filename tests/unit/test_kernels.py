@@ -13,7 +13,7 @@ import threading
 import pytest
 
 from ister import kernels
-from support.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS
 
 if any(importlib.util.find_spec(name) is None for name in ("numba", "isal")):
     pytest.skip("the extra `fast` is what is tested here", allow_module_level=True)

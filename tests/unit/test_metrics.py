@@ -9,7 +9,7 @@ import pytest
 import ister
 from ister.errors import InvariantError
 from ister.metrics import BY_NAME, LEFT_OUT, METRICS, Histogram, Metrics, bounds_of
-from support.machine import NAME, numbered
+from tests.support.machine import NAME, numbered
 
 _SOURCE = Path(ister.__file__).resolve().parent
 

@@ -7,7 +7,7 @@ import pytest
 from ister.errors import InvariantError, TopicNameError
 from ister.limits import NAME_PART_CHARACTERS_MAX
 from ister.model import AckLevel, Codec, TopicName, Watermarks
-from support.cases import each
+from tests.support.cases import each
 
 _LONG = "a" * NAME_PART_CHARACTERS_MAX
 

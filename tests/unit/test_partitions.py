@@ -3,7 +3,7 @@
 import pytest
 
 from ister.partitions import base_of_partition, hash_key, partition_of
-from support.cases import each
+from tests.support.cases import each
 
 
 @each(

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import ister
-from support.cases import each
+from tests.support.cases import each
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from support.schedule import _LONGEST, _in_turn
+from tests.support.schedule import _LONGEST, _in_turn
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ import pytest
 
 from ister.errors import InvalidRequestError
 from ister.serializers import JSON, TEXT, JsonSerializer, find_serializer
-from support.cases import each
+from tests.support.cases import each
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 _TESTS = """
 import pytest
 
-from support.cases import each
+from tests.support.cases import each
 
 @each("number", [1, 2])
 def test_alpha(number):

@@ -13,8 +13,8 @@ import time
 import pytest
 
 from ister import logs, tracing
-from servers.collector import Collector
-from support.cases import each
+from tests.servers.collector import Collector
+from tests.support.cases import each
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from ister.cli.main import main
-from support.scale import nightly
+from tests.support.scale import nightly
 
 FIELDS = {"name", "value", "unit", "limit", "ratio", "target", "met"}
 BENCHES = (

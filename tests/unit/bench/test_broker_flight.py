@@ -8,7 +8,7 @@ from benchmarks import broker_flight
 from benchmarks.measurement import Run
 from ister.config import load_config
 from ister.topic.log import Log
-from servers.flight import PUBLISH, FlightTopics
+from tests.servers.flight import PUBLISH, FlightTopics
 
 
 def test_bulk_publishing_is_measured(tmp_path, monkeypatch):

@@ -22,9 +22,9 @@ from ister.errors import AlreadyExistsError, CapacityError, IsterError, Permissi
 from ister.metrics import Metrics
 from ister.wire import danube, danube_admin, ister_api
 from ister.wire.contract import RangeTicket
-from support.broker import a_broker, a_record, eventually, run
-from support.cases import each
-from support.security import auth_settings, sign
+from tests.support.broker import a_broker, a_record, eventually, run
+from tests.support.cases import each
+from tests.support.security import auth_settings, sign
 
 TOPIC = "/shop/orders"
 both_engines = each("engine", ["grpcio", "native"])

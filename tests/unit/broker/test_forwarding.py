@@ -18,10 +18,10 @@ from ister.clock import SystemClock
 from ister.errors import UnavailableError
 from ister.metadata.memory import MemoryMetadata
 from ister.wire import danube, danube_admin, ister_api
-from support.broker import a_broker, a_record, eventually, run
-from support.cases import each
-from support.certificates import LOCAL_NAMES, Authority
-from support.security import auth_settings, sign
+from tests.support.broker import a_broker, a_record, eventually, run
+from tests.support.cases import each
+from tests.support.certificates import LOCAL_NAMES, Authority
+from tests.support.security import auth_settings, sign
 
 TOPIC = "/default/orders"
 both_engines = each("engine", ["grpcio", "native"])

@@ -9,7 +9,7 @@ from ister.broker.policies import NAMES, Policies, Rate, parse_overrides
 from ister.config import BrokerPoliciesConfig
 from ister.errors import InvalidRequestError
 from ister.limits import MESSAGE_SIZE_BYTES_MAX
-from support.cases import each
+from tests.support.cases import each
 
 
 def test_the_closest_setting_counts():

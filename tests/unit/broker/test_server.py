@@ -16,9 +16,9 @@ from ister.broker.topics.topics import Topics
 from ister.errors import ConfigError, DirectoryLockedError, UnavailableError
 from ister.topic.log import Log
 from ister.wire import danube, danube_admin, ister_api
-from servers.ports import free_port
-from support.broker import Services, a_broker, eventually, run, settings_of
-from support.cases import each
+from tests.servers.ports import free_port
+from tests.support.broker import Services, a_broker, eventually, run, settings_of
+from tests.support.cases import each
 
 NAME = "/default/t"
 

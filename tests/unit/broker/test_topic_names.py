@@ -3,7 +3,7 @@
 from ister import partitions
 from ister.broker.topic_names import TopicNameIndex
 from ister.partitions import parse_partition
-from support.broker import run, some_topics
+from tests.support.broker import run, some_topics
 
 
 def test_partitions_are_found_in_their_order():

@@ -13,10 +13,10 @@ from ister.clock import ManualClock
 from ister.errors import NotFoundError, UnavailableError
 from ister.metrics import Metrics
 from ister.model import Codec
-from support.cases import each
-from support.machine import PATIENCE_SECONDS
-from support.memory_store import MemoryObjectStore
-from support.tiers import a_descriptor
+from tests.support.cases import each
+from tests.support.machine import PATIENCE_SECONDS
+from tests.support.memory_store import MemoryObjectStore
+from tests.support.tiers import a_descriptor
 
 KEY = "storage/topics/default/orders/objects/data-0-9.dnb1"
 

@@ -18,7 +18,7 @@ from ister.errors import InvariantError
 from ister.format.descriptor import ObjectDescriptor
 from ister.limits import MIB
 from ister.model import Codec
-from support.cases import each
+from tests.support.cases import each
 
 TARGET = 1000
 ROUNDS_MAX = 6

@@ -9,8 +9,8 @@ import ister
 from ister.bucket.egress import EgressLimit
 from ister.clock import ManualClock, SystemClock
 from ister.limits import KIB, MIB
-from support.machine import eventually, numbered, payloads
-from support.tiers import NAME, Site
+from tests.support.machine import eventually, numbered, payloads
+from tests.support.tiers import NAME, Site
 
 
 class Sleeper:

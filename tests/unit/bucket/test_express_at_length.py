@@ -1,10 +1,10 @@
 """Express objects of many topics, and stores that take their time."""
 
 import pytest
+
+from tests.support.tiers import Cluster
 from tests.unit.bucket.test_express import Node
 from tests.unit.bucket.test_express_collection import collect, keys, pass_time
-
-from support.tiers import Cluster
 
 
 @pytest.fixture

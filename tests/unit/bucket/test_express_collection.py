@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from tests.unit.bucket.test_express import FRAMES, Node, topic_name
 
 from ister.bucket.express import commit_runs
 from ister.bucket.express_collection import collect_express, is_needed
@@ -14,8 +13,9 @@ from ister.errors import ConflictError, CorruptDataError
 from ister.format.descriptor import FORMAT_EXPRESS
 from ister.format.records import TopicRecord
 from ister.model import AckLevel, Codec
-from support.cases import each
-from support.tiers import PREFIX, TTL_SECONDS, Cluster, a_descriptor
+from tests.support.cases import each
+from tests.support.tiers import PREFIX, TTL_SECONDS, Cluster, a_descriptor
+from tests.unit.bucket.test_express import FRAMES, Node, topic_name
 
 GRACE = 3600
 

@@ -18,9 +18,9 @@ from ister.metadata.memory import MemoryMetadata
 from ister.topic import stores
 from ister.topic.log import Log
 from ister.topic.stores import open_identity, open_metadata
-from support.machine import PATIENCE_SECONDS, Task
-from support.memory_fs import SimulatedCrash
-from support.memory_store import MemoryObjectStore
+from tests.support.machine import PATIENCE_SECONDS, Task
+from tests.support.memory_fs import SimulatedCrash
+from tests.support.memory_store import MemoryObjectStore
 
 ROOT = "/danube"
 KEY = f"{ROOT}/storage/bucket"

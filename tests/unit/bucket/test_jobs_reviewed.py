@@ -16,8 +16,17 @@ from ister.errors import CorruptDataError
 from ister.limits import KIB
 from ister.model import AckLevel
 from ister.topic import bucket_link as topic_tier
-from support.cases import each
-from support.tiers import NAME, PREFIX, Cluster, Frames, KeptMetadata, Pipeline, Site, read_all
+from tests.support.cases import each
+from tests.support.tiers import (
+    NAME,
+    PREFIX,
+    Cluster,
+    Frames,
+    KeptMetadata,
+    Pipeline,
+    Site,
+    read_all,
+)
 
 DAY = 24 * 3600
 SETTINGS = UploadSettings(

@@ -26,7 +26,7 @@ from ister.bucket.names import (
 )
 from ister.errors import InvariantError
 from ister.model import Layout, TopicName
-from support.cases import each
+from tests.support.cases import each
 
 NAME = TopicName(namespace="default", topic="orders")
 _OFFSETS = st.integers(0, 2**64 - 2)

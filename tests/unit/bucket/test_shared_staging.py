@@ -11,8 +11,8 @@ from ister.format.manifest import StagedFile, encode_manifest
 from ister.format.records import WriterRecord, encode_writer
 from ister.format.staged_file import FOOTER, StagedSegment, encode_footer
 from ister.model import TopicName
-from support.machine import eventually
-from support.tiers import PREFIX, Cluster
+from tests.support.machine import eventually
+from tests.support.tiers import PREFIX, Cluster
 
 GRACE = 3600
 WRITER = "query-1"

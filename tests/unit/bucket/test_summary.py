@@ -11,9 +11,9 @@ from ister.bucket.object_maker import ObjectSummary
 from ister.errors import InvariantError
 from ister.limits import MIB, OBJECT_INDEX_ENTRIES_MAX
 from ister.model import Codec
-from support.builders import frames as raw_frames
-from support.cases import each
-from support.tiers import NOW_MS, Frames, a_batch
+from tests.support.builders import frames as raw_frames
+from tests.support.cases import each
+from tests.support.tiers import NOW_MS, Frames, a_batch
 
 
 def summarise(frames, *, every=10, batches=(7,)):

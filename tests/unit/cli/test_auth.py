@@ -9,7 +9,7 @@ import pytest
 
 from ister.cli.main import main
 from ister.wire import ister_api, stub
-from servers.broker import BrokerProcess
+from tests.servers.broker import BrokerProcess
 
 ISSUER, AUDIENCE, SECRET = "https://id.example", "ister", "s" * 40
 TOPIC = "/default/orders"

@@ -15,9 +15,9 @@ from ister.config import load_config
 from ister.model import TopicState
 from ister.topic import backup
 from ister.topic.log import Log
-from support.cases import each
-from support.machine import eventually
-from support.scale import scaled
+from tests.support.cases import each
+from tests.support.machine import eventually
+from tests.support.scale import scaled
 
 NAMES = [f"/default/t{number}" for number in range(3)]
 COPIES = scaled(2, 30)

@@ -9,7 +9,7 @@ import yaml
 from ister.cli.main import main
 from ister.config import load_config
 from ister.topic.log import Log
-from support.danube_files import TOPIC, DanubeBucket
+from tests.support.danube_files import TOPIC, DanubeBucket
 
 POLICY = {
     "max_redelivery_count": 3,

@@ -8,7 +8,7 @@ import pytest
 
 from ister.cli.main import main, make_parser
 from ister.cli.parser import Parser, walk_commands
-from support.cases import each
+from tests.support.cases import each
 
 PARSER = make_parser()
 COMMANDS = {command.prog: command for command in walk_commands(PARSER)}

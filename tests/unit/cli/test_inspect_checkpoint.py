@@ -7,7 +7,7 @@ import pytest
 import ister
 from ister.cli.main import main
 from ister.format.checkpoint import UploaderCheckpoint, encode_uploader_checkpoint
-from support.builders import with_bit_flipped, with_valid_crc
+from tests.support.builders import with_bit_flipped, with_valid_crc
 
 
 @pytest.fixture

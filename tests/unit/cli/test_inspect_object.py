@@ -15,8 +15,8 @@ from ister.limits import RECOVERY_CHUNK_BYTES
 from ister.model import Codec
 from ister.topic.express import Express
 from ister.topic.log import Log
-from servers.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, rclone_server
-from support.builders import a_message, bincode_body, frames, with_bit_flipped, with_bytes_at
+from tests.servers.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, rclone_server
+from tests.support.builders import a_message, bincode_body, frames, with_bit_flipped, with_bytes_at
 
 TOPIC = "/default/orders"
 COUNT = 20

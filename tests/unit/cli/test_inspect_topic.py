@@ -10,7 +10,7 @@ from ister.cli.main import main
 from ister.config import load_config
 from ister.model import TopicName
 from ister.topic.log import Log
-from support.tiers import save_cursor
+from tests.support.tiers import save_cursor
 
 TOPIC = "/default/orders"
 COUNT = 30

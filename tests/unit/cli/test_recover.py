@@ -19,7 +19,7 @@ from ister.model import Codec
 from ister.topic import metadata_recovery
 from ister.topic.express import Express
 from ister.topic.log import Log
-from support.builders import a_message, bincode_body, frames, with_bit_flipped
+from tests.support.builders import a_message, bincode_body, frames, with_bit_flipped
 
 ORDERS, OLD, SEALED, EMPTY = "/default/orders", "/default/old", "/shop/sealed", "/shop/empty"
 TOPIC_FIELDS = {

@@ -13,7 +13,7 @@ from ister.config import load_config
 from ister.errors import CorruptDataError
 from ister.model import Layout
 from ister.topic.log import Log
-from support.danube_files import (
+from tests.support.danube_files import (
     TOPIC,
     DanubeBucket,
     a_danube_message,

@@ -19,9 +19,9 @@ from ister.model import TopicName, TopicState
 from ister.topic.log import Log
 from ister.topic.offline_repair import TopicRepair
 from ister.topic.stores import metadata_of, open_metadata
-from support.builders import with_bit_flipped
-from support.machine import eventually
-from support.tiers import save_cursor
+from tests.support.builders import with_bit_flipped
+from tests.support.machine import eventually
+from tests.support.tiers import save_cursor
 
 TOPIC = "/default/orders"
 COUNT = 30

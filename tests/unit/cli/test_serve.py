@@ -20,7 +20,7 @@ from ister.cli import serve
 from ister.cli.main import main
 from ister.config import load_config
 from ister.errors import ConfigError
-from servers.broker import STOP_SECONDS
+from tests.servers.broker import STOP_SECONDS
 
 ANY_PORTS = ["--port=0", "--flight-port=0", "--http-port=0"]
 PATIENCE_SECONDS = 120.0

@@ -10,7 +10,7 @@ from ister.cli.topics import _show_all
 from ister.config import load_config
 from ister.errors import NotFoundError, UnavailableError
 from ister.topic.log import Log
-from support.tiers import save_cursor
+from tests.support.tiers import save_cursor
 
 TOPIC = "/default/orders"
 

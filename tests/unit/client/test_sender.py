@@ -26,7 +26,7 @@ from ister.errors import (
 from ister.retry import AsyncRetry
 from ister.topic.dedup import Sequences
 from ister.wire.contract import PutAck
-from support.waiting import eventually_async
+from tests.support.waiting import eventually_async
 
 TOPIC = "/default/t"
 

@@ -12,8 +12,8 @@ from ister.client import AsyncClient, TlsOptions
 from ister.client.flight import FlightClient
 from ister.client.tls_probe import PLAIN_HINT, TLS_HINT, find_tls_mismatch
 from ister.errors import ConfigError, UnavailableError
-from support.broker import a_broker, run
-from support.certificates import LOCAL_NAMES, Authority
+from tests.support.broker import a_broker, run
+from tests.support.certificates import LOCAL_NAMES, Authority
 
 
 def test_a_client_without_tls_is_told_that_the_port_uses_tls(tmp_path):

@@ -32,8 +32,8 @@ from ister.model import (  # noqa: E402
     Codec,
     MessageId,
 )
-from support.builders import a_message, frames, golden, with_bit_flipped  # noqa: E402
-from support.cases import each  # noqa: E402
+from tests.support.builders import a_message, frames, golden, with_bit_flipped  # noqa: E402
+from tests.support.cases import each  # noqa: E402
 
 TOPIC = "/default/t"
 BOTH_CODECS = each("codec", list(Codec))

@@ -21,14 +21,14 @@ from ister.format.checkpoint import (
     encode_wal_checkpoint,
 )
 from ister.model import Codec
-from support.builders import (
+from tests.support.builders import (
     VARINT_BOUNDARIES,
     measured_allocation,
     with_bit_flipped,
     with_bytes_at,
     with_valid_crc,
 )
-from support.cases import each
+from tests.support.cases import each
 
 BOTH_CODECS = each("codec", list(Codec))
 U64_MAX = 2**64 - 1

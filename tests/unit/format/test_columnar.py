@@ -8,7 +8,6 @@ import sys
 import threading
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
@@ -40,14 +39,13 @@ from ister.model import (  # noqa: E402
     MessageId,
     StreamMessage,
 )
-from support.builders import a_message, bincode_integer, frames, golden  # noqa: E402
-from support.cases import each  # noqa: E402
-from support.danube_files import a_danube_message, danube_frames  # noqa: E402
+from tests.support.builders import a_message, bincode_integer, frames, golden  # noqa: E402
+from tests.support.cases import each  # noqa: E402
+from tests.support.danube_files import a_danube_message, danube_frames  # noqa: E402
 
 TOPIC = "/default/t"
 NOW_MS = 1_760_745_600_000
 MAP = pa.map_(pa.string(), pa.string())
-TESTS = str(Path(__file__).resolve().parents[2])
 
 
 @pytest.fixture(params=["compiled", "pure"])
@@ -1154,12 +1152,11 @@ def test_arrays_that_lie_about_their_memory_are_refused(is_compiled, column, kin
 
 
 def in_a_process(script, **environment):
-    places = [TESTS, *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
         check=False,
         timeout=240,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(places), **environment},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
     )
@@ -1191,7 +1188,7 @@ def test_module_needs_no_numba_until_it_decodes():
 
 GUARDED = """
 import ctypes, mmap, random, zlib
-from support.builders import a_message
+from tests.support.builders import a_message
 from ister.errors import CorruptDataError
 from ister import kernels
 from ister.format.arrow.decode import ColumnarDecoder

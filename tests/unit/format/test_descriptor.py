@@ -18,7 +18,7 @@ from ister.format.descriptor import (
 )
 from ister.limits import DESCRIPTOR_BYTES_MAX, OBJECT_INDEX_ENTRIES_MAX
 from ister.model import Codec
-from support.cases import each
+from tests.support.cases import each
 
 _GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 _KEY = "/danube/storage/topics/default/orders/objects/00000000000000001000"

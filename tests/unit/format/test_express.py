@@ -24,7 +24,7 @@ from ister.format.express import (
 )
 from ister.format.footer import TRAILER_BYTES
 from ister.model import Codec, TopicName
-from support.cases import each
+from tests.support.cases import each
 
 OBJECT = "0123456789abcdef/fedcba9876543210/00000000000000000007.dnbx"
 GOLDEN = Path(__file__).parents[2] / "golden" / "express_footer.hex"

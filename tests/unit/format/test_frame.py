@@ -18,8 +18,8 @@ from ister.format.frame import (
     scan_frames,
 )
 from ister.limits import FRAME_BODY_BYTES_MAX
-from support.builders import frames, measured_allocation, with_bit_flipped, with_bytes_at
-from support.cases import each
+from tests.support.builders import frames, measured_allocation, with_bit_flipped, with_bytes_at
+from tests.support.cases import each
 
 KIB = 1024
 

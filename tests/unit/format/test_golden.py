@@ -23,8 +23,8 @@ from ister.format.frame import Frame, decode_frame, encode_frame
 from ister.format.message import decode_message, encode_message, recognise
 from ister.format.sparse_index import IndexEntry, decode_index, encode_index
 from ister.model import Codec
-from support.builders import a_message, golden
-from support.cases import each
+from tests.support.builders import a_message, golden
+from tests.support.cases import each
 
 WORKED_FRAMES = [
     pytest.param("bincode1_frame", Codec.BINCODE1, a_message(), 115, 0x2A0A9C08, id="danube-0.5.0"),

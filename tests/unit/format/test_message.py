@@ -17,7 +17,7 @@ from ister.format.message import (
     recognise,
 )
 from ister.model import Codec, MessageId, StreamMessage
-from support.builders import (
+from tests.support.builders import (
     VARINT_BOUNDARIES,
     a_message,
     bincode_body,
@@ -25,8 +25,8 @@ from support.builders import (
     measured_allocation,
     with_bytes_at,
 )
-from support.cases import each
-from support.danube_files import a_danube_message, danube_body
+from tests.support.cases import each
+from tests.support.danube_files import a_danube_message, danube_body
 
 BOTH_CODECS = each("codec", list(Codec))
 MIB = 1024 * 1024

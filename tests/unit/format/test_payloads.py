@@ -14,7 +14,7 @@ from ister.format.arrow.encode import encode_frames
 from ister.format.payloads import FEW_ROWS, Payloads
 from ister.limits import MIB
 from ister.model import Codec
-from support.cases import each
+from tests.support.cases import each
 
 COUNTS = [1, FEW_ROWS, FEW_ROWS + 1, 1000]
 

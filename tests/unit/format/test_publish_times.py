@@ -11,8 +11,8 @@ from ister.format import compiled
 from ister.format.frame import encode_frame
 from ister.format.message import decode_publish_times
 from ister.model import Codec
-from support.builders import VARINT_BOUNDARIES, a_message, bincode_body
-from support.cases import each
+from tests.support.builders import VARINT_BOUNDARIES, a_message, bincode_body
+from tests.support.cases import each
 
 CODECS = pytest.mark.parametrize("codec", list(Codec))
 

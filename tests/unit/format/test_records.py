@@ -36,7 +36,7 @@ from ister.format.records import (
     encode_writer,
 )
 from ister.model import AckLevel, Codec
-from support.cases import each
+from tests.support.cases import each
 
 _GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 _KEY = "/danube/somewhere"

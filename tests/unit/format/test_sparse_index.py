@@ -4,8 +4,13 @@ import pytest
 
 from ister.format import sparse_index
 from ister.format.sparse_index import INDEX_ENTRY_SIZE, IndexEntry, decode_index, encode_index
-from support.builders import VARINT_BOUNDARIES, with_bit_flipped, with_bytes_at, with_valid_crc
-from support.cases import each
+from tests.support.builders import (
+    VARINT_BOUNDARIES,
+    with_bit_flipped,
+    with_bytes_at,
+    with_valid_crc,
+)
+from tests.support.cases import each
 
 ENTRIES = [
     IndexEntry(offset=100, position=0, publish_time_max=0),

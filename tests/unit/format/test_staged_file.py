@@ -17,7 +17,7 @@ from ister.format.staged_rows import (
     encode_block,
     parse_block_size,
 )
-from support.cases import each
+from tests.support.cases import each
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 A, B = "/default/a", "/default/b"

@@ -21,8 +21,8 @@ from ister.format.staged_rows import (
     parse_block_size,
 )
 from ister.model import COLUMNS
-from support.builders import with_bit_flipped
-from support.cases import each
+from tests.support.builders import with_bit_flipped
+from tests.support.cases import each
 
 KEY = "staging/default/orders/q/0/part-0"
 

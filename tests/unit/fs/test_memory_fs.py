@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from ister.errors import CapacityError, DirectoryLockedError, DiskError
-from support.cases import each
-from support.memory_fs import SECTOR_BYTES, FaultPlan, MemoryFileSystem, SimulatedCrash
+from tests.support.cases import each
+from tests.support.memory_fs import SECTOR_BYTES, FaultPlan, MemoryFileSystem, SimulatedCrash
 
 SEEDS = range(300)
 

@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.servers.etcd import EtcdCluster, EtcdServer, etcd_binary
-from tests.servers.ports import free_port
 
 from ister.clock import ManualClock, SystemClock
 from ister.errors import (
@@ -24,6 +22,8 @@ from ister.errors import (
 from ister.metadata import etcd, etcd_endpoint, etcd_usage
 from ister.metadata.base import Absent, Put
 from ister.metadata.etcd import EtcdMetadata
+from tests.servers.etcd import EtcdCluster, EtcdServer, etcd_binary
+from tests.servers.ports import free_port
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from tests.servers.etcd import EtcdServer
 
 from ister.clock import ManualClock, SystemClock
 from ister.config import EtcdTlsConfig, load_config
@@ -17,7 +16,8 @@ from ister.metadata.base import Put
 from ister.metadata.etcd import EtcdMetadata
 from ister.metadata.etcd_tls import ClientTls
 from ister.topic.stores import open_metadata
-from support.certificates import LOCAL_NAMES, Authority
+from tests.servers.etcd import EtcdServer
+from tests.support.certificates import LOCAL_NAMES, Authority
 
 
 class Files:

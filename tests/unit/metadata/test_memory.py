@@ -6,8 +6,8 @@ from ister.clock import ManualClock
 from ister.errors import CommitUnknownError, NotFoundError, UnavailableError
 from ister.metadata.base import Absent, Delete, Put, ValueIs
 from ister.metadata.memory import MemoryMetadata
-from support.cases import each
-from support.memory_fs import SimulatedCrash
+from tests.support.cases import each
+from tests.support.memory_fs import SimulatedCrash
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from ister.errors import (
 from ister.metadata import sqlite, sqlite_change, sqlite_file
 from ister.metadata.base import Put, RevisionIs
 from ister.metadata.sqlite import SqliteMetadata
-from support.cases import each
+from tests.support.cases import each
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import threading
 import time
 
 import pytest
-from tests.servers.fault_proxy import Action, FaultProxy
-from tests.servers.s3 import BUCKET, moto_server, rclone_server
 
 from ister.clock import SystemClock
 from ister.errors import (
@@ -18,7 +16,9 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.objectstore.opendal_store import open_store
-from support.cases import each
+from tests.servers.fault_proxy import Action, FaultProxy
+from tests.servers.s3 import BUCKET, moto_server, rclone_server
+from tests.support.cases import each
 
 MIB = 1024 * 1024
 IO_SECONDS = 0.8

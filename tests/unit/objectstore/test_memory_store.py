@@ -4,9 +4,9 @@ import pytest
 
 from ister.clock import ManualClock
 from ister.errors import NotFoundError, UnavailableError, UnsupportedOperationError
-from support.cases import each
-from support.memory_fs import SimulatedCrash
-from support.memory_store import MemoryObjectStore
+from tests.support.cases import each
+from tests.support.memory_fs import SimulatedCrash
+from tests.support.memory_store import MemoryObjectStore
 
 
 def fail(kind, error):

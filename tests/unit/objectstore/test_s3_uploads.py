@@ -4,13 +4,13 @@ import xml.etree.ElementTree as ET
 
 import boto3
 import pytest
-from tests.servers.s3 import ACCESS_KEY, SECRET_KEY, moto_server, rclone_server
 
 from ister.clock import ManualClock, SystemClock
 from ister.errors import IsterError, PermissionDeniedError
 from ister.objectstore.opendal_store import open_store
 from ister.objectstore.s3_uploads import S3Uploads, Upload
-from support.cases import each
+from tests.servers.s3 import ACCESS_KEY, SECRET_KEY, moto_server, rclone_server
+from tests.support.cases import each
 
 MIB = 1024 * 1024
 CHUNK = 5 * MIB

@@ -4,13 +4,13 @@ import builtins
 import logging
 
 import pytest
-from tests.servers.ports import free_port
 
 from ister.clock import SystemClock
 from ister.errors import ConfigError, IsterError, PermissionDeniedError
 from ister.objectstore.backends import hidden_values, parse_backend
 from ister.objectstore.opendal_store import open_store
-from support.cases import each
+from tests.servers.ports import free_port
+from tests.support.cases import each
 
 KEY, SECRET, TOKEN = "CANARYKEY00001", "CANARYSECRET0002", "CANARYTOKEN0003"
 

@@ -5,8 +5,8 @@ import pytest
 from ister.clock import ManualClock
 from ister.errors import CorruptDataError, NotFoundError, UnsupportedOperationError
 from ister.objectstore.slices import SlicedStore, with_slices
-from support.cases import each
-from support.memory_store import MemoryObjectStore
+from tests.support.cases import each
+from tests.support.memory_store import MemoryObjectStore
 
 KEY = "storage/express/n/0000000000000000/00000000000000000000.dnbx"
 SLICE = f"{KEY}@3+4"

@@ -14,7 +14,7 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.objectstore.store_errors import error_code, error_kind, map_store_error, redact
-from support.cases import each
+from tests.support.cases import each
 
 
 def s3(kind, code, message="Something."):

@@ -3,7 +3,7 @@
 import pytest
 from pyspark.sql import SparkSession
 
-from support.spark_session import get_spark
+from tests.support.spark_session import get_spark
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,7 @@ from ister.spark.avro import (
     missing_field,
     read_schema,
 )
-from support.cases import case
+from tests.support.cases import case
 
 
 def record(*fields, name="Order"):

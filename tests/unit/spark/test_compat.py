@@ -18,7 +18,7 @@ from ister.spark.compat import (
     require_spark,
     with_arrow_column,
 )
-from support.cases import each
+from tests.support.cases import each
 
 _INNER = t.StructType([t.StructField("y", t.DateType(), nullable=False)])
 EVERYTHING = t.StructType(

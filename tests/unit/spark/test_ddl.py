@@ -4,7 +4,7 @@ import pytest
 
 from ister.errors import InvalidRequestError
 from ister.spark.ddl import parse_struct
-from support.cases import case
+from tests.support.cases import case
 
 VALID = [
     "id BIGINT",

@@ -4,7 +4,7 @@ import json
 
 from ister.spark import offsets_behind
 from ister.spark.offsets import StreamOffset, TopicOffset
-from support.streams import A, B
+from tests.support.streams import A, B
 
 
 def offset(**topics):

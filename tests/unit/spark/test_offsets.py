@@ -27,7 +27,7 @@ from ister.spark.offsets import (
     check_loss,
     has_news,
 )
-from support.cases import case
+from tests.support.cases import case
 
 _GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "stream_offset.json"
 

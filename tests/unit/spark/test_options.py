@@ -19,7 +19,7 @@ from ister.spark.options import (
     ReadOptions,
     WriteOptions,
 )
-from support.cases import case
+from tests.support.cases import case
 
 EXAMPLES = settings(max_examples=200, deadline=None, print_blob=True)
 

@@ -32,12 +32,12 @@ from ister.spark.options import ReadOptions
 from ister.spark.owners import Owner, ask, ask_any, find_owner, has_brokers, read_watermarks
 from ister.spark.rows import row_schema
 from ister.topic import local_tail
-from servers.flight import READ, FlightServer, FlightTopics, LogSource
-from servers.ports import free_port
-from support.cluster import enter
-from support.machine import Task
-from support.spark_here import SparkHere
-from support.streams import A, B, Home, Query, a_reader, offsets_of, publish, rows_of
+from tests.servers.flight import READ, FlightServer, FlightTopics, LogSource
+from tests.servers.ports import free_port
+from tests.support.cluster import enter
+from tests.support.machine import Task
+from tests.support.spark_here import SparkHere
+from tests.support.streams import A, B, Home, Query, a_reader, offsets_of, publish, rows_of
 
 HERE = SparkHere()
 

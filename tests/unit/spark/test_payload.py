@@ -14,7 +14,7 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from ister.errors import ConfigError, InvalidRequestError
 from ister.spark import from_avro_payload, from_json_payload, to_avro_payload, to_json_payload
-from support.cases import case
+from tests.support.cases import case
 
 ROWS = (
     "topic string, offset long, publish_time timestamp, producer_name string, payload binary, "

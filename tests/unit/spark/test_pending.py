@@ -10,9 +10,9 @@ from benchmarks.spark_pending import describe_objects, run_triggers
 from ister.metadata.sqlite import SqliteMetadata
 from ister.spark import location, stream
 from ister.spark.compat import ReadAllAvailable
-from servers.flight import FlightTopics
-from support.cluster import enter
-from support.streams import Home, a_reader, publish
+from tests.servers.flight import FlightTopics
+from tests.support.cluster import enter
+from tests.support.streams import Home, a_reader, publish
 
 A = "/default/a"
 

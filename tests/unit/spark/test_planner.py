@@ -27,7 +27,7 @@ from ister.spark.planner import (
     limit_messages,
     plan,
 )
-from support.cases import case
+from tests.support.cases import case
 
 EXAMPLES = settings(max_examples=300, deadline=None, print_blob=True)
 

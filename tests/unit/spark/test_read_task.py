@@ -15,9 +15,9 @@ from ister.spark.location import place_of
 from ister.spark.planner import Partition
 from ister.spark.read_task import ReadTask, TopicIdentity
 from ister.topic.history import History
-from support.machine import NoThreads
-from support.streams import A, publish
-from support.tiers import Site, SlowReads
+from tests.support.machine import NoThreads
+from tests.support.streams import A, publish
+from tests.support.tiers import Site, SlowReads
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from fault.tier_checks import memory_directory
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.clock import SystemClock
 from ister.config import load_config
@@ -33,8 +32,9 @@ from ister.spark.rows import HEADERS_TYPE, row_schema
 from ister.spark.source import IsterDataSource
 from ister.topic.schema_kinds import ValidationPolicy
 from ister.topic.stores import open_metadata
-from support.cases import case
-from support.streams import A, B, Home
+from tests.fault.tier_checks import memory_directory
+from tests.support.cases import case
+from tests.support.streams import A, B, Home
 
 ORDER = StructType([StructField("id", LongType()), StructField("note", StringType())])
 

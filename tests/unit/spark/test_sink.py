@@ -13,7 +13,6 @@ import pytest
 from pyspark.sql.types import StringType, StructField, StructType
 
 import ister
-from fault.tier_checks import memory_directory
 from ister import failpoints, retry
 from ister.errors import (
     ConflictError,
@@ -29,10 +28,11 @@ from ister.spark.sink import BatchWriter, StreamWriter
 from ister.topic import batches
 from ister.topic.uploads import TopicUploads
 from ister.wire.contract import Action
-from servers.flight import FlightProcess, FlightTopics
-from support.cluster import enter
-from support.machine import PATIENCE_SECONDS, Task, eventually, payloads
-from support.sinks import (
+from tests.fault.tier_checks import memory_directory
+from tests.servers.flight import FlightProcess, FlightTopics
+from tests.support.cluster import enter
+from tests.support.machine import PATIENCE_SECONDS, Task, eventually, payloads
+from tests.support.sinks import (
     BY_TOPIC,
     IN_PARTS,
     OTHER,
@@ -44,7 +44,7 @@ from support.sinks import (
     make_sink,
     place_for,
 )
-from support.streams import A, B, Home
+from tests.support.streams import A, B, Home
 
 BROKER_SECONDS = 60.0
 POINTS = sorted(point for point in failpoints.FAILPOINTS if point.startswith("batch."))

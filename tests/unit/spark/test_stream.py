@@ -17,8 +17,6 @@ from pathlib import Path
 import pytest
 
 import ister
-from fault.tier_checks import memory_directory
-from fault.writer_child import new_seed, say_replay
 from ister import retry
 from ister.clock import SystemClock
 from ister.errors import (
@@ -35,11 +33,13 @@ from ister.spark import location, read_task, stream
 from ister.spark.compat import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 from ister.spark.offset_resolver import OffsetResolver
 from ister.spark.offsets import StreamOffset
-from servers.flight import READ, FlightProcess, FlightTopics
-from support.cases import each, making
-from support.machine import Task, eventually
-from support.scale import scaled
-from support.streams import (
+from tests.fault.tier_checks import memory_directory
+from tests.fault.writer_child import new_seed, say_replay
+from tests.servers.flight import READ, FlightProcess, FlightTopics
+from tests.support.cases import each, making
+from tests.support.machine import Task, eventually
+from tests.support.scale import scaled
+from tests.support.streams import (
     A,
     B,
     C,

@@ -12,7 +12,7 @@ from ister.subscription.entries import AckResult, DeadLetter, Drop, Send
 from ister.subscription.floor import RANGES_MAX
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from ister.subscription.redelivery import REASON_CHARACTERS_MAX
-from support.cases import each
+from tests.support.cases import each
 
 EXCLUSIVE, SHARED, FAILOVER, KEY_SHARED = SubscriptionKind
 ALL_KINDS = each("kind", list(SubscriptionKind))

@@ -7,7 +7,7 @@ import pytest
 
 from ister.errors import CapacityError, CorruptDataError, InvariantError
 from ister.subscription.floor import SAVED_MORE_MAX, SAVED_RANGES_MAX, AckFloor
-from support.cases import each
+from tests.support.cases import each
 
 
 def a_floor(start, *offsets):

@@ -14,7 +14,7 @@ from ister.subscription.keys import (
     KeyFilter,
     hash_key,
 )
-from support.cases import each
+from tests.support.cases import each
 
 KEYS = [f"order-{n}" for n in range(2000)]
 

@@ -4,7 +4,7 @@ import pytest
 
 from ister.errors import InvalidRequestError, TopicNameError
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy, SubscriptionKind
-from support.cases import each
+from tests.support.cases import each
 
 
 def test_defaults_are_danubes():

@@ -4,7 +4,7 @@ import pytest
 
 from ister.errors import InvalidRequestError
 from ister.subscription.progress import ProgressPlan
-from support.cases import each
+from tests.support.cases import each
 
 
 @pytest.fixture

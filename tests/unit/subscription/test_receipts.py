@@ -1,7 +1,7 @@
 """Receipts: who has one was given the message."""
 
 from ister.subscription.receipts import ATTEMPT_MAX, Receipts, new_key
-from support.cases import each
+from tests.support.cases import each
 
 BIG = 2**64 - 1
 

@@ -32,8 +32,8 @@ from ister.subscription.store import (
     SubscriptionStore,
     check_subscription_name,
 )
-from support.cases import each
-from support.tiers import NAME, PREFIX, TTL_SECONDS, Cluster
+from tests.support.cases import each
+from tests.support.tiers import NAME, PREFIX, TTL_SECONDS, Cluster
 
 LIFE = "0123456789abcdef"
 PLACE = f"{PREFIX}/subscriptions{NAME}/"

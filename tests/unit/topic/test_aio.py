@@ -16,7 +16,7 @@ from ister.errors import (
     WaitTimeoutError,
 )
 from ister.model import AckLevel
-from support.machine import Calls, Gate, Task, numbered, payloads
+from tests.support.machine import Calls, Gate, Task, numbered, payloads
 
 SMALL = {"cache_capacity": 4, "rotate_max_bytes": 4096}
 

@@ -23,7 +23,7 @@ from ister.errors import (
 from ister.format.payloads import Payloads
 from ister.limits import INDEX_STRIDE_BYTES, MIB
 from ister.model import AckLevel, Codec, TopicState
-from support.machine import NAME, Gate, Machine, NoThreads, Task, numbered, payloads
+from tests.support.machine import NAME, Gate, Machine, NoThreads, Task, numbered, payloads
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 NOW_MS = 1_700_000_000_000

@@ -14,7 +14,7 @@ import ister
 from ister.errors import InvalidRequestError
 from ister.model import MessageId, StreamMessage
 from ister.topic.arguments import as_bytes, as_number, as_offset, as_timeout
-from support.cases import each
+from tests.support.cases import each
 
 NOT_NUMBERS = [
     Decimal("NaN"),

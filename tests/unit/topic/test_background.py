@@ -8,8 +8,8 @@ from ister import threads
 from ister.clock import SystemClock
 from ister.errors import FencedError, UnavailableError
 from ister.model import AckLevel
-from support.machine import Task, TurningClock, eventually, numbered, payloads, waiting
-from support.tiers import NAME, TTL_SECONDS, Site
+from tests.support.machine import Task, TurningClock, eventually, numbered, payloads, waiting
+from tests.support.tiers import NAME, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 SLOW = {"interval_seconds": 86_400, "max_batch_bytes": 1 << 40}

@@ -43,11 +43,11 @@ from ister.model import AckLevel, Layout
 from ister.topic import batches
 from ister.topic.batches import StagedBatch, check_writer_name
 from ister.topic.history import History
-from support.cases import each
-from support.machine import ROOT, NoThreads, Task, payloads
-from support.memory_fs import SimulatedCrash
-from support.scale import first_seed, scaled
-from support.tiers import NAME, PREFIX, TTL_SECONDS, Site
+from tests.support.cases import each
+from tests.support.machine import ROOT, NoThreads, Task, payloads
+from tests.support.memory_fs import SimulatedCrash
+from tests.support.scale import first_seed, scaled
+from tests.support.tiers import NAME, PREFIX, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"

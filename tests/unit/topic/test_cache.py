@@ -8,8 +8,8 @@ from ister.format.message import encode_message
 from ister.model import Codec
 from ister.topic.cache import Cache
 from ister.wal.buffer import Chunk
-from support.builders import a_message, frames
-from support.cases import each
+from tests.support.builders import a_message, frames
+from tests.support.cases import each
 
 
 def a_cache(*, capacity=8, bytes_max=1 << 30, next_offset=0):

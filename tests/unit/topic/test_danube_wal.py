@@ -6,7 +6,7 @@ from ister.cli.main import main
 from ister.config import load_config
 from ister.errors import DataGapError
 from ister.topic.log import Log
-from support.danube_files import TOPIC, DanubeBucket, messages_of, write_wal
+from tests.support.danube_files import TOPIC, DanubeBucket, messages_of, write_wal
 
 BODIES = ["0.5", "0.5.1", "0.6", "0.12"]
 

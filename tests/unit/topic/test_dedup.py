@@ -31,10 +31,10 @@ from ister.topic.dedup import (
     is_sequenced,
     sequenced_producer_id,
 )
-from support.builders import a_message
-from support.cases import each
-from support.machine import NAME, Machine
-from support.tiers import Site
+from tests.support.builders import a_message
+from tests.support.cases import each
+from tests.support.machine import NAME, Machine
+from tests.support.tiers import Site
 
 NEW = Verdict(0, 0, 0)
 

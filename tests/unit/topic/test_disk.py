@@ -10,9 +10,9 @@ from ister.limits import GIB, KIB, MIB
 from ister.metadata.sqlite import SqliteMetadata
 from ister.metrics import Metrics
 from ister.topic.disk import RESERVE_NAME, DiskGuard
-from support.cases import each
-from support.machine import ManualClock
-from support.memory_fs import MemoryFileSystem
+from tests.support.cases import each
+from tests.support.machine import ManualClock
+from tests.support.memory_fs import MemoryFileSystem
 
 
 def a_guard(fs, **disk) -> DiskGuard:

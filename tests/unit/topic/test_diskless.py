@@ -8,9 +8,9 @@ from ister.clock import SystemClock
 from ister.errors import CapacityError, ConflictError, InvalidRequestError, UnavailableError
 from ister.limits import KIB, MIB
 from ister.model import AckLevel
-from support.cases import each
-from support.machine import NoThreads, Task, eventually, numbered, payloads
-from support.tiers import NAME, TTL_SECONDS, Site
+from tests.support.cases import each
+from tests.support.machine import NoThreads, Task, eventually, numbered, payloads
+from tests.support.tiers import NAME, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 

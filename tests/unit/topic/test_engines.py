@@ -8,9 +8,9 @@ import pytest
 from ister.clock import SystemClock
 from ister.errors import ConflictError
 from ister.topic.bucket_link import TopicTier
-from support.machine import Task, eventually, numbered, payloads
-from support.scale import scaled
-from support.tiers import NAME, Pipeline, Site
+from tests.support.machine import Task, eventually, numbered, payloads
+from tests.support.scale import scaled
+from tests.support.tiers import NAME, Pipeline, Site
 
 TEXT = str(NAME)
 LEASE_SECONDS = 4

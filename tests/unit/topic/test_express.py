@@ -13,10 +13,10 @@ from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
 from ister.limits import KIB
 from ister.metadata.memory import MemoryMetadata
 from ister.model import TopicName
-from support.cases import each
-from support.express import Shared
-from support.machine import ROOT
-from support.tiers import PREFIX, Site
+from tests.support.cases import each
+from tests.support.express import Shared
+from tests.support.machine import ROOT
+from tests.support.tiers import PREFIX, Site
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 
 import pytest
-from tests.unit.topic.test_express import Shared
 
 from ister import threads
 from ister.bucket.express import find_runs
@@ -17,8 +16,9 @@ from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
 from ister.model import TopicName
 from ister.topic.express import Express
 from ister.topic.stores import Tiers
-from support.memory_fs import SimulatedCrash
-from support.tiers import Site
+from tests.support.memory_fs import SimulatedCrash
+from tests.support.tiers import Site
+from tests.unit.topic.test_express import Shared
 
 
 @pytest.fixture

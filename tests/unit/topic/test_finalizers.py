@@ -11,9 +11,9 @@ import pytest
 
 import ister
 from ister.errors import ClosedError, DirectoryLockedError, InvalidRequestError, IsterError
-from support.cases import each
-from support.tiers import Site
-from support.waiting import eventually
+from tests.support.cases import each
+from tests.support.tiers import Site
+from tests.support.waiting import eventually
 
 PATIENCE = 60.0
 

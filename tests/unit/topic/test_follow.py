@@ -7,9 +7,9 @@ import pytest
 from ister import failpoints
 from ister.errors import ClosedError, FencedError, UnavailableError
 from ister.model import AckLevel
-from support.cases import each
-from support.machine import ROOT, Task, eventually, numbered, payloads, waiting
-from support.tiers import NAME, Pipeline, Site
+from tests.support.cases import each
+from tests.support.machine import ROOT, Task, eventually, numbered, payloads, waiting
+from tests.support.tiers import NAME, Pipeline, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"

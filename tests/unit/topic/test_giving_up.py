@@ -11,12 +11,12 @@ from ister.bucket.rebuild import rebuild_topic
 from ister.errors import CorruptDataError, DataGapError, NotFoundError
 from ister.format.frame import scan_frames
 from ister.model import TopicState
-from support.builders import with_bit_flipped
-from support.cases import each
-from support.machine import NAME, ROOT, Machine, NoThreads, numbered, payloads
-from support.memory_fs import SimulatedCrash
-from support.scale import scaled
-from support.tiers import Site, save_cursor
+from tests.support.builders import with_bit_flipped
+from tests.support.cases import each
+from tests.support.machine import NAME, ROOT, Machine, NoThreads, numbered, payloads
+from tests.support.memory_fs import SimulatedCrash
+from tests.support.scale import scaled
+from tests.support.tiers import Site, save_cursor
 
 PATH = f"{ROOT}{NAME}"
 COUNT = 40

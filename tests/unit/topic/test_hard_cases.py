@@ -21,9 +21,9 @@ from ister.errors import (
 from ister.format.records import decode_progress, encode_topic
 from ister.model import TopicState
 from ister.topic.background import Background
-from support.machine import ROOT, eventually, payloads
-from support.memory_fs import SimulatedCrash
-from support.tiers import NAME, Pipeline, Site, save_cursor
+from tests.support.machine import ROOT, eventually, payloads
+from tests.support.memory_fs import SimulatedCrash
+from tests.support.tiers import NAME, Pipeline, Site, save_cursor
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"

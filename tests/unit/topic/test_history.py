@@ -34,9 +34,9 @@ from ister.format.message import encode_message
 from ister.model import COLUMNS, Codec
 from ister.topic.columns import Decoders
 from ister.topic.history import History, HistoryTopic
-from support.cases import each
-from support.machine import NoThreads, Task, numbered
-from support.tiers import NAME, TTL_SECONDS, Site, SlowReads
+from tests.support.cases import each
+from tests.support.machine import NoThreads, Task, numbered
+from tests.support.tiers import NAME, TTL_SECONDS, Site, SlowReads
 
 TEXT = str(NAME)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

@@ -11,8 +11,8 @@ from ister.errors import (
     UnavailableError,
     WaitsForDiskError,
 )
-from support.machine import Task, eventually, numbered, payloads
-from support.tiers import NAME, TTL_SECONDS, Site
+from tests.support.machine import Task, eventually, numbered, payloads
+from tests.support.tiers import NAME, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 

@@ -24,8 +24,8 @@ from ister.errors import InvalidRequestError
 from ister.format.message import BodyEncoder
 from ister.limits import APPEND_CHUNK_BYTES
 from ister.model import Codec, StreamMessage, TopicState
-from support.machine import NAME, PATIENCE_SECONDS, NoThreads, Task, eventually
-from support.scale import IS_NIGHTLY
+from tests.support.machine import NAME, PATIENCE_SECONDS, NoThreads, Task, eventually
+from tests.support.scale import IS_NIGHTLY
 
 MODULES = (
     "/ister/metadata/sqlite.py",

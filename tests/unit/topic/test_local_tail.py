@@ -27,9 +27,9 @@ from ister.topic.local_tail import LocalTail
 from ister.topic.node import NODE_NAME
 from ister.wal.directory import WalDirectory
 from ister.wal.reader import WalReader
-from support.machine import Task, numbered, payloads
-from support.scale import first_seed, scaled
-from support.tiers import NAME, Site
+from tests.support.machine import Task, numbered, payloads
+from tests.support.scale import first_seed, scaled
+from tests.support.tiers import NAME, Site
 
 TEXT = str(NAME)
 CHUNK = 1 << 16

@@ -14,9 +14,9 @@ from ister.objectstore.staged_files import StagedFiles
 from ister.topic.bucket_link import TopicTier
 from ister.topic.dedup import SequencedTopics
 from ister.topic.topic import Topic
-from support.machine import ROOT, NoThreads, eventually, numbered
-from support.memory_fs import MemoryFileSystem, SimulatedCrash
-from support.tiers import NAME, Site
+from tests.support.machine import ROOT, NoThreads, eventually, numbered
+from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
+from tests.support.tiers import NAME, Site
 
 TEXT = str(NAME)
 FEW, MANY = 10, 150

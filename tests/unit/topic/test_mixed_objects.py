@@ -20,9 +20,9 @@ from ister.model import COLUMNS  # noqa: E402
 from ister.spark.planner import TopicRange, plan  # noqa: E402
 from ister.topic.columns import Decoders  # noqa: E402
 from ister.topic.history import History  # noqa: E402
-from support.cases import each  # noqa: E402
-from support.machine import NoThreads, numbered  # noqa: E402
-from support.tiers import NAME, PREFIX, Site  # noqa: E402
+from tests.support.cases import each  # noqa: E402
+from tests.support.machine import NoThreads, numbered  # noqa: E402
+from tests.support.tiers import NAME, PREFIX, Site  # noqa: E402
 
 TEXT = str(NAME)
 SMALL = {

@@ -12,9 +12,9 @@ from ister.errors import UnavailableError
 from ister.format.payloads import Payloads
 from ister.limits import INDEX_STRIDE_BYTES
 from ister.topic.reader import TAIL_SAMPLE
-from support.builders import a_message
-from support.machine import eventually, numbered, payloads
-from support.tiers import NAME, Site
+from tests.support.builders import a_message
+from tests.support.machine import eventually, numbered, payloads
+from tests.support.tiers import NAME, Site
 
 ROTATE = {"rotate_max_bytes": 4096, "cache_capacity": 1}
 KEEP_NOTHING = {"retention": {"time_minutes": 0, "size_mb": 0}}

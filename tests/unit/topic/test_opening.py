@@ -28,10 +28,10 @@ from ister.topic.reconcile import (
 from ister.wal.directory import WalDirectory
 from ister.wal.log import Wal
 from ister.wal.recovery import recover
-from support.cases import each
-from support.machine import ROOT, NoThreads, numbered, payloads
-from support.memory_fs import MemoryFileSystem, SimulatedCrash
-from support.tiers import NAME, PREFIX, TTL_SECONDS, Site
+from tests.support.cases import each
+from tests.support.machine import ROOT, NoThreads, numbered, payloads
+from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
+from tests.support.tiers import NAME, PREFIX, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"

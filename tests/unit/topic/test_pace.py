@@ -6,8 +6,8 @@ from ister.clock import ManualClock
 from ister.limits import KIB
 from ister.metrics import Metrics
 from ister.topic.pace import PacedReader
-from support.machine import NoThreads, Task, eventually, numbered, waiting
-from support.tiers import NAME, Site
+from tests.support.machine import NoThreads, Task, eventually, numbered, waiting
+from tests.support.tiers import NAME, Site
 
 CHUNK = 16 * KIB
 

@@ -9,7 +9,7 @@ import ister
 from ister.errors import AlreadyExistsError, InvalidRequestError, NotFoundError
 from ister.partitions import partition_of
 from ister.topic.partitioned import split_rows
-from support.machine import payloads
+from tests.support.machine import payloads
 
 NAME = "/default/orders"
 PARTS = [f"{NAME}-part-{number}" for number in range(3)]

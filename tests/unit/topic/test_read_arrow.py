@@ -32,9 +32,9 @@ from ister.format.frame import encode_frame, scan_frames
 from ister.format.message import encode_message
 from ister.model import COLUMNS, Codec, MessageId, StreamMessage
 from ister.topic import append as append_module
-from support.cases import each
-from support.machine import ROOT, NoThreads, Task, numbered
-from support.tiers import NAME, Site
+from tests.support.cases import each
+from tests.support.machine import ROOT, NoThreads, Task, numbered
+from tests.support.tiers import NAME, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"

@@ -29,10 +29,10 @@ from ister.subscription.progress import ProgressPlan
 from ister.subscription.store import SubscriptionStore
 from ister.topic.dedup import SequencedTopic
 from ister.topic.read_only import ReadOnlyTopic
-from support.broker import run, take
-from support.dispatch import ack
-from support.machine import ROOT, Task, eventually, numbered, payloads, waiting
-from support.tiers import NAME, PREFIX, TTL_SECONDS, Site, a_descriptor
+from tests.support.broker import run, take
+from tests.support.dispatch import ack
+from tests.support.machine import ROOT, Task, eventually, numbered, payloads, waiting
+from tests.support.tiers import NAME, PREFIX, TTL_SECONDS, Site, a_descriptor
 
 TEXT = str(NAME)
 START = datetime.fromtimestamp(1_000_000, UTC)

@@ -19,9 +19,9 @@ from ister.errors import (
 from ister.format.frame import scan_frames
 from ister.model import TopicState
 from ister.topic.repair import Repaired
-from support.machine import ROOT, NoThreads, Task, numbered, payloads
-from support.memory_fs import SimulatedCrash
-from support.tiers import NAME, TTL_SECONDS, Site
+from tests.support.machine import ROOT, NoThreads, Task, numbered, payloads
+from tests.support.memory_fs import SimulatedCrash
+from tests.support.tiers import NAME, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"

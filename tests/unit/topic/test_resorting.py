@@ -17,10 +17,10 @@ from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
 from ister.metadata.memory import MemoryMetadata
 from ister.model import TopicName
 from ister.topic.resorting import RunSorter
-from support.express import Shared
-from support.machine import Task, eventually
-from support.memory_fs import SimulatedCrash
-from support.tiers import PREFIX, Pipeline, Site
+from tests.support.express import Shared
+from tests.support.machine import Task, eventually
+from tests.support.memory_fs import SimulatedCrash
+from tests.support.tiers import PREFIX, Pipeline, Site
 
 NAME = TopicName.parse("/default/t0")
 MINUTES = 60

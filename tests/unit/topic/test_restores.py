@@ -21,11 +21,11 @@ from ister.topic import stores
 from ister.topic.log import Log
 from ister.topic.metadata_trust import MetadataTrust
 from ister.topic.topic import Topic
-from support.backups import BucketBackup, DiskBackup, MetadataBackup
-from support.express import Shared
-from support.machine import ROOT, payloads
-from support.memory_fs import SimulatedCrash
-from support.tiers import NAME, PREFIX, TTL_SECONDS, Site
+from tests.support.backups import BucketBackup, DiskBackup, MetadataBackup
+from tests.support.express import Shared
+from tests.support.machine import ROOT, payloads
+from tests.support.memory_fs import SimulatedCrash
+from tests.support.tiers import NAME, PREFIX, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 DIRECTORY = f"{ROOT}{TEXT}"

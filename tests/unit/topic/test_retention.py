@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ister.config import WalRetentionConfig
 from ister.limits import MIB
 from ister.topic.retention import RetentionFile, plan_trim
-from support.cases import each
+from tests.support.cases import each
 
 NOW = 1_700_000_000_000
 MINUTE = 60_000

@@ -11,7 +11,7 @@ from ister.topic.schema_kinds import (
     parse_policy,
     parse_schema_type,
 )
-from support.cases import each
+from tests.support.cases import each
 
 
 @each(

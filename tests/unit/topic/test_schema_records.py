@@ -13,7 +13,7 @@ from ister.topic.schema_records import (
     VersionRecord,
     check_subject,
 )
-from support.cases import each
+from tests.support.cases import each
 
 KEYS = SchemaKeys("/ister")
 ENTRY = VersionEntry(version=3, schema_type=SchemaType.AVRO, fingerprint="sha256:x", token="t")

@@ -26,9 +26,9 @@ from ister.format.frame import scan_frames
 from ister.format.records import Progress, encode_progress
 from ister.model import AckLevel, Codec, TopicState
 from ister.topic.bucket_link import RepairedObjects
-from support.machine import ROOT, NoThreads, Task, eventually, numbered, payloads, waiting
-from support.memory_fs import SimulatedCrash
-from support.tiers import NAME, TTL_SECONDS, Site
+from tests.support.machine import ROOT, NoThreads, Task, eventually, numbered, payloads, waiting
+from tests.support.memory_fs import SimulatedCrash
+from tests.support.tiers import NAME, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"

@@ -13,11 +13,11 @@ from ister.model import AckLevel, Codec, TopicState
 from ister.objectstore.base import Capabilities
 from ister.topic.bucket_link import RepairedObjects
 from ister.topic.node import NODE_NAME, Node
-from support.cases import each
-from support.machine import ROOT, NoThreads, eventually, numbered, payloads
-from support.memory_fs import MemoryFileSystem, SimulatedCrash
-from support.memory_store import MemoryObjectStore
-from support.tiers import NAME, TTL_SECONDS, Site
+from tests.support.cases import each
+from tests.support.machine import ROOT, NoThreads, eventually, numbered, payloads
+from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
+from tests.support.memory_store import MemoryObjectStore
+from tests.support.tiers import NAME, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"

@@ -22,8 +22,8 @@ from ister.errors import (
 )
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX
 from ister.model import AckLevel, Codec, MessageId, StreamMessage, TopicState
-from support.cases import each
-from support.machine import (
+from tests.support.cases import each
+from tests.support.machine import (
     NAME,
     ROOT,
     Calls,
@@ -37,7 +37,7 @@ from support.machine import (
     payloads,
     waiting,
 )
-from support.memory_fs import SimulatedCrash
+from tests.support.memory_fs import SimulatedCrash
 
 SMALL = {"cache_capacity": 4, "rotate_max_bytes": 4096, "stream_chunk_size": 64 * 1024}
 EPOCH = datetime(2024, 1, 1, tzinfo=UTC)

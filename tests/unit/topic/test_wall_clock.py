@@ -6,7 +6,7 @@ import pytest
 
 from ister.errors import UnavailableError
 from ister.format.records import Progress, encode_progress
-from support.tiers import NAME, Site
+from tests.support.tiers import NAME, Site
 
 TEXT = str(NAME)
 DAY = 86_400

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from ister.errors import CapacityError, ClosedError
-from support.machine import Calls, Gate, NoThreads, Task, eventually, numbered, payloads
+from tests.support.machine import Calls, Gate, NoThreads, Task, eventually, numbered, payloads
 
 BUFFER_BYTES = 64 * 1024
 PAYLOAD = b"x" * 1024

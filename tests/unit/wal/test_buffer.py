@@ -9,7 +9,7 @@ from ister.format.message import BodyEncoder
 from ister.limits import APPEND_CHUNK_BYTES
 from ister.model import Codec
 from ister.wal.buffer import AppendBuffer, Chunk, VolatileBuffer
-from support.builders import frames
+from tests.support.builders import frames
 
 TOPIC = "/a/b"
 ENCODER = FrameEncoder(topic_name=TOPIC, codec=Codec.BINCODE2)

@@ -13,8 +13,8 @@ from ister.format.checkpoint import (
 from ister.model import TopicState
 from ister.wal.directory import UPLOADER_CHECKPOINT_NAME, WalDirectory
 from ister.wal.recovery import recover
-from support.machine import NAME, ROOT, numbered, payloads
-from support.memory_fs import SimulatedCrash
+from tests.support.machine import NAME, ROOT, numbered, payloads
+from tests.support.memory_fs import SimulatedCrash
 
 PATH = f"{ROOT}{NAME}"
 CHECKPOINT = UploaderCheckpoint(

@@ -7,7 +7,7 @@ import pytest
 
 from ister.errors import CapacityError, ClosedError, DiskError
 from ister.model import AckLevel, TopicState
-from support.machine import Calls, Task, eventually, numbered, payloads, waiting
+from tests.support.machine import Calls, Task, eventually, numbered, payloads, waiting
 
 _FULL = {
     "no space": errno.ENOSPC,

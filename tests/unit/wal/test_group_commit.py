@@ -16,7 +16,7 @@ from ister.limits import (
 )
 from ister.model import AckLevel, TopicState
 from ister.wal.waiters import Waiter
-from support.machine import (
+from tests.support.machine import (
     PATIENCE_SECONDS,
     Calls,
     Gate,

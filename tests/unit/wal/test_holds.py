@@ -12,7 +12,7 @@ from ister.errors import (
     WaitTimeoutError,
 )
 from ister.model import AckLevel, TopicState
-from support.machine import ManualClock, Task, eventually, numbered, payloads, waiting
+from tests.support.machine import ManualClock, Task, eventually, numbered, payloads, waiting
 
 
 def reason(text="not now"):

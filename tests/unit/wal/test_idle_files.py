@@ -3,7 +3,7 @@
 import threading
 
 from ister.limits import IDLE_FILE_SECONDS
-from support.machine import Calls, ManualClock, eventually
+from tests.support.machine import Calls, ManualClock, eventually
 
 
 def test_idle_topic_holds_no_open_file(machine):

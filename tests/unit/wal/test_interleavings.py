@@ -14,7 +14,7 @@ from ister.model import AckLevel, TopicState
 from ister.wal.directory import WalDirectory
 from ister.wal.waiters import ThreadWaiter
 from ister.wal.writer import SyncFailedError
-from support.machine import NAME, ROOT, Calls, Gate, NoThreads, Task, eventually, payloads
+from tests.support.machine import NAME, ROOT, Calls, Gate, NoThreads, Task, eventually, payloads
 
 PATH = f"{ROOT}{NAME}"
 

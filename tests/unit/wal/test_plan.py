@@ -10,7 +10,7 @@ from ister.clock import ManualClock
 from ister.errors import CorruptDataError, InvariantError, OffsetOutOfRangeError
 from ister.format.frame import encode_frame
 from ister.wal.reader import WalReader
-from support.machine import ROOT, Calls, Machine
+from tests.support.machine import ROOT, Calls, Machine
 
 PATH = f"{ROOT}/default/orders"
 EVER = 1 << 50

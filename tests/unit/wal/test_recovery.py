@@ -15,10 +15,10 @@ from ister.errors import (
 from ister.format.checkpoint import decode_wal_checkpoint
 from ister.model import AckLevel, Codec, TopicState
 from ister.wal import index
-from support.builders import with_valid_crc
-from support.cases import each
-from support.machine import NAME, ROOT, Calls, Machine, numbered, payloads
-from support.memory_fs import SimulatedCrash
+from tests.support.builders import with_valid_crc
+from tests.support.cases import each
+from tests.support.machine import NAME, ROOT, Calls, Machine, numbered, payloads
+from tests.support.memory_fs import SimulatedCrash
 
 PATH = f"{ROOT}{NAME}"
 CHECKPOINT = f"{PATH}/wal.ckpt"

@@ -15,10 +15,10 @@ from ister.model import TopicState
 from ister.topic.log import Log
 from ister.wal.directory import WalDirectory
 from ister.wal.repair import rewrite_log
-from support.builders import with_bit_flipped
-from support.cases import each
-from support.machine import NAME, ROOT, Machine, ManualClock, NoThreads, numbered, payloads
-from support.memory_fs import FaultPlan, SimulatedCrash
+from tests.support.builders import with_bit_flipped
+from tests.support.cases import each
+from tests.support.machine import NAME, ROOT, Machine, ManualClock, NoThreads, numbered, payloads
+from tests.support.memory_fs import FaultPlan, SimulatedCrash
 
 PATH = f"{ROOT}{NAME}"
 COUNT = 40

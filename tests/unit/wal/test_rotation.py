@@ -9,7 +9,7 @@ import pytest
 from ister import failpoints
 from ister.errors import ClosedError, DiskError
 from ister.model import TopicState
-from support.machine import NAME, ROOT, Calls, ManualClock, numbered, payloads
+from tests.support.machine import NAME, ROOT, Calls, ManualClock, numbered, payloads
 
 PATH = f"{ROOT}{NAME}"
 

@@ -11,9 +11,9 @@ from ister.model import Codec
 from ister.wal.directory import CHECKPOINT_NAME, WalDirectory
 from ister.wal.reader import WalReader
 from ister.wal.snapshot import load_snapshot
-from support.builders import with_valid_crc
-from support.machine import NAME, ROOT, NoThreads, numbered
-from support.memory_fs import MemoryFileSystem
+from tests.support.builders import with_valid_crc
+from tests.support.machine import NAME, ROOT, NoThreads, numbered
+from tests.support.memory_fs import MemoryFileSystem
 
 PATH = f"{ROOT}{NAME}"
 ROTATE = {"rotate_max_bytes": 4096, "cache_capacity": 1}

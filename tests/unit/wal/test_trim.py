@@ -8,9 +8,9 @@ import pytest
 
 from ister.errors import DiskError, OffsetOutOfRangeError
 from ister.model import TopicState
-from support.cases import each
-from support.machine import NAME, ROOT, Calls, Machine, NoThreads, numbered, payloads
-from support.memory_fs import SimulatedCrash
+from tests.support.cases import each
+from tests.support.machine import NAME, ROOT, Calls, Machine, NoThreads, numbered, payloads
+from tests.support.memory_fs import SimulatedCrash
 
 PATH = f"{ROOT}{NAME}"
 ROTATE = {"rotate_max_bytes": 4096}

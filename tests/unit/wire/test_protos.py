@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor import FieldDescriptor
-from tools.protos import main as compile_protos
 
 from ister import wire
 from ister.broker.rpc.methods import methods_of
 from ister.wire import danube, danube_admin, danube_schema, ister_api, protos, services
+from tools.protos import main as compile_protos
 
 _HOME = Path(wire.__file__).resolve().parent
 # What Danube's server has and its Python client does not.

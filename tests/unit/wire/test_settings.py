@@ -7,7 +7,7 @@ import pytest
 from ister.config import load_config
 from ister.errors import InvalidRequestError
 from ister.wire.settings import decode_settings, encode_settings, has_local_stores
-from support.cases import each
+from tests.support.cases import each
 
 SECRETS = {
     "access_key": "AKIASECRET1",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.cluster import BrokerSite
+from tests.support.cluster import BrokerSite
 
 
 @pytest.fixture

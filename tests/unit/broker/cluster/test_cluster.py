@@ -10,8 +10,8 @@ from ister.clock import ManualClock
 from ister.config import ClusterConfig
 from ister.errors import FencedError, NotFoundError, UnavailableError
 from ister.model import TopicName
-from support.cluster import TTL, a_member
-from support.waiting import eventually
+from tests.support.cluster import TTL, a_member
+from tests.support.waiting import eventually
 
 NAME = TopicName.parse("/ns/t")
 OWNER = "/danube/cluster/owners/ns/t"

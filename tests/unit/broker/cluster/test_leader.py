@@ -7,7 +7,7 @@ import pytest
 from ister.broker.cluster.assignments import NEW, OWNER_DOWN, Assignment
 from ister.bucket.members import MemberState
 from ister.errors import UnavailableError
-from support.cluster import TTL
+from tests.support.cluster import TTL
 
 KEY = "/danube/cluster/leader"
 

@@ -7,7 +7,7 @@ from ister.broker.cluster.members import Members
 from ister.bucket.members import Load, MemberState
 from ister.clock import ManualClock
 from ister.errors import FencedError, UnavailableError
-from support.cluster import TTL, a_member
+from tests.support.cluster import TTL, a_member
 
 
 def entry_key(broker):

@@ -10,8 +10,8 @@ from ister.broker.cluster.placement import Placement, measure, plan_moves, rende
 from ister.bucket.members import Load, MemberState
 from ister.config import Strategy
 from ister.limits import MIB
-from support.cases import each
-from support.cluster import a_member
+from tests.support.cases import each
+from tests.support.cluster import a_member
 
 NODES = st.lists(st.text("abcdef0123", min_size=1, max_size=6), min_size=1, max_size=8, unique=True)
 TOPICS = st.lists(st.integers(0, 10_000).map("/ns/{}".format), min_size=1, max_size=80, unique=True)

@@ -24,8 +24,8 @@ from ister.errors import (
 from ister.subscription.policy import FailurePolicy
 from ister.subscription.progress import ProgressPlan
 from ister.wire import danube, ister_api
-from support.broker import a_broker, eventually, run
-from support.cases import each
+from tests.support.broker import a_broker, eventually, run
+from tests.support.cases import each
 
 NAME = "/default/t"
 SHARED = 1

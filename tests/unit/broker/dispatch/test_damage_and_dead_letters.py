@@ -15,8 +15,8 @@ from ister.subscription.policy import FailurePolicy
 from ister.topic.log import Log
 from ister.wire import danube_admin
 from ister.wire.contract import HOLES, RangeTicket
-from support.broker import a_broker, eventually, run, settings_of
-from support.broker_calls import (
+from tests.support.broker import a_broker, eventually, run, settings_of
+from tests.support.broker_calls import (
     AT_ONCE,
     DEAD,
     KEY_SHARED,

@@ -10,8 +10,8 @@ from ister.broker.dispatch import prefetch as reading
 from ister.limits import MIB
 from ister.subscription.policy import FailurePolicy
 from ister.wire import ister_api
-from support.broker import a_broker, eventually, run
-from support.broker_calls import (
+from tests.support.broker import a_broker, eventually, run
+from tests.support.broker_calls import (
     AT_ONCE,
     KEY_SHARED,
     NAME,
@@ -22,7 +22,7 @@ from support.broker_calls import (
     read,
     subscription_of,
 )
-from support.cases import each
+from tests.support.cases import each
 
 pytestmark = pytest.mark.usefixtures("brokers_end_quickly")
 

@@ -41,11 +41,11 @@ from ister.subscription.progress import ProgressPlan
 from ister.subscription.store import SubscriptionStore
 from ister.topic.log import Log
 from ister.topic.reader import Reader
-from support.broker import a_record, broker_tasks, broker_timers, eventually, run, take
-from support.cases import each
-from support.dispatch import ack as acknowledge
-from support.machine import Machine
-from support.tiers import Site
+from tests.support.broker import a_record, broker_tasks, broker_timers, eventually, run, take
+from tests.support.cases import each
+from tests.support.dispatch import ack as acknowledge
+from tests.support.machine import Machine
+from tests.support.tiers import Site
 
 NAME = "/default/t"
 QUICK = FailurePolicy(base_redelivery_delay_ms=0, max_redelivery_delay_ms=0, backoff=Backoff.FIXED)

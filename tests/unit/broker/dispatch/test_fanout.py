@@ -11,8 +11,8 @@ from ister.errors import ClosedError, ConflictError, UnavailableError
 from ister.metrics import Metrics
 from ister.subscription.policy import SubscriptionKind
 from ister.subscription.store import StoredSubscription
-from support.broker import a_record, broker_timers, eventually, run, take
-from support.cases import each
+from tests.support.broker import a_record, broker_timers, eventually, run, take
+from tests.support.cases import each
 
 
 def make(kind, metrics=None, budget=None):

@@ -2,9 +2,9 @@
 
 from ister.broker.dispatch import memory_budget as module
 from ister.broker.dispatch.memory_budget import Budget, machine_memory_bytes
-from support.broker import eventually, run
-from support.cases import each
-from support.dispatch import Consumers, counted_log
+from tests.support.broker import eventually, run
+from tests.support.cases import each
+from tests.support.dispatch import Consumers, counted_log
 
 
 class Holder:

@@ -7,8 +7,8 @@ import pytest
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.dispatch.outbox import OUTBOX_MESSAGES, Outbox
 from ister.errors import UnavailableError
-from support.broker import run
-from support.cases import each
+from tests.support.broker import run
+from tests.support.cases import each
 
 
 def test_items_come_in_order_and_not_more_than_asked_for():

@@ -10,9 +10,9 @@ from ister.broker.dispatch import prefetch as module
 from ister.broker.dispatch.frame_sizes import FrameSizes
 from ister.broker.dispatch.outbox import OUTBOX_MESSAGES
 from ister.topic.message import stored_body
-from support.broker import eventually, run
-from support.cases import each
-from support.dispatch import QUICK, Consumers, counted_log
+from tests.support.broker import eventually, run
+from tests.support.cases import each
+from tests.support.dispatch import QUICK, Consumers, counted_log
 
 SIZE = 500
 ENCODED = SIZE + 100

@@ -8,7 +8,7 @@ from ister.broker.dispatch import write_queue as module
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.dispatch.write_queue import STALLED, StreamMemory
 from ister.limits import MIB
-from support.broker import eventually, run
+from tests.support.broker import eventually, run
 
 BUDGET = 16 * MIB
 LARGE = 2 * MIB

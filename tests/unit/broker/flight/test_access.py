@@ -24,9 +24,9 @@ from ister.errors import PermissionDeniedError, UnauthenticatedError
 from ister.topic.log import Log
 from ister.wire.contract import Action, PutBatch, PutOpen, RangeTicket
 from ister.wire.errors import decode_error
-from servers.flight import FlightServer, LogSource
-from support.certificates import IDENTITIES, LOCAL_NAMES, Authority
-from support.security import GuardRig
+from tests.servers.flight import FlightServer, LogSource
+from tests.support.certificates import IDENTITIES, LOCAL_NAMES, Authority
+from tests.support.security import GuardRig
 
 ORDERS = "/default/orders"
 SCHEMA = pa.schema([("payload", pa.binary())])

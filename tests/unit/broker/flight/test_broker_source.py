@@ -17,8 +17,8 @@ from ister.errors import (
     NotFoundError,
     UnavailableError,
 )
-from support.broker import run, some_topics
-from support.waiting import eventually_async
+from tests.support.broker import run, some_topics
+from tests.support.waiting import eventually_async
 
 NAME = "/default/t"
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from support.cases import each
+from tests.support.cases import each
 
 pytest.importorskip("pyarrow")
 

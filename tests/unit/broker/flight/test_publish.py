@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from support.cases import each
+from tests.support.cases import each
 
 pytest.importorskip("pyarrow")
 
@@ -39,7 +39,7 @@ from ister.topic.log import Log
 from ister.topic.topic import Topic
 from ister.wire.contract import PutAck, PutBatch, PutOpen
 from ister.wire.errors import decode_error
-from servers.flight import (
+from tests.servers.flight import (
     PUBLISH,
     FlightProcess,
     FlightServer,

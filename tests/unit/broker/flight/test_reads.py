@@ -11,7 +11,7 @@ from ister.broker.flight.reads import plan_upload, read_frames
 from ister.errors import ConflictError, FencedError, UnavailableError
 from ister.model import AckLevel
 from ister.wire.contract import FramesTicket, PlanUpload
-from support.tiers import NAME, Pipeline, Site
+from tests.support.tiers import NAME, Pipeline, Site
 
 TEXT = str(NAME)
 LEASE_SECONDS = 60

@@ -27,9 +27,9 @@ from ister.errors import (
 )
 from ister.model import TopicName
 from ister.subscription.policy import SubscriptionKind
-from support.broker import a_record, run
-from support.http_api import ACTION, Callers, T, an_api, filled
-from support.security import auth_settings
+from tests.support.broker import a_record, run
+from tests.support.http_api import ACTION, Callers, T, an_api, filled
+from tests.support.security import auth_settings
 
 N, P = "/default/n", "/default/p"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

@@ -8,8 +8,8 @@ import aiohttp
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import Binding, Scope
 from ister.subscription.policy import SubscriptionKind
-from support.broker import a_broker, a_record, eventually, run
-from support.security import auth_settings, sign
+from tests.support.broker import a_broker, a_record, eventually, run
+from tests.support.security import auth_settings, sign
 
 T = "/default/t"
 PATH = "topics/default/t"

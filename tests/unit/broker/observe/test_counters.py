@@ -6,7 +6,7 @@ import threading
 import pyarrow as pa
 
 from ister.broker.observe.counters import Calls, SubscriptionCounters, TopicCounters
-from support.cases import each
+from tests.support.cases import each
 
 
 def a_batch(sizes):

@@ -11,8 +11,8 @@ from aiohttp import web
 from ister.broker.observe import health
 from ister.broker.observe.dashboard import OPEN_PATHS, add_pages
 from ister.broker.security.http_guard import http_guard
-from support.cases import each
-from support.security import GuardRig
+from tests.support.cases import each
+from tests.support.security import GuardRig
 
 STATIC = resources.files("ister.broker.observe.dashboard").joinpath("static")
 DOCS = Path(__file__).resolve().parents[4] / "docs"

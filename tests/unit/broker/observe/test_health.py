@@ -21,7 +21,7 @@ from ister.metadata.base import Put, StoreUsage
 from ister.metadata.memory import MemoryMetadata
 from ister.model import AckLevel, TopicState
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
-from support.broker import a_broker, a_record, eventually, run
+from tests.support.broker import a_broker, a_record, eventually, run
 
 NAME = "/default/secret"
 

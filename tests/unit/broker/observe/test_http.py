@@ -18,11 +18,11 @@ from ister.broker.security.tls import ServerTls
 from ister.clock import ManualClock, SystemClock
 from ister.config import ClientAuth, TlsConfig, load_config
 from ister.metadata.memory import MemoryMetadata
-from support.broker import run
-from support.cases import each
-from support.certificates import LOCAL_NAMES, Authority
-from support.security import GuardRig
-from support.waiting import eventually_async
+from tests.support.broker import run
+from tests.support.cases import each
+from tests.support.certificates import LOCAL_NAMES, Authority
+from tests.support.security import GuardRig
+from tests.support.waiting import eventually_async
 
 
 class Health:

@@ -13,8 +13,8 @@ from ister.model import TopicState
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from ister.topic.schema_kinds import ValidationPolicy
 from ister.wire import danube, danube_admin
-from support.broker import a_broker, a_record, eventually, run, take
-from support.dispatch import ack
+from tests.support.broker import a_broker, a_record, eventually, run, take
+from tests.support.dispatch import ack
 
 NAME = "/default/t"
 

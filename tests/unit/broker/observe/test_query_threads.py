@@ -7,7 +7,7 @@ import pytest
 
 from ister.broker.observe.query_threads import QueryThreads
 from ister.errors import CapacityError, NotFoundError, UnavailableError
-from support.broker import eventually, run
+from tests.support.broker import eventually, run
 
 
 def test_answers_and_errors_come_back():

@@ -11,8 +11,8 @@ from ister.broker.observe.rates import EVERY_SECONDS, POINTS, RateHistory, parse
 from ister.broker.policies import Policies
 from ister.clock import ManualClock
 from ister.errors import InvalidRequestError
-from support.broker import a_record, run, some_topics
-from support.cases import each
+from tests.support.broker import a_record, run, some_topics
+from tests.support.cases import each
 
 
 class Made:

@@ -10,9 +10,9 @@ import pytest
 from ister.broker.observe import requests
 from ister.partitions import partition_of
 from ister.subscription.policy import SubscriptionKind
-from support.broker import a_record, run
-from support.http_api import ACTION, Callers, T, an_api, filled
-from support.security import auth_settings
+from tests.support.broker import a_record, run
+from tests.support.http_api import ACTION, Callers, T, an_api, filled
+from tests.support.security import auth_settings
 
 
 def test_topics_are_created_and_deleted(tmp_path):

@@ -11,7 +11,7 @@ from ister.errors import NotFoundError, TopicNameError, UnavailableError
 from ister.model import TopicName
 from ister.subscription.policy import FailurePolicy, SubscriptionKind
 from ister.wire import ister_api
-from support.broker import a_broker, a_record, eventually, run
+from tests.support.broker import a_broker, a_record, eventually, run
 
 T, N, P = "/default/t", "/default/n", "/default/p"
 FIELDS = {

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from support.cases import each
+from tests.support.cases import each
 
 pytest.importorskip("pyarrow")
 
@@ -22,9 +22,9 @@ from ister.errors import (
 from ister.format.manifest import StagedFile
 from ister.format.staged_rows import STAGED_SCHEMA, encode_block
 from ister.topic.batches import StagedBatch
-from support.broker import run, some_topics
-from support.builders import a_message
-from support.machine import payloads
+from tests.support.broker import run, some_topics
+from tests.support.builders import a_message
+from tests.support.machine import payloads
 
 NAME = "/default/t"
 SHOP, OTHER = "service:shop", "service:other"

@@ -11,8 +11,8 @@ from ister.broker.topics.served_topic import ServedTopic
 from ister.topic.dedup import SequencedTopic
 from ister.topic.topic import Topic
 from ister.wire import danube_admin
-from support.broker import a_broker, eventually, run
-from support.broker_calls import (
+from tests.support.broker import a_broker, eventually, run
+from tests.support.broker_calls import (
     MOMENT,
     NAME,
     REFUSALS,
@@ -22,7 +22,7 @@ from support.broker_calls import (
     records_of,
     status,
 )
-from support.cases import each
+from tests.support.cases import each
 
 pytestmark = pytest.mark.usefixtures("brokers_end_quickly")
 

@@ -8,7 +8,7 @@ import pytest
 from ister.broker.rpc.forward_socket import SocketFile
 from ister.errors import ConfigError
 from ister.wire import ister_api
-from support.broker import a_broker, run
+from tests.support.broker import a_broker, run
 
 NAME = ".grpc.sock"
 

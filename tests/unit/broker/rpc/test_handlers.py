@@ -16,8 +16,8 @@ from ister.broker.rpc.grpcio_engine import add_methods
 from ister.broker.rpc.handlers import CallGate, Refused, status_of
 from ister.broker.rpc.methods import methods_of
 from ister.wire import danube, danube_admin
-from support.broker import a_broker, eventually, run
-from support.cases import each
+from tests.support.broker import a_broker, eventually, run
+from tests.support.cases import each
 
 _STATUSES = {
     "AlreadyExistsError": "ALREADY_EXISTS",

@@ -10,7 +10,7 @@ import pytest
 
 from ister.broker.rpc import native_support
 from ister.broker.rpc.native_support import NATIVE_VERSION, native_refusal
-from support.cases import each
+from tests.support.cases import each
 
 PROJECT = Path(__file__).resolve().parents[4] / "pyproject.toml"
 

@@ -19,8 +19,8 @@ from ister.errors import ConfigError, UnavailableError
 from ister.wal.writer import SyncFailedError
 from ister.wire import danube, ister_api
 from ister.wire.errors import ANSWERED
-from support.broker import a_broker, eventually, run, settings_of
-from support.cases import each
+from tests.support.broker import a_broker, eventually, run, settings_of
+from tests.support.cases import each
 
 ENGINES = ("grpcio", "native")
 both_engines = each("engine", ENGINES)

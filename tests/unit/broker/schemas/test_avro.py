@@ -9,7 +9,7 @@ import pytest
 
 from ister.broker.schemas.avro import read_avro
 from ister.errors import InvalidRequestError
-from support.cases import each
+from tests.support.cases import each
 
 
 def avro(schema):

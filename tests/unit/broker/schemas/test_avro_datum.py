@@ -8,7 +8,7 @@ import tracemalloc
 import fastavro
 
 from ister.broker.schemas.avro import read_avro
-from support.cases import each
+from tests.support.cases import each
 
 EVERYTHING = {
     "type": "record",

@@ -10,8 +10,8 @@ import pytest
 from ister.broker.schemas.decoding import DECODED_BYTES_MAX, decode_payload, parse_json
 from ister.broker.schemas.definitions import read_definition
 from ister.errors import InvalidRequestError
-from support.cases import each
-from support.protos import compile_proto
+from tests.support.cases import each
+from tests.support.protos import compile_proto
 
 ORDER = {
     "type": "record",

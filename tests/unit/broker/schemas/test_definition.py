@@ -13,7 +13,7 @@ from ister.broker.schemas.definition import (
 from ister.broker.schemas.definitions import find_incompatibilities, read_definition
 from ister.errors import InvalidRequestError
 from ister.topic.schema_kinds import CompatibilityMode
-from support.cases import each
+from tests.support.cases import each
 
 
 @each(

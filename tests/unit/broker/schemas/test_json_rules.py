@@ -6,7 +6,7 @@ from ister.broker.schemas.definitions import find_incompatibilities
 from ister.broker.schemas.json_rules import JsonComparison
 from ister.broker.schemas.json_schema import read_json_schema
 from ister.topic.schema_kinds import CompatibilityMode
-from support.cases import each
+from tests.support.cases import each
 
 
 def problems(reader, writer):

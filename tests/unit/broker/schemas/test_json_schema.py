@@ -7,7 +7,7 @@ import pytest
 
 from ister.broker.schemas.json_schema import read_json_schema
 from ister.errors import InvalidRequestError
-from support.cases import each
+from tests.support.cases import each
 
 
 def schema(value):

@@ -2,7 +2,7 @@
 
 from ister.broker.schemas.definitions import find_incompatibilities, read_definition
 from ister.topic.schema_kinds import CompatibilityMode
-from support.cases import each
+from tests.support.cases import each
 
 
 @each("data", [b"", b"anything at all", b"\xff"])

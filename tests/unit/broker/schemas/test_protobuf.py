@@ -7,8 +7,8 @@ from ister.broker.schemas.definitions import find_incompatibilities
 from ister.broker.schemas.protobuf import ProtoText, read_protobuf
 from ister.errors import InvalidRequestError
 from ister.topic.schema_kinds import CompatibilityMode
-from support.cases import each
-from support.protos import compile_proto
+from tests.support.cases import each
+from tests.support.protos import compile_proto
 
 BOTH = (CompatibilityMode.BACKWARD, CompatibilityMode.FORWARD)
 HEAD = 'syntax = "proto3"; package p;'

@@ -21,8 +21,8 @@ from ister.metadata.memory import MemoryMetadata
 from ister.metadata.sqlite import SqliteMetadata
 from ister.topic.schema_kinds import CompatibilityMode, ValidationPolicy
 from ister.topic.schema_records import TopicConfig
-from support.cases import each
-from support.waiting import eventually
+from tests.support.cases import each
+from tests.support.waiting import eventually
 
 ROOT = "/ister"
 TOPIC = "/default/orders"

@@ -13,7 +13,7 @@ from ister.clock import SystemClock
 from ister.errors import NotFoundError, PermissionDeniedError
 from ister.metadata.memory import MemoryMetadata
 from ister.wire import danube_schema
-from support.cases import each
+from tests.support.cases import each
 
 TOPIC = "/default/orders"
 

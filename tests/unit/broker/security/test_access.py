@@ -22,8 +22,8 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.metadata.memory import MemoryMetadata
-from support.cases import each
-from support.waiting import eventually
+from tests.support.cases import each
+from tests.support.waiting import eventually
 
 USER, SERVICE = PrincipalKind.USER, PrincipalKind.SERVICE
 

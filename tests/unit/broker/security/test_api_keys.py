@@ -9,7 +9,7 @@ from ister.broker.security.minting import make_api_key
 from ister.broker.security.principal import PrincipalKind
 from ister.clock import ManualClock
 from ister.errors import ConfigError, InvalidRequestError
-from support.cases import each
+from tests.support.cases import each
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from ister.broker.security.audit import AuditLog, Outcome
 from ister.broker.security.principal import Principal, PrincipalKind
 from ister.clock import ManualClock
 from ister.errors import ConfigError
-from support.cases import each
+from tests.support.cases import each
 
 ALICE = Principal(name="alice", kind=PrincipalKind.USER, via="jwt")
 

@@ -20,8 +20,8 @@ from ister.broker.security.minting import make_api_key, make_token
 from ister.clock import ManualClock
 from ister.config import AuthConfig, AuthMode, JwtConfig
 from ister.errors import ConfigError, UnauthenticatedError
-from support.cases import each
-from support.certificates import IDENTITIES, Authority, signing_keys
+from tests.support.cases import each
+from tests.support.certificates import IDENTITIES, Authority, signing_keys
 
 SECRET = "0123456789abcdef" * 4
 ISSUER, AUDIENCE = "https://issuer.example", "ister"

@@ -20,9 +20,9 @@ from ister.clock import SystemClock
 from ister.config import ClientAuth, TlsConfig
 from ister.errors import IsterError
 from ister.metrics import Metrics
-from support.cases import each
-from support.certificates import IDENTITIES, LOCAL_NAMES, Authority
-from support.security import GuardRig
+from tests.support.cases import each
+from tests.support.certificates import IDENTITIES, LOCAL_NAMES, Authority
+from tests.support.security import GuardRig
 
 ORDERS = "/default/orders"
 SERVERS, CLIENTS = Authority("servers"), Authority("clients")

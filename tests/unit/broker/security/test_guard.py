@@ -13,8 +13,8 @@ from ister.clock import ManualClock
 from ister.config import load_config
 from ister.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from ister.metadata.memory import MemoryMetadata
-from support.certificates import Authority
-from support.security import GuardRig
+from tests.support.certificates import Authority
+from tests.support.security import GuardRig
 
 ORDERS = "/default/orders"
 

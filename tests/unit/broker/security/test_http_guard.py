@@ -14,9 +14,9 @@ from ister.broker.security.rights import Permission
 from ister.broker.security.tls import ServerTls
 from ister.clock import SystemClock
 from ister.config import ClientAuth, TlsConfig
-from support.cases import each
-from support.certificates import IDENTITIES, LOCAL_NAMES, Authority
-from support.security import GuardRig
+from tests.support.cases import each
+from tests.support.certificates import IDENTITIES, LOCAL_NAMES, Authority
+from tests.support.security import GuardRig
 
 SERVERS, CLIENTS = Authority("servers"), Authority("clients")
 

@@ -5,7 +5,7 @@ import pytest
 from ister.broker.security.api_keys import digest_of_key, parse_line
 from ister.broker.security.minting import make_api_key, make_token
 from ister.errors import InvalidRequestError
-from support.cases import each
+from tests.support.cases import each
 
 SETTINGS = {"algorithm": "HS256", "key": "k" * 32, "issuer": "i", "audience": "a"}
 

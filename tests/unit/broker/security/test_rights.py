@@ -15,7 +15,7 @@ from ister.broker.security.rights import (
     parse_permission,
 )
 from ister.errors import CorruptDataError, InvalidRequestError
-from support.cases import each
+from tests.support.cases import each
 
 
 def binding(**more):

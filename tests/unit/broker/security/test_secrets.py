@@ -10,8 +10,8 @@ from ister.broker.security.tls import ServerTls
 from ister.clock import SystemClock
 from ister.config import load_config
 from ister.errors import IsterError
-from support.certificates import LOCAL_NAMES, Authority
-from support.security import SECRET, GuardRig, auth_settings
+from tests.support.certificates import LOCAL_NAMES, Authority
+from tests.support.security import SECRET, GuardRig, auth_settings
 
 
 def test_no_secret_gets_out(tmp_path, caplog):

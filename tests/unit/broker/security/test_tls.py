@@ -21,8 +21,8 @@ from ister.config import (
     TlsConfig,
 )
 from ister.errors import ConfigError
-from support.cases import each
-from support.certificates import LOCAL_NAMES, Authority
+from tests.support.cases import each
+from tests.support.certificates import LOCAL_NAMES, Authority
 
 AUTHORITY = Authority("servers")
 

@@ -8,8 +8,8 @@ import pytest
 
 from ister.broker.topics.cluster_control import broker_id, broker_number
 from ister.wire import danube_admin, ister_api
-from support.broker import a_broker, eventually, run
-from support.cases import each
+from tests.support.broker import a_broker, eventually, run
+from tests.support.cases import each
 
 NAME = "/shop/orders"
 

@@ -12,8 +12,8 @@ import pytest
 from ister.format.message import decode_message
 from ister.model import Codec
 from ister.wire import danube
-from support.broker import a_broker, a_record, run
-from support.cases import each
+from tests.support.broker import a_broker, a_record, run
+from tests.support.cases import each
 
 NAME = "/default/orders"
 

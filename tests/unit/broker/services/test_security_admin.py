@@ -11,7 +11,7 @@ from ister.broker.rpc.methods import methods_of
 from ister.broker.security.grpc_guard import GrpcGuard
 from ister.broker.services.security_admin import SecurityAdmin
 from ister.wire import danube_admin, stub
-from support.security import GuardRig
+from tests.support.security import GuardRig
 
 Code = grpc.StatusCode
 SERVICE = "danube_admin.SecurityAdmin"

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from ister.wire import danube_admin, ister_api
-from support.broker import a_broker, eventually, run
-from support.broker_calls import (
+from tests.support.broker import a_broker, eventually, run
+from tests.support.broker_calls import (
     MOMENT,
     NAME,
     SHARED,
@@ -22,7 +22,7 @@ from support.broker_calls import (
     subscription_of,
     until_ok,
 )
-from support.cases import each
+from tests.support.cases import each
 
 pytestmark = pytest.mark.usefixtures("brokers_end_quickly")
 

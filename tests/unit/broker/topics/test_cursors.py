@@ -10,8 +10,8 @@ from ister.errors import UnavailableError
 from ister.metadata.memory import MemoryMetadata
 from ister.subscription.policy import SubscriptionKind
 from ister.wire import ister_api
-from support.broker import a_broker, a_record, run, some_topics
-from support.broker_calls import (
+from tests.support.broker import a_broker, a_record, run, some_topics
+from tests.support.broker_calls import (
     MOMENT,
     NAME,
     PARSED,
@@ -23,7 +23,7 @@ from support.broker_calls import (
     kept,
     read,
 )
-from support.cases import each
+from tests.support.cases import each
 
 pytestmark = pytest.mark.usefixtures("brokers_end_quickly")
 

@@ -14,8 +14,8 @@ from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import Binding, Scope
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from ister.wire import ister_api
-from support.broker import a_broker, a_record, eventually, run, take
-from support.security import auth_settings, sign
+from tests.support.broker import a_broker, a_record, eventually, run, take
+from tests.support.security import auth_settings, sign
 
 SOURCE, DEAD = "/default/orders", "/default/orders-dead"
 

@@ -9,7 +9,7 @@ import pytest
 from ister.bucket.members import Member
 from ister.errors import ConflictError, CorruptDataError, NotFoundError, UnavailableError
 from ister.subscription.policy import SubscriptionKind
-from support.broker import a_record, eventually, run, some_topics
+from tests.support.broker import a_record, eventually, run, some_topics
 
 NAME = "/default/t"
 

@@ -8,8 +8,8 @@ import pytest
 
 from ister.broker.topics import names as names_module
 from ister.wire import danube, danube_admin, ister_api
-from support.broker import a_broker, run
-from support.broker_calls import (
+from tests.support.broker import a_broker, run
+from tests.support.broker_calls import (
     MOMENT,
     NAME,
     Client,
@@ -17,7 +17,7 @@ from support.broker_calls import (
     Held,
     status,
 )
-from support.cases import each
+from tests.support.cases import each
 
 pytestmark = pytest.mark.usefixtures("brokers_end_quickly")
 

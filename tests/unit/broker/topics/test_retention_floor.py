@@ -3,9 +3,9 @@
 import asyncio
 
 from ister.subscription.policy import SubscriptionKind
-from support.broker import a_record, eventually, run, some_topics, take
-from support.cases import each
-from support.dispatch import ack
+from tests.support.broker import a_record, eventually, run, some_topics, take
+from tests.support.cases import each
+from tests.support.dispatch import ack
 
 NAME = "/default/t"
 GRACE_SECONDS = 3600

@@ -20,8 +20,8 @@ from ister.errors import (
 from ister.metadata.memory import MemoryMetadata
 from ister.model import TopicState
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
-from support.broker import a_record, eventually, run, some_topics, take
-from support.cases import each
+from tests.support.broker import a_record, eventually, run, some_topics, take
+from tests.support.cases import each
 
 NAME = "/default/t"
 POLICY = FailurePolicy(max_redelivery_count=0, poison=PoisonPolicy.DROP)

@@ -12,7 +12,7 @@ from ister.metrics import Metrics
 from ister.positions import time_of
 from ister.subscription.policy import SubscriptionKind
 from ister.wire import ister_api
-from support.broker import a_broker, eventually, run
+from tests.support.broker import a_broker, eventually, run
 
 NOW = 1_700_000_000_000
 LATER = NOW + 1_000_000

@@ -12,7 +12,7 @@ import pytest
 from ister.cli.pipeline import child_process
 from ister.cli.pipeline.child_process import PipelineBeside, find_obstacle, make_command
 from ister.config import load_config
-from support.waiting import eventually
+from tests.support.waiting import eventually
 
 CONFIG = {"storage": {"wal": {"dir": "/nowhere/wal"}}}
 

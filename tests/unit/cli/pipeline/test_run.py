@@ -8,7 +8,7 @@ import pytest
 
 from ister.cli.pipeline import run
 from ister.errors import InvalidRequestError
-from support.machine import eventually
+from tests.support.machine import eventually
 
 
 def options_of(*arguments):

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from integration.spark_topics import SparkPlace, fill, without_spark
 from ister.cli.pipeline import scrub, stats
-from support.scrub_faults import TOPIC, Patient
-from support.spark_here import SparkHere
+from tests.integration.spark_topics import SparkPlace, fill, without_spark
+from tests.support.scrub_faults import TOPIC, Patient
+from tests.support.spark_here import SparkHere
 
 
 @pytest.fixture

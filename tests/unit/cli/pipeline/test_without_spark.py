@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from integration.spark_topics import SparkPlace, without_spark
 from ister.cli.main import main
-from support.cases import case
-from support.spark_here import SparkHere
+from tests.integration.spark_topics import SparkPlace, without_spark
+from tests.support.cases import case
+from tests.support.spark_here import SparkHere
 
 TOPIC = "/default/orders"
 JOBS = {

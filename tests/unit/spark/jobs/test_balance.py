@@ -8,8 +8,8 @@ import pytest
 from ister.errors import InvariantError, NotFoundError
 from ister.limits import GIB
 from ister.spark.jobs.balance import balance, run_balanced
-from support.cases import case
-from support.spark_here import SparkHere
+from tests.support.cases import case
+from tests.support.spark_here import SparkHere
 
 
 def test_every_item_is_in_one_group():

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 import pytest
 
 import ister
-from integration.spark_topics import SparkPlace, fill, rows_in, without_spark
 from ister import failpoints
 from ister.bucket.names import (
     TopicKeys,
@@ -29,8 +28,9 @@ from ister.model import TopicName
 from ister.spark.jobs.collecting import collect_topics, gc
 from ister.spark.jobs.compaction import compact
 from ister.spark.jobs.job import open_job
-from support.cases import case
-from support.spark_here import SparkHere
+from tests.integration.spark_topics import SparkPlace, fill, rows_in, without_spark
+from tests.support.cases import case
+from tests.support.spark_here import SparkHere
 
 A, B = "/default/a", "/default/b"
 SPARK = SparkHere()

@@ -9,18 +9,6 @@ import pyarrow as pa
 import pytest
 
 import ister
-from integration.places import flip_byte
-from integration.spark_topics import (
-    ReadHere,
-    SparkPlace,
-    expire_before,
-    fill,
-    fill_randomly,
-    objects_of,
-    rows_in,
-    rows_of,
-    without_spark,
-)
 from ister import failpoints
 from ister.bucket.names import object_key, objects_prefix
 from ister.bucket.ownership import OwnedTopic
@@ -40,8 +28,20 @@ from ister.spark.jobs.compaction import CompactSettings, compact
 from ister.spark.jobs.job_report import error_as_fields
 from ister.spark.jobs.tasks import Done
 from ister.topic.dedup import SequencedTopic
-from support.cases import case
-from support.spark_here import SparkHere
+from tests.integration.places import flip_byte
+from tests.integration.spark_topics import (
+    ReadHere,
+    SparkPlace,
+    expire_before,
+    fill,
+    fill_randomly,
+    objects_of,
+    rows_in,
+    rows_of,
+    without_spark,
+)
+from tests.support.cases import case
+from tests.support.spark_here import SparkHere
 
 A, B = "/default/a", "/default/b"
 

@@ -5,13 +5,19 @@ import os
 import pytest
 
 import ister
-from integration.spark_topics import SparkPlace, without_spark
 from ister.cli.main import main
 from ister.spark.jobs.collecting import gc
 from ister.spark.jobs.compaction import compact
 from ister.spark.jobs.scrubbing import scrub
-from support.danube_files import BODY_OF_LAYOUT, TOPIC, DanubeBucket, danube_frames, messages_of
-from support.spark_here import SparkHere
+from tests.integration.spark_topics import SparkPlace, without_spark
+from tests.support.danube_files import (
+    BODY_OF_LAYOUT,
+    TOPIC,
+    DanubeBucket,
+    danube_frames,
+    messages_of,
+)
+from tests.support.spark_here import SparkHere
 
 LAYOUTS = pytest.mark.parametrize("layout", ["0.5", "0.6.2", "0.9"])
 SPARK = SparkHere()

@@ -7,7 +7,6 @@ import pytest
 from deltalake import DeltaTable as DeltaLibrary
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
-from integration.spark_topics import PUBLISHED_MS, SparkPlace
 from ister import failpoints
 from ister.errors import ConflictError, FencedError, UnavailableError
 from ister.spark.jobs import export_commit, export_round
@@ -18,8 +17,9 @@ from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.delta import DeltaTable
 from ister.spark.tables.iceberg import IcebergTable
 from ister.spark.tables.parquet_directory import ParquetDirectory
-from support.cases import each, making, product
-from support.exports import (
+from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace
+from tests.support.cases import each, making, product
+from tests.support.exports import (
     FORMATS,
     add_rows,
     commits_in,
@@ -33,8 +33,8 @@ from support.exports import (
     where,
     write_files,
 )
-from support.exports import adding as adding_one
-from support.scale import scaled
+from tests.support.exports import adding as adding_one
+from tests.support.scale import scaled
 
 A, B, C = "/default/a", "/default/b", "/default/c"
 SCHEMA = {"properties": {"id": {"type": "integer"}}}

@@ -2,10 +2,10 @@
 
 import pytest
 
-from integration.spark_topics import SparkPlace, expire_before, fill
 from ister.spark.jobs.exporting import export
-from support.cases import each, making
-from support.exports import (
+from tests.integration.spark_topics import SparkPlace, expire_before, fill
+from tests.support.cases import each, making
+from tests.support.exports import (
     TOPIC,
     add_foreign_rows,
     commit_nothing,

@@ -8,7 +8,6 @@ from datetime import UTC, datetime, timedelta
 import pyarrow as pa
 import pytest
 
-from integration.spark_topics import PUBLISHED_MS, SparkPlace, expire_before, fill
 from ister import failpoints
 from ister.bucket.fence import Fence
 from ister.cli.pipeline import export as command
@@ -33,8 +32,9 @@ from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.delta import DeltaTable
 from ister.spark.tables.iceberg import IcebergTable
 from ister.spark.tables.parquet_directory import ParquetDirectory
-from support.cases import each, making, product
-from support.exports import FORMATS, offsets_in, read_table, table_at, tasks_here, where
+from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace, expire_before, fill
+from tests.support.cases import each, making, product
+from tests.support.exports import FORMATS, offsets_in, read_table, table_at, tasks_here, where
 
 TOPIC = "/default/orders"
 SCHEMA = {"properties": {"id": {"type": "integer"}, "name": {"type": "string"}}}

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from integration.spark_topics import SparkPlace
 from ister.bucket.fence import Fence
 from ister.bucket.pipeline import PipelineKeys
 from ister.clock import ManualClock, SystemClock
@@ -18,8 +17,9 @@ from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.leases import LeaseKeeper
 from ister.spark.jobs.tasks import _bundle
 from ister.topic.stores import open_metadata
-from support.cases import case
-from support.spark_here import SparkHere
+from tests.integration.spark_topics import SparkPlace
+from tests.support.cases import case
+from tests.support.spark_here import SparkHere
 
 TOPICS = ["/a/orders", "/a/prices", "/b/orders"]
 

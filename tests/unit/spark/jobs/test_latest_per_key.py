@@ -8,7 +8,6 @@ import pyarrow as pa
 import pytest
 
 import ister
-from integration.spark_topics import PUBLISHED_MS, SparkPlace, without_spark
 from ister.errors import CorruptDataError, NotFoundError
 from ister.format.descriptor import ObjectDescriptor
 from ister.spark.jobs import latest_per_key
@@ -25,6 +24,7 @@ from ister.spark.jobs.latest_per_key import (
 )
 from ister.spark.jobs.runners import LocalRunner
 from ister.spark.location import find_place
+from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace, without_spark
 
 A, B = "/default/a", "/default/b"
 HOUR_MS = 3_600_000

@@ -17,9 +17,9 @@ from ister.format.message import encode_message
 from ister.metrics import Metrics
 from ister.model import Codec, MessageId, StreamMessage
 from ister.spark.jobs.object_check import ObjectChecker, ObjectProblem
-from support.cases import case
-from support.memory_store import MemoryObjectStore
-from support.tiers import NAME
+from tests.support.cases import case
+from tests.support.memory_store import MemoryObjectStore
+from tests.support.tiers import NAME
 
 PUBLISHED_MS = 1_700_000_000_000
 

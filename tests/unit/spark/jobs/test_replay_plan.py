@@ -28,7 +28,7 @@ from ister.spark.jobs.replay_plan import (
 )
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.planner import TopicRange
-from support.cases import case
+from tests.support.cases import case
 
 A, B = "/default/a", "/default/b"
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)

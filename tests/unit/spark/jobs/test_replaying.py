@@ -3,11 +3,11 @@
 import pytest
 
 import ister
-from integration.spark_topics import SparkPlace, without_spark
 from ister.errors import ConflictError, InvalidRequestError
 from ister.spark.jobs.replaying import ReplayRequest, replay
-from support.cases import case, each
-from support.spark_here import SparkHere
+from tests.integration.spark_topics import SparkPlace, without_spark
+from tests.support.cases import case, each
+from tests.support.spark_here import SparkHere
 
 A, B = "/default/a", "/default/b"
 

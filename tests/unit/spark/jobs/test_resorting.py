@@ -5,17 +5,6 @@ from dataclasses import replace
 import pytest
 
 import ister
-from integration.spark_topics import (
-    EXPRESS,
-    SparkPlace,
-    fill,
-    fill_runs,
-    objects_of,
-    rows_in,
-    rows_of,
-    upload_of,
-    without_spark,
-)
 from ister import failpoints
 from ister.bucket.names import EXPRESS_PREFIX, object_key, parse_object_id
 from ister.clock import SystemClock
@@ -28,8 +17,19 @@ from ister.spark.jobs.resorting import resort_topics
 from ister.spark.jobs.scrubbing import scrub
 from ister.spark.jobs.service import resort_jobs
 from ister.spark.jobs.statistics import stats
-from support.scrub_faults import Patient
-from support.spark_here import SparkHere
+from tests.integration.spark_topics import (
+    EXPRESS,
+    SparkPlace,
+    fill,
+    fill_runs,
+    objects_of,
+    rows_in,
+    rows_of,
+    upload_of,
+    without_spark,
+)
+from tests.support.scrub_faults import Patient
+from tests.support.spark_here import SparkHere
 
 A = "/default/a"
 RESORT_SECONDS = EXPRESS["express"]["resort_seconds"]

@@ -11,7 +11,6 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-from integration.spark_topics import SparkPlace, fill, without_spark
 from ister import failpoints
 from ister.bucket.merge import merge_objects
 from ister.bucket.names import format_object_id
@@ -27,9 +26,10 @@ from ister.spark.jobs.topic_survey import find_superfluous
 from ister.spark.location import place_of
 from ister.topic.history import History
 from ister.topic.stores import upload_settings
-from servers.flight import FlightTopics
-from support.scrub_faults import TOPIC, Patient
-from support.spark_here import SparkHere
+from tests.integration.spark_topics import SparkPlace, fill, without_spark
+from tests.servers.flight import FlightTopics
+from tests.support.scrub_faults import TOPIC, Patient
+from tests.support.spark_here import SparkHere
 
 OBJECTS = 12
 EACH = 12

@@ -22,9 +22,9 @@ from ister.spark.jobs.service import Service, requested_job, slow_jobs
 from ister.spark.location import _close_all, place_of
 from ister.topic.log import Log
 from ister.topic.stores import open_metadata
-from support.cases import case
-from support.machine import eventually
-from support.spark_here import SparkHere
+from tests.support.cases import case
+from tests.support.machine import eventually
+from tests.support.spark_here import SparkHere
 
 TTL = 2
 LIMIT = 60.0

@@ -9,7 +9,7 @@ from py4j.protocol import Py4JNetworkError
 
 from ister.spark.jobs.session import _jvm_options, _start_quietly, forward_errors, is_shown
 from ister.spark.jobs.stop_signals import hold_signals
-from support.cases import case
+from tests.support.cases import case
 
 NOISE = """\
 WARNING: Using incubator modules: jdk.incubator.vector

@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
-from integration.spark_topics import PUBLISHED_MS, SparkPlace, fill, without_spark
 from ister.errors import NotFoundError
 from ister.spark.jobs.statistics import stats
-from support.spark_here import SparkHere
+from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace, fill, without_spark
+from tests.support.spark_here import SparkHere
 
 HOUR_MS = 3_600_000
 

@@ -21,7 +21,7 @@ from ister.spark.jobs.runners import (
     runner_of,
 )
 from ister.spark.jobs.tasks import run_tasks
-from support.spark_here import SparkHere
+from tests.support.spark_here import SparkHere
 
 
 def half(item):

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 import ister
-from integration.spark_topics import SparkPlace, fill, without_spark
 from ister import failpoints
 from ister.bucket.egress import EgressLimit
 from ister.bucket.names import TopicKeys
@@ -29,9 +28,10 @@ from ister.spark.jobs.stop_signals import stop_on_signals
 from ister.spark.jobs.tasks import Done
 from ister.spark.jobs.tier_topics import Cycle, TopicBook
 from ister.spark.jobs.tiering import tier_cycle
-from servers.flight import FlightTopics
-from support.cases import case
-from support.spark_here import SparkHere
+from tests.integration.spark_topics import SparkPlace, fill, without_spark
+from tests.servers.flight import FlightTopics
+from tests.support.cases import case
+from tests.support.spark_here import SparkHere
 
 A, B = "/default/a", "/default/b"
 LEASE = PipelineKeys("/danube").lease

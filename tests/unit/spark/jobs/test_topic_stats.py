@@ -13,7 +13,7 @@ from ister.spark.jobs.topic_stats import (
     TopicStats,
     take_sample,
 )
-from support.cases import case
+from tests.support.cases import case
 
 _US = 1_000_000
 _SCHEMA = pa.schema(

@@ -17,7 +17,7 @@ from ister.spark.jobs.transforms import (
     parse_transform,
     takes_batches,
 )
-from support.cases import case
+from tests.support.cases import case
 
 A, B = "/default/a", "/default/b"
 MOMENT = datetime(2026, 1, 31, tzinfo=UTC)

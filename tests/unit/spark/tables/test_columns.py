@@ -6,7 +6,7 @@ import pytest
 from ister.errors import ConflictError
 from ister.spark.tables.columns import ENVELOPE, dates_of, fit
 from ister.topic.columns import Decoders
-from support.cases import case
+from tests.support.cases import case
 
 _UTC = pa.timestamp("us", tz="UTC")
 

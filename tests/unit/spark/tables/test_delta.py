@@ -15,8 +15,8 @@ from ister.objectstore.base import Capabilities
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.delta import DeltaTable as OurTable
 from ister.spark.tables.targets import Storage
-from support.cases import case, each, making
-from support.exports import (
+from tests.support.cases import case, each, making
+from tests.support.exports import (
     TOPIC,
     add_rows,
     adding,

@@ -15,7 +15,7 @@ from ister.spark.tables.column_ids import ids_of
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.json_rows import JsonParser
 from ister.spark.tables.json_schema import columns_of, with_types
-from support.exports import (
+from tests.support.exports import (
     TOPIC,
     add_rows,
     adding,

@@ -12,7 +12,7 @@ import pytest
 
 from ister.spark.tables.json_rows import JsonParser
 from ister.spark.tables.json_schema import Member, ValueType, columns_of
-from support.cases import case
+from tests.support.cases import case
 
 _SCHEMA = {
     "properties": {

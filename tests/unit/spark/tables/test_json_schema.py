@@ -8,7 +8,7 @@ import pytest
 
 from ister.errors import InvalidRequestError, NotFoundError
 from ister.spark.tables.json_schema import columns_of, load_schema, with_types
-from support.cases import case
+from tests.support.cases import case
 
 
 def _type_of(schema: dict, **more) -> pa.DataType:

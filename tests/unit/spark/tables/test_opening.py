@@ -10,7 +10,7 @@ from ister.spark.tables.iceberg import IcebergTable
 from ister.spark.tables.opening import TablePlace, dead_letters_name, open_table, table_name
 from ister.spark.tables.parquet_directory import ParquetDirectory
 from ister.spark.tables.targets import local_path, storage_of
-from support.cases import each, making
+from tests.support.cases import each, making
 
 _S3 = {
     "cloud": {

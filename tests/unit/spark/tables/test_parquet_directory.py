@@ -22,7 +22,7 @@ from ister.objectstore.base import Capabilities
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.parquet_directory import ParquetDirectory
 from ister.spark.tables.targets import Storage, StoreTarget
-from support.exports import (
+from tests.support.exports import (
     TOPIC,
     add_rows,
     adding,
@@ -32,7 +32,7 @@ from support.exports import (
     tasks_here,
     write_files,
 )
-from support.memory_store import MemoryObjectStore
+from tests.support.memory_store import MemoryObjectStore
 
 
 @pytest.fixture(autouse=True)

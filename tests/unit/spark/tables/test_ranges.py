@@ -15,7 +15,7 @@ from ister.spark.tables.ranges import (
     subtract,
     union,
 )
-from support.cases import case
+from tests.support.cases import case
 
 _PAIRS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12)
 

@@ -12,8 +12,8 @@ from pyiceberg.exceptions import CommitFailedException
 
 from ister.errors import ConflictError, CorruptDataError
 from ister.spark.tables.columns import ENVELOPE
-from support.cases import each, making, product
-from support.exports import (
+from tests.support.cases import each, making, product
+from tests.support.exports import (
     TOPIC,
     add_foreign_rows,
     add_rows,

@@ -6,8 +6,8 @@ import pytest
 from ister import failpoints
 from ister.errors import ConflictError, CorruptDataError, FencedError, NotFoundError
 from ister.spark.tables.columns import ENVELOPE, LETTERS
-from support.cases import each, making, product
-from support.exports import (
+from tests.support.cases import each, making, product
+from tests.support.exports import (
     DAY_US,
     FORMATS,
     NOON_US,
