@@ -119,9 +119,10 @@ class FirstRange(NamedTuple):
 
 
 class ObjectsAhead(Generic[_Bytes]):
-    """Fetches the first bytes of the objects that a reader comes to next. Used by one thread.
+    """Fetches the first bytes of the objects that a reader comes to next.
 
-    No more than `bytes_max` are fetched or kept at a time.
+    Used by one thread; others may ask for `held_bytes` meanwhile. No more than `bytes_max` are
+    fetched or kept at a time.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class ObjectsAhead(Generic[_Bytes]):
     @property
     def held_bytes(self) -> int:
         """What is fetched, or on its way."""
-        return sum(one.size for one in self._coming)
+        return sum(one.size for one in tuple(self._coming))
 
     @property
     def is_idle(self) -> bool:

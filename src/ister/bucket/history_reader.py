@@ -121,16 +121,20 @@ class HistoryReader:
 
     @property
     def held_bytes(self) -> int:
-        """What is held between calls: chunks on their way, a row group, or a whole object."""
+        """What is held between calls: chunks on their way, a row group, or a whole object.
+
+        Another thread may ask while this one reads, and then gets about what it is.
+        """
         coming, group, restored = self._coming, self._coming_group, self._restored
+        archive, whole = self._archive, self._whole
         held = coming[1] if coming is not None else 0
-        if group is not None and self._archive is not None:
-            held += self._archive.row_groups[group[0]].size_bytes
+        if group is not None and archive is not None and group[0] < len(archive.row_groups):
+            held += archive.row_groups[group[0]].size_bytes
         if restored is not None:
             held += len(restored[1].data)
         if self._upcoming is not None:
             held += self._upcoming.held_bytes
-        return held + (len(self._whole) if self._whole is not None else 0)
+        return held + (len(whole) if whole is not None else 0)
 
     def close(self) -> None:
         """Releases buffers. May be called twice."""

@@ -131,6 +131,25 @@ def test_objects_ahead_that_are_passed_over_are_forgotten():
     assert (upcoming.held_bytes, upcoming.is_idle) == (0, True)
 
 
+def test_what_is_held_can_be_asked_for_while_another_thread_takes_a_range():
+    """The broker's loop counts memory while a thread reads."""
+
+    class Taken(FirstRange):
+        @property
+        def size(self):
+            if upcoming is not None:
+                upcoming.clear()  # as if the other thread had its turn here
+            return 10
+
+    upcoming = None
+    ahead = ObjectsAhead(None, Fetches(), bytes_max=1000)
+    ahead.expect([Taken(str(number), 0, 10, True, 10) for number in range(3)])
+    ahead.top_up()
+    upcoming = ahead
+    assert ahead.held_bytes == 30
+    assert ahead.held_bytes == 0
+
+
 def test_an_old_failure_is_not_told():
     upcoming = ObjectsAhead(None, fetches := Fetches(), bytes_max=1000)
     upcoming.expect(ranges("ab"))
