@@ -8,15 +8,16 @@
   is refused to whoever asks for it by a name that is not this broker's, like `/api`;
 - `/api` is what the dashboard is made of (`observe.api`), and `/` the dashboard itself.
 
-Connections are few and short: beyond the limit the oldest is closed, and each is closed after a
-while, also in the middle of a request, so a slow client harms no other.
+Connections are few: beyond the limit the oldest is closed, and one that has sent no whole request
+for a while is closed as well, so a slow client harms no other. A request that is whole is answered,
+however long that takes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Final
@@ -34,7 +35,8 @@ from ister.broker.security.http_guard import OPEN_PATHS, http_guard
 from ister.broker.security.rights import Permission
 
 CONNECTIONS_MAX: Final = 256
-CONNECTION_SECONDS: Final = 60.0
+REQUEST_SECONDS: Final = 60.0
+"""Time in which a whole request has to come, from the connection or the answer before it."""
 _CLOSE_CHECK_SECONDS: Final = 5.0
 _HANDSHAKE_SECONDS: Final = 10.0
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -70,7 +72,8 @@ def make_application(
         return response
 
     open_paths = OPEN_PATHS if api is None else OPEN_PATHS | PAGE_PATHS
-    application = web.Application(middlewares=[http_guard(guard, open_paths=open_paths)])
+    application = web.Application(middlewares=[_count_in, http_guard(guard, open_paths=open_paths)])
+    application[_REQUESTS], application[_SINCE] = {}, {}
     application.add_routes(
         [
             web.get("/live", live),
@@ -85,6 +88,25 @@ def make_application(
     return application
 
 
+_REQUESTS: Final[web.AppKey[dict[web.RequestHandler, web.Request]]] = web.AppKey("requests")
+"""The request that each connection has made, and that is not answered yet."""
+_SINCE: Final[web.AppKey[dict[web.RequestHandler, float]]] = web.AppKey("since")
+"""Since when a connection has made no whole request, by the loop's clock."""
+
+
+@web.middleware
+async def _count_in(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    requests = request.app[_REQUESTS]
+    requests[request.protocol] = request
+    try:
+        return await handler(request)
+    finally:
+        del requests[request.protocol]
+        request.app[_SINCE][request.protocol] = asyncio.get_running_loop().time()
+
+
 class Connections:
     """The port itself, with few connections that do not last; see the module header."""
 
@@ -93,19 +115,20 @@ class Connections:
         runner: web.AppRunner,
         *,
         count_max: int = CONNECTIONS_MAX,
-        seconds: float = CONNECTION_SECONDS,
+        seconds: float = REQUEST_SECONDS,
     ) -> None:
-        """Serves what `runner` has been set up with.
+        """Serves what `runner` has been set up with, an application of `make_application`.
 
         `runner` is set up already, and cleaned up after `close`. One connection more than
         `count_max` ends the oldest.
         """
         server = runner.server
         assert server is not None  # noqa: S101 - for mypy: it has been set up
+        assert runner.app is not None  # noqa: S101 - for mypy: as above
         self._server = server
+        self._requests, self._since = runner.app[_REQUESTS], runner.app[_SINCE]
         self._count_max = count_max
         self._seconds = seconds
-        self._since: dict[web.RequestHandler, float] = {}
         # Connections in their TLS handshake, the oldest first: aiohttp does not know them yet.
         self._handshakes: dict[asyncio.Transport, asyncio.Task[None]] = {}
         self._closing_overdue: asyncio.Task[None] | None = None
@@ -139,8 +162,14 @@ class Connections:
         for transport in unknown:
             del self._handshakes[transport]
             transport.abort()
-        for oldest in connections[: max(0, excess - len(unknown))]:
-            oldest.force_close()
+        oldest = sorted(connections, key=self._is_served)
+        for one in oldest[: max(0, excess - len(unknown))]:
+            one.force_close()
+
+    def _is_served(self, connection: web.RequestHandler) -> bool:
+        """Whether a connection has sent a whole request, which is not answered yet."""
+        request = self._requests.get(connection)
+        return request is not None and request.content.is_eof()
 
     def _accept(self) -> web.RequestHandler:
         self._make_room()
@@ -182,11 +211,14 @@ class Connections:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(_CLOSE_CHECK_SECONDS, self._seconds))
-            now, since = loop.time(), self._since
+            now = loop.time()
             with threads.guard("ister-http"):
-                self._since = {one: since.get(one, now) for one in self._server.connections}
-                for one, begun in self._since.items():
-                    if begun + self._seconds < now:
+                there = self._server.connections
+                for gone in self._since.keys() - there:
+                    del self._since[gone]
+                for one in there:
+                    is_overdue = self._since.setdefault(one, now) + self._seconds < now
+                    if is_overdue and not self._is_served(one):
                         one.force_close()
 
     async def close(self) -> None:

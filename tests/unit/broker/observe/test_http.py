@@ -114,6 +114,99 @@ async def listening(directory, clock=None, **more):
         await runner.cleanup()
 
 
+@contextlib.asynccontextmanager
+async def serving(handler, **options):
+    """The port, with one path of its own; its address."""
+    application = make_application(Health(), Figures(), open_guard())
+    application.router.add_post("/live/work", handler)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    connections = Connections(runner, **options)
+    try:
+        yield await connections.listen("127.0.0.1", 0)
+    finally:
+        await connections.close()
+        await runner.cleanup()
+
+
+_POST = b"POST /live/work HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
+
+
+def test_a_whole_request_is_answered_however_long_it_takes():
+    """Others that are open meanwhile are closed: idle ones, and those with half a request."""
+
+    async def scenario():
+        done = asyncio.Event()
+
+        async def work(request):
+            body = await request.read()
+            await done.wait()
+            return web.Response(body=body)
+
+        async with serving(work, seconds=3.0) as port:
+            opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            for (_, writer), said in zip(
+                opened, (_POST % (5, b"whole"), _POST % (5, b"ha"), b""), strict=True
+            ):
+                writer.write(said)
+            (served, _), *others = opened
+            async with asyncio.timeout(60):
+                for reader, _ in others:
+                    with contextlib.suppress(ConnectionError):
+                        assert await reader.read() == b""
+            assert not served.at_eof()
+            done.set()
+            assert (await served.readuntil(b"whole")).startswith(b"HTTP/1.1 200")
+            for _, writer in opened:
+                writer.close()
+
+    run(scenario())
+
+
+def test_a_connection_is_as_old_as_its_last_answer():
+    async def scenario():
+        async def work(request):
+            return web.Response(body=await request.read())
+
+        async with serving(work, seconds=3.0) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            loop = asyncio.get_running_loop()
+            end = loop.time() + 5.0
+            while loop.time() < end:
+                writer.write(_POST % (2, b"on"))
+                assert (await reader.readuntil(b"\r\n\r\non")).startswith(b"HTTP/1.1 200")
+            writer.close()
+
+    run(scenario())
+
+
+def test_room_is_made_at_the_cost_of_connections_without_a_request():
+    async def scenario():
+        begun, done = asyncio.Event(), asyncio.Event()
+
+        async def work(request):
+            begun.set()
+            await done.wait()
+            return web.Response(text="done")
+
+        async with serving(work, count_max=2) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(_POST % (1, b"x"))
+            await begun.wait()
+            idle, writer_of_idle = await asyncio.open_connection("127.0.0.1", port)
+            late, writer_of_late = await asyncio.open_connection("127.0.0.1", port)
+            async with asyncio.timeout(60):
+                with contextlib.suppress(ConnectionError):
+                    assert await idle.read() == b""
+            done.set()
+            assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
+            assert not late.at_eof()
+            for one in (writer, writer_of_idle, writer_of_late):
+                one.close()
+
+    run(scenario())
+
+
 def test_connections_in_their_handshake_are_counted(tmp_path):
     """Goal: many that begin TLS and go no further; they are ended, and others get in."""
 
