@@ -104,6 +104,29 @@ def test_json_is_sent_and_received(client, topic):
         assert (caught.value.topic, caught.value.offset) == (topic, 1)
 
 
+def test_options_of_a_message_are_known_or_refused(client, topic, broker):
+    """Goal: a misspelt key is no message without a key, whichever method sends it."""
+    with client.producer(topic, create=True) as producer:
+        methods = (producer.send, producer.publish, producer.send_json, producer.publish_json)
+        for method in methods:
+            with pytest.raises(TypeError, match="kye"):
+                method(b"x" if "json" not in method.__name__ else "x", kye="k")
+            with pytest.raises(InvalidRequestError, match="routing_key"):
+                method(b"x" if "json" not in method.__name__ else "x", key="a", routing_key="b")
+        assert producer.publish(b"0", key="k") == 0
+        assert producer.publish_json(1, key="k", routing_key="k") == 1
+
+    async def scenario():
+        async with AsyncClient(broker.address) as client, client.producer(topic) as producer:
+            with pytest.raises(TypeError, match="kye"):
+                await producer.publish_json(1, kye="k")
+            return await producer.publish(b"2", key="k"), await producer.publish_json(3, key="k")
+
+    assert asyncio.run(scenario()) == (2, 3)
+    with client.consumer(topic, "s", start="earliest") as consumer:
+        assert [message.routing_key for message in consumer.messages(limit=4)] == ["k"] * 4
+
+
 def test_serializers(client, topic):
     class Own:
         def serialize(self, value):

@@ -51,13 +51,23 @@ def _post(wake: Callable[[], object]) -> None:
 
 
 class SendOptions(TypedDict, total=False):
-    """The options of `send`."""
+    """The options of all methods that send a message."""
 
     attributes: Mapping[str, str] | None
+    """Message attributes, as key/value strings."""
     routing_key: str | None
+    """Chooses the partition, and the consumer of a key-shared subscription."""
+    key: str | None
+    """Another name of `routing_key`."""
     schema_id: int | None
+    """The schema of the payload."""
     schema_version: int | None
+    """The version of that schema."""
     timeout: float | None
+    """Seconds to wait for room; None to wait forever."""
+
+
+_SEND_OPTIONS: Final = frozenset(SendOptions.__annotations__)
 
 
 def check_limit(limit: float | None) -> None:
@@ -66,12 +76,29 @@ def check_limit(limit: float | None) -> None:
         raise InvalidRequestError(f"limit must be a number of messages, not {limit!r:.80}")
 
 
-def json_message(value: object, options: SendOptions) -> Outgoing:
-    """A message whose payload is a value as JSON."""
+def outgoing(payload: bytes, options: SendOptions) -> Outgoing:
+    """A message as the core takes it.
+
+    Raises:
+        TypeError: There is no such option: without this a misspelt key would be left out.
+        InvalidRequestError: `key` and `routing_key` differ.
+    """
+    if not _SEND_OPTIONS.issuperset(options):
+        unknown = min(set(options) - _SEND_OPTIONS)
+        raise TypeError(
+            f"unexpected option {unknown!r}; there are {', '.join(sorted(_SEND_OPTIONS))}"
+        )
+    routing_key, key = options.get("routing_key"), options.get("key")
+    if key is not None:
+        if routing_key is not None and routing_key != key:
+            raise InvalidRequestError(
+                "key and routing_key are two names of one option, and differ", hint="use one"
+            )
+        routing_key = key
     return (
-        JSON.serialize(value),
+        payload,
         options.get("attributes"),
-        options.get("routing_key"),
+        routing_key,
         options.get("schema_id"),
         options.get("schema_version"),
     )
@@ -148,25 +175,12 @@ class AsyncProducer(ProducerView):
         self._client = client
         self._is_open = False
 
-    async def send(
-        self,
-        payload: object,
-        *,
-        attributes: Mapping[str, str] | None = None,
-        routing_key: str | None = None,
-        schema_id: int | None = None,
-        schema_version: int | None = None,
-        timeout: float | None = None,
-    ) -> AsyncSentMessage:
+    async def send(self, payload: object, **options: Unpack[SendOptions]) -> AsyncSentMessage:
         """Accepts a message; waits while `max_pending_bytes` are pending.
 
         Args:
             payload: The message body, as bytes; with a serializer, any value that it takes.
-            attributes: Message attributes, as key/value strings.
-            routing_key: Chooses the partition, and the consumer of a key-shared subscription.
-            schema_id: The schema of the payload.
-            schema_version: The version of that schema.
-            timeout: Seconds to wait for room; None to wait forever.
+            **options: See `SendOptions`.
 
         Raises:
             InvalidRequestError: The payload, an attribute or the key has the wrong type.
@@ -174,9 +188,9 @@ class AsyncProducer(ProducerView):
             ClosedError: The producer is closed.
             IsterError: The producer has failed and publishes nothing any more.
         """
-        payload = self._core.serialize(payload)
-        message = (payload, attributes, routing_key, schema_id, schema_version)
-        return await self._accept(message, timeout)
+        return await self._accept(
+            outgoing(self._core.serialize(payload), options), options.get("timeout")
+        )
 
     async def send_json(self, value: object, **options: Unpack[SendOptions]) -> AsyncSentMessage:
         """Accepts a message whose payload is a value as JSON; ignores the serializer.
@@ -189,7 +203,7 @@ class AsyncProducer(ProducerView):
             InvalidRequestError: The value cannot be encoded as JSON.
             As `send`.
         """
-        return await self._accept(json_message(value, options), options.get("timeout"))
+        return await self._accept(outgoing(JSON.serialize(value), options), options.get("timeout"))
 
     async def _accept(self, message: Outgoing, timeout: float | None) -> AsyncSentMessage:
         core, timeout = self._core, as_timeout(timeout)
@@ -203,25 +217,13 @@ class AsyncProducer(ProducerView):
                 raise core.full(timeout) from None
         return AsyncSentMessage(core, *accepted)
 
-    async def publish(
-        self,
-        payload: object,
-        *,
-        attributes: Mapping[str, str] | None = None,
-        routing_key: str | None = None,
-        schema_id: int | None = None,
-        schema_version: int | None = None,
-    ) -> int:
-        """Sends a message, waits until it is acknowledged, and returns its offset."""
-        return await (
-            await self.send(
-                payload,
-                attributes=attributes,
-                routing_key=routing_key,
-                schema_id=schema_id,
-                schema_version=schema_version,
-            )
-        )
+    async def publish(self, payload: object, **options: Unpack[SendOptions]) -> int:
+        """Sends a message like `send`, waits until it is acknowledged, and returns its offset."""
+        return await (await self.send(payload, **options))
+
+    async def publish_json(self, value: object, **options: Unpack[SendOptions]) -> int:
+        """Like `publish`, with a value as JSON."""
+        return await (await self.send_json(value, **options))
 
     async def flush(self, timeout: float | None = None) -> None:
         """Waits until all messages accepted so far are acknowledged.

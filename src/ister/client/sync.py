@@ -19,7 +19,7 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack, cast
 
@@ -33,7 +33,7 @@ from ister.client.aio import (
     ProducerView,
     SendOptions,
     check_limit,
-    json_message,
+    outgoing,
 )
 from ister.client.core.batches import Batch
 from ister.client.core.producer import Outgoing, ProducerCore
@@ -44,6 +44,7 @@ from ister.client.tables import ArrowRead
 from ister.clock import SystemClock
 from ister.errors import ClosedError, IsterError, WaitTimeoutError
 from ister.model import Start
+from ister.serializers import JSON
 from ister.topic.arguments import as_timeout
 from ister.topic.table import TopicTable
 
@@ -145,25 +146,12 @@ class Producer(ProducerView):
         self._thread = thread
         self._async = producer
 
-    def send(
-        self,
-        payload: object,
-        *,
-        attributes: Mapping[str, str] | None = None,
-        routing_key: str | None = None,
-        schema_id: int | None = None,
-        schema_version: int | None = None,
-        timeout: float | None = None,
-    ) -> SentMessage:
+    def send(self, payload: object, **options: Unpack[SendOptions]) -> SentMessage:
         """Accepts a message; blocks while `max_pending_bytes` are pending.
 
         Args:
             payload: The message body, as bytes; with a serializer, any value that it takes.
-            attributes: Message attributes, as key/value strings.
-            routing_key: Chooses the partition, and the consumer of a key-shared subscription.
-            schema_id: The schema of the payload.
-            schema_version: The version of that schema.
-            timeout: Seconds to wait for room; None to wait forever.
+            **options: See `SendOptions`.
 
         Raises:
             InvalidRequestError: The payload, an attribute or the key has the wrong type.
@@ -171,9 +159,9 @@ class Producer(ProducerView):
             ClosedError: The producer is closed.
             IsterError: The producer has failed and publishes nothing any more.
         """
-        payload = self._core.serialize(payload)
-        message = (payload, attributes, routing_key, schema_id, schema_version)
-        return self._accept(message, timeout)
+        return self._accept(
+            outgoing(self._core.serialize(payload), options), options.get("timeout")
+        )
 
     def send_json(self, value: object, **options: Unpack[SendOptions]) -> SentMessage:
         """Accepts a message whose payload is a value as JSON; ignores the serializer.
@@ -186,7 +174,7 @@ class Producer(ProducerView):
             InvalidRequestError: The value cannot be encoded as JSON.
             As `send`.
         """
-        return self._accept(json_message(value, options), options.get("timeout"))
+        return self._accept(outgoing(JSON.serialize(value), options), options.get("timeout"))
 
     def _accept(self, message: Outgoing, timeout: float | None) -> SentMessage:
         self._thread.check_process()
@@ -205,23 +193,13 @@ class Producer(ProducerView):
                     core.room.wait(STEP_SECONDS if left is None else min(left, STEP_SECONDS))
         return SentMessage(self._thread, core, *accepted)
 
-    def publish(
-        self,
-        payload: object,
-        *,
-        attributes: Mapping[str, str] | None = None,
-        routing_key: str | None = None,
-        schema_id: int | None = None,
-        schema_version: int | None = None,
-    ) -> int:
-        """Sends a message, waits until it is acknowledged, and returns its offset."""
-        return self.send(
-            payload,
-            attributes=attributes,
-            routing_key=routing_key,
-            schema_id=schema_id,
-            schema_version=schema_version,
-        ).result()
+    def publish(self, payload: object, **options: Unpack[SendOptions]) -> int:
+        """Sends a message like `send`, waits until it is acknowledged, and returns its offset."""
+        return self.send(payload, **options).result()
+
+    def publish_json(self, value: object, **options: Unpack[SendOptions]) -> int:
+        """Like `publish`, with a value as JSON."""
+        return self.send_json(value, **options).result()
 
     def flush(self, timeout: float | None = None) -> None:
         """Waits until all messages accepted so far are acknowledged.
