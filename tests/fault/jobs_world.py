@@ -805,23 +805,6 @@ class Replay(Work):
         super().check_done(report)
 
 
-class Stats(Work):
-    """Messages are counted."""
-
-    job = "stats"
-
-    def prepare(self) -> None:
-        self.world.send(uploads=self.world.chance.randint(0, 1))
-
-    def arguments(self) -> dict[str, object]:
-        return {"topics": list(PLAIN)}
-
-    def check_done(self, report: Mapping[str, Any]) -> None:
-        super().check_done(report)
-        found = {topic["topic"]: topic["messages"] for topic in report["topics"]}
-        assert found == {name: len(self.world.sent[name]) for name in PLAIN}
-
-
 WORKS: dict[str, type[Work]] = {
     "tier": Tier,
     "tier by copy": TierByCopy,
@@ -834,5 +817,4 @@ WORKS: dict[str, type[Work]] = {
     "gc": Gc,
     "scrub": Scrub,
     "replay": Replay,
-    "stats": Stats,
 }

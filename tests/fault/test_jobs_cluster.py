@@ -28,7 +28,6 @@ _ORDER = (
     "tier by copy",
     "export to delta",
     "replay",
-    "stats",
 )
 
 

@@ -65,7 +65,6 @@ _DRIVER: dict[str, dict[str, int]] = {
         "batch.before_done": 2,
         "batch.after_done": 2,
     },
-    "stats": _JOB,
 }
 _RUN = ("pipeline.before_task", "pipeline.after_task")
 _MAKE = ("tier.after_part", "tier.before_complete", "tier.after_complete")
@@ -82,7 +81,6 @@ _TASK: dict[str, tuple[str, ...]] = {
     "gc": _RUN,
     "scrub": _RUN + _MAKE,
     "replay": _RUN,
-    "stats": _RUN,
 }
 STEPS = [
     *(

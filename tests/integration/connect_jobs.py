@@ -61,7 +61,6 @@ def _use(spark: SparkSession, directory: Path, *, is_all: bool) -> dict[str, obj
 
     config = place.config
     found["tier"] = took(jobs.tier(spark, config), "messages")
-    found["stats"] = took(jobs.stats(spark, config), "messages", "objects")
     query = "SELECT offset, upper(text) AS payload FROM messages WHERE offset % 2 = 0"
     arguments = {"source": TOPIC, "target": "/default/sql", "sql": query, "chunk_bytes": 2_000}
     found["sample"] = len(jobs.replay(spark, config, **arguments, dry_run=True).more["sample"])

@@ -51,7 +51,6 @@ def test_jobs_run_through_spark_connect(tmp_path):
     }
     assert found == {
         "tier": [40],
-        "stats": [120, 5],
         "sample": 10,
         "replay sql": [60, 6],
         "export": [120],

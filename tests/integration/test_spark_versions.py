@@ -23,7 +23,7 @@ _VERSIONS = re.findall(
 _SUITES = ["integration/test_spark_batch.py", "integration/test_spark_stream.py"]
 _NIGHTLY_SUITES = [
     "integration/test_spark_sql.py",
-    *(f"integration/test_jobs_{job}.py" for job in ("stats", "scrub", "compact", "replay")),
+    *(f"integration/test_jobs_{job}.py" for job in ("scrub", "compact", "replay")),
 ]
 # By day: reading, columns, views, writing, restarts, and what Spark before 4.2 does otherwise.
 _SMOKE = [

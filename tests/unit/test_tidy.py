@@ -289,7 +289,6 @@ def test_nothing_is_left_to_do():
 def test_times_are_formatted_in_one_place():
     """`ister.positions.format_time`; other formats are those of protocols, schemas and tables."""
     others = {
-        "ister.objectstore.s3_uploads",
         "ister.broker.schemas.decoding",
         "ister.spark.tables.writing",
     }

@@ -247,8 +247,8 @@ def _try_bucket(storage: StorageConfig) -> Connection:
     says = f"{store.location} answers: can {', '.join(able)}"
     if missing:
         says += f"; cannot {', '.join(missing)}, which is not required"
-    if can.leftovers:
-        says += f"; {can.leftovers}: add a lifecycle rule to the bucket that aborts them"
+    if storage.cloud.backend in (CloudBackend.S3, CloudBackend.GCS):
+        says += "; unfinished uploads of killed processes stay until a lifecycle rule removes them"
     return Connection(name="bucket", is_ok=True, says=says)
 
 

@@ -5,7 +5,6 @@ keys            which keys are valid
 opendal_store, opendal_writer    S3, GCS, Azure, a directory, through opendal
 backends        the settings of a store, in opendal's words
 staged_files    complete files on the `fs` backend
-s3_uploads      incomplete multipart uploads of S3
 slices          parts of objects that are read like objects
 measured        reads, counted and timed
 store_errors    errors of stores as Ister's own

@@ -51,8 +51,6 @@ class Capabilities:
     """`put(if_absent=True)` refuses when the object exists. Some stores ignore the condition."""
     copy: bool
     """`copy` works on the server's side."""
-    leftovers: str = ""
-    """Why parts of uploads that killed processes began are not removed; empty if they are."""
 
 
 class ObjectWriter(Protocol):
@@ -149,10 +147,9 @@ class ObjectStore(Protocol):
         ...
 
     def remove_stale_parts(self, older_than_seconds: float) -> int:
-        """Removes what writers of killed processes have left, where this store can see it.
+        """Removes what writers of killed processes have left; returns the number removed.
 
-        Returns:
-            The number removed; 0 if the store cannot list them, see `Capabilities.leftovers`.
+        Only a directory has such files. In a bucket a lifecycle rule removes unfinished uploads.
         """
         ...
 

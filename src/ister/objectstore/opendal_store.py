@@ -18,8 +18,8 @@ What opendal does, and what is made of it here (measured with 0.47.12):
   Complete, too; a store that had completed and lost its answer then says that there is no such
   upload, which is an unknown outcome and is reported as one.
 - `File.close`, and leaving a `with` block even by an error, complete the object. Letting go of
-  the file object does not: it stops the uploads. That is how `abort` works. On S3 the parts stay
-  behind, and opendal can neither list nor abort such an upload; `s3_uploads` does.
+  the file object does not: it stops the uploads. That is how `abort` works. On S3 and GCS the
+  parts stay behind until a lifecycle rule of the bucket removes them; opendal cannot list them.
 - On a directory, conditional creates are a look followed by a rename (not exclusive), copies are
   neither atomic nor synced, and no directory is ever synced. There opendal only moves the bytes,
   into a staged file; `staged_files` does the rest.
@@ -64,7 +64,6 @@ from ister.objectstore.backends import (
 from ister.objectstore.base import Capabilities, ObjectInfo, ObjectWriter
 from ister.objectstore.keys import check_key, check_prefix, check_range
 from ister.objectstore.opendal_writer import OpendalWriter
-from ister.objectstore.s3_uploads import S3Uploads
 from ister.objectstore.staged_files import StagedFiles
 from ister.objectstore.store_errors import error_kind, map_store_error
 from ister.retry import RetryPolicy
@@ -81,9 +80,6 @@ _CONTROL_TIMEOUT_SECONDS: Final = 20.0
 _SYNC_THREADS: Final = 4
 """On a directory, so much of an object at a time is synced while the rest is still being written:
 the disk works meanwhile, and completing the object waits for its last part alone."""
-
-_STALE_UPLOAD_SECONDS: Final = 24 * 3600
-"""S3 reports when an upload began, not when it was last written to."""
 
 _PROBE_FOLDER: Final = ".ister-probe"
 
@@ -109,7 +105,6 @@ class OpendalStore:
         writing: opendal.Operator,
         backend: Backend,
         files: StagedFiles | None,
-        uploads: S3Uploads | None,
         clock: Clock,
         retry: RetryPolicy,
         closed: threading.Event,
@@ -121,7 +116,6 @@ class OpendalStore:
         self._writing = writing
         self._scheme = backend.scheme
         self._files = files
-        self._uploads = uploads
         self._clock = clock
         self._retry = retry
         self._closed = closed
@@ -219,16 +213,14 @@ class OpendalStore:
         """Removes unfinished uploads of processes that have ended; returns their number.
 
         On `fs` these are files, aged by their last write: a writer that pauses for longer loses
-        its unfinished object. On S3 they are multipart uploads at least a day old, if they can be
-        listed; `Capabilities.leftovers` says why they cannot.
+        its unfinished object. In a bucket a lifecycle rule removes them.
         """
         self._check_open()
         files = self._files
-        now = self._clock.now_ns() / 1e9
-        if files is not None:
-            before = now - older_than_seconds
-            return self.attempt("clean", "", lambda: files.remove_stale(before=before))
-        return self._abort_uploads("", before=now - max(older_than_seconds, _STALE_UPLOAD_SECONDS))
+        if files is None:
+            return 0
+        before = self._clock.now_ns() / 1e9 - older_than_seconds
+        return self.attempt("clean", "", lambda: files.remove_stale(before=before))
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -306,10 +298,6 @@ class OpendalStore:
         # Outside of the block above, so that an original with secrets is not kept as the context.
         raise mapped
 
-    def abort_uploads_of(self, key: str) -> None:
-        """Aborts the uploads of an object that was not completed; logs errors, raises none."""
-        self._abort_uploads(key, exact=True)
-
     def begin_sync(self, staged: str) -> Future[None] | None:
         """Begins to sync what was written of a staged file; None where that is not done."""
         if self._files is None or self._syncers is None or self._closed.is_set():
@@ -324,40 +312,6 @@ class OpendalStore:
         return f"{self.location.rstrip('/')}/{key}"
 
     # -- inside -----------------------------------------------------------------------------
-
-    def _abort_uploads(
-        self, prefix: str, *, before: float | None = None, exact: bool = False
-    ) -> int:
-        if self._uploads is None:
-            return 0
-        count = 0
-        try:
-            for upload in list(self._uploads.list(prefix)):
-                if exact and upload.key != prefix:
-                    continue
-                if before is None or upload.initiated_at < before:
-                    self._uploads.abort(upload)
-                    count += 1
-        except IsterError as error:
-            # `remove_leftovers` or a lifecycle rule removes them later.
-            _logger.warning(
-                "cannot abort incomplete uploads",
-                extra={"location": self.path(prefix), "error": str(error)},
-            )
-        return count
-
-    def _leftover_problem(self) -> str:
-        if self._scheme != "s3":
-            return ""
-        if self._uploads is None:
-            return "cannot list incomplete uploads: no access key is set"
-        try:
-            next(self._uploads.list(), None)
-        except IsterError as error:
-            if self._uploads.has_rule():
-                return ""
-            return f"cannot list incomplete uploads ({error.message})"
-        return ""
 
     def _repeat(self, action: str, key: str, call: Callable[[float], _Result]) -> _Result:
         self._check_open()
@@ -472,7 +426,6 @@ class OpendalStore:
             capabilities = Capabilities(
                 conditional_create=self._try_create(plain, created),
                 copy=self._try_copy(plain, copied),
-                leftovers=self._leftover_problem(),
             )
         except BaseException:
             for name in names:
@@ -603,11 +556,6 @@ def open_store(
         writing=writing,
         backend=parsed,
         files=files,
-        uploads=(
-            S3Uploads.open(parsed.settings, clock=clock, timeout_seconds=io_timeout_seconds)
-            if parsed.scheme == "s3"
-            else None
-        ),
         clock=clock,
         retry=retry,
         closed=closed,

@@ -26,8 +26,6 @@ class _WriterStore(Protocol):
 
     def attempt(self, action: str, key: str, call: Callable[[], _Result]) -> _Result: ...
 
-    def abort_uploads_of(self, key: str) -> None: ...
-
     def begin_sync(self, staged: str) -> Future[None] | None: ...
 
     def path(self, key: str) -> str: ...
@@ -54,7 +52,6 @@ class OpendalWriter:
         self._chunk_bytes = chunk_bytes
         self._error: IsterError | None = None
         self._is_complete = False
-        self._written_bytes = 0
         self._unsynced_bytes = 0
         self._syncing: Future[None] | None = None
 
@@ -63,7 +60,6 @@ class OpendalWriter:
 
     def write(self, data: Buffer) -> None:
         file = self._open_file("write")
-        self._written_bytes += len(data)
         if isinstance(data, bytes) and len(data) <= self._chunk_bytes:
             self._attempt("write", lambda: file.write(data))
             self._sync_early(len(data))
@@ -90,8 +86,6 @@ class OpendalWriter:
     def _give_up(self) -> None:
         # Closing the file would complete the object; without a reference it stops.
         self._file = None
-        if self._files is None and self._written_bytes >= self._chunk_bytes:
-            self._store.abort_uploads_of(self._key)
         self._discard()
 
     def _sync_early(self, size: int) -> None:

@@ -22,7 +22,7 @@ from ister.wire.views import (
     PipelineStatusJson,
 )
 
-JOBS: Final = ("tier", "resort", "compact", "export", "gc", "scrub", "replay", "stats")
+JOBS: Final = ("tier", "resort", "compact", "export", "gc", "scrub", "replay")
 """All jobs that leave reports."""
 
 

@@ -700,12 +700,6 @@ class Tiers:
         """
         try:
             self.capabilities = self.objects.probe()
-            if self.capabilities.leftovers:
-                _log.warning(
-                    "%s; only a lifecycle rule of the bucket can remove parts of killed processes",
-                    self.capabilities.leftovers,
-                    extra={"store": self.objects.location},
-                )
             if self.node_clock.check() is not None:
                 return
             # Another process may be writing: only parts that are old enough are left over.

@@ -4,14 +4,14 @@ Owns: the list of jobs. Does not own: what is common to their arguments and outp
 a job does (`ister.spark.jobs`).
 
 run, status     the pipeline as a service, and what it does
-tier, compact, export, gc, scrub, replay, stats     one job each
+tier, compact, export, gc, scrub, replay     one job each
 child_process   starts a pipeline beside a broker
 """
 
 from __future__ import annotations
 
 from ister.cli.output import Subparsers, add_command
-from ister.cli.pipeline import compact, export, gc, replay, run, scrub, stats, status, tier
+from ister.cli.pipeline import compact, export, gc, replay, run, scrub, status, tier
 
 __all__ = ["register"]
 
@@ -31,5 +31,5 @@ def register(commands: Subparsers) -> None:
         ),
     )
     jobs = parser.add_subparsers(metavar="JOB", required=True)
-    for job in (run, status, tier, compact, export, gc, scrub, replay, stats):
+    for job in (run, status, tier, compact, export, gc, scrub, replay):
         job.register(jobs)

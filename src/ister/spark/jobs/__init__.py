@@ -12,7 +12,6 @@ exporting, export_round, export_schema, export_task, export_commit    `export`
 collecting, collect_task                     `gc`
 scrubbing, topic_scrub, topic_survey, object_check, object_repair    `scrub`
 replaying, replay_plan, replay_run, replay_task, replay_sql, transforms    `replay`
-statistics, topic_stats                      `stats`
 service, pipeline_term, schedules            `run`: all of them as a service
 job, job_report, leases, progress, memory, stop_signals    what jobs share
 session, runners, tasks, balance             where and how their tasks run
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from ister.spark.jobs.scrubbing import scrub
     from ister.spark.jobs.service import run, run_once
     from ister.spark.jobs.session import open_session
-    from ister.spark.jobs.statistics import stats
     from ister.spark.jobs.tiering import tier
 
 __all__ = [
@@ -48,7 +46,6 @@ __all__ = [
     "run",
     "run_once",
     "scrub",
-    "stats",
     "tier",
 ]
 
@@ -63,7 +60,6 @@ _HOMES: Final = {
     "run": "service",
     "run_once": "service",
     "scrub": "scrubbing",
-    "stats": "statistics",
     "tier": "tiering",
 }
 

@@ -16,7 +16,6 @@ JOBS = {
     "compact latest": ("--format", "parquet", "--keep", "latest-per-key", "--min-objects", "2"),
     "gc": (),
     "scrub": (),
-    "stats": (),
     "export": ("--to", "lake"),
     "replay": (TOPIC, "/default/copy"),
     "run": (),

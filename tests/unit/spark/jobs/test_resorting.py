@@ -16,7 +16,6 @@ from ister.spark.jobs.job import open_job
 from ister.spark.jobs.resorting import resort_topics
 from ister.spark.jobs.scrubbing import scrub
 from ister.spark.jobs.service import resort_jobs
-from ister.spark.jobs.statistics import stats
 from tests.integration.spark_topics import (
     EXPRESS,
     SparkPlace,
@@ -281,9 +280,3 @@ def test_bad_object_is_restored_from_the_runs_that_it_replaced(place, patient):
     assert scrub(SparkHere(), place.elsewhere, repair=True).ok
     assert patient.rows() == rows
     assert patient.descriptors()[0].arrived_ms == made.arrived_ms
-
-
-def test_stats_count_runs_as_a_format_of_their_own(place, patient):
-    report = stats(SparkHere(), place.config)
-    found = report.topics[A]["formats"][FORMAT_EXPRESS]
-    assert (found["messages"], report.topics[A]["messages"]) == (40, 40)

@@ -1,11 +1,11 @@
-"""`ister pipeline scrub` and `ister pipeline stats`: arguments, tables, JSON, exit codes."""
+"""`ister pipeline scrub`: arguments, tables, JSON, exit codes."""
 
 import argparse
 import json
 
 import pytest
 
-from ister.cli.pipeline import scrub, stats
+from ister.cli.pipeline import scrub
 from tests.integration.spark_topics import SparkPlace, fill, without_spark
 from tests.support.scrub_faults import TOPIC, Patient
 from tests.support.spark_here import SparkHere
@@ -31,7 +31,6 @@ def run(*words):
     parser = argparse.ArgumentParser(prog="ister pipeline")
     jobs = parser.add_subparsers(required=True)
     scrub.register(jobs)
-    stats.register(jobs)
     options = parser.parse_args(words)
     return options.run(options)
 
@@ -62,21 +61,7 @@ def test_a_fault_is_shown_and_repaired(place, capsys):
     assert run("scrub", "--config", place.config) == 0
 
 
-def test_stats_are_shown(place, capsys):
-    assert run("stats", "--config", place.config) == 0
-    shown = capsys.readouterr().out
-    for text in ("by hour", "by producer", "by payload size", "█", "keys:", "zstd-3"):
-        assert text in shown
-
-
-def test_stats_as_json(place, capsys):
-    assert run("stats", "--config", place.config, "--topics", "/default/*", "--json") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["totals"]["messages"] == 30
-    assert report["topics"][0]["topic"] == TOPIC
-
-
 def test_a_topic_that_does_not_exist(place, capsys):
     with pytest.raises(Exception, match="/default/none"):
-        run("stats", "--config", place.config, "--topics", "/default/none", "--json")
+        run("scrub", "--config", place.config, "--topics", "/default/none", "--json")
     assert json.loads(capsys.readouterr().out)["ok"] is False
