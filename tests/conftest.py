@@ -4,6 +4,7 @@ Tests and their programs are imported from the root of the project, in child pro
 """
 
 import gc
+import inspect
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ from tests.doc_runner.summary import summarize
 from tests.support import skips
 from tests.support.machine import Machine
 from tests.support.scale import IS_NIGHTLY
+from tests.support.waiting import run_test
 
 # Programs that tests start, Spark's workers among them, import what they use of `tests`.
 _ROOT = str(Path(__file__).resolve().parents[1])
@@ -91,6 +93,15 @@ def machine() -> Iterator[Machine]:
     """A machine whose logs are closed when the test ends."""
     with Machine() as machine:
         yield machine
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine on a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.function):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    run_test(pyfuncitem.function, {name: pyfuncitem.funcargs[name] for name in names})
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

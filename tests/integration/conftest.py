@@ -1,12 +1,9 @@
 """What these tests share: a Spark session, and the engines that serve gRPC."""
 
-import inspect
-
 import pytest
 from pyspark.sql import SparkSession
 
 from ister.broker.rpc.native_support import native_refusal
-from tests.support.danube import run
 from tests.support.scale import nightly
 from tests.support.spark_session import get_spark
 
@@ -23,12 +20,3 @@ def engine(request: pytest.FixtureRequest) -> str:
     if request.param == "native" and (reason := native_refusal()) is not None:
         pytest.skip(reason)
     return request.param
-
-
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is a coroutine on a loop of its own."""
-    if not inspect.iscoroutinefunction(pyfuncitem.function):
-        return None
-    names = pyfuncitem._fixtureinfo.argnames
-    run(pyfuncitem.function(**{name: pyfuncitem.funcargs[name] for name in names}))
-    return True

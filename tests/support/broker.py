@@ -1,11 +1,8 @@
 """The parts of a broker without its ports, and a whole one on this loop, as unit tests use them.
 
-    def test_something(tmp_path):
-        async def scenario():
-            async with some_topics(tmp_path) as topics:
-                topic = await topics.get_or_create("/default/t", is_reliable=True)
-
-        run(scenario())
+    async def test_something(tmp_path):
+        async with some_topics(tmp_path) as topics:
+            topic = await topics.get_or_create("/default/t", is_reliable=True)
 
 `some_topics` is a log with the broker's topics above it, `a_broker` is all of a broker on free
 ports. Both are on the loop of the test, end with their block, and see to it that they leave no
@@ -15,7 +12,7 @@ task behind. Nothing is uploaded or trimmed unless a test has it done.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +32,7 @@ from ister.metadata.memory import MemoryMetadata
 from ister.model import MessageId, StreamMessage
 from ister.topic.log import Log
 from tests.servers.broker import broker_settings
-from tests.support.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS, TEST_TASK, run
 from tests.support.waiting import eventually_async as eventually
 
 __all__ = [
@@ -53,11 +50,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-
-def run(scenario: Coroutine[Any, Any, T], *, within: float = 60.0) -> T:
-    """Runs a scenario on a loop of its own; one that hangs fails."""
-    return asyncio.run(asyncio.wait_for(scenario, within))
 
 
 def a_record(
@@ -87,12 +79,10 @@ async def take(outbox: Outbox[T], count: int, *, within: float = PATIENCE_SECOND
 
 def broker_tasks() -> list[asyncio.Task[Any]]:
     """Tasks of this loop beside the test's own."""
-    own = {"wait_for", "scenario"}
     return [
         task
         for task in asyncio.all_tasks()
-        if task is not asyncio.current_task()
-        and task.get_coro().__qualname__.rpartition(".")[2] not in own
+        if task is not asyncio.current_task() and task.get_name() != TEST_TASK
     ]
 
 

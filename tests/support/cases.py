@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 
 from ister import failpoints
+from tests.support.waiting import run_test
 
 
 @contextmanager
@@ -108,7 +109,7 @@ def each(
                             own |= {name: made[name] for name in made_here if name in parameters}
                             if "tmp_path" not in parameters:
                                 del own["tmp_path"]
-                        test(**own, **values)
+                        run_test(test, {**own, **values})
                     finally:
                         if fresh is not None:
                             failpoints.disarm()

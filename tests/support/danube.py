@@ -21,8 +21,8 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -36,7 +36,7 @@ from danube.proto.DanubeApi_pb2 import StreamMessage
 
 from ister import wire
 from ister.wire import danube, danube_admin, ister_api
-from tests.support.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS, run
 from tests.support.waiting import eventually_async as eventually
 
 __all__ = [
@@ -73,23 +73,6 @@ EXCLUSIVE, SHARED, FAILOVER, KEY_SHARED = (
 logging.getLogger("danube").setLevel(logging.CRITICAL)
 
 T = TypeVar("T")
-
-
-def run(scenario: Coroutine[Any, Any, T], *, within: float = 120.0) -> T:
-    """Runs a scenario on a loop of its own; one that hangs fails, and shows where."""
-
-    async def guarded() -> T:
-        task = asyncio.ensure_future(scenario)
-        if not (await asyncio.wait({task}, timeout=within))[0]:
-            for other in asyncio.all_tasks():
-                with suppress(TypeError):  # a frame of grpcio's has no line
-                    other.print_stack()
-            task.cancel()
-            await asyncio.wait({task}, timeout=PATIENCE_SECONDS)
-            raise AssertionError(f"not done after {within} s: see the stacks above")
-        return task.result()
-
-    return asyncio.run(guarded())
 
 
 def topic_for(request: Any) -> str:

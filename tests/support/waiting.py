@@ -1,12 +1,61 @@
-"""Waiting for a condition, never for a time: the limit only ends a test that hangs."""
+"""Waiting for a condition, never for a time: the limit only ends a test that hangs.
+
+Tests may be coroutines (`run_test`).
+"""
 
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from typing import Any, TypeVar
 
 PATIENCE_SECONDS = 180.0
+TEST_TASK = "test"
+"""The name of the tasks that are the test itself."""
+
+T = TypeVar("T")
+
+
+def run(scenario: Coroutine[Any, Any, T], *, within: float = 120.0) -> T:
+    """Runs a scenario on a loop of its own; one that hangs fails, and shows where."""
+
+    async def guarded() -> T:
+        asyncio.current_task().set_name(TEST_TASK)  # type: ignore[union-attr]
+        task = asyncio.ensure_future(scenario)
+        task.set_name(TEST_TASK)
+        if not (await asyncio.wait({task}, timeout=within))[0]:
+            for other in asyncio.all_tasks():
+                with suppress(TypeError):  # a frame of grpcio's has no line
+                    other.print_stack()
+            task.cancel()
+            await asyncio.wait({task}, timeout=PATIENCE_SECONDS)
+            raise AssertionError(f"not done after {within} s: see the stacks above")
+        return task.result()
+
+    return asyncio.run(guarded())
+
+
+def run_test(test: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Calls a test; one that is a coroutine gets a loop of its own.
+
+    Arguments that are asynchronous context managers are entered on that loop, and left on it.
+    """
+    if not inspect.iscoroutinefunction(test):
+        test(**arguments)
+        return
+
+    async def call() -> None:
+        async with AsyncExitStack() as stack:
+            entered = {
+                name: await stack.enter_async_context(value)
+                if isinstance(value, AbstractAsyncContextManager)
+                else value
+                for name, value in arguments.items()
+            }
+            await test(**entered)
+
+    run(call())
 
 
 def eventually(
