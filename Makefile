@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SHARED := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint types test nightly docs bench peers soak endurance cluster fuzz browser dist images protos clean
+.PHONY: help setup demo lint types test durations nightly docs bench peers soak endurance cluster fuzz browser dist images protos clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -65,7 +65,10 @@ compiled: $(STAMP)
 
 test: $(STAMP) ## lint, types and the tests that everybody runs, in about eleven minutes on two cores, once installed
 	$(MAKE) --jobs 3 --output-sync=target ready
-	$(BIN)/python -m pytest -m "not nightly" $(SHARED)
+	$(BIN)/python -m pytest -m "not nightly" $(SHARED) --record-durations .durations.jsonl
+
+durations: $(STAMP) ## how long the tests of the last `make test` took, by suite, and the slowest files
+	@$(BIN)/python -m tests.support.durations
 
 nightly: lint types $(SPARKS) ## every test with its large counts, soak, endurance, cluster, fuzzing and benchmarks: several hours
 	ISTER_NIGHTLY=1 $(BIN)/python -m pytest --timeout=3000 --override-ini faulthandler_timeout=3300 $(SHARED)

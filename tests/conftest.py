@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from ister import failpoints, threads
 from tests.doc_runner.summary import summarize
 from tests.support import skips
+from tests.support.durations import Durations
 from tests.support.machine import Machine
 from tests.support.scale import IS_NIGHTLY
 from tests.support.waiting import run_test
@@ -93,6 +94,18 @@ def machine() -> Iterator[Machine]:
     """A machine whose logs are closed when the test ends."""
     with Machine() as machine:
         yield machine
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-durations", type=Path, metavar="FILE", help="where durations go as JSON lines"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    record = None if is_worker else config.getoption("--record-durations")
+    config.pluginmanager.register(Durations(record), "durations")
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:

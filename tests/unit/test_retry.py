@@ -159,15 +159,12 @@ def slept(monkeypatch):
     return taken
 
 
-def test_client_pauses_double_until_a_success(slept, caplog):
-    async def scenario():
-        retries = AsyncRetry(None)
-        for _ in range(12):
-            await retries.pause(UnavailableError("x"))
-        retries.reset()
+async def test_client_pauses_double_until_a_success(slept, caplog):
+    retries = AsyncRetry(None)
+    for _ in range(12):
         await retries.pause(UnavailableError("x"))
-
-    asyncio.run(scenario())
+    retries.reset()
+    await retries.pause(UnavailableError("x"))
     for number, pause in enumerate(slept[:12]):
         most = min(0.05 * 2**number, 2.0)
         assert most / 2 <= pause <= most, number
@@ -176,28 +173,25 @@ def test_client_pauses_double_until_a_success(slept, caplog):
     assert caplog.messages == ["the broker does not respond; retrying: x"], "once for an outage"
 
 
-def test_client_does_not_repeat_a_definite_answer(slept):
+async def test_client_does_not_repeat_a_definite_answer(slept):
     error = NotFoundError("x")
     with pytest.raises(NotFoundError) as caught:
-        asyncio.run(AsyncRetry(None).pause(error))
+        await AsyncRetry(None).pause(error)
     assert caught.value is error
     assert slept == []
 
 
-def test_client_gives_up_after_its_timeout(slept):
-    async def scenario():
-        retries = AsyncRetry(0.05)
-        loop = asyncio.get_running_loop()
-        begin = loop.time()
+async def test_client_gives_up_after_its_timeout(slept):
+    retries = AsyncRetry(0.05)
+    loop = asyncio.get_running_loop()
+    begin = loop.time()
 
-        async def pause_for_ever():
-            while loop.time() < begin + 10:
-                await retries.pause(UnavailableError("x"))
+    async def pause_for_ever():
+        while loop.time() < begin + 10:
+            await retries.pause(UnavailableError("x"))
 
-        with pytest.raises(UnavailableError):
-            await pause_for_ever()
-        retries.reset()
-        await retries.pause(UnavailableError("x"))
-
-    asyncio.run(scenario())
+    with pytest.raises(UnavailableError):
+        await pause_for_ever()
+    retries.reset()
+    await retries.pause(UnavailableError("x"))
     assert max(slept) <= 0.05

@@ -384,19 +384,16 @@ def test_an_error_that_does_not_pass_ends_the_consumer():
     run(scenario)
 
 
-def test_opening_says_what_is_wrong():
-    async def scenario():
-        network = Network()
-        options = ConsumerOptions(topic=TOPIC, subscription="s")
-        post = asyncio.get_running_loop().call_soon
-        network.refusal = InvalidRequestError("no name")
-        with pytest.raises(InvalidRequestError):
-            await ConsumerCore(network, options, post=post).open()
-        network.names = []
-        with pytest.raises(NotFoundError):
-            await ConsumerCore(network, options, post=post).open()
-
-    asyncio.run(scenario())
+async def test_opening_says_what_is_wrong():
+    network = Network()
+    options = ConsumerOptions(topic=TOPIC, subscription="s")
+    post = asyncio.get_running_loop().call_soon
+    network.refusal = InvalidRequestError("no name")
+    with pytest.raises(InvalidRequestError):
+        await ConsumerCore(network, options, post=post).open()
+    network.names = []
+    with pytest.raises(NotFoundError):
+        await ConsumerCore(network, options, post=post).open()
 
 
 @pytest.mark.usefixtures("quick")
@@ -410,31 +407,28 @@ def test_when_the_time_is_over_the_consumer_fails():
     run(scenario, timeout=0.1)
 
 
-def test_all_partitions_are_merged():
-    async def scenario():
-        network = Network()
-        network.names = [f"{TOPIC}-part-{number}" for number in range(3)]
-        core = ConsumerCore(
-            network,
-            ConsumerOptions(topic=TOPIC, subscription="s"),
-            post=asyncio.get_running_loop().call_soon,
-        )
-        await core.open()
-        streams = [await network.streams.get() for _ in range(3)]
-        for stream in streams:
-            stream.deliver(0, 1)
-        found = await take(core, 6)
-        assert sorted({message.topic for message in found}) == network.names
-        for message in found:
-            core.ack(message)
-        await core.close(5)
-        assert [sorted(stream.acked) for stream in streams] == [[0, 1]] * 3
-        with pytest.raises(ClosedError):
-            core.try_take()
-        with pytest.raises(ClosedError):
-            core.ack(found[0])
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_all_partitions_are_merged():
+    network = Network()
+    network.names = [f"{TOPIC}-part-{number}" for number in range(3)]
+    core = ConsumerCore(
+        network,
+        ConsumerOptions(topic=TOPIC, subscription="s"),
+        post=asyncio.get_running_loop().call_soon,
+    )
+    await core.open()
+    streams = [await network.streams.get() for _ in range(3)]
+    for stream in streams:
+        stream.deliver(0, 1)
+    found = await take(core, 6)
+    assert sorted({message.topic for message in found}) == network.names
+    for message in found:
+        core.ack(message)
+    await core.close(5)
+    assert [sorted(stream.acked) for stream in streams] == [[0, 1]] * 3
+    with pytest.raises(ClosedError):
+        core.try_take()
+    with pytest.raises(ClosedError):
+        core.ack(found[0])
 
 
 @pytest.mark.parametrize(

@@ -231,33 +231,30 @@ def test_a_message_that_comes_alone_goes_at_once_and_many_go_together(topic):
     assert len(sizes) <= 6
 
 
-def test_partitions_count_once_those_before_them_are_there(topic, monkeypatch):
+async def test_partitions_count_once_those_before_them_are_there(topic, monkeypatch):
     """They are created from the last one down, and a key's partition depends on their number."""
     monkeypatch.setattr(network_module, "_PARTITIONS_SECONDS", 0)
     parts = [f"{TOPIC}-part-{number}" for number in range(4)]
 
-    async def scenario():
-        network = FakeNetwork(topic)
-        network.known = [parts[0], parts[1], parts[3]]
-        core = ProducerCore(
-            network,
-            ProducerOptions(topic=TOPIC, name="p"),
-            post=lambda wake: asyncio.get_running_loop().call_soon(wake),
-        )
+    network = FakeNetwork(topic)
+    network.known = [parts[0], parts[1], parts[3]]
+    core = ProducerCore(
+        network,
+        ProducerOptions(topic=TOPIC, name="p"),
+        post=lambda wake: asyncio.get_running_loop().call_soon(wake),
+    )
 
-        def used():
-            return {core.try_send(b"x", None, f"key-{number}")[0].topic for number in range(30)}
+    def used():
+        return {core.try_send(b"x", None, f"key-{number}")[0].topic for number in range(30)}
 
+    await core.open()
+    assert used() == set(parts[:2])
+    network.known = parts
+    await eventually_async(lambda: used() == set(parts))
+    await core.close(5)
+    network.known = parts[1:]
+    with pytest.raises(NotFoundError):
         await core.open()
-        assert used() == set(parts[:2])
-        network.known = parts
-        await eventually_async(lambda: used() == set(parts))
-        await core.close(5)
-        network.known = parts[1:]
-        with pytest.raises(NotFoundError):
-            await core.open()
-
-    asyncio.run(scenario())
 
 
 def test_an_idle_stream_is_ended_and_the_next_message_opens_another(topic, monkeypatch):
@@ -474,16 +471,13 @@ def test_opening_says_what_is_wrong(topic):
         run(topic, lambda core: send_one(core, b"x"))
 
 
-def test_no_such_topic(topic):
-    async def scenario():
-        network = FakeNetwork(topic)
-        network.known = []
-        options = ProducerOptions(topic=TOPIC)
-        core = ProducerCore(network, options, post=asyncio.get_running_loop().call_soon)
-        with pytest.raises(NotFoundError):
-            await core.open()
-
-    asyncio.run(scenario())
+async def test_no_such_topic(topic):
+    network = FakeNetwork(topic)
+    network.known = []
+    options = ProducerOptions(topic=TOPIC)
+    core = ProducerCore(network, options, post=asyncio.get_running_loop().call_soon)
+    with pytest.raises(NotFoundError):
+        await core.open()
 
 
 def test_when_the_time_is_over_messages_fail_and_later_ones_go_on(topic):
