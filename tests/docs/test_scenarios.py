@@ -157,7 +157,7 @@ def test_each_scenario_of_danube_is_in_its_table():
 
 def test_each_scenario_of_danube_is_a_test():
     known = find_tests()
-    for suite in SUITES:
+    for suite in [*SUITES, "fault of Danube's storage"]:
         for scenario, tests in table(suite).items():
             assert tests, f"no test shows {scenario}"
             assert set(tests) <= known, f"{scenario}: {set(tests) - known}"

@@ -1,9 +1,14 @@
-"""What these tests share: a Spark session, and the engines that serve gRPC."""
+"""What these tests share: a Spark session, and a broker with a client of Danube's."""
+
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 from pyspark.sql import SparkSession
 
 from ister.broker.rpc.native_support import native_refusal
+from tests.servers.broker import BrokerProcess
+from tests.support.danube import Danube, connect, topic_for
 from tests.support.scale import nightly
 from tests.support.spark_session import get_spark
 
@@ -20,3 +25,22 @@ def engine(request: pytest.FixtureRequest) -> str:
     if request.param == "native" and (reason := native_refusal()) is not None:
         pytest.skip(reason)
     return request.param
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory, engine: str) -> Iterator[BrokerProcess]:
+    """One for all tests of a file, with each of the engines."""
+    with BrokerProcess(tmp_path_factory.mktemp("broker"), engine=engine) as broker:
+        yield broker
+
+
+@pytest.fixture
+def topic(request: pytest.FixtureRequest) -> str:
+    """The name of a topic that no other test uses."""
+    return topic_for(request)
+
+
+@pytest.fixture
+def session(broker: BrokerProcess) -> AbstractAsyncContextManager[Danube]:
+    """A client of `broker`, which a test that is a coroutine gets connected."""
+    return connect(broker)

@@ -12,7 +12,6 @@ pytest.importorskip("danube")
 
 from ister.client import Client
 from ister.client.flight import FlightClient
-from tests.servers.broker import BrokerProcess
 from tests.support.broker import a_broker
 from tests.support.cases import each
 from tests.support.danube import connect, run, topic_for
@@ -20,12 +19,6 @@ from tests.support.http_api import ACTION
 
 LATENCY = "danube_wal_append_latency_seconds"
 ROWS = pa.record_batch({"payload": pa.array([b"a", b"bc"])})
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory, engine):
-    with BrokerProcess(tmp_path_factory.mktemp("broker"), engine=engine) as process:
-        yield process
 
 
 def read_metrics(address, topic):

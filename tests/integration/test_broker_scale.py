@@ -28,7 +28,6 @@ from tests.support.danube import (
     eventually,
     run,
     texts,
-    topic_for,
 )
 
 MIB = 1024 * 1024
@@ -76,11 +75,6 @@ asyncio.run(main(*sys.argv[1:]))
 def broker(tmp_path_factory):
     with BrokerProcess(tmp_path_factory.mktemp("broker")) as broker:
         yield broker
-
-
-@pytest.fixture
-def topic(request):
-    return topic_for(request)
 
 
 @pytest.mark.nightly
@@ -145,17 +139,16 @@ def test_a_thousand_idle_topics_and_two_hundred_consumers_take_little(tmp_path):
         broker.stop()
 
 
-async def test_failover_promotes_when_the_active_consumer_leaves(broker, topic):
-    async with connect(broker) as session:
-        producer = await session.producer(topic)
-        active = await session.consumer(topic, "active", kind=FAILOVER)
-        standby = await session.consumer(topic, "standby", kind=FAILOVER)
-        await producer.send(b"one")
-        await active.one()
-        began = time.monotonic()
-        await active.close()
-        assert texts(await standby.take(1)) == ["one"]
-        assert time.monotonic() - began < PROMOTION_SECONDS
+async def test_failover_promotes_when_the_active_consumer_leaves(session, topic):
+    producer = await session.producer(topic)
+    active = await session.consumer(topic, "active", kind=FAILOVER)
+    standby = await session.consumer(topic, "standby", kind=FAILOVER)
+    await producer.send(b"one")
+    await active.one()
+    began = time.monotonic()
+    await active.close()
+    assert texts(await standby.take(1)) == ["one"]
+    assert time.monotonic() - began < PROMOTION_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -168,29 +161,28 @@ async def test_failover_promotes_when_the_active_consumer_leaves(broker, topic):
     ids=["killed", "hanging"],
 )
 async def test_failover_promotes_when_the_process_of_the_active_consumer_is(
-    broker, topic, how, within
+    session, broker, topic, how, within
 ):
-    async with connect(broker) as session:
-        producer = await session.producer(topic)
-        process = subprocess.Popen(
-            [sys.executable, "-c", CONSUMER, broker.url, topic],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
-            await session.wait_attached(topic, "active")
-            standby = await session.consumer(topic, "standby", kind=FAILOVER)
-            await producer.send(b"one")
-            assert await asyncio.to_thread(process.stdout.readline) == "one\n"
-            began = time.monotonic()
-            process.send_signal(how)
-            assert texts(await standby.take(1, within=2 * within)) == ["one"]
-            assert time.monotonic() - began < within
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
+    producer = await session.producer(topic)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CONSUMER, broker.url, topic],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
+        await session.wait_attached(topic, "active")
+        standby = await session.consumer(topic, "standby", kind=FAILOVER)
+        await producer.send(b"one")
+        assert await asyncio.to_thread(process.stdout.readline) == "one\n"
+        began = time.monotonic()
+        process.send_signal(how)
+        assert texts(await standby.take(1, within=2 * within)) == ["one"]
+        assert time.monotonic() - began < within
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 class Keys:
@@ -318,25 +310,21 @@ def test_keys_keep_their_order_while_consumers_come_and_go(broker, topic):
 
 
 @pytest.mark.nightly
-def test_one_connection_carries_hundreds_of_consumers(broker, topic):
+async def test_one_connection_carries_hundreds_of_consumers(session, topic):
     """Danube's client has one connection for everything; its streams must not use it up."""
     count = 300
 
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inboxes = await asyncio.gather(
-                *(
-                    session.consumer(topic, f"c{number}", subscription=f"s{number}")
-                    for number in range(count)
-                )
-            )
-            async with asyncio.timeout(60):
-                await producer.send(b"one")
-            taken = await collect(inboxes, count)
-            assert all(texts(part) == ["one"] for part in taken)
-
-    run(scenario())
+    producer = await session.producer(topic)
+    inboxes = await asyncio.gather(
+        *(
+            session.consumer(topic, f"c{number}", subscription=f"s{number}")
+            for number in range(count)
+        )
+    )
+    async with asyncio.timeout(60):
+        await producer.send(b"one")
+    taken = await collect(inboxes, count)
+    assert all(texts(part) == ["one"] for part in taken)
 
 
 @pytest.mark.nightly

@@ -18,7 +18,6 @@ from ister.errors import ConflictError, NotFoundError
 from ister.subscription.policy import FailurePolicy, PoisonPolicy
 from ister.wire import danube, danube_admin, ister_api
 from tests.servers.broker import BrokerProcess
-from tests.support.danube import topic_for
 from tests.support.waiting import eventually, eventually_async
 
 LEASE_SECONDS = 10
@@ -42,11 +41,6 @@ def trio(tmp_path_factory):
             stack.enter_context(BrokerProcess(directory / name, settings=settings))
             for name in ("a", "b", "c")
         ]
-
-
-@pytest.fixture
-def topic(request):
-    return topic_for(request)
 
 
 @pytest.fixture

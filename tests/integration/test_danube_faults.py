@@ -2,7 +2,7 @@
 
 Faults are numbered by where they lie: 2.1 append and durability, 2.2 `Latest`, 2.3 handoff and
 readers, 2.4 the uploader of 0.5, 2.5 the segment exporter of later versions, 2.6 retention, 2.7
-restart, crash, move and delete.
+restart, crash, move and delete. Those that unit tests show not to exist are in docs/TESTING.md.
 """
 
 import errno
@@ -18,15 +18,11 @@ from ister import failpoints
 from ister.clock import ManualClock
 from ister.config import load_config
 from ister.errors import (
-    CapacityError,
     ClosedError,
-    CommitUnknownError,
     ConflictError,
     CorruptDataError,
-    DataGapError,
     DiskError,
     FencedError,
-    NotFoundError,
     OffsetOutOfRangeError,
     UnavailableError,
 )
@@ -57,7 +53,7 @@ from tests.integration.places import (
 )
 from tests.support.builders import measured_allocation
 from tests.support.danube_storage import StartPosition, WalStorageFactory
-from tests.support.machine import Task, TurningClock, eventually, numbered, payloads
+from tests.support.machine import Task, eventually, numbered, payloads
 from tests.support.memory_fs import SimulatedCrash
 
 KIB = 1024
@@ -82,26 +78,6 @@ def shelf():
 # -- 2.1: append and durability -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_acknowledged_messages_survive_a_power_cut(machine, seed):
-    """Fault 2.1: "flush" only empties a buffer, and nothing is ever synced."""
-    topic = machine.topic(rotate_max_bytes=4096)
-    for payload in numbered(20, size=300):
-        topic.wait(topic.append(payload))
-    machine.cut_power(seed)
-    assert payloads(machine.reopened().read()) == numbered(20, size=300)
-
-
-def test_acknowledged_messages_survive_the_end_of_the_process(place):
-    """Fault 2.1: the reply goes out before the write; SIGTERM or SIGKILL takes seconds of them."""
-    one = place.node()
-    storage = one.for_topic(TOPIC)
-    for payload in numbered(20):
-        storage.wait(storage.append_message(TOPIC, record(payload)))
-    place.kill(one)
-    assert payloads(read_from(place.node().for_topic(TOPIC), 0)) == numbered(20)
-
-
 def test_write_error_reaches_the_producer(machine):
     """Fault 2.1: the writer's errors are only logged, and appends go on being answered OK."""
     topic = machine.topic()
@@ -122,35 +98,7 @@ def test_write_error_reaches_the_producer(machine):
     assert payloads(machine.reopened().read()) == [b"stored"]
 
 
-def test_write_that_ended_in_the_middle_leaves_no_torn_frame_behind(machine):
-    """Fault 2.1: after a partial write the buffer is written again whole, behind a torn frame."""
-    topic = machine.topic()
-    topic.wait(topic.append(b"first"))
-    machine.fs.write_limit_bytes = machine.used_bytes() + 100
-    offset = topic.append(b"x" * 1000)
-    with pytest.raises(CapacityError):
-        topic.wait(offset)
-    machine.fs.write_limit_bytes = None
-    topic.flush()
-    path = f"{topic.wal.directory.path}/wal.log"
-    scan = scan_frames(machine.read(path), expected_offset=0)
-    assert (scan.next_offset, scan.end) == (2, len(machine.read(path)))
-    assert payloads(topic.read()) == [b"first", b"x" * 1000]
-
-
 # -- 2.2: Latest ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cache", [8, 4096])
-def test_latest_reader_that_falls_behind_by_more_than_256_misses_nothing(place, cache):
-    """Fault 2.2 (a): a new subscription more than 256 behind goes on after a hole."""
-    storage = place.node(wal={"cache_capacity": cache}).for_topic(TOPIC)
-    fill(storage, numbered(10))
-    with storage.create_reader(TOPIC, StartPosition.latest()) as stream:
-        fill(storage, numbered(2000, first=10), every=100)
-        found = take(stream, 2000)
-    assert offsets(found) == list(range(10, 2010))
-    assert payloads(found) == numbered(2000, first=10)
 
 
 def test_subscription_that_restarts_before_its_first_ack_skips_nothing(place):
@@ -182,44 +130,6 @@ def test_late_or_repeated_ack_does_not_move_a_cursor_back(place):
 
 
 # -- 2.3: handoff and readers ---------------------------------------------------------------------
-
-
-def test_hole_in_the_catalog_is_an_error_with_its_range(shelf):
-    """Fault 2.3: cloud holes are skipped silently."""
-    two = move(shelf, lots=3, size=10)
-    storage = two.for_topic(TOPIC)
-    fill(storage, numbered(5, first=30))
-    shelf.metadata.delete(catalog(two).keys.descriptor(10))
-    with storage.create_reader(TOPIC, StartPosition.at(0)) as stream:
-        assert offsets(take(stream, 10)) == list(range(10))
-        for _ in range(2):
-            with pytest.raises(DataGapError) as caught:
-                stream.next_batch(timeout=0)
-            assert (caught.value.start, caught.value.end) == (10, 20)
-        assert stream.reader.next_offset == 10
-    assert offsets(read_from(storage, 20)) == list(range(20, 35))
-
-
-def test_lost_object_is_an_error_that_names_it(shelf):
-    """Fault 2.3: the same with the descriptor in place and the object gone."""
-    two = move(shelf, lots=3, size=10)
-    storage = two.for_topic(TOPIC)
-    key = f"storage/topics{TOPIC}/objects/{descriptors(two)[1].object_id}"
-    shelf.objects.drop(key)
-    with storage.create_reader(TOPIC, StartPosition.at(0)) as stream:
-        assert offsets(take(stream, 10)) == list(range(10))
-        with pytest.raises(NotFoundError, match="10 up to 20") as caught:
-            stream.next_batch(timeout=0)
-    assert caught.value.path == key
-
-
-def test_offset_in_the_middle_of_an_object_is_found_in_it(shelf):
-    """Fault 2.3: the handoff is decided by where the log begins, whatever the objects cover."""
-    two = move(shelf, lots=3, size=10)
-    storage = two.for_topic(TOPIC)
-    fill(storage, numbered(5, first=30))
-    for start in range(0, 36, 5):
-        assert payloads(read_from(storage, start)) == numbered(35 - start, first=start)
 
 
 def test_reader_behind_files_that_yield_nothing_gets_the_first_append(shelf):
@@ -310,33 +220,6 @@ def test_crc_mismatch_costs_no_memory_and_hides_nothing_behind_it(place):
     assert offsets(read_from(storage, 6)) == list(range(6, 400))
 
 
-def test_frame_that_is_damaged_in_the_files_is_read_from_the_bucket(place):
-    """Fault 2.3: a bad crc ends the stream although another tier has the message."""
-    storage = place.node(wal={"cache_capacity": 1}).for_topic(TOPIC)
-    three_files(storage)
-    storage.topic.upload()
-    flip_byte(place.logs()[0], 2000)
-    assert offsets(read_from(storage, 0)) == list(range(200))
-
-
-def test_missing_local_file_is_reported_and_not_skipped(place):
-    """Fault 2.3: missing files are skipped."""
-    one = place.node()
-    three_files(one.for_topic(TOPIC))
-    one.shutdown()
-    place.logs()[1].unlink()
-    storage = place.node().for_topic(TOPIC)
-    assert storage.topic.state is TopicState.QUARANTINED
-    with storage.create_reader(TOPIC, StartPosition.at(0)) as stream:
-        assert offsets(take(stream, 100)) == list(range(100))
-        with pytest.raises(CorruptDataError) as caught:
-            stream.next_batch(timeout=0)
-    assert caught.value.offset == 100
-    assert offsets(read_from(storage, 150)) == list(range(150, 200))
-    with pytest.raises(CorruptDataError):
-        storage.append_message(TOPIC, record(b"refused"))
-
-
 def test_messages_that_are_not_exported_yet_are_not_skipped_after_a_move(shelf):
     """Fault 2.3: after a move a lagging reader goes to the cloud for what only local files have."""
     move(shelf, lots=2, size=10).shutdown()
@@ -391,117 +274,6 @@ def test_upload_after_a_kill_in_the_middle_of_a_frame_goes_on(place):
     assert tiered_offsets(one) == list(range(20))
 
 
-@pytest.mark.parametrize("how", ["copy fails", "copy is lost", "pending is lost"])
-def test_copy_that_fails_publishes_no_descriptor_to_a_missing_object(shelf, how):
-    """Fault 2.4 (2): the copy's error is dropped, and a descriptor to nothing is published."""
-    one = shelf.node(uploader={"finalize": "copy"})
-    storage = one.for_topic(TOPIC)
-    fill(storage, numbered(5))
-
-    def before(kind, key):
-        if kind == "copy" and how == "copy fails":
-            raise UnavailableError("injected")
-        if kind == "copy" and how == "pending is lost":
-            shelf.objects.drop(key)
-
-    def after(kind, key):
-        if kind == "copy" and how == "copy is lost":
-            shelf.objects.drop(f"storage/topics{TOPIC}/objects/data-0-4.dnb1")
-
-    shelf.objects.before, shelf.objects.after = before, after
-    for _ in range(2):
-        with pytest.raises((UnavailableError, NotFoundError)):
-            storage.topic.upload()
-        assert descriptors(one) == []
-        assert storage.topic.watermarks.tiered == 0
-    shelf.objects.before = shelf.objects.after = lambda kind, key: None
-    storage.topic.upload()
-    assert object_names(one) == ["data-0-4.dnb1"]
-    assert tiered_offsets(one) == [0, 1, 2, 3, 4]
-
-
-def test_store_without_copies_gets_the_object_all_the_same():
-    """Fault 2.4 (2): the fallback, a second put, may fail unnoticed too."""
-    with Shelf(supports_copy=False) as shelf:
-        one = shelf.node(uploader={"finalize": "copy"})
-        storage = one.for_topic(TOPIC)
-        fill(storage, numbered(5))
-        storage.topic.upload()
-        assert object_names(one) == ["data-0-4.dnb1"]
-        assert tiered_offsets(one) == [0, 1, 2, 3, 4]
-
-
-def test_object_is_written_once_under_its_final_name(shelf):
-    """Section 2.4, issue 158: copying doubles the writes."""
-    one = shelf.node()
-    storage = one.for_topic(TOPIC)
-    fill(storage, numbered(5))
-    storage.topic.upload()
-    kinds = [kind for kind, key in shelf.objects.calls if key.endswith(".dnb1")]
-    assert kinds.count("open_writer") == 1
-    assert not {"copy", "delete"} & set(kinds)
-
-
-@pytest.mark.parametrize("point", ["tier.after_commit", "tier.before_checkpoint_rename"])
-def test_crash_between_descriptor_and_checkpoint_neither_repeats_nor_orphans(shelf, point):
-    """Fault 2.4 (3): the range is uploaded again under the same key, the old object orphaned."""
-    one = shelf.node()
-    storage = one.for_topic(TOPIC)
-    fill(storage, numbered(5))
-    crash_at(point, storage.topic.upload)
-    shelf.kill(one)
-    one = shelf.node()
-    storage = one.for_topic(TOPIC)
-    (published,) = descriptors(one)
-    assert storage.topic.watermarks.tiered == 5
-    fill(storage, numbered(5, first=5))
-    storage.topic.upload()
-    assert descriptors(one)[0] == published
-    assert sorted(object_names(one)) == sorted(d.object_id for d in descriptors(one))
-    assert tiered_offsets(one) == list(range(10))
-
-
-def test_crash_between_object_and_descriptor_leaves_garbage_that_is_collected():
-    """Fault 2.4 (3), the moment before: the object stays until its grace is over, no longer."""
-    clock = ManualClock()
-    with Shelf(clock=clock) as shelf:
-        one = shelf.node()
-        storage = one.for_topic(TOPIC)
-        fill(storage, numbered(5))
-        crash_at("tier.after_complete", storage.topic.upload)
-        shelf.kill(one)
-        one = shelf.node(metadata={"lease_ttl_seconds": 3600}, cloud={"orphan_grace_minutes": 10})
-        storage = one.for_topic(TOPIC)
-        assert descriptors(one) == []
-        storage.topic.upload()
-        assert object_names(one) == ["data-0-4-2.dnb1", "data-0-4.dnb1"]
-        assert storage.topic.tier.collect_orphans() == []
-        clock.advance(700)
-        assert storage.topic.tier.collect_orphans() == ["data-0-4.dnb1"]
-        assert tiered_offsets(one) == [0, 1, 2, 3, 4]
-
-
-def test_lost_answer_to_a_commit_is_found_out_and_not_repeated(shelf):
-    """Fault 2.4 (3), by a lost answer instead of a crash."""
-    one = shelf.node()
-    storage = one.for_topic(TOPIC)
-    fill(storage, numbered(5))
-    lost = []
-
-    def after(kind, key):
-        if kind == "transact" and key.endswith("/objects/" + "0" * 20) and not lost:
-            lost.append(key)
-            raise CommitUnknownError("injected")
-
-    shelf.metadata.after = after
-    storage.topic.upload()
-    fill(storage, numbered(5, first=5))
-    storage.topic.upload()
-    assert lost
-    assert tiered_offsets(one) == list(range(10))
-    assert len(object_names(one)) == 2
-
-
 @pytest.mark.parametrize("what", ["missing", "older", "ahead", "garbage"])
 def test_uploader_checkpoint_that_is_wrong_does_no_harm(shelf, what):
     """Fault 2.4 (4): nothing keeps the checkpoint from going back, and it is what counts."""
@@ -537,42 +309,6 @@ def test_uploader_checkpoint_that_is_wrong_does_no_harm(shelf, what):
     assert len(object_names(one)) == 3
 
 
-def test_damaged_frame_stops_uploads_there_and_says_so_until_it_is_whole(place):
-    """Fault 2.4 (5): a bad crc blocks its file silently, and later files go on with the leftover.
-
-    What lies before the damage is uploaded, nothing behind it is, and every cycle says why.
-    """
-    one = place.node()
-    storage = one.for_topic(TOPIC)
-    three_files(storage)
-    log = place.logs()[1]
-    position = scan_frames(log.read_bytes(), expected_offset=100).starts[20] + 30
-    flip_byte(log, position)
-    for _ in range(2):
-        with pytest.raises(CorruptDataError) as caught:
-            storage.topic.upload()
-        assert caught.value.offset == 120
-        assert tiered_offsets(one) == list(range(120))
-        assert storage.topic.tier.last_error is not None
-    flip_byte(log, position)
-    storage.topic.upload()
-    assert tiered_offsets(one) == list(range(200))
-    assert storage.topic.tier.last_error is None
-
-
-def test_object_does_not_exceed_its_limit_by_a_file(place):
-    """Section 2.4: the cap is looked at between files alone."""
-    one = place.node(wal={"rotate_max_bytes": MIB}, uploader={"max_object_bytes": 16 * KIB})
-    storage = one.for_topic(TOPIC)
-    fill(storage, numbered(300, size=500))
-    assert [path.name for path in place.logs()] == ["wal.log"]
-    storage.topic.upload()
-    sizes = [described.size_bytes for described in descriptors(one)]
-    assert len(sizes) > 8
-    assert max(sizes) <= 16 * KIB
-    assert tiered_offsets(one) == list(range(300))
-
-
 # -- 2.5: the segment exporter --------------------------------------------------------------------
 
 
@@ -592,24 +328,6 @@ def test_recorded_first_offset_of_each_file_is_that_of_its_first_frame(place):
     checkpoint = checkpoint_of(place)
     assert [file.first_offset for file in checkpoint.rotated_files] == found[:-1]
     assert checkpoint.active_file_first_offset == found[-1]
-
-
-def test_file_is_not_exported_again_in_the_next_cycle(shelf):
-    """Fault 2.5: a file whose start is not recorded right is exported in every cycle."""
-    one = shelf.node()
-    storage = one.for_topic(TOPIC)
-    for payload in numbered(100, size=300):
-        offset = storage.append_message(TOPIC, record(payload))
-        if offset % 7 == 0:
-            storage.wait(offset, "written")
-    storage.topic.upload()
-    published, names = descriptors(one), object_names(one)
-    del shelf.objects.calls[:]
-    for _ in range(3):
-        assert storage.topic.upload().objects == ()
-    assert shelf.objects.calls == [], "an idle cycle asks nothing of the bucket"
-    assert descriptors(one) == published
-    assert object_names(one) == names
 
 
 def test_file_with_a_damaged_head_is_neither_passed_over_nor_deleted(place):
@@ -643,30 +361,6 @@ def test_upload_takes_chunks_and_not_whole_files_of_memory(place):
         storage.topic.upload()
     assert descriptors(one)[-1].size_bytes > 15 * MIB
     assert allocation.peak_bytes < 4 * MIB
-
-
-def test_owner_that_was_replaced_publishes_nothing():
-    """Fault 2.5: no epoch and no comparison guard the writes of descriptors."""
-    clock = ManualClock()
-    with Shelf(clock=clock) as shelf:
-        one = shelf.node("one")
-        storage = one.for_topic(TOPIC)
-        fill(storage, numbered(5))
-        storage.topic.upload()
-        fill(storage, numbered(5, first=5))
-        clock.advance(LEASE_SECONDS + 1)
-        two = shelf.node("two")
-        successor = two.for_topic(TOPIC, take_over=True)
-        fill(successor, [b"other"] * 3)
-        successor.topic.upload()
-        published, names = descriptors(two), object_names(two)
-        with pytest.raises(FencedError):
-            storage.topic.upload()
-        with pytest.raises(FencedError):
-            storage.append_message(TOPIC, record(b"refused"))
-        assert descriptors(two) == published
-        assert object_names(two) == names
-        assert payloads(read_from(successor, 0)) == [*numbered(5), b"other", b"other", b"other"]
 
 
 # -- 2.6: retention -------------------------------------------------------------------------------
@@ -720,103 +414,7 @@ def test_files_removed_by_time_count_for_the_size_limit(place):
     assert len(place.logs()) == 5
 
 
-def test_subscription_holds_back_the_files_that_it_has_yet_to_read(place):
-    """Fault 2.6: subscriptions never hold files back; here they do while they move."""
-    clock = TurningClock()
-    storage = place.node(clock=clock, wal={"retention": {"time_minutes": 5}}).for_topic(TOPIC)
-    three_files(storage)
-    storage.topic.upload()
-    storage.ack_checkpoint(TOPIC, 49, "slow")
-    storage.ack_checkpoint(TOPIC, 199, "quick")
-    for path in place.logs():
-        grow_old(path)
-    assert storage.topic.tier.trim() == 0
-    storage.ack_checkpoint(TOPIC, 99, "slow")
-    assert storage.topic.tier.trim() == 1
-    clock.shift_ns = 301 * 10**9
-    storage.topic.tier._tiers.membership.renew()
-    assert storage.topic.tier.trim() == 1, "one that has not moved for long counts no more"
-    assert place.logs()[0].name == "wal.2.log"
-
-
-def test_no_file_goes_before_the_bucket_surely_has_it(shelf):
-    """Faults 2.6, 2.7: what is not exported can be trimmed, and nobody looks at the copy."""
-    one = shelf.node(
-        wal={"retention": {"time_minutes": None, "size_mb": 0}},
-        uploader={"max_object_bytes": 8 * KIB},
-    )
-    storage = one.for_topic(TOPIC)
-    three_files(storage)
-    assert storage.topic.tier.trim() == 0
-    storage.topic.upload()
-    lost, rotten = (f"storage/topics{TOPIC}/objects/{d.object_id}" for d in descriptors(one)[:2])
-    shelf.objects.drop(lost)
-    shelf.objects.corrupt(rotten, 500)
-    assert storage.topic.tier.trim() == 2
-    assert counted(one, "uploader.objects_repaired_total") == 2
-    assert tiered_offsets(one) == list(range(200))
-    assert offsets(read_from(storage, 0)) == list(range(200))
-
-
-def test_objects_expire_and_a_reader_is_told_where_history_begins(place):
-    """Fault 2.6: objects never expire, and a read of what is gone jumps."""
-    clock = TurningClock()
-    one = place.node(
-        clock=clock,
-        wal={"cache_capacity": 1, "retention": {"time_minutes": 5}},
-        cloud={"retention": {"time_minutes": 5}},
-    )
-    storage = one.for_topic(TOPIC)
-    for number in range(2):
-        fill(storage, numbered(50, first=50 * number, size=100))
-        storage.topic.upload()
-    clock.shift_ns = 600 * 10**9
-    storage.topic.tier._tiers.membership.renew()
-    fill(storage, numbered(50, first=100, size=100))
-    storage.topic.upload()
-    with storage.create_reader(TOPIC, StartPosition.at(0)) as stream:
-        take(stream, 10)
-        assert storage.topic.tier.trim() == 2
-        assert storage.topic.tier.expire() == 2
-        stream.reader.seek(100)
-        assert offsets(take(stream, 50)) == list(range(100, 150))
-    assert object_names(one) == ["data-100-149.dnb1"]
-    with pytest.raises(OffsetOutOfRangeError) as caught:
-        storage.create_reader(TOPIC, StartPosition.at(0))
-    assert caught.value.earliest == 100
-    assert offsets(read_from(storage, 100)) == list(range(100, 150))
-
-
 # -- 2.7: restart, crash, move, delete ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ending", ["shutdown", "kill"])
-def test_restart_without_a_seal_repeats_no_offset(place, ending):
-    """Fault 2.7: with local files present, an ordinary restart begins at offset 0 again."""
-    sent = numbered(30, size=1000)
-    for life in range(3):
-        node = place.node()
-        storage = node.for_topic(TOPIC)
-        lot = sent[10 * life : 10 * life + 10]
-        assert fill(storage, lot, every=5) == range(10 * life, 10 * life + 10)
-        if life != 1:
-            storage.topic.upload()
-        node.shutdown() if ending == "shutdown" else place.kill(node)
-    node = place.node()
-    storage = node.for_topic(TOPIC)
-    assert payloads(read_from(storage, 0)) == sent
-    assert tiered_offsets(node) == list(range(30))
-    assert len(place.logs()) > 2, "the older files are not forgotten"
-
-
-def test_restart_without_a_seal_repeats_no_offset_in_a_local_log(tmp_path):
-    """Fault 2.7: the same without a bucket."""
-    config = load_config({"storage": {"mode": "local_only", "wal": {"dir": str(tmp_path)}}}, {})
-    for life in range(3):
-        with WalStorageFactory(config) as factory:
-            storage = factory.for_topic(TOPIC)
-            assert fill(storage, numbered(10, first=10 * life)) == range(10 * life, 10 * life + 10)
-            assert payloads(read_from(storage, 0)) == numbered(10 * life + 10)
 
 
 def test_cursor_hides_no_new_message_after_a_restart(place):
@@ -916,28 +514,6 @@ def test_loss_of_an_owner_is_not_taken_for_a_hand_over(shelf):
     assert payloads(read_from(storage, 0)) == numbered(10)
 
 
-def test_checkpoint_that_proves_more_than_the_bucket_has_keeps_offsets_from_being_reused(place):
-    """Fault 2.7: what was acknowledged and not exported is lost, and its offsets are given again.
-
-    The log files are gone, the checkpoint says how far they went: the topic opens read-only.
-    """
-    one = place.node()
-    storage = one.for_topic(TOPIC)
-    fill(storage, numbered(5))
-    storage.topic.upload()
-    fill(storage, numbered(5, first=5))
-    one.shutdown()
-    for path in place.logs():
-        path.unlink()
-    storage = place.node().for_topic(TOPIC)
-    assert storage.topic.state is TopicState.QUARANTINED
-    assert storage.topic.wal.next == 10
-    with storage.create_reader(TOPIC, StartPosition.at(0)) as stream:
-        assert offsets(take(stream, 5)) == list(range(5))
-        with pytest.raises((CorruptDataError, DataGapError)):
-            stream.next_batch(timeout=0)
-
-
 def test_loss_of_a_topics_directory_is_not_taken_for_an_empty_log(place):
     """Fault 2.7: the same with the checkpoint gone too, on the node that wrote the topic last.
 
@@ -1014,28 +590,6 @@ def test_owner_that_lost_its_topic_destroys_nothing():
         assert len(asides) == 1, "what it alone had is set aside, not mixed in and not removed"
 
 
-def test_owner_without_a_lease_acknowledges_nothing():
-    """Fault 2.7: no fencing: an owner that was stopped for long goes on as if nothing was."""
-    clock = ManualClock()
-    with Shelf(clock=clock) as shelf:
-        storage = shelf.node("one").for_topic(TOPIC)
-        fill(storage, numbered(1))
-        clock.advance(LEASE_SECONDS + 1)
-        offset = storage.append_message(TOPIC, record(b"?"))
-        with pytest.raises(UnavailableError):
-            storage.wait(offset)
-
-
-def test_second_node_cannot_have_a_topic_that_is_open(shelf):
-    """Fault 2.7: two owners at once."""
-    storage = shelf.node("one").for_topic(TOPIC)
-    two = shelf.node("two")
-    for take_over in (False, True):
-        with pytest.raises(ConflictError, match="is open on node"):
-            two.for_topic(TOPIC, take_over=take_over)
-    assert fill(storage, [b"0"]) == range(1)
-
-
 def test_seal_that_the_stores_refuse_leaves_the_topic_and_its_files_where_they_are(shelf):
     """Fault 2.7: the local directory goes before the sealed state is stored."""
     one = shelf.node("one")
@@ -1056,28 +610,6 @@ def test_seal_that_the_stores_refuse_leaves_the_topic_and_its_files_where_they_a
     storage = one.for_topic(TOPIC)
     assert fill(storage, [b"10"]) == range(10, 11)
     assert one.flush_and_seal(TOPIC) == 11
-
-
-@pytest.mark.parametrize("point", ["tier.before_commit", "tier.after_commit", "tier.after_seal"])
-def test_crash_inside_of_a_seal_loses_and_repeats_nothing(shelf, point):
-    """Fault 2.7: a move that is cut off in the middle."""
-    one = shelf.node("one")
-    fill(one.for_topic(TOPIC), numbered(10))
-    crash_at(point, one.flush_and_seal, TOPIC)
-    shelf.kill(one)
-    if point == "tier.after_seal":
-        two = shelf.node("two")
-        fill(two.for_topic(TOPIC), [b"10"])
-        two.flush_and_seal(TOPIC)
-        sent = numbered(11)
-    else:
-        sent = numbered(10)
-    one = shelf.node("one")
-    storage = one.for_topic(TOPIC)
-    assert payloads(read_from(storage, 0)) == sent
-    assert fill(storage, [b"on"]) == range(len(sent), len(sent) + 1)
-    one.flush_and_seal(TOPIC)
-    assert tiered_offsets(one) == list(range(len(sent) + 1))
 
 
 def test_topics_of_a_single_node_are_found_again_after_a_restart(place):
@@ -1102,27 +634,6 @@ def test_delete_on_a_single_node_leaves_no_files(tmp_path):
         assert not (tmp_path / "default/orders").exists()
         assert factory.log.topics() == []
         assert fill(factory.for_topic(TOPIC), [b"anew"]) == range(1)
-
-
-@pytest.mark.parametrize("point", ["tier.after_mark_deleting", "tier.after_delete_object"])
-def test_delete_that_was_cut_off_is_carried_through(shelf, point):
-    """Fault 2.7: a delete leaves objects in the bucket."""
-    one = shelf.node()
-    storage = one.for_topic(TOPIC)
-    for first in (0, 5, 10):
-        fill(storage, numbered(5, first=first))
-        storage.topic.upload()
-    crash_at(point, one.delete_storage, TOPIC)
-    shelf.kill(one)
-    one = shelf.node()
-    with pytest.raises(NotFoundError):
-        one.for_topic(TOPIC)
-    one.delete_storage(TOPIC)
-    assert stored_keys(one) == []
-    assert descriptors(one) == []
-    storage = one.for_topic(TOPIC)
-    assert fill(storage, [b"anew"]) == range(1)
-    assert payloads(read_from(storage, 0)) == [b"anew"]
 
 
 def test_appends_at_once_lie_on_disk_in_the_order_of_their_offsets(place):

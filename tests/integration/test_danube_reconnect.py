@@ -21,6 +21,7 @@ from tests.support.danube import (
     EXCLUSIVE,
     FAILOVER,
     KEY_SHARED,
+    PATIENCE_SECONDS,
     SHARED,
     collect,
     connect,
@@ -28,9 +29,7 @@ from tests.support.danube import (
     numbered,
     offsets,
     refused,
-    run,
     texts,
-    topic_for,
 )
 
 FLUSH_SECONDS = 1
@@ -44,11 +43,6 @@ def broker(tmp_path_factory, engine):
         tmp_path_factory.mktemp("broker"), settings=settings, engine=engine
     ) as broker:
         yield broker
-
-
-@pytest.fixture
-def topic(request):
-    return topic_for(request)
 
 
 async def send_all(producer, payloads):
@@ -92,8 +86,8 @@ def count_calls(inbox):
 # -- producers ------------------------------------------------------------------------------------
 
 
-async def test_a_producer_is_used_again_and_made_twice(broker, topic):
-    async with connect(broker) as session, connect(broker) as other:
+async def test_a_producer_is_used_again_and_made_twice(session, broker, topic):
+    async with connect(broker) as other:
         producer = await session.producer(topic)
         await producer.send(b"first")
         inbox = await session.consumer(topic)
@@ -107,36 +101,35 @@ async def test_a_producer_is_used_again_and_made_twice(broker, topic):
 
 
 @pytest.mark.parametrize("ending", ["stop", "kill"])
-async def test_a_producer_heals_after_a_restart(broker, topic, ending):
-    async with connect(broker) as session:
-        producer = await session.producer(topic)
-        await producer.send(b"before")
-        await asyncio.to_thread(getattr(broker, ending))
-        await asyncio.to_thread(broker.start)
-        # The very call that the program makes, without any care for what happened.
-        await asyncio.wait_for(producer.send(b"after"), 60)
-        assert await read_everything(session, topic) == ["before", "after"]
+async def test_a_producer_heals_after_a_restart(session, broker, topic, ending):
+    producer = await session.producer(topic)
+    await producer.send(b"before")
+    await asyncio.to_thread(getattr(broker, ending))
+    await asyncio.to_thread(broker.start)
+    # However long that took: gRPC's pause after failures is longer than the client's patience.
+    await asyncio.wait_for(session.channel.channel_ready(), PATIENCE_SECONDS)
+    # The very call that the program makes, without any care for what happened.
+    await asyncio.wait_for(producer.send(b"after"), 60)
+    assert await read_everything(session, topic) == ["before", "after"]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ending", ["stop", "kill"])
-def test_a_program_that_publishes_through_a_restart_loses_nothing(broker, topic, ending):
+async def test_a_program_that_publishes_through_a_restart_loses_nothing(
+    session, broker, topic, ending
+):
     sent = numbered(300)
 
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            publishing = asyncio.create_task(send_all(producer, sent))
-            await asyncio.sleep(0.3)
-            await asyncio.to_thread(getattr(broker, ending))
-            await asyncio.to_thread(broker.start)
-            await publishing
-            got = await read_everything(session, topic)
-            # A send whose answer was lost is sent again: twice is allowed, missing is not.
-            assert list(dict.fromkeys(got)) == sent
-            assert len(got) <= len(sent) + 1
-
-    run(scenario())
+    producer = await session.producer(topic)
+    publishing = asyncio.create_task(send_all(producer, sent))
+    await asyncio.sleep(0.3)
+    await asyncio.to_thread(getattr(broker, ending))
+    await asyncio.to_thread(broker.start)
+    await publishing
+    got = await read_everything(session, topic)
+    # A send whose answer was lost is sent again: twice is allowed, missing is not.
+    assert list(dict.fromkeys(got)) == sent
+    assert len(got) <= len(sent) + 1
 
 
 async def test_what_was_acknowledged_survives_a_kill(broker, topic):
@@ -147,235 +140,223 @@ async def test_what_was_acknowledged_survives_a_kill(broker, topic):
         assert await read_everything(session, topic) == numbered(50)
 
 
-async def test_a_broker_that_pauses_loses_no_call(broker, topic):
-    async with connect(broker) as session:
-        producer = await session.producer(topic)
-        inbox = await session.consumer(topic)
-        broker.pause()
-        try:
-            sending = asyncio.create_task(producer.send(b"one"))
-            await asyncio.sleep(1.0)
-            assert not sending.done()
-        finally:
-            broker.resume()
-        await sending
-        assert texts(await inbox.take(1)) == ["one"]
+async def test_a_broker_that_pauses_loses_no_call(session, broker, topic):
+    producer = await session.producer(topic)
+    inbox = await session.consumer(topic)
+    broker.pause()
+    try:
+        sending = asyncio.create_task(producer.send(b"one"))
+        await asyncio.sleep(1.0)
+        assert not sending.done()
+    finally:
+        broker.resume()
+    await sending
+    assert texts(await inbox.take(1)) == ["one"]
 
 
 # -- consumers ------------------------------------------------------------------------------------
 
 
-async def test_consumers_of_all_kinds_survive_a_restart(broker, topic):
-    async with connect(broker) as session:
-        producer = await session.producer(topic)
-        inboxes = [
-            await session.consumer(topic, kind.name, subscription=kind.name, kind=kind)
-            for kind in KINDS
-        ]
-        ids = [inbox.ids for inbox in inboxes]
-        await producer.send(b"before")
-        for inbox in inboxes:
-            assert texts(await inbox.take(1)) == ["before"]
-        await asyncio.to_thread(broker.restart)
-        await send_all(producer, ["after"])
-        for inbox in inboxes:
-            assert texts(await inbox.take(1)) == ["after"]
-        assert [inbox.ids for inbox in inboxes] == ids
+async def test_consumers_of_all_kinds_survive_a_restart(session, broker, topic):
+    producer = await session.producer(topic)
+    inboxes = [
+        await session.consumer(topic, kind.name, subscription=kind.name, kind=kind)
+        for kind in KINDS
+    ]
+    ids = [inbox.ids for inbox in inboxes]
+    await producer.send(b"before")
+    for inbox in inboxes:
+        assert texts(await inbox.take(1)) == ["before"]
+    await asyncio.to_thread(broker.restart)
+    await send_all(producer, ["after"])
+    for inbox in inboxes:
+        assert texts(await inbox.take(1)) == ["after"]
+    assert [inbox.ids for inbox in inboxes] == ids
 
 
 @pytest.mark.nightly
-async def test_consumers_survive_an_outage_that_ends_their_health_checks(broker, topic):
+async def test_consumers_survive_an_outage_that_ends_their_health_checks(session, broker, topic):
     """Nothing will ever make them subscribe again: the ids that they have must be good still."""
 
-    async with connect(broker) as session:
-        producer = await session.producer(topic)
-        inboxes = [
-            await session.consumer(topic, kind.name, subscription=kind.name, kind=kind)
-            for kind in KINDS
-        ]
-        await producer.send(b"before")
-        for inbox in inboxes:
-            assert texts(await inbox.take(1)) == ["before"]
-        await asyncio.to_thread(broker.kill)
-        checks = [
-            part._health_task for inbox in inboxes for part in inbox.consumer._consumers.values()
-        ]
-        # One check every five seconds; the first that finds nobody is the last.
-        await eventually(lambda: all(check.done() for check in checks), every=0.2)
-        await asyncio.to_thread(broker.start)
-        calls = [count_calls(inbox) for inbox in inboxes]
-        await send_all(producer, ["after"])
-        for inbox in inboxes:
-            # What was acknowledged shortly before the crash may come again.
-            while texts(await inbox.take(1)) != ["after"]:
-                pass
-        # Once they are back there is one stream each, and not a flood of attempts.
-        counts = [len(made) for made in calls]
-        await asyncio.sleep(1.0)
-        assert [len(made) for made in calls] == counts
-
-
-@pytest.mark.nightly
-async def test_consumers_of_a_non_reliable_topic_survive_a_restart(broker, topic):
-    """Nothing is kept for them, but what comes once they are back does come."""
-
-    async with connect(broker) as session:
-        producer = await session.producer(topic, reliable=False)
-        inbox = await session.consumer(topic)
-        await producer.send(b"before")
+    producer = await session.producer(topic)
+    inboxes = [
+        await session.consumer(topic, kind.name, subscription=kind.name, kind=kind)
+        for kind in KINDS
+    ]
+    await producer.send(b"before")
+    for inbox in inboxes:
         assert texts(await inbox.take(1)) == ["before"]
-        await asyncio.to_thread(broker.restart)
-        await send_all(producer, ["during"])
-        await session.wait_attached(topic, "consumer")
-        await producer.send(b"after")
+    await asyncio.to_thread(broker.kill)
+    checks = [part._health_task for inbox in inboxes for part in inbox.consumer._consumers.values()]
+    # One check every five seconds; the first that finds nobody is the last.
+    await eventually(lambda: all(check.done() for check in checks), every=0.2)
+    await asyncio.to_thread(broker.start)
+    calls = [count_calls(inbox) for inbox in inboxes]
+    await send_all(producer, ["after"])
+    for inbox in inboxes:
+        # What was acknowledged shortly before the crash may come again.
         while texts(await inbox.take(1)) != ["after"]:
             pass
+    # Once they are back there is one stream each, and not a flood of attempts.
+    counts = [len(made) for made in calls]
+    await asyncio.sleep(1.0)
+    assert [len(made) for made in calls] == counts
 
 
 @pytest.mark.nightly
-async def test_a_consumer_finds_the_next_topic_of_the_name(broker, topic):
+async def test_consumers_of_a_non_reliable_topic_survive_a_restart(session, broker, topic):
+    """Nothing is kept for them, but what comes once they are back does come."""
+
+    producer = await session.producer(topic, reliable=False)
+    inbox = await session.consumer(topic)
+    await producer.send(b"before")
+    assert texts(await inbox.take(1)) == ["before"]
+    await asyncio.to_thread(broker.restart)
+    await send_all(producer, ["during"])
+    await session.wait_attached(topic, "consumer")
+    await producer.send(b"after")
+    while texts(await inbox.take(1)) != ["after"]:
+        pass
+
+
+@pytest.mark.nightly
+async def test_a_consumer_finds_the_next_topic_of_the_name(session, topic):
     """Its topic is deleted and made again at once: its health check tells it to subscribe anew."""
 
-    async with connect(broker) as session:
-        await session.send(topic, numbered(3))
-        inbox = await session.consumer(topic)
-        await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
-        producer = await session.producer(topic, "another")
+    await session.send(topic, numbered(3))
+    inbox = await session.consumer(topic)
+    await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
+    producer = await session.producer(topic, "another")
 
-        async def came():
-            await producer.send(b"new")
-            return not inbox.queue.empty()
+    async def came():
+        await producer.send(b"new")
+        return not inbox.queue.empty()
 
-        await eventually(came, every=0.5)
-        assert texts(await inbox.take(1)) == ["new"]
+    await eventually(came, every=0.5)
+    assert texts(await inbox.take(1)) == ["new"]
 
 
-async def test_a_stream_for_an_unknown_id_is_refused_slowly(broker, topic):
+async def test_a_stream_for_an_unknown_id_is_refused_slowly(session, topic):
     """The client would ask again thousands of times a second."""
 
-    async with connect(broker) as session:
-        await session.producer(topic)
-        consumer = await session.subscribe(topic, "lost")
-        [part] = consumer._consumers.values()
-        part._health_task.cancel()
-        part.consumer_id = 123_456_789
-        calls, receive = [], part.receive
+    await session.producer(topic)
+    consumer = await session.subscribe(topic, "lost")
+    [part] = consumer._consumers.values()
+    part._health_task.cancel()
+    part.consumer_id = 123_456_789
+    calls, receive = [], part.receive
 
-        async def counted():
-            calls.append(part.consumer_id)
-            return await receive()
+    async def counted():
+        calls.append(part.consumer_id)
+        return await receive()
 
-        part.receive = counted
-        await consumer.receive()
-        await eventually(lambda: calls)
-        await asyncio.sleep(2.0)
-        assert 1 <= len(calls) <= 10, f"{len(calls)} calls in 2 s"
-        answer = await session.health.HealthCheck(
-            danube.HealthCheckRequest(request_id=1, client=1, id=123_456_789)
-        )
-        assert answer.status == danube.HealthCheckResponse.ClientStatus.Value("CLOSE")
+    part.receive = counted
+    await consumer.receive()
+    await eventually(lambda: calls)
+    await asyncio.sleep(2.0)
+    assert 1 <= len(calls) <= 10, f"{len(calls)} calls in 2 s"
+    answer = await session.health.HealthCheck(
+        danube.HealthCheckRequest(request_id=1, client=1, id=123_456_789)
+    )
+    assert answer.status == danube.HealthCheckResponse.ClientStatus.Value("CLOSE")
 
 
-async def test_a_stream_for_an_unknown_id_says_so_in_the_end(broker):
-    async with connect(broker) as session:
-        stream = session.raw_consumers.ReceiveMessages(
-            danube.ReceiveRequest(request_id=1, consumer_id=987_654_321)
-        )
-        # Other clients of Danube give up for good when they are told NOT_FOUND.
-        code = await asyncio.wait_for(refused(stream.read()), 60)
-        assert code == grpc.StatusCode.UNAVAILABLE
+async def test_a_stream_for_an_unknown_id_says_so_in_the_end(session):
+    stream = session.raw_consumers.ReceiveMessages(
+        danube.ReceiveRequest(request_id=1, consumer_id=987_654_321)
+    )
+    # Other clients of Danube give up for good when they are told NOT_FOUND.
+    code = await asyncio.wait_for(refused(stream.read()), 60)
+    assert code == grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_consumer_whose_id_is_unknown_subscribes_again_when_its_health_check_lives(
-    broker, topic
+    session, topic
 ):
-    async with connect(broker) as session:
-        producer = await session.producer(topic)
-        consumer = await session.subscribe(topic, "lost")
-        [part] = consumer._consumers.values()
-        true_id = part.consumer_id
-        # As if the broker had lost all it knew: stream and health check ask for a stranger.
-        part._health_task.cancel()
-        part.consumer_id = 123_456_789
-        part._health_task = await session.client.health_check_service.start_health_check(
-            part.connect_url, part.broker_addr, part.proxy, 1, 123_456_789, part.stop_event
+    producer = await session.producer(topic)
+    consumer = await session.subscribe(topic, "lost")
+    [part] = consumer._consumers.values()
+    true_id = part.consumer_id
+    # As if the broker had lost all it knew: stream and health check ask for a stranger.
+    part._health_task.cancel()
+    part.consumer_id = 123_456_789
+    part._health_task = await session.client.health_check_service.start_health_check(
+        part.connect_url, part.broker_addr, part.proxy, 1, 123_456_789, part.stop_event
+    )
+    queue = await consumer.receive()
+    await producer.send(b"one")
+    message = await asyncio.wait_for(queue.get(), 60)
+    assert (message.payload, part.consumer_id) == (b"one", true_id)
+
+
+async def test_health_checks_tell_who_is_known(session, topic):
+    producer = await session.producer(topic)
+    inbox = await session.consumer(topic)
+    [consumer_id] = inbox.ids.values()
+
+    async def status(client, id):
+        answer = await session.health.HealthCheck(
+            danube.HealthCheckRequest(request_id=1, client=client, id=id)
         )
-        queue = await consumer.receive()
-        await producer.send(b"one")
-        message = await asyncio.wait_for(queue.get(), 60)
-        assert (message.payload, part.consumer_id) == (b"one", true_id)
+        return danube.HealthCheckResponse.ClientStatus.Name(answer.status)
 
-
-async def test_health_checks_tell_who_is_known(broker, topic):
-    async with connect(broker) as session:
-        producer = await session.producer(topic)
-        inbox = await session.consumer(topic)
-        [consumer_id] = inbox.ids.values()
-
-        async def status(client, id):
-            answer = await session.health.HealthCheck(
-                danube.HealthCheckRequest(request_id=1, client=client, id=id)
-            )
-            return danube.HealthCheckResponse.ClientStatus.Name(answer.status)
-
-        assert await status(1, consumer_id) == "OK"
-        assert await status(0, producer._producers[0].producer_id) == "OK"
-        assert await status(1, 4711) == "CLOSE"
-        code = await refused(
-            session.health.HealthCheck(danube.HealthCheckRequest(request_id=1, client=7, id=1))
-        )
-        assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert await status(1, consumer_id) == "OK"
+    assert await status(0, producer._producers[0].producer_id) == "OK"
+    assert await status(1, 4711) == "CLOSE"
+    code = await refused(
+        session.health.HealthCheck(danube.HealthCheckRequest(request_id=1, client=7, id=1))
+    )
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
 
 
 # -- what was not acknowledged comes again --------------------------------------------------------
 
 
-async def test_a_consumer_that_comes_back_gets_what_it_had_first(broker, topic):
-    async with connect(broker) as session:
-        producer = await session.producer(topic)
-        inbox = await session.consumer(topic)
-        for payload in numbered(3):
-            await producer.send(payload.encode())
-        assert texts(await inbox.take(3, ack=False)) == numbered(3)
+async def test_a_consumer_that_comes_back_gets_what_it_had_first(session, topic):
+    producer = await session.producer(topic)
+    inbox = await session.consumer(topic)
+    for payload in numbered(3):
+        await producer.send(payload.encode())
+    assert texts(await inbox.take(3, ack=False)) == numbered(3)
+    await inbox.close()
+    for payload in numbered(2, start=3):
+        await producer.send(payload.encode())
+    inbox = await session.consumer(topic)
+    assert texts(await inbox.take(5)) == numbered(5)
+
+
+async def test_a_message_comes_again_at_every_reconnect(session, topic):
+    producer = await session.producer(topic)
+    inbox = await session.consumer(topic)
+    await producer.send(b"again")
+    for _ in range(4):
+        message = await inbox.one()
+        assert (message.payload, message.msg_id.topic_offset) == (b"again", 0)
         await inbox.close()
-        for payload in numbered(2, start=3):
-            await producer.send(payload.encode())
         inbox = await session.consumer(topic)
-        assert texts(await inbox.take(5)) == numbered(5)
+    await inbox.take(1)
+    await inbox.close()
+    await (await session.consumer(topic)).expect_silence()
 
 
-async def test_a_message_comes_again_at_every_reconnect(broker, topic):
-    async with connect(broker) as session:
-        producer = await session.producer(topic)
-        inbox = await session.consumer(topic)
-        await producer.send(b"again")
-        for _ in range(4):
-            message = await inbox.one()
-            assert (message.payload, message.msg_id.topic_offset) == (b"again", 0)
-            await inbox.close()
-            inbox = await session.consumer(topic)
-        await inbox.take(1)
-        await inbox.close()
-        await (await session.consumer(topic)).expect_silence()
-
-
-async def test_what_a_lost_consumer_had_goes_to_another(broker, topic):
-    async with connect(broker) as session:
-        producer = await session.producer(topic)
-        first = await session.consumer(topic, "first", kind=SHARED)
-        await producer.send(b"one")
-        message = await first.one()
-        second = await session.consumer(topic, "second", kind=SHARED)
-        await second.expect_silence()
-        await first.close()
-        again = await second.one(ack=True)
-        assert again.msg_id.topic_offset == message.msg_id.topic_offset
+async def test_what_a_lost_consumer_had_goes_to_another(session, topic):
+    producer = await session.producer(topic)
+    first = await session.consumer(topic, "first", kind=SHARED)
+    await producer.send(b"one")
+    message = await first.one()
+    second = await session.consumer(topic, "second", kind=SHARED)
+    await second.expect_silence()
+    await first.close()
+    again = await second.one(ack=True)
+    assert again.msg_id.topic_offset == message.msg_id.topic_offset
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-async def test_the_same_consumer_again_takes_over_and_the_old_stream_ends(broker, topic, kind):
-    async with connect(broker) as session, connect(broker) as other:
+async def test_the_same_consumer_again_takes_over_and_the_old_stream_ends(
+    session, broker, topic, kind
+):
+    async with connect(broker) as other:
         producer = await session.producer(topic)
         request = danube.ConsumerRequest(
             request_id=1,
@@ -398,10 +379,10 @@ async def test_the_same_consumer_again_takes_over_and_the_old_stream_ends(broker
         assert texts(await new.take(1)) == ["two"]
 
 
-async def test_two_clients_of_one_name_do_not_fight_over_the_stream(broker, topic):
+async def test_two_clients_of_one_name_do_not_fight_over_the_stream(session, broker, topic):
     """Each takes over from the other whenever its stream ends, and neither ever pauses."""
 
-    async with connect(broker) as session, connect(broker) as other:
+    async with connect(broker) as other:
         producer = await session.producer(topic)
         one = await session.consumer(topic, "same")
         calls = [count_calls(one)]
@@ -418,65 +399,64 @@ async def test_two_clients_of_one_name_do_not_fight_over_the_stream(broker, topi
 
 
 @pytest.mark.nightly
-async def test_what_was_delivered_before_a_restart_can_be_acknowledged_after_it(broker, topic):
-    async with connect(broker) as session:
-        producer = await session.producer(topic)
-        inbox = await session.consumer(topic)
-        for payload in numbered(5):
-            await producer.send(payload.encode())
-        held = await inbox.take(5, ack=False)
-        await asyncio.to_thread(broker.restart)
-        for message in held:
+async def test_what_was_delivered_before_a_restart_can_be_acknowledged_after_it(
+    session, broker, topic
+):
+    producer = await session.producer(topic)
+    inbox = await session.consumer(topic)
+    for payload in numbered(5):
+        await producer.send(payload.encode())
+    held = await inbox.take(5, ack=False)
+    await asyncio.to_thread(broker.restart)
+    for message in held:
 
-            async def acknowledged(message=message):
-                try:
-                    await inbox.ack(message)
-                except grpc.aio.AioRpcError as error:
-                    assert error.code() == grpc.StatusCode.UNAVAILABLE, error
-                    return False
-                return True
+        async def acknowledged(message=message):
+            try:
+                await inbox.ack(message)
+            except grpc.aio.AioRpcError as error:
+                assert error.code() == grpc.StatusCode.UNAVAILABLE, error
+                return False
+            return True
 
-            await eventually(acknowledged)
-        # The copies that came again are not needed for it.
-        await session.wait_for_cursor(topic, 5)
-
-
-@pytest.mark.nightly
-async def test_a_stop_in_order_repeats_nothing_that_was_acknowledged(broker, topic):
-    async with connect(broker) as session:
-        producer = await session.producer(topic)
-        inbox = await session.consumer(topic)
-        for payload in numbered(20):
-            await producer.send(payload.encode())
-        messages = await inbox.take(20, ack=False)
-        await inbox.ack(*messages[:8], *messages[10:15])
-        await asyncio.to_thread(broker.restart)
-        # The very same consumer goes on; 8, 9 and 15 to 19 are what is left.
-        assert offsets(await inbox.take(7)) == [8, 9, 15, 16, 17, 18, 19]
-        await inbox.expect_silence()
-        await session.wait_for_cursor(topic, 20)
+        await eventually(acknowledged)
+    # The copies that came again are not needed for it.
+    await session.wait_for_cursor(topic, 5)
 
 
 @pytest.mark.nightly
-async def test_a_kill_repeats_only_what_was_acknowledged_lately(broker, topic):
+async def test_a_stop_in_order_repeats_nothing_that_was_acknowledged(session, broker, topic):
+    producer = await session.producer(topic)
+    inbox = await session.consumer(topic)
+    for payload in numbered(20):
+        await producer.send(payload.encode())
+    messages = await inbox.take(20, ack=False)
+    await inbox.ack(*messages[:8], *messages[10:15])
+    await asyncio.to_thread(broker.restart)
+    # The very same consumer goes on; 8, 9 and 15 to 19 are what is left.
+    assert offsets(await inbox.take(7)) == [8, 9, 15, 16, 17, 18, 19]
+    await inbox.expect_silence()
+    await session.wait_for_cursor(topic, 20)
+
+
+@pytest.mark.nightly
+async def test_a_kill_repeats_only_what_was_acknowledged_lately(session, broker, topic):
     """And what was acknowledged a while ago, or by the thousand, is not among it."""
 
-    async with connect(broker) as session:
-        producer = await session.producer(topic)
-        inbox = await session.consumer(topic)
-        for payload in numbered(20):
-            await producer.send(payload.encode())
-        await inbox.take(20)
-        await asyncio.sleep(FLUSH_SECONDS + 2)
-        for payload in numbered(5, start=20):
-            await producer.send(payload.encode())
-        await inbox.take(5)
-        await asyncio.to_thread(broker.crash)
-        await send_all(producer, ["end"])
-        seen = []
-        while seen[-1:] != ["end"]:
-            seen += texts(await inbox.take(1))
-        assert set(seen) <= {*numbered(5, start=20), "end"}
+    producer = await session.producer(topic)
+    inbox = await session.consumer(topic)
+    for payload in numbered(20):
+        await producer.send(payload.encode())
+    await inbox.take(20)
+    await asyncio.sleep(FLUSH_SECONDS + 2)
+    for payload in numbered(5, start=20):
+        await producer.send(payload.encode())
+    await inbox.take(5)
+    await asyncio.to_thread(broker.crash)
+    await send_all(producer, ["end"])
+    seen = []
+    while seen[-1:] != ["end"]:
+        seen += texts(await inbox.take(1))
+    assert set(seen) <= {*numbered(5, start=20), "end"}
 
 
 @pytest.mark.nightly
@@ -496,66 +476,63 @@ async def test_a_subscription_begins_where_it_was_made_whatever_happens_then(bro
 # -- unload ---------------------------------------------------------------------------------------
 
 
-async def test_a_stream_ends_when_its_topic_is_unloaded(broker, topic):
+async def test_a_stream_ends_when_its_topic_is_unloaded(session, topic):
     """The client looks for a sign to go elsewhere only when a message comes or its stream ends."""
 
-    async with connect(broker) as session:
-        await session.producer(topic)
-        subscribed = await session.raw_consumers.Subscribe(
-            danube.ConsumerRequest(
-                request_id=1, topic_name=topic, consumer_name="c", subscription="sub"
-            )
+    await session.producer(topic)
+    subscribed = await session.raw_consumers.Subscribe(
+        danube.ConsumerRequest(
+            request_id=1, topic_name=topic, consumer_name="c", subscription="sub"
         )
-        stream = session.raw_consumers.ReceiveMessages(
-            danube.ReceiveRequest(request_id=2, consumer_id=subscribed.consumer_id)
-        )
-        reading = asyncio.ensure_future(stream.read())
-        await asyncio.sleep(0.3)
-        assert not reading.done()
-        await session.unload(topic)
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            assert await asyncio.wait_for(reading, 60) is grpc.aio.EOF
+    )
+    stream = session.raw_consumers.ReceiveMessages(
+        danube.ReceiveRequest(request_id=2, consumer_id=subscribed.consumer_id)
+    )
+    reading = asyncio.ensure_future(stream.read())
+    await asyncio.sleep(0.3)
+    assert not reading.done()
+    await session.unload(topic)
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        assert await asyncio.wait_for(reading, 60) is grpc.aio.EOF
 
 
-async def test_an_unloaded_topic_goes_on_with_the_offsets_that_follow(broker, topic):
+async def test_an_unloaded_topic_goes_on_with_the_offsets_that_follow(session, topic):
     """10 sent, 5 acknowledged, unloaded, 8 more: 5 to 17 come, and nothing else."""
 
-    async with connect(broker) as session:
-        producer = await session.producer(topic)
-        inbox = await session.consumer(topic)
-        for payload in numbered(10):
-            await producer.send(payload.encode())
-        await inbox.take(5)
-        await eventually(lambda: inbox.queue.qsize() == 5)
-        while not inbox.queue.empty():
-            inbox.queue.get_nowait()
-        await session.unload(topic)
-        await send_all(producer, numbered(8, start=10))
-        messages = await inbox.take(13)
-        assert offsets(messages) == list(range(5, 18))
-        assert texts(messages) == numbered(13, start=5)
-        await inbox.expect_silence()
+    producer = await session.producer(topic)
+    inbox = await session.consumer(topic)
+    for payload in numbered(10):
+        await producer.send(payload.encode())
+    await inbox.take(5)
+    await eventually(lambda: inbox.queue.qsize() == 5)
+    while not inbox.queue.empty():
+        inbox.queue.get_nowait()
+    await session.unload(topic)
+    await send_all(producer, numbered(8, start=10))
+    messages = await inbox.take(13)
+    assert offsets(messages) == list(range(5, 18))
+    assert texts(messages) == numbered(13, start=5)
+    await inbox.expect_silence()
 
 
-async def test_an_unloaded_topic_delivers_the_unacknowledged_message_first(broker, topic):
-    async with connect(broker) as session:
-        producer = await session.producer(topic)
-        inbox = await session.consumer(topic)
-        for payload in numbered(7):
-            await producer.send(payload.encode())
-        await inbox.take(3)
-        await inbox.one()
-        await inbox.close()
-        await session.unload(topic)
-        await send_all(producer, numbered(8, start=7))
-        inbox = await session.consumer(topic)
-        assert offsets(await inbox.take(12)) == list(range(3, 15))
+async def test_an_unloaded_topic_delivers_the_unacknowledged_message_first(session, topic):
+    producer = await session.producer(topic)
+    inbox = await session.consumer(topic)
+    for payload in numbered(7):
+        await producer.send(payload.encode())
+    await inbox.take(3)
+    await inbox.one()
+    await inbox.close()
+    await session.unload(topic)
+    await send_all(producer, numbered(8, start=7))
+    inbox = await session.consumer(topic)
+    assert offsets(await inbox.take(12)) == list(range(3, 15))
 
 
-async def test_a_consumer_without_health_check_survives_an_unload(broker, topic):
+async def test_a_consumer_without_health_check_survives_an_unload(session, broker, topic):
     """Nobody but its stream asks for the topic, and nothing makes it subscribe again."""
 
-    async with connect(broker) as session, connect(broker) as other:
+    async with connect(broker) as other:
         await session.send(topic, ["before"])
         inbox = await session.consumer(topic)
         for part in inbox.consumer._consumers.values():
@@ -567,25 +544,23 @@ async def test_a_consumer_without_health_check_survives_an_unload(broker, topic)
         assert texts(await inbox.take(1)) == ["after"]
 
 
-def test_producers_and_consumers_go_on_when_their_topic_is_unloaded_again_and_again(broker, topic):
+async def test_producers_and_consumers_go_on_when_their_topic_is_unloaded_again_and_again(
+    session, topic
+):
     sent = numbered(200)
 
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            publishing = asyncio.create_task(send_all(producer, sent))
-            for _ in range(4):
-                await asyncio.sleep(0.3)
-                await session.unload(topic)
-            seen = []
-            while len(set(seen)) < len(sent):
-                seen += texts(await inbox.take(1))
-            await publishing
-            # Whatever comes twice comes behind its first time, and that in order.
-            assert list(dict.fromkeys(seen)) == sent
-
-    run(scenario())
+    producer = await session.producer(topic)
+    inbox = await session.consumer(topic)
+    publishing = asyncio.create_task(send_all(producer, sent))
+    for _ in range(4):
+        await asyncio.sleep(0.3)
+        await session.unload(topic)
+    seen = []
+    while len(set(seen)) < len(sent):
+        seen += texts(await inbox.take(1))
+    await publishing
+    # Whatever comes twice comes behind its first time, and that in order.
+    assert list(dict.fromkeys(seen)) == sent
 
 
 # -- two brokers ----------------------------------------------------------------------------------
@@ -618,55 +593,49 @@ async def owner_of(pair, topic):
 
 
 @pytest.mark.nightly
-def test_producers_and_consumers_follow_their_topic_to_another_broker(pair, topic):
+async def test_producers_and_consumers_follow_their_topic_to_another_broker(pair, topic):
     """10 sent, 5 acknowledged, moved, 8 more: the same objects go on at the other broker.
 
     The client learns of it by its health check, every five seconds, and by the end of its stream.
     """
 
-    async def scenario():
-        one, two = pair if await owner_of(pair, topic) == pair[0].url else reversed(pair)
-        async with connect(one) as session, connect(two) as other:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            for payload in numbered(10):
-                await producer.send(payload.encode())
-            await inbox.take(5)
-            await eventually(lambda: inbox.queue.qsize() == 5)
-            while not inbox.queue.empty():
-                inbox.queue.get_nowait()
-            await session.unload(topic)
-            await send_all(producer, numbered(8, start=10))
-            messages = await inbox.take(13)
-            assert offsets(messages) == list(range(5, 18))
-            assert texts(messages) == numbered(13, start=5)
-            for broker in [one, two]:
-                asked = session if broker is one else other
-                answer = await asked.discovery.TopicLookup(
-                    danube.TopicLookupRequest(request_id=1, topic=topic)
-                )
-                assert answer.connect_url == two.url
-            described = await other.describe(topic)
-            assert list(described.consumers) == ["consumer"]
-            await other.wait_for_cursor(topic, 18)
-
-    run(scenario())
+    one, two = pair if await owner_of(pair, topic) == pair[0].url else reversed(pair)
+    async with connect(one) as session, connect(two) as other:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        for payload in numbered(10):
+            await producer.send(payload.encode())
+        await inbox.take(5)
+        await eventually(lambda: inbox.queue.qsize() == 5)
+        while not inbox.queue.empty():
+            inbox.queue.get_nowait()
+        await session.unload(topic)
+        await send_all(producer, numbered(8, start=10))
+        messages = await inbox.take(13)
+        assert offsets(messages) == list(range(5, 18))
+        assert texts(messages) == numbered(13, start=5)
+        for broker in [one, two]:
+            asked = session if broker is one else other
+            answer = await asked.discovery.TopicLookup(
+                danube.TopicLookupRequest(request_id=1, topic=topic)
+            )
+            assert answer.connect_url == two.url
+        described = await other.describe(topic)
+        assert list(described.consumers) == ["consumer"]
+        await other.wait_for_cursor(topic, 18)
 
 
-def test_a_client_is_sent_to_the_broker_that_has_the_topic(pair, topic):
+async def test_a_client_is_sent_to_the_broker_that_has_the_topic(pair, topic):
     one, two = pair
 
-    async def scenario():
-        has_it = await owner_of(pair, topic)
-        async with connect(two if has_it == one.url else one) as other:
-            # It asks the wrong one, for everything.
-            producer = await other.producer(topic)
-            inbox = await other.consumer(topic, attached=False)
-            await producer.send(b"one")
-            assert texts(await inbox.take(1)) == ["one"]
-            assert producer._producers[0].connect_url == has_it
-
-    run(scenario())
+    has_it = await owner_of(pair, topic)
+    async with connect(two if has_it == one.url else one) as other:
+        # It asks the wrong one, for everything.
+        producer = await other.producer(topic)
+        inbox = await other.consumer(topic, attached=False)
+        await producer.send(b"one")
+        assert texts(await inbox.take(1)) == ["one"]
+        assert producer._producers[0].connect_url == has_it
 
 
 # -- the end --------------------------------------------------------------------------------------
@@ -707,29 +676,26 @@ async def test_a_broker_under_load_ends_in_time_and_answers_what_it_took(broker,
         assert len(got) <= len(acknowledged) + 4
 
 
-def test_a_broker_ends_in_time_though_a_consumer_reads_nothing(broker, topic):
+async def test_a_broker_ends_in_time_though_a_consumer_reads_nothing(broker, topic):
     """Its stream waits for a window that never opens."""
     payload = bytes(256 * 1024)
 
-    async def scenario():
-        async with connect(broker) as session, connect(broker, own_connection=True) as other:
-            producer = await session.producer(topic)
-            subscribed = await other.raw_consumers.Subscribe(
-                danube.ConsumerRequest(
-                    request_id=1, topic_name=topic, consumer_name="stalled", subscription="sub"
-                )
+    async with connect(broker) as session, connect(broker, own_connection=True) as other:
+        producer = await session.producer(topic)
+        subscribed = await other.raw_consumers.Subscribe(
+            danube.ConsumerRequest(
+                request_id=1, topic_name=topic, consumer_name="stalled", subscription="sub"
             )
-            stream = other.raw_consumers.ReceiveMessages(
-                danube.ReceiveRequest(request_id=2, consumer_id=subscribed.consumer_id)
-            )
-            await session.wait_attached(topic, "stalled")
-            for _ in range(40):
-                await producer.send(payload)
-            await asyncio.to_thread(broker.stop)
-            stream.cancel()
-        await asyncio.to_thread(broker.start)
-        async with connect(broker) as session:
-            inbox = await session.consumer(topic, "reader", attached=False)
-            assert offsets(await inbox.take(40)) == list(range(40))
-
-    run(scenario())
+        )
+        stream = other.raw_consumers.ReceiveMessages(
+            danube.ReceiveRequest(request_id=2, consumer_id=subscribed.consumer_id)
+        )
+        await session.wait_attached(topic, "stalled")
+        for _ in range(40):
+            await producer.send(payload)
+        await asyncio.to_thread(broker.stop)
+        stream.cancel()
+    await asyncio.to_thread(broker.start)
+    async with connect(broker) as session:
+        inbox = await session.consumer(topic, "reader", attached=False)
+        assert offsets(await inbox.take(40)) == list(range(40))

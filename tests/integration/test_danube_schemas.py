@@ -7,6 +7,7 @@ versions of producers       schema_version_selection
 what topics want            topic_schema_config
 """
 
+import asyncio
 import io
 import json
 from contextlib import asynccontextmanager
@@ -23,7 +24,7 @@ from danube.schema import CompatibilityMode, SchemaType
 from ister import wire
 from ister.wire import danube, danube_admin, danube_schema
 from tests.servers.broker import BrokerProcess
-from tests.support.danube import Danube, connect, refused, run, topic_for
+from tests.support.danube import Danube, connect, refused, topic_for
 from tests.support.protos import compile_proto
 
 INVALID, MISSING, PRECONDITION = (
@@ -38,17 +39,6 @@ USER = {
     "name": "User",
     "fields": [{"name": "name", "type": "string"}, {"name": "age", "type": "int"}],
 }
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory, engine):
-    with BrokerProcess(tmp_path_factory.mktemp("broker"), engine=engine) as broker:
-        yield broker
-
-
-@pytest.fixture
-def topic(request):
-    return topic_for(request)
 
 
 @pytest.fixture
@@ -126,18 +116,15 @@ async def opened(broker):
         yield Session(session)
 
 
-def scenario(broker, body):
-    async def play():
-        async with opened(broker) as session:
-            return await body(session)
-
-    return run(play())
+@pytest.fixture
+def session(broker):
+    return opened(broker)
 
 
 # -- registering and reading ----------------------------------------------------------------
 
 
-def test_schemas_of_every_type_are_registered_and_read(broker, subject):
+async def test_schemas_of_every_type_are_registered_and_read(session, subject):
     definitions = {
         JSON: json.dumps(schema(name="string", age="integer")).encode(),
         AVRO: json.dumps(USER).encode(),
@@ -147,209 +134,174 @@ def test_schemas_of_every_type_are_registered_and_read(broker, subject):
         SchemaType.NUMBER: b"int64",
     }
 
-    async def body(session):
-        ids = {}
-        for kind, definition in definitions.items():
-            name = f"{subject}-{kind.value}"
-            builder = session.schemas.register_schema(name).with_type(kind)
-            builder.with_schema_data(definition).with_description("d").with_tags(["a", "b"])
-            ids[kind] = await builder.execute()
-            found = await session.schemas.get_latest_schema(name)
-            assert (found.schema_id, found.version) == (ids[kind], 1)
-            assert (found.subject, found.schema_type) == (name, kind.value)
-            assert found.schema_definition == definition
-            assert found.fingerprint.startswith("sha256:")
-            assert await session.schemas.get_schema_by_id(ids[kind]) == found
-            assert await session.schemas.get_schema_version(ids[kind], 1) == found
-            raw = await session.raw.GetLatestSchema(
-                danube_schema.GetLatestSchemaRequest(subject=name)
+    ids = {}
+    for kind, definition in definitions.items():
+        name = f"{subject}-{kind.value}"
+        builder = session.schemas.register_schema(name).with_type(kind)
+        builder.with_schema_data(definition).with_description("d").with_tags(["a", "b"])
+        ids[kind] = await builder.execute()
+        found = await session.schemas.get_latest_schema(name)
+        assert (found.schema_id, found.version) == (ids[kind], 1)
+        assert (found.subject, found.schema_type) == (name, kind.value)
+        assert found.schema_definition == definition
+        assert found.fingerprint.startswith("sha256:")
+        assert await session.schemas.get_schema_by_id(ids[kind]) == found
+        assert await session.schemas.get_schema_version(ids[kind], 1) == found
+        raw = await session.raw.GetLatestSchema(danube_schema.GetLatestSchemaRequest(subject=name))
+        assert (raw.description, raw.created_by, list(raw.tags)) == (
+            "d",
+            "danube-py",
+            ["a", "b"],
+        )
+        assert raw.compatibility_mode == "backward"
+        assert raw.created_at > 0
+    assert len(set(ids.values())) == len(ids)
+    # The Rust client registers these without a word of definition.
+    for kind in ("string", "bytes"):
+        answer = await session.raw.RegisterSchema(
+            danube_schema.RegisterSchemaRequest(subject=f"{subject}-{kind}", schema_type=kind)
+        )
+        assert not answer.is_new_version
+
+
+async def test_producer_with_a_registered_schema(session, topic, subject):
+    await session.register(subject, schema(msg="string"))
+    producer = await session.producer(topic, subject)
+    await producer.send(b'{"msg": "hello"}')
+
+
+async def test_producer_with_an_unregistered_schema_is_refused(session, topic):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await session.producer(topic, "nobody-knows-it")
+    assert caught.value.code() is PRECONDITION
+    assert "not found" in caught.value.details()
+
+
+async def test_producer_without_a_schema(session, topic):
+    producer = await session.producer(topic)
+    inbox = await session.danube.consumer(topic)
+    await producer.send(b"\xff any bytes")
+    message = await inbox.one()
+    assert not message.HasField("schema_id")
+    assert not message.HasField("schema_version")
+
+
+async def test_versions_of_a_subject_share_its_id(session, subject):
+    first = await session.register(subject, schema(name="string"))
+    second = await session.register(subject, schema(name="string", email="string"))
+    again = await session.register(subject, schema(name="string"))
+    assert first == second == again
+    assert (await session.schemas.get_latest_schema(subject)).version == 2
+    assert await session.schemas.list_versions(subject) == [1, 2]
+    old = await session.schemas.get_schema_version(first, 1)
+    assert json.loads(old.schema_definition_as_string()) == schema(name="string")
+    raw = await session.raw.ListVersions(danube_schema.ListVersionsRequest(subject=subject))
+    assert [one.schema_id for one in raw.versions] == [first, first]
+    assert len({one.fingerprint for one in raw.versions}) == 2
+
+
+async def test_consumer_sees_the_schema_of_a_message(session, topic, subject):
+    schema_id = await session.register(subject, schema(data="string"))
+    producer = await session.producer(topic, subject)
+    inbox = await session.danube.consumer(topic)
+    await producer.send(b'{"data": "test"}')
+    message = await inbox.one(ack=True)
+    assert (message.schema_id, message.schema_version) == (schema_id, 1)
+
+
+async def test_producers_share_a_schema(session, topic, subject):
+    schema_id = await session.register(subject, schema(value="integer"))
+    inbox = None
+    for number in (1, 2):
+        producer = await session.producer(topic, subject, name=f"producer-{number}")
+        inbox = inbox or await session.danube.consumer(topic)
+        await producer.send(json.dumps({"value": number}).encode())
+    messages = await inbox.take(2)
+    assert [message.schema_id for message in messages] == [schema_id, schema_id]
+
+
+async def test_same_schema_is_told_as_such(session, subject):
+    def ask(definition):
+        return session.raw.RegisterSchema(
+            danube_schema.RegisterSchemaRequest(
+                subject=subject, schema_type="json", schema_definition=definition
             )
-            assert (raw.description, raw.created_by, list(raw.tags)) == (
-                "d",
-                "danube-py",
-                ["a", "b"],
-            )
-            assert raw.compatibility_mode == "backward"
-            assert raw.created_at > 0
-        assert len(set(ids.values())) == len(ids)
-        # The Rust client registers these without a word of definition.
-        for kind in ("string", "bytes"):
-            answer = await session.raw.RegisterSchema(
-                danube_schema.RegisterSchemaRequest(subject=f"{subject}-{kind}", schema_type=kind)
-            )
-            assert not answer.is_new_version
+        )
 
-    scenario(broker, body)
+    first = await ask(b'{"type": "object", "title": "T"}')
+    second = await ask(b'{ "title" : "T",\n  "type":"object" }')
+    assert (first.is_new_version, second.is_new_version) == (True, False)
+    assert (first.version, first.fingerprint) == (second.version, second.fingerprint)
 
 
-def test_producer_with_a_registered_schema(broker, topic, subject):
-    async def body(session):
-        await session.register(subject, schema(msg="string"))
-        producer = await session.producer(topic, subject)
-        await producer.send(b'{"msg": "hello"}')
-
-    scenario(broker, body)
-
-
-def test_producer_with_an_unregistered_schema_is_refused(broker, topic):
-    async def body(session):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await session.producer(topic, "nobody-knows-it")
-        assert caught.value.code() is PRECONDITION
-        assert "not found" in caught.value.details()
-
-    scenario(broker, body)
+async def test_subjects_are_listed(session, subject):
+    schema_id = await session.register(f"/default/{subject}", b"x", SchemaType.STRING)
+    await session.schemas.set_compatibility_mode(f"/default/{subject}", CompatibilityMode.FULL)
+    found = await session.raw.ListSubjects(danube_schema.ListSubjectsRequest())
+    [mine] = [one for one in found.subjects if one.subject == f"/default/{subject}"]
+    assert (mine.schema_id, mine.schema_type, mine.latest_version) == (schema_id, "string", 1)
+    assert mine.compatibility_mode == "full"
 
 
-def test_producer_without_a_schema(broker, topic):
-    async def body(session):
-        producer = await session.producer(topic)
-        inbox = await session.danube.consumer(topic)
-        await producer.send(b"\xff any bytes")
-        message = await inbox.one()
-        assert not message.HasField("schema_id")
-        assert not message.HasField("schema_version")
-
-    scenario(broker, body)
-
-
-def test_versions_of_a_subject_share_its_id(broker, subject):
-    async def body(session):
-        first = await session.register(subject, schema(name="string"))
-        second = await session.register(subject, schema(name="string", email="string"))
-        again = await session.register(subject, schema(name="string"))
-        assert first == second == again
-        assert (await session.schemas.get_latest_schema(subject)).version == 2
-        assert await session.schemas.list_versions(subject) == [1, 2]
-        old = await session.schemas.get_schema_version(first, 1)
-        assert json.loads(old.schema_definition_as_string()) == schema(name="string")
-        raw = await session.raw.ListVersions(danube_schema.ListVersionsRequest(subject=subject))
-        assert [one.schema_id for one in raw.versions] == [first, first]
-        assert len({one.fingerprint for one in raw.versions}) == 2
-
-    scenario(broker, body)
+async def test_deleted_version_is_gone(session, subject):
+    schema_id = await session.register(subject, schema(a="string"))
+    await session.register(subject, schema(a="string", b="string"))
+    done, message = await session.schemas.delete_schema_version(subject, 2)
+    assert done
+    assert message
+    assert await session.schemas.list_versions(subject) == [1]
+    assert await refused(session.schemas.get_schema_version(schema_id, 2)) is MISSING
+    assert await refused(session.schemas.delete_schema_version(subject, 2)) is MISSING
 
 
-def test_consumer_sees_the_schema_of_a_message(broker, topic, subject):
-    async def body(session):
-        schema_id = await session.register(subject, schema(data="string"))
-        producer = await session.producer(topic, subject)
-        inbox = await session.danube.consumer(topic)
-        await producer.send(b'{"data": "test"}')
-        message = await inbox.one(ack=True)
-        assert (message.schema_id, message.schema_version) == (schema_id, 1)
-
-    scenario(broker, body)
-
-
-def test_producers_share_a_schema(broker, topic, subject):
-    async def body(session):
-        schema_id = await session.register(subject, schema(value="integer"))
-        inbox = None
-        for number in (1, 2):
-            producer = await session.producer(topic, subject, name=f"producer-{number}")
-            inbox = inbox or await session.danube.consumer(topic)
-            await producer.send(json.dumps({"value": number}).encode())
-        messages = await inbox.take(2)
-        assert [message.schema_id for message in messages] == [schema_id, schema_id]
-
-    scenario(broker, body)
-
-
-def test_same_schema_is_told_as_such(broker, subject):
-    async def body(session):
-        def ask(definition):
-            return session.raw.RegisterSchema(
-                danube_schema.RegisterSchemaRequest(
-                    subject=subject, schema_type="json", schema_definition=definition
-                )
-            )
-
-        first = await ask(b'{"type": "object", "title": "T"}')
-        second = await ask(b'{ "title" : "T",\n  "type":"object" }')
-        assert (first.is_new_version, second.is_new_version) == (True, False)
-        assert (first.version, first.fingerprint) == (second.version, second.fingerprint)
-
-    scenario(broker, body)
-
-
-def test_subjects_are_listed(broker, subject):
-    async def body(session):
-        schema_id = await session.register(f"/default/{subject}", b"x", SchemaType.STRING)
-        await session.schemas.set_compatibility_mode(f"/default/{subject}", CompatibilityMode.FULL)
-        found = await session.raw.ListSubjects(danube_schema.ListSubjectsRequest())
-        [mine] = [one for one in found.subjects if one.subject == f"/default/{subject}"]
-        assert (mine.schema_id, mine.schema_type, mine.latest_version) == (schema_id, "string", 1)
-        assert mine.compatibility_mode == "full"
-
-    scenario(broker, body)
-
-
-def test_deleted_version_is_gone(broker, subject):
-    async def body(session):
-        schema_id = await session.register(subject, schema(a="string"))
-        await session.register(subject, schema(a="string", b="string"))
-        done, message = await session.schemas.delete_schema_version(subject, 2)
-        assert done
-        assert message
-        assert await session.schemas.list_versions(subject) == [1]
-        assert await refused(session.schemas.get_schema_version(schema_id, 2)) is MISSING
-        assert await refused(session.schemas.delete_schema_version(subject, 2)) is MISSING
-
-    scenario(broker, body)
-
-
-def test_statuses_say_what_is_wrong(broker, topic, subject):
+async def test_statuses_say_what_is_wrong(session, topic, subject):
     """Danube answers INTERNAL to most of these."""
 
-    async def body(session):
-        schemas = session.schemas
-        calls = {
-            "unparsable JSON Schema": (session.register(subject, b"{"), INVALID),
-            "no JSON Schema": (session.register(subject, {"type": 5}), INVALID),
-            "no Avro": (session.register(subject, {"type": "x"}, AVRO), INVALID),
-            "no Protobuf": (session.register(subject, b"\xff", PROTO), INVALID),
-            "no name": (session.register("", schema()), INVALID),
-            "too large": (session.register(subject, b'"' + b"x" * 300_000, AVRO), INVALID),
-            "unknown type": (
-                session.raw.RegisterSchema(
-                    danube_schema.RegisterSchemaRequest(subject=subject, schema_type="xml")
-                ),
-                INVALID,
+    schemas = session.schemas
+    calls = {
+        "unparsable JSON Schema": (session.register(subject, b"{"), INVALID),
+        "no JSON Schema": (session.register(subject, {"type": 5}), INVALID),
+        "no Avro": (session.register(subject, {"type": "x"}, AVRO), INVALID),
+        "no Protobuf": (session.register(subject, b"\xff", PROTO), INVALID),
+        "no name": (session.register("", schema()), INVALID),
+        "too large": (session.register(subject, b'"' + b"x" * 300_000, AVRO), INVALID),
+        "unknown type": (
+            session.raw.RegisterSchema(
+                danube_schema.RegisterSchemaRequest(subject=subject, schema_type="xml")
             ),
-            "latest": (schemas.get_latest_schema("missing"), MISSING),
-            "by id": (schemas.get_schema_by_id(999_999), MISSING),
-            "versions": (schemas.list_versions("missing"), MISSING),
-            "check": (schemas.check_compatibility("missing", b"{}", JSON), MISSING),
-            "delete": (schemas.delete_schema_version("missing", 1), MISSING),
-            "mode": (
-                schemas.set_compatibility_mode("missing", CompatibilityMode.NONE),
-                MISSING,
+            INVALID,
+        ),
+        "latest": (schemas.get_latest_schema("missing"), MISSING),
+        "by id": (schemas.get_schema_by_id(999_999), MISSING),
+        "versions": (schemas.list_versions("missing"), MISSING),
+        "check": (schemas.check_compatibility("missing", b"{}", JSON), MISSING),
+        "delete": (schemas.delete_schema_version("missing", 1), MISSING),
+        "mode": (
+            schemas.set_compatibility_mode("missing", CompatibilityMode.NONE),
+            MISSING,
+        ),
+        "bad mode": (
+            session.raw.SetCompatibilityMode(
+                danube_schema.SetCompatibilityModeRequest(
+                    subject=subject, compatibility_mode="sideways"
+                )
             ),
-            "bad mode": (
-                session.raw.SetCompatibilityMode(
-                    danube_schema.SetCompatibilityModeRequest(
-                        subject=subject, compatibility_mode="sideways"
-                    )
-                ),
-                INVALID,
-            ),
-            "bad policy": (schemas.configure_topic_schema(topic, subject, "maybe"), INVALID),
-            "no topic": (schemas.get_topic_schema_config("/default/missing"), MISSING),
-            "no topic to configure": (
-                schemas.configure_topic_schema("/default/missing", subject, "warn"),
-                MISSING,
-            ),
-            "no topic name": (schemas.get_topic_schema_config("missing"), INVALID),
-        }
-        found = {name: await refused(call) for name, (call, _) in calls.items()}
-        assert found == {name: status for name, (_, status) in calls.items()}
-        await session.danube.create_topic(topic)
-        call = schemas.configure_topic_schema(topic, "missing", "warn")
-        assert await refused(call) is MISSING
-        assert await refused(schemas.update_topic_validation_policy(topic, "none")) is PRECONDITION
-
-    scenario(broker, body)
+            INVALID,
+        ),
+        "bad policy": (schemas.configure_topic_schema(topic, subject, "maybe"), INVALID),
+        "no topic": (schemas.get_topic_schema_config("/default/missing"), MISSING),
+        "no topic to configure": (
+            schemas.configure_topic_schema("/default/missing", subject, "warn"),
+            MISSING,
+        ),
+        "no topic name": (schemas.get_topic_schema_config("missing"), INVALID),
+    }
+    found = {name: await refused(call) for name, (call, _) in calls.items()}
+    assert found == {name: status for name, (_, status) in calls.items()}
+    await session.danube.create_topic(topic)
+    call = schemas.configure_topic_schema(topic, "missing", "warn")
+    assert await refused(call) is MISSING
+    assert await refused(schemas.update_topic_validation_policy(topic, "none")) is PRECONDITION
 
 
 # -- compatibility --------------------------------------------------------------------------
@@ -382,130 +334,109 @@ def constant(value):
         ("NONE", constant("a"), constant("b"), True),
     ],
 )
-def test_compatibility_modes(broker, subject, mode, old, new, fits):
-    async def body(session):
-        await session.register(subject, old)
-        done, _ = await session.schemas.set_compatibility_mode(subject, CompatibilityMode[mode])
-        assert done
-        if fits:
-            await session.register(subject, new)
-        else:
-            assert await refused(session.register(subject, new)) is PRECONDITION
-        assert await session.schemas.list_versions(subject) == ([1, 2] if fits else [1])
-
-    scenario(broker, body)
+async def test_compatibility_modes(session, subject, mode, old, new, fits):
+    await session.register(subject, old)
+    done, _ = await session.schemas.set_compatibility_mode(subject, CompatibilityMode[mode])
+    assert done
+    if fits:
+        await session.register(subject, new)
+    else:
+        assert await refused(session.register(subject, new)) is PRECONDITION
+    assert await session.schemas.list_versions(subject) == ([1, 2] if fits else [1])
 
 
-def test_avro_and_protobuf_evolve(broker, subject):
+async def test_avro_and_protobuf_evolve(session, subject):
     field = {"name": "email", "type": "string"}
     message = 'syntax = "proto3"; message M {{ string a = 1; {} }}'
 
-    async def body(session):
-        await session.register(f"{subject}-avro", USER, AVRO)
-        more = {**USER, "fields": [*USER["fields"], {**field, "default": ""}]}
-        await session.register(f"{subject}-avro", more, AVRO)
-        worse = {**more, "fields": [*more["fields"], {**field, "name": "phone"}]}
-        assert await refused(session.register(f"{subject}-avro", worse, AVRO)) is PRECONDITION
-        await session.register(f"{subject}-proto", compile_proto(message.format("")), PROTO)
-        more = compile_proto(message.format("int32 b = 2;"))
-        await session.register(f"{subject}-proto", more, PROTO)
-        worse = message.format("string b = 2;")
-        for one in (compile_proto(worse), worse.encode()):
-            assert await refused(session.register(f"{subject}-proto", one, PROTO)) is PRECONDITION
-        # As in Danube, texts are stored and not compared.
-        await session.register(f"{subject}-text", message.format("int32 b = 2;").encode(), PROTO)
-        await session.register(f"{subject}-text", worse.encode(), PROTO)
-
-    scenario(broker, body)
+    await session.register(f"{subject}-avro", USER, AVRO)
+    more = {**USER, "fields": [*USER["fields"], {**field, "default": ""}]}
+    await session.register(f"{subject}-avro", more, AVRO)
+    worse = {**more, "fields": [*more["fields"], {**field, "name": "phone"}]}
+    assert await refused(session.register(f"{subject}-avro", worse, AVRO)) is PRECONDITION
+    await session.register(f"{subject}-proto", compile_proto(message.format("")), PROTO)
+    more = compile_proto(message.format("int32 b = 2;"))
+    await session.register(f"{subject}-proto", more, PROTO)
+    worse = message.format("string b = 2;")
+    for one in (compile_proto(worse), worse.encode()):
+        assert await refused(session.register(f"{subject}-proto", one, PROTO)) is PRECONDITION
+    # As in Danube, texts are stored and not compared.
+    await session.register(f"{subject}-text", message.format("int32 b = 2;").encode(), PROTO)
+    await session.register(f"{subject}-text", worse.encode(), PROTO)
 
 
-def test_compatibility_is_asked_for_before_registering(broker, subject):
-    async def body(session):
-        await session.register(subject, NAMED)
+async def test_compatibility_is_asked_for_before_registering(session, subject):
+    await session.register(subject, NAMED)
 
-        async def ask(new, mode=None):
-            return await session.schemas.check_compatibility(
-                subject, json.dumps(new).encode(), JSON, mode
-            )
+    async def ask(new, mode=None):
+        return await session.schemas.check_compatibility(
+            subject, json.dumps(new).encode(), JSON, mode
+        )
 
-        assert await ask(MAYBE) == (True, [])
-        fits, errors = await ask(MUST)
-        assert not fits
-        assert any("email" in error for error in errors)
-        assert await ask(MUST, CompatibilityMode.NONE) == (True, [])
-        assert await session.schemas.list_versions(subject) == [1]
-
-    scenario(broker, body)
+    assert await ask(MAYBE) == (True, [])
+    fits, errors = await ask(MUST)
+    assert not fits
+    assert any("email" in error for error in errors)
+    assert await ask(MUST, CompatibilityMode.NONE) == (True, [])
+    assert await session.schemas.list_versions(subject) == [1]
 
 
-def test_subject_evolves_over_versions(broker, subject):
-    async def body(session):
-        types = {"id": "integer"}
-        for name in ("name", "email", "phone"):
-            await session.register(subject, schema(["id"], **types))
-            types[name] = "string"
-        assert await session.schemas.list_versions(subject) == [1, 2, 3]
-
-    scenario(broker, body)
+async def test_subject_evolves_over_versions(session, subject):
+    types = {"id": "integer"}
+    for name in ("name", "email", "phone"):
+        await session.register(subject, schema(["id"], **types))
+        types[name] = "string"
+    assert await session.schemas.list_versions(subject) == [1, 2, 3]
 
 
 # -- messages with schemas ------------------------------------------------------------------
 
 
-def test_messages_of_matching_schemas_come_through(broker, topic, subject):
+async def test_messages_of_matching_schemas_come_through(session, topic, subject):
     payloads = [
         {"text": "test", "number": 1},
         {"text": "test2", "number": 2, "flag": True},
         {"text": "test3", "number": 3, "list": ["a", "b"]},
     ]
 
-    async def body(session):
-        definition = schema(
-            ["text", "number"], text="string", number="integer", flag="boolean", list="array"
-        )
-        schema_id = await session.register(subject, definition)
-        await session.configure(topic, subject, "enforce", payload=True)
-        producer = await session.producer(topic, subject)
-        inbox = await session.danube.consumer(topic)
-        for payload in payloads:
-            await producer.send(json.dumps(payload).encode())
-        messages = await inbox.take(3)
-        assert [json.loads(message.payload) for message in messages] == payloads
-        assert {message.schema_id for message in messages} == {schema_id}
-
-    scenario(broker, body)
+    definition = schema(
+        ["text", "number"], text="string", number="integer", flag="boolean", list="array"
+    )
+    schema_id = await session.register(subject, definition)
+    await session.configure(topic, subject, "enforce", payload=True)
+    producer = await session.producer(topic, subject)
+    inbox = await session.danube.consumer(topic)
+    for payload in payloads:
+        await producer.send(json.dumps(payload).encode())
+    messages = await inbox.take(3)
+    assert [json.loads(message.payload) for message in messages] == payloads
+    assert {message.schema_id for message in messages} == {schema_id}
 
 
-def test_consumer_gets_messages_of_old_and_new_versions(broker, topic, subject):
-    async def body(session):
-        await session.register(subject, schema(["id"], id="integer"))
-        first = await session.producer(topic, subject, name="first")
-        inbox = await session.danube.consumer(topic)
-        await first.send(b'{"id": 1}')
-        await session.register(subject, schema(["id"], id="integer", name="string"))
-        second = await session.producer(topic, subject, name="second")
-        await second.send(b'{"id": 2, "name": "test"}')
-        messages = await inbox.take(2)
-        assert [message.schema_version for message in messages] == [1, 2]
-
-    scenario(broker, body)
+async def test_consumer_gets_messages_of_old_and_new_versions(session, topic, subject):
+    await session.register(subject, schema(["id"], id="integer"))
+    first = await session.producer(topic, subject, name="first")
+    inbox = await session.danube.consumer(topic)
+    await first.send(b'{"id": 1}')
+    await session.register(subject, schema(["id"], id="integer", name="string"))
+    second = await session.producer(topic, subject, name="second")
+    await second.send(b'{"id": 2, "name": "test"}')
+    messages = await inbox.take(2)
+    assert [message.schema_version for message in messages] == [1, 2]
 
 
-def test_avro_payloads_are_looked_into(broker, topic, subject):
+async def test_avro_payloads_are_looked_into(session, topic, subject):
     out = io.BytesIO()
     fastavro.schemaless_writer(out, fastavro.parse_schema(USER), {"name": "alice", "age": 30})
 
-    async def body(session):
-        schema_id = await session.register(subject, USER, AVRO)
-        await session.configure(topic, subject, "enforce", payload=True)
-        producer = await session.producer(topic, subject)
-        inbox = await session.danube.consumer(topic)
-        await producer.send(out.getvalue())
-        assert (await inbox.one(ack=True)).schema_id == schema_id
-        assert await refused(producer.send(b'{"name": "alice", "age": 30}')) is INVALID
-        await inbox.expect_silence()
-
-    scenario(broker, body)
+    schema_id = await session.register(subject, USER, AVRO)
+    await session.configure(topic, subject, "enforce", payload=True)
+    producer = await session.producer(topic, subject)
+    inbox = await session.danube.consumer(topic)
+    await producer.send(out.getvalue())
+    assert (await inbox.one(ack=True)).schema_id == schema_id
+    assert await refused(producer.send(b'{"name": "alice", "age": 30}')) is INVALID
+    await inbox.expect_silence()
 
 
 @pytest.mark.parametrize(
@@ -518,77 +449,65 @@ def test_avro_payloads_are_looked_into(broker, topic, subject):
     ],
     ids=["string", "bytes", "number", "protobuf"],
 )
-def test_payloads_of_other_types(broker, topic, subject, kind, definition, good, bad):
-    async def body(session):
-        schema_id = await session.register(subject, definition, kind)
-        await session.configure(topic, subject, "enforce", payload=True)
-        producer = await session.producer(topic, subject)
-        inbox = await session.danube.consumer(topic)
-        await producer.send(good)
-        message = await inbox.one(ack=True)
-        assert (message.payload, message.schema_id) == (good, schema_id)
-        if bad is not None:
-            assert await refused(producer.send(bad)) is INVALID
-
-    scenario(broker, body)
+async def test_payloads_of_other_types(session, topic, subject, kind, definition, good, bad):
+    schema_id = await session.register(subject, definition, kind)
+    await session.configure(topic, subject, "enforce", payload=True)
+    producer = await session.producer(topic, subject)
+    inbox = await session.danube.consumer(topic)
+    await producer.send(good)
+    message = await inbox.one(ack=True)
+    assert (message.payload, message.schema_id) == (good, schema_id)
+    if bad is not None:
+        assert await refused(producer.send(bad)) is INVALID
 
 
-def test_enforcing_topic_refuses_what_does_not_fit(broker, topic, subject):
-    async def body(session):
-        schema_id = await session.register(subject, schema(["a"], a="string"))
-        other = await session.register(f"{subject}-other", schema(b="string"))
-        await session.configure(topic, subject, "enforce", payload=True)
-        inbox = await session.danube.consumer(topic)
-        good = b'{"a": "x"}'
-        for more in (
-            {},
-            {"schema_id": 999_999, "version": 1},
-            {"schema_id": schema_id, "version": 9},
-            {"schema_id": other, "version": 1},
-        ):
-            assert await refused(session.send(topic, good, **more)) is INVALID
-        fitting = {"schema_id": schema_id, "version": 1}
-        assert await refused(session.send(topic, b'{"a": 5}', **fitting)) is INVALID
-        assert await refused(session.send(topic, b"not json", **fitting)) is INVALID
-        await session.send(topic, good, **fitting)
-        # Nothing of what was refused is in the topic.
-        assert (await inbox.one(ack=True)).payload == good
-        await inbox.expect_silence()
-
-    scenario(broker, body)
+async def test_enforcing_topic_refuses_what_does_not_fit(session, topic, subject):
+    schema_id = await session.register(subject, schema(["a"], a="string"))
+    other = await session.register(f"{subject}-other", schema(b="string"))
+    await session.configure(topic, subject, "enforce", payload=True)
+    inbox = await session.danube.consumer(topic)
+    good = b'{"a": "x"}'
+    for more in (
+        {},
+        {"schema_id": 999_999, "version": 1},
+        {"schema_id": schema_id, "version": 9},
+        {"schema_id": other, "version": 1},
+    ):
+        assert await refused(session.send(topic, good, **more)) is INVALID
+    fitting = {"schema_id": schema_id, "version": 1}
+    assert await refused(session.send(topic, b'{"a": 5}', **fitting)) is INVALID
+    assert await refused(session.send(topic, b"not json", **fitting)) is INVALID
+    await session.send(topic, good, **fitting)
+    # Nothing of what was refused is in the topic.
+    assert (await inbox.one(ack=True)).payload == good
+    await inbox.expect_silence()
 
 
-def test_warning_topic_takes_everything(broker, topic, subject):
+async def test_warning_topic_takes_everything(session, topic, subject):
     """Danube refuses an unknown id, and a payload that does not fit, even where it should warn."""
 
-    async def body(session):
-        schema_id = await session.register(subject, schema(["a"], a="string"))
-        await session.configure(topic, subject, "warn", payload=True)
-        inbox = await session.danube.consumer(topic)
-        await session.send(topic, b"0")
-        await session.send(topic, b"1", schema_id=999_999, version=1)
-        await session.send(topic, b"2", schema_id=schema_id, version=9)
-        await session.send(topic, b"3", schema_id=schema_id, version=1)
-        assert [message.payload for message in await inbox.take(4)] == [b"0", b"1", b"2", b"3"]
-
-    scenario(broker, body)
+    schema_id = await session.register(subject, schema(["a"], a="string"))
+    await session.configure(topic, subject, "warn", payload=True)
+    inbox = await session.danube.consumer(topic)
+    await session.send(topic, b"0")
+    await session.send(topic, b"1", schema_id=999_999, version=1)
+    await session.send(topic, b"2", schema_id=schema_id, version=9)
+    await session.send(topic, b"3", schema_id=schema_id, version=1)
+    assert [message.payload for message in await inbox.take(4)] == [b"0", b"1", b"2", b"3"]
 
 
-def test_policy_changes_at_once(broker, topic, subject):
-    async def body(session):
-        await session.register(subject, schema(["a"], a="string"))
-        producer = await session.producer(topic, subject)
-        await producer.send(b"not json")
-        config = await session.schemas.get_topic_schema_config(topic)
-        assert (config.schema_subject, config.validation_policy) == (subject, "warn")
-        assert not config.enable_payload_validation
-        done, _ = await session.schemas.update_topic_validation_policy(topic, "ENFORCE", True)
-        assert done
-        assert await refused(producer.send(b"not json")) is INVALID
-        await session.schemas.update_topic_validation_policy(topic, "none", True)
-        await producer.send(b"not json")
-
-    scenario(broker, body)
+async def test_policy_changes_at_once(session, topic, subject):
+    await session.register(subject, schema(["a"], a="string"))
+    producer = await session.producer(topic, subject)
+    await producer.send(b"not json")
+    config = await session.schemas.get_topic_schema_config(topic)
+    assert (config.schema_subject, config.validation_policy) == (subject, "warn")
+    assert not config.enable_payload_validation
+    done, _ = await session.schemas.update_topic_validation_policy(topic, "ENFORCE", True)
+    assert done
+    assert await refused(producer.send(b"not json")) is INVALID
+    await session.schemas.update_topic_validation_policy(topic, "none", True)
+    await producer.send(b"not json")
 
 
 # -- versions of producers ------------------------------------------------------------------
@@ -599,168 +518,138 @@ def test_policy_changes_at_once(broker, topic, subject):
     [({"version": 1}, 1), ({"version": 3}, 3), ({"least": 2}, 3), ({"least": 3}, 3), ({}, 3)],
     ids=str,
 )
-def test_producer_writes_with_the_version_that_it_chose(broker, topic, subject, choice, version):
-    async def body(session):
-        types = {}
-        for name in "abc":
-            types[name] = "string"
-            await session.register(subject, schema(**types))
-        producer = await session.producer(topic, subject, **choice)
-        inbox = await session.danube.consumer(topic)
-        await producer.send(b'{"a": "x"}')
-        assert (await inbox.one(ack=True)).schema_version == version
+async def test_producer_writes_with_the_version_that_it_chose(
+    session, topic, subject, choice, version
+):
+    types = {}
+    for name in "abc":
+        types[name] = "string"
+        await session.register(subject, schema(**types))
+    producer = await session.producer(topic, subject, **choice)
+    inbox = await session.danube.consumer(topic)
+    await producer.send(b'{"a": "x"}')
+    assert (await inbox.one(ack=True)).schema_version == version
 
-    scenario(broker, body)
 
-
-def test_producers_of_two_versions_share_a_topic(broker, topic, subject):
-    async def body(session):
-        await session.register(subject, schema(value="integer"))
-        await session.register(subject, schema(value="integer", label="string"))
-        producers = [
-            await session.producer(topic, subject, name=f"v{version}", version=version)
-            for version in (1, 2)
-        ]
-        inbox = await session.danube.consumer(topic)
-        for producer in producers:
-            await producer.send(b'{"value": 1}')
-        assert {message.schema_version for message in await inbox.take(2)} == {1, 2}
-
-    scenario(broker, body)
+async def test_producers_of_two_versions_share_a_topic(session, topic, subject):
+    await session.register(subject, schema(value="integer"))
+    await session.register(subject, schema(value="integer", label="string"))
+    producers = [
+        await session.producer(topic, subject, name=f"v{version}", version=version)
+        for version in (1, 2)
+    ]
+    inbox = await session.danube.consumer(topic)
+    for producer in producers:
+        await producer.send(b'{"value": 1}')
+    assert {message.schema_version for message in await inbox.take(2)} == {1, 2}
 
 
 @pytest.mark.parametrize("choice", [{"version": 99}, {"least": 99}], ids=str)
-def test_producer_of_a_version_that_is_not_there_is_refused(broker, topic, subject, choice):
-    async def body(session):
-        await session.register(subject, schema(x="integer"))
-        with pytest.raises((grpc.aio.AioRpcError, ValueError)):
-            await session.producer(topic, subject, **choice)
-
-    scenario(broker, body)
+async def test_producer_of_a_version_that_is_not_there_is_refused(session, topic, subject, choice):
+    await session.register(subject, schema(x="integer"))
+    with pytest.raises((grpc.aio.AioRpcError, ValueError)):
+        await session.producer(topic, subject, **choice)
 
 
 @pytest.mark.parametrize("choice", [{"pinned_version": 99}, {"min_version": 99}], ids=str)
-def test_broker_itself_refuses_a_version_that_is_not_there(broker, topic, subject, choice):
+async def test_broker_itself_refuses_a_version_that_is_not_there(
+    session, broker, topic, subject, choice
+):
     """Danube's client looks for the version by itself; others leave that to the broker."""
 
-    async def body(session):
-        await session.register(subject, schema(x="integer"))
-        producers = wire.stub(session.danube.channel, "danube.ProducerService")
-        request = danube.ProducerRequest(
-            producer_name="p",
-            topic_name=topic,
-            schema_ref=danube.SchemaReference(subject=subject, **choice),
-            dispatch_strategy=danube.DispatchStrategy.Reliable,
-        )
-        assert await refused(producers.CreateProducer(request)) is PRECONDITION
-
-    scenario(broker, body)
+    await session.register(subject, schema(x="integer"))
+    producers = wire.stub(session.danube.channel, "danube.ProducerService")
+    request = danube.ProducerRequest(
+        producer_name="p",
+        topic_name=topic,
+        schema_ref=danube.SchemaReference(subject=subject, **choice),
+        dispatch_strategy=danube.DispatchStrategy.Reliable,
+    )
+    assert await refused(producers.CreateProducer(request)) is PRECONDITION
 
 
-def test_topic_whose_schema_has_no_version_left_is_described(broker, topic, subject):
-    async def body(session):
-        await session.register(subject, schema(x="integer"))
-        await session.producer(topic, subject)
-        await session.raw.DeleteSchemaVersion(
-            danube_schema.DeleteSchemaVersionRequest(subject=subject, version=1)
-        )
-        described = await session.danube.topics.DescribeTopic(
-            danube_admin.DescribeTopicRequest(name=topic)
-        )
-        assert described.schema_subject == subject
-        assert not described.HasField("schema_version")
-
-    scenario(broker, body)
+async def test_topic_whose_schema_has_no_version_left_is_described(session, topic, subject):
+    await session.register(subject, schema(x="integer"))
+    await session.producer(topic, subject)
+    await session.raw.DeleteSchemaVersion(
+        danube_schema.DeleteSchemaVersionRequest(subject=subject, version=1)
+    )
+    described = await session.danube.topics.DescribeTopic(
+        danube_admin.DescribeTopicRequest(name=topic)
+    )
+    assert described.schema_subject == subject
+    assert not described.HasField("schema_version")
 
 
 # -- what topics want -----------------------------------------------------------------------
 
 
-def test_first_producer_fixes_the_subject(broker, topic, subject):
-    async def body(session):
-        schema_id = await session.register(subject, schema(msg="string"))
-        await session.register(f"{subject}-other", schema(b="integer"))
-        await session.producer(topic)
-        config = await session.schemas.get_topic_schema_config(topic)
-        assert (config.schema_subject, config.schema_id) == ("", 0)
-        await session.producer(topic, subject, name="first")
-        await session.producer(topic, subject, name="second")
-        call = session.producer(topic, f"{subject}-other", name="third")
-        assert await refused(call) is PRECONDITION
-        config = await session.schemas.get_topic_schema_config(topic)
-        assert (config.schema_subject, config.schema_id) == (subject, schema_id)
-        # One without a schema may come; its messages are judged one by one.
-        plain = await session.producer(topic, name="plain")
-        await plain.send(b"anything")
-
-    scenario(broker, body)
+async def test_first_producer_fixes_the_subject(session, topic, subject):
+    schema_id = await session.register(subject, schema(msg="string"))
+    await session.register(f"{subject}-other", schema(b="integer"))
+    await session.producer(topic)
+    config = await session.schemas.get_topic_schema_config(topic)
+    assert (config.schema_subject, config.schema_id) == ("", 0)
+    await session.producer(topic, subject, name="first")
+    await session.producer(topic, subject, name="second")
+    call = session.producer(topic, f"{subject}-other", name="third")
+    assert await refused(call) is PRECONDITION
+    config = await session.schemas.get_topic_schema_config(topic)
+    assert (config.schema_subject, config.schema_id) == (subject, schema_id)
+    # One without a schema may come; its messages are judged one by one.
+    plain = await session.producer(topic, name="plain")
+    await plain.send(b"anything")
 
 
-def test_topic_takes_other_versions_of_its_subject(broker, topic, subject):
-    async def body(session):
-        await session.register(subject, schema(id="integer"))
-        await session.producer(topic, subject, name="one", version=1)
-        await session.register(subject, schema(id="integer", name="string"))
-        await session.producer(topic, subject, name="two", version=2)
-
-    scenario(broker, body)
+async def test_topic_takes_other_versions_of_its_subject(session, topic, subject):
+    await session.register(subject, schema(id="integer"))
+    await session.producer(topic, subject, name="one", version=1)
+    await session.register(subject, schema(id="integer", name="string"))
+    await session.producer(topic, subject, name="two", version=2)
 
 
-def test_topic_can_be_given_another_subject(broker, topic, subject):
-    async def body(session):
-        await session.register(subject, schema(a="string"))
-        other = f"{subject}-other"
-        schema_id = await session.register(other, schema(b="string"))
-        await session.producer(topic, subject)
-        done, _ = await session.schemas.configure_topic_schema(topic, other, "Enforce", True)
-        assert done
-        config = await session.schemas.get_topic_schema_config(topic)
-        assert (config.schema_subject, config.validation_policy) == (other, "enforce")
-        assert (config.enable_payload_validation, config.schema_id) == (True, schema_id)
-        assert await refused(session.producer(topic, subject, name="late")) is PRECONDITION
-
-    scenario(broker, body)
+async def test_topic_can_be_given_another_subject(session, topic, subject):
+    await session.register(subject, schema(a="string"))
+    other = f"{subject}-other"
+    schema_id = await session.register(other, schema(b="string"))
+    await session.producer(topic, subject)
+    done, _ = await session.schemas.configure_topic_schema(topic, other, "Enforce", True)
+    assert done
+    config = await session.schemas.get_topic_schema_config(topic)
+    assert (config.schema_subject, config.validation_policy) == (other, "enforce")
+    assert (config.enable_payload_validation, config.schema_id) == (True, schema_id)
+    assert await refused(session.producer(topic, subject, name="late")) is PRECONDITION
 
 
-def test_new_topic_of_a_deleted_ones_name_wants_nothing(broker, topic, subject):
-    async def body(session):
-        await session.register(subject, schema(a="string"))
-        await session.configure(topic, subject, "enforce", payload=True)
-        answer = await session.danube.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
-        assert answer.success
-        producer = await session.producer(topic)
-        await producer.send(b"anything")
-        config = await session.schemas.get_topic_schema_config(topic)
-        assert config.schema_subject == ""
-
-    scenario(broker, body)
+async def test_new_topic_of_a_deleted_ones_name_wants_nothing(session, topic, subject):
+    await session.register(subject, schema(a="string"))
+    await session.configure(topic, subject, "enforce", payload=True)
+    answer = await session.danube.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
+    assert answer.success
+    producer = await session.producer(topic)
+    await producer.send(b"anything")
+    config = await session.schemas.get_topic_schema_config(topic)
+    assert config.schema_subject == ""
 
 
 # -- life -----------------------------------------------------------------------------------
 
 
-def test_registry_survives_a_kill(tmp_path):
-    async def before(session):
-        schema_id = await session.register("orders", schema(["a"], a="string"))
-        await session.register("orders", schema(["a"], a="string", b="string"))
-        await session.schemas.set_compatibility_mode("orders", CompatibilityMode.FULL)
-        await session.configure("/default/orders", "orders", "enforce", payload=True)
-        return schema_id
-
-    async def after(session):
-        found = await session.schemas.get_latest_schema("orders")
-        assert await session.schemas.list_versions("orders") == [1, 2]
-        assert await refused(session.register("orders", schema(["a"], a="integer"))) is PRECONDITION
-        producer = await session.producer("/default/orders", "orders")
-        await producer.send(b'{"a": "x"}')
-        assert await refused(producer.send(b'{"a": 5}')) is INVALID
-        other = await session.register("other", schema())
-        return found.schema_id, other
-
+async def test_registry_survives_a_kill(tmp_path):
     with BrokerProcess(tmp_path) as broker:
-        schema_id = scenario(broker, before)
-        broker.kill()
-        broker.start()
-        found, other = scenario(broker, after)
-        assert found == schema_id
-        assert other != schema_id
+        async with opened(broker) as session:
+            schema_id = await session.register("orders", schema(["a"], a="string"))
+            await session.register("orders", schema(["a"], a="string", b="string"))
+            await session.schemas.set_compatibility_mode("orders", CompatibilityMode.FULL)
+            await session.configure("/default/orders", "orders", "enforce", payload=True)
+        await asyncio.to_thread(broker.crash)
+        async with opened(broker) as session:
+            found = await session.schemas.get_latest_schema("orders")
+            assert found.schema_id == schema_id
+            assert await session.schemas.list_versions("orders") == [1, 2]
+            call = session.register("orders", schema(["a"], a="integer"))
+            assert await refused(call) is PRECONDITION
+            producer = await session.producer("/default/orders", "orders")
+            await producer.send(b'{"a": "x"}')
+            assert await refused(producer.send(b'{"a": 5}')) is INVALID
+            assert await session.register("other", schema()) != schema_id

@@ -12,19 +12,12 @@ import pytest
 pytest.importorskip("danube")
 
 from ister.client import AsyncClient
-from tests.servers.broker import BrokerProcess
-from tests.support.danube import EXCLUSIVE, SHARED, connect
+from tests.support.danube import EXCLUSIVE, SHARED
 
 TIMEOUT_MS = 4000
 MESSAGES = 120
 SECONDS = 0.08
 _numbers = count()
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory, engine):
-    with BrokerProcess(tmp_path_factory.mktemp("broker"), engine=engine) as process:
-        yield process
 
 
 @pytest.fixture
@@ -45,11 +38,10 @@ async def handle(receive, ack):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", [EXCLUSIVE, SHARED], ids=["exclusive", "shared"])
-async def test_a_slow_program_handles_each_message_once(broker, topic, kind):
+async def test_a_slow_program_handles_each_message_once(session, broker, topic, kind):
     """Goal: nothing that waits in a client counts as unanswered, so nothing comes twice."""
 
     async with (
-        connect(broker) as session,
         AsyncClient(broker.address) as client,
     ):
         await session.create_topic(topic)
@@ -77,27 +69,26 @@ async def test_a_slow_program_handles_each_message_once(broker, topic, kind):
 
 
 @pytest.mark.nightly
-async def test_a_slow_program_handles_each_message_of_all_partitions_once(broker, topic):
+async def test_a_slow_program_handles_each_message_of_all_partitions_once(session, topic):
     """Danube's client has one queue for all partitions, and it is filled with one of them first."""
 
-    async with connect(broker) as session:
-        producer = await session.producer(topic, partitions=3)
-        for number in range(MESSAGES):
-            await producer.send(b"%d" % number)
-        inbox = await session.consumer(topic)
-        for partition in inbox.ids:
-            await session.set_failure_policy(partition, ack_timeout_ms=TIMEOUT_MS // 3)
-            await session.seek(partition, earliest=True)
-        handled = await handle(inbox.queue.get, inbox.ack)
-        assert sorted(handled, key=int) == [b"%d" % number for number in range(MESSAGES)]
-        for partition in inbox.ids:
-            await session.wait_for_cursor(partition, MESSAGES // 3)
+    producer = await session.producer(topic, partitions=3)
+    for number in range(MESSAGES):
+        await producer.send(b"%d" % number)
+    inbox = await session.consumer(topic)
+    for partition in inbox.ids:
+        await session.set_failure_policy(partition, ack_timeout_ms=TIMEOUT_MS // 3)
+        await session.seek(partition, earliest=True)
+    handled = await handle(inbox.queue.get, inbox.ack)
+    assert sorted(handled, key=int) == [b"%d" % number for number in range(MESSAGES)]
+    for partition in inbox.ids:
+        await session.wait_for_cursor(partition, MESSAGES // 3)
 
 
-async def test_what_a_program_does_not_take_goes_to_others(broker, topic):
+async def test_what_a_program_does_not_take_goes_to_others(session, broker, topic):
     """A consumer that reads ahead and then does nothing keeps nobody from its messages."""
 
-    async with connect(broker) as session, AsyncClient(broker.address) as client:
+    async with AsyncClient(broker.address) as client:
         await session.create_topic(topic)
         async with client.consumer(topic, subscription="s", kind="shared") as stuck:
             await session.send(topic, [f"{number}" for number in range(20)])

@@ -33,7 +33,6 @@ from tests.support.danube import (
     refused,
     run,
     texts,
-    topic_for,
 )
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -63,11 +62,6 @@ def start_pair(stack, directory, *, lease_ttl_seconds, **broker):
 def pair(tmp_path_factory):
     with ExitStack() as stack:
         yield start_pair(stack, tmp_path_factory.mktemp("pair"), lease_ttl_seconds=30)
-
-
-@pytest.fixture
-def topic(request):
-    return topic_for(request)
 
 
 async def lookup(session, topic):
