@@ -5,6 +5,8 @@
     /jobs/r<n>          where replays go
     tables/<format>/…   a table for each topic, and one for what does not fit
 
+Now and then a query has begun a batch of rows in `/jobs/k`, and is dead (`jobs_batch.py`).
+
 `World` knows every message that was sent, which of `/jobs/k` are left, and which offsets each table
 has. `Work` is a job with what it needs: something to do, arguments, and what is true when it was
 killed, and when it is done. `WORKS` has them all, with the steps that each comes by.
@@ -42,6 +44,7 @@ from ister.model import TopicName
 from ister.topic.history import History
 from ister.topic.log import Log
 from ister.topic.stores import open_metadata
+from tests.fault.jobs_batch import OpenBatch, Sent
 from tests.support.exports import (
     commit_nothing,
     forget_history,
@@ -69,19 +72,6 @@ _SCHEMA = {
     "type": "object",
     "properties": {"n": {"type": "integer"}, "text": {"type": "string"}},
 }
-
-
-class Sent(NamedTuple):
-    """A message, as it was sent."""
-
-    payload: bytes
-    key: str | None
-    time_ms: int
-
-    @property
-    def fits(self) -> bool:
-        """Whether it is of the schema that exports have."""
-        return self.payload.startswith(b"{")
 
 
 class TableState(NamedTuple):
@@ -122,6 +112,10 @@ class World:
         """By format: how often that was done, and how often a history was cleaned."""
         self.replays: dict[str, list[bytes]] = {}
         """The payloads that each target has."""
+        self.batch: OpenBatch | None = None
+        """Of a query that writes to `/jobs/k`, if its driver is dead."""
+        self.batches: Counter[str] = Counter()
+        """How many were begun and finished, and how many rows a dead driver has left."""
         self._log: Log | None = None
         self.send(uploads=chance.randint(1, 3))
 
@@ -209,10 +203,55 @@ class World:
                         topic.upload()
                 topic.wal.save_checkpoint()
 
-    def _messages(self, name: str) -> list[Sent]:
+    def turn_batch(self) -> None:
+        """A query begins a batch of `/jobs/k` and dies, or goes on with it; or nothing happens."""
+        if self.chance.random() < 0.5:
+            return
+        if self.batch is None:
+            self.begin_batch()
+        else:
+            self.finish_batch()
+
+    def begin_batch(self) -> None:
+        """Some rows of a batch are in `/jobs/k`, and nothing says how many."""
+        rows = self._messages(KEYED, least=6, most=15)
+        number = self.batches["begun"]
+        self.batch = OpenBatch(self.directory / "objects", KEYED, number, rows, self.chance)
+        with self.opened() as log:
+            self.batch.begin(log)
+            log.topic(KEYED).flush()
+            log.topic(KEYED).wal.save_checkpoint()
+        self.sent[KEYED] += rows[: self.batch.have]
+        self.batches["begun"] += 1
+        self.batches["rows left"] += self.batch.have
+
+    def finish_batch(self) -> None:
+        """The next driver of the query: the batch is in, once and in its order."""
+        batch, self.batch = self.batch, None
+        if batch is None:
+            return
+        with self.opened() as log:
+            first = batch.finish(log)
+            assert first == len(self.sent[KEYED])
+            self.sent[KEYED] += batch.rows[batch.have :]
+            topic = log.topic(KEYED)
+            topic.wal.save_checkpoint()
+            end = topic.watermarks.next
+            assert end == len(self.sent[KEYED])
+            found = {message.offset: bytes(message.payload) for message in topic.read("earliest")}
+        wanted = self.left_of_keyed(end)
+        assert found == {offset: self.sent[KEYED][offset].payload for offset in wanted}
+        assert set(range(batch.start, end)) <= wanted, "rows of an open batch were removed"
+        self.batches["finished"] += 1
+
+    def held_back(self, end: int) -> set[int]:
+        """The offsets up to `end` of `/jobs/k` that may be rows of the open batch."""
+        return set(range(self.batch.start, end)) if self.batch is not None else set()
+
+    def _messages(self, name: str, *, least: int = 20, most: int = 50) -> list[Sent]:
         chance, first = self.chance, len(self.sent[name])
         messages = []
-        for number in range(first, first + chance.randint(20, 50)):
+        for number in range(first, first + chance.randint(least, most)):
             text = "x" * chance.randrange(100)
             payload = json.dumps({"n": number, "text": text}).encode()
             if number == first or chance.random() < 0.1:
@@ -255,6 +294,12 @@ class World:
         """A topic's objects."""
         with ister.open_history(self.config) as history:
             return [found for found, _ in history.topic(name).catalog.descriptors()]
+
+    def offsets_in_bucket(self, name: str) -> set[int]:
+        """The offsets of a topic's messages that the bucket has."""
+        with ister.open_history(self.config) as history:
+            rows = history.topic(name).read_arrow(columns=("offset",)).read_all()
+        return set(rows["offset"].to_pylist())
 
     def tiered(self, name: str) -> int:
         """How far the bucket has a topic."""
@@ -587,7 +632,8 @@ class CompactByKey(Work):
     def prepare(self) -> None:
         self.world.send(uploads=3, topics=[KEYED])
         end = self.world.tiered(KEYED)
-        self._wanted, self._before = self.world.latest(end), self.world.left_of_keyed(end)
+        self._before = self.world.left_of_keyed(end)
+        self._wanted = self.world.latest(end) | self.world.held_back(end)
 
     def arguments(self) -> dict[str, object]:
         return {
@@ -604,8 +650,14 @@ class CompactByKey(Work):
         self.world.check(keyed=(self._wanted, self._before))
 
     def check_done(self, report: Mapping[str, Any]) -> None:
-        end = self.world.tiered(KEYED)
-        self.world.kept = {offset: offset in self._wanted for offset in range(end)}
+        world, end = self.world, self.world.tiered(KEYED)
+        if world.batch is None:
+            left = self._wanted
+        else:
+            # Objects that end above its start lose nothing, whatever else they have.
+            left = world.offsets_in_bucket(KEYED)
+            assert self._wanted <= left <= self._before, "the wrong messages were removed"
+        world.kept = {offset: offset in left for offset in range(end)}
         super().check_done(report)
 
 

@@ -5,8 +5,10 @@ dies, with or without all that it has started, or the process of one task, which
 Right after a death nothing may be wrong: topics read as before, tables have no offset twice. Then
 the same job is run again, and everything has to be as if nothing had happened. Before an export,
 and before a dead one is run again, somebody puts some tables back to what they were once; now and
-then others commit to them, and their history is cleaned. What they lack comes again, once. At the
-end of a round what is left of the dead is collected, and then nothing is left that nobody names.
+then others commit to them, and their history is cleaned. What they lack comes again, once. Beside
+some jobs a batch of a query is in a topic in part, and is finished later: each row is there once.
+At the end of a round what is left of the dead is collected, and then nothing is left that nobody
+names.
 
 The steps of all rounds, their order, the data and who has the log open meanwhile come from a seed.
 In `make nightly` the rounds together come by every step of every job.
@@ -21,11 +23,14 @@ import pytest
 
 from ister.bucket.names import format_object_id
 from ister.failpoints import FAILPOINTS
+from ister.spark.jobs import compaction
+from ister.spark.jobs.compaction import compact
 from tests.fault.jobs_child import Drivers, JobsChild
-from tests.fault.jobs_world import KEYED, PLAIN, WORKS, Step, World
+from tests.fault.jobs_world import KEYED, PLAIN, WORKS, Step, Work, World
 from tests.fault.tier_checks import memory_directory
 from tests.fault.writer_child import new_seed, say_replay
 from tests.support.scale import IS_NIGHTLY, scaled
+from tests.support.spark_here import SparkHere
 
 ROUNDS = scaled(1, 20)
 ROLLBACK_ROUNDS = scaled(1, 3)
@@ -175,9 +180,15 @@ class Round:
             self._kill_driver(step)
         HIT[step] += 1
 
-    def _kill_driver(self, step: Step) -> None:
-        work = WORKS[step.work](self.world)
+    def _prepared(self, name: str) -> Work:
+        """A job that has something to do, beside a batch that is open, or not."""
+        self.world.turn_batch()
+        work = WORKS[name](self.world)
         work.prepare()
+        return work
+
+    def _kill_driver(self, step: Step) -> None:
+        work = self._prepared(step.work)
         visit = self.chance.randint(1, step.visits)
         is_machine, is_open = self.chance.random() < 0.5, self.chance.random() < 0.4
         self.deaths.append(f"{step.work}: {step.point}@{visit}")
@@ -198,8 +209,7 @@ class Round:
         is_open = self.chance.random() < 0.4
         self.deaths.append(f"{step.work}, a task: {step.point}")
         for _ in range(_ATTEMPTS):
-            work = WORKS[step.work](self.world)
-            work.prepare()
+            work = self._prepared(step.work)
             print(self.deaths[-1], "open" if is_open else "")
             with self.world.owned(is_open and not work.is_alone):
                 report, has_died = self.drivers.kill_task(
@@ -217,17 +227,17 @@ class Round:
         """Any job, from its beginning to its end."""
         name = self.chance.choice(sorted(WORKS))
         print(name)
-        work = WORKS[name](self.world)
-        work.prepare()
+        work = self._prepared(name)
         work.check_done(self._run(work))
 
-    def _run(self, work) -> dict:
+    def _run(self, work: Work) -> dict:
         return self.drivers.run(work.job, work.config, work.arguments())
 
     def finish(self) -> dict:
         """What deaths have left is collected; figures."""
         world = self.world
         world.wait_for_leases()
+        world.finish_batch()
         world.age_tables()
         for kind in sorted(world.exported):
             export = WORKS[f"export to {kind}"](world)
@@ -240,7 +250,7 @@ class Round:
         assert scrubbed["ok"], scrubbed["errors"]
         assert [topic["findings"] for topic in scrubbed["topics"] if topic["findings"]] == []
         told = {"deaths": self.deaths, "unnamed_table_files": strangers, **swept}
-        return told | {"tables": dict(world.rollbacks)}
+        return told | {"tables": dict(world.rollbacks), "batches": dict(world.batches)}
 
 
 @pytest.mark.nightly
@@ -374,6 +384,47 @@ def test_check_sees_what_is_wrong(tmp_path, wrong):
     wrong(world)
     with pytest.raises((AssertionError, LookupError)):
         world.check()
+
+
+def keyed_world(directory, seed):
+    """With a batch in it that is open, and a compaction that has something to remove."""
+    world = World(directory, random.Random(seed))
+    world.send(uploads=2, topics=[KEYED])
+    world.begin_batch()
+    work = WORKS["compact by key"](world)
+    work.prepare()
+    return world, work
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_open_batch_is_finished_behind_a_compaction(tmp_path, seed):
+    world, work = keyed_world(tmp_path, seed)
+    work.check_done(compact(SparkHere(), work.config, **work.arguments()).as_json())
+    world.finish_batch()
+    assert world.batches["finished"] == 1
+    world.send(uploads=1, topics=[KEYED])
+    work = WORKS["compact by key"](world)
+    work.prepare()
+    work.check_done(compact(SparkHere(), work.config, **work.arguments()).as_json())
+    assert not all(world.kept.values())
+
+
+def test_compaction_that_removes_rows_of_an_open_batch_is_caught(tmp_path, monkeypatch):
+    _, work = keyed_world(tmp_path, 1)
+    monkeypatch.setattr(compaction, "find_open_batch", lambda *_: None)
+    report = compact(SparkHere(), work.config, **work.arguments()).as_json()
+    with pytest.raises(AssertionError, match="the wrong messages were removed"):
+        work.check_done(report)
+
+
+def test_batch_that_comes_under_another_number_is_caught(tmp_path):
+    world, _ = keyed_world(tmp_path, 1)
+    while not world.batch.have:
+        world.finish_batch()
+        world.begin_batch()
+    world.batch.number += 1
+    with pytest.raises(AssertionError):
+        world.finish_batch()
 
 
 def test_sweep_sees_what_stays(tmp_path):
