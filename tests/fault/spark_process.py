@@ -45,6 +45,10 @@ from ister.spark.sink import StreamWriter
 
 _POLL_SECONDS = 0.03
 _TEXT_MAX = 20_000
+_SLOW_STARTS_MAX = 20
+_IS_SLOW = "Python worker failed to connect back"
+"""What Spark says if a process that plans, or commits, takes more than ten seconds to start, as it
+does on a busy machine. Nobody was killed, so the query is started again."""
 
 _COPIED = ("payload", "publish_time", "producer_name", "routing_key")
 _MARK = "map('source', cast(offset AS string)) AS attributes"
@@ -129,7 +133,7 @@ class Driver:
     def _stream(self, source, sink, checkpoint, now=False, seconds=None, batches=None, again=False):
         deadline = time.monotonic() + seconds if seconds is not None else float("inf")
         wanted = batches if batches is not None else float("inf")
-        self.batches = failures = 0
+        self.batches = failures = slow_starts = 0
         while True:
             rows = self._spark.readStream.format("ister").options(**source).load()
             writer = rows.selectExpr(*_COPIED, _MARK).writeStream.format("ister_armed")
@@ -137,10 +141,13 @@ class Driver:
             query = (writer.trigger(availableNow=True) if now else writer).start()
             try:
                 self._watch(query, deadline, wanted)
-            except PySparkException:
-                if not again:
+            except PySparkException as error:
+                if _IS_SLOW in str(error) and slow_starts < _SLOW_STARTS_MAX:
+                    slow_starts += 1
+                elif again:
+                    failures += 1
+                else:
                     raise
-                failures += 1
             else:
                 return {"batches": self.batches, "failures": failures}
             finally:
