@@ -67,8 +67,8 @@ class Load:
                 assert before is None, f"{topic}: {offset} of {before} was given to {payload}"
                 self.acked[topic][offset] = payload
 
-    def check(self, topic: str) -> None:
-        """Reads a topic and compares it with what was acknowledged.
+    def check(self, topic: str) -> int:
+        """Reads a topic and compares it with what was acknowledged; returns how much was read.
 
         Raises:
             IsterError: It cannot be read.
@@ -78,6 +78,7 @@ class Load:
         found = dict(rows)
         missing = {o: p for o, p in self.acked[topic].items() if found.get(o) != p}
         assert not missing, f"{topic}: {len(missing)} acknowledged messages missing: {missing}"
+        return len(found)
 
 
 def go_on(load: Load) -> dict[str, IsterError]:
@@ -118,8 +119,14 @@ def move_some(load: Load, rng: random.Random) -> None:
                 load.client.move_topic(topic, rng.choice(nodes))
 
 
-def run_round(cluster: BrokerCluster, load: Load, rng: random.Random, snapshot: Path) -> None:
-    """One restore; everything that was acknowledged is read, at the latest after an acceptance."""
+def run_round(
+    cluster: BrokerCluster, load: Load, rng: random.Random, snapshot: Path
+) -> dict[str, object]:
+    """One restore; everything that was acknowledged is read, at the latest after an acceptance.
+
+    Returns:
+        What was acknowledged and read so far, and which topics refused before the acceptance.
+    """
     at = rng.randrange(1, BURSTS)
     reached = threading.Event()
 
@@ -145,12 +152,16 @@ def run_round(cluster: BrokerCluster, load: Load, rng: random.Random, snapshot: 
     snapshot.unlink()
     cluster.start_all()
     refused = go_on(load)
-    print(json.dumps({topic: str(error) for topic, error in refused.items()}))
     if refused:
         accept(cluster)
         assert go_on(load) == {}
-    for topic in TOPICS:
-        load.check(topic)
+    read = sum(load.check(topic) for topic in TOPICS)
+    return {
+        "snapshot at burst": at,
+        "acked": sum(len(acked) for acked in load.acked.values()),
+        "read": read,
+        "refused": {topic: str(error) for topic, error in refused.items()},
+    }
 
 
 @pytest.mark.timeout(3000)
@@ -174,5 +185,6 @@ def test_etcd_that_was_put_back_loses_no_message(tmp_path, request, mode):
         # A topic that the snapshot does not have is for `ister recover`.
         for topic in TOPICS:
             load.send(topic, 1)
-        for _ in range(ROUNDS):
-            run_round(cluster, load, rng, tmp_path / "snapshot.db")
+        for number in range(ROUNDS):
+            figures = run_round(cluster, load, rng, tmp_path / "snapshot.db")
+            print(json.dumps({"round": number} | figures), flush=True)

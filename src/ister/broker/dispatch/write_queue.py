@@ -1,7 +1,7 @@
 """Admits the writes of consumers' streams, so that together they stay within the memory budget.
 
     stream ─ reserve ─► it fits ─► encode, write ─ release ─► the next one in the queue
-                  └──► it does not fit ─► wait in the queue, first come, first served
+                  └──► it does not fit ─► wait in the queue
 
 Owns: the memory of what streams are writing, and the order in which they may write. Does not own:
 the messages, and how they are written (`ister.broker.services`, `ister.broker.rpc`).
@@ -14,6 +14,9 @@ and gRPC cannot take it back. So a stream reserves memory before it encodes anyt
 - a stream is *proven* once its client has read more than any flow control window holds. Unproven
   streams together take at most half of that, so that proven ones continue however many clients do
   not read;
+- the queue is first come, first served, but every other turn of an unproven stream goes to the one
+  that came last, unless a stream of its consumer was ended before. So a client that reads does not
+  wait for each of the many before it that do not;
 - while the queue does not move, a stream that has been writing for longer than a time limit is
   ended: its client connects again when it reads again. The more streams wait, the shorter the
   limit, since each client that does not read delays all of them. It doubles each time for the same
@@ -69,9 +72,9 @@ class WriteQueue:
         self._waiting: dict[_Waiting, None] = {}
         self._stalled: dict[int, int] = {}
         self._timer: asyncio.TimerHandle | None = None
-        # The first in the queue when it was last checked, and since when it has been the first.
-        self._first: _Waiting | None = None
-        self._first_since = 0.0
+        self._is_turn_of_last = False
+        # Since when nobody whose turn it was has been admitted; None until the queue is checked.
+        self._stuck_since: float | None = None
 
     def admits(self, stream: StreamMemory, size: int) -> bool:
         """Whether a stream may write `size` bytes now: they fit, and no other stream waits."""
@@ -127,14 +130,29 @@ class WriteQueue:
             if waiting.stream is stream and not waiting.turn.done():
                 waiting.turn.set_result(None)
 
+    def _in_order(self) -> list[_Waiting]:
+        """The streams that wait, the one whose turn it is first."""
+        found = list(self._waiting)
+        if self._is_turn_of_last:
+            for at in range(len(found) - 1, 0, -1):
+                stream = found[at].stream
+                if not stream.is_proven and stream.consumer not in self._stalled:
+                    found.insert(0, found.pop(at))
+                    break
+        return found
+
     def _admit(self) -> None:
         """Admits waiting streams that fit, in their order."""
-        for waiting in list(self._waiting):
+        for place, waiting in enumerate(self._in_order()):
             stream, size = waiting.stream, waiting.size
             if not self._has_room(size):
                 return
             if self._fits_its_share(stream, size):
                 del self._waiting[waiting]
+                if place == 0:
+                    self._stuck_since = None
+                if not stream.is_proven:
+                    self._is_turn_of_last = not self._is_turn_of_last
                 if not waiting.turn.done():
                     self.change(stream, size)
                     waiting.turn.set_result(None)
@@ -145,19 +163,18 @@ class WriteQueue:
         loop = asyncio.get_running_loop()
         self._timer = None
         if not self._waiting:
-            self._first = None
+            self._stuck_since = None
         else:
             self._timer = loop.call_later(_CHECK_SECONDS, self._on_timer)
             self._end_stalled(loop.time())
 
     def _end_stalled(self, now: float) -> None:
-        """Ends streams that have been writing for too long, until the first in the queue fits."""
-        first = next(iter(self._waiting))
-        if first is not self._first:
-            # The queue has moved.
-            self._first, self._first_since = first, now
-        if now - self._first_since < self._shared(_PATIENCE_SECONDS):
+        """Ends streams that have been writing for too long, until the one whose turn it is fits."""
+        if self._stuck_since is None:
+            self._stuck_since = now  # the queue has moved
+        if now - self._stuck_since < self._shared(_PATIENCE_SECONDS):
             return
+        first = self._in_order()[0]
         freed = unproven = 0
         for stream in list(self._writing):
             has_room = self._has_room(first.size, freed)
