@@ -49,9 +49,10 @@ $(VENV)/spark-%: | $(STAMP)
 demo: $(DEMO_STAMP) ## a broker, 120,000 messages, a kill -9, Spark, Iceberg and a report, in under three minutes
 	$(BIN)/ister demo
 
-lint: $(STAMP) ## ruff: rules and format
+lint: $(STAMP) ## ruff: rules and format; the lines of each package beside its budget
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(BIN)/python -m tools.size --budget
 
 types: $(STAMP) ## mypy, strict, over src, benchmarks and demo
 	$(BIN)/mypy

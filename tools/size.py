@@ -1,8 +1,11 @@
-"""How large the project is: `python -m tools.size [--against REVISION] [--json]`.
+"""How large the project is: `python -m tools.size [--against REVISION] [--json | --budget]`.
 
 Prints the lines of source by package, of tests by folder, the median and the longest files, the
 longest functions, how often `Any` is written. Lines
 are counted as they are in the files: code, comments and blank ones alike.
+
+Each package has a budget, which `make lint` shows beside its lines. No test fails where one is
+exceeded: the commit that does it says why.
 """
 
 import argparse
@@ -22,6 +25,21 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parent.parent
 _OUTSIDE_OF_THE_WHEEL = ("benchmarks", "demo", "tools")
 _LONGEST = 8
+# A name, what it counts, and how many lines it is to have. What is not named anywhere is `base`.
+BUDGETS = {
+    "base": ((), 5_800),
+    "format": (("format", "kernels"), 6_700),
+    "fs, objectstore, metadata": (("fs", "objectstore", "metadata"), 5_000),
+    "wal": (("wal",), 4_500),
+    "bucket": (("bucket",), 7_300),
+    "topic, rescue": (("topic", "rescue"), 11_000),
+    "subscription": (("subscription",), 3_300),
+    "broker": (("broker",), 22_000),
+    "client, wire": (("client", "wire"), 7_100),
+    "spark": (("spark",), 15_500),
+    "cli": (("cli",), 9_500),
+}
+_TESTS_BUDGET = 125_000
 
 
 @dataclass(frozen=True)
@@ -124,13 +142,31 @@ def _print(now: Size, before: Size | None) -> None:
             print(f"  {name:<70}{lines:>6}")  # noqa: T201
 
 
+def _print_budget(now: Size) -> None:
+    counted = {part for parts, _ in BUDGETS.values() for part in parts}
+    rows = []
+    for name, (parts, budget) in BUDGETS.items():
+        found = parts or [package for package in now.packages if package not in counted]
+        rows.append((name, sum(now.packages.get(part, 0) for part in found), budget))
+    rows.append(("all of src/ister", now.source, sum(budget for _, _, budget in rows)))
+    rows.append(("all of tests", sum(now.tests.values()), _TESTS_BUDGET))
+    print(f"{'package':<28}{'lines':>10}{'budget':>10}{'over':>10}")  # noqa: T201
+    for name, lines, budget in rows:
+        over = f"{lines - budget:,}" if lines > budget else ""
+        print(f"{name:<28}{lines:>10,}{budget:>10,}{over:>10}")  # noqa: T201
+
+
 def main() -> int:
     """Prints the size of this checkout, beside that of another revision if one is named."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--against", metavar="REVISION", help="a revision to compare with")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--budget", action="store_true", help="only lines and budgets of packages")
     arguments = parser.parse_args()
     now = measure(_ROOT)
+    if arguments.budget:
+        _print_budget(now)
+        return 0
     before = _measure_revision(arguments.against) if arguments.against else None
     if arguments.json:
         found = {"now": asdict(now)} | ({"before": asdict(before)} if before else {})

@@ -1,11 +1,10 @@
-"""Links lead somewhere, pictures are there, and nothing is fetched from elsewhere."""
+"""Links lead somewhere, and every picture is shown."""
 
 from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -13,22 +12,6 @@ from tests.doc_runner.pages import ROOT, find_pages
 
 PAGES = [*find_pages(), ROOT / "CHANGELOG.md"]
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
-_AUTOLINK = re.compile(r"<(https?://[^>\s]+)>|(?<![`\w(\"'=])(https?://\w[^\s)>\"'`|]+)")
-# This machine, and names that stand for somebody's own.
-_HOSTS = {
-    "127.0.0.1",
-    "localhost",
-    "id.example",
-    # Homes of well-known projects.
-    "spark.apache.org",
-    "iceberg.apache.org",
-    "delta.io",
-    "prometheus.io",
-    "grafana.com",
-    "etcd.io",
-    "duckdb.org",
-    "docs.astral.sh",
-}
 
 
 def without_code(text: str) -> str:
@@ -69,13 +52,10 @@ def test_links_lead_somewhere(path):
             assert anchor in anchors(file), f"{path}: {target}"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_only_known_hosts_are_named(path):
-    text = without_code(path.read_text())
-    links = [link for link in _LINK.findall(text) if "://" in link]
-    links += [one or other for one, other in _AUTOLINK.findall(text)]
-    for link in links:
-        assert urlsplit(link).hostname in _HOSTS, f"{path}: {link}"
+def test_pages_have_links():
+    """The test before this one looks at what is found: without any, it would pass."""
+    targets = [one for path in PAGES for one in _LINK.findall(without_code(path.read_text()))]
+    assert sum("://" not in target for target in targets) > 100
 
 
 def pictures() -> list[Path]:
@@ -88,17 +68,10 @@ def test_every_picture_is_shown_on_a_page(path):
     assert shown, f"no page shows {path.name}"
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in pictures() if path.suffix == ".svg"], ids=lambda path: path.name
-)
-def test_drawings_are_whole_have_a_title_and_fetch_nothing(path):
-    root = ElementTree.parse(path).getroot()
-    space = "{http://www.w3.org/2000/svg}"
-    assert root.tag == f"{space}svg"
-    title = root.find(f"{space}title")
-    assert title is not None
-    assert title.text
-    allowed = {f"{space}{name}" for name in ("script", "image", "foreignObject", "use")}
-    assert not [one.tag for one in root.iter() if one.tag in allowed]
-    # An address that a text shows is not fetched.
-    assert not re.search(r"(?:href|src)\s*=|url\((?!#)|@import", path.read_text())
+def test_drawings_are_whole_and_fetch_nothing():
+    drawings = [path for path in pictures() if path.suffix == ".svg"]
+    assert drawings
+    for path in drawings:
+        assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+        # An address that a text shows is not fetched.
+        assert not re.search(r"(?:href|src)\s*=|url\((?!#)|@import|<script", path.read_text()), path

@@ -371,33 +371,6 @@ def test_command_lines_are_those_of_ister(where):
     assert callable(make_parser().parse_args(words).run), words
 
 
-def test_every_file_is_checked_by_a_test_of_its_kind():
-    """Goal: whoever adds a file here adds the test that starts or checks it."""
-    settings = {name for name in settings_files() if name.endswith(".yml")}
-    assert {str(path.relative_to(DEPLOY)) for path in DEPLOY.rglob("*") if path.is_file()} == {
-        *settings,
-        "README.md",
-        "compose/cluster.yml",
-        "compose/compose.yml",
-        "docker/Dockerfile",
-        "docker/Dockerfile.dockerignore",
-        "grafana/ister.json",
-        "grafana/provisioning/dashboards/ister.yml",
-        "grafana/provisioning/datasources/prometheus.yml",
-        *(f"kubernetes/{name}/kustomization.yaml" for name in OVERLAYS),
-        "kubernetes/base/brokers.yaml",
-        "kubernetes/components/monitoring/alarms.yaml",
-        "kubernetes/components/monitoring/kustomization.yaml",
-        "kubernetes/components/monitoring/service-monitor.yaml",
-        "nginx/ister.conf",  # tests/integration/test_nginx.py
-        "prometheus/alerts.yml",
-        "prometheus/prometheus.yml",
-        "systemd/ister-pipeline.service",
-        "systemd/ister.env",
-        "systemd/ister.service",
-    }
-
-
 @each("path", sorted(DEPLOY.rglob("*.y*ml")))
 def test_yaml_is_yaml(path):
     assert [one for one in yaml.safe_load_all(path.read_text()) if one], path

@@ -1,11 +1,10 @@
-"""How the project is packaged and released: metadata, workflows, community files."""
+"""How the project is packaged and released: metadata and workflows."""
 
 import importlib.metadata
 import re
 import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
 
 import ister
@@ -134,37 +133,3 @@ def test_image_targets_are_stages_of_the_dockerfile():
     stages = set(re.findall(r"^FROM \S+ AS (\S+)$", dockerfile, re.MULTILINE))
     targets = set(re.findall(r"docker build .*--target (\S+)", MAKEFILE))
     assert targets == {"broker", "spark"} <= stages
-
-
-# -- community ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["bug.yml", "feature.yml"])
-def test_issue_forms_are_forms(name):
-    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / name).read_text())
-    assert {"name", "description", "body"} <= set(form)
-    ids = [part["id"] for part in form["body"] if part["type"] != "markdown"]
-    assert ids
-    assert len(ids) == len(set(ids))
-    for part in form["body"]:
-        assert part["type"] in {"markdown", "textarea", "input", "dropdown", "checkboxes"}
-        assert part["attributes"].get("label") or part["attributes"].get("value")
-
-
-def test_community_files_are_pages_that_others_link_to():
-    contributing = (ROOT / "CONTRIBUTING.md").read_text()
-    for name in ("SECURITY.md", "CODE_OF_CONDUCT.md"):
-        assert (ROOT / name).read_text().startswith("# ")
-        assert f"({name})" in contributing
-
-
-# -- documents ----------------------------------------------------------------------------------
-
-
-def test_no_document_ends_processes_by_their_name():
-    """Goal: a reader with a second broker, or a colleague's, does not lose that one too."""
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")]
-    assert len(pages) > 30
-    for page in pages:
-        found = re.findall(r"\b(?:pkill|killall|pgrep|pidof)\b", page.read_text())
-        assert found == [], page
