@@ -217,12 +217,11 @@ class _Resolution:
         return self._compare_decimals(reader, writer, where)
 
     def _compare_union(self, reader: list[Json], writer: Json, where: str) -> bool:
-        noted = len(self.problems)
+        # The first branch that matches reads it, or nobody does: a later one is not tried.
         for branch in reader:
-            if self.compare(branch, writer, where):
-                del self.problems[noted:]
-                return True
-        del self.problems[noted:]
+            named = self._reader_named.get(branch, branch) if isinstance(branch, str) else branch
+            if _matches(named, writer):
+                return self.compare(named, writer, where)
         return self._problem(where, f"no branch of the union reads {_label(writer)}")
 
     def _compare_named(self, reader: Json, writer: Json, kind: str, where: str) -> bool:
@@ -231,7 +230,9 @@ class _Resolution:
             return known
         # A pair that is being compared counts as fitting: a recursive type fits if its parts do.
         self._seen[reader["name"], writer["name"]] = True
-        fits = self._fits_by_name(reader, writer, where)
+        fits = _has_name(reader, writer) or self._problem(
+            where, f"{writer['name']} is not {reader['name']}"
+        )
         if kind in ("record", "error"):
             fits = self._compare_fields(reader, writer, where) and fits
         elif kind == "enum":
@@ -244,14 +245,6 @@ class _Resolution:
             fits = self._compare_decimals(reader, writer, where) and fits
         self._seen[reader["name"], writer["name"]] = fits
         return fits
-
-    def _fits_by_name(self, reader: Json, writer: Json, where: str) -> bool:
-        wanted = _short(writer["name"])
-        if wanted == _short(reader["name"]):
-            return True
-        if any(wanted == _short(alias) for alias in reader.get("aliases", ())):
-            return True
-        return self._problem(where, f"{writer['name']} is not {reader['name']}")
 
     def _compare_fields(self, reader: Json, writer: Json, where: str) -> bool:
         written = {field["name"]: field for field in writer["fields"]}
@@ -286,6 +279,18 @@ class _Resolution:
 def _kind(schema: Json) -> str:
     kind = schema["type"] if isinstance(schema, dict) else schema
     return "record" if kind == "error" else str(kind)
+
+
+def _matches(reader: Json, writer: Json) -> bool:
+    """Whether Avro takes a branch of a union for what was written, whatever its parts are."""
+    if _kind(reader) in _NAMED and _kind(writer) in _NAMED:
+        return _has_name(reader, writer) and reader.get("size") == writer.get("size")
+    return _kind(reader) == _kind(writer) or (_kind(writer), _kind(reader)) in _PROMOTIONS
+
+
+def _has_name(reader: Json, writer: Json) -> bool:
+    name, aliases = writer["name"], reader.get("aliases", ())
+    return _short(name) in (_short(reader["name"]), *aliases) or name in aliases
 
 
 def _label(schema: Json) -> str:

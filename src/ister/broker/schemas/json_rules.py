@@ -14,7 +14,7 @@ Other rules (`not`, `if`, patterns, ...) must stay equal; a reader may drop them
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ister.broker.schemas.definition import Json, canonical_json, shorten
 
@@ -41,8 +41,17 @@ _UNJUDGED: Final = (
     "$recursiveRef",
 )
 _Object: TypeAlias = dict[str, Json]
+_Pair: TypeAlias = tuple[int, int]
 _PAIRS_MAX: Final = 20_000
 _PROBLEMS_MAX: Final = 50
+
+
+class _Misfit(NamedTuple):
+    """The first problem of a pair that does not fit."""
+
+    where: str
+    """From the pair on."""
+    what: str
 
 
 class JsonComparison:
@@ -51,10 +60,11 @@ class JsonComparison:
     def __init__(self, reader: Json, writer: Json) -> None:
         self._reader_root = reader
         self._writer_root = writer
-        self._problems: list[str] = []
-        # Pairs that were compared, or are being compared further up: schemas may be recursive.
-        # The comparison keeps the schemas alive, so ids are not reused.
-        self._seen: dict[tuple[int, int], bool] = {}
+        self._problems: list[tuple[str, str]] = []
+        # Pairs that were compared, or are being compared further up and count as fitting: schemas
+        # may be recursive. The comparison keeps the schemas alive, so ids are not reused.
+        self._seen: dict[_Pair, _Misfit | None] = {}
+        self._fitting: list[_Pair] = []
         self._pairs_left = _PAIRS_MAX
         self._kept: list[Json] = []
         definitions = [
@@ -67,7 +77,7 @@ class JsonComparison:
     def run(self) -> list[str]:
         """The incompatibilities; empty if there are none."""
         self._compare(self._reader_root, self._writer_root, "")
-        return self._problems[:_PROBLEMS_MAX]
+        return [f"{shorten(where) or 'the whole'}: {what}" for where, what in self._problems]
 
     def _compare(self, reader: Json, writer: Json, where: str) -> bool:
         reader = _resolve(reader, self._reader_root)
@@ -76,18 +86,28 @@ class JsonComparison:
             return self._problem(where, "a reference cannot be resolved")
         pair = id(reader), id(writer)
         if pair in self._seen:
-            return self._seen[pair]
+            misfit = self._seen[pair]
+            # What was found then may have been dropped, because another alternative fitted.
+            return misfit is None or self._problem(where + misfit.where, misfit.what)
         self._pairs_left -= 1
         if self._pairs_left < 0:
             return self._problem(where, "the schemas are too large to compare")
-        self._seen[pair] = True
         if reader is True or reader == {} or writer is False:
             return True
         if reader is False:
             return self._problem(where, "nothing is accepted now")
-        fits = self._compare_rules(reader, {} if writer is True else writer, where)
-        self._seen[pair] = fits
-        return fits
+        self._seen[pair] = None
+        before, found = len(self._fitting), len(self._problems)
+        self._fitting.append(pair)
+        if self._compare_rules(reader, {} if writer is True else writer, where):
+            return True
+        # Those that fitted since may do so only if this pair does.
+        for later in self._fitting[before:]:
+            del self._seen[later]
+        del self._fitting[before:]
+        at, what = next(iter(self._problems[found:]), (where, "something is not accepted now"))
+        self._seen[pair] = _Misfit(at.removeprefix(where), what)
+        return False
 
     def _compare_rules(self, reader: _Object, writer: _Object, where: str) -> bool:
         if not _alternatives(reader) and _alternatives(writer):
@@ -265,7 +285,7 @@ class JsonComparison:
 
     def _problem(self, where: str, what: str) -> bool:
         if len(self._problems) < _PROBLEMS_MAX:
-            self._problems.append(f"{shorten(where) or 'the whole'}: {what}")
+            self._problems.append((where, what))
         return False
 
 

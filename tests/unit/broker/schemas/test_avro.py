@@ -156,6 +156,19 @@ DECIMAL = {"type": "bytes", "logicalType": "decimal", "precision": 9, "scale": 2
         ("int", ["null", "int"], "null is not read as int"),
         (["null", "int", "string"], ["null", "int"], None),
         (["null", "int"], ["null", "int", "string"], "no branch of the union reads string"),
+        # The first branch of a name reads it, or nobody does.
+        (
+            record(
+                field(
+                    "a",
+                    [record(field("v", "int"), name="X"), {**record(name="Y"), "aliases": ["X"]}],
+                ),
+                field("b", "X"),
+            ),
+            record(field("a", record(field("v", "string"), name="X")), field("b", "X")),
+            "a.v: string is not read as int",
+        ),
+        ({**record(name="New"), "aliases": ["b.Old"]}, record(name="a.Old"), "a.Old is not New"),
         # Containers.
         ({"type": "array", "items": "long"}, {"type": "array", "items": "int"}, None),
         (

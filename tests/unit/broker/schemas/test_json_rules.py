@@ -121,6 +121,17 @@ def test_references_are_followed_on_both_sides():
     assert problems({**hidden, **_defs(new)}, {**hidden, **_defs(old)})
 
 
+def test_part_that_did_not_fit_in_an_alternative_does_not_fit_elsewhere():
+    used = {"$ref": "#/$defs/x"}
+    for old, new, problem in (
+        (thing({"v": TEXT}), thing({"v": WHOLE}), "/b/v: string is not accepted, only integer"),
+        (TEXT, False, "/b: nothing is accepted now"),
+    ):
+        writer = {**thing({"a": used, "b": used}), "$defs": {"x": old}}
+        reader = {**thing({"a": {"anyOf": [used, {}]}, "b": used}), "$defs": {"x": new}}
+        assert problems(reader, writer) == [problem]
+
+
 def _defs(schema):
     return {"$defs": schema["$defs"]}
 
