@@ -22,7 +22,7 @@ from ister.errors import AlreadyExistsError, CapacityError, IsterError, Permissi
 from ister.metrics import Metrics
 from ister.wire import danube, danube_admin, ister_api
 from ister.wire.contract import RangeTicket
-from tests.support.broker import a_broker, a_record, eventually, run
+from tests.support.broker import a_broker, a_record, eventually
 from tests.support.cases import each
 from tests.support.security import auth_settings, sign
 
@@ -141,115 +141,104 @@ async def asked(services, service, method, names, who, prefix=""):
 
 @pytest.mark.nightly
 @both_engines
-def test_grpc_answers_those_without_rights_alike_whether_something_exists(tmp_path, engine):
+async def test_grpc_answers_those_without_rights_alike_whether_something_exists(tmp_path, engine):
     """Goal: nobody learns which namespaces, topics, subscriptions and consumers there are."""
 
-    async def scenario():
-        async with guarded(tmp_path, engine=engine, ada="consumer") as (broker, services, _):
-            subscribed = await services.consumers.Subscribe(
-                danube.ConsumerRequest(topic_name=TOPIC, consumer_name="c", subscription="billing"),
-                metadata=metadata("ada"),
-            )
-            other = await broker.topics.get_or_create("/default/open", is_reliable=True)
-            binding = Binding(
-                id="elsewhere",
-                principal_kind=PrincipalKind.USER,
-                principal_name="elsewhere",
-                roles=("consumer",),
-                scope=Scope.TOPIC,
-                resource=other.name,
-            )
-            await asyncio.to_thread(broker.guard.access.create_binding, binding)
-            there = {
-                "topic": TOPIC,
-                "namespace": "shop",
-                "subscription": "billing",
-                "consumer": subscribed.consumer_id,
-            }
-            missing = {
-                "topic": "/nowhere/nothing",
-                "namespace": "nowhere",
-                "subscription": "none-such",
-                "consumer": subscribed.consumer_id + 1,
-            }
-            for who in ("nobody", "elsewhere"):
-                for service, method in methods():
-                    for prefix in ("", FORWARDED) if service in FORWARDING else ("",):
-                        answers = [
-                            await asked(services, service, method, names, who, prefix)
-                            for names in (there, missing)
-                        ]
-                        assert answers[0] == answers[1], (who, service, method.name)
-
-    run(scenario())
+    async with guarded(tmp_path, engine=engine, ada="consumer") as (broker, services, _):
+        subscribed = await services.consumers.Subscribe(
+            danube.ConsumerRequest(topic_name=TOPIC, consumer_name="c", subscription="billing"),
+            metadata=metadata("ada"),
+        )
+        other = await broker.topics.get_or_create("/default/open", is_reliable=True)
+        binding = Binding(
+            id="elsewhere",
+            principal_kind=PrincipalKind.USER,
+            principal_name="elsewhere",
+            roles=("consumer",),
+            scope=Scope.TOPIC,
+            resource=other.name,
+        )
+        await asyncio.to_thread(broker.guard.access.create_binding, binding)
+        there = {
+            "topic": TOPIC,
+            "namespace": "shop",
+            "subscription": "billing",
+            "consumer": subscribed.consumer_id,
+        }
+        missing = {
+            "topic": "/nowhere/nothing",
+            "namespace": "nowhere",
+            "subscription": "none-such",
+            "consumer": subscribed.consumer_id + 1,
+        }
+        for who in ("nobody", "elsewhere"):
+            for service, method in methods():
+                for prefix in ("", FORWARDED) if service in FORWARDING else ("",):
+                    answers = [
+                        await asked(services, service, method, names, who, prefix)
+                        for names in (there, missing)
+                    ]
+                    assert answers[0] == answers[1], (who, service, method.name)
 
 
-def test_http_and_flight_answer_those_without_rights_alike(tmp_path):
-    async def scenario():
-        async with guarded(tmp_path) as (_broker, _services, listening):
-            headers = {"Authorization": f"Bearer {sign('nobody')}", "X-Ister-Action": "yes"}
-            base = f"http://127.0.0.1:{listening.http}"
-            async with aiohttp.ClientSession(base, headers=headers) as session:
+async def test_http_and_flight_answer_those_without_rights_alike(tmp_path):
+    async with guarded(tmp_path) as (_broker, _services, listening):
+        headers = {"Authorization": f"Bearer {sign('nobody')}", "X-Ister-Action": "yes"}
+        base = f"http://127.0.0.1:{listening.http}"
+        async with aiohttp.ClientSession(base, headers=headers) as session:
 
-                async def answered(method, path, namespace, topic, **more):
-                    path = path.format(namespace=namespace, topic=topic)
-                    async with session.request(method, path, **more) as answer:
-                        text = await answer.text()
-                        return answer.status, text.replace(f"/{namespace}/{topic}", "name")
+            async def answered(method, path, namespace, topic, **more):
+                path = path.format(namespace=namespace, topic=topic)
+                async with session.request(method, path, **more) as answer:
+                    text = await answer.text()
+                    return answer.status, text.replace(f"/{namespace}/{topic}", "name")
 
-                for method, path, more in (
-                    ("GET", "/api/topics?namespace={namespace}", {}),
-                    ("GET", "/api/topics/{namespace}/{topic}", {}),
-                    ("GET", "/api/topics/{namespace}/{topic}/messages", {}),
-                    ("POST", "/api/topics/{namespace}/{topic}/unload", {"json": {}}),
-                    (
-                        "POST",
-                        "/api/topics/{namespace}/{topic}/subscriptions/s/seek",
-                        {"json": {"to": "earliest"}},
+            for method, path, more in (
+                ("GET", "/api/topics?namespace={namespace}", {}),
+                ("GET", "/api/topics/{namespace}/{topic}", {}),
+                ("GET", "/api/topics/{namespace}/{topic}/messages", {}),
+                ("POST", "/api/topics/{namespace}/{topic}/unload", {"json": {}}),
+                (
+                    "POST",
+                    "/api/topics/{namespace}/{topic}/subscriptions/s/seek",
+                    {"json": {"to": "earliest"}},
+                ),
+            ):
+                one = await answered(method, path, "shop", "orders", **more)
+                assert one == await answered(method, path, "nowhere", "nothing", **more), path
+
+        def by_flight():
+            with FlightClient(
+                f"grpc://127.0.0.1:{listening.flight}", token=sign("nobody")
+            ) as client:
+                for call in (
+                    lambda name: client.watermarks([name]),
+                    lambda name: client.find_time(name, 0, 0, 1),
+                    lambda name: list(
+                        client.read(RangeTicket(topic=name, start=0, end=1, incarnation=""))
                     ),
                 ):
-                    one = await answered(method, path, "shop", "orders", **more)
-                    assert one == await answered(method, path, "nowhere", "nothing", **more), path
+                    texts = []
+                    for name in (TOPIC, "/nowhere/nothing"):
+                        with pytest.raises(IsterError) as refused:
+                            call(name)
+                        text = str(refused.value).replace(name, "name")
+                        texts.append((type(refused.value), text))
+                    assert texts[0] == texts[1]
+                    assert texts[0][0] is PermissionDeniedError
 
-            def by_flight():
-                with FlightClient(
-                    f"grpc://127.0.0.1:{listening.flight}", token=sign("nobody")
-                ) as client:
-                    for call in (
-                        lambda name: client.watermarks([name]),
-                        lambda name: client.find_time(name, 0, 0, 1),
-                        lambda name: list(
-                            client.read(RangeTicket(topic=name, start=0, end=1, incarnation=""))
-                        ),
-                    ):
-                        texts = []
-                        for name in (TOPIC, "/nowhere/nothing"):
-                            with pytest.raises(IsterError) as refused:
-                                call(name)
-                            text = str(refused.value).replace(name, "name")
-                            texts.append((type(refused.value), text))
-                        assert texts[0] == texts[1]
-                        assert texts[0][0] is PermissionDeniedError
-
-            await asyncio.to_thread(by_flight)
-
-    run(scenario())
+        await asyncio.to_thread(by_flight)
 
 
 @both_engines
-def test_whoever_may_know_of_a_namespace_is_told_that_there_is_none(tmp_path, engine):
-    async def scenario():
-        async with guarded(tmp_path, engine=engine, ada="consumer") as (_broker, services, _):
-            listing = services.namespaces.GetNamespaceTopics
-            shop, nowhere = (
-                danube_admin.NamespaceRequest(name=name) for name in ("shop", "nowhere")
-            )
-            assert list((await listing(shop, metadata=metadata("ada"))).topics) == [TOPIC]
-            assert list((await listing(shop, metadata=metadata("root"))).topics) == [TOPIC]
-            assert (await outcome(listing(nowhere, metadata=metadata("root"))))[0] == "NOT_FOUND"
-            assert (await outcome(listing(nowhere, metadata=metadata("ada"))))[0] == "OK"
-
-    run(scenario())
+async def test_whoever_may_know_of_a_namespace_is_told_that_there_is_none(tmp_path, engine):
+    async with guarded(tmp_path, engine=engine, ada="consumer") as (_broker, services, _):
+        listing = services.namespaces.GetNamespaceTopics
+        shop, nowhere = (danube_admin.NamespaceRequest(name=name) for name in ("shop", "nowhere"))
+        assert list((await listing(shop, metadata=metadata("ada"))).topics) == [TOPIC]
+        assert list((await listing(shop, metadata=metadata("root"))).topics) == [TOPIC]
+        assert (await outcome(listing(nowhere, metadata=metadata("root"))))[0] == "NOT_FOUND"
+        assert (await outcome(listing(nowhere, metadata=metadata("ada"))))[0] == "OK"
 
 
 # -- what they may not use ----------------------------------------------------------------------
@@ -332,83 +321,69 @@ async def restricted(tmp_path, engine="grpcio"):
         yield broker, services, listening, consumer
 
 
-def test_a_restricted_subscription_is_used_by_its_principals_alone(tmp_path):
+async def test_a_restricted_subscription_is_used_by_its_principals_alone(tmp_path):
     """Goal: whoever may consume and manage the topic may not touch the subscription."""
 
-    async def scenario():
-        async with restricted(tmp_path) as (broker, services, listening, consumer):
-            for name, use in uses(services, listening, "spy", consumer).items():
-                status, text = await outcome(use())
-                assert status == "PERMISSION_DENIED", (name, status, text)
-                assert "may not use subscription billing" in text, name
-            headers = {"Authorization": f"Bearer {sign('spy')}", "X-Ister-Action": "yes"}
-            base = f"http://127.0.0.1:{listening.http}"
-            async with aiohttp.ClientSession(base, headers=headers) as session:
-                path = "/api/topics/shop/orders/subscriptions/billing/seek"
-                async with session.post(path, json={"to": "earliest"}) as answer:
-                    assert answer.status == 403
-            assert "billing" in broker.topics.find_open(TOPIC).subscriptions
-            await broker.topics.find_open(TOPIC).publish(a_record())
-            mine = uses(services, listening, "billing", consumer)
-            for name in ("subscribe", "receive", "ack"):
-                call = mine[name]()
-                assert (await outcome(call))[0] != "PERMISSION_DENIED", name
-                if hasattr(call, "cancel"):
-                    call.cancel()
-            # Other subscriptions are everybody's, and a restriction is not the topic managers'.
-            assert (await outcome(subscribing(services, "spy", "other")))[0] == "OK"
-            assert (await outcome(restricting(services, "spy", lift=True)))[0] == (
-                "PERMISSION_DENIED"
-            )
-            wrong = await outcome(restricting(services, "boss", "robot:x"))
-            assert wrong[0] == "INVALID_ARGUMENT"
-            await restricting(services, "boss", lift=True)
-            assert (await outcome(subscribing(services, "spy")))[0] == "OK"
-
-    run(scenario())
+    async with restricted(tmp_path) as (broker, services, listening, consumer):
+        for name, use in uses(services, listening, "spy", consumer).items():
+            status, text = await outcome(use())
+            assert status == "PERMISSION_DENIED", (name, status, text)
+            assert "may not use subscription billing" in text, name
+        headers = {"Authorization": f"Bearer {sign('spy')}", "X-Ister-Action": "yes"}
+        base = f"http://127.0.0.1:{listening.http}"
+        async with aiohttp.ClientSession(base, headers=headers) as session:
+            path = "/api/topics/shop/orders/subscriptions/billing/seek"
+            async with session.post(path, json={"to": "earliest"}) as answer:
+                assert answer.status == 403
+        assert "billing" in broker.topics.find_open(TOPIC).subscriptions
+        await broker.topics.find_open(TOPIC).publish(a_record())
+        mine = uses(services, listening, "billing", consumer)
+        for name in ("subscribe", "receive", "ack"):
+            call = mine[name]()
+            assert (await outcome(call))[0] != "PERMISSION_DENIED", name
+            if hasattr(call, "cancel"):
+                call.cancel()
+        # Other subscriptions are everybody's, and a restriction is not the topic managers'.
+        assert (await outcome(subscribing(services, "spy", "other")))[0] == "OK"
+        assert (await outcome(restricting(services, "spy", lift=True)))[0] == ("PERMISSION_DENIED")
+        wrong = await outcome(restricting(services, "boss", "robot:x"))
+        assert wrong[0] == "INVALID_ARGUMENT"
+        await restricting(services, "boss", lift=True)
+        assert (await outcome(subscribing(services, "spy")))[0] == "OK"
 
 
-def test_a_restriction_outlasts_a_restart_and_can_be_seen(tmp_path):
-    async def scenario():
-        async with restricted(tmp_path):
-            pass
-        async with guarded(tmp_path) as (broker, services, listening):
-            found = broker.topics.find_open(TOPIC).subscriptions["billing"]
-            assert (found.principals, found.stored.created_by) == (
-                ("user:billing",),
-                "user:billing",
-            )
-            assert (await outcome(subscribing(services, "spy")))[0] == "PERMISSION_DENIED"
+async def test_a_restriction_outlasts_a_restart_and_can_be_seen(tmp_path):
+    async with restricted(tmp_path):
+        pass
+    async with guarded(tmp_path) as (broker, services, listening):
+        found = broker.topics.find_open(TOPIC).subscriptions["billing"]
+        assert (found.principals, found.stored.created_by) == (("user:billing",), "user:billing")
+        assert (await outcome(subscribing(services, "spy")))[0] == "PERMISSION_DENIED"
 
-            def described():
-                with Client(f"127.0.0.1:{listening.grpc}", token=sign("boss")) as client:
-                    shown = client.show_topic(TOPIC)["subscriptions"]
-                    client.restrict_subscription(TOPIC, "billing", ["service:shop", "ada"])
-                    return shown, client.describe_subscription(TOPIC, "billing")
+        def described():
+            with Client(f"127.0.0.1:{listening.grpc}", token=sign("boss")) as client:
+                shown = client.show_topic(TOPIC)["subscriptions"]
+                client.restrict_subscription(TOPIC, "billing", ["service:shop", "ada"])
+                return shown, client.describe_subscription(TOPIC, "billing")
 
-            shown, one = await asyncio.to_thread(described)
-            assert shown[0]["principals"] == ["user:billing"]
-            assert one.principals == ("service:shop", "user:ada")
-
-    run(scenario())
+        shown, one = await asyncio.to_thread(described)
+        assert shown[0]["principals"] == ["user:billing"]
+        assert one.principals == ("service:shop", "user:ada")
 
 
 @pytest.mark.nightly
 @both_engines
-def test_a_restriction_ends_the_streams_of_others(tmp_path, engine):
-    async def scenario():
-        async with restricted(tmp_path, engine) as (broker, services, _listening, consumer):
-            await broker.topics.find_open(TOPIC).publish(a_record())
-            stream = services.consumers.ReceiveMessages(
-                danube.ReceiveRequest(consumer_id=consumer), metadata=metadata("billing")
-            )
-            await stream.read()
-            await restricting(services, "boss", "user:else")
-            async with asyncio.timeout(60):
-                status, text = await outcome(stream)
-            assert (status, "may not use" in text) == ("PERMISSION_DENIED", True)
-
-    run(scenario())
+async def test_a_restriction_ends_the_streams_of_others(tmp_path, engine):
+    async with restricted(tmp_path, engine) as (broker, services, _listening, consumer):
+        await broker.topics.find_open(TOPIC).publish(a_record())
+        stream = services.consumers.ReceiveMessages(
+            danube.ReceiveRequest(consumer_id=consumer), metadata=metadata("billing")
+        )
+        await stream.read()
+        await restricting(services, "boss", "user:else")
+        async with asyncio.timeout(60):
+            status, text = await outcome(stream)
+        assert (status, "may not use" in text) == ("PERMISSION_DENIED", True)
 
 
 # -- what they may not have too much of ---------------------------------------------------------
@@ -427,180 +402,156 @@ def test_a_limit_counts_by_principal():
     assert metrics.snapshot()["broker.principal_limit_refusals_total"] == 1
 
 
-def test_a_principal_has_so_many_subscriptions(tmp_path):
+async def test_a_principal_has_so_many_subscriptions(tmp_path):
     limits = {"max_subscriptions_per_principal": 2}
 
-    async def scenario():
-        async with guarded(tmp_path, limits, ada="consumer", bob="consumer") as (_, services, _):
-            for name in ("one", "two"):
-                assert (await outcome(subscribing(services, "ada", name)))[0] == "OK"
-            status, text = await outcome(subscribing(services, "ada", "three"))
-            assert status == "PERMISSION_DENIED"
-            assert "broker.limits.max_subscriptions_per_principal" in text
-            # Those that exist, and those of others, are none of it.
-            assert (await outcome(subscribing(services, "ada", "two")))[0] == "OK"
-            assert (await outcome(subscribing(services, "bob", "three")))[0] == "OK"
-        # They count after a restart, and no longer once they are removed.
-        async with guarded(tmp_path, limits) as (_, services, _):
-            assert (await outcome(subscribing(services, "ada", "four")))[0] == "PERMISSION_DENIED"
-            await services.topics.Unsubscribe(
-                danube_admin.SubscriptionRequest(topic=TOPIC, subscription="one"),
-                metadata=metadata("root"),
-            )
-            assert (await outcome(subscribing(services, "ada", "four")))[0] == "OK"
-
-    run(scenario())
+    async with guarded(tmp_path, limits, ada="consumer", bob="consumer") as (_, services, _):
+        for name in ("one", "two"):
+            assert (await outcome(subscribing(services, "ada", name)))[0] == "OK"
+        status, text = await outcome(subscribing(services, "ada", "three"))
+        assert status == "PERMISSION_DENIED"
+        assert "broker.limits.max_subscriptions_per_principal" in text
+        # Those that exist, and those of others, are none of it.
+        assert (await outcome(subscribing(services, "ada", "two")))[0] == "OK"
+        assert (await outcome(subscribing(services, "bob", "three")))[0] == "OK"
+    # They count after a restart, and no longer once they are removed.
+    async with guarded(tmp_path, limits) as (_, services, _):
+        assert (await outcome(subscribing(services, "ada", "four")))[0] == "PERMISSION_DENIED"
+        await services.topics.Unsubscribe(
+            danube_admin.SubscriptionRequest(topic=TOPIC, subscription="one"),
+            metadata=metadata("root"),
+        )
+        assert (await outcome(subscribing(services, "ada", "four")))[0] == "OK"
 
 
 @pytest.mark.nightly
 @both_engines
 @each("setting", ["max_consumers_per_principal", "max_streams_per_principal"])
-def test_a_principal_has_so_many_consumers_and_streams(tmp_path, engine, setting):
-    async def scenario():
-        limits = {setting: 1}
-        async with guarded(tmp_path, limits, engine, ada="consumer", bob="consumer") as (
-            broker,
-            services,
-            _,
-        ):
+async def test_a_principal_has_so_many_consumers_and_streams(tmp_path, engine, setting):
+    limits = {setting: 1}
+    async with guarded(tmp_path, limits, engine, ada="consumer", bob="consumer") as (
+        broker,
+        services,
+        _,
+    ):
 
-            async def opened(who, name):
-                found = await subscribing(services, who, name)
-                await broker.topics.find_open(TOPIC).publish(a_record())
-                return services.consumers.ReceiveMessages(
-                    danube.ReceiveRequest(consumer_id=found.consumer_id), metadata=metadata(who)
-                )
-
-            first = await opened("ada", "one")
-            await first.read()
-            status, text = await outcome(await opened("ada", "two"))
-            assert (status, f"broker.limits.{setting}" in text) == ("RESOURCE_EXHAUSTED", True)
-            other = await opened("bob", "three")
-            await other.read()
-            first.cancel()
-            async with asyncio.timeout(60):
-                while (await outcome(await opened("ada", "two")))[0] != "OK":
-                    await asyncio.sleep(0.05)
-            other.cancel()
-
-    run(scenario())
-
-
-def test_anonymous_callers_are_one_principal_for_subscriptions_alone(tmp_path):
-    async def scenario():
-        limits = {
-            "max_subscriptions_per_principal": 2,
-            "max_consumers_per_principal": 1,
-            "max_streams_per_principal": 1,
-        }
-        async with a_broker(tmp_path, {"broker": {"limits": limits}}) as (broker, services, _):
-            await broker.topics.create_namespace("shop")
-            topic = await broker.topics.get_or_create(TOPIC, is_reliable=True)
-            await topic.publish(a_record())
-            streams = []
-            for name in ("one", "two"):
-                found = await services.consumers.Subscribe(
-                    danube.ConsumerRequest(topic_name=TOPIC, consumer_name="c", subscription=name)
-                )
-                request = danube.ReceiveRequest(consumer_id=found.consumer_id)
-                streams.append(services.consumers.ReceiveMessages(request))
-            third = danube.ConsumerRequest(
-                topic_name=TOPIC, consumer_name="c", subscription="three"
+        async def opened(who, name):
+            found = await subscribing(services, who, name)
+            await broker.topics.find_open(TOPIC).publish(a_record())
+            return services.consumers.ReceiveMessages(
+                danube.ReceiveRequest(consumer_id=found.consumer_id), metadata=metadata(who)
             )
-            status, _ = await outcome(services.consumers.Subscribe(third))
-            assert status == "PERMISSION_DENIED"
-            await eventually(
-                lambda: sum(len(one.attached) for one in topic.subscriptions.values()) == 2
+
+        first = await opened("ada", "one")
+        await first.read()
+        status, text = await outcome(await opened("ada", "two"))
+        assert (status, f"broker.limits.{setting}" in text) == ("RESOURCE_EXHAUSTED", True)
+        other = await opened("bob", "three")
+        await other.read()
+        first.cancel()
+        async with asyncio.timeout(60):
+            while (await outcome(await opened("ada", "two")))[0] != "OK":
+                await asyncio.sleep(0.05)
+        other.cancel()
+
+
+async def test_anonymous_callers_are_one_principal_for_subscriptions_alone(tmp_path):
+    limits = {
+        "max_subscriptions_per_principal": 2,
+        "max_consumers_per_principal": 1,
+        "max_streams_per_principal": 1,
+    }
+    async with a_broker(tmp_path, {"broker": {"limits": limits}}) as (broker, services, _):
+        await broker.topics.create_namespace("shop")
+        topic = await broker.topics.get_or_create(TOPIC, is_reliable=True)
+        await topic.publish(a_record())
+        streams = []
+        for name in ("one", "two"):
+            found = await services.consumers.Subscribe(
+                danube.ConsumerRequest(topic_name=TOPIC, consumer_name="c", subscription=name)
             )
-            for stream in streams:
-                stream.cancel()
+            request = danube.ReceiveRequest(consumer_id=found.consumer_id)
+            streams.append(services.consumers.ReceiveMessages(request))
+        third = danube.ConsumerRequest(topic_name=TOPIC, consumer_name="c", subscription="three")
+        status, _ = await outcome(services.consumers.Subscribe(third))
+        assert status == "PERMISSION_DENIED"
+        await eventually(
+            lambda: sum(len(one.attached) for one in topic.subscriptions.values()) == 2
+        )
+        for stream in streams:
+            stream.cancel()
 
-    run(scenario())
 
-
-def test_metrics_are_not_for_a_page_that_took_our_address(tmp_path):
+async def test_metrics_are_not_for_a_page_that_took_our_address(tmp_path):
     """Goal: a name of somebody else's that points here (DNS rebinding) reads no metrics."""
 
-    async def scenario():
-        advertised = {"broker_url": "http://broker.example:6650"}
-        settings = {"broker": {"advertised": advertised}}
-        async with a_broker(tmp_path, settings) as (_broker, _services, listening):
-            base = f"http://127.0.0.1:{listening.http}"
-            async with aiohttp.ClientSession(base) as session:
+    advertised = {"broker_url": "http://broker.example:6650"}
+    settings = {"broker": {"advertised": advertised}}
+    async with a_broker(tmp_path, settings) as (_broker, _services, listening):
+        base = f"http://127.0.0.1:{listening.http}"
+        async with aiohttp.ClientSession(base) as session:
 
-                async def status(host):
-                    async with session.get("/metrics", headers={"Host": host}) as answer:
-                        text = await answer.text()
-                        assert ("ister_" in text) == (answer.status == 200)
-                        return answer.status
+            async def status(host):
+                async with session.get("/metrics", headers={"Host": host}) as answer:
+                    text = await answer.text()
+                    assert ("ister_" in text) == (answer.status == 200)
+                    return answer.status
 
-                for host in ("evil.example", "evil.example:9040", "localhost.evil.example"):
-                    assert await status(host) == 403, host
-                for host in ("localhost", "127.0.0.1:9040", "[::1]:9040", "broker.example:9040"):
-                    assert await status(host) == 200, host
-
-    run(scenario())
+            for host in ("evil.example", "evil.example:9040", "localhost.evil.example"):
+                assert await status(host) == 403, host
+            for host in ("localhost", "127.0.0.1:9040", "[::1]:9040", "broker.example:9040"):
+                assert await status(host) == 200, host
 
 
-def test_records_of_subscriptions_without_the_new_fields_are_read(tmp_path):
+async def test_records_of_subscriptions_without_the_new_fields_are_read(tmp_path):
     """Goal: what an earlier version has written is a subscription that everybody may use."""
 
-    async def scenario():
-        async with guarded(tmp_path, ada="consumer") as (broker, services, _):
-            await subscribing(services, "ada")
-            store = broker.topics.store
-            key = (
-                store._keys(broker.topics.find_open(TOPIC).parsed).subscriptions + "billing/options"
-            )
-            fields = json.loads(store._metadata.get(key).value)
-            assert fields.pop("created_by") == "user:ada"
-            assert "principals" not in fields
-            store._metadata.put(key, json.dumps(fields).encode())
-        async with guarded(tmp_path) as (broker, services, _):
-            found = broker.topics.find_open(TOPIC).subscriptions["billing"]
-            assert (found.principals, found.stored.created_by) == (None, "")
-            assert (await outcome(subscribing(services, "ada")))[0] == "OK"
-
-    run(scenario())
+    async with guarded(tmp_path, ada="consumer") as (broker, services, _):
+        await subscribing(services, "ada")
+        store = broker.topics.store
+        key = store._keys(broker.topics.find_open(TOPIC).parsed).subscriptions + "billing/options"
+        fields = json.loads(store._metadata.get(key).value)
+        assert fields.pop("created_by") == "user:ada"
+        assert "principals" not in fields
+        store._metadata.put(key, json.dumps(fields).encode())
+    async with guarded(tmp_path) as (broker, services, _):
+        found = broker.topics.find_open(TOPIC).subscriptions["billing"]
+        assert (found.principals, found.stored.created_by) == (None, "")
+        assert (await outcome(subscribing(services, "ada")))[0] == "OK"
 
 
-def test_health_tells_nothing_to_those_without_rights(tmp_path):
+async def test_health_tells_nothing_to_those_without_rights(tmp_path):
     def metadata(name):
         return [("authorization", f"Bearer {sign(name)}")]
 
-    async def scenario():
-        settings = {"broker": {"auth": auth_settings(tmp_path)}}
-        async with a_broker(tmp_path, settings, mode="memory") as (_, services, _):
-            root, nobody = metadata("root"), metadata("nobody")
-            created = await services.producers.CreateProducer(
-                danube.ProducerRequest(
-                    request_id=1, topic_name="/default/t", producer_name="p", dispatch_strategy=1
-                ),
-                metadata=root,
-            )
-            subscribed = await services.consumers.Subscribe(
-                danube.ConsumerRequest(
-                    topic_name="/default/t", consumer_name="c", subscription="s"
-                ),
-                metadata=root,
-            )
+    settings = {"broker": {"auth": auth_settings(tmp_path)}}
+    async with a_broker(tmp_path, settings, mode="memory") as (_, services, _):
+        root, nobody = metadata("root"), metadata("nobody")
+        created = await services.producers.CreateProducer(
+            danube.ProducerRequest(
+                request_id=1, topic_name="/default/t", producer_name="p", dispatch_strategy=1
+            ),
+            metadata=root,
+        )
+        subscribed = await services.consumers.Subscribe(
+            danube.ConsumerRequest(topic_name="/default/t", consumer_name="c", subscription="s"),
+            metadata=root,
+        )
 
-            async def ask(client, id, who):
-                request = danube.HealthCheckRequest(request_id=1, client=client, id=id)
-                try:
-                    return (await services.health.HealthCheck(request, metadata=who)).status
-                except grpc.aio.AioRpcError as error:
-                    return error.code(), error.details()
+        async def ask(client, id, who):
+            request = danube.HealthCheckRequest(request_id=1, client=client, id=id)
+            try:
+                return (await services.health.HealthCheck(request, metadata=who)).status
+            except grpc.aio.AioRpcError as error:
+                return error.code(), error.details()
 
-            for client, known in ((0, created.producer_id), (1, subscribed.consumer_id)):
-                assert await ask(client, known, root) == 0
-                assert await ask(client, known + 1, root) == 1
-                assert await ask(client, known, nobody) == await ask(client, known + 1, nobody)
-
-    run(scenario())
+        for client, known in ((0, created.producer_id), (1, subscribed.consumer_id)):
+            assert await ask(client, known, root) == 0
+            assert await ask(client, known + 1, root) == 1
+            assert await ask(client, known, nobody) == await ask(client, known + 1, nobody)
 
 
-def test_partitions_are_added_by_those_who_may_grow_the_topic(tmp_path, monkeypatch):
+async def test_partitions_are_added_by_those_who_may_grow_the_topic(tmp_path, monkeypatch):
     """Goal: one partition more, and most keys go to another one; `produce` is not enough."""
     parts = "/shop/parts"
 
@@ -615,58 +566,49 @@ def test_partitions_are_added_by_those_who_may_grow_the_topic(tmp_path, monkeypa
         )
         await asyncio.to_thread(broker.guard.access.create_binding, binding)
 
-    async def scenario():
-        async with guarded(tmp_path) as (broker, services, listening):
-            await broker.topics.create_partitioned(parts, 3, is_reliable=True)
-            await grant(broker, "alice", "producer", parts)
-            await grant(broker, "bob", "producer", "/shop/new")
-            await grant(broker, "bob", "admin", f"{parts}-part-8")
-            await grant(broker, "ada", "admin", parts)
+    async with guarded(tmp_path) as (broker, services, listening):
+        await broker.topics.create_partitioned(parts, 3, is_reliable=True)
+        await grant(broker, "alice", "producer", parts)
+        await grant(broker, "bob", "producer", "/shop/new")
+        await grant(broker, "bob", "admin", f"{parts}-part-8")
+        await grant(broker, "ada", "admin", parts)
 
-            def produce(name, topic, number):
-                return services.producers.CreateProducer(
-                    danube.ProducerRequest(
-                        topic_name=f"{topic}-part-{number}", producer_name=name, dispatch_strategy=1
-                    ),
-                    metadata=metadata(name),
-                )
-
-            def put(name, number):
-                with (
-                    Client(f"127.0.0.1:{listening.grpc}", token=sign(name)) as client,
-                    client.producer(f"{parts}-part-{number}", create=True) as producer,
-                ):
-                    producer.send(b"x")
-
-            for number in (3, 8):
-                assert (await outcome(produce("alice", parts, number)))[0] == "PERMISSION_DENIED"
-                with pytest.raises(PermissionDeniedError):
-                    await asyncio.to_thread(put, "alice", number)
-            new = danube_admin.NewTopicRequest(name=f"{parts}-part-8", dispatch_strategy=1)
-            create = services.topics.CreateTopic
-            assert (await outcome(create(new, metadata=metadata("bob"))))[0] == "PERMISSION_DENIED"
-            other = ister_api.CreateTopicRequest(topic=f"{parts}-part-8")
-            create = services.admin.CreateTopic
-            assert (await outcome(create(other, metadata=metadata("bob"))))[
-                0
-            ] == "PERMISSION_DENIED"
-            assert (await outcome(create(other, metadata=metadata("ada"))))[0] == "ALREADY_EXISTS"
-            with pytest.raises(AlreadyExistsError, match="3 partitions"):
-                await broker.topics.get_or_create(
-                    f"{parts}-part-3", is_reliable=True, is_implied=False
-                )
-            assert len(await broker.topics.partitions(parts)) == 3
-            await asyncio.to_thread(put, "ada", 3)
-            assert (await outcome(produce("ada", parts, 4)))[0] == "OK"
-            far = await outcome(produce("bob", "/shop/new", 1024))
-            assert far[0] == "INVALID_ARGUMENT", (
-                "with a number as high as that, it had holes for ever"
+        def produce(name, topic, number):
+            return services.producers.CreateProducer(
+                danube.ProducerRequest(
+                    topic_name=f"{topic}-part-{number}", producer_name=name, dispatch_strategy=1
+                ),
+                metadata=metadata(name),
             )
-            # Danube's clients create a topic by using its partitions, in any order.
-            for number in (1, 0, 2):
-                assert (await outcome(produce("bob", "/shop/new", number)))[0] == "OK"
-            monkeypatch.setattr(open_topics, "_PARTITIONS_SECONDS", 0)
-            assert (await outcome(produce("bob", "/shop/new", 3)))[0] == "PERMISSION_DENIED"
-            assert len(await broker.topics.partitions("/shop/new")) == 3
 
-    run(scenario())
+        def put(name, number):
+            with (
+                Client(f"127.0.0.1:{listening.grpc}", token=sign(name)) as client,
+                client.producer(f"{parts}-part-{number}", create=True) as producer,
+            ):
+                producer.send(b"x")
+
+        for number in (3, 8):
+            assert (await outcome(produce("alice", parts, number)))[0] == "PERMISSION_DENIED"
+            with pytest.raises(PermissionDeniedError):
+                await asyncio.to_thread(put, "alice", number)
+        new = danube_admin.NewTopicRequest(name=f"{parts}-part-8", dispatch_strategy=1)
+        create = services.topics.CreateTopic
+        assert (await outcome(create(new, metadata=metadata("bob"))))[0] == "PERMISSION_DENIED"
+        other = ister_api.CreateTopicRequest(topic=f"{parts}-part-8")
+        create = services.admin.CreateTopic
+        assert (await outcome(create(other, metadata=metadata("bob"))))[0] == "PERMISSION_DENIED"
+        assert (await outcome(create(other, metadata=metadata("ada"))))[0] == "ALREADY_EXISTS"
+        with pytest.raises(AlreadyExistsError, match="3 partitions"):
+            await broker.topics.get_or_create(f"{parts}-part-3", is_reliable=True, is_implied=False)
+        assert len(await broker.topics.partitions(parts)) == 3
+        await asyncio.to_thread(put, "ada", 3)
+        assert (await outcome(produce("ada", parts, 4)))[0] == "OK"
+        far = await outcome(produce("bob", "/shop/new", 1024))
+        assert far[0] == "INVALID_ARGUMENT", "with a number as high as that, it had holes for ever"
+        # Danube's clients create a topic by using its partitions, in any order.
+        for number in (1, 0, 2):
+            assert (await outcome(produce("bob", "/shop/new", number)))[0] == "OK"
+        monkeypatch.setattr(open_topics, "_PARTITIONS_SECONDS", 0)
+        assert (await outcome(produce("bob", "/shop/new", 3)))[0] == "PERMISSION_DENIED"
+        assert len(await broker.topics.partitions("/shop/new")) == 3

@@ -3,7 +3,7 @@
 from ister import partitions
 from ister.broker.topic_names import TopicNameIndex
 from ister.partitions import parse_partition
-from tests.support.broker import run, some_topics
+from tests.support.broker import some_topics
 
 
 def test_partitions_are_found_in_their_order():
@@ -27,7 +27,7 @@ def test_partition_of_a_partition_belongs_to_it():
     assert [parse_partition(f"/d/p{end}") for end in ("", "-part-", "-part-01")] == [None] * 3
 
 
-def test_making_a_topic_looks_at_as_many_names_however_many_there_are(tmp_path, monkeypatch):
+async def test_making_a_topic_looks_at_as_many_names_however_many_there_are(tmp_path, monkeypatch):
     looked = []
     real = partitions._PARTITION
 
@@ -49,7 +49,7 @@ def test_making_a_topic_looks_at_as_many_names_however_many_there_are(tmp_path, 
             assert not await topics.partitions("/default/none")
         return costs
 
-    costs = run(scenario())
+    costs = await scenario()
     # But for a list that was read anew meanwhile.
     assert sorted(costs)[len(costs) // 2] == costs[1]
     assert costs[1] <= 5

@@ -52,10 +52,7 @@ class Subscription:
         if keys and isinstance(keys[0], int):
             keys = ("",) * keys[0]
         start = self.machine.next_offset
-        self.machine.offer(
-            [(start + n, key) for n, key in enumerate(keys)],
-            now=self.now,
-        )
+        self.machine.offer([(start + n, key) for n, key in enumerate(keys)], now=self.now)
 
     def take(self):
         self.machine.validate_state()

@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("pyarrow")
 
 from ister.config import load_config
-from ister.errors import (
-    InvalidRequestError,
-    TopicNameError,
-    UnsupportedVersionError,
-)
+from ister.errors import InvalidRequestError, TopicNameError, UnsupportedVersionError
 from ister.format.manifest import StagedFile, decode_manifest, encode_manifest
 from ister.model import AckLevel, Codec
 from ister.topic.batches import AppendedBatch, StagedBatch
@@ -171,10 +167,7 @@ def test_plan_arrives_as_it_was_sent(start, synced, codec, objects, error):
 
 @EXAMPLES
 @given(
-    topic=NAMES,
-    time_ms=st.integers(-(2**62), 2**63 - 1),
-    offsets=RANGES,
-    found=st.none() | NUMBERS,
+    topic=NAMES, time_ms=st.integers(-(2**62), 2**63 - 1), offsets=RANGES, found=st.none() | NUMBERS
 )
 def test_search_by_time_arrives_as_it_was_sent(topic, time_ms, offsets, found):
     start, end = offsets

@@ -41,7 +41,7 @@ from ister.subscription.progress import ProgressPlan
 from ister.subscription.store import SubscriptionStore
 from ister.topic.log import Log
 from ister.topic.reader import Reader
-from tests.support.broker import a_record, broker_tasks, broker_timers, eventually, run, take
+from tests.support.broker import a_record, broker_tasks, broker_timers, eventually, take
 from tests.support.cases import each
 from tests.support.dispatch import ack as acknowledge
 from tests.support.machine import Machine
@@ -222,280 +222,236 @@ async def silence(outbox, seconds=0.1):
 
 
 @each("place", [in_memory, on_disk])
-def test_messages_come_in_order_old_and_new(place):
-    async def scenario():
-        async with place() as rig:
-            rig.fill(300)
-            dispatch = rig.open()
-            outbox = dispatch.attach(1, ())
-            got = []
-            while len(got) < 300:
-                got += await receive(dispatch, outbox, 50, ack=True)
-            rig.fill(20)
-            got += await receive(dispatch, outbox, 20, ack=True)
-            assert got == [(n, 1, b"%d" % n) for n in range(320)]
-            assert dispatch.delivery.cursor == 320
-            assert dispatch.lag == 0
-            assert dispatch.prefetcher.held == {}
-            assert dispatch.prefetcher.held_bytes == 0
-
-    run(scenario())
+async def test_messages_come_in_order_old_and_new(place):
+    async with place() as rig:
+        rig.fill(300)
+        dispatch = rig.open()
+        outbox = dispatch.attach(1, ())
+        got = []
+        while len(got) < 300:
+            got += await receive(dispatch, outbox, 50, ack=True)
+        rig.fill(20)
+        got += await receive(dispatch, outbox, 20, ack=True)
+        assert got == [(n, 1, b"%d" % n) for n in range(320)]
+        assert dispatch.delivery.cursor == 320
+        assert dispatch.lag == 0
+        assert dispatch.prefetcher.held == {}
+        assert dispatch.prefetcher.held_bytes == 0
 
 
-def test_a_window_is_not_exceeded_and_acks_make_room():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(300)
-            dispatch = rig.open(window=10)
-            outbox = dispatch.attach(1, ())
-            assert offsets(await receive(dispatch, outbox, 10)) == list(range(10))
-            await silence(outbox)
-            acknowledge(dispatch, 3)
-            assert offsets(await receive(dispatch, outbox, 1)) == [10]
-            assert dispatch.delivery.cursor == 0
-            assert dispatch.lag == 300
-
-    run(scenario())
+async def test_a_window_is_not_exceeded_and_acks_make_room():
+    async with in_memory() as rig:
+        rig.fill(300)
+        dispatch = rig.open(window=10)
+        outbox = dispatch.attach(1, ())
+        assert offsets(await receive(dispatch, outbox, 10)) == list(range(10))
+        await silence(outbox)
+        acknowledge(dispatch, 3)
+        assert offsets(await receive(dispatch, outbox, 1)) == [10]
+        assert dispatch.delivery.cursor == 0
+        assert dispatch.lag == 300
 
 
-def test_a_consumer_that_writes_nothing_gets_no_more_than_its_outbox():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(1000)
-            dispatch = rig.open(window=1000)
-            outbox = dispatch.attach(1, ())
-            await eventually(lambda: outbox.room == 0)
-            assert len(outbox._items) == OUTBOX_MESSAGES
-            assert dispatch.delivery.stats().in_flight == OUTBOX_MESSAGES
-
-    run(scenario())
+async def test_a_consumer_that_writes_nothing_gets_no_more_than_its_outbox():
+    async with in_memory() as rig:
+        rig.fill(1000)
+        dispatch = rig.open(window=1000)
+        outbox = dispatch.attach(1, ())
+        await eventually(lambda: outbox.room == 0)
+        assert len(outbox._items) == OUTBOX_MESSAGES
+        assert dispatch.delivery.stats().in_flight == OUTBOX_MESSAGES
 
 
-def test_without_consumers_nothing_is_read_and_the_lag_grows():
-    async def scenario():
-        async with in_memory() as rig:
-            dispatch = rig.open()
-            rig.fill(10)
-            assert dispatch.prefetcher.task is None
-            assert dispatch.lag == 10
-            assert rig.topic.readers == []
-
-    run(scenario())
+async def test_without_consumers_nothing_is_read_and_the_lag_grows():
+    async with in_memory() as rig:
+        dispatch = rig.open()
+        rig.fill(10)
+        assert dispatch.prefetcher.task is None
+        assert dispatch.lag == 10
+        assert rig.topic.readers == []
 
 
-def test_what_is_held_is_bounded_and_the_rest_is_read_again(monkeypatch):
+async def test_what_is_held_is_bounded_and_the_rest_is_read_again(monkeypatch):
     monkeypatch.setattr(bytes_side, "_HELD_BYTES_MAX", 20_000)
 
-    async def scenario():
-        async with on_disk() as rig:
-            rig.fill(200, size=1000)
-            dispatch = rig.open(window=1000)
-            outbox = dispatch.attach(1, ())
-            await eventually(lambda: not dispatch.prefetcher.wanted.is_set())
-            assert 20_000 <= dispatch.prefetcher.held_bytes < 31_000
-            assert 12 <= len(dispatch.prefetcher.held) <= 20
-            got = []
-            while len(got) < 200:
-                got += await receive(dispatch, outbox, 10, ack=True)
-                assert dispatch.prefetcher.held_bytes < 31_000
-            assert got == [(n, 1, b"%d" % n) for n in range(200)]
-            assert dispatch.prefetcher.held_bytes == 0
-
-    run(scenario())
+    async with on_disk() as rig:
+        rig.fill(200, size=1000)
+        dispatch = rig.open(window=1000)
+        outbox = dispatch.attach(1, ())
+        await eventually(lambda: not dispatch.prefetcher.wanted.is_set())
+        assert 20_000 <= dispatch.prefetcher.held_bytes < 31_000
+        assert 12 <= len(dispatch.prefetcher.held) <= 20
+        got = []
+        while len(got) < 200:
+            got += await receive(dispatch, outbox, 10, ack=True)
+            assert dispatch.prefetcher.held_bytes < 31_000
+        assert got == [(n, 1, b"%d" % n) for n in range(200)]
+        assert dispatch.prefetcher.held_bytes == 0
 
 
-def test_acks_of_what_was_not_sent_again_do_not_stop_reading(monkeypatch):
+async def test_acks_of_what_was_not_sent_again_do_not_stop_reading(monkeypatch):
     """A client acknowledges what it got before the broker's restart, and reading goes on."""
     monkeypatch.setattr(bytes_side, "_HELD_BYTES_MAX", 20_000)
 
-    async def scenario():
-        async with on_disk() as rig:
-            rig.fill(400, size=1000)
-            dispatch = rig.open(window=1000)
-            outbox = dispatch.attach(1, ())
-            await eventually(lambda: not dispatch.prefetcher.wanted.is_set())
-            for offset in range(350):
-                acknowledge(dispatch, offset)
-            assert dispatch.prefetcher.held_bytes < 20_000
-            seen = set()
-            while 399 not in seen:
-                for offset, _, _ in await receive(dispatch, outbox, 1, ack=True):
-                    seen.add(offset)
-            assert seen >= set(range(350, 400))
-            assert dispatch.delivery.cursor == 400
-
-    run(scenario())
+    async with on_disk() as rig:
+        rig.fill(400, size=1000)
+        dispatch = rig.open(window=1000)
+        outbox = dispatch.attach(1, ())
+        await eventually(lambda: not dispatch.prefetcher.wanted.is_set())
+        for offset in range(350):
+            acknowledge(dispatch, offset)
+        assert dispatch.prefetcher.held_bytes < 20_000
+        seen = set()
+        while 399 not in seen:
+            for offset, _, _ in await receive(dispatch, outbox, 1, ack=True):
+                seen.add(offset)
+        assert seen >= set(range(350, 400))
+        assert dispatch.delivery.cursor == 400
 
 
-def test_keys_that_nobody_takes_do_not_use_up_the_held_bytes(monkeypatch):
+async def test_keys_that_nobody_takes_do_not_use_up_the_held_bytes(monkeypatch):
     monkeypatch.setattr(bytes_side, "_HELD_BYTES_MAX", 20_000)
 
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(100, size=1000, routing_key="other")
-            rig.topic.append(b"mine", routing_key="mine")
-            dispatch = rig.open("key_shared")
-            outbox = dispatch.attach(1, ["mine"])
-            assert await receive(dispatch, outbox, 1, ack=True) == [(100, 1, b"mine")]
-            assert dispatch.delivery.cursor == 101
-            assert dispatch.prefetcher.held_bytes == 0
-
-    run(scenario())
+    async with in_memory() as rig:
+        rig.fill(100, size=1000, routing_key="other")
+        rig.topic.append(b"mine", routing_key="mine")
+        dispatch = rig.open("key_shared")
+        outbox = dispatch.attach(1, ["mine"])
+        assert await receive(dispatch, outbox, 1, ack=True) == [(100, 1, b"mine")]
+        assert dispatch.delivery.cursor == 101
+        assert dispatch.prefetcher.held_bytes == 0
 
 
-def test_a_redelivery_reads_the_message_again(monkeypatch):
+async def test_a_redelivery_reads_the_message_again(monkeypatch):
     monkeypatch.setattr(bytes_side, "_KEPT_BYTES_MAX", 0)
 
-    async def scenario():
-        async with on_disk() as rig:
-            rig.fill(50, size=100)
-            dispatch = rig.open()
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 50)
-            assert dispatch.prefetcher.held == {}
-            for offset in (7, 3):
-                dispatch.nack(offset, delay_ms=None, reason="again")
-            again = await receive(dispatch, outbox, 2, ack=True)
-            assert sorted(again) == [(3, 2, b"3"), (7, 2, b"7")]
-            assert rig.count("nacks_total") == 2
-            assert rig.count("redeliveries_total") == 2
-            # One reader for new ones, one kept for such.
-            assert len(rig.topic.readers) == 2
-
-    run(scenario())
+    async with on_disk() as rig:
+        rig.fill(50, size=100)
+        dispatch = rig.open()
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 50)
+        assert dispatch.prefetcher.held == {}
+        for offset in (7, 3):
+            dispatch.nack(offset, delay_ms=None, reason="again")
+        again = await receive(dispatch, outbox, 2, ack=True)
+        assert sorted(again) == [(3, 2, b"3"), (7, 2, b"7")]
+        assert rig.count("nacks_total") == 2
+        assert rig.count("redeliveries_total") == 2
+        # One reader for new ones, one kept for such.
+        assert len(rig.topic.readers) == 2
 
 
-def test_many_redeliveries_at_once_each_get_their_message(monkeypatch):
+async def test_many_redeliveries_at_once_each_get_their_message(monkeypatch):
     monkeypatch.setattr(bytes_side, "_KEPT_BYTES_MAX", 0)
 
-    async def scenario():
-        async with on_disk() as rig:
-            rig.fill(40, size=100)
-            dispatch = rig.open()
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 40)
-            found = await asyncio.gather(
-                *(dispatch.prefetcher.message(n) for n in reversed(range(40)))
-            )
-            assert [m.offset for m in found] == list(reversed(range(40)))
-            assert len(rig.topic.readers) == 2, "readers were left open"
-
-    run(scenario())
+    async with on_disk() as rig:
+        rig.fill(40, size=100)
+        dispatch = rig.open()
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 40)
+        found = await asyncio.gather(*(dispatch.prefetcher.message(n) for n in reversed(range(40))))
+        assert [m.offset for m in found] == list(reversed(range(40)))
+        assert len(rig.topic.readers) == 2, "readers were left open"
 
 
-def test_a_redelivery_that_is_given_up_leaves_no_reader(monkeypatch):
+async def test_a_redelivery_that_is_given_up_leaves_no_reader(monkeypatch):
     monkeypatch.setattr(bytes_side, "_KEPT_BYTES_MAX", 0)
 
-    async def scenario():
-        async with on_disk() as rig:
-            rig.fill(40, size=100)
-            dispatch = rig.open()
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 40)
-            for _ in range(20):
-                reading = asyncio.create_task(dispatch.prefetcher.message(5))
-                await asyncio.sleep(0)
-                reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
-            await eventually(lambda: len(rig.topic.readers) <= 2)
-            assert (await dispatch.prefetcher.message(5)).payload.startswith(b"5")
-
-    run(scenario())
+    async with on_disk() as rig:
+        rig.fill(40, size=100)
+        dispatch = rig.open()
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 40)
+        for _ in range(20):
+            reading = asyncio.create_task(dispatch.prefetcher.message(5))
+            await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        await eventually(lambda: len(rig.topic.readers) <= 2)
+        assert (await dispatch.prefetcher.message(5)).payload.startswith(b"5")
 
 
-def test_a_rate_delays_and_drops_nothing():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(60)
-            dispatch = rig.open(rate=100)
-            outbox = dispatch.attach(1, ())
-            loop = asyncio.get_running_loop()
-            start = loop.time()
-            got = await receive(dispatch, outbox, 60, ack=True)
-            took = loop.time() - start
-            assert offsets(got) == list(range(60))
-            assert took > 0.3, "sixty messages at a hundred a second came at once"
-            # Another rate is in force at once.
-            dispatch.rate.per_second = 0
-            rig.fill(200)
-            while dispatch.delivery.cursor < 260:
-                await receive(dispatch, outbox, 50, ack=True)
-
-    run(scenario())
+async def test_a_rate_delays_and_drops_nothing():
+    async with in_memory() as rig:
+        rig.fill(60)
+        dispatch = rig.open(rate=100)
+        outbox = dispatch.attach(1, ())
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        got = await receive(dispatch, outbox, 60, ack=True)
+        took = loop.time() - start
+        assert offsets(got) == list(range(60))
+        assert took > 0.3, "sixty messages at a hundred a second came at once"
+        # Another rate is in force at once.
+        dispatch.rate.per_second = 0
+        rig.fill(200)
+        while dispatch.delivery.cursor < 260:
+            await receive(dispatch, outbox, 50, ack=True)
 
 
 # -- seek -------------------------------------------------------------------------------------
 
 
-def test_a_seek_reaches_a_reader_that_waits_at_the_end():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(10)
-            dispatch = rig.open()
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 10, ack=True)
-            await silence(outbox)
-            await dispatch.seek(4)
-            assert rig.kept == 4
-            assert offsets(await receive(dispatch, outbox, 6, ack=True)) == list(range(4, 10))
-            await dispatch.seek(10)
-            rig.fill(1)
-            assert offsets(await receive(dispatch, outbox, 1, ack=True)) == [10]
-
-    run(scenario())
+async def test_a_seek_reaches_a_reader_that_waits_at_the_end():
+    async with in_memory() as rig:
+        rig.fill(10)
+        dispatch = rig.open()
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 10, ack=True)
+        await silence(outbox)
+        await dispatch.seek(4)
+        assert rig.kept == 4
+        assert offsets(await receive(dispatch, outbox, 6, ack=True)) == list(range(4, 10))
+        await dispatch.seek(10)
+        rig.fill(1)
+        assert offsets(await receive(dispatch, outbox, 1, ack=True)) == [10]
 
 
-def test_a_seek_forgets_what_is_in_flight_and_what_was_acknowledged():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(20)
-            dispatch = rig.open(window=10)
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 10)
-            acknowledge(dispatch, 5)
-            dispatch.nack(2, delay_ms=None, reason=None)
-            await dispatch.seek(1)
-            got = [(offset, attempt) for offset, attempt, _ in await receive(dispatch, outbox, 10)]
-            assert got == [(n, 1) for n in range(1, 11)]
-            dispatch.delivery.validate_state()
-
-    run(scenario())
+async def test_a_seek_forgets_what_is_in_flight_and_what_was_acknowledged():
+    async with in_memory() as rig:
+        rig.fill(20)
+        dispatch = rig.open(window=10)
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 10)
+        acknowledge(dispatch, 5)
+        dispatch.nack(2, delay_ms=None, reason=None)
+        await dispatch.seek(1)
+        got = [(offset, attempt) for offset, attempt, _ in await receive(dispatch, outbox, 10)]
+        assert got == [(n, 1) for n in range(1, 11)]
+        dispatch.delivery.validate_state()
 
 
-def test_acks_that_come_during_a_seek_do_not_undo_it():
+async def test_acks_that_come_during_a_seek_do_not_undo_it():
     """The store is slow: what is acknowledged meanwhile counts for nothing."""
 
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(50)
-            dispatch = rig.open(delta=1)
-            outbox = dispatch.attach(1, ())
-            got = await receive(dispatch, outbox, 50)
-            loop = asyncio.get_running_loop()
-            reached, go_on = asyncio.Event(), module.asyncio.Event()
+    async with in_memory() as rig:
+        rig.fill(50)
+        dispatch = rig.open(delta=1)
+        outbox = dispatch.attach(1, ())
+        got = await receive(dispatch, outbox, 50)
+        loop = asyncio.get_running_loop()
+        reached, go_on = asyncio.Event(), module.asyncio.Event()
 
-            def hold():
-                loop.call_soon_threadsafe(reached.set)
-                asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60)
+        def hold():
+            loop.call_soon_threadsafe(reached.set)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60)
 
-            rig.store.before_cursor = hold
-            seeking = asyncio.create_task(dispatch.seek(5))
-            await reached.wait()
-            for offset, _, _ in got:
-                acknowledge(dispatch, offset)
-            assert dispatch.delivery.cursor == 50
-            rig.store.before_cursor = lambda: None
-            go_on.set()
-            await asyncio.wait_for(seeking, 60)
-            assert dispatch.delivery.cursor == 5
-            assert offsets(await receive(dispatch, outbox, 45, ack=True)) == list(range(5, 50))
-            await eventually(lambda: rig.kept == 50)
-
-    run(scenario())
+        rig.store.before_cursor = hold
+        seeking = asyncio.create_task(dispatch.seek(5))
+        await reached.wait()
+        for offset, _, _ in got:
+            acknowledge(dispatch, offset)
+        assert dispatch.delivery.cursor == 50
+        rig.store.before_cursor = lambda: None
+        go_on.set()
+        await asyncio.wait_for(seeking, 60)
+        assert dispatch.delivery.cursor == 5
+        assert offsets(await receive(dispatch, outbox, 45, ack=True)) == list(range(5, 50))
+        await eventually(lambda: rig.kept == 50)
 
 
 @each("leaves", [False, True])
-def test_seek_during_a_read_begins_at_its_offset(monkeypatch, leaves):
+async def test_seek_during_a_read_begins_at_its_offset(monkeypatch, leaves):
     """Goal: what a read finds that began before a seek is not taken for what lies behind it.
 
     Method: the read is held in its thread until the seek is done. Its messages begin later, so that
@@ -513,7 +469,7 @@ def test_seek_during_a_read_begins_at_its_offset(monkeypatch, leaves):
 
     monkeypatch.setattr(Reader, "poll", held)
 
-    async def scenario():
+    try:
         async with on_disk() as rig:
             rig.fill(60)
             dispatch = rig.open(cursor=40)
@@ -526,129 +482,108 @@ def test_seek_during_a_read_begins_at_its_offset(monkeypatch, leaves):
             if leaves:
                 outbox = dispatch.attach(1, ())
             assert offsets(await receive(dispatch, outbox, 55, ack=True)) == list(range(5, 60))
-
-    try:
-        run(scenario())
     finally:
         go_on.set()
 
 
-def test_seeks_at_any_moment_lose_nothing_behind_them():
-    async def scenario():
-        async with on_disk() as rig:
-            rig.fill(500, size=200)
-            dispatch = rig.open(window=50, delta=10)
-            outbox = dispatch.attach(1, ())
-            for target in (400, 0, 499, 250, 250, 3):
-                await asyncio.sleep(0.002)
-                await dispatch.seek(target)
-                dispatch.delivery.validate_state()
-            seen = set()
-            while dispatch.delivery.cursor < 500:
-                for offset, _, payload in await receive(dispatch, outbox, 1, ack=True):
-                    assert payload == b"%d" % offset
-                    seen.add(offset)
-            assert seen >= set(range(3, 500))
-
-    run(scenario())
+async def test_seeks_at_any_moment_lose_nothing_behind_them():
+    async with on_disk() as rig:
+        rig.fill(500, size=200)
+        dispatch = rig.open(window=50, delta=10)
+        outbox = dispatch.attach(1, ())
+        for target in (400, 0, 499, 250, 250, 3):
+            await asyncio.sleep(0.002)
+            await dispatch.seek(target)
+            dispatch.delivery.validate_state()
+        seen = set()
+        while dispatch.delivery.cursor < 500:
+            for offset, _, payload in await receive(dispatch, outbox, 1, ack=True):
+                assert payload == b"%d" % offset
+                seen.add(offset)
+        assert seen >= set(range(3, 500))
 
 
-def test_a_seek_that_cannot_be_written_down_changes_nothing():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(10)
-            dispatch = rig.open()
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 10, ack=True)
-            rig.store.error = UnavailableError("gone")
-            with pytest.raises(UnavailableError):
-                await dispatch.seek(0)
-            assert dispatch.delivery.cursor == 10
-            await silence(outbox)
-            rig.store.error = None
-
-    run(scenario())
+async def test_a_seek_that_cannot_be_written_down_changes_nothing():
+    async with in_memory() as rig:
+        rig.fill(10)
+        dispatch = rig.open()
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 10, ack=True)
+        rig.store.error = UnavailableError("gone")
+        with pytest.raises(UnavailableError):
+            await dispatch.seek(0)
+        assert dispatch.delivery.cursor == 10
+        await silence(outbox)
+        rig.store.error = None
 
 
 # -- settings ---------------------------------------------------------------------------------
 
 
-def test_another_window_is_in_force_at_once_and_kept():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(50)
-            dispatch = rig.open(window=5)
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 5)
-            await silence(outbox)
-            await dispatch.set_window(20)
-            assert offsets(await receive(dispatch, outbox, 15)) == list(range(5, 20))
-            assert dispatch.window == 20
-            assert rig.store.load(rig.parsed, "")["s"].window == 20
-
-    run(scenario())
+async def test_another_window_is_in_force_at_once_and_kept():
+    async with in_memory() as rig:
+        rig.fill(50)
+        dispatch = rig.open(window=5)
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 5)
+        await silence(outbox)
+        await dispatch.set_window(20)
+        assert offsets(await receive(dispatch, outbox, 15)) == list(range(5, 20))
+        assert dispatch.window == 20
+        assert rig.store.load(rig.parsed, "")["s"].window == 20
 
 
-def test_another_policy_is_in_force_at_once_and_kept():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(3)
-            policy = replace(QUICK, max_redelivery_count=0)
-            dispatch = rig.open(policy=policy)
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 3)
-            dispatch.nack(0, delay_ms=None, reason=None)
-            assert dispatch.delivery.stats().blocked == 0
-            drop = replace(policy, poison=PoisonPolicy.DROP)
-            await dispatch.set_policy(drop)
-            assert dispatch.delivery.stats().blocked is None
-            assert dispatch.delivery.cursor == 1
-            assert rig.count("dropped_total") == 1
-            assert rig.store.load(rig.parsed, "")["s"].policy == drop
-
-    run(scenario())
+async def test_another_policy_is_in_force_at_once_and_kept():
+    async with in_memory() as rig:
+        rig.fill(3)
+        policy = replace(QUICK, max_redelivery_count=0)
+        dispatch = rig.open(policy=policy)
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 3)
+        dispatch.nack(0, delay_ms=None, reason=None)
+        assert dispatch.delivery.stats().blocked == 0
+        drop = replace(policy, poison=PoisonPolicy.DROP)
+        await dispatch.set_policy(drop)
+        assert dispatch.delivery.stats().blocked is None
+        assert dispatch.delivery.cursor == 1
+        assert rig.count("dropped_total") == 1
+        assert rig.store.load(rig.parsed, "")["s"].policy == drop
 
 
-def test_an_ack_timeout_that_is_shortened_counts_for_what_is_in_flight():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(1)
-            dispatch = rig.open()
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 1)
-            await dispatch.set_policy(replace(QUICK, ack_timeout_ms=50))
-            assert await receive(dispatch, outbox, 1) == [(0, 2, b"0")]
-
-    run(scenario())
+async def test_an_ack_timeout_that_is_shortened_counts_for_what_is_in_flight():
+    async with in_memory() as rig:
+        rig.fill(1)
+        dispatch = rig.open()
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 1)
+        await dispatch.set_policy(replace(QUICK, ack_timeout_ms=50))
+        assert await receive(dispatch, outbox, 1) == [(0, 2, b"0")]
 
 
-def test_settings_that_change_at_once_do_not_undo_each_other():
+async def test_settings_that_change_at_once_do_not_undo_each_other():
     """A consumer subscribes while the policy is being written."""
 
-    async def scenario():
-        async with in_memory() as rig:
-            dispatch = rig.open()
-            loop = asyncio.get_running_loop()
-            first, go_on = asyncio.Event(), asyncio.Event()
+    async with in_memory() as rig:
+        dispatch = rig.open()
+        loop = asyncio.get_running_loop()
+        first, go_on = asyncio.Event(), asyncio.Event()
 
-            def hold():
-                rig.store.before_options = lambda: None
-                loop.call_soon_threadsafe(first.set)
-                asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60)
+        def hold():
+            rig.store.before_options = lambda: None
+            loop.call_soon_threadsafe(first.set)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60)
 
-            rig.store.before_options = hold
-            policy = replace(QUICK, max_redelivery_count=77)
-            setting = asyncio.create_task(dispatch.set_policy(policy))
-            await first.wait()
-            windowing = asyncio.create_task(dispatch.set_window(33))
-            await asyncio.sleep(0.05)
-            go_on.set()
-            await asyncio.wait_for(asyncio.gather(setting, windowing), 60)
-            for stored in (dispatch.stored, rig.store.load(rig.parsed, "")["s"]):
-                assert stored.policy == policy
-                assert stored.window == 33
-
-    run(scenario())
+        rig.store.before_options = hold
+        policy = replace(QUICK, max_redelivery_count=77)
+        setting = asyncio.create_task(dispatch.set_policy(policy))
+        await first.wait()
+        windowing = asyncio.create_task(dispatch.set_window(33))
+        await asyncio.sleep(0.05)
+        go_on.set()
+        await asyncio.wait_for(asyncio.gather(setting, windowing), 60)
+        for stored in (dispatch.stored, rig.store.load(rig.parsed, "")["s"]):
+            assert stored.policy == policy
+            assert stored.window == 33
 
 
 # -- failures ---------------------------------------------------------------------------------
@@ -656,62 +591,56 @@ def test_settings_that_change_at_once_do_not_undo_each_other():
 
 def letter_policy(target="/default/dead"):
     return replace(
-        QUICK,
-        max_redelivery_count=0,
-        poison=PoisonPolicy.DEAD_LETTER,
-        dead_letter_topic=target,
+        QUICK, max_redelivery_count=0, poison=PoisonPolicy.DEAD_LETTER, dead_letter_topic=target
     )
 
 
-def test_a_dead_letter_has_everything_of_the_message_and_why():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(1)
-            record = a_record(
-                b"bad",
-                topic=NAME,
-                attributes={"own": "yes"},
-                routing_key="k",
-                schema_id=4,
-                schema_version=2,
-            )
-            rig.topic.append_record(record)
-            dispatch = rig.open(policy=letter_policy())
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 2)
-            dispatch.nack(1, delay_ms=None, reason="no good")
-            await eventually(lambda: rig.count("dead_letters_total") == 1)
-            [(name, letter)] = rig.letters
-            assert name == letter.msg_id.topic_name == "/default/dead"
-            assert letter.payload == b"bad"
-            assert (letter.routing_key, letter.schema_id, letter.schema_version) == ("k", 4, 2)
-            assert LetterSigner("secret").verify(letter, name)
-            assert {**letter.attributes, "x-dead-letter-signature": ""} == {
-                "x-dead-letter-signature": "",
-                "own": "yes",
-                "x-original-topic": NAME,
-                "x-original-subscription": "s",
-                "x-original-topic-offset": "1",
-                "x-original-producer-id": "7",
-                "x-original-broker-addr": "http://b:1",
-                "x-dead-letter-hops": "1",
-                "x-poison-policy": "dead_letter",
-                "x-delivery-attempt": "1",
-                "x-failure-reason": "no good",
-            }
-            acknowledge(dispatch, 0)
-            assert dispatch.delivery.cursor == 2
-
-    run(scenario())
+async def test_a_dead_letter_has_everything_of_the_message_and_why():
+    async with in_memory() as rig:
+        rig.fill(1)
+        record = a_record(
+            b"bad",
+            topic=NAME,
+            attributes={"own": "yes"},
+            routing_key="k",
+            schema_id=4,
+            schema_version=2,
+        )
+        rig.topic.append_record(record)
+        dispatch = rig.open(policy=letter_policy())
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 2)
+        dispatch.nack(1, delay_ms=None, reason="no good")
+        await eventually(lambda: rig.count("dead_letters_total") == 1)
+        [(name, letter)] = rig.letters
+        assert name == letter.msg_id.topic_name == "/default/dead"
+        assert letter.payload == b"bad"
+        assert (letter.routing_key, letter.schema_id, letter.schema_version) == ("k", 4, 2)
+        assert LetterSigner("secret").verify(letter, name)
+        assert {**letter.attributes, "x-dead-letter-signature": ""} == {
+            "x-dead-letter-signature": "",
+            "own": "yes",
+            "x-original-topic": NAME,
+            "x-original-subscription": "s",
+            "x-original-topic-offset": "1",
+            "x-original-producer-id": "7",
+            "x-original-broker-addr": "http://b:1",
+            "x-dead-letter-hops": "1",
+            "x-poison-policy": "dead_letter",
+            "x-delivery-attempt": "1",
+            "x-failure-reason": "no good",
+        }
+        acknowledge(dispatch, 0)
+        assert dispatch.delivery.cursor == 2
 
 
 @pytest.mark.parametrize(
     "error", [UnavailableError("elsewhere"), ValueError("unforeseen")], ids=["expected", "not"]
 )
-def test_a_dead_letter_that_cannot_be_published_is_tried_again(monkeypatch, caplog, error):
+async def test_a_dead_letter_that_cannot_be_published_is_tried_again(monkeypatch, caplog, error):
     monkeypatch.setattr(module, "_DEAD_LETTER_RETRY_MS", 30)
 
-    async def scenario():
+    with caplog.at_level(logging.WARNING):
         async with in_memory() as rig:
             rig.fill(2)
             rig.letter_error = error
@@ -729,94 +658,80 @@ def test_a_dead_letter_that_cannot_be_published_is_tried_again(monkeypatch, capl
             await eventually(lambda: dispatch.delivery.cursor == 1)
             assert len(rig.letters) == 1
 
-    with caplog.at_level(logging.WARNING):
-        run(scenario())
-
 
 @each("is_large", [False, True])
-def test_dead_letter_topics_that_lead_back_do_not_loop_for_ever(is_large):
+async def test_dead_letter_topics_that_lead_back_do_not_loop_for_ever(is_large):
     """Goal: a message stops after some hops, and says where it came from first."""
 
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(3)
-            # What it says of itself is not believed: no broker has written it.
-            forged = {"x-dead-letter-hops": str(HOPS_MAX), "x-original-topic": "/other/topic"}
-            rig.topic.append_record(
-                a_record(b"bad", topic=NAME, attributes={"own": "yes", **forged})
-            )
-            dispatch = rig.open(policy=letter_policy(NAME))
+    async with in_memory() as rig:
+        rig.fill(3)
+        # What it says of itself is not believed: no broker has written it.
+        forged = {"x-dead-letter-hops": str(HOPS_MAX), "x-original-topic": "/other/topic"}
+        rig.topic.append_record(a_record(b"bad", topic=NAME, attributes={"own": "yes", **forged}))
+        dispatch = rig.open(policy=letter_policy(NAME))
 
-            async def publish(name, letter):
-                if is_large and "own" in letter.attributes:
-                    raise MessageTooLargeError("no room for its attributes")
-                rig.topic.append_record(letter)
+        async def publish(name, letter):
+            if is_large and "own" in letter.attributes:
+                raise MessageTooLargeError("no room for its attributes")
+            rig.topic.append_record(letter)
 
-            dispatch._publish_dead_letter = publish
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 3, ack=True)
-            for hop in range(HOPS_MAX + 1):
-                [(offset, _, payload)] = await receive(dispatch, outbox, 1)
-                assert (offset, payload) == (3 + hop, b"bad")
-                dispatch.nack(offset, delay_ms=None, reason=f"hop {hop}")
-            await eventually(lambda: dispatch.delivery.cursor == rig.topic.wal.next)
-            assert rig.topic.wal.next == 3 + 1 + HOPS_MAX
-            assert rig.count("dead_letters_total") == HOPS_MAX
-            assert rig.count("dropped_total") == 1
-            *_, last = rig.topic.read(start=0, end=rig.topic.wal.next)
-            assert last.attributes["x-original-topic-offset"] == "3"
-            assert last.attributes["x-original-topic"] == NAME
-            assert last.attributes["x-dead-letter-hops"] == str(HOPS_MAX)
-            assert last.attributes["x-failure-reason"] == f"hop {HOPS_MAX - 1}"
-            assert ("own" in last.attributes) == (not is_large)
-            await silence(outbox)
-
-    run(scenario())
+        dispatch._publish_dead_letter = publish
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 3, ack=True)
+        for hop in range(HOPS_MAX + 1):
+            [(offset, _, payload)] = await receive(dispatch, outbox, 1)
+            assert (offset, payload) == (3 + hop, b"bad")
+            dispatch.nack(offset, delay_ms=None, reason=f"hop {hop}")
+        await eventually(lambda: dispatch.delivery.cursor == rig.topic.wal.next)
+        assert rig.topic.wal.next == 3 + 1 + HOPS_MAX
+        assert rig.count("dead_letters_total") == HOPS_MAX
+        assert rig.count("dropped_total") == 1
+        *_, last = rig.topic.read(start=0, end=rig.topic.wal.next)
+        assert last.attributes["x-original-topic-offset"] == "3"
+        assert last.attributes["x-original-topic"] == NAME
+        assert last.attributes["x-dead-letter-hops"] == str(HOPS_MAX)
+        assert last.attributes["x-failure-reason"] == f"hop {HOPS_MAX - 1}"
+        assert ("own" in last.attributes) == (not is_large)
+        await silence(outbox)
 
 
-def test_a_dead_letter_under_way_does_not_hold_up_the_end(monkeypatch):
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(1)
-            dispatch = rig.open(policy=letter_policy())
-            publishing = asyncio.Event()
+async def test_a_dead_letter_under_way_does_not_hold_up_the_end(monkeypatch):
+    async with in_memory() as rig:
+        rig.fill(1)
+        dispatch = rig.open(policy=letter_policy())
+        publishing = asyncio.Event()
 
-            async def hang(name, message):
-                publishing.set()
-                await asyncio.sleep(600)
+        async def hang(name, message):
+            publishing.set()
+            await asyncio.sleep(600)
 
-            dispatch._publish_dead_letter = hang
-            outbox = dispatch.attach(1, ())
+        dispatch._publish_dead_letter = hang
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 1)
+        dispatch.nack(0, delay_ms=None, reason=None)
+        await publishing.wait()
+        await asyncio.wait_for(dispatch.close(None), 60)
+        # It was not resolved, so it comes again with its failures.
+        assert rig.kept == 0
+        assert rig.store.load(rig.parsed, "")["s"].saved["failed"] == [[0, 1, None]]
+
+
+async def test_attempts_survive_the_broker():
+    async with in_memory() as rig:
+        rig.fill(3)
+        dispatch = rig.open()
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 3)
+        acknowledge(dispatch, 0)
+        acknowledge(dispatch, 2)
+        for _ in range(2):
+            dispatch.nack(1, delay_ms=None, reason="bad")
             await receive(dispatch, outbox, 1)
-            dispatch.nack(0, delay_ms=None, reason=None)
-            await publishing.wait()
-            await asyncio.wait_for(dispatch.close(None), 60)
-            # It was not resolved, so it comes again with its failures.
-            assert rig.kept == 0
-            assert rig.store.load(rig.parsed, "")["s"].saved["failed"] == [[0, 1, None]]
-
-    run(scenario())
-
-
-def test_attempts_survive_the_broker():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(3)
-            dispatch = rig.open()
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 3)
-            acknowledge(dispatch, 0)
-            acknowledge(dispatch, 2)
-            for _ in range(2):
-                dispatch.nack(1, delay_ms=None, reason="bad")
-                await receive(dispatch, outbox, 1)
-            await dispatch.close(None)
-            again = rig.open()
-            outbox = again.attach(1, ())
-            assert await receive(again, outbox, 1) == [(1, 3, b"1")]
-            await silence(outbox)  # 2 was acknowledged
-
-    run(scenario())
+        await dispatch.close(None)
+        again = rig.open()
+        outbox = again.attach(1, ())
+        assert await receive(again, outbox, 1) == [(1, 3, b"1")]
+        await silence(outbox)  # 2 was acknowledged
 
 
 # -- retention and damage ---------------------------------------------------------------------
@@ -850,83 +765,76 @@ async def in_a_bucket():
             await rig.close()
 
 
-def test_messages_that_retention_took_unread_are_counted_and_the_rest_comes(caplog):
-    async def scenario():
-        async with in_a_bucket() as rig:
-            dispatch = rig.open()
-            assert dispatch.lag == 120
-            rig.expire()
-            assert dispatch.delivery.cursor == 0
-            assert dispatch.lag == 30  # what is gone does not count
-            assert describe_stored(dispatch.stored, 90, 120).lag == 30
-            outbox = dispatch.attach(1, ())
-            got = await receive(dispatch, outbox, 30, ack=True)
-            assert got == [(n, 1, b"%d" % n) for n in range(90, 120)]
-            assert dispatch.lag == 0
-            assert dispatch.delivery.cursor == 120
-            assert rig.count("messages_passed_over_total") == 90
-            [record] = [r for r in caplog.records if "had not received" in r.message]
-            assert (record.levelname, record.start, record.end) == ("ERROR", 0, 90)
-            assert record.subscription == "s"
-
-    run(scenario())
+async def test_messages_that_retention_took_unread_are_counted_and_the_rest_comes(caplog):
+    async with in_a_bucket() as rig:
+        dispatch = rig.open()
+        assert dispatch.lag == 120
+        rig.expire()
+        assert dispatch.delivery.cursor == 0
+        assert dispatch.lag == 30  # what is gone does not count
+        assert describe_stored(dispatch.stored, 90, 120).lag == 30
+        outbox = dispatch.attach(1, ())
+        got = await receive(dispatch, outbox, 30, ack=True)
+        assert got == [(n, 1, b"%d" % n) for n in range(90, 120)]
+        assert dispatch.lag == 0
+        assert dispatch.delivery.cursor == 120
+        assert rig.count("messages_passed_over_total") == 90
+        [record] = [r for r in caplog.records if "had not received" in r.message]
+        assert (record.levelname, record.start, record.end) == ("ERROR", 0, 90)
+        assert record.subscription == "s"
 
 
-def test_messages_that_retention_takes_under_a_consumer_are_passed_over(monkeypatch):
+async def test_messages_that_retention_takes_under_a_consumer_are_passed_over(monkeypatch):
     """Some of them are in flight, some read ahead; what is held of them is let go of."""
     monkeypatch.setattr(bytes_side, "_HELD_BYTES_MAX", 10_000)
 
-    async def scenario():
-        async with in_a_bucket() as rig:
-            dispatch = rig.open(window=20)
-            outbox = dispatch.attach(1, ())
-            assert offsets(await receive(dispatch, outbox, 5)) == list(range(5))
-            rig.expire()
-            seen = set()
-            while 119 not in seen:
-                for offset, attempt in await take(outbox, 1):
-                    await dispatch.next_message(outbox, offset)
-                    dispatch.written(outbox, 1)
-                    acknowledge(dispatch, offset)
-                    seen.add(offset)
-                    assert attempt == 1
-            assert seen >= set(range(90, 120))
-            await eventually(lambda: dispatch.delivery.cursor == 120)
-            assert (
-                dispatch.prefetcher.held_bytes
-                == sum(m.size_bytes for m in dispatch.prefetcher.held.values())
-                == 0
-            )
-
-    run(scenario())
+    async with in_a_bucket() as rig:
+        dispatch = rig.open(window=20)
+        outbox = dispatch.attach(1, ())
+        assert offsets(await receive(dispatch, outbox, 5)) == list(range(5))
+        rig.expire()
+        seen = set()
+        while 119 not in seen:
+            for offset, attempt in await take(outbox, 1):
+                await dispatch.next_message(outbox, offset)
+                dispatch.written(outbox, 1)
+                acknowledge(dispatch, offset)
+                seen.add(offset)
+                assert attempt == 1
+        assert seen >= set(range(90, 120))
+        await eventually(lambda: dispatch.delivery.cursor == 120)
+        assert (
+            dispatch.prefetcher.held_bytes
+            == sum(m.size_bytes for m in dispatch.prefetcher.held.values())
+            == 0
+        )
 
 
-def test_a_redelivery_that_retention_took_does_not_hold_up_the_subscription(caplog, monkeypatch):
+async def test_a_redelivery_that_retention_took_does_not_hold_up_the_subscription(
+    caplog, monkeypatch
+):
     monkeypatch.setattr(bytes_side, "_KEPT_BYTES_MAX", 0)
 
-    async def scenario():
-        async with in_a_bucket() as rig:
-            dispatch = rig.open(window=100, policy=replace(QUICK, ack_timeout_ms=3_600_000))
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 100)
-            for offset in range(1, 100):
-                acknowledge(dispatch, offset)
-            rig.expire()
-            dispatch.nack(0, delay_ms=None, reason=None)
-            [(offset, attempt)] = [s for s in await take(outbox, 21) if s[1] == 2]
-            assert (offset, attempt) == (0, 2)
-            assert await dispatch.prefetcher.message(0) is None
-            assert dispatch.delivery.cursor == 100
-            assert "deleted by retention" in caplog.text
-
-    run(scenario())
+    async with in_a_bucket() as rig:
+        dispatch = rig.open(window=100, policy=replace(QUICK, ack_timeout_ms=3_600_000))
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 100)
+        for offset in range(1, 100):
+            acknowledge(dispatch, offset)
+        rig.expire()
+        dispatch.nack(0, delay_ms=None, reason=None)
+        [(offset, attempt)] = [s for s in await take(outbox, 21) if s[1] == 2]
+        assert (offset, attempt) == (0, 2)
+        assert await dispatch.prefetcher.message(0) is None
+        assert dispatch.delivery.cursor == 100
+        assert "deleted by retention" in caplog.text
 
 
-def test_a_damaged_message_is_not_passed_over(monkeypatch, caplog):
+async def test_a_damaged_message_is_not_passed_over(monkeypatch, caplog):
     """It comes once the file is repaired; until then the subscription says why it stands still."""
     monkeypatch.setattr(bytes_side, "_DAMAGE_RETRY_SECONDS", 0.05)
 
-    async def scenario():
+    with caplog.at_level(logging.ERROR):
         async with on_disk() as rig:
             rig.fill(30, size=300)
             machine = rig.machine
@@ -948,107 +856,89 @@ def test_a_damaged_message_is_not_passed_over(monkeypatch, caplog):
             machine.overwrite(path, at, good)
             assert offsets(await receive(dispatch, outbox, 10, ack=True)) == list(range(20, 30))
 
-    with caplog.at_level(logging.ERROR):
-        run(scenario())
 
+async def test_a_body_that_is_no_message_counts_as_failed():
+    async with in_memory() as rig:
+        rig.fill(1)
+        dispatch = rig.open()
+        outbox = dispatch.attach(1, ())
+        await take(outbox, 1)
 
-def test_a_body_that_is_no_message_counts_as_failed():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(1)
-            dispatch = rig.open()
-            outbox = dispatch.attach(1, ())
-            await take(outbox, 1)
+        class Broken:
+            offset = 0
 
-            class Broken:
-                offset = 0
+            @property
+            def record(self):
+                raise CorruptDataError("not a message")
 
-                @property
-                def record(self):
-                    raise CorruptDataError("not a message")
-
-            assert dispatch.readable(Broken()) is None
-            assert await take(outbox, 1) == [(0, 2)]
-            assert dispatch.readable(await dispatch.prefetcher.message(0)).payload == b"0"
-
-    run(scenario())
+        assert dispatch.readable(Broken()) is None
+        assert await take(outbox, 1) == [(0, 2)]
+        assert dispatch.readable(await dispatch.prefetcher.message(0)).payload == b"0"
 
 
 # -- the cursor -------------------------------------------------------------------------------
 
 
-def test_a_cursor_is_written_when_it_has_moved_far():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(30)
-            dispatch = rig.open(delta=10)
-            outbox = dispatch.attach(1, ())
-            got = await receive(dispatch, outbox, 30)
-            for offset, _, _ in got[:9]:
-                acknowledge(dispatch, offset)
-            await asyncio.sleep(0.05)
-            assert rig.store.written == []
-            acknowledge(dispatch, 9)
-            await eventually(lambda: rig.store.written == [10])
-            assert rig.kept == 10
-
-    run(scenario())
+async def test_a_cursor_is_written_when_it_has_moved_far():
+    async with in_memory() as rig:
+        rig.fill(30)
+        dispatch = rig.open(delta=10)
+        outbox = dispatch.attach(1, ())
+        got = await receive(dispatch, outbox, 30)
+        for offset, _, _ in got[:9]:
+            acknowledge(dispatch, offset)
+        await asyncio.sleep(0.05)
+        assert rig.store.written == []
+        acknowledge(dispatch, 9)
+        await eventually(lambda: rig.store.written == [10])
+        assert rig.kept == 10
 
 
-def test_a_cursor_is_written_some_time_after_it_moved():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(3)
-            dispatch = rig.open(interval=0.1)
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 3)
-            assert rig.store.written == []
-            acknowledge(dispatch, 0)
-            await eventually(lambda: rig.store.written == [1])
-            # What lies above the cursor is written as well.
-            acknowledge(dispatch, 2)
-            await eventually(lambda: len(rig.store.written) == 2)
-            assert rig.store.load(rig.parsed, "")["s"].saved["acked"] == [[2, 3]]
-            # Nothing has changed: nothing is written.
-            await asyncio.sleep(0.3)
-            assert len(rig.store.written) == 2
-
-    run(scenario())
+async def test_a_cursor_is_written_some_time_after_it_moved():
+    async with in_memory() as rig:
+        rig.fill(3)
+        dispatch = rig.open(interval=0.1)
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 3)
+        assert rig.store.written == []
+        acknowledge(dispatch, 0)
+        await eventually(lambda: rig.store.written == [1])
+        # What lies above the cursor is written as well.
+        acknowledge(dispatch, 2)
+        await eventually(lambda: len(rig.store.written) == 2)
+        assert rig.store.load(rig.parsed, "")["s"].saved["acked"] == [[2, 3]]
+        # Nothing has changed: nothing is written.
+        await asyncio.sleep(0.3)
+        assert len(rig.store.written) == 2
 
 
-def test_a_cursor_is_written_at_the_end():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(3)
-            dispatch = rig.open()
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 3, ack=True)
-            assert rig.kept == 0
-            await dispatch.close(None)
-            assert rig.kept == 3
-            await dispatch.close(None)
-            assert len(rig.store.written) == 1
-
-    run(scenario())
+async def test_a_cursor_is_written_at_the_end():
+    async with in_memory() as rig:
+        rig.fill(3)
+        dispatch = rig.open()
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 3, ack=True)
+        assert rig.kept == 0
+        await dispatch.close(None)
+        assert rig.kept == 3
+        await dispatch.close(None)
+        assert len(rig.store.written) == 1
 
 
-def test_an_end_that_is_not_to_write_writes_nothing():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(3)
-            dispatch = rig.open()
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 3, ack=True)
-            await dispatch.close(None, flush=False)
-            assert rig.store.written == []
-
-    run(scenario())
+async def test_an_end_that_is_not_to_write_writes_nothing():
+    async with in_memory() as rig:
+        rig.fill(3)
+        dispatch = rig.open()
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 3, ack=True)
+        await dispatch.close(None, flush=False)
+        assert rig.store.written == []
 
 
-def test_a_cursor_that_could_not_be_written_is_written_later(monkeypatch, caplog):
+async def test_a_cursor_that_could_not_be_written_is_written_later(monkeypatch, caplog):
     monkeypatch.setattr(cursor_writer, "_RETRY_SECONDS", 0.05)
 
-    async def scenario():
+    with caplog.at_level(logging.WARNING):
         async with in_memory() as rig:
             rig.fill(5)
             rig.store.error = UnavailableError("gone")
@@ -1063,357 +953,298 @@ def test_a_cursor_that_could_not_be_written_is_written_later(monkeypatch, caplog
             # Not one try per acknowledgement.
             assert caplog.text.count("cursor not written") < 200
 
-    with caplog.at_level(logging.WARNING):
-        run(scenario())
+
+async def test_an_end_is_an_end_although_the_store_does_not_answer(caplog):
+    async with in_memory() as rig:
+        rig.fill(1)
+        dispatch = rig.open()
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 1, ack=True)
+        rig.store.error = UnavailableError("gone")
+        await dispatch.close(None)
+        assert "not written at the end" in caplog.text
 
 
-def test_an_end_is_an_end_although_the_store_does_not_answer(caplog):
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(1)
-            dispatch = rig.open()
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 1, ack=True)
-            rig.store.error = UnavailableError("gone")
-            await dispatch.close(None)
-            assert "not written at the end" in caplog.text
+async def test_what_is_acknowledged_while_a_cursor_is_written_is_written_next():
+    async with in_memory() as rig:
+        rig.fill(20)
+        dispatch = rig.open(delta=5)
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 20)
+        first = []
 
-    run(scenario())
+        def meanwhile():
+            if not first:
+                first.append(True)
+                # On the loop, between reading the cursor and writing it.
+                for offset in range(5, 20):
+                    acknowledge(dispatch, offset)
 
-
-def test_what_is_acknowledged_while_a_cursor_is_written_is_written_next():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(20)
-            dispatch = rig.open(delta=5)
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 20)
-            first = []
-
-            def meanwhile():
-                if not first:
-                    first.append(True)
-                    # On the loop, between reading the cursor and writing it.
-                    for offset in range(5, 20):
-                        acknowledge(dispatch, offset)
-
-            failpoints.arm("broker.before_cursor", meanwhile)
-            for offset in range(5):
-                acknowledge(dispatch, offset)
-            await eventually(lambda: rig.kept == 20)
-            assert rig.store.written[0] == 5
-
-    run(scenario())
+        failpoints.arm("broker.before_cursor", meanwhile)
+        for offset in range(5):
+            acknowledge(dispatch, offset)
+        await eventually(lambda: rig.kept == 20)
+        assert rig.store.written[0] == 5
 
 
-def test_whoever_is_fenced_tells_it():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(1)
-            rig.store.error = FencedError("another has it")
-            dispatch = rig.open(delta=1)
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 1, ack=True)
-            await eventually(lambda: rig.fenced == [True])
-            rig.store.error = None
-
-    run(scenario())
+async def test_whoever_is_fenced_tells_it():
+    async with in_memory() as rig:
+        rig.fill(1)
+        rig.store.error = FencedError("another has it")
+        dispatch = rig.open(delta=1)
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 1, ack=True)
+        await eventually(lambda: rig.fenced == [True])
+        rig.store.error = None
 
 
-def test_a_cursor_beyond_the_end_begins_at_the_end():
+async def test_a_cursor_beyond_the_end_begins_at_the_end():
     """Only a damaged log has one, which takes no messages: see `Topics._open_blocking`."""
 
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(5)
-            rig.store.create(
-                rig.parsed,
-                "s",
-                kind=SubscriptionKind.EXCLUSIVE,
-                cursor=100,
-                incarnation="",
-                owned=None,
-            )
-            assert rig.open().delivery.cursor == 5
-
-    run(scenario())
+    async with in_memory() as rig:
+        rig.fill(5)
+        rig.store.create(
+            rig.parsed, "s", kind=SubscriptionKind.EXCLUSIVE, cursor=100, incarnation="", owned=None
+        )
+        assert rig.open().delivery.cursor == 5
 
 
 # -- consumers --------------------------------------------------------------------------------
 
 
-def test_an_exclusive_subscription_refuses_a_second_consumer():
-    async def scenario():
-        async with in_memory() as rig:
-            dispatch = rig.open()
-            outbox = dispatch.attach(1, ())
-            with pytest.raises(ConflictError):
-                dispatch.attach(2, ())
-            assert dispatch.attached == [1]
-            assert not outbox.is_ended
-
-    run(scenario())
+async def test_an_exclusive_subscription_refuses_a_second_consumer():
+    async with in_memory() as rig:
+        dispatch = rig.open()
+        outbox = dispatch.attach(1, ())
+        with pytest.raises(ConflictError):
+            dispatch.attach(2, ())
+        assert dispatch.attached == [1]
+        assert not outbox.is_ended
 
 
-def test_a_later_stream_of_a_consumer_takes_over_and_gets_everything_again():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(10)
-            dispatch = rig.open()
-            first = dispatch.attach(1, ())
-            await receive(dispatch, first, 4)
-            acknowledge(dispatch, 1)
-            second = dispatch.attach(1, ())
-            assert await asyncio.wait_for(first.take(), 60) == []
-            got = await receive(dispatch, second, 9)
-            assert [(o, a) for o, a, _ in got] == [(n, 1) for n in range(10) if n != 1]
-            # The old stream ends now; that concerns nobody.
-            dispatch.detach(first)
-            dispatch.written(first, 4)
-            assert dispatch.attached == [1]
-            rig.fill(1)
-            assert offsets(await receive(dispatch, second, 1)) == [10]
-
-    run(scenario())
+async def test_a_later_stream_of_a_consumer_takes_over_and_gets_everything_again():
+    async with in_memory() as rig:
+        rig.fill(10)
+        dispatch = rig.open()
+        first = dispatch.attach(1, ())
+        await receive(dispatch, first, 4)
+        acknowledge(dispatch, 1)
+        second = dispatch.attach(1, ())
+        assert await asyncio.wait_for(first.take(), 60) == []
+        got = await receive(dispatch, second, 9)
+        assert [(o, a) for o, a, _ in got] == [(n, 1) for n in range(10) if n != 1]
+        # The old stream ends now; that concerns nobody.
+        dispatch.detach(first)
+        dispatch.written(first, 4)
+        assert dispatch.attached == [1]
+        rig.fill(1)
+        assert offsets(await receive(dispatch, second, 1)) == [10]
 
 
-def test_what_was_in_an_outbox_comes_to_the_next_consumer():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(20)
-            dispatch = rig.open("failover")
-            first = dispatch.attach(1, ())
-            second = dispatch.attach(2, ())
-            await eventually(lambda: len(first._items) == 20)
-            await take(first, 5)
-            dispatch.detach(first)
-            got = await receive(dispatch, second, 20, ack=True)
-            assert [(o, a) for o, a, _ in got] == [(n, 1) for n in range(20)]
-            assert rig.count("redeliveries_total") == 0
-
-    run(scenario())
+async def test_what_was_in_an_outbox_comes_to_the_next_consumer():
+    async with in_memory() as rig:
+        rig.fill(20)
+        dispatch = rig.open("failover")
+        first = dispatch.attach(1, ())
+        second = dispatch.attach(2, ())
+        await eventually(lambda: len(first._items) == 20)
+        await take(first, 5)
+        dispatch.detach(first)
+        got = await receive(dispatch, second, 20, ack=True)
+        assert [(o, a) for o, a, _ in got] == [(n, 1) for n in range(20)]
+        assert rig.count("redeliveries_total") == 0
 
 
-def test_what_is_held_for_the_last_consumer_is_let_go_after_a_while(monkeypatch):
+async def test_what_is_held_for_the_last_consumer_is_let_go_after_a_while(monkeypatch):
     monkeypatch.setattr(bytes_side, "_IDLE_SECONDS", 0.2)
 
-    async def scenario():
-        async with on_disk() as rig:
-            rig.fill(20, size=100)
-            dispatch = rig.open(window=1000)
-            outbox = dispatch.attach(1, ())
-            await eventually(lambda: dispatch.prefetcher.held_bytes > 0)
-            dispatch.detach(outbox)
-            dispatch.detach(outbox)
-            assert dispatch.prefetcher.held_bytes > 0
-            await eventually(lambda: dispatch.prefetcher.held_bytes == 0)
-            await eventually(lambda: rig.topic.readers == [])
-            again = dispatch.attach(1, ())
-            assert offsets(await receive(dispatch, again, 20)) == list(range(20))
-
-    run(scenario())
+    async with on_disk() as rig:
+        rig.fill(20, size=100)
+        dispatch = rig.open(window=1000)
+        outbox = dispatch.attach(1, ())
+        await eventually(lambda: dispatch.prefetcher.held_bytes > 0)
+        dispatch.detach(outbox)
+        dispatch.detach(outbox)
+        assert dispatch.prefetcher.held_bytes > 0
+        await eventually(lambda: dispatch.prefetcher.held_bytes == 0)
+        await eventually(lambda: rig.topic.readers == [])
+        again = dispatch.attach(1, ())
+        assert offsets(await receive(dispatch, again, 20)) == list(range(20))
 
 
 @each("kind", ["exclusive", "shared", "failover", "key_shared"])
-def test_a_hundred_attaches_leave_nothing_behind(kind, monkeypatch):
+async def test_a_hundred_attaches_leave_nothing_behind(kind, monkeypatch):
     monkeypatch.setattr(bytes_side, "_IDLE_SECONDS", 0.2)
 
-    async def scenario():
-        async with on_disk() as rig:
-            rig.fill(50, size=100)
-            dispatch = rig.open(kind, policy=replace(QUICK, max_redelivery_count=10**6))
-            acked = set()
-            for turn in range(100):
-                outbox = dispatch.attach(turn, ())
-                if turn % 3 == 0:
-                    await asyncio.sleep(0)
-                elif turn % 3 == 1:
-                    for offset, _, _ in await receive(dispatch, outbox, 1):
-                        if turn % 2:
-                            acknowledge(dispatch, offset)
-                            acked.add(offset)
-                        else:
-                            dispatch.nack(offset, delay_ms=None, reason=None)
-                else:
-                    reading = asyncio.create_task(dispatch.prefetcher.message(turn % 50))
-                    await asyncio.sleep(0)
-                    reading.cancel()
-                    await asyncio.gather(reading, return_exceptions=True)
-                dispatch.detach(outbox)
-                dispatch.delivery.validate_state()
-            # The one for redeliveries may stay.
-            await eventually(lambda: len(rig.topic.readers) <= 1)
-            await eventually(lambda: broker_tasks() == [])
-            await eventually(lambda: dispatch.prefetcher.held_bytes == 0)
-            assert acked
-            last = dispatch.attach(1000, ())
-            got = []
-            while len(got) < 50 - len(acked):
-                got += await receive(dispatch, last, 1, ack=True)
-            assert sorted(offsets(got)) == sorted(set(range(50)) - acked)
-            assert dispatch.delivery.cursor == 50
-            dispatch.detach(last)
-            await dispatch.close(None)
-            await eventually(lambda: rig.topic.readers == [])
-
-    run(scenario())
+    async with on_disk() as rig:
+        rig.fill(50, size=100)
+        dispatch = rig.open(kind, policy=replace(QUICK, max_redelivery_count=10**6))
+        acked = set()
+        for turn in range(100):
+            outbox = dispatch.attach(turn, ())
+            if turn % 3 == 0:
+                await asyncio.sleep(0)
+            elif turn % 3 == 1:
+                for offset, _, _ in await receive(dispatch, outbox, 1):
+                    if turn % 2:
+                        acknowledge(dispatch, offset)
+                        acked.add(offset)
+                    else:
+                        dispatch.nack(offset, delay_ms=None, reason=None)
+            else:
+                reading = asyncio.create_task(dispatch.prefetcher.message(turn % 50))
+                await asyncio.sleep(0)
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+            dispatch.detach(outbox)
+            dispatch.delivery.validate_state()
+        # The one for redeliveries may stay.
+        await eventually(lambda: len(rig.topic.readers) <= 1)
+        await eventually(lambda: broker_tasks() == [])
+        await eventually(lambda: dispatch.prefetcher.held_bytes == 0)
+        assert acked
+        last = dispatch.attach(1000, ())
+        got = []
+        while len(got) < 50 - len(acked):
+            got += await receive(dispatch, last, 1, ack=True)
+        assert sorted(offsets(got)) == sorted(set(range(50)) - acked)
+        assert dispatch.delivery.cursor == 50
+        dispatch.detach(last)
+        await dispatch.close(None)
+        await eventually(lambda: rig.topic.readers == [])
 
 
-def test_a_consumer_with_filters_is_waited_for_from_its_last_stream_on():
-    async def scenario():
-        async with in_memory() as rig:
-            dispatch = rig.open("key_shared", grace=1000.0)
-            other = dispatch.attach(2, ["us"])
-            for _ in range(3):
-                dispatch.detach(dispatch.attach(1, ["eu"]))
-                last = asyncio.get_running_loop().time()
-                await asyncio.sleep(0.02)
-            # Not from the first one on: only the last one's end counts.
-            [timer] = [one for one in broker_timers() if one._callback == dispatch._forget]
-            assert timer.when() >= last + 999.99
-            rig.topic.append(b"kept", routing_key="eu")
-            rig.topic.append(b"x", routing_key="us")
-            assert offsets(await receive(dispatch, other, 1, ack=True)) == [1]
-            assert dispatch.delivery.cursor == 0
-            mine = dispatch.attach(1, ["eu"])
-            assert await receive(dispatch, mine, 1, ack=True) == [(0, 1, b"kept")]
-
-    run(scenario())
-
-
-def test_a_consumer_with_filters_that_does_not_come_back_is_forgotten():
-    async def scenario():
-        async with in_memory() as rig:
-            dispatch = rig.open("key_shared", grace=0.05)
-            other = dispatch.attach(2, ["us"])
+async def test_a_consumer_with_filters_is_waited_for_from_its_last_stream_on():
+    async with in_memory() as rig:
+        dispatch = rig.open("key_shared", grace=1000.0)
+        other = dispatch.attach(2, ["us"])
+        for _ in range(3):
             dispatch.detach(dispatch.attach(1, ["eu"]))
-            rig.topic.append(b"lost", routing_key="eu")
-            rig.topic.append(b"x", routing_key="us")
-            await receive(dispatch, other, 1, ack=True)
-            await eventually(lambda: dispatch.delivery.cursor == 2)
+            last = asyncio.get_running_loop().time()
+            await asyncio.sleep(0.02)
+        # Not from the first one on: only the last one's end counts.
+        [timer] = [one for one in broker_timers() if one._callback == dispatch._forget]
+        assert timer.when() >= last + 999.99
+        rig.topic.append(b"kept", routing_key="eu")
+        rig.topic.append(b"x", routing_key="us")
+        assert offsets(await receive(dispatch, other, 1, ack=True)) == [1]
+        assert dispatch.delivery.cursor == 0
+        mine = dispatch.attach(1, ["eu"])
+        assert await receive(dispatch, mine, 1, ack=True) == [(0, 1, b"kept")]
 
-    run(scenario())
+
+async def test_a_consumer_with_filters_that_does_not_come_back_is_forgotten():
+    async with in_memory() as rig:
+        dispatch = rig.open("key_shared", grace=0.05)
+        other = dispatch.attach(2, ["us"])
+        dispatch.detach(dispatch.attach(1, ["eu"]))
+        rig.topic.append(b"lost", routing_key="eu")
+        rig.topic.append(b"x", routing_key="us")
+        await receive(dispatch, other, 1, ack=True)
+        await eventually(lambda: dispatch.delivery.cursor == 2)
 
 
 # -- acks and nacks ---------------------------------------------------------------------------
 
 
-def test_acks_may_come_twice_late_and_in_any_order_but_not_too_early():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(5)
-            dispatch = rig.open()
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 5)
-            for offset in (4, 2, 2, 0, 0, 1, 3, 3):
-                acknowledge(dispatch, offset)
-            assert dispatch.delivery.cursor == 5
-            with pytest.raises(InvalidRequestError):
-                acknowledge(dispatch, 5)
-            assert ack_many(dispatch, [0, 4, 5, 10**12]) == [0, 4]
-            dispatch.nack(2, delay_ms=None, reason=None)
-            dispatch.nack(99, delay_ms=None, reason=None)
-            assert rig.count("nacks_total") == 0
-            assert dispatch.delivery.cursor == 5
-
-    run(scenario())
+async def test_acks_may_come_twice_late_and_in_any_order_but_not_too_early():
+    async with in_memory() as rig:
+        rig.fill(5)
+        dispatch = rig.open()
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 5)
+        for offset in (4, 2, 2, 0, 0, 1, 3, 3):
+            acknowledge(dispatch, offset)
+        assert dispatch.delivery.cursor == 5
+        with pytest.raises(InvalidRequestError):
+            acknowledge(dispatch, 5)
+        assert ack_many(dispatch, [0, 4, 5, 10**12]) == [0, 4]
+        dispatch.nack(2, delay_ms=None, reason=None)
+        dispatch.nack(99, delay_ms=None, reason=None)
+        assert rig.count("nacks_total") == 0
+        assert dispatch.delivery.cursor == 5
 
 
-def test_a_nack_with_a_delay_waits():
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(1)
-            dispatch = rig.open(policy=replace(QUICK, max_redelivery_delay_ms=60_000))
-            outbox = dispatch.attach(1, ())
-            await receive(dispatch, outbox, 1)
-            loop = asyncio.get_running_loop()
-            start = loop.time()
-            dispatch.nack(0, delay_ms=300, reason=None)
-            await receive(dispatch, outbox, 1)
-            assert loop.time() - start >= 0.29
-
-    run(scenario())
+async def test_a_nack_with_a_delay_waits():
+    async with in_memory() as rig:
+        rig.fill(1)
+        dispatch = rig.open(policy=replace(QUICK, max_redelivery_delay_ms=60_000))
+        outbox = dispatch.attach(1, ())
+        await receive(dispatch, outbox, 1)
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        dispatch.nack(0, delay_ms=300, reason=None)
+        await receive(dispatch, outbox, 1)
+        assert loop.time() - start >= 0.29
 
 
 # -- the end ----------------------------------------------------------------------------------
 
 
 @each("reason", [None, UnavailableError("moved")])
-def test_the_end_reaches_every_stream(reason):
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(10)
-            dispatch = rig.open("shared")
-            outboxes = [dispatch.attach(number, ()) for number in (1, 2)]
-            await eventually(lambda: all(outbox._items for outbox in outboxes))
-            await dispatch.close(reason)
-            for outbox in outboxes:
-                if reason is None:
-                    assert await outbox.take() == []
-                else:
-                    with pytest.raises(UnavailableError, match="moved"):
-                        await outbox.take()
-                dispatch.detach(outbox)
-            with pytest.raises(ClosedError):
-                dispatch.attach(3, ())
-            # Its cursor was written for the last time: what is said now would be forgotten.
-            for call in (
-                lambda: acknowledge(dispatch, 0),
-                lambda: ack_many(dispatch, [0]),
-                lambda: dispatch.nack(0, delay_ms=None, reason=None),
-            ):
-                with pytest.raises(UnavailableError):
-                    call()
-            await eventually(lambda: rig.topic.readers == [])
-
-    run(scenario())
-
-
-def test_a_topic_that_is_closed_under_a_subscription_ends_its_streams():
-    async def scenario():
-        async with in_memory() as rig:
-            dispatch = rig.open()
-            outbox = dispatch.attach(1, ())
-            await silence(outbox, 0.02)
-            rig.topic.close()
+async def test_the_end_reaches_every_stream(reason):
+    async with in_memory() as rig:
+        rig.fill(10)
+        dispatch = rig.open("shared")
+        outboxes = [dispatch.attach(number, ()) for number in (1, 2)]
+        await eventually(lambda: all(outbox._items for outbox in outboxes))
+        await dispatch.close(reason)
+        for outbox in outboxes:
+            if reason is None:
+                assert await outbox.take() == []
+            else:
+                with pytest.raises(UnavailableError, match="moved"):
+                    await outbox.take()
+            dispatch.detach(outbox)
+        with pytest.raises(ClosedError):
+            dispatch.attach(3, ())
+        # Its cursor was written for the last time: what is said now would be forgotten.
+        for call in (
+            lambda: acknowledge(dispatch, 0),
+            lambda: ack_many(dispatch, [0]),
+            lambda: dispatch.nack(0, delay_ms=None, reason=None),
+        ):
             with pytest.raises(UnavailableError):
-                await asyncio.wait_for(outbox.take(), 60)
-
-    run(scenario())
-
-
-def test_an_unforeseen_error_ends_the_streams_and_is_in_the_log(monkeypatch, caplog):
-    async def scenario():
-        async with in_memory() as rig:
-            rig.fill(1)
-            dispatch = rig.open()
-
-            def fail(messages, damaged):
-                raise RuntimeError("a bug")
-
-            monkeypatch.setattr(dispatch.prefetcher, "_offer", fail)
-            outbox = dispatch.attach(1, ())
-            with pytest.raises(UnavailableError, match="stopped"):
-                await asyncio.wait_for(outbox.take(), 60)
-            assert "a bug" in caplog.text
-
-    run(scenario())
+                call()
+        await eventually(lambda: rig.topic.readers == [])
 
 
-def test_a_timer_that_is_late_may_be_a_plain_handle(monkeypatch):
+async def test_a_topic_that_is_closed_under_a_subscription_ends_its_streams():
+    async with in_memory() as rig:
+        dispatch = rig.open()
+        outbox = dispatch.attach(1, ())
+        await silence(outbox, 0.02)
+        rig.topic.close()
+        with pytest.raises(UnavailableError):
+            await asyncio.wait_for(outbox.take(), 60)
+
+
+async def test_an_unforeseen_error_ends_the_streams_and_is_in_the_log(monkeypatch, caplog):
+    async with in_memory() as rig:
+        rig.fill(1)
+        dispatch = rig.open()
+
+        def fail(messages, damaged):
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(dispatch.prefetcher, "_offer", fail)
+        outbox = dispatch.attach(1, ())
+        with pytest.raises(UnavailableError, match="stopped"):
+            await asyncio.wait_for(outbox.take(), 60)
+        assert "a bug" in caplog.text
+
+
+async def test_a_timer_that_is_late_may_be_a_plain_handle(monkeypatch):
     """As uvloop's are for a time that has passed: they do not know theirs."""
 
-    async def scenario():
-        async with in_memory() as rig:
-            dispatch = rig.open()
-            delivery, loop = dispatch.delivery, asyncio.get_running_loop()
-            with monkeypatch.context() as patched:
-                patched.setattr(loop, "call_at", lambda when, call: loop.call_soon(call))
-                patched.setattr(delivery, "tick", lambda now: None)
-                delivery._timers.due_at = loop.time() - 1
-                dispatch._pump()
-                delivery._timers.due_at -= 1
-                dispatch._pump()
-            await eventually(lambda: delivery.due_at == float("inf"))
-
-    run(scenario())
+    async with in_memory() as rig:
+        dispatch = rig.open()
+        delivery, loop = dispatch.delivery, asyncio.get_running_loop()
+        with monkeypatch.context() as patched:
+            patched.setattr(loop, "call_at", lambda when, call: loop.call_soon(call))
+            patched.setattr(delivery, "tick", lambda now: None)
+            delivery._timers.due_at = loop.time() - 1
+            dispatch._pump()
+            delivery._timers.due_at -= 1
+            dispatch._pump()
+        await eventually(lambda: delivery.due_at == float("inf"))

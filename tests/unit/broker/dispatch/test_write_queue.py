@@ -8,7 +8,7 @@ from ister.broker.dispatch import write_queue as module
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.dispatch.write_queue import STALLED, StreamMemory
 from ister.limits import MIB
-from tests.support.broker import eventually, run
+from tests.support.broker import eventually
 
 BUDGET = 16 * MIB
 LARGE = 2 * MIB
@@ -59,72 +59,60 @@ async def ended(*streams):
     await asyncio.gather(*(stream.task for stream in streams), return_exceptions=True)
 
 
-def test_writes_that_do_not_fit_wait_in_order(patient):
-    async def scenario():
-        budget = Budget(BUDGET)
-        streams = [Stream(budget, n, reads=False, is_proven=True) for n in range(5)]
-        await eventually(lambda: sum(one.is_writing for one in streams) == 3)
-        assert [one.is_writing for one in streams] == [True] * 3 + [False] * 2
-        assert budget.used == budget.writes.used == 3 * 2 * LARGE
-        streams[1].read()
-        await eventually(lambda: streams[3].is_writing)
-        assert not streams[4].is_writing
-        await ended(streams[0], streams[4])
-        for one in streams[2:4]:
-            one.read()
-        await eventually(lambda: streams[2].done == streams[3].done == 1)
-        assert budget.used == 0
-
-    run(scenario())
+async def test_writes_that_do_not_fit_wait_in_order(patient):
+    budget = Budget(BUDGET)
+    streams = [Stream(budget, n, reads=False, is_proven=True) for n in range(5)]
+    await eventually(lambda: sum(one.is_writing for one in streams) == 3)
+    assert [one.is_writing for one in streams] == [True] * 3 + [False] * 2
+    assert budget.used == budget.writes.used == 3 * 2 * LARGE
+    streams[1].read()
+    await eventually(lambda: streams[3].is_writing)
+    assert not streams[4].is_writing
+    await ended(streams[0], streams[4])
+    for one in streams[2:4]:
+        one.read()
+    await eventually(lambda: streams[2].done == streams[3].done == 1)
+    assert budget.used == 0
 
 
-def test_a_message_larger_than_the_budget_goes_alone(patient):
-    async def scenario():
-        budget = Budget(BUDGET)
-        streams = [Stream(budget, n, size=BUDGET) for n in range(3)]
-        await eventually(lambda: all(one.done for one in streams))
-        assert budget.used == 0
-
-    run(scenario())
+async def test_a_message_larger_than_the_budget_goes_alone(patient):
+    budget = Budget(BUDGET)
+    streams = [Stream(budget, n, size=BUDGET) for n in range(3)]
+    await eventually(lambda: all(one.done for one in streams))
+    assert budget.used == 0
 
 
-def test_clients_that_do_not_read_leave_half_to_those_that_do(patient):
-    async def scenario():
-        budget = Budget(BUDGET)
-        stalled = [Stream(budget, n, reads=False) for n in range(50)]
-        await eventually(lambda: any(one.is_writing for one in stalled))
-        assert budget.writes.used <= BUDGET * 3 // 8
-        readers = [Stream(budget, 100 + n, count=20, is_proven=True) for n in range(5)]
-        await eventually(lambda: all(one.done == 20 for one in readers))
-        await ended(*stalled)
-        assert budget.used == 0
-
-    run(scenario())
+async def test_clients_that_do_not_read_leave_half_to_those_that_do(patient):
+    budget = Budget(BUDGET)
+    stalled = [Stream(budget, n, reads=False) for n in range(50)]
+    await eventually(lambda: any(one.is_writing for one in stalled))
+    assert budget.writes.used <= BUDGET * 3 // 8
+    readers = [Stream(budget, 100 + n, count=20, is_proven=True) for n in range(5)]
+    await eventually(lambda: all(one.done == 20 for one in readers))
+    await ended(*stalled)
+    assert budget.used == 0
 
 
 @pytest.mark.parametrize("others", [10, 200])
-def test_a_new_reader_is_served_behind_clients_that_never_read(monkeypatch, others):
+async def test_a_new_reader_is_served_behind_clients_that_never_read(monkeypatch, others):
     """Goal: it waits for a few of them, however many came before it."""
     monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.01)
     monkeypatch.setattr(module, "_CHECK_SECONDS", 0.01)
 
-    async def scenario():
-        budget = Budget(BUDGET)
-        stalled = [Stream(budget, n, reads=False) for n in range(others)]
-        reader = Stream(budget, 1000, count=3)
-        await eventually(lambda: reader.done == 3)
-        assert 1 <= budget.writes.ended == sum(one.memory.is_ended for one in stalled) <= 7
-        for one in stalled:
-            if one.memory.is_ended:
-                with pytest.raises(asyncio.CancelledError, match=STALLED):
-                    await one.task
-        assert not reader.memory.is_ended
-        await ended(*stalled)
-
-    run(scenario())
+    budget = Budget(BUDGET)
+    stalled = [Stream(budget, n, reads=False) for n in range(others)]
+    reader = Stream(budget, 1000, count=3)
+    await eventually(lambda: reader.done == 3)
+    assert 1 <= budget.writes.ended == sum(one.memory.is_ended for one in stalled) <= 7
+    for one in stalled:
+        if one.memory.is_ended:
+            with pytest.raises(asyncio.CancelledError, match=STALLED):
+                await one.task
+    assert not reader.memory.is_ended
+    await ended(*stalled)
 
 
-def test_whoever_came_first_has_every_other_turn(monkeypatch):
+async def test_whoever_came_first_has_every_other_turn(monkeypatch):
     """Goal: newcomers, however many, do not keep an older reader waiting.
 
     Method: there is always one behind it that came later, none of which reads.
@@ -132,24 +120,21 @@ def test_whoever_came_first_has_every_other_turn(monkeypatch):
     monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.01)
     monkeypatch.setattr(module, "_CHECK_SECONDS", 0.01)
 
-    async def scenario():
-        budget = Budget(BUDGET)
-        first = Stream(budget, 0, reads=False)
-        await eventually(lambda: first.is_writing)
-        reader, crowd = Stream(budget, 1), [first]
+    budget = Budget(BUDGET)
+    first = Stream(budget, 0, reads=False)
+    await eventually(lambda: first.is_writing)
+    reader, crowd = Stream(budget, 1), [first]
 
-        def is_served():
-            crowd.append(Stream(budget, 1000 + len(crowd), reads=False))
-            return reader.done
+    def is_served():
+        crowd.append(Stream(budget, 1000 + len(crowd), reads=False))
+        return reader.done
 
-        await eventually(is_served)
-        assert budget.writes.ended <= 3
-        await ended(*crowd)
-
-    run(scenario())
+    await eventually(is_served)
+    assert budget.writes.ended <= 3
+    await ended(*crowd)
 
 
-def test_a_consumer_whose_stream_was_ended_comes_in_its_turn(monkeypatch):
+async def test_a_consumer_whose_stream_was_ended_comes_in_its_turn(monkeypatch):
     """Goal: clients that do not read, and connect again at once, keep no newcomer waiting.
 
     Method: two that were ended before come again behind the newcomer.
@@ -157,22 +142,19 @@ def test_a_consumer_whose_stream_was_ended_comes_in_its_turn(monkeypatch):
     monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.01)
     monkeypatch.setattr(module, "_CHECK_SECONDS", 0.01)
 
-    async def scenario():
-        budget = Budget(BUDGET)
-        crowd = [Stream(budget, n, reads=False) for n in range(20)]
-        await eventually(lambda: budget.writes.ended >= 2)
-        before = [n for n, one in enumerate(crowd) if one.memory.is_ended]
-        reader = Stream(budget, 1000, count=3)
-        crowd += [Stream(budget, n, reads=False) for n in before]
-        await eventually(lambda: reader.done == 3)
-        assert budget.writes.ended <= len(before) + 7
-        await ended(*crowd)
-
-    run(scenario())
+    budget = Budget(BUDGET)
+    crowd = [Stream(budget, n, reads=False) for n in range(20)]
+    await eventually(lambda: budget.writes.ended >= 2)
+    before = [n for n, one in enumerate(crowd) if one.memory.is_ended]
+    reader = Stream(budget, 1000, count=3)
+    crowd += [Stream(budget, n, reads=False) for n in before]
+    await eventually(lambda: reader.done == 3)
+    assert budget.writes.ended <= len(before) + 7
+    await ended(*crowd)
 
 
 @pytest.mark.parametrize("is_proven", [False, True])
-def test_the_patience_is_shared_by_those_who_wait(monkeypatch, is_proven):
+async def test_the_patience_is_shared_by_those_who_wait(monkeypatch, is_proven):
     """Goal: behind clients that do not read, a new reader does not wait for each in full.
 
     Method: some of them have read before, and the limits are an hour; for one alone, and for many.
@@ -181,56 +163,47 @@ def test_the_patience_is_shared_by_those_who_wait(monkeypatch, is_proven):
     monkeypatch.setattr(module, "_PROVEN_PATIENCE_SECONDS", 3600.0)
     monkeypatch.setattr(module, "_CHECK_SECONDS", 0.01)
 
-    async def scenario():
-        budget = Budget(BUDGET)
-        stalled = [Stream(budget, n, reads=False, is_proven=is_proven) for n in range(10)]
-        await eventually(lambda: any(one.is_writing for one in stalled))
-        monkeypatch.setattr(module, "_CROWD", 1e-5)  # one that waits is a large crowd
-        reader = Stream(budget, 100, count=3)
-        await eventually(lambda: reader.done == 3)
-        assert budget.writes.ended >= 1
-        await ended(*stalled)
-
-    run(scenario())
+    budget = Budget(BUDGET)
+    stalled = [Stream(budget, n, reads=False, is_proven=is_proven) for n in range(10)]
+    await eventually(lambda: any(one.is_writing for one in stalled))
+    monkeypatch.setattr(module, "_CROWD", 1e-5)  # one that waits is a large crowd
+    reader = Stream(budget, 100, count=3)
+    await eventually(lambda: reader.done == 3)
+    assert budget.writes.ended >= 1
+    await ended(*stalled)
 
 
-def test_the_patience_with_a_consumer_grows_until_it_has_read(monkeypatch):
+async def test_the_patience_with_a_consumer_grows_until_it_has_read(monkeypatch):
     """A client with a slow network gets its message, however many others wait."""
     monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr(module, "_CHECK_SECONDS", 0.01)
     monkeypatch.setattr(module, "_BYTES_PER_SECOND", 1 << 40)
 
-    async def scenario():
-        budget = Budget(BUDGET)
-        crowd = [Stream(budget, n, reads=False, size=BUDGET) for n in range(100, 104)]
-        for attempt in range(20):
-            slow = Stream(budget, 1, reads=False, size=BUDGET)
-            await eventually(lambda slow=slow: slow.is_writing)
-            timer = asyncio.get_running_loop().call_later(0.5, slow.read)
-            crowd.append(Stream(budget, 200 + attempt, reads=False, size=BUDGET))
-            await asyncio.wait({slow.task})
-            timer.cancel()
-            if slow.done:
-                break
-        assert slow.done == 1
-        assert attempt > 0
-        await ended(*crowd)
-
-    run(scenario())
+    budget = Budget(BUDGET)
+    crowd = [Stream(budget, n, reads=False, size=BUDGET) for n in range(100, 104)]
+    for attempt in range(20):
+        slow = Stream(budget, 1, reads=False, size=BUDGET)
+        await eventually(lambda slow=slow: slow.is_writing)
+        timer = asyncio.get_running_loop().call_later(0.5, slow.read)
+        crowd.append(Stream(budget, 200 + attempt, reads=False, size=BUDGET))
+        await asyncio.wait({slow.task})
+        timer.cancel()
+        if slow.done:
+            break
+    assert slow.done == 1
+    assert attempt > 0
+    await ended(*crowd)
 
 
-def test_a_closed_stream_waits_no_longer(patient):
-    async def scenario():
-        budget = Budget(BUDGET)
-        first = Stream(budget, 1, reads=False, size=BUDGET)
-        second = Stream(budget, 2, size=BUDGET)
-        third = Stream(budget, 3, size=BUDGET)
-        await eventually(lambda: first.is_writing)
-        second.memory.close()
-        await eventually(lambda: second.done == 1)
-        assert third.done == 0
-        first.read()
-        await eventually(lambda: third.done == 1)
-        assert budget.used == 0
-
-    run(scenario())
+async def test_a_closed_stream_waits_no_longer(patient):
+    budget = Budget(BUDGET)
+    first = Stream(budget, 1, reads=False, size=BUDGET)
+    second = Stream(budget, 2, size=BUDGET)
+    third = Stream(budget, 3, size=BUDGET)
+    await eventually(lambda: first.is_writing)
+    second.memory.close()
+    await eventually(lambda: second.done == 1)
+    assert third.done == 0
+    first.read()
+    await eventually(lambda: third.done == 1)
+    assert budget.used == 0

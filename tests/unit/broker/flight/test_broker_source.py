@@ -11,12 +11,7 @@ import pyarrow as pa
 
 from ister.broker.flight import broker_source as module
 from ister.broker.flight.broker_source import BrokerSource
-from ister.errors import (
-    InvalidRequestError,
-    MessageTooLargeError,
-    NotFoundError,
-    UnavailableError,
-)
+from ister.errors import InvalidRequestError, MessageTooLargeError, NotFoundError, UnavailableError
 from tests.support.broker import run, some_topics
 from tests.support.waiting import eventually_async
 

@@ -657,9 +657,7 @@ def test_server_takes_no_more_batches_than_it_may_owe_answers_for(log, topic):
 
 
 def test_client_sends_no_more_than_it_may(client, topic):
-    with (
-        client.publish(TOPIC, SCHEMA, producer="p", unanswered_bytes_max=1000) as publisher,
-    ):
+    with client.publish(TOPIC, SCHEMA, producer="p", unanswered_bytes_max=1000) as publisher:
         with held_disk():
             publisher.write(rows(0, 1, size=900))
             with pytest.raises(UnavailableError, match="no answer"):

@@ -8,7 +8,7 @@ import aiohttp
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import Binding, Scope
 from ister.subscription.policy import SubscriptionKind
-from tests.support.broker import a_broker, a_record, eventually, run
+from tests.support.broker import a_broker, a_record, eventually
 from tests.support.security import auth_settings, sign
 
 T = "/default/t"
@@ -64,161 +64,143 @@ async def at(page):
     return topic
 
 
-def test_every_broker_describes_the_cluster(tmp_path):
-    async def scenario():
-        async with pages(tmp_path, "a", "b", cluster={"zone": "west"}) as [a, b]:
-            await at(a)
+async def test_every_broker_describes_the_cluster(tmp_path):
+    async with pages(tmp_path, "a", "b", cluster={"zone": "west"}) as [a, b]:
+        await at(a)
 
-            async def is_led():
-                return (await b.get("cluster"))[1]["leader"] is not None
+        async def is_led():
+            return (await b.get("cluster"))[1]["leader"] is not None
 
-            await eventually(is_led)
-            for page in (a, b):
-                status, found = await page.get("cluster")
-                assert status == 200
-                assert [one["is_this"] for one in found["brokers"]] == [True, False]
-                by_node = {one["node"]: one for one in found["brokers"]}
-                assert by_node[a.node]["topics"] == 1
-                assert by_node[b.node]["topics"] == 0
-                assert sum(one["is_leader"] for one in found["brokers"]) == 1
-                for one in found["brokers"]:
-                    assert (one["state"], one["zone"]) == ("active", "west")
-                    assert one["version"]
-                    assert one["load"].keys() >= {"topics", "cpu", "upload_lag_bytes"}
-                assert found["balance"]["variation"] == 1.0
-                assert (found["moves"], found["waiting"]) == ([], [])
-                assert found["rights"] == {"brokers": True, "topics": True}
-
-    run(scenario())
+        await eventually(is_led)
+        for page in (a, b):
+            status, found = await page.get("cluster")
+            assert status == 200
+            assert [one["is_this"] for one in found["brokers"]] == [True, False]
+            by_node = {one["node"]: one for one in found["brokers"]}
+            assert by_node[a.node]["topics"] == 1
+            assert by_node[b.node]["topics"] == 0
+            assert sum(one["is_leader"] for one in found["brokers"]) == 1
+            for one in found["brokers"]:
+                assert (one["state"], one["zone"]) == ("active", "west")
+                assert one["version"]
+                assert one["load"].keys() >= {"topics", "cpu", "upload_lag_bytes"}
+            assert found["balance"]["variation"] == 1.0
+            assert (found["moves"], found["waiting"]) == ([], [])
+            assert found["rights"] == {"brokers": True, "topics": True}
 
 
-def test_broker_alone_is_a_cluster(tmp_path):
-    async def scenario():
-        async with pages(tmp_path, "a") as [a]:
-            status, found = await a.get("cluster")
-            assert (status, len(found["brokers"])) == (200, 1)
-            assert found["balance"]["variation"] == 0
-            status, refusal = await a.post(f"brokers/{a.node}/drain")
-            assert (status, a.broker.cluster.own.is_active) == (409, True)
-            assert "no other broker" in refusal["error"]
-
-    run(scenario())
+async def test_broker_alone_is_a_cluster(tmp_path):
+    async with pages(tmp_path, "a") as [a]:
+        status, found = await a.get("cluster")
+        assert (status, len(found["brokers"])) == (200, 1)
+        assert found["balance"]["variation"] == 0
+        status, refusal = await a.post(f"brokers/{a.node}/drain")
+        assert (status, a.broker.cluster.own.is_active) == (409, True)
+        assert "no other broker" in refusal["error"]
 
 
-def test_topics_are_changed_at_another_broker(tmp_path):
+async def test_topics_are_changed_at_another_broker(tmp_path):
     """Goal: changes are forwarded with their rights; messages are not, and the owner is named."""
 
-    async def scenario():
-        async with pages(tmp_path, "a", "b") as [a, b]:
-            topic = await at(a)
-            await topic.subscribe("s", SubscriptionKind.SHARED, "c", (), "earliest")
-            status, found = await b.post(f"{PATH}/policies", {"max_publish_rate": 70})
-            assert (status, found["policies"]["max_publish_rate"]) == (200, 70)
-            assert topic.policies.max_publish_rate == 70
-            path = f"{PATH}/subscriptions/s"
-            assert (await b.post(f"{path}/policy", {"max_redelivery_count": 3}))[0] == 200
-            assert topic.subscription("s").stored.policy.max_redelivery_count == 3
-            status, found = await b.post(f"{PATH}/publish", {"payload": "x"})
-            assert (status, found["owner"]["node"]) == (409, a.node)
-            assert (await b.post(f"{path}/delete", {"confirm": "s"}))[0] == 200
-            assert topic.subscriptions == {}
-            assert (await b.post(f"{PATH}/delete", {"confirm": T}))[0] == 200
-            assert a.broker.topics.find_open(T) is None
-            status, found = await b.post("topics", {"topic": "/default/parts", "partitions": 4})
-            assert status == 200, found
-            assert len((await a.get("topics/default/parts"))[1]["topics"]) == 4
-
-    run(scenario())
+    async with pages(tmp_path, "a", "b") as [a, b]:
+        topic = await at(a)
+        await topic.subscribe("s", SubscriptionKind.SHARED, "c", (), "earliest")
+        status, found = await b.post(f"{PATH}/policies", {"max_publish_rate": 70})
+        assert (status, found["policies"]["max_publish_rate"]) == (200, 70)
+        assert topic.policies.max_publish_rate == 70
+        path = f"{PATH}/subscriptions/s"
+        assert (await b.post(f"{path}/policy", {"max_redelivery_count": 3}))[0] == 200
+        assert topic.subscription("s").stored.policy.max_redelivery_count == 3
+        status, found = await b.post(f"{PATH}/publish", {"payload": "x"})
+        assert (status, found["owner"]["node"]) == (409, a.node)
+        assert (await b.post(f"{path}/delete", {"confirm": "s"}))[0] == 200
+        assert topic.subscriptions == {}
+        assert (await b.post(f"{PATH}/delete", {"confirm": T}))[0] == 200
+        assert a.broker.topics.find_open(T) is None
+        status, found = await b.post("topics", {"topic": "/default/parts", "partitions": 4})
+        assert status == 200, found
+        assert len((await a.get("topics/default/parts"))[1]["topics"]) == 4
 
 
-def test_actions_at_another_broker(tmp_path):
+async def test_actions_at_another_broker(tmp_path):
     """Goal: each is asked for at one broker and done by the other, or said to be impossible."""
 
-    async def scenario():
-        async with pages(tmp_path, "a", "b") as [a, b]:
-            topic = await at(a)
-            await topic.subscribe("s", SubscriptionKind.SHARED, "c", ())
-            status, done = await b.post(f"{PATH}/subscriptions/s/seek", {"to": "latest"})
-            assert (status, done["offset"]) == (200, 1)
-            assert topic.subscriptions["s"].delivery.cursor == 1
-            status, refusal = await b.post(f"{PATH}/subscriptions/no/seek", {"to": 0})
-            assert (status, refusal["code"]) == (404, "NOT_FOUND")
-            status, done = await a.post(f"{PATH}/move", {"to": b.node})
-            assert (status, done["node"]) == (200, b.node)
-            assert b.broker.topics.find_open(T) is not None
-            status, done = await a.post(f"brokers/{b.node}/drain")
-            assert (status, done["moved"], done["failed"]) == (200, 1, [])
-            assert b.broker.cluster.own.state == "draining"
+    async with pages(tmp_path, "a", "b") as [a, b]:
+        topic = await at(a)
+        await topic.subscribe("s", SubscriptionKind.SHARED, "c", ())
+        status, done = await b.post(f"{PATH}/subscriptions/s/seek", {"to": "latest"})
+        assert (status, done["offset"]) == (200, 1)
+        assert topic.subscriptions["s"].delivery.cursor == 1
+        status, refusal = await b.post(f"{PATH}/subscriptions/no/seek", {"to": 0})
+        assert (status, refusal["code"]) == (404, "NOT_FOUND")
+        status, done = await a.post(f"{PATH}/move", {"to": b.node})
+        assert (status, done["node"]) == (200, b.node)
+        assert b.broker.topics.find_open(T) is not None
+        status, done = await a.post(f"brokers/{b.node}/drain")
+        assert (status, done["moved"], done["failed"]) == (200, 1, [])
+        assert b.broker.cluster.own.state == "draining"
 
-            async def is_at_a():
-                return (await b.get(PATH))[1]["owner"] == {
-                    "node": a.node,
-                    "broker_url": a.broker.cluster.own.broker_url,
-                }
-
-            await eventually(is_at_a)
-            status, refusal = await a.post(f"{PATH}/move", {"to": b.node})
-            assert (status, "draining" in refusal["error"]) == (409, True)
-            status, done = await a.post(f"brokers/{b.node}/activate")
-            assert (status, b.broker.cluster.own.state) == (200, "active")
-            status, done = await b.post(f"{PATH}/unload")
-            assert status == 200
-            await eventually(lambda: b.broker.topics.find_open(T) is not None)
-            for page in (a, b):
-                status, done = await page.post("cluster/rebalance", {"dry_run": True})
-                assert (status, done["moves"], done["dry_run"]) == (200, [], True)
-            status, refusal = await a.post(f"{PATH}/take-over", {"confirm": True})
-            assert (status, "is up" in refusal["error"]) == (409, True)
-            for path, body in (
-                (f"{PATH}/move", {}),
-                (f"{PATH}/move", {"to": 7}),
-                (f"{PATH}/take-over", {"confirm": "yes"}),
-                ("cluster/rebalance", {"dry_run": 1}),
-            ):
-                assert (await a.post(path, body))[0] == 400
-            assert (await a.post("brokers/nobody/drain"))[0] == 404
-
-    run(scenario())
-
-
-def test_changes_need_rights_at_both_brokers(tmp_path):
-    async def scenario():
-        async with pages(tmp_path, "a", "b", auth=auth_settings(tmp_path)) as [a, b]:
-            await at(a)
-            binding = Binding(
-                id="ada",
-                principal_kind=PrincipalKind.USER,
-                principal_name="ada",
-                roles=("consumer",),
-                scope=Scope.CLUSTER,
-                resource="",
-            )
-            await asyncio.to_thread(a.broker.guard.access.create_binding, binding)
-
-            async def is_known():
-                return (await b.get("cluster", "ada"))[0] == 200
-
-            await eventually(is_known)
-            assert (await b.get("cluster", "ada"))[1]["rights"] == {
-                "brokers": False,
-                "topics": False,
+        async def is_at_a():
+            return (await b.get(PATH))[1]["owner"] == {
+                "node": a.node,
+                "broker_url": a.broker.cluster.own.broker_url,
             }
-            for path, body in (
-                (f"{PATH}/move", {"to": b.node}),
-                (f"{PATH}/take-over", {}),
-                (f"{PATH}/unload", {}),
-                (f"brokers/{a.node}/drain", {}),
-                (f"brokers/{a.node}/activate", {}),
-                ("cluster/rebalance", {}),
-            ):
-                assert (await b.post(path, body, "ada"))[0] == 403, path
-                assert (await b.post(path, body))[0] == 401, path
-            status, done = await b.post(f"brokers/{a.node}/drain", {}, "root")
-            assert (status, done["moved"]) == (200, 1)
-            # The other broker checks, too.
-            await b.post(f"brokers/{a.node}/activate", {}, "root")
-            a.broker.guard.access.allows = lambda *_, **__: False
-            status, refusal = await b.post(f"brokers/{a.node}/drain", {}, "root")
-            assert (status, refusal["code"]) == (403, "PERMISSION_DENIED")
 
-    run(scenario())
+        await eventually(is_at_a)
+        status, refusal = await a.post(f"{PATH}/move", {"to": b.node})
+        assert (status, "draining" in refusal["error"]) == (409, True)
+        status, done = await a.post(f"brokers/{b.node}/activate")
+        assert (status, b.broker.cluster.own.state) == (200, "active")
+        status, done = await b.post(f"{PATH}/unload")
+        assert status == 200
+        await eventually(lambda: b.broker.topics.find_open(T) is not None)
+        for page in (a, b):
+            status, done = await page.post("cluster/rebalance", {"dry_run": True})
+            assert (status, done["moves"], done["dry_run"]) == (200, [], True)
+        status, refusal = await a.post(f"{PATH}/take-over", {"confirm": True})
+        assert (status, "is up" in refusal["error"]) == (409, True)
+        for path, body in (
+            (f"{PATH}/move", {}),
+            (f"{PATH}/move", {"to": 7}),
+            (f"{PATH}/take-over", {"confirm": "yes"}),
+            ("cluster/rebalance", {"dry_run": 1}),
+        ):
+            assert (await a.post(path, body))[0] == 400
+        assert (await a.post("brokers/nobody/drain"))[0] == 404
+
+
+async def test_changes_need_rights_at_both_brokers(tmp_path):
+    async with pages(tmp_path, "a", "b", auth=auth_settings(tmp_path)) as [a, b]:
+        await at(a)
+        binding = Binding(
+            id="ada",
+            principal_kind=PrincipalKind.USER,
+            principal_name="ada",
+            roles=("consumer",),
+            scope=Scope.CLUSTER,
+            resource="",
+        )
+        await asyncio.to_thread(a.broker.guard.access.create_binding, binding)
+
+        async def is_known():
+            return (await b.get("cluster", "ada"))[0] == 200
+
+        await eventually(is_known)
+        assert (await b.get("cluster", "ada"))[1]["rights"] == {"brokers": False, "topics": False}
+        for path, body in (
+            (f"{PATH}/move", {"to": b.node}),
+            (f"{PATH}/take-over", {}),
+            (f"{PATH}/unload", {}),
+            (f"brokers/{a.node}/drain", {}),
+            (f"brokers/{a.node}/activate", {}),
+            ("cluster/rebalance", {}),
+        ):
+            assert (await b.post(path, body, "ada"))[0] == 403, path
+            assert (await b.post(path, body))[0] == 401, path
+        status, done = await b.post(f"brokers/{a.node}/drain", {}, "root")
+        assert (status, done["moved"]) == (200, 1)
+        # The other broker checks, too.
+        await b.post(f"brokers/{a.node}/activate", {}, "root")
+        a.broker.guard.access.allows = lambda *_, **__: False
+        status, refusal = await b.post(f"brokers/{a.node}/drain", {}, "root")
+        assert (status, refusal["code"]) == (403, "PERMISSION_DENIED")

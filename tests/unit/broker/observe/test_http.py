@@ -63,14 +63,14 @@ def open_guard():
         ("/nothing", True, 404, "404: Not Found"),
     ],
 )
-def test_what_is_answered(path, is_ready, status, text):
+async def test_what_is_answered(path, is_ready, status, text):
     application = make_application(Health(is_ready), Figures(), open_guard())
-    assert run(asked(application, path))[:2] == (status, text)
+    assert (await asked(application, path))[:2] == (status, text)
 
 
-def test_metrics_are_told():
+async def test_metrics_are_told():
     application = make_application(Health(), Figures(), open_guard())
-    status, text, headers = run(asked(application, "/metrics"))
+    status, text, headers = await asked(application, "/metrics")
     assert status == 200
     assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert text == "ister_broker_messages_in_total 7\n"
@@ -132,126 +132,111 @@ async def serving(handler, **options):
 _POST = b"POST /live/work HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
 
 
-def test_a_whole_request_is_answered_however_long_it_takes():
+async def test_a_whole_request_is_answered_however_long_it_takes():
     """Others that are open meanwhile are closed: idle ones, and those with half a request."""
 
-    async def scenario():
-        done = asyncio.Event()
+    done = asyncio.Event()
 
-        async def work(request):
-            body = await request.read()
-            await done.wait()
-            return web.Response(body=body)
+    async def work(request):
+        body = await request.read()
+        await done.wait()
+        return web.Response(body=body)
 
-        async with serving(work, seconds=3.0) as port:
-            opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-            for (_, writer), said in zip(
-                opened, (_POST % (5, b"whole"), _POST % (5, b"ha"), b""), strict=True
-            ):
-                writer.write(said)
-            (served, _), *others = opened
-            async with asyncio.timeout(60):
-                for reader, _ in others:
-                    with contextlib.suppress(ConnectionError):
-                        assert await reader.read() == b""
-            assert not served.at_eof()
-            done.set()
-            assert (await served.readuntil(b"whole")).startswith(b"HTTP/1.1 200")
-            for _, writer in opened:
-                writer.close()
-
-    run(scenario())
-
-
-def test_a_connection_is_as_old_as_its_last_answer():
-    async def scenario():
-        async def work(request):
-            return web.Response(body=await request.read())
-
-        async with serving(work, seconds=3.0) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            loop = asyncio.get_running_loop()
-            end = loop.time() + 5.0
-            while loop.time() < end:
-                writer.write(_POST % (2, b"on"))
-                assert (await reader.readuntil(b"\r\n\r\non")).startswith(b"HTTP/1.1 200")
+    async with serving(work, seconds=3.0) as port:
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for (_, writer), said in zip(
+            opened, (_POST % (5, b"whole"), _POST % (5, b"ha"), b""), strict=True
+        ):
+            writer.write(said)
+        (served, _), *others = opened
+        async with asyncio.timeout(60):
+            for reader, _ in others:
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+        assert not served.at_eof()
+        done.set()
+        assert (await served.readuntil(b"whole")).startswith(b"HTTP/1.1 200")
+        for _, writer in opened:
             writer.close()
 
-    run(scenario())
+
+async def test_a_connection_is_as_old_as_its_last_answer():
+    async def work(request):
+        return web.Response(body=await request.read())
+
+    async with serving(work, seconds=3.0) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + 5.0
+        while loop.time() < end:
+            writer.write(_POST % (2, b"on"))
+            assert (await reader.readuntil(b"\r\n\r\non")).startswith(b"HTTP/1.1 200")
+        writer.close()
 
 
-def test_room_is_made_at_the_cost_of_connections_without_a_request():
-    async def scenario():
-        begun, done = asyncio.Event(), asyncio.Event()
+async def test_room_is_made_at_the_cost_of_connections_without_a_request():
+    begun, done = asyncio.Event(), asyncio.Event()
 
-        async def work(request):
-            begun.set()
-            await done.wait()
-            return web.Response(text="done")
+    async def work(request):
+        begun.set()
+        await done.wait()
+        return web.Response(text="done")
 
-        async with serving(work, count_max=2) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(_POST % (1, b"x"))
-            await begun.wait()
-            idle, writer_of_idle = await asyncio.open_connection("127.0.0.1", port)
-            late, writer_of_late = await asyncio.open_connection("127.0.0.1", port)
-            async with asyncio.timeout(60):
-                with contextlib.suppress(ConnectionError):
-                    assert await idle.read() == b""
-            done.set()
-            assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
-            assert not late.at_eof()
-            for one in (writer, writer_of_idle, writer_of_late):
-                one.close()
-
-    run(scenario())
+    async with serving(work, count_max=2) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(_POST % (1, b"x"))
+        await begun.wait()
+        idle, writer_of_idle = await asyncio.open_connection("127.0.0.1", port)
+        late, writer_of_late = await asyncio.open_connection("127.0.0.1", port)
+        async with asyncio.timeout(60):
+            with contextlib.suppress(ConnectionError):
+                assert await idle.read() == b""
+        done.set()
+        assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
+        assert not late.at_eof()
+        for one in (writer, writer_of_idle, writer_of_late):
+            one.close()
 
 
-def test_connections_in_their_handshake_are_counted(tmp_path):
+async def test_connections_in_their_handshake_are_counted(tmp_path):
     """Goal: many that begin TLS and go no further; they are ended, and others get in."""
 
-    async def scenario():
-        async with listening(tmp_path) as (_, port), contextlib.AsyncExitStack() as ends:
-            halves = []
-            for _ in range(8):
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                ends.callback(writer.close)
-                writer.write(b"\x16\x03\x01")
-                halves.append(reader)
-            async with asyncio.timeout(9):  # less than a handshake may take
-                for reader in halves[:5]:
-                    with contextlib.suppress(ConnectionError):
-                        assert await reader.read() == b""
-            context = ssl.create_default_context(cadata=SERVERS.certificate.decode())
-            async with (
-                aiohttp.ClientSession(f"https://localhost:{port}") as session,
-                session.get("/ready", ssl=context) as response,
-            ):
-                assert response.status == 200
-            assert not halves[-1].at_eof()
-
-    run(scenario())
+    async with listening(tmp_path) as (_, port), contextlib.AsyncExitStack() as ends:
+        halves = []
+        for _ in range(8):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            ends.callback(writer.close)
+            writer.write(b"\x16\x03\x01")
+            halves.append(reader)
+        async with asyncio.timeout(9):  # less than a handshake may take
+            for reader in halves[:5]:
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+        context = ssl.create_default_context(cadata=SERVERS.certificate.decode())
+        async with (
+            aiohttp.ClientSession(f"https://localhost:{port}") as session,
+            session.get("/ready", ssl=context) as response,
+        ):
+            assert response.status == 200
+        assert not halves[-1].at_eof()
 
 
 @each("said", [b"", b"GET / HTTP/1.1\r\n\r\n"])
-def test_failed_handshakes_keep_no_memory(tmp_path, said):
+async def test_failed_handshakes_keep_no_memory(tmp_path, said):
     """Goal: 256 KiB each, and it was for the garbage collector to find them."""
 
     def kept():
         return [one for one in gc.get_objects() if isinstance(one, asyncio.sslproto.SSLProtocol)]
 
-    async def scenario():
+    gc.collect()
+    gc.disable()
+    try:
         async with listening(tmp_path) as (connections, port):
             for _ in range(5):
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(said)
                 writer.close()
             await eventually_async(lambda: not connections._handshakes and not kept())
-
-    gc.collect()
-    gc.disable()
-    try:
-        run(scenario())
     finally:
         gc.enable()
 
@@ -269,7 +254,7 @@ def _ask(port, context, session=None):
 
 
 @each("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_session_of_a_removed_authority_is_not_resumed(tmp_path, version):
+async def test_session_of_a_removed_authority_is_not_resumed(tmp_path, version):
     old, new = Authority("old clients"), Authority("new clients")
     context = ssl.create_default_context(cadata=SERVERS.certificate.decode())
     context.minimum_version = context.maximum_version = version
@@ -277,15 +262,12 @@ def test_session_of_a_removed_authority_is_not_resumed(tmp_path, version):
     clock = ManualClock(now_ms=int(time.time() * 1000))
     mutual = {"ca_file": old.write(tmp_path), "client_auth": ClientAuth.REQUIRED}
 
-    async def scenario():
-        async with listening(tmp_path, clock, **mutual) as (_, port):
-            session, _ = await asyncio.to_thread(_ask, port, context)
-            clock.advance(1)
-            session, is_resumed = await asyncio.to_thread(_ask, port, context, session)
-            assert not is_resumed
-            new.write(tmp_path)
-            clock.advance(1)
-            with pytest.raises(OSError):
-                await asyncio.to_thread(_ask, port, context, session)
-
-    run(scenario())
+    async with listening(tmp_path, clock, **mutual) as (_, port):
+        session, _ = await asyncio.to_thread(_ask, port, context)
+        clock.advance(1)
+        session, is_resumed = await asyncio.to_thread(_ask, port, context, session)
+        assert not is_resumed
+        new.write(tmp_path)
+        clock.advance(1)
+        with pytest.raises(OSError):
+            await asyncio.to_thread(_ask, port, context, session)

@@ -13,7 +13,7 @@ from ister.model import TopicState
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from ister.topic.schema_kinds import ValidationPolicy
 from ister.wire import danube, danube_admin
-from tests.support.broker import a_broker, a_record, eventually, run, take
+from tests.support.broker import a_broker, a_record, eventually, take
 from tests.support.dispatch import ack
 
 NAME = "/default/t"
@@ -46,9 +46,7 @@ def exposition(broker, **more):
 async def send(services, payload=b"12345", name=NAME):
     created = await services.producers.CreateProducer(
         danube.ProducerRequest(
-            producer_name="p",
-            topic_name=name,
-            dispatch_strategy=danube.DispatchStrategy.Reliable,
+            producer_name="p", topic_name=name, dispatch_strategy=danube.DispatchStrategy.Reliable
         )
     )
     await services.producers.SendMessage(
@@ -67,87 +65,81 @@ def label(name, **labels):
 # -- what is told -----------------------------------------------------------------------------
 
 
-def test_what_was_published_and_delivered_is_told_by_topic_and_subscription(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, services, _):
-            await send(services)
-            topic = await broker.topics.get(NAME)
-            consumer = await topic.subscribe("s", SubscriptionKind.SHARED, "c", (), "earliest")
-            subscription = topic.subscription("s")
-            outbox = subscription.attach(consumer.id, ())
-            await send(services, b"x" * 95)
-            for offset, _ in await take(outbox, 2):
-                message = await subscription.next_message(outbox, offset)
-                assert subscription.readable(message) is not None
-            ack(subscription, 0)
-            with pytest.raises(Exception, match="no msg_id"):
-                await services.producers.SendMessage(danube.StreamMessage())
-            values, families = read(await exposition(broker).text())
-            of_topic, of_both = {"topic": NAME}, {"topic": NAME, "subscription": "s"}
-            assert values[label("danube_topic_messages_in_total", **of_topic)] == 2
-            assert values[label("danube_topic_bytes_in_total", **of_topic)] == 100
-            assert values[label("danube_topic_message_size_bytes_count", **of_topic)] == 2
-            assert values[label("danube_topic_message_size_bytes_sum", **of_topic)] == 100
-            assert values[label("danube_topic_message_size_bytes_bucket", le="64", **of_topic)] == 1
-            assert values[label("danube_wal_append_total", **of_topic)] == 2
-            assert values[label("danube_topic_active_producers", **of_topic)] == 1
-            assert values[label("danube_topic_active_consumers", **of_topic)] == 1
-            assert values[label("danube_topic_active_subscriptions", **of_topic)] == 1
-            sent = {"result": "ok", "error_code": "", **of_topic}
-            assert values[label("danube_producer_send_total", **sent)] == 2
-            assert values[label("danube_producer_send_latency_ms_count", **of_topic)] == 2
-            assert values[label("danube_consumer_messages_out_total", **of_both)] == 2
-            assert values[label("danube_consumer_bytes_out_total", **of_both)] == 100
-            assert values[label("danube_subscription_lag_messages", **of_both)] == 1
-            assert values[label("danube_subscription_active_consumers", **of_both)] == 1
-            assert values[label("ister_subscription_in_flight_messages", **of_both)] == 1
-            assert values[label("danube_subscription_terminal_blocked", **of_both)] == 0
-            assert values[label("ister_topic_state", state="open", **of_topic)] == 1
-            assert values[label("ister_topics", state="open")] == 1
-            assert values[label("ister_topics", state="failed")] == 0
-            assert values[label("ister_upload_lag_messages", **of_topic)] == 2
-            call = {"service": "danube.ProducerService", "method": "SendMessage"}
-            assert values[label("danube_broker_rpc_total", result="OK", **call)] == 2
-            refused = label("danube_broker_rpc_total", result="INVALID_ARGUMENT", **call)
-            assert values[refused] == 1
-            assert values[label("ister_rpc_latency_seconds_count", **call)] == 2
-            assert values[label("ister_broker_messages_in_total")] == 2
-            assert values[label("ister_broker_ready")] == 1
-            assert values[label("ister_lease_valid")] == 1
-            assert values[label("process_resident_memory_bytes")] > 1 << 20
-            assert families["danube_topic_messages_in"].type == "counter"
-            assert families["danube_topic_message_size_bytes"].type == "histogram"
-            assert values[label("ister_health_state", check="topics")] == 0
-
-    run(scenario())
+async def test_what_was_published_and_delivered_is_told_by_topic_and_subscription(tmp_path):
+    async with a_broker(tmp_path) as (broker, services, _):
+        await send(services)
+        topic = await broker.topics.get(NAME)
+        consumer = await topic.subscribe("s", SubscriptionKind.SHARED, "c", (), "earliest")
+        subscription = topic.subscription("s")
+        outbox = subscription.attach(consumer.id, ())
+        await send(services, b"x" * 95)
+        for offset, _ in await take(outbox, 2):
+            message = await subscription.next_message(outbox, offset)
+            assert subscription.readable(message) is not None
+        ack(subscription, 0)
+        with pytest.raises(Exception, match="no msg_id"):
+            await services.producers.SendMessage(danube.StreamMessage())
+        values, families = read(await exposition(broker).text())
+        of_topic, of_both = {"topic": NAME}, {"topic": NAME, "subscription": "s"}
+        assert values[label("danube_topic_messages_in_total", **of_topic)] == 2
+        assert values[label("danube_topic_bytes_in_total", **of_topic)] == 100
+        assert values[label("danube_topic_message_size_bytes_count", **of_topic)] == 2
+        assert values[label("danube_topic_message_size_bytes_sum", **of_topic)] == 100
+        assert values[label("danube_topic_message_size_bytes_bucket", le="64", **of_topic)] == 1
+        assert values[label("danube_wal_append_total", **of_topic)] == 2
+        assert values[label("danube_topic_active_producers", **of_topic)] == 1
+        assert values[label("danube_topic_active_consumers", **of_topic)] == 1
+        assert values[label("danube_topic_active_subscriptions", **of_topic)] == 1
+        sent = {"result": "ok", "error_code": "", **of_topic}
+        assert values[label("danube_producer_send_total", **sent)] == 2
+        assert values[label("danube_producer_send_latency_ms_count", **of_topic)] == 2
+        assert values[label("danube_consumer_messages_out_total", **of_both)] == 2
+        assert values[label("danube_consumer_bytes_out_total", **of_both)] == 100
+        assert values[label("danube_subscription_lag_messages", **of_both)] == 1
+        assert values[label("danube_subscription_active_consumers", **of_both)] == 1
+        assert values[label("ister_subscription_in_flight_messages", **of_both)] == 1
+        assert values[label("danube_subscription_terminal_blocked", **of_both)] == 0
+        assert values[label("ister_topic_state", state="open", **of_topic)] == 1
+        assert values[label("ister_topics", state="open")] == 1
+        assert values[label("ister_topics", state="failed")] == 0
+        assert values[label("ister_upload_lag_messages", **of_topic)] == 2
+        call = {"service": "danube.ProducerService", "method": "SendMessage"}
+        assert values[label("danube_broker_rpc_total", result="OK", **call)] == 2
+        refused = label("danube_broker_rpc_total", result="INVALID_ARGUMENT", **call)
+        assert values[refused] == 1
+        assert values[label("ister_rpc_latency_seconds_count", **call)] == 2
+        assert values[label("ister_broker_messages_in_total")] == 2
+        assert values[label("ister_broker_ready")] == 1
+        assert values[label("ister_lease_valid")] == 1
+        assert values[label("process_resident_memory_bytes")] > 1 << 20
+        assert families["danube_topic_messages_in"].type == "counter"
+        assert families["danube_topic_message_size_bytes"].type == "histogram"
+        assert values[label("ister_health_state", check="topics")] == 0
 
 
-def test_failures_of_a_subscription_are_told(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, services, _):
-            await send(services)
-            topic = await broker.topics.get(NAME)
-            consumer = await topic.subscribe("s", SubscriptionKind.SHARED, "c", (), "earliest")
-            subscription = topic.reliable_subscription("s")
-            policy = FailurePolicy(
-                max_redelivery_count=1, base_redelivery_delay_ms=0, poison=PoisonPolicy.BLOCK
-            )
-            await subscription.set_policy(policy)
-            outbox = subscription.attach(consumer.id, ())
-            for _ in range(2):
-                await take(outbox, 1)
-                assert await subscription.next_message(outbox, 0) is not None
-                outbox.written(1)
-                subscription.nack(0, delay_ms=0, reason="no")
-            values, _ = read(await exposition(broker).text())
-            of = {"topic": NAME, "subscription": "s"}
-            assert values[label("danube_subscription_nack_total", **of)] == 2
-            assert values[label("danube_subscription_redelivery_total", **of)] == 1
-            assert values[label("danube_subscription_retry_exhausted_total", **of)] == 1
-            assert values[label("danube_subscription_terminal_blocked", **of)] == 1
-            assert values[label("ister_health_state", check="subscriptions")] == 1
-
-    run(scenario())
+async def test_failures_of_a_subscription_are_told(tmp_path):
+    async with a_broker(tmp_path) as (broker, services, _):
+        await send(services)
+        topic = await broker.topics.get(NAME)
+        consumer = await topic.subscribe("s", SubscriptionKind.SHARED, "c", (), "earliest")
+        subscription = topic.reliable_subscription("s")
+        policy = FailurePolicy(
+            max_redelivery_count=1, base_redelivery_delay_ms=0, poison=PoisonPolicy.BLOCK
+        )
+        await subscription.set_policy(policy)
+        outbox = subscription.attach(consumer.id, ())
+        for _ in range(2):
+            await take(outbox, 1)
+            assert await subscription.next_message(outbox, 0) is not None
+            outbox.written(1)
+            subscription.nack(0, delay_ms=0, reason="no")
+        values, _ = read(await exposition(broker).text())
+        of = {"topic": NAME, "subscription": "s"}
+        assert values[label("danube_subscription_nack_total", **of)] == 2
+        assert values[label("danube_subscription_redelivery_total", **of)] == 1
+        assert values[label("danube_subscription_retry_exhausted_total", **of)] == 1
+        assert values[label("danube_subscription_terminal_blocked", **of)] == 1
+        assert values[label("ister_health_state", check="subscriptions")] == 1
 
 
 def served_names():
@@ -156,7 +148,7 @@ def served_names():
     return named - {None}
 
 
-def test_every_declared_metric_is_told_where_it_applies(tmp_path):
+async def test_every_declared_metric_is_told_where_it_applies(tmp_path):
     elsewhere = {
         # With etcd, with TLS, after a job, between two brokers, with a schema, after a fault.
         *("danube_etcd_put_latency_seconds", "danube_etcd_descriptor_write_total"),
@@ -167,114 +159,99 @@ def test_every_declared_metric_is_told_where_it_applies(tmp_path):
         "ister_thread_failures_total",
     }
 
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, services, _):
-            await send(services)
-            await (await broker.topics.get(NAME)).subscribe("s", SubscriptionKind.SHARED, "c", ())
-            await eventually(lambda: broker.health.probe.answered_at is not None)
-            text = await exposition(broker).text()
-            told = set(re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE))
-            assert told == served_names() - elsewhere
-            assert not {name for name, _ in LEFT_OUT} & told
-
-    run(scenario())
+    async with a_broker(tmp_path) as (broker, services, _):
+        await send(services)
+        await (await broker.topics.get(NAME)).subscribe("s", SubscriptionKind.SHARED, "c", ())
+        await eventually(lambda: broker.health.probe.answered_at is not None)
+        text = await exposition(broker).text()
+        told = set(re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE))
+        assert told == served_names() - elsewhere
+        assert not {name for name, _ in LEFT_OUT} & told
 
 
-def test_jobs_are_told_from_their_last_reports(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, _, _):
-            broker.health.probe.reports = {
-                "compact": {"ok": False, "started_at": 1_700_000_000, "seconds": 2.5},
-                "scrub": {"ok": True, "started_at": 1_700_000_100, "seconds": None},
-            }
-            values, _ = read(await exposition(broker).text())
-            assert values[label("ister_job_last_ok", pipeline_job="compact")] == 0
-            assert values[label("ister_job_last_ok", pipeline_job="scrub")] == 1
-            begun = label("ister_job_last_start_timestamp_seconds", pipeline_job="compact")
-            assert values[begun] == 1_700_000_000
-            assert values[label("ister_job_last_duration_seconds", pipeline_job="compact")] == 2.5
-            assert label("ister_job_last_duration_seconds", pipeline_job="scrub") not in values
-
-    run(scenario())
+async def test_jobs_are_told_from_their_last_reports(tmp_path):
+    async with a_broker(tmp_path) as (broker, _, _):
+        broker.health.probe.reports = {
+            "compact": {"ok": False, "started_at": 1_700_000_000, "seconds": 2.5},
+            "scrub": {"ok": True, "started_at": 1_700_000_100, "seconds": None},
+        }
+        values, _ = read(await exposition(broker).text())
+        assert values[label("ister_job_last_ok", pipeline_job="compact")] == 0
+        assert values[label("ister_job_last_ok", pipeline_job="scrub")] == 1
+        begun = label("ister_job_last_start_timestamp_seconds", pipeline_job="compact")
+        assert values[begun] == 1_700_000_000
+        assert values[label("ister_job_last_duration_seconds", pipeline_job="compact")] == 2.5
+        assert label("ister_job_last_duration_seconds", pipeline_job="scrub") not in values
 
 
 # -- how many series --------------------------------------------------------------------------
 
 
-def test_topics_beyond_the_limit_are_summed_and_no_counter_goes_down(tmp_path):
+async def test_topics_beyond_the_limit_are_summed_and_no_counter_goes_down(tmp_path):
     names = [f"/default/t{number}" for number in range(5)]
 
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, _, _):
-            figures = exposition(broker, topics_max=2)
-            topics = [await broker.topics.get_or_create(name, is_reliable=True) for name in names]
-            for number, topic in enumerate(topics):
-                for _ in range(number + 1):
-                    await topic.publish(a_record(b"12", topic=topic.name))
+    async with a_broker(tmp_path) as (broker, _, _):
+        figures = exposition(broker, topics_max=2)
+        topics = [await broker.topics.get_or_create(name, is_reliable=True) for name in names]
+        for number, topic in enumerate(topics):
+            for _ in range(number + 1):
+                await topic.publish(a_record(b"12", topic=topic.name))
 
-            async def counted():
-                values, _ = read(await figures.text())
-                return {
-                    dict(key[1:])["topic"]: value
-                    for key, value in values.items()
-                    if key[0] == "danube_topic_messages_in_total"
-                }, values
-
-            first, values = await counted()
-            assert first == {names[4]: 5, names[3]: 4, OTHER: 6}
-            assert values[label("ister_topics_summed")] == 3
-            assert values[label("ister_upload_lag_messages", topic=OTHER)] == 6
-            assert values[label("ister_topics", state="open")] == 5
-            assert label("danube_topic_message_size_bytes_count", topic=OTHER) not in values
-            # Another topic becomes the busiest: its series begins, the sum stays as it is.
-            for _ in range(100):
-                await topics[0].publish(a_record(b"12", topic=names[0]))
-            second, _ = await counted()
-            assert second == {names[4]: 5, names[3]: 4, OTHER: 106}
-            figures._chosen_at = -float("inf")
-            await topics[0].publish(a_record(b"12", topic=names[0]))
-            third, _ = await counted()
-            assert third == {names[0]: 102, names[4]: 5, OTHER: 106}
-            await topics[3].publish(a_record(b"12", topic=names[3]))
-            fourth, _ = await counted()
-            assert fourth == {names[0]: 102, names[4]: 5, OTHER: 107}
-
-    run(scenario())
-
-
-def test_topic_that_is_not_well_has_its_own_series(tmp_path, monkeypatch):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, _, _):
-            for name in ("/default/a", "/default/b", "/default/c"):
-                topic = await broker.topics.get_or_create(name, is_reliable=True)
-                await topic.publish(a_record(topic=name))
-            sick = (await broker.topics.get("/default/c")).topic.wal
-            monkeypatch.setattr(sick, "_state", TopicState.STALLED)
-            values, _ = read(await exposition(broker, topics_max=1).text())
-            assert values[label("ister_topic_state", topic="/default/c", state="stalled")] == 1
-            assert values[label("ister_topics", state="stalled")] == 1
-            monkeypatch.undo()
-
-    run(scenario())
-
-
-def test_subscriptions_beyond_the_limit_are_summed(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, services, _):
-            await send(services)
-            topic = await broker.topics.get(NAME)
-            for number in range(4):
-                name = f"s{number}"
-                await topic.subscribe(name, SubscriptionKind.SHARED, "c", (), "earliest")
-            values, _ = read(await exposition(broker, subscriptions_max=1).text())
-            lags = {
-                dict(key[1:])["subscription"]: value
+        async def counted():
+            values, _ = read(await figures.text())
+            return {
+                dict(key[1:])["topic"]: value
                 for key, value in values.items()
-                if key[0] == "danube_subscription_lag_messages"
-            }
-            assert lags == {"s0": 1, OTHER: 3}
+                if key[0] == "danube_topic_messages_in_total"
+            }, values
 
-    run(scenario())
+        first, values = await counted()
+        assert first == {names[4]: 5, names[3]: 4, OTHER: 6}
+        assert values[label("ister_topics_summed")] == 3
+        assert values[label("ister_upload_lag_messages", topic=OTHER)] == 6
+        assert values[label("ister_topics", state="open")] == 5
+        assert label("danube_topic_message_size_bytes_count", topic=OTHER) not in values
+        # Another topic becomes the busiest: its series begins, the sum stays as it is.
+        for _ in range(100):
+            await topics[0].publish(a_record(b"12", topic=names[0]))
+        second, _ = await counted()
+        assert second == {names[4]: 5, names[3]: 4, OTHER: 106}
+        figures._chosen_at = -float("inf")
+        await topics[0].publish(a_record(b"12", topic=names[0]))
+        third, _ = await counted()
+        assert third == {names[0]: 102, names[4]: 5, OTHER: 106}
+        await topics[3].publish(a_record(b"12", topic=names[3]))
+        fourth, _ = await counted()
+        assert fourth == {names[0]: 102, names[4]: 5, OTHER: 107}
+
+
+async def test_topic_that_is_not_well_has_its_own_series(tmp_path, monkeypatch):
+    async with a_broker(tmp_path) as (broker, _, _):
+        for name in ("/default/a", "/default/b", "/default/c"):
+            topic = await broker.topics.get_or_create(name, is_reliable=True)
+            await topic.publish(a_record(topic=name))
+        sick = (await broker.topics.get("/default/c")).topic.wal
+        monkeypatch.setattr(sick, "_state", TopicState.STALLED)
+        values, _ = read(await exposition(broker, topics_max=1).text())
+        assert values[label("ister_topic_state", topic="/default/c", state="stalled")] == 1
+        assert values[label("ister_topics", state="stalled")] == 1
+        monkeypatch.undo()
+
+
+async def test_subscriptions_beyond_the_limit_are_summed(tmp_path):
+    async with a_broker(tmp_path) as (broker, services, _):
+        await send(services)
+        topic = await broker.topics.get(NAME)
+        for number in range(4):
+            name = f"s{number}"
+            await topic.subscribe(name, SubscriptionKind.SHARED, "c", (), "earliest")
+        values, _ = read(await exposition(broker, subscriptions_max=1).text())
+        lags = {
+            dict(key[1:])["subscription"]: value
+            for key, value in values.items()
+            if key[0] == "danube_subscription_lag_messages"
+        }
+        assert lags == {"s0": 1, OTHER: 3}
 
 
 # -- the text ---------------------------------------------------------------------------------
@@ -353,10 +330,7 @@ def test_renamed_metric_is_told_under_both_names_each_in_its_unit():
     slow = Histogram((1.0, 500.0))
     slow.observe(250.0, 4)
     text = format_families(
-        [
-            Family("wal.writer_sync_latency_ms", {(): slow}),
-            Family("broker.schema_misfits", {(): 7}),
-        ]
+        [Family("wal.writer_sync_latency_ms", {(): slow}), Family("broker.schema_misfits", {(): 7})]
     )
     values, _ = read(text)
     assert values[label("ister_wal_writer_sync_latency_seconds_sum")] == 1.0
@@ -374,66 +348,57 @@ def test_renamed_metric_is_told_under_both_names_each_in_its_unit():
     assert "# TYPE ister_broker_schema_mismatches_total counter" in text
 
 
-def test_two_who_ask_at_once_get_whole_answers(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, services, _):
-            await services.topics.CreateTopic(danube_admin.NewTopicRequest(name="/default/n"))
-            figures = exposition(broker)
-            texts = await asyncio.gather(*(figures.text() for _ in range(4)))
-            assert all(label("ister_broker_ready") in read(text)[0] for text in texts)
-
-    run(scenario())
+async def test_two_who_ask_at_once_get_whole_answers(tmp_path):
+    async with a_broker(tmp_path) as (broker, services, _):
+        await services.topics.CreateTopic(danube_admin.NewTopicRequest(name="/default/n"))
+        figures = exposition(broker)
+        texts = await asyncio.gather(*(figures.text() for _ in range(4)))
+        assert all(label("ister_broker_ready") in read(text)[0] for text in texts)
 
 
 # -- where it is counted ----------------------------------------------------------------------
 
 
-def test_rows_by_flight_count_as_messages(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, _, listening):
-            await broker.topics.get_or_create(NAME, is_reliable=True)
+async def test_rows_by_flight_count_as_messages(tmp_path):
+    async with a_broker(tmp_path) as (broker, _, listening):
+        await broker.topics.get_or_create(NAME, is_reliable=True)
 
-            def publish():
-                with (
-                    Client(f"127.0.0.1:{listening.grpc}") as client,
-                    client.producer(NAME, name="p") as producer,
-                ):
-                    for number in range(10):
-                        producer.send(b"x" * number)
+        def publish():
+            with (
+                Client(f"127.0.0.1:{listening.grpc}") as client,
+                client.producer(NAME, name="p") as producer,
+            ):
+                for number in range(10):
+                    producer.send(b"x" * number)
 
-            await asyncio.to_thread(publish)
-            values, _ = read(await exposition(broker).text())
-            assert values[label("danube_topic_messages_in_total", topic=NAME)] == 10
-            assert values[label("danube_topic_bytes_in_total", topic=NAME)] == 45
-            assert values[label("danube_topic_message_size_bytes_count", topic=NAME)] == 10
-
-    run(scenario())
+        await asyncio.to_thread(publish)
+        values, _ = read(await exposition(broker).text())
+        assert values[label("danube_topic_messages_in_total", topic=NAME)] == 10
+        assert values[label("danube_topic_bytes_in_total", topic=NAME)] == 45
+        assert values[label("danube_topic_message_size_bytes_count", topic=NAME)] == 10
 
 
-def test_messages_held_against_a_schema_are_counted_by_reason(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, _, _):
-            await broker.topics.get_or_create(NAME, is_reliable=True)
-            schemas = broker.schemas
+async def test_messages_held_against_a_schema_are_counted_by_reason(tmp_path):
+    async with a_broker(tmp_path) as (broker, _, _):
+        await broker.topics.get_or_create(NAME, is_reliable=True)
+        schemas = broker.schemas
 
-            def work():
-                schema = schemas.register("s", "json_schema", b'{"type": "object"}')
-                schemas.configure_topic(NAME, "s", ValidationPolicy.WARN, checks_payload=True)
-                for schema_id, payload in (
-                    (schema.schema_id, b"{}"),
-                    (schema.schema_id, b"[]"),
-                    (None, b"{}"),
-                    (999, b"{}"),
-                ):
-                    schemas.check_message(
-                        NAME, schema_id=schema_id, schema_version=None, payload=payload
-                    )
+        def work():
+            schema = schemas.register("s", "json_schema", b'{"type": "object"}')
+            schemas.configure_topic(NAME, "s", ValidationPolicy.WARN, checks_payload=True)
+            for schema_id, payload in (
+                (schema.schema_id, b"{}"),
+                (schema.schema_id, b"[]"),
+                (None, b"{}"),
+                (999, b"{}"),
+            ):
+                schemas.check_message(
+                    NAME, schema_id=schema_id, schema_version=None, payload=payload
+                )
 
-            await asyncio.to_thread(work)
-            values, _ = read(await exposition(broker).text())
-            assert values[label("danube_schema_validation_total", topic=NAME)] == 4
-            for reason in ("payload", "missing_schema_id", "unknown_schema_id"):
-                failed = label("danube_schema_validation_failures_total", topic=NAME, reason=reason)
-                assert values[failed] == 1, reason
-
-    run(scenario())
+        await asyncio.to_thread(work)
+        values, _ = read(await exposition(broker).text())
+        assert values[label("danube_schema_validation_total", topic=NAME)] == 4
+        for reason in ("payload", "missing_schema_id", "unknown_schema_id"):
+            failed = label("danube_schema_validation_failures_total", topic=NAME, reason=reason)
+            assert values[failed] == 1, reason

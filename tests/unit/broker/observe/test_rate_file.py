@@ -5,14 +5,7 @@ import os
 import pytest
 
 from ister.broker.observe import rate_file
-from ister.broker.observe.rate_file import (
-    DAY,
-    HOUR,
-    POINTS,
-    SIZE_BYTES,
-    TOPICS_MAX,
-    RateFile,
-)
+from ister.broker.observe.rate_file import DAY, HOUR, POINTS, SIZE_BYTES, TOPICS_MAX, RateFile
 
 NOW = 1_760_745_600
 TOPIC = "/default/orders"

@@ -8,7 +8,7 @@ import pytest
 from ister.broker.rpc.forward_socket import SocketFile
 from ister.errors import ConfigError
 from ister.wire import ister_api
-from tests.support.broker import a_broker, run
+from tests.support.broker import a_broker
 
 NAME = ".grpc.sock"
 
@@ -42,7 +42,7 @@ def test_place_that_cannot_be_made_is_refused_with_what_to_do(tmp_path, monkeypa
     assert "TMPDIR" in refused.value.hint
 
 
-def test_a_broker_replaces_the_socket_of_a_killed_one_and_removes_its_own(tmp_path):
+async def test_a_broker_replaces_the_socket_of_a_killed_one_and_removes_its_own(tmp_path):
     settings = {"broker": {"grpc": {"engine": "native"}}}
 
     async def scenario(*, leave):
@@ -57,10 +57,10 @@ def test_a_broker_replaces_the_socket_of_a_killed_one_and_removes_its_own(tmp_pa
         assert not found.exists()
         return found
 
-    place = run(scenario(leave=True))
+    place = await scenario(leave=True)
     with socket.socket(socket.AF_UNIX) as left:
         descriptor = os.open(place.parent, os.O_RDONLY)
         left.bind(f"/proc/self/fd/{descriptor}/{NAME}")
         os.close(descriptor)
     assert place.exists()
-    run(scenario(leave=False))
+    await scenario(leave=False)

@@ -16,7 +16,7 @@ from ister.broker.rpc.grpcio_engine import add_methods
 from ister.broker.rpc.handlers import CallGate, Refused, status_of
 from ister.broker.rpc.methods import methods_of
 from ister.wire import danube, danube_admin
-from tests.support.broker import a_broker, eventually, run
+from tests.support.broker import a_broker, eventually
 from tests.support.cases import each
 
 _STATUSES = {
@@ -121,51 +121,42 @@ def test_a_refusal_has_the_status_that_it_was_given():
         assert status_of(Refused(status, "so")) is status
 
 
-def test_every_error_gets_to_the_client_with_its_text():
-    async def scenario():
-        said = []
+async def test_every_error_gets_to_the_client_with_its_text():
+    said = []
 
-        async def fail(request):
-            raise make(said[0], "line one\nline two")
+    async def fail(request):
+        raise make(said[0], "line one\nline two")
 
-        async with served("danube.Discovery", discovery(fail)) as channel:
-            stub = wire.stub(channel, "danube.Discovery")
-            for name in sorted(set(_STATUSES) - {"InvariantError"}):
-                said[:] = [name]
-                status, text = await outcome(stub.TopicLookup(danube.TopicLookupRequest()))
-                assert status == _STATUSES[name], name
-                assert text.startswith("line one line two"), name
-
-    run(scenario())
-
-
-def test_a_refusal_gets_to_the_client():
-    async def scenario():
-        async def fail(request):
-            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, "not so", hint="do it so")
-
-        async with served("danube.Discovery", discovery(fail)) as channel:
-            stub = wire.stub(channel, "danube.Discovery")
-            assert await outcome(stub.TopicLookup(danube.TopicLookupRequest())) == (
-                "FAILED_PRECONDITION",
-                "not so; do it so",
-            )
-
-    run(scenario())
-
-
-def test_a_long_text_is_cut_and_still_arrives():
-    async def scenario():
-        async def fail(request):
-            raise errors.NotFoundError("x" * 100_000)
-
-        async with served("danube.Discovery", discovery(fail)) as channel:
-            stub = wire.stub(channel, "danube.Discovery")
+    async with served("danube.Discovery", discovery(fail)) as channel:
+        stub = wire.stub(channel, "danube.Discovery")
+        for name in sorted(set(_STATUSES) - {"InvariantError"}):
+            said[:] = [name]
             status, text = await outcome(stub.TopicLookup(danube.TopicLookupRequest()))
-            assert status == "NOT_FOUND"
-            assert 100 < len(text) <= 2000
+            assert status == _STATUSES[name], name
+            assert text.startswith("line one line two"), name
 
-    run(scenario())
+
+async def test_a_refusal_gets_to_the_client():
+    async def fail(request):
+        raise Refused(grpc.StatusCode.FAILED_PRECONDITION, "not so", hint="do it so")
+
+    async with served("danube.Discovery", discovery(fail)) as channel:
+        stub = wire.stub(channel, "danube.Discovery")
+        assert await outcome(stub.TopicLookup(danube.TopicLookupRequest())) == (
+            "FAILED_PRECONDITION",
+            "not so; do it so",
+        )
+
+
+async def test_a_long_text_is_cut_and_still_arrives():
+    async def fail(request):
+        raise errors.NotFoundError("x" * 100_000)
+
+    async with served("danube.Discovery", discovery(fail)) as channel:
+        stub = wire.stub(channel, "danube.Discovery")
+        status, text = await outcome(stub.TopicLookup(danube.TopicLookupRequest()))
+        assert status == "NOT_FOUND"
+        assert 100 < len(text) <= 2000
 
 
 @pytest.mark.parametrize(
@@ -178,7 +169,7 @@ def test_a_long_text_is_cut_and_still_arrives():
     ids=lambda error: type(error).__name__,
 )
 @pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
-def test_our_own_faults_are_a_number_and_nothing_else(error, is_stream, caplog):
+async def test_our_own_faults_are_a_number_and_nothing_else(error, is_stream, caplog):
     async def scenario():
         async def fail(request):
             raise error
@@ -198,7 +189,7 @@ def test_our_own_faults_are_a_number_and_nothing_else(error, is_stream, caplog):
             return await outcome(stub.TopicLookup(danube.TopicLookupRequest()))
 
     with caplog.at_level(logging.ERROR, logger="ister.broker.rpc.handlers"):
-        status, text = run(scenario())
+        status, text = await scenario()
     assert status == "INTERNAL"
     number = re.fullmatch(r"the broker failed \[([0-9a-f]{8})\]", text)
     assert number, text
@@ -212,254 +203,221 @@ def test_our_own_faults_are_a_number_and_nothing_else(error, is_stream, caplog):
 
 
 @each("data", [b"\xff", b"\x12\x05abc", b"\x12\x02\xff\xfe"])
-def test_bytes_that_are_no_message_are_the_callers_fault(data):
+async def test_bytes_that_are_no_message_are_the_callers_fault(data):
     """The last one is a string that is not UTF-8."""
 
-    async def scenario():
-        async def echo(request):
-            return danube.TopicLookupResponse(request_id=request.request_id)
+    async def echo(request):
+        return danube.TopicLookupResponse(request_id=request.request_id)
 
-        async def stream(request):
-            yield b""
+    async def stream(request):
+        yield b""
 
-        async with served("danube.Discovery", discovery(echo)) as channel:
-            call = channel.unary_unary("/danube.Discovery/TopicLookup")
-            assert (await outcome(call(data)))[0] == "INVALID_ARGUMENT"
-            # Others are served on.
-            answer = await call(danube.TopicLookupRequest(request_id=4).SerializeToString())
-            assert danube.TopicLookupResponse.FromString(answer).request_id == 4
-        async with served("danube.ConsumerService", streams(stream)) as channel:
-            call = channel.unary_stream("/danube.ConsumerService/ReceiveMessages")
-            assert (await outcome(call(b"\xff").read()))[0] == "INVALID_ARGUMENT"
-
-    run(scenario())
+    async with served("danube.Discovery", discovery(echo)) as channel:
+        call = channel.unary_unary("/danube.Discovery/TopicLookup")
+        assert (await outcome(call(data)))[0] == "INVALID_ARGUMENT"
+        # Others are served on.
+        answer = await call(danube.TopicLookupRequest(request_id=4).SerializeToString())
+        assert danube.TopicLookupResponse.FromString(answer).request_id == 4
+    async with served("danube.ConsumerService", streams(stream)) as channel:
+        call = channel.unary_stream("/danube.ConsumerService/ReceiveMessages")
+        assert (await outcome(call(b"\xff").read()))[0] == "INVALID_ARGUMENT"
 
 
-def test_bytes_that_are_no_message_in_a_stream_of_requests_are_the_callers_fault():
+async def test_bytes_that_are_no_message_in_a_stream_of_requests_are_the_callers_fault():
     async def consume(requests, context):
         async for _ in requests:
             yield b""
 
-    async def scenario():
-        async with served("ister.Delivery", SimpleNamespace(Consume=consume)) as channel:
-            call = channel.stream_stream("/ister.Delivery/Consume")()
-            await call.write(b"")
-            assert await call.read() == b""
-            await call.write(b"\xff")
-            assert (await outcome(call.read()))[0] == "INVALID_ARGUMENT"
-
-    run(scenario())
+    async with served("ister.Delivery", SimpleNamespace(Consume=consume)) as channel:
+        call = channel.stream_stream("/ister.Delivery/Consume")()
+        await call.write(b"")
+        assert await call.read() == b""
+        await call.write(b"\xff")
+        assert (await outcome(call.read()))[0] == "INVALID_ARGUMENT"
 
 
-def test_a_method_that_there_is_not_is_unimplemented():
-    async def scenario():
-        async def echo(request):
-            return danube.TopicLookupResponse()
+async def test_a_method_that_there_is_not_is_unimplemented():
+    async def echo(request):
+        return danube.TopicLookupResponse()
 
-        async with served("danube.Discovery", discovery(echo)) as channel:
-            assert (await outcome(channel.unary_unary("/danube.Discovery/Nothing")(b"")))[0] == (
-                "UNIMPLEMENTED"
-            )
-
-    run(scenario())
+    async with served("danube.Discovery", discovery(echo)) as channel:
+        assert (await outcome(channel.unary_unary("/danube.Discovery/Nothing")(b"")))[0] == (
+            "UNIMPLEMENTED"
+        )
 
 
 # -- the gate ---------------------------------------------------------------------------------
 
 
-def test_a_closed_gate_lets_those_inside_finish_and_nobody_else_in():
-    async def scenario():
-        gate, inside, go_on = CallGate(), asyncio.Event(), asyncio.Event()
+async def test_a_closed_gate_lets_those_inside_finish_and_nobody_else_in():
+    gate, inside, go_on = CallGate(), asyncio.Event(), asyncio.Event()
 
-        async def wait(request):
-            inside.set()
-            await go_on.wait()
-            return danube.TopicLookupResponse(request_id=request.request_id)
+    async def wait(request):
+        inside.set()
+        await go_on.wait()
+        return danube.TopicLookupResponse(request_id=request.request_id)
 
-        async with served("danube.Discovery", discovery(wait), gate) as channel:
-            stub = wire.stub(channel, "danube.Discovery")
-            first = asyncio.ensure_future(stub.TopicLookup(danube.TopicLookupRequest(request_id=1)))
-            await inside.wait()
-            closing = asyncio.create_task(gate.close(30.0))
-            await asyncio.sleep(0)
-            status, text = await outcome(stub.TopicLookup(danube.TopicLookupRequest()))
-            assert (status, text) == ("UNAVAILABLE", "the broker is shutting down")
-            assert not closing.done()
-            go_on.set()
-            assert (await first).request_id == 1
-            await asyncio.wait_for(closing, 60)
-
-    run(scenario())
+    async with served("danube.Discovery", discovery(wait), gate) as channel:
+        stub = wire.stub(channel, "danube.Discovery")
+        first = asyncio.ensure_future(stub.TopicLookup(danube.TopicLookupRequest(request_id=1)))
+        await inside.wait()
+        closing = asyncio.create_task(gate.close(30.0))
+        await asyncio.sleep(0)
+        status, text = await outcome(stub.TopicLookup(danube.TopicLookupRequest()))
+        assert (status, text) == ("UNAVAILABLE", "the broker is shutting down")
+        assert not closing.done()
+        go_on.set()
+        assert (await first).request_id == 1
+        await asyncio.wait_for(closing, 60)
 
 
-def test_a_gate_does_not_wait_for_ever():
-    async def scenario():
-        gate = CallGate()
-        gate.enter()
-        await asyncio.wait_for(gate.close(0.05), 60)
-        assert gate.is_closed
-
-    run(scenario())
+async def test_a_gate_does_not_wait_for_ever():
+    gate = CallGate()
+    gate.enter()
+    await asyncio.wait_for(gate.close(0.05), 60)
+    assert gate.is_closed
 
 
-def test_calls_that_fail_or_are_cancelled_have_left_the_gate():
-    async def scenario():
-        gate, inside = CallGate(), asyncio.Event()
+async def test_calls_that_fail_or_are_cancelled_have_left_the_gate():
+    gate, inside = CallGate(), asyncio.Event()
 
-        async def act(request):
-            if request.request_id == 1:
-                raise errors.NotFoundError("no")
-            inside.set()
-            await asyncio.sleep(600)
+    async def act(request):
+        if request.request_id == 1:
+            raise errors.NotFoundError("no")
+        inside.set()
+        await asyncio.sleep(600)
 
-        async with served("danube.Discovery", discovery(act), gate) as channel:
-            stub = wire.stub(channel, "danube.Discovery")
-            await outcome(stub.TopicLookup(danube.TopicLookupRequest(request_id=1)))
-            hanging = stub.TopicLookup(danube.TopicLookupRequest(request_id=2))
-            sent = asyncio.ensure_future(hanging.code())
-            await inside.wait()
-            hanging.cancel()
-            await sent
-            await asyncio.wait_for(gate.close(600.0), 60)
-
-    run(scenario())
+    async with served("danube.Discovery", discovery(act), gate) as channel:
+        stub = wire.stub(channel, "danube.Discovery")
+        await outcome(stub.TopicLookup(danube.TopicLookupRequest(request_id=1)))
+        hanging = stub.TopicLookup(danube.TopicLookupRequest(request_id=2))
+        sent = asyncio.ensure_future(hanging.code())
+        await inside.wait()
+        hanging.cancel()
+        await sent
+        await asyncio.wait_for(gate.close(600.0), 60)
 
 
 # -- streams ----------------------------------------------------------------------------------
 
 
-def test_a_generator_is_closed_when_its_client_goes():
-    async def scenario():
-        events = []
+async def test_a_generator_is_closed_when_its_client_goes():
+    events = []
 
-        async def receive(request):
-            events.append("begun")
-            try:
-                yield danube.StreamMessage(payload=b"1")
-                await asyncio.sleep(600)
-            finally:
-                events.append("closed")
+    async def receive(request):
+        events.append("begun")
+        try:
+            yield danube.StreamMessage(payload=b"1")
+            await asyncio.sleep(600)
+        finally:
+            events.append("closed")
 
-        async with served("danube.ConsumerService", streams(receive)) as channel:
-            stub = wire.stub(channel, "danube.ConsumerService")
-            call = stub.ReceiveMessages(danube.ReceiveRequest())
-            assert (await call.read()).payload == b"1"
-            call.cancel()
-            await eventually(lambda: events == ["begun", "closed"])
-
-    run(scenario())
+    async with served("danube.ConsumerService", streams(receive)) as channel:
+        stub = wire.stub(channel, "danube.ConsumerService")
+        call = stub.ReceiveMessages(danube.ReceiveRequest())
+        assert (await call.read()).payload == b"1"
+        call.cancel()
+        await eventually(lambda: events == ["begun", "closed"])
 
 
-def test_a_generator_is_closed_when_its_client_does_not_read_and_goes():
+async def test_a_generator_is_closed_when_its_client_does_not_read_and_goes():
     """It is inside of a write then, not of the generator: the write waits for flow control."""
 
-    async def scenario():
-        closed = asyncio.Event()
+    closed = asyncio.Event()
 
-        async def receive(request):
-            try:
-                while True:
-                    yield danube.StreamMessage(payload=b"x" * 100_000)
-            finally:
-                closed.set()
+    async def receive(request):
+        try:
+            while True:
+                yield danube.StreamMessage(payload=b"x" * 100_000)
+        finally:
+            closed.set()
 
-        async with served("danube.ConsumerService", streams(receive)) as channel:
-            stub = wire.stub(channel, "danube.ConsumerService")
-            call = stub.ReceiveMessages(danube.ReceiveRequest())
-            await call.read()
-            await asyncio.sleep(0.1)
-            call.cancel()
-            await asyncio.wait_for(closed.wait(), 60)
-
-    run(scenario())
+    async with served("danube.ConsumerService", streams(receive)) as channel:
+        stub = wire.stub(channel, "danube.ConsumerService")
+        call = stub.ReceiveMessages(danube.ReceiveRequest())
+        await call.read()
+        await asyncio.sleep(0.1)
+        call.cancel()
+        await asyncio.wait_for(closed.wait(), 60)
 
 
-def test_a_stream_that_fails_has_been_closed_and_says_why():
-    async def scenario():
-        closed = []
+async def test_a_stream_that_fails_has_been_closed_and_says_why():
+    closed = []
 
-        async def receive(request):
-            try:
-                yield b""
-                raise errors.UnavailableError("moved")
-            finally:
-                closed.append(True)
+    async def receive(request):
+        try:
+            yield b""
+            raise errors.UnavailableError("moved")
+        finally:
+            closed.append(True)
 
-        async with served("danube.ConsumerService", streams(receive)) as channel:
-            stub = wire.stub(channel, "danube.ConsumerService")
-            call = stub.ReceiveMessages(danube.ReceiveRequest())
-            await call.read()
-            assert await outcome(call.read()) == ("UNAVAILABLE", "moved")
-            assert closed == [True]
-
-    run(scenario())
+    async with served("danube.ConsumerService", streams(receive)) as channel:
+        stub = wire.stub(channel, "danube.ConsumerService")
+        call = stub.ReceiveMessages(danube.ReceiveRequest())
+        await call.read()
+        assert await outcome(call.read()) == ("UNAVAILABLE", "moved")
+        assert closed == [True]
 
 
-def test_a_stream_that_nobody_reads_can_be_ended():
+async def test_a_stream_that_nobody_reads_can_be_ended():
     """Its client does not get the message that was being written; it is told that the call is over.
 
     grpcio keeps its first call, and the newest until the next one comes, so there are others.
     """
 
-    async def scenario():
-        tasks = []
+    tasks = []
 
-        async def receive(request):
-            tasks.append(asyncio.current_task())
-            yield bytes(9 << 20)
+    async def receive(request):
+        tasks.append(asyncio.current_task())
+        yield bytes(9 << 20)
 
-        async with served(
-            "danube.ConsumerService", streams(receive), max_receive_message_length=-1
-        ) as channel:
-            stub = wire.stub(channel, "danube.ConsumerService")
-            await outcome(stub.Ack(danube.AckRequest()))
-            stalled = stub.ReceiveMessages(danube.ReceiveRequest())
-            await eventually(lambda: tasks)
-            is_gone = weakref.ref(tasks[0])
-            tasks.pop().cancel(STALLED)
-            await eventually(lambda: is_gone() is None)
-            await outcome(stub.Ack(danube.AckRequest()))
-            assert (await outcome(stalled.read()))[0] == "CANCELLED"
-
-    run(scenario())
+    async with served(
+        "danube.ConsumerService", streams(receive), max_receive_message_length=-1
+    ) as channel:
+        stub = wire.stub(channel, "danube.ConsumerService")
+        await outcome(stub.Ack(danube.AckRequest()))
+        stalled = stub.ReceiveMessages(danube.ReceiveRequest())
+        await eventually(lambda: tasks)
+        is_gone = weakref.ref(tasks[0])
+        tasks.pop().cancel(STALLED)
+        await eventually(lambda: is_gone() is None)
+        await outcome(stub.Ack(danube.AckRequest()))
+        assert (await outcome(stalled.read()))[0] == "CANCELLED"
 
 
-def test_consumers_whose_clients_go_are_detached(tmp_path):
+async def test_consumers_whose_clients_go_are_detached(tmp_path):
     """Fifty of them, at any moment of their life: nobody stays attached."""
 
-    async def scenario():
-        async with a_broker(tmp_path, mode="memory") as (broker, services, _):
-            name = "/default/t"
-            await services.topics.CreateTopic(
-                danube_admin.NewTopicRequest(name=name, dispatch_strategy=1)
+    async with a_broker(tmp_path, mode="memory") as (broker, services, _):
+        name = "/default/t"
+        await services.topics.CreateTopic(
+            danube_admin.NewTopicRequest(name=name, dispatch_strategy=1)
+        )
+        topic = broker.topics.find_open(name)
+        calls = []
+        for number in range(50):
+            consumer = await services.consumers.Subscribe(
+                danube.ConsumerRequest(
+                    topic_name=name,
+                    consumer_name=f"c{number}",
+                    subscription="s",
+                    subscription_type=1,
+                )
             )
-            topic = broker.topics.find_open(name)
-            calls = []
-            for number in range(50):
-                consumer = await services.consumers.Subscribe(
-                    danube.ConsumerRequest(
-                        topic_name=name,
-                        consumer_name=f"c{number}",
-                        subscription="s",
-                        subscription_type=1,
-                    )
+            calls.append(
+                services.consumers.ReceiveMessages(
+                    danube.ReceiveRequest(consumer_id=consumer.consumer_id)
                 )
-                calls.append(
-                    services.consumers.ReceiveMessages(
-                        danube.ReceiveRequest(consumer_id=consumer.consumer_id)
-                    )
-                )
-                if number % 3 == 0:
-                    calls[-1].cancel()
-            subscription = topic.subscription("s")
-            await eventually(lambda: len(subscription.attached) == 33)
-            topic.topic.append(b"one")
-            topic.topic.append(b"two")
-            for call in calls:
-                call.cancel()
-            await eventually(lambda: not subscription.attached)
-            assert subscription.prefetcher.task is None
-            subscription.delivery.validate_state()
-            assert subscription.delivery.stats().in_flight == 0
-
-    run(scenario())
+            )
+            if number % 3 == 0:
+                calls[-1].cancel()
+        subscription = topic.subscription("s")
+        await eventually(lambda: len(subscription.attached) == 33)
+        topic.topic.append(b"one")
+        topic.topic.append(b"two")
+        for call in calls:
+            call.cancel()
+        await eventually(lambda: not subscription.attached)
+        assert subscription.prefetcher.task is None
+        subscription.delivery.validate_state()
+        assert subscription.delivery.stats().in_flight == 0

@@ -147,12 +147,7 @@ def test_set_has_its_imports():
             False,
             False,
         ),
-        (
-            "message I {} message J {} I i = 1;",
-            "message I {} message J {} J i = 1;",
-            False,
-            False,
-        ),
+        ("message I {} message J {} I i = 1;", "message I {} message J {} J i = 1;", False, False),
         ("M m = 1; int32 n = 2;", "M m = 1; int64 n = 2;", True, False),
     ],
 )

@@ -355,11 +355,7 @@ def test_first_producer_fixes_the_subject(registry):
 def test_producer_needs_a_version_that_is_there(registry, metadata):
     registry.register("orders", "json", schema("a"))
     registry.register("orders", "json", schema("a", "b"))
-    for wanted in (
-        {"pinned_version": 3},
-        {"pinned_version": 0},
-        {"min_version": 3},
-    ):
+    for wanted in ({"pinned_version": 3}, {"pinned_version": 0}, {"min_version": 3}):
         with pytest.raises(ConflictError, match="its latest is 2"):
             registry.bind_producer(TOPIC, "orders", **wanted)
     with pytest.raises(ConflictError, match="not found"):

@@ -82,10 +82,7 @@ OF_SUBJECTS = [
 ]
 OF_TOPICS = [
     request(
-        "ConfigureTopicSchema",
-        topic_name=TOPIC,
-        schema_subject="orders",
-        validation_policy="warn",
+        "ConfigureTopicSchema", topic_name=TOPIC, schema_subject="orders", validation_policy="warn"
     ),
     request("UpdateTopicValidationPolicy", topic_name=TOPIC, validation_policy="warn"),
 ]
@@ -154,10 +151,7 @@ def test_changing_what_a_topic_wants_is_a_right_on_the_topic(service, guard):
     assert guard.asked[2:] == [(Permission.LOOKUP, TOPIC)]
 
 
-@each(
-    "call",
-    [*READS, *OF_SUBJECTS, *OF_TOPICS, request("GetTopicSchemaConfig", topic_name=TOPIC)],
-)
+@each("call", [*READS, *OF_SUBJECTS, *OF_TOPICS, request("GetTopicSchemaConfig", topic_name=TOPIC)])
 def test_nothing_happens_without_the_right(service, guard, call):
     guard.is_closed = True
     with pytest.raises(PermissionDeniedError):
@@ -171,13 +165,7 @@ def test_every_call_of_the_service_is_here():
     }
 
 
-@each(
-    "call",
-    [
-        request("RegisterSchema", subject="orders", schema_type="string"),
-        OF_TOPICS[1],
-    ],
-)
+@each("call", [request("RegisterSchema", subject="orders", schema_type="string"), OF_TOPICS[1]])
 def test_what_does_not_fit_the_state_is_a_failed_precondition(service, call):
     with pytest.raises(Refused) as caught:
         ask(service, call)

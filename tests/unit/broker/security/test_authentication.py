@@ -11,11 +11,7 @@ from datetime import timedelta
 import jwt
 import pytest
 
-from ister.broker.security.authentication import (
-    Authenticator,
-    collect_headers,
-    read_certificate,
-)
+from ister.broker.security.authentication import Authenticator, collect_headers, read_certificate
 from ister.broker.security.minting import make_api_key, make_token
 from ister.clock import ManualClock
 from ister.config import AuthConfig, AuthMode, JwtConfig
@@ -337,10 +333,7 @@ def test_nothing_else_is_a_credential(plain, headers):
 
 
 def test_internal_broker_header_changes_nothing(plain):
-    headers = {
-        "authorization": f"bearer  {plain.sign()}",
-        "x-danube-internal-broker": "broker-1",
-    }
+    headers = {"authorization": f"bearer  {plain.sign()}", "x-danube-internal-broker": "broker-1"}
     principal = plain.authenticator.authenticate(headers)
     assert (principal.name, principal.kind) == ("alice", "user")
 

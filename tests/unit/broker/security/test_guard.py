@@ -191,7 +191,7 @@ def test_short_call_remembers_nothing(rig):
     assert not caller._checked
 
 
-def test_refused_stream_takes_its_time(rig, monkeypatch):
+async def test_refused_stream_takes_its_time(rig, monkeypatch):
     """Danube's client opens a refused stream again without a pause."""
     monkeypatch.setattr(guard_module, "REFUSAL_SECONDS", 0.2)
     monkeypatch.setattr(guard_module, "_REFUSALS_WAITING_MAX", 3)
@@ -206,8 +206,8 @@ def test_refused_stream_takes_its_time(rig, monkeypatch):
     async def many():
         return await asyncio.gather(*(refused() for _ in range(6)))
 
-    assert asyncio.run(refused()) >= 0.19
-    taken = asyncio.run(many())
+    assert await refused() >= 0.19
+    taken = await many()
     assert sum(seconds >= 0.19 for seconds in taken) == 3, "the others do not pile up"
 
 

@@ -60,63 +60,54 @@ def run(scenario):
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_open_paths_alone_need_nothing(rig):
-    async def scenario():
-        async with serving(rig.guard) as url, aiohttp.ClientSession(url) as session:
-            for path, status in (
-                ("/ready", 200),
-                ("/who", 401),
-                ("/ready/", 401),
-                ("/ready/../who", 401),
-                ("/none", 401),
-                ("/%72eady", 200),
-            ):
-                async with session.get(path) as response:
-                    assert response.status == status, path
-                    if status == 401:
-                        assert response.headers["WWW-Authenticate"] == "Bearer"
-                        assert (await response.json())["code"] == "UNAUTHENTICATED"
-
-    run(scenario)
+async def test_open_paths_alone_need_nothing(rig):
+    async with serving(rig.guard) as url, aiohttp.ClientSession(url) as session:
+        for path, status in (
+            ("/ready", 200),
+            ("/who", 401),
+            ("/ready/", 401),
+            ("/ready/../who", 401),
+            ("/none", 401),
+            ("/%72eady", 200),
+        ):
+            async with session.get(path) as response:
+                assert response.status == status, path
+                if status == 401:
+                    assert response.headers["WWW-Authenticate"] == "Bearer"
+                    assert (await response.json())["code"] == "UNAUTHENTICATED"
 
 
-def test_caller_is_known(rig):
+async def test_caller_is_known(rig):
     key = rig.api_key("loader")
 
-    async def scenario():
-        async with serving(rig.guard) as url, aiohttp.ClientSession(url) as session:
-            for headers, answer in (
-                (rig.bearer("alice"), "user:alice"),
-                ({"X-Api-Key": key}, "service:loader"),
-            ):
-                async with session.get("/who", headers=headers) as response:
-                    assert await response.text() == answer
-            for headers in (
-                {"Authorization": "Bearer nonsense"},
-                {"X-Danube-Internal-Broker": "broker-1"},
-                [("Authorization", f"Bearer {key}"), ("Authorization", f"Bearer {key}")],
-            ):
-                async with session.get("/who", headers=headers) as response:
-                    assert response.status == 401
-                    assert key not in await response.text()
-
-    run(scenario)
+    async with serving(rig.guard) as url, aiohttp.ClientSession(url) as session:
+        for headers, answer in (
+            (rig.bearer("alice"), "user:alice"),
+            ({"X-Api-Key": key}, "service:loader"),
+        ):
+            async with session.get("/who", headers=headers) as response:
+                assert await response.text() == answer
+        for headers in (
+            {"Authorization": "Bearer nonsense"},
+            {"X-Danube-Internal-Broker": "broker-1"},
+            [("Authorization", f"Bearer {key}"), ("Authorization", f"Bearer {key}")],
+        ):
+            async with session.get("/who", headers=headers) as response:
+                assert response.status == 401
+                assert key not in await response.text()
 
 
-def test_right_is_needed(rig):
+async def test_right_is_needed(rig):
     rig.allow("alice", "producer")
 
-    async def scenario():
-        async with serving(rig.guard) as url, aiohttp.ClientSession(url) as session:
-            for name, status in (("alice", 403), ("root", 200)):
-                async with session.post("/manage", headers=rig.bearer(name)) as response:
-                    assert response.status == status
-            rig.clock.advance(60)
-            async with session.post("/manage", headers=rig.bearer("alice")) as response:
-                assert response.status == 503, "the rights are too old to be relied upon"
-
     rig.guard.access.close()
-    run(scenario)
+    async with serving(rig.guard) as url, aiohttp.ClientSession(url) as session:
+        for name, status in (("alice", 403), ("root", 200)):
+            async with session.post("/manage", headers=rig.bearer(name)) as response:
+                assert response.status == status
+        rig.clock.advance(60)
+        async with session.post("/manage", headers=rig.bearer("alice")) as response:
+            assert response.status == 503, "the rights are too old to be relied upon"
     assert [line["outcome"] for line in rig.audited()] == ["denied", "allowed"]
 
 
@@ -129,32 +120,26 @@ def test_right_is_needed(rig):
         b"Auth\x00orization: CANARY",
     ],
 )
-def test_bytes_that_are_not_http_are_not_logged(rig, caplog, head):
+async def test_bytes_that_are_not_http_are_not_logged(rig, caplog, head):
     """aiohttp would log them, with the headers in them."""
 
-    async def scenario():
-        async with serving(rig.guard) as url:
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-            writer.write(b"GET /who HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n")
-            assert b" 400 " in await reader.readline()
-            writer.close()
-            await writer.wait_closed()
-
-    run(scenario)
+    async with serving(rig.guard) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"GET /who HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n")
+        assert b" 400 " in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
     assert "CANARY" not in caplog.text
     assert not caplog.records
 
 
-def test_mistake_in_a_handler_is_logged(rig, caplog):
-    async def scenario():
-        async with (
-            serving(rig.guard) as url,
-            aiohttp.ClientSession(url) as session,
-            session.get("/fail", headers=rig.bearer("alice")) as response,
-        ):
-            assert response.status == 500
-
-    run(scenario)
+async def test_mistake_in_a_handler_is_logged(rig, caplog):
+    async with (
+        serving(rig.guard) as url,
+        aiohttp.ClientSession(url) as session,
+        session.get("/fail", headers=rig.bearer("alice")) as response,
+    ):
+        assert response.status == 500
     assert "a mistake of ours" in caplog.text
 
 
@@ -169,10 +154,7 @@ def test_matrix_of_client_certificates(tmp_path):
         ),
         clock=SystemClock(),
     )
-    clients = {
-        "none": (None, None),
-        "other": (Authority("clients").issue("loader"), None),
-    } | {
+    clients = {"none": (None, None), "other": (Authority("clients").issue("loader"), None)} | {
         case: (CLIENTS.issue("admin", names=names), f"service:{wanted}" if wanted else "")
         for case, (names, wanted) in IDENTITIES.items()
     }

@@ -13,13 +13,7 @@ import pytest
 
 from ister.broker.security.tls import ServerTls, check_exposure, is_loopback
 from ister.clock import ManualClock
-from ister.config import (
-    AuthConfig,
-    AuthMode,
-    BrokerConfig,
-    ClientAuth,
-    TlsConfig,
-)
+from ister.config import AuthConfig, AuthMode, BrokerConfig, ClientAuth, TlsConfig
 from ister.errors import ConfigError
 from tests.support.cases import each
 from tests.support.certificates import LOCAL_NAMES, Authority
@@ -166,7 +160,7 @@ async def _serve(context):
     return server, server.sockets[0].getsockname()[1]
 
 
-def test_http_takes_new_certificates_and_new_authorities(tmp_path, clock):
+async def test_http_takes_new_certificates_and_new_authorities(tmp_path, clock):
     """A client of the old authority is let in before, and one of the new authority after."""
     old, new = Authority("old clients"), Authority("new clients")
     clients = {
@@ -176,23 +170,20 @@ def test_http_takes_new_certificates_and_new_authorities(tmp_path, clock):
     config = settings(tmp_path, ca_file=old.write(tmp_path), client_auth=ClientAuth.REQUIRED)
     tls = ServerTls(config, clock=clock)
 
-    async def scenario():
-        server, port = await _serve(tls.http_context())
-        async with server:
-            first = await _handshake(port, AUTHORITY, clients["old"])
-            with pytest.raises((OSError, asyncio.IncompleteReadError)):
-                await _handshake(port, AUTHORITY, clients["new"])
-            with pytest.raises((OSError, asyncio.IncompleteReadError)):
-                await _handshake(port, AUTHORITY)
-            AUTHORITY.issue("broker", names=LOCAL_NAMES).write(tmp_path, "broker")
-            new.write(tmp_path)
-            clock.advance(1)
-            second = await _handshake(port, AUTHORITY, clients["new"])
-            assert second != first
-            with pytest.raises((OSError, asyncio.IncompleteReadError)):
-                await _handshake(port, AUTHORITY, clients["old"])
-
-    asyncio.run(scenario())
+    server, port = await _serve(tls.http_context())
+    async with server:
+        first = await _handshake(port, AUTHORITY, clients["old"])
+        with pytest.raises((OSError, asyncio.IncompleteReadError)):
+            await _handshake(port, AUTHORITY, clients["new"])
+        with pytest.raises((OSError, asyncio.IncompleteReadError)):
+            await _handshake(port, AUTHORITY)
+        AUTHORITY.issue("broker", names=LOCAL_NAMES).write(tmp_path, "broker")
+        new.write(tmp_path)
+        clock.advance(1)
+        second = await _handshake(port, AUTHORITY, clients["new"])
+        assert second != first
+        with pytest.raises((OSError, asyncio.IncompleteReadError)):
+            await _handshake(port, AUTHORITY, clients["old"])
 
 
 # -- gRPC -----------------------------------------------------------------------------------
@@ -209,7 +200,7 @@ def _open(port, context, session=None):
 
 
 @each("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_grpc_resumes_no_session_older_than_a_minute(tmp_path, clock, version):
+async def test_grpc_resumes_no_session_older_than_a_minute(tmp_path, clock, version):
     """Goal: nobody verifies the certificate of a resumed session, which may have expired."""
     ca_file = AUTHORITY.write(tmp_path)
     tls = ServerTls(
@@ -220,21 +211,18 @@ def test_grpc_resumes_no_session_older_than_a_minute(tmp_path, clock, version):
     context.set_alpn_protocols(["h2"])
     context.load_cert_chain(*AUTHORITY.issue("client").write(tmp_path, "client"))
 
-    async def scenario():
-        server = grpc.aio.server()
-        port = server.add_secure_port("127.0.0.1:0", tls.grpc_credentials())
-        await server.start()
-        try:
-            session, _ = await asyncio.to_thread(_open, port, context)
-            session, is_resumed = await asyncio.to_thread(_open, port, context, session)
-            assert is_resumed
-            clock.advance(60)
-            _, is_resumed = await asyncio.to_thread(_open, port, context, session)
-            assert not is_resumed
-        finally:
-            await server.stop(None)
-
-    asyncio.run(scenario())
+    server = grpc.aio.server()
+    port = server.add_secure_port("127.0.0.1:0", tls.grpc_credentials())
+    await server.start()
+    try:
+        session, _ = await asyncio.to_thread(_open, port, context)
+        session, is_resumed = await asyncio.to_thread(_open, port, context, session)
+        assert is_resumed
+        clock.advance(60)
+        _, is_resumed = await asyncio.to_thread(_open, port, context, session)
+        assert not is_resumed
+    finally:
+        await server.stop(None)
 
 
 # -- where it may listen --------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from ister.broker.topics.cluster_control import broker_id, broker_number
 from ister.wire import danube_admin, ister_api
-from tests.support.broker import a_broker, eventually, run
+from tests.support.broker import a_broker, eventually
 from tests.support.cases import each
 
 NAME = "/shop/orders"
@@ -21,89 +21,80 @@ async def status(call):
     return refused.value.code().name
 
 
-def test_namespaces_their_topics_and_bounds(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, services, _):
-            await services.namespaces.CreateNamespace(danube_admin.NamespaceRequest(name="shop"))
-            found = await services.brokers.ListNamespaces(danube_admin.Empty())
-            assert set(found.namespaces) == {"default", "system", "shop"}
-            await broker.topics.get_or_create(NAME, is_reliable=True)
-            await broker.topics.get_or_create("/default/other", is_reliable=False)
-            listed = await services.topics.ListNamespaceTopics(
-                danube_admin.NamespaceRequest(name="shop")
-            )
-            node = broker.cluster.own.node
-            assert [(one.name, one.broker_id, one.delivery) for one in listed.topics] == [
-                (NAME, str(int(node, 16)), "Reliable")
-            ]
-            await services.admin.SetNamespacePolicies(
-                ister_api.SetPoliciesRequest(name="shop", policies='{"max_publish_rate": 7}')
-            )
-            # In force at once, for topics that are open as for those to come.
-            assert broker.topics.find_open(NAME).publish_rate.per_second == 7
-            answer = await services.namespaces.GetNamespacePolicies(
-                danube_admin.NamespaceRequest(name="shop")
-            )
-            assert json.loads(answer.policies)["max_publish_rate"] == 7
-            assert broker.topics.find_open("/default/other").publish_rate.per_second == 0
-
-    run(scenario())
+async def test_namespaces_their_topics_and_bounds(tmp_path):
+    async with a_broker(tmp_path) as (broker, services, _):
+        await services.namespaces.CreateNamespace(danube_admin.NamespaceRequest(name="shop"))
+        found = await services.brokers.ListNamespaces(danube_admin.Empty())
+        assert set(found.namespaces) == {"default", "system", "shop"}
+        await broker.topics.get_or_create(NAME, is_reliable=True)
+        await broker.topics.get_or_create("/default/other", is_reliable=False)
+        listed = await services.topics.ListNamespaceTopics(
+            danube_admin.NamespaceRequest(name="shop")
+        )
+        node = broker.cluster.own.node
+        assert [(one.name, one.broker_id, one.delivery) for one in listed.topics] == [
+            (NAME, str(int(node, 16)), "Reliable")
+        ]
+        await services.admin.SetNamespacePolicies(
+            ister_api.SetPoliciesRequest(name="shop", policies='{"max_publish_rate": 7}')
+        )
+        # In force at once, for topics that are open as for those to come.
+        assert broker.topics.find_open(NAME).publish_rate.per_second == 7
+        answer = await services.namespaces.GetNamespacePolicies(
+            danube_admin.NamespaceRequest(name="shop")
+        )
+        assert json.loads(answer.policies)["max_publish_rate"] == 7
+        assert broker.topics.find_open("/default/other").publish_rate.per_second == 0
 
 
 @each("call", ["GetNamespacePolicies", "GetNamespaceTopics"])
-def test_namespace_that_is_none_is_not_found(tmp_path, call):
-    async def scenario():
-        async with a_broker(tmp_path) as (_, services, _):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await getattr(services.namespaces, call)(danube_admin.NamespaceRequest(name="no"))
-            assert refused.value.code() is grpc.StatusCode.NOT_FOUND
-
-    run(scenario())
+async def test_namespace_that_is_none_is_not_found(tmp_path, call):
+    async with a_broker(tmp_path) as (_, services, _):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await getattr(services.namespaces, call)(danube_admin.NamespaceRequest(name="no"))
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_one_broker_answers_as_a_cluster_of_one(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, services, _):
-            node = broker.cluster.own.node
-            await broker.topics.get_or_create("/default/t", is_reliable=True)
-            await eventually(lambda: broker.cluster.leadership.is_leader)
-            found = await services.brokers.ListBrokers(danube_admin.Empty())
-            assert [
-                (one.broker_id, one.broker_role, one.broker_status) for one in found.brokers
-            ] == [(str(int(node, 16)), "leader", "active")]
-            leader = await services.brokers.GetLeaderBroker(danube_admin.Empty())
-            assert leader.leader == str(int(node, 16))
-            for broker_id in ("", node, str(int(node, 16))):
-                answer = await services.brokers.ActivateBroker(
-                    danube_admin.ActivateBrokerRequest(broker_id=broker_id)
-                )
-                assert answer.success
-                listed = await services.topics.ListBrokerTopics(
-                    danube_admin.BrokerRequest(broker_id=broker_id)
-                )
-                assert [one.name for one in listed.topics] == ["/default/t"]
-            for call, request in (
-                (services.brokers.ActivateBroker, danube_admin.ActivateBrokerRequest),
-                (services.brokers.UnloadBroker, danube_admin.UnloadBrokerRequest),
-                (services.topics.ListBrokerTopics, danube_admin.BrokerRequest),
-            ):
-                assert await status(call(request(broker_id="another"))) == "NOT_FOUND"
-            unload = services.brokers.UnloadBroker(danube_admin.UnloadBrokerRequest())
-            assert await status(unload) == "FAILED_PRECONDITION"
-            assert broker.cluster.own.is_active
-            balance = await services.brokers.GetClusterBalance(danube_admin.ClusterBalanceRequest())
-            assert (balance.coefficient_of_variation, balance.broker_count) == (0, 1)
-            assert (balance.mean_load, balance.max_load, balance.min_load) == (1, 1, 1)
-            [load] = balance.brokers
-            assert (load.broker_id, load.topic_count) == (int(node, 16), 1)
-            assert not load.is_overloaded
-            assert not load.is_underloaded
-            assert balance.assignment_strategy == "fair"
-            moves = await services.brokers.TriggerRebalance(danube_admin.RebalanceRequest())
-            assert (moves.success, moves.moves_executed) == (True, 0)
-            await check_members(services, int(node, 16))
-
-    run(scenario())
+async def test_one_broker_answers_as_a_cluster_of_one(tmp_path):
+    async with a_broker(tmp_path) as (broker, services, _):
+        node = broker.cluster.own.node
+        await broker.topics.get_or_create("/default/t", is_reliable=True)
+        await eventually(lambda: broker.cluster.leadership.is_leader)
+        found = await services.brokers.ListBrokers(danube_admin.Empty())
+        assert [(one.broker_id, one.broker_role, one.broker_status) for one in found.brokers] == [
+            (str(int(node, 16)), "leader", "active")
+        ]
+        leader = await services.brokers.GetLeaderBroker(danube_admin.Empty())
+        assert leader.leader == str(int(node, 16))
+        for broker_id in ("", node, str(int(node, 16))):
+            answer = await services.brokers.ActivateBroker(
+                danube_admin.ActivateBrokerRequest(broker_id=broker_id)
+            )
+            assert answer.success
+            listed = await services.topics.ListBrokerTopics(
+                danube_admin.BrokerRequest(broker_id=broker_id)
+            )
+            assert [one.name for one in listed.topics] == ["/default/t"]
+        for call, request in (
+            (services.brokers.ActivateBroker, danube_admin.ActivateBrokerRequest),
+            (services.brokers.UnloadBroker, danube_admin.UnloadBrokerRequest),
+            (services.topics.ListBrokerTopics, danube_admin.BrokerRequest),
+        ):
+            assert await status(call(request(broker_id="another"))) == "NOT_FOUND"
+        unload = services.brokers.UnloadBroker(danube_admin.UnloadBrokerRequest())
+        assert await status(unload) == "FAILED_PRECONDITION"
+        assert broker.cluster.own.is_active
+        balance = await services.brokers.GetClusterBalance(danube_admin.ClusterBalanceRequest())
+        assert (balance.coefficient_of_variation, balance.broker_count) == (0, 1)
+        assert (balance.mean_load, balance.max_load, balance.min_load) == (1, 1, 1)
+        [load] = balance.brokers
+        assert (load.broker_id, load.topic_count) == (int(node, 16), 1)
+        assert not load.is_overloaded
+        assert not load.is_underloaded
+        assert balance.assignment_strategy == "fair"
+        moves = await services.brokers.TriggerRebalance(danube_admin.RebalanceRequest())
+        assert (moves.success, moves.moves_executed) == (True, 0)
+        await check_members(services, int(node, 16))
 
 
 async def check_members(services, number):
@@ -128,29 +119,24 @@ async def check_members(services, number):
 
 
 @each("mode", ["memory", "local_only"])
-def test_broker_without_a_bucket_answers_as_a_cluster_of_one(tmp_path, mode):
-    async def scenario():
-        async with a_broker(tmp_path, mode=mode) as (broker, services, _):
-            await broker.topics.get_or_create("/default/t", is_reliable=True)
-            found = await services.brokers.ListBrokers(danube_admin.Empty())
-            assert [
-                (one.broker_id, one.broker_role, one.broker_status) for one in found.brokers
-            ] == [("1", "leader", "active")]
-            leader = await services.brokers.GetLeaderBroker(danube_admin.Empty())
-            assert leader.leader == "1"
-            listed = await services.topics.ListBrokerTopics(
-                danube_admin.BrokerRequest(broker_id="1")
-            )
-            assert [(one.name, one.broker_id) for one in listed.topics] == [("/default/t", "1")]
-            await check_members(services, 1)
-            balance = await services.brokers.GetClusterBalance(danube_admin.ClusterBalanceRequest())
-            assert (balance.coefficient_of_variation, balance.mean_load) == (0, 1)
-            moves = await services.brokers.TriggerRebalance(danube_admin.RebalanceRequest())
-            assert (moves.success, moves.moves_executed) == (True, 0)
-            unload = services.brokers.UnloadBroker(danube_admin.UnloadBrokerRequest())
-            assert await status(unload) == "FAILED_PRECONDITION"
-
-    run(scenario())
+async def test_broker_without_a_bucket_answers_as_a_cluster_of_one(tmp_path, mode):
+    async with a_broker(tmp_path, mode=mode) as (broker, services, _):
+        await broker.topics.get_or_create("/default/t", is_reliable=True)
+        found = await services.brokers.ListBrokers(danube_admin.Empty())
+        assert [(one.broker_id, one.broker_role, one.broker_status) for one in found.brokers] == [
+            ("1", "leader", "active")
+        ]
+        leader = await services.brokers.GetLeaderBroker(danube_admin.Empty())
+        assert leader.leader == "1"
+        listed = await services.topics.ListBrokerTopics(danube_admin.BrokerRequest(broker_id="1"))
+        assert [(one.name, one.broker_id) for one in listed.topics] == [("/default/t", "1")]
+        await check_members(services, 1)
+        balance = await services.brokers.GetClusterBalance(danube_admin.ClusterBalanceRequest())
+        assert (balance.coefficient_of_variation, balance.mean_load) == (0, 1)
+        moves = await services.brokers.TriggerRebalance(danube_admin.RebalanceRequest())
+        assert (moves.success, moves.moves_executed) == (True, 0)
+        unload = services.brokers.UnloadBroker(danube_admin.UnloadBrokerRequest())
+        assert await status(unload) == "FAILED_PRECONDITION"
 
 
 def test_number_of_a_broker_is_that_of_its_node():
@@ -161,57 +147,48 @@ def test_number_of_a_broker_is_that_of_its_node():
     assert broker_id("00000000000000ff") == "255"
 
 
-def test_partition_is_not_deleted_alone(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path, mode="memory") as (broker, services, _):
-            await broker.topics.create_partitioned("/default/o", 3, is_reliable=True)
-            names = await broker.topics.names()
-            for name in names:
-                call = services.topics.DeleteTopic(danube_admin.TopicRequest(name=name))
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await call
-                assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-                assert refused.value.details().endswith("delete /default/o")
-            assert await broker.topics.names() == names
-            await services.topics.DeleteTopic(danube_admin.TopicRequest(name="/default/o"))
-            assert await broker.topics.names() == set()
-
-    run(scenario())
+async def test_partition_is_not_deleted_alone(tmp_path):
+    async with a_broker(tmp_path, mode="memory") as (broker, services, _):
+        await broker.topics.create_partitioned("/default/o", 3, is_reliable=True)
+        names = await broker.topics.names()
+        for name in names:
+            call = services.topics.DeleteTopic(danube_admin.TopicRequest(name=name))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert refused.value.details().endswith("delete /default/o")
+        assert await broker.topics.names() == names
+        await services.topics.DeleteTopic(danube_admin.TopicRequest(name="/default/o"))
+        assert await broker.topics.names() == set()
 
 
-def test_partitions_are_deleted_one_by_one_by_their_own_call(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path, mode="memory") as (broker, services, _):
-            await broker.topics.create_partitioned("/default/o", 2, is_reliable=True)
-            await broker.topics.get_or_create("/default/plain", is_reliable=True)
-            delete = services.admin.DeletePartition
-            plain = delete(ister_api.TopicName(topic="/default/plain"))
-            assert await status(plain) == "INVALID_ARGUMENT"
-            await delete(ister_api.TopicName(topic="/default/o-part-1"))
-            assert await broker.topics.names() == {"/default/o-part-0", "/default/plain"}
-            missing = delete(ister_api.TopicName(topic="/default/o-part-1"))
-            assert await status(missing) == "NOT_FOUND"
-
-    run(scenario())
+async def test_partitions_are_deleted_one_by_one_by_their_own_call(tmp_path):
+    async with a_broker(tmp_path, mode="memory") as (broker, services, _):
+        await broker.topics.create_partitioned("/default/o", 2, is_reliable=True)
+        await broker.topics.get_or_create("/default/plain", is_reliable=True)
+        delete = services.admin.DeletePartition
+        plain = delete(ister_api.TopicName(topic="/default/plain"))
+        assert await status(plain) == "INVALID_ARGUMENT"
+        await delete(ister_api.TopicName(topic="/default/o-part-1"))
+        assert await broker.topics.names() == {"/default/o-part-0", "/default/plain"}
+        missing = delete(ister_api.TopicName(topic="/default/o-part-1"))
+        assert await status(missing) == "NOT_FOUND"
 
 
-def test_description_of_a_topic_has_its_compatibility_mode_in_upper_case(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path, mode="memory") as (broker, services, _):
-            registered = await asyncio.to_thread(
-                broker.schemas.register, "orders", "json_schema", b'{"type": "object"}'
+async def test_description_of_a_topic_has_its_compatibility_mode_in_upper_case(tmp_path):
+    async with a_broker(tmp_path, mode="memory") as (broker, services, _):
+        registered = await asyncio.to_thread(
+            broker.schemas.register, "orders", "json_schema", b'{"type": "object"}'
+        )
+        await services.topics.CreateTopic(
+            danube_admin.NewTopicRequest(
+                name="/default/t", schema_subject="orders", dispatch_strategy=1
             )
-            await services.topics.CreateTopic(
-                danube_admin.NewTopicRequest(
-                    name="/default/t", schema_subject="orders", dispatch_strategy=1
-                )
-            )
-            found = await services.topics.DescribeTopic(
-                danube_admin.DescribeTopicRequest(name="/default/t")
-            )
-            assert (found.broker_id, found.delivery) == ("1", "Reliable")
-            assert (found.schema_subject, found.schema_version) == ("orders", 1)
-            assert found.schema_id == registered.schema_id
-            assert found.compatibility_mode == "BACKWARD"
-
-    run(scenario())
+        )
+        found = await services.topics.DescribeTopic(
+            danube_admin.DescribeTopicRequest(name="/default/t")
+        )
+        assert (found.broker_id, found.delivery) == ("1", "Reliable")
+        assert (found.schema_subject, found.schema_version) == ("orders", 1)
+        assert found.schema_id == registered.schema_id
+        assert found.compatibility_mode == "BACKWARD"

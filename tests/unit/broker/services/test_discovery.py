@@ -12,7 +12,7 @@ import pytest
 from ister.format.message import decode_message
 from ister.model import Codec
 from ister.wire import danube
-from tests.support.broker import a_broker, a_record, run
+from tests.support.broker import a_broker, a_record
 from tests.support.cases import each
 
 NAME = "/default/orders"
@@ -25,31 +25,28 @@ async def listed(services, topic=NAME, after=0):
     return [(one.start_offset, one.end_offset) for one in answer.segments]
 
 
-def test_objects_are_listed_from_the_first_one_on(tmp_path):
+async def test_objects_are_listed_from_the_first_one_on(tmp_path):
     """Danube never lists the object that begins at 0: it asks for starts above the offset."""
 
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, services, _):
-            topic = await broker.topics.get_or_create(NAME, is_reliable=True)
-            assert await listed(services) == []
-            for _ in range(3):
-                for _ in range(10):
-                    await topic.publish(a_record())
-                await asyncio.to_thread(topic.topic.upload)
-            assert await listed(services) == [(0, 9), (10, 19), (20, 29)]
-            # A reader that has come to the end of one gets the next ones, and one that stopped
-            # inside of one gets the rest of it.
-            assert await listed(services, after=9) == [(10, 19), (20, 29)]
-            assert await listed(services, after=12) == [(10, 19), (20, 29)]
-            assert await listed(services, after=29) == []
-            answer = await services.storage.ListSegmentDescriptors(
-                danube.ListSegmentDescriptorsRequest(topic=NAME)
-            )
-            path = next(tmp_path.rglob(answer.segments[0].segment_id))
-            assert path.stat().st_size == answer.segments[0].size
-            assert answer.segments[0].created_at > 0
-
-    run(scenario())
+    async with a_broker(tmp_path) as (broker, services, _):
+        topic = await broker.topics.get_or_create(NAME, is_reliable=True)
+        assert await listed(services) == []
+        for _ in range(3):
+            for _ in range(10):
+                await topic.publish(a_record())
+            await asyncio.to_thread(topic.topic.upload)
+        assert await listed(services) == [(0, 9), (10, 19), (20, 29)]
+        # A reader that has come to the end of one gets the next ones, and one that stopped
+        # inside of one gets the rest of it.
+        assert await listed(services, after=9) == [(10, 19), (20, 29)]
+        assert await listed(services, after=12) == [(10, 19), (20, 29)]
+        assert await listed(services, after=29) == []
+        answer = await services.storage.ListSegmentDescriptors(
+            danube.ListSegmentDescriptorsRequest(topic=NAME)
+        )
+        path = next(tmp_path.rglob(answer.segments[0].segment_id))
+        assert path.stat().st_size == answer.segments[0].size
+        assert answer.segments[0].created_at > 0
 
 
 def danubes_messages(root, segment_id):
@@ -64,36 +61,33 @@ def danubes_messages(root, segment_id):
     return found
 
 
-def test_segments_are_where_danube_looks_for_them(tmp_path):
-    async def scenario():
-        settings = {"storage": {"cloud": {"layout": "segments"}}}
-        async with a_broker(tmp_path, settings) as (broker, services, _):
-            topic = await broker.topics.get_or_create(NAME, is_reliable=True)
-            for _ in range(3):
-                for _ in range(10):
-                    await topic.publish(a_record())
-                await asyncio.to_thread(topic.topic.upload)
-            answer = await services.storage.ListSegmentDescriptors(
-                danube.ListSegmentDescriptorsRequest(topic=NAME)
-            )
-            root = next(tmp_path.rglob("objects"))
-            for number, segment in enumerate(answer.segments):
-                assert re.fullmatch(r"data-[0-9]+-[0-9]+\.dnb1", segment.segment_id)
-                found = danubes_messages(root, segment.segment_id)
-                offsets = [offset for offset, _ in found]
-                assert offsets == list(range(10 * number, 10 * number + 10))
-                assert (segment.start_offset, segment.end_offset) == (offsets[0], offsets[-1])
-                assert segment.size == sum(16 + len(body) for _, body in found)
-                assert abs(segment.created_at - time.time()) < 3600
-                stored = [message.record for message in topic.topic.read()]
-                bodies = [decode_message(body, Codec.BINCODE2) for _, body in found]
-                assert bodies == stored[offsets[0] : offsets[-1] + 1]
-            assert len(answer.segments) == 3
-
-    run(scenario())
+async def test_segments_are_where_danube_looks_for_them(tmp_path):
+    settings = {"storage": {"cloud": {"layout": "segments"}}}
+    async with a_broker(tmp_path, settings) as (broker, services, _):
+        topic = await broker.topics.get_or_create(NAME, is_reliable=True)
+        for _ in range(3):
+            for _ in range(10):
+                await topic.publish(a_record())
+            await asyncio.to_thread(topic.topic.upload)
+        answer = await services.storage.ListSegmentDescriptors(
+            danube.ListSegmentDescriptorsRequest(topic=NAME)
+        )
+        root = next(tmp_path.rglob("objects"))
+        for number, segment in enumerate(answer.segments):
+            assert re.fullmatch(r"data-[0-9]+-[0-9]+\.dnb1", segment.segment_id)
+            found = danubes_messages(root, segment.segment_id)
+            offsets = [offset for offset, _ in found]
+            assert offsets == list(range(10 * number, 10 * number + 10))
+            assert (segment.start_offset, segment.end_offset) == (offsets[0], offsets[-1])
+            assert segment.size == sum(16 + len(body) for _, body in found)
+            assert abs(segment.created_at - time.time()) < 3600
+            stored = [message.record for message in topic.topic.read()]
+            bodies = [decode_message(body, Codec.BINCODE2) for _, body in found]
+            assert bodies == stored[offsets[0] : offsets[-1] + 1]
+        assert len(answer.segments) == 3
 
 
-def test_messages_that_danube_cannot_read_are_never_skipped(tmp_path):
+async def test_messages_that_danube_cannot_read_are_never_skipped(tmp_path):
     """Goal: a sidecar goes on behind the last offset it was told of; so the list ends before."""
 
     async def upload(broker, count):
@@ -102,21 +96,18 @@ def test_messages_that_danube_cannot_read_are_never_skipped(tmp_path):
             await topic.publish(a_record())
         await asyncio.to_thread(topic.topic.upload)
 
-    async def scenario():
-        for layout in ("segments", "objects", "segments"):
-            settings = {"storage": {"cloud": {"layout": layout}}}
-            async with a_broker(tmp_path, settings) as (broker, services, _):
-                await upload(broker, 10)
-        async with a_broker(tmp_path, settings) as (_, services, _):
-            assert await listed(services) == [(0, 9)]
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await listed(services, after=9)
-            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
-            assert "ask for segments after 19" in refused.value.details()
-            assert await listed(services, after=19) == [(20, 29)]
-            assert await listed(services, after=29) == []
-
-    run(scenario())
+    for layout in ("segments", "objects", "segments"):
+        settings = {"storage": {"cloud": {"layout": layout}}}
+        async with a_broker(tmp_path, settings) as (broker, services, _):
+            await upload(broker, 10)
+    async with a_broker(tmp_path, settings) as (_, services, _):
+        assert await listed(services) == [(0, 9)]
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await listed(services, after=9)
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert "ask for segments after 19" in refused.value.details()
+        assert await listed(services, after=19) == [(20, 29)]
+        assert await listed(services, after=29) == []
 
 
 @each(
@@ -126,21 +117,15 @@ def test_messages_that_danube_cannot_read_are_never_skipped(tmp_path):
         ("nowhere", grpc.StatusCode.INVALID_ARGUMENT),
     ],
 )
-def test_what_is_not_there_is_said(tmp_path, topic, status):
-    async def scenario():
-        async with a_broker(tmp_path) as (_, services, _):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await listed(services, topic)
-            assert refused.value.code() is status
-
-    run(scenario())
+async def test_what_is_not_there_is_said(tmp_path, topic, status):
+    async with a_broker(tmp_path) as (_, services, _):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await listed(services, topic)
+        assert refused.value.code() is status
 
 
-def test_broker_without_a_bucket_says_so(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path, mode="local_only") as (broker, services, _):
-            await broker.topics.get_or_create(NAME, is_reliable=True)
-            with pytest.raises(grpc.aio.AioRpcError, match="no bucket"):
-                await listed(services)
-
-    run(scenario())
+async def test_broker_without_a_bucket_says_so(tmp_path):
+    async with a_broker(tmp_path, mode="local_only") as (broker, services, _):
+        await broker.topics.get_or_create(NAME, is_reliable=True)
+        with pytest.raises(grpc.aio.AioRpcError, match="no bucket"):
+            await listed(services)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from ister.wire import danube_admin, ister_api
-from tests.support.broker import a_broker, eventually, run
+from tests.support.broker import a_broker, eventually
 from tests.support.broker_calls import (
     MOMENT,
     NAME,
@@ -27,266 +27,236 @@ from tests.support.cases import each
 pytestmark = pytest.mark.usefixtures("brokers_end_quickly")
 
 
-def test_a_deletion_that_nobody_waits_for_harms_no_later_topic(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, services, _):
-            client, store = Client(services), broker.topics.store
-            send = await client.producer()
-            await client.subscribe()
-            await send(b"old")
-            store.delete_all = held = Held(store.delete_all)
-            call = services.topics.DeleteTopic(danube_admin.TopicRequest(name=NAME))
-            await held.is_reached()
-            await client.give_up(call)
+async def test_a_deletion_that_nobody_waits_for_harms_no_later_topic(tmp_path):
+    async with a_broker(tmp_path) as (broker, services, _):
+        client, store = Client(services), broker.topics.store
+        send = await client.producer()
+        await client.subscribe()
+        await send(b"old")
+        store.delete_all = held = Held(store.delete_all)
+        call = services.topics.DeleteTopic(danube_admin.TopicRequest(name=NAME))
+        await held.is_reached()
+        await client.give_up(call)
 
-            async def begin_anew():
-                await until_ok(client.producer)
-                await until_ok(client.subscribe)
+        async def begin_anew():
+            await until_ok(client.producer)
+            await until_ok(client.subscribe)
 
-            beginning = asyncio.create_task(begin_anew())
-            await asyncio.wait({beginning}, timeout=MOMENT)
-            held.go_on()
-            await held.is_done()
-            await beginning
-            await (await client.producer())(b"new")
-        async with a_broker(tmp_path) as (broker, services, _):
-            client = Client(services)
-            assert [record.payload for record in records_of(broker, NAME)] == [b"new"]
-            assert list(broker.topics.find_open(NAME).subscriptions) == ["s"]
-            stream = client.receive(await client.subscribe())
-            assert [m.payload for m in await read(stream, 1)] == [b"new"]
-
-    run(scenario())
+        beginning = asyncio.create_task(begin_anew())
+        await asyncio.wait({beginning}, timeout=MOMENT)
+        held.go_on()
+        await held.is_done()
+        await beginning
+        await (await client.producer())(b"new")
+    async with a_broker(tmp_path) as (broker, services, _):
+        client = Client(services)
+        assert [record.payload for record in records_of(broker, NAME)] == [b"new"]
+        assert list(broker.topics.find_open(NAME).subscriptions) == ["s"]
+        stream = client.receive(await client.subscribe())
+        assert [m.payload for m in await read(stream, 1)] == [b"new"]
 
 
-def test_a_deletion_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, services, _):
-            client, topics, schemas = Client(services), broker.topics, broker.schemas
-            await client.producer()
-            consumer = await client.subscribe()
-            await asyncio.to_thread(schemas.register, "orders", "string", b"")
-            await asyncio.to_thread(schemas.bind_producer, NAME, "orders")
-            topics.store.delete_all = held = Held(topics.store.delete_all)
-            call = services.topics.DeleteTopic(danube_admin.TopicRequest(name=NAME))
-            await held.is_reached()
-            await client.give_up(call)
-            held.go_on()
-            await held.is_done()
-            await eventually(lambda: topics.consumers.find(consumer) is None, within=60)
-            assert await topics.names() == set()
-            # The next topic of the name begins without a schema.
-            await eventually(lambda: schemas.topic_config(NAME) is None, within=60)
-            assert await status(client.subscribe()) is Code.NOT_FOUND
-
-    run(scenario())
+async def test_a_deletion_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
+    async with a_broker(tmp_path) as (broker, services, _):
+        client, topics, schemas = Client(services), broker.topics, broker.schemas
+        await client.producer()
+        consumer = await client.subscribe()
+        await asyncio.to_thread(schemas.register, "orders", "string", b"")
+        await asyncio.to_thread(schemas.bind_producer, NAME, "orders")
+        topics.store.delete_all = held = Held(topics.store.delete_all)
+        call = services.topics.DeleteTopic(danube_admin.TopicRequest(name=NAME))
+        await held.is_reached()
+        await client.give_up(call)
+        held.go_on()
+        await held.is_done()
+        await eventually(lambda: topics.consumers.find(consumer) is None, within=60)
+        assert await topics.names() == set()
+        # The next topic of the name begins without a schema.
+        await eventually(lambda: schemas.topic_config(NAME) is None, within=60)
+        assert await status(client.subscribe()) is Code.NOT_FOUND
 
 
-def test_a_broker_that_ends_carries_a_deletion_to_its_end_first(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, services, _):
-            client, topics = Client(services), broker.topics
-            await client.producer()
-            await client.subscribe()
-            topics.store.delete_all = held = Held(topics.store.delete_all)
-            call = services.topics.DeleteTopic(danube_admin.TopicRequest(name=NAME))
-            await held.is_reached()
-            await client.give_up(call)
-            ending = asyncio.create_task(broker.stop())
-            await asyncio.wait({ending}, timeout=MOMENT)
-            held.go_on()
-            await ending
-            await held.is_done()
-        async with a_broker(tmp_path) as (broker, _, _):
-            assert await broker.topics.names() == set()
-
-    run(scenario())
+async def test_a_broker_that_ends_carries_a_deletion_to_its_end_first(tmp_path):
+    async with a_broker(tmp_path) as (broker, services, _):
+        client, topics = Client(services), broker.topics
+        await client.producer()
+        await client.subscribe()
+        topics.store.delete_all = held = Held(topics.store.delete_all)
+        call = services.topics.DeleteTopic(danube_admin.TopicRequest(name=NAME))
+        await held.is_reached()
+        await client.give_up(call)
+        ending = asyncio.create_task(broker.stop())
+        await asyncio.wait({ending}, timeout=MOMENT)
+        held.go_on()
+        await ending
+        await held.is_done()
+    async with a_broker(tmp_path) as (broker, _, _):
+        assert await broker.topics.names() == set()
 
 
-def test_a_deletion_of_partitions_that_nobody_waits_for_takes_all_of_them(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path, mode="memory") as (broker, services, _):
-            client, topics = Client(services, "/default/o"), broker.topics
-            await services.topics.CreatePartitionedTopic(
-                danube_admin.PartitionedTopicRequest(
-                    base_name="/default/o", partitions=3, dispatch_strategy=1
-                )
+async def test_a_deletion_of_partitions_that_nobody_waits_for_takes_all_of_them(tmp_path):
+    async with a_broker(tmp_path, mode="memory") as (broker, services, _):
+        client, topics = Client(services, "/default/o"), broker.topics
+        await services.topics.CreatePartitionedTopic(
+            danube_admin.PartitionedTopicRequest(
+                base_name="/default/o", partitions=3, dispatch_strategy=1
             )
-            topics.store.delete_all = held = Held(topics.store.delete_all)
-            call = services.topics.DeleteTopic(danube_admin.TopicRequest(name="/default/o"))
-            await held.is_reached()
-            await client.give_up(call)
-            held.go_on()
-            await held.is_done()
-            await eventually(lambda: not topics.log.topics(), within=60)
-            assert topics.served == []
-
-    run(scenario())
-
-
-def test_an_unload_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, services, _):
-            client, topics = Client(services), broker.topics
-            send = await client.producer()
-            consumer = await client.subscribe()
-            for _ in range(10):
-                await send()
-            stream = client.receive(consumer)
-            await read(stream, 10)
-            sealed, real = [], topics.log.seal
-
-            def seal(name, **more):
-                sealed.append(name)
-                return real(name, **more)
-
-            topics.log.seal = seal
-            topics.store.save_cursor = held = Held(topics.store.save_cursor)
-            await client.ack(*range(10))
-            call = services.topics.UnloadTopic(danube_admin.TopicRequest(name=NAME))
-            await held.is_reached()
-            await client.give_up(call)
-            # Somebody wants the topic meanwhile.
-            sending = asyncio.create_task(until_ok(lambda: send(b"new")))
-            await asyncio.wait({sending}, timeout=MOMENT)
-            held.go_on()
-            await held.is_done()
-            await eventually(lambda: sealed == [NAME], within=60)
-            await sending
-            again = await topics.get(NAME)
-            assert again.topic.wal.next == 11
-            assert again.subscription("s").delivery.cursor == 10
-
-    run(scenario())
+        )
+        topics.store.delete_all = held = Held(topics.store.delete_all)
+        call = services.topics.DeleteTopic(danube_admin.TopicRequest(name="/default/o"))
+        await held.is_reached()
+        await client.give_up(call)
+        held.go_on()
+        await held.is_done()
+        await eventually(lambda: not topics.log.topics(), within=60)
+        assert topics.served == []
 
 
-def test_a_seek_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path, mode="memory") as (broker, services, _):
-            client, store = Client(services), broker.topics.store
-            send = await client.producer()
-            await client.subscribe()
-            for _ in range(10):
-                await send()
-            store.save_cursor = held = Held(store.save_cursor)
-            call = services.admin.Seek(
-                ister_api.SeekRequest(topic=NAME, subscription="s", offset=7)
-            )
-            await held.is_reached()
-            await client.give_up(call)
-            held.go_on()
-            await held.is_done()
-            subscription = subscription_of(broker)
-            await eventually(lambda: subscription.delivery.cursor == 7, within=60)
-            assert kept(broker.topics)[0] == 7
+async def test_an_unload_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
+    async with a_broker(tmp_path) as (broker, services, _):
+        client, topics = Client(services), broker.topics
+        send = await client.producer()
+        consumer = await client.subscribe()
+        for _ in range(10):
+            await send()
+        stream = client.receive(consumer)
+        await read(stream, 10)
+        sealed, real = [], topics.log.seal
 
-    run(scenario())
+        def seal(name, **more):
+            sealed.append(name)
+            return real(name, **more)
 
-
-def test_an_unsubscribe_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path, mode="memory") as (broker, services, _):
-            client, store = Client(services), broker.topics.store
-            send = await client.producer()
-            await client.subscribe()
-            store.delete = held = Held(store.delete)
-            call = services.topics.Unsubscribe(
-                danube_admin.SubscriptionRequest(topic=NAME, subscription="s")
-            )
-            await held.is_reached()
-            await client.give_up(call)
-            held.go_on()
-            await held.is_done()
-            topic = broker.topics.find_open(NAME)
-            await eventually(lambda: not topic.subscriptions, within=60)
-            # The name is free again, for whom- and whatever.
-            await send(b"before")
-            stream = client.receive(await client.subscribe("another", kind=SHARED))
-            await send(b"after")
-            assert [m.payload for m in await read(stream, 1)] == [b"after"]
-
-    run(scenario())
+        topics.log.seal = seal
+        topics.store.save_cursor = held = Held(topics.store.save_cursor)
+        await client.ack(*range(10))
+        call = services.topics.UnloadTopic(danube_admin.TopicRequest(name=NAME))
+        await held.is_reached()
+        await client.give_up(call)
+        # Somebody wants the topic meanwhile.
+        sending = asyncio.create_task(until_ok(lambda: send(b"new")))
+        await asyncio.wait({sending}, timeout=MOMENT)
+        held.go_on()
+        await held.is_done()
+        await eventually(lambda: sealed == [NAME], within=60)
+        await sending
+        again = await topics.get(NAME)
+        assert again.topic.wal.next == 11
+        assert again.subscription("s").delivery.cursor == 10
 
 
-def test_a_subscription_that_could_not_be_removed_works(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path, mode="memory") as (broker, services, _):
-            client, store = Client(services), broker.topics.store
-            send = await client.producer()
-            await client.subscribe()
-            await send(b"before")
-            real, store.delete = store.delete, away
-            request = danube_admin.SubscriptionRequest(topic=NAME, subscription="s")
-            assert await status(services.topics.Unsubscribe(request)) is Code.UNAVAILABLE
-            store.delete = real
-            stream = client.receive(await client.subscribe())
-            await send(b"after")
-            assert [m.payload for m in await read(stream, 2)] == [b"before", b"after"]
-            await client.ack(0, 1)
-            assert subscription_of(broker).delivery.cursor == 2
-            stream.cancel()
-            await eventually(lambda: not subscription_of(broker).attached)
-            await services.topics.Unsubscribe(request)
-            assert kept(broker.topics) is None
-
-    run(scenario())
+async def test_a_seek_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
+    async with a_broker(tmp_path, mode="memory") as (broker, services, _):
+        client, store = Client(services), broker.topics.store
+        send = await client.producer()
+        await client.subscribe()
+        for _ in range(10):
+            await send()
+        store.save_cursor = held = Held(store.save_cursor)
+        call = services.admin.Seek(ister_api.SeekRequest(topic=NAME, subscription="s", offset=7))
+        await held.is_reached()
+        await client.give_up(call)
+        held.go_on()
+        await held.is_done()
+        subscription = subscription_of(broker)
+        await eventually(lambda: subscription.delivery.cursor == 7, within=60)
+        assert kept(broker.topics)[0] == 7
 
 
-def test_a_topic_stays_here_while_its_cursors_cannot_be_written(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, services, _):
-            client, store = Client(services), broker.topics.store
-            send = await client.producer()
-            consumer = await client.subscribe()
-            for _ in range(10):
-                await send()
-            await read(client.receive(consumer), 10)
-            await client.ack(*range(10))
-            real, store.save_cursor = store.save_cursor, away
-            request = danube_admin.TopicRequest(name=NAME)
-            assert await status(services.topics.UnloadTopic(request)) is Code.UNAVAILABLE
-            # It can be used, and has forgotten nothing.
-            await send(b"while the store is away")
-            assert subscription_of(broker).delivery.cursor == 10
-            store.save_cursor = real
-            stream = client.receive(consumer)
-            assert await offsets(stream, 1) == [10]
-            await client.ack(10)
-            await services.topics.UnloadTopic(request)
-            again = await broker.topics.get(NAME)
-            assert again.subscription("s").delivery.cursor == 11
+async def test_an_unsubscribe_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
+    async with a_broker(tmp_path, mode="memory") as (broker, services, _):
+        client, store = Client(services), broker.topics.store
+        send = await client.producer()
+        await client.subscribe()
+        store.delete = held = Held(store.delete)
+        call = services.topics.Unsubscribe(
+            danube_admin.SubscriptionRequest(topic=NAME, subscription="s")
+        )
+        await held.is_reached()
+        await client.give_up(call)
+        held.go_on()
+        await held.is_done()
+        topic = broker.topics.find_open(NAME)
+        await eventually(lambda: not topic.subscriptions, within=60)
+        # The name is free again, for whom- and whatever.
+        await send(b"before")
+        stream = client.receive(await client.subscribe("another", kind=SHARED))
+        await send(b"after")
+        assert [m.payload for m in await read(stream, 1)] == [b"after"]
 
-    run(scenario())
+
+async def test_a_subscription_that_could_not_be_removed_works(tmp_path):
+    async with a_broker(tmp_path, mode="memory") as (broker, services, _):
+        client, store = Client(services), broker.topics.store
+        send = await client.producer()
+        await client.subscribe()
+        await send(b"before")
+        real, store.delete = store.delete, away
+        request = danube_admin.SubscriptionRequest(topic=NAME, subscription="s")
+        assert await status(services.topics.Unsubscribe(request)) is Code.UNAVAILABLE
+        store.delete = real
+        stream = client.receive(await client.subscribe())
+        await send(b"after")
+        assert [m.payload for m in await read(stream, 2)] == [b"before", b"after"]
+        await client.ack(0, 1)
+        assert subscription_of(broker).delivery.cursor == 2
+        stream.cancel()
+        await eventually(lambda: not subscription_of(broker).attached)
+        await services.topics.Unsubscribe(request)
+        assert kept(broker.topics) is None
+
+
+async def test_a_topic_stays_here_while_its_cursors_cannot_be_written(tmp_path):
+    async with a_broker(tmp_path) as (broker, services, _):
+        client, store = Client(services), broker.topics.store
+        send = await client.producer()
+        consumer = await client.subscribe()
+        for _ in range(10):
+            await send()
+        await read(client.receive(consumer), 10)
+        await client.ack(*range(10))
+        real, store.save_cursor = store.save_cursor, away
+        request = danube_admin.TopicRequest(name=NAME)
+        assert await status(services.topics.UnloadTopic(request)) is Code.UNAVAILABLE
+        # It can be used, and has forgotten nothing.
+        await send(b"while the store is away")
+        assert subscription_of(broker).delivery.cursor == 10
+        store.save_cursor = real
+        stream = client.receive(consumer)
+        assert await offsets(stream, 1) == [10]
+        await client.ack(10)
+        await services.topics.UnloadTopic(request)
+        again = await broker.topics.get(NAME)
+        assert again.subscription("s").delivery.cursor == 11
 
 
 @each("is_reliable", [True, False])
-def test_who_subscribes_to_a_topic_that_is_unloaded_is_subscribed_or_told(tmp_path, is_reliable):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, services, _):
-            client, topics = Client(services), broker.topics
-            await client.producer(is_reliable=is_reliable)
-            topics.store.create = held = Held(topics.store.create)
-            subscribing = asyncio.create_task(status(client.subscribe()))
-            await held.is_reached()
+async def test_who_subscribes_to_a_topic_that_is_unloaded_is_subscribed_or_told(
+    tmp_path, is_reliable
+):
+    async with a_broker(tmp_path) as (broker, services, _):
+        client, topics = Client(services), broker.topics
+        await client.producer(is_reliable=is_reliable)
+        topics.store.create = held = Held(topics.store.create)
+        subscribing = asyncio.create_task(status(client.subscribe()))
+        await held.is_reached()
 
-            async def move():
-                await topics.unload(NAME)
-                await topics.get(NAME)
+        async def move():
+            await topics.unload(NAME)
+            await topics.get(NAME)
 
-            moving = asyncio.create_task(move())
-            await asyncio.wait({moving}, timeout=MOMENT)
-            held.go_on()
-            answer = await subscribing
-            await moving
-            if answer is Code.OK:
-                assert list((await topics.get(NAME)).subscriptions) == ["s"]
-            else:
-                assert answer is Code.UNAVAILABLE
-            # Whoever is told comes again.
-            consumer = await until_ok(client.subscribe)
-            stream = client.receive(consumer)
-            await eventually(lambda: subscription_of(broker).attached)
-            await (await client.producer(is_reliable=is_reliable))(b"first")
-            assert [m.payload for m in await read(stream, 1)] == [b"first"]
-
-    run(scenario())
+        moving = asyncio.create_task(move())
+        await asyncio.wait({moving}, timeout=MOMENT)
+        held.go_on()
+        answer = await subscribing
+        await moving
+        if answer is Code.OK:
+            assert list((await topics.get(NAME)).subscriptions) == ["s"]
+        else:
+            assert answer is Code.UNAVAILABLE
+        # Whoever is told comes again.
+        consumer = await until_ok(client.subscribe)
+        stream = client.receive(consumer)
+        await eventually(lambda: subscription_of(broker).attached)
+        await (await client.producer(is_reliable=is_reliable))(b"first")
+        assert [m.payload for m in await read(stream, 1)] == [b"first"]

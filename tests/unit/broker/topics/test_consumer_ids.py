@@ -61,36 +61,30 @@ def test_forgetting_takes_one_subscription_or_all_of_a_topic():
     assert [whole.find(n) is not None for n in (1, 2, 3)] == [False, False, True]
 
 
-def test_the_consumers_of_partitions_are_one_program():
-    async def scenario():
-        consumers = ConsumerIds()
-        for number, topic in enumerate(("/default/t-part-0", "/default/t-part-1", "/default/t")):
-            consumers.add(ConsumerIdentity(number, topic, "s", "c"))
-        consumers.add(ConsumerIdentity(7, "/default/t-part-0", "s", "other"))
-        consumers.add(ConsumerIdentity(8, "/default/t-part-0", "another", "c"))
-        consumers.record_answer(2)
-        assert {consumers.last_answer_at(one) for one in (0, 1, 2, 7, 8, 99)} == {float("-inf")}
-        consumers.record_answer(0)
-        assert consumers.last_answer_at(1) == consumers.last_answer_at(0) > float("-inf")
-        assert {consumers.last_answer_at(one) for one in (2, 7, 8, 99)} == {float("-inf")}
-        consumers.forget_subscription("/default/t-part-0")
-        assert consumers.last_answer_at(1) == float("-inf")
-        assert consumers._programs.keys() == {1}
-
-    asyncio.run(scenario())
+async def test_the_consumers_of_partitions_are_one_program():
+    consumers = ConsumerIds()
+    for number, topic in enumerate(("/default/t-part-0", "/default/t-part-1", "/default/t")):
+        consumers.add(ConsumerIdentity(number, topic, "s", "c"))
+    consumers.add(ConsumerIdentity(7, "/default/t-part-0", "s", "other"))
+    consumers.add(ConsumerIdentity(8, "/default/t-part-0", "another", "c"))
+    consumers.record_answer(2)
+    assert {consumers.last_answer_at(one) for one in (0, 1, 2, 7, 8, 99)} == {float("-inf")}
+    consumers.record_answer(0)
+    assert consumers.last_answer_at(1) == consumers.last_answer_at(0) > float("-inf")
+    assert {consumers.last_answer_at(one) for one in (2, 7, 8, 99)} == {float("-inf")}
+    consumers.forget_subscription("/default/t-part-0")
+    assert consumers.last_answer_at(1) == float("-inf")
+    assert consumers._programs.keys() == {1}
 
 
-def test_a_refusal_is_sooner_if_the_client_was_told_to_subscribe_again():
-    async def scenario():
-        consumers, loop = ConsumerIds(), asyncio.get_running_loop()
-        began = loop.time()
-        await consumers.wait_dismissed(7, 0.1)
-        assert loop.time() - began >= 0.09
-        waiting = [asyncio.create_task(consumers.wait_dismissed(7, 3600)) for _ in range(2)]
-        await asyncio.sleep(0)
-        consumers.dismiss(8)
-        consumers.dismiss(7)
-        await asyncio.wait_for(asyncio.gather(*waiting), 60)
-        assert not consumers._dismissals
-
-    asyncio.run(scenario())
+async def test_a_refusal_is_sooner_if_the_client_was_told_to_subscribe_again():
+    consumers, loop = ConsumerIds(), asyncio.get_running_loop()
+    began = loop.time()
+    await consumers.wait_dismissed(7, 0.1)
+    assert loop.time() - began >= 0.09
+    waiting = [asyncio.create_task(consumers.wait_dismissed(7, 3600)) for _ in range(2)]
+    await asyncio.sleep(0)
+    consumers.dismiss(8)
+    consumers.dismiss(7)
+    await asyncio.wait_for(asyncio.gather(*waiting), 60)
+    assert not consumers._dismissals

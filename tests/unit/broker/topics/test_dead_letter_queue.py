@@ -14,7 +14,7 @@ from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import Binding, Scope
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from ister.wire import ister_api
-from tests.support.broker import a_broker, a_record, eventually, run, take
+from tests.support.broker import a_broker, a_record, eventually, take
 from tests.support.security import auth_settings, sign
 
 SOURCE, DEAD = "/default/orders", "/default/orders-dead"
@@ -58,266 +58,240 @@ def payloads(topic):
     return [message.payload for message in topic.topic.read("earliest")]
 
 
-def test_a_message_that_failed_is_requeued_as_it_was(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path, mode="memory") as (broker, services, _):
-            source = await broker.topics.get_or_create(SOURCE, is_reliable=True)
-            consumer = await source.subscribe("billing", SubscriptionKind.EXCLUSIVE, "c", ())
-            dispatch = source.subscription("billing")
-            await dispatch.set_policy(
-                FailurePolicy(
-                    max_redelivery_count=0,
-                    poison=PoisonPolicy.DEAD_LETTER,
-                    dead_letter_topic=DEAD,
-                )
+async def test_a_message_that_failed_is_requeued_as_it_was(tmp_path):
+    async with a_broker(tmp_path, mode="memory") as (broker, services, _):
+        source = await broker.topics.get_or_create(SOURCE, is_reliable=True)
+        consumer = await source.subscribe("billing", SubscriptionKind.EXCLUSIVE, "c", ())
+        dispatch = source.subscription("billing")
+        await dispatch.set_policy(
+            FailurePolicy(
+                max_redelivery_count=0, poison=PoisonPolicy.DEAD_LETTER, dead_letter_topic=DEAD
             )
-            outbox = dispatch.attach(consumer.id, ())
-            sent = a_record(b"bad", topic=SOURCE, attributes={"a": "1"}, routing_key="k")
-            await source.publish(sent)
-            await take(outbox, 1)
-            dispatch.nack(0, delay_ms=None, reason="no stock")
-            await eventually(lambda: dispatch.delivery.cursor == 1)
-            dispatch.detach(outbox)
-            calls = calls_of(services)
-            found = await asked(calls.Count)
-            assert (found["pending"], found["selected"], found["is_partial"]) == (1, 1, False)
-            assert found["groups"] == [
-                {
-                    "source_topic": SOURCE,
-                    "source_subscription": "billing",
-                    "count": 1,
-                    "first_offset": 0,
-                    "oldest": sent.publish_time,
-                    "newest": sent.publish_time,
-                    "unverified": 0,
-                    "reasons": {"no stock": 1},
-                }
-            ]
-            [shown] = (await asked(calls.Show))["messages"]
-            assert shown["attributes"] == {"a": "1"}
-            assert shown["dead_letter"] == {
-                "topic": SOURCE,
-                "subscription": "billing",
-                "offset": 0,
-                "attempt": 1,
-                "reason": "no stock",
-                "hops": 1,
-                "dropped_attributes": 0,
-                "is_verified": True,
+        )
+        outbox = dispatch.attach(consumer.id, ())
+        sent = a_record(b"bad", topic=SOURCE, attributes={"a": "1"}, routing_key="k")
+        await source.publish(sent)
+        await take(outbox, 1)
+        dispatch.nack(0, delay_ms=None, reason="no stock")
+        await eventually(lambda: dispatch.delivery.cursor == 1)
+        dispatch.detach(outbox)
+        calls = calls_of(services)
+        found = await asked(calls.Count)
+        assert (found["pending"], found["selected"], found["is_partial"]) == (1, 1, False)
+        assert found["groups"] == [
+            {
+                "source_topic": SOURCE,
+                "source_subscription": "billing",
+                "count": 1,
+                "first_offset": 0,
+                "oldest": sent.publish_time,
+                "newest": sent.publish_time,
+                "unverified": 0,
+                "reasons": {"no stock": 1},
             }
-            found = await asked(calls.Requeue)
-            assert found == {"topic": DEAD, "done": 1, "failed": [], "next": None}
-            [_, again] = source.topic.read("earliest")
-            record = again.record
-            assert replace(record, msg_id=sent.msg_id, request_id=1) == sent
-            # Resolved: a second run finds nothing, and nobody else sees it as pending.
-            assert (await asked(calls.Requeue))["done"] == 0
-            assert (await asked(calls.Count))["pending"] == 0
-            assert (await asked(calls.Show))["messages"] == []
-            assert source.next_offset == 2
-
-    run(scenario())
-
-
-def test_letters_are_selected_by_offset_reason_and_source_and_stay_resolved(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, services, _):
-            source, _ = await filled(
-                broker,
-                a_letter(b"0"),
-                a_letter(b"1", reason="Timed out"),
-                a_letter(b"2", subscription="mail"),
-                a_letter(b"3"),
-                a_letter(b"4", topic="/default/others"),
-                a_letter(b"5"),
-            )
-            calls = calls_of(services)
-            assert (await asked(calls.Drop, reason="timed"))["done"] == 1
-            assert (await asked(calls.Requeue, source_subscription="mail"))["done"] == 1
-            found = await asked(calls.Count, limit=2)
-            # The end bounds a later call to what was counted.
-            assert (found["pending"], found["selected"], found["end"]) == (4, 2, 4)
-            assert found["is_partial"]
-            assert (await asked(calls.Requeue, offsets=[3, 4, 5, 6]))["done"] == 2
-            found = await asked(calls.Count, source_topic="/default/others")
-            assert (found["pending"], found["selected"]) == (2, 1)
-            assert payloads(source) == [b"2", b"3", b"5"]
-        async with a_broker(tmp_path) as (broker, services, _):
-            calls = calls_of(services)
-            shown = await asked(calls.Show, limit=1)
-            assert [one["offset"] for one in shown["messages"]] == [0]
-            shown = await asked(calls.Show, start=shown["next"])
-            assert [one["offset"] for one in shown["messages"]] == [4]
-            assert (await asked(calls.Requeue, end=4))["done"] == 1
-            assert payloads(await broker.topics.get(SOURCE))[-1] == b"0"
-
-    run(scenario())
+        ]
+        [shown] = (await asked(calls.Show))["messages"]
+        assert shown["attributes"] == {"a": "1"}
+        assert shown["dead_letter"] == {
+            "topic": SOURCE,
+            "subscription": "billing",
+            "offset": 0,
+            "attempt": 1,
+            "reason": "no stock",
+            "hops": 1,
+            "dropped_attributes": 0,
+            "is_verified": True,
+        }
+        found = await asked(calls.Requeue)
+        assert found == {"topic": DEAD, "done": 1, "failed": [], "next": None}
+        [_, again] = source.topic.read("earliest")
+        record = again.record
+        assert replace(record, msg_id=sent.msg_id, request_id=1) == sent
+        # Resolved: a second run finds nothing, and nobody else sees it as pending.
+        assert (await asked(calls.Requeue))["done"] == 0
+        assert (await asked(calls.Count))["pending"] == 0
+        assert (await asked(calls.Show))["messages"] == []
+        assert source.next_offset == 2
 
 
-def test_a_crash_after_publishing_leaves_letters_pending(tmp_path):
+async def test_letters_are_selected_by_offset_reason_and_source_and_stay_resolved(tmp_path):
+    async with a_broker(tmp_path) as (broker, services, _):
+        source, _ = await filled(
+            broker,
+            a_letter(b"0"),
+            a_letter(b"1", reason="Timed out"),
+            a_letter(b"2", subscription="mail"),
+            a_letter(b"3"),
+            a_letter(b"4", topic="/default/others"),
+            a_letter(b"5"),
+        )
+        calls = calls_of(services)
+        assert (await asked(calls.Drop, reason="timed"))["done"] == 1
+        assert (await asked(calls.Requeue, source_subscription="mail"))["done"] == 1
+        found = await asked(calls.Count, limit=2)
+        # The end bounds a later call to what was counted.
+        assert (found["pending"], found["selected"], found["end"]) == (4, 2, 4)
+        assert found["is_partial"]
+        assert (await asked(calls.Requeue, offsets=[3, 4, 5, 6]))["done"] == 2
+        found = await asked(calls.Count, source_topic="/default/others")
+        assert (found["pending"], found["selected"]) == (2, 1)
+        assert payloads(source) == [b"2", b"3", b"5"]
+    async with a_broker(tmp_path) as (broker, services, _):
+        calls = calls_of(services)
+        shown = await asked(calls.Show, limit=1)
+        assert [one["offset"] for one in shown["messages"]] == [0]
+        shown = await asked(calls.Show, start=shown["next"])
+        assert [one["offset"] for one in shown["messages"]] == [4]
+        assert (await asked(calls.Requeue, end=4))["done"] == 1
+        assert payloads(await broker.topics.get(SOURCE))[-1] == b"0"
+
+
+async def test_a_crash_after_publishing_leaves_letters_pending(tmp_path):
     """At least once: what was published and not recorded is published again, and then no more."""
 
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, services, _):
-            source, _ = await filled(broker, a_letter(b"0"), a_letter(b"1"))
-            calls = calls_of(services)
+    async with a_broker(tmp_path) as (broker, services, _):
+        source, _ = await filled(broker, a_letter(b"0"), a_letter(b"1"))
+        calls = calls_of(services)
 
-            def crash():
-                raise OSError("crash")
+        def crash():
+            raise OSError("crash")
 
-            failpoints.arm("broker.after_requeue", crash)
-            try:
-                with pytest.raises(grpc.aio.AioRpcError):
-                    await asked(calls.Requeue)
-            finally:
-                failpoints.disarm()
-            assert payloads(source) == [b"0", b"1"]
-            assert (await asked(calls.Count))["pending"] == 2
-            assert (await asked(calls.Requeue))["done"] == 2
-            assert (await asked(calls.Requeue))["done"] == 0
-            assert payloads(source) == [b"0", b"1", b"0", b"1"]
-
-    run(scenario())
+        failpoints.arm("broker.after_requeue", crash)
+        try:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await asked(calls.Requeue)
+        finally:
+            failpoints.disarm()
+        assert payloads(source) == [b"0", b"1"]
+        assert (await asked(calls.Count))["pending"] == 2
+        assert (await asked(calls.Requeue))["done"] == 2
+        assert (await asked(calls.Requeue))["done"] == 0
+        assert payloads(source) == [b"0", b"1", b"0", b"1"]
 
 
-def test_what_cannot_be_requeued_stays_pending(tmp_path):
-    async def scenario():
-        async with a_broker(tmp_path, mode="memory") as (broker, services, _):
-            source, _ = await filled(
-                broker, a_letter(b"0", topic="/default/gone"), a_record(b"1"), a_letter(b"2")
-            )
-            calls = calls_of(services)
-            found = await asked(calls.Requeue)
-            assert found["done"] == 1
-            errors = {one["offset"]: one["code"] for one in found["failed"]}
-            assert errors == {0: "NOT_FOUND", 1: "INVALID_ARGUMENT"}
-            assert broker.topics.find_open("/default/gone") is None
-            assert (await asked(calls.Count))["pending"] == 2
-            with pytest.raises(grpc.aio.AioRpcError, match="their own topic"):
-                await asked(calls.Requeue, to=DEAD)
-            assert (await asked(calls.Requeue, to=SOURCE))["done"] == 2
-            assert payloads(source) == [b"2", b"0", b"1"]
-
-    run(scenario())
+async def test_what_cannot_be_requeued_stays_pending(tmp_path):
+    async with a_broker(tmp_path, mode="memory") as (broker, services, _):
+        source, _ = await filled(
+            broker, a_letter(b"0", topic="/default/gone"), a_record(b"1"), a_letter(b"2")
+        )
+        calls = calls_of(services)
+        found = await asked(calls.Requeue)
+        assert found["done"] == 1
+        errors = {one["offset"]: one["code"] for one in found["failed"]}
+        assert errors == {0: "NOT_FOUND", 1: "INVALID_ARGUMENT"}
+        assert broker.topics.find_open("/default/gone") is None
+        assert (await asked(calls.Count))["pending"] == 2
+        with pytest.raises(grpc.aio.AioRpcError, match="their own topic"):
+            await asked(calls.Requeue, to=DEAD)
+        assert (await asked(calls.Requeue, to=SOURCE))["done"] == 2
+        assert payloads(source) == [b"2", b"0", b"1"]
 
 
-def test_a_letter_that_no_broker_has_written_is_not_believed(tmp_path):
+async def test_a_letter_that_no_broker_has_written_is_not_believed(tmp_path):
     """Goal: whoever may produce to a dead-letter topic must not publish elsewhere by way of it."""
 
-    async def scenario():
-        async with a_broker(tmp_path, mode="memory") as (broker, services, _):
-            source, dead = await filled(broker, a_letter(b"genuine"))
-            signer = broker.topics.signer
-            letter = a_letter(b"forged", producer_name="till")
-            signed = signer.sign(letter, DEAD)
-            for forged in (
-                letter,
-                replace(signed, payload=b"other"),
-                replace(signed, producer_name="root"),
-                replace(signed, attributes={**signed.attributes, "x-original-topic": "/a/b"}),
-                signer.sign(letter, SOURCE),
-                LetterSigner("another secret").sign(letter, DEAD),
-            ):
-                await dead.publish(forged)
-            calls = calls_of(services)
-            groups = (await asked(calls.Count))["groups"]
-            assert [(one["count"], one["unverified"]) for one in groups] == [(1, 1), (6, 5)]
-            shown = (await asked(calls.Show))["messages"]
-            assert [one["dead_letter"]["is_verified"] for one in shown] == [True, *[False] * 6]
-            found = await asked(calls.Requeue)
-            assert (found["done"], len(found["failed"])) == (1, 6)
-            assert payloads(source) == [b"genuine"]
-            # An operator who has looked at it may name a topic; the producer's name is not taken.
-            assert (await asked(calls.Requeue, offsets=[1, 2], to=SOURCE))["done"] == 1
-            [_, message] = source.topic.read("earliest")
-            assert (message.payload, message.producer_name) == (b"forged", "")
-
-    run(scenario())
-
-
-def test_more_letters_than_a_call_takes_are_continued(tmp_path, monkeypatch):
-    async def scenario():
-        monkeypatch.setattr("ister.broker.topics.dead_letter_queue._BATCH", 2)
-        monkeypatch.setattr("ister.broker.topics.dead_letter_queue._LETTERS_MAX", 4)
-        async with a_broker(tmp_path, mode="memory") as (broker, services, _):
-            source, _ = await filled(broker, *(a_letter(b"%d" % n) for n in range(5)))
-            calls = calls_of(services)
-            found = await asked(calls.Requeue)
-            assert (found["done"], found["next"]) == (4, 4)
-            found = await asked(calls.Requeue, start=found["next"])
-            assert (found["done"], found["next"]) == (1, None)
-            assert payloads(source) == [b"0", b"1", b"2", b"3", b"4"]
-
-    run(scenario())
-
-
-def test_requeueing_needs_the_dead_letter_topic_and_the_topic_that_letters_go_to(tmp_path):
-    async def scenario():
-        settings = {"broker": {"auth": auth_settings(tmp_path)}}
-        async with a_broker(tmp_path, settings) as (broker, services, _):
-            source, _ = await filled(broker, a_letter(b"0"))
-            calls = calls_of(services)
-
-            async def grant(name, role, topic):
-                binding = Binding(
-                    id=f"{name}-{role}-{topic[-4:]}",
-                    principal_kind=PrincipalKind.USER,
-                    principal_name=name,
-                    roles=(role,),
-                    scope=Scope.TOPIC,
-                    resource=topic,
-                )
-                await asyncio.to_thread(broker.guard.access.create_binding, binding)
-
-            async def refused(call, who):
-                headers = [("authorization", f"Bearer {sign(who)}")]
-                try:
-                    return await asked(call, headers)
-                except grpc.aio.AioRpcError as error:
-                    assert error.code() is grpc.StatusCode.PERMISSION_DENIED
-                    return None
-
-            await grant("reader", "consumer", DEAD)
-            await grant("manager", "admin", DEAD)
-            assert await refused(calls.Show, "nobody") is None
-            assert (await refused(calls.Show, "reader"))["messages"]
-            assert await refused(calls.Requeue, "reader") is None
-            assert await refused(calls.Drop, "reader") is None
-            assert await refused(calls.Requeue, "manager") is None
-            assert source.next_offset == 0
-            await grant("manager", "producer", SOURCE)
-            assert (await refused(calls.Requeue, "manager"))["done"] == 1
-
-    run(scenario())
-
-
-def test_the_same_by_http(tmp_path):
-    async def scenario():
-        async with (
-            a_broker(tmp_path, mode="memory") as (broker, _, listening),
-            aiohttp.ClientSession(
-                f"http://127.0.0.1:{listening.http}", headers={"X-Ister-Action": "yes"}
-            ) as session,
+    async with a_broker(tmp_path, mode="memory") as (broker, services, _):
+        source, dead = await filled(broker, a_letter(b"genuine"))
+        signer = broker.topics.signer
+        letter = a_letter(b"forged", producer_name="till")
+        signed = signer.sign(letter, DEAD)
+        for forged in (
+            letter,
+            replace(signed, payload=b"other"),
+            replace(signed, producer_name="root"),
+            replace(signed, attributes={**signed.attributes, "x-original-topic": "/a/b"}),
+            signer.sign(letter, SOURCE),
+            LetterSigner("another secret").sign(letter, DEAD),
         ):
-            source, _ = await filled(broker, *(a_letter(b"%d" % n) for n in range(4)))
-            path = "/api/topics/default/orders-dead/dead-letters"
+            await dead.publish(forged)
+        calls = calls_of(services)
+        groups = (await asked(calls.Count))["groups"]
+        assert [(one["count"], one["unverified"]) for one in groups] == [(1, 1), (6, 5)]
+        shown = (await asked(calls.Show))["messages"]
+        assert [one["dead_letter"]["is_verified"] for one in shown] == [True, *[False] * 6]
+        found = await asked(calls.Requeue)
+        assert (found["done"], len(found["failed"])) == (1, 6)
+        assert payloads(source) == [b"genuine"]
+        # An operator who has looked at it may name a topic; the producer's name is not taken.
+        assert (await asked(calls.Requeue, offsets=[1, 2], to=SOURCE))["done"] == 1
+        [_, message] = source.topic.read("earliest")
+        assert (message.payload, message.producer_name) == (b"forged", "")
 
-            async def sent(method, rest="", **more):
-                async with session.request(method, path + rest, **more) as answer:
-                    return answer.status, await answer.json()
 
-            _, found = await sent("GET", "?limit=2&reason=stock")
-            assert [one["text"] for one in found["messages"]] == ["0", "1"]
-            status, found = await sent("POST", "/requeue", json={"offsets": [[1, 3]]})
-            assert (status, found["count"]) == (200, 2)
-            assert found["done"] == "2 messages requeued"
-            _, found = await sent("POST", "/drop", json={"end": 1})
-            assert found["done"] == "1 message dropped"
-            _, found = await sent("GET", "/count")
-            assert found["pending"] == 1
-            for wrong in ({"offsets": [3]}, {"offsets": 3}, {"start": -1}, {"reason": 7}):
-                status, found = await sent("POST", "/drop", json=wrong)
-                assert (status, found["code"]) == (400, "INVALID_ARGUMENT"), wrong
-            assert payloads(source) == [b"1", b"2"]
+async def test_more_letters_than_a_call_takes_are_continued(tmp_path, monkeypatch):
+    monkeypatch.setattr("ister.broker.topics.dead_letter_queue._BATCH", 2)
+    monkeypatch.setattr("ister.broker.topics.dead_letter_queue._LETTERS_MAX", 4)
+    async with a_broker(tmp_path, mode="memory") as (broker, services, _):
+        source, _ = await filled(broker, *(a_letter(b"%d" % n) for n in range(5)))
+        calls = calls_of(services)
+        found = await asked(calls.Requeue)
+        assert (found["done"], found["next"]) == (4, 4)
+        found = await asked(calls.Requeue, start=found["next"])
+        assert (found["done"], found["next"]) == (1, None)
+        assert payloads(source) == [b"0", b"1", b"2", b"3", b"4"]
 
-    run(scenario())
+
+async def test_requeueing_needs_the_dead_letter_topic_and_the_topic_that_letters_go_to(tmp_path):
+    settings = {"broker": {"auth": auth_settings(tmp_path)}}
+    async with a_broker(tmp_path, settings) as (broker, services, _):
+        source, _ = await filled(broker, a_letter(b"0"))
+        calls = calls_of(services)
+
+        async def grant(name, role, topic):
+            binding = Binding(
+                id=f"{name}-{role}-{topic[-4:]}",
+                principal_kind=PrincipalKind.USER,
+                principal_name=name,
+                roles=(role,),
+                scope=Scope.TOPIC,
+                resource=topic,
+            )
+            await asyncio.to_thread(broker.guard.access.create_binding, binding)
+
+        async def refused(call, who):
+            headers = [("authorization", f"Bearer {sign(who)}")]
+            try:
+                return await asked(call, headers)
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+                return None
+
+        await grant("reader", "consumer", DEAD)
+        await grant("manager", "admin", DEAD)
+        assert await refused(calls.Show, "nobody") is None
+        assert (await refused(calls.Show, "reader"))["messages"]
+        assert await refused(calls.Requeue, "reader") is None
+        assert await refused(calls.Drop, "reader") is None
+        assert await refused(calls.Requeue, "manager") is None
+        assert source.next_offset == 0
+        await grant("manager", "producer", SOURCE)
+        assert (await refused(calls.Requeue, "manager"))["done"] == 1
+
+
+async def test_the_same_by_http(tmp_path):
+    async with (
+        a_broker(tmp_path, mode="memory") as (broker, _, listening),
+        aiohttp.ClientSession(
+            f"http://127.0.0.1:{listening.http}", headers={"X-Ister-Action": "yes"}
+        ) as session,
+    ):
+        source, _ = await filled(broker, *(a_letter(b"%d" % n) for n in range(4)))
+        path = "/api/topics/default/orders-dead/dead-letters"
+
+        async def sent(method, rest="", **more):
+            async with session.request(method, path + rest, **more) as answer:
+                return answer.status, await answer.json()
+
+        _, found = await sent("GET", "?limit=2&reason=stock")
+        assert [one["text"] for one in found["messages"]] == ["0", "1"]
+        status, found = await sent("POST", "/requeue", json={"offsets": [[1, 3]]})
+        assert (status, found["count"]) == (200, 2)
+        assert found["done"] == "2 messages requeued"
+        _, found = await sent("POST", "/drop", json={"end": 1})
+        assert found["done"] == "1 message dropped"
+        _, found = await sent("GET", "/count")
+        assert found["pending"] == 1
+        for wrong in ({"offsets": [3]}, {"offsets": 3}, {"start": -1}, {"reason": 7}):
+            status, found = await sent("POST", "/drop", json=wrong)
+            assert (status, found["code"]) == (400, "INVALID_ARGUMENT"), wrong
+        assert payloads(source) == [b"1", b"2"]

@@ -373,27 +373,24 @@ def test_settings_and_subscription_at_once_are_not_lost(tmp_path):
 
 
 @each("mode", ["wal_cloud", "local_only"])
-def test_settings_of_a_subscription_to_come_survive_a_restart_and_end_with_their_topic(
+async def test_settings_of_a_subscription_to_come_survive_a_restart_and_end_with_their_topic(
     tmp_path, mode
 ):
     metadata = MemoryMetadata(SystemClock()) if mode == "local_only" else None
 
-    async def scenario():
-        async with some_topics(tmp_path, mode=mode, metadata=metadata) as topics:
-            topic = await topics.get_or_create(NAME, is_reliable=True)
-            await topic.configure("s", policy=POLICY)
-            await topic.configure("other", window=7)
-        async with some_topics(tmp_path, mode=mode, metadata=metadata) as topics:
-            topic = await topics.get(NAME)
-            await topic.subscribe("s", SHARED, "c", ())
-            assert topic.subscription("s").delivery.policy == POLICY
-            assert (await topic.settings("other")).window == 7
-            await topics.delete(NAME)
-            topic = await topics.get_or_create(NAME, is_reliable=True)
-            with pytest.raises(NotFoundError):
-                await topic.settings("other")
-
-    run(scenario())
+    async with some_topics(tmp_path, mode=mode, metadata=metadata) as topics:
+        topic = await topics.get_or_create(NAME, is_reliable=True)
+        await topic.configure("s", policy=POLICY)
+        await topic.configure("other", window=7)
+    async with some_topics(tmp_path, mode=mode, metadata=metadata) as topics:
+        topic = await topics.get(NAME)
+        await topic.subscribe("s", SHARED, "c", ())
+        assert topic.subscription("s").delivery.policy == POLICY
+        assert (await topic.settings("other")).window == 7
+        await topics.delete(NAME)
+        topic = await topics.get_or_create(NAME, is_reliable=True)
+        with pytest.raises(NotFoundError):
+            await topic.settings("other")
 
 
 # -- usable -----------------------------------------------------------------------------------
@@ -472,52 +469,46 @@ def test_without_a_log_a_subscriber_gets_what_is_published_before_its_stream_is_
     with_topic(tmp_path, scenario, is_reliable=False)
 
 
-def test_without_a_log_consumers_are_known_again_after_a_restart(tmp_path):
-    async def scenario():
-        async with some_topics(tmp_path) as topics:
-            topic = await topics.get_or_create(NAME, is_reliable=False)
-            consumer = await topic.subscribe("s", SHARED, "c", ("k",))
-        async with some_topics(tmp_path) as topics:
-            await topics.open_all()
-            assert topics.consumers.find(consumer.id) == consumer
-            topic = topics.find_open(NAME)
-            assert not topic.is_reliable
-            outbox = attach(topic, consumer)
-            await topic.publish(a_record(b"a"))
-            assert [m.payload for m in await take(outbox, 1)] == [b"a"]
-
-    run(scenario())
+async def test_without_a_log_consumers_are_known_again_after_a_restart(tmp_path):
+    async with some_topics(tmp_path) as topics:
+        topic = await topics.get_or_create(NAME, is_reliable=False)
+        consumer = await topic.subscribe("s", SHARED, "c", ("k",))
+    async with some_topics(tmp_path) as topics:
+        await topics.open_all()
+        assert topics.consumers.find(consumer.id) == consumer
+        topic = topics.find_open(NAME)
+        assert not topic.is_reliable
+        outbox = attach(topic, consumer)
+        await topic.publish(a_record(b"a"))
+        assert [m.payload for m in await take(outbox, 1)] == [b"a"]
 
 
 # -- dead letters -----------------------------------------------------------------------------
 
 
-def test_a_dead_letter_goes_to_a_topic_that_is_made_for_it(tmp_path):
-    async def scenario():
-        settings = {"broker": {"auto_create_topics": False, "limits": {"max_topics": 1}}}
-        async with some_topics(tmp_path, settings, mode="memory") as topics:
-            topic = await topics.get_or_create(NAME, is_reliable=True, is_implied=False)
-            consumer = await topic.subscribe("s", EXCLUSIVE, "c", ())
-            dispatch = topic.subscription("s")
-            await dispatch.set_policy(
-                replace(
-                    FailurePolicy(),
-                    max_redelivery_count=0,
-                    poison=PoisonPolicy.DEAD_LETTER,
-                    dead_letter_topic="/default/dead",
-                )
+async def test_a_dead_letter_goes_to_a_topic_that_is_made_for_it(tmp_path):
+    settings = {"broker": {"auto_create_topics": False, "limits": {"max_topics": 1}}}
+    async with some_topics(tmp_path, settings, mode="memory") as topics:
+        topic = await topics.get_or_create(NAME, is_reliable=True, is_implied=False)
+        consumer = await topic.subscribe("s", EXCLUSIVE, "c", ())
+        dispatch = topic.subscription("s")
+        await dispatch.set_policy(
+            replace(
+                FailurePolicy(),
+                max_redelivery_count=0,
+                poison=PoisonPolicy.DEAD_LETTER,
+                dead_letter_topic="/default/dead",
             )
-            outbox = attach(topic, consumer)
-            await topic.publish(a_record(b"bad"))
-            await take(outbox, 1)
-            dispatch.nack(0, delay_ms=None, reason="no")
-            dead = await eventually(lambda: topics.find_open("/default/dead"))
-            await eventually(lambda: dispatch.delivery.cursor == 1)
-            [letter] = list(dead.topic.read("earliest"))
-            assert letter.payload == b"bad"
-            assert letter.attributes["x-original-topic"] == NAME
-
-    run(scenario())
+        )
+        outbox = attach(topic, consumer)
+        await topic.publish(a_record(b"bad"))
+        await take(outbox, 1)
+        dispatch.nack(0, delay_ms=None, reason="no")
+        dead = await eventually(lambda: topics.find_open("/default/dead"))
+        await eventually(lambda: dispatch.delivery.cursor == 1)
+        [letter] = list(dead.topic.read("earliest"))
+        assert letter.payload == b"bad"
+        assert letter.attributes["x-original-topic"] == NAME
 
 
 def test_a_dead_letter_for_a_topic_without_a_log_waits_for_a_consumer(tmp_path):
