@@ -16,6 +16,7 @@
     │ └ WaitsForDiskError        start the node that has the disk
     ├ FencedError                a newer owner exists: stop    ABORTED
     ├ UnavailableError           retry later                   UNAVAILABLE          retriable
+    │ ├ NoAnswerError            check address and broker
     │ ├ CommitUnknownError       read back what happened
     │ ├ DiskError                look at the disk, then reopen
     │ └ WaitTimeoutError         wait longer
@@ -52,6 +53,7 @@ __all__ = [
     "InvariantError",
     "IsterError",
     "MessageTooLargeError",
+    "NoAnswerError",
     "NotFoundError",
     "OffsetOutOfRangeError",
     "PermissionDeniedError",
@@ -267,6 +269,30 @@ class UnavailableError(IsterError):
 
     code = "UNAVAILABLE"
     retriable = True
+
+
+class NoAnswerError(UnavailableError):
+    """A broker does not answer, or none of several does.
+
+    Attributes:
+        address: Its address; several are separated by commas.
+        reason: What the network says; empty if nothing.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        reason: str = "",
+        *,
+        topic: str | None = None,
+        within: float | None = None,
+        hint: str | None = None,
+    ) -> None:
+        """Composes the message; `within` is the time that was waited, in seconds."""
+        message = f"{address} does not answer" + ("" if within is None else f" within {within:g} s")
+        super().__init__(f"{message}: {reason}" if reason else message, topic=topic, hint=hint)
+        self.address = address
+        self.reason = reason
 
 
 class CommitUnknownError(UnavailableError):

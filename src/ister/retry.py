@@ -31,8 +31,9 @@ _DRIVER_SECONDS: Final = 120.0
 _DRIVER_PAUSES: Final = (0.2, 5.0)
 _CLIENT_PAUSES: Final = (0.05, 2.0)
 _WARN_SECONDS: Final = 30.0
-# About two seconds after the first failure: a broker's restart is no news, an outage is.
-_CLIENT_WARN_FAILURES: Final = 6
+# A broker's restart is no news, an outage is. So many attempts that fail at once take as long.
+_CLIENT_WARN_SECONDS: Final = 5.0
+_CLIENT_WARN_FAILURES: Final = 8
 
 _Result = TypeVar("_Result")
 
@@ -140,12 +141,14 @@ class AsyncRetry:
             timeout: How long failures may follow each other, in seconds; None for no limit.
         """
         self._timeout = timeout
-        self._give_up_at: float | None = None
+        self._failed_at: float | None = None
+        self._has_warned = False
         self.failures = 0
 
     def reset(self) -> None:
         """Forgets the failures, after a success."""
-        self._give_up_at = None
+        self._failed_at = None
+        self._has_warned = False
         self.failures = 0
 
     async def pause(self, error: IsterError) -> None:
@@ -156,12 +159,14 @@ class AsyncRetry:
         """
         now = asyncio.get_running_loop().time()
         self.failures += 1
-        if self._timeout is not None and self._give_up_at is None:
-            self._give_up_at = now + self._timeout
-        left = None if self._give_up_at is None else self._give_up_at - now
+        if self._failed_at is None:
+            self._failed_at = now
+        left = None if self._timeout is None else self._failed_at + self._timeout - now
         if not can_retry(error) or (left is not None and left <= 0):
             raise error
-        if self.failures == _CLIENT_WARN_FAILURES:
+        is_long = now - self._failed_at >= _CLIENT_WARN_SECONDS
+        if not self._has_warned and (is_long or self.failures >= _CLIENT_WARN_FAILURES):
+            self._has_warned = True
             _log.warning("the broker does not respond; retrying: %s", error)
         first, most = _CLIENT_PAUSES
         pause = backoff_seconds(self.failures, first=first, most=most)

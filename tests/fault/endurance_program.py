@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -117,7 +118,7 @@ class Program:
     def __init__(self, options: Options, path: str, seed: str) -> None:
         self.options = options
         self.seed = seed
-        self.client = AsyncClient(options.addresses)
+        self.client = AsyncClient(options.addresses, timeout=math.inf)
         self.ending = asyncio.Event()
         self.is_calm = False
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

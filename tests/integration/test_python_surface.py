@@ -33,9 +33,11 @@ from ister.errors import (
     ConfigError,
     InvalidRequestError,
     IsterError,
+    NoAnswerError,
     NotFoundError,
 )
 from ister.testing import run_broker
+from tests.servers.ports import free_port
 from tests.support.broker import run
 from tests.support.certificates import LOCAL_NAMES, Authority
 from tests.support.example_runs import EXAMPLES, rows_of_table
@@ -358,7 +360,7 @@ def test_partitions_are_read_one_after_the_other(client, topic):
     assert len(set(found["text"].to_pylist())) == 9
 
 
-def test_tables_of_pandas_polars_and_duckdb(client, topic):
+def test_tables_of_pandas_polars_and_duckdb(client, topic, broker):
     duckdb = pytest.importorskip("duckdb")
     polars = pytest.importorskip("polars")
     pytest.importorskip("pandas")
@@ -381,6 +383,35 @@ def test_tables_of_pandas_polars_and_duckdb(client, topic):
     with client.producer(topic) as producer:
         producer.publish(b"y")
     assert table.to_arrow().num_rows == 5, "each use reads it anew"
+
+    async def scenario():
+        async with AsyncClient(broker.address, timeout=PATIENCE) as other:
+            table = other.table(topic, end=3, columns=["text"])
+            counts = [batch.num_rows async for batch in table.read_arrow()]
+            frames = await table.to_arrow(), await table.to_pandas(), await table.to_polars()
+            relation = await table.to_duckdb()
+            return sum(counts), *map(len, frames), relation.count("*").fetchall()[0][0]
+
+    assert run(scenario()) == (3, 3, 3, 3, 3)
+
+
+def test_both_clients_have_the_same_methods():
+    blocking, awaited = ({*dir(kind)} - {"joined", "left"} for kind in (Client, AsyncClient))
+    missing = {name for name in blocking ^ awaited if not name.startswith("_")}
+    assert missing == {"dead_letters"}, "an iterator of what show_dead_letters returns"
+    assert {"table", "read_arrow", "producer", "topics"} <= awaited
+
+
+def test_calls_without_a_broker_say_what_was_tried(monkeypatch):
+    monkeypatch.setattr("ister.client.core.network.DEFAULT_TIMEOUT_SECONDS", 0.3)
+    address = f"127.0.0.1:{free_port()}"
+    with Client(address) as client:
+        for call in (client.topics, lambda: client.producer("/default/t")):
+            with pytest.raises(NoAnswerError) as caught:
+                call()
+            assert caught.value.address == address
+            assert "refused" in caught.value.reason
+            assert "timeout=" in caught.value.hint
 
 
 def test_client_certificates_are_shown_to_flight_too(tmp_path):

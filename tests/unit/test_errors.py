@@ -36,6 +36,7 @@ _TREE = {
     "StoresDifferError": ("ConflictError", "ABORTED", False, Exception),
     "WaitsForDiskError": ("ConflictError", "ABORTED", False, Exception),
     "UnavailableError": ("IsterError", "UNAVAILABLE", True, Exception),
+    "NoAnswerError": ("UnavailableError", "UNAVAILABLE", True, Exception),
     "CommitUnknownError": ("UnavailableError", "UNAVAILABLE", True, Exception),
     "DiskError": ("UnavailableError", "UNAVAILABLE", False, Exception),
     "WaitTimeoutError": ("UnavailableError", "UNAVAILABLE", True, TimeoutError),

@@ -119,8 +119,9 @@ def describe_places(config: Config) -> dict[str, str]:
         }[storage.mode]
     }
     if directory is None and storage.mode is StorageMode.LOCAL_ONLY:
-        places["messages"] = "in memory only, because storage.wal.dir is not set: lost when "
-        "the process ends"
+        places["messages"] = (
+            "in memory only, because storage.wal.dir is not set: lost when the process ends"
+        )
     if directory is not None:
         places["local files"] = _describe_path(directory)
     if storage.mode.has_bucket:

@@ -36,6 +36,7 @@ from ister.errors import (
     ConfigError,
     InvalidRequestError,
     IsterError,
+    NoAnswerError,
     NotFoundError,
     PermissionDeniedError,
     UnauthenticatedError,
@@ -55,7 +56,6 @@ _BROKER: Final = "ISTER_BROKER"
 _TOKEN: Final = "ISTER_TOKEN"  # noqa: S105 - the name of a variable
 # Commands with a single request give up soon.
 _ANSWER_SECONDS: Final = 4.0
-_LAST_ERROR: Final = "last error: "
 _HTTP_PORT: Final = 9040
 
 
@@ -287,7 +287,6 @@ def connected(options: argparse.Namespace) -> Iterator[Client]:
         ConfigError: The extra `ister[client]` is not installed, or a file cannot be read.
         IsterError: What calls raise.
     """
-    _hush()
     from ister.client import Client  # noqa: PLC0415 - an extra, and it takes a while
 
     target = target_of(options)
@@ -301,11 +300,6 @@ def connected(options: argparse.Namespace) -> Iterator[Client]:
         )
         with client, _near_misses(client):
             yield client
-
-
-def _hush() -> None:
-    """Silences gRPC's own output to standard error; its errors are raised."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 @contextmanager
@@ -322,9 +316,7 @@ def explained(options: argparse.Namespace) -> Iterator[None]:
     except UnsupportedOperationError as error:
         error.hint = error.hint or "the broker may be older than this client"
         raise
-    except UnavailableError as error:
-        if "does not answer" not in error.message:
-            raise
+    except NoAnswerError as error:
         raise _no_broker(options, error) from error
 
 
@@ -334,9 +326,8 @@ def _denied(message: str) -> str:
     return f"the principal of this token (--token, {_TOKEN}) lacks the permission"
 
 
-def _no_broker(options: argparse.Namespace, error: UnavailableError) -> UnavailableError:
-    address = broker_address(options)
-    reason = error.message.partition(_LAST_ERROR)[2] or error.message.partition("answer: ")[2]
+def _no_broker(options: argparse.Namespace, error: NoAnswerError) -> UnavailableError:
+    address, reason = broker_address(options), error.reason
     message = f"no broker answers at {address}"
     if "Connection refused" not in reason:
         message += f": {reason}" if reason else ""
@@ -415,7 +406,6 @@ def locate_readers(options: argparse.Namespace, topic: str) -> list[ReaderAddres
 
 
 async def _locate(options: argparse.Namespace, topic: str) -> list[ReaderAddress]:
-    _hush()
     from ister.client.core.network import Network  # noqa: PLC0415
 
     target = target_of(options)

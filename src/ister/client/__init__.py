@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from ister.client.schemas import RegisteredSchema, Schema, SchemaVersion, SubjectDescription
     from ister.client.sync import Client, Consumer, Producer, SentMessage
     from ister.serializers import JsonSerializer, Serializer
-    from ister.topic.table import TopicTable
+    from ister.topic.table import AsyncTopicTable, TopicTable
 
 __all__ = [
     "AsyncClient",
     "AsyncConsumer",
     "AsyncProducer",
     "AsyncSentMessage",
+    "AsyncTopicTable",
     "BindingDescription",
     "Client",
     "Consumer",
@@ -62,6 +63,7 @@ _HOMES: Final = {
     "AsyncConsumer": "ister.client.aio",
     "AsyncProducer": "ister.client.aio",
     "AsyncSentMessage": "ister.client.aio",
+    "AsyncTopicTable": "ister.topic.table",
     "BindingDescription": "ister.client.rights",
     "Client": "ister.client.sync",
     "Consumer": "ister.client.sync",

@@ -20,6 +20,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Final, Self, TypedDict, Unpack
 
 from ister.client.admin import AdminCalls
@@ -36,6 +37,7 @@ from ister.model import AckLevel, Start
 from ister.serializers import JSON, AnySerializer
 from ister.subscription.policy import SubscriptionKind
 from ister.topic.arguments import as_timeout
+from ister.topic.table import AsyncTopicTable, TopicTable
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -468,7 +470,8 @@ class AsyncClient(AdminCalls):
             tls: True, or the certificates to use; False or None for no encryption, unless the
                 address starts with `https://`.
             timeout: How many seconds brokers may be unreachable until calls, messages and
-                consumers fail; None to retry forever.
+                consumers fail; `math.inf` to retry forever. By default calls fail after 10 s,
+                and messages and consumers are retried forever.
 
         Raises:
             ConfigError: The extra `ister[client]` is not installed, or a file cannot be read.
@@ -593,12 +596,56 @@ class AsyncClient(AdminCalls):
         Arguments and errors are those of `Client.read_arrow`. Threads wait for the batches, as
         Arrow Flight's reader blocks.
         """
+        read = await asyncio.to_thread(self._arrow_read(topic, start, end, columns))
+        batches = read.batches()
+        try:
+            while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+                yield batch
+        finally:
+            # After a cancellation, a thread may still run the generator: it cannot be closed.
+            with contextlib.suppress(ValueError):
+                batches.close()
+
+    def table(
+        self,
+        topic: str,
+        start: Start = "earliest",
+        *,
+        end: int | datetime | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> AsyncTopicTable:
+        """A range of a topic as a table: `await client.table(topic).to_pandas()`.
+
+        Each use reads the range again. Arguments are those of `Client.read_arrow`. Call it in the
+        client's loop.
+        """
+        import pyarrow as pa  # noqa: PLC0415 - an extra
+
+        arrow_read = self._arrow_read(topic, start, end, columns)
+
+        def open_reader() -> pa.RecordBatchReader:
+            read = arrow_read()
+            return pa.RecordBatchReader.from_batches(read.schema, read.batches())
+
+        return AsyncTopicTable(
+            TopicTable(topic, open_reader),
+            lambda: self.read_arrow(topic, start, end=end, columns=columns),
+        )
+
+    def _arrow_read(
+        self,
+        topic: str,
+        start: Start,
+        end: int | datetime | None,
+        columns: Sequence[str] | None,
+    ) -> Callable[[], ArrowRead]:
+        """Makes what opens a range of a topic, in a thread other than the loop's."""
         loop, network = asyncio.get_running_loop(), self._network
 
         def locate(name: str) -> list[tuple[str, str]]:
             return asyncio.run_coroutine_threadsafe(network.locate_flight(name), loop).result()
 
-        read = await asyncio.to_thread(
+        return partial(
             ArrowRead,
             topic,
             start,
@@ -608,14 +655,6 @@ class AsyncClient(AdminCalls):
             open_flight=network.open_flight,
             timeout=network.timeout,
         )
-        batches = read.batches()
-        try:
-            while (batch := await asyncio.to_thread(next, batches, None)) is not None:
-                yield batch
-        finally:
-            # After a cancellation, a thread may still run the generator: it cannot be closed.
-            with contextlib.suppress(ValueError):
-                batches.close()
 
     def joined(self, one: AsyncProducer | AsyncConsumer) -> None:
         """Remembers an open producer or consumer, to close it with the client."""

@@ -34,6 +34,7 @@ from ister.errors import (
     InvalidRequestError,
     IsterError,
     MessageTooLargeError,
+    NoAnswerError,
     PermissionDeniedError,
     UnavailableError,
 )
@@ -507,17 +508,16 @@ class FlightClient:
         if is_too_large(text):
             return MessageTooLargeError(f"{self.address}: {text}", topic=topic)
         if isinstance(error, flight.FlightTimedOutError | TimeoutError):
-            return UnavailableError(
-                f"{self.address} has not answered in time",
-                topic=topic,
-                hint="retry, or allow more time",
+            return NoAnswerError(
+                self.address, "time-out", topic=topic, hint="retry, or allow more time"
             )
         scheme, _, address = _as_location(self.address).partition("://")
         mismatch = find_tls_mismatch(address, is_encrypted=scheme == "grpc+tls")
         if mismatch is not None:
             return mismatch
-        return UnavailableError(
-            f"{self.address} does not answer: {text}",
+        return NoAnswerError(
+            self.address,
+            text,
             topic=topic,
             hint="check that the server runs and can be reached, then retry",
         )

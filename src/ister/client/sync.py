@@ -414,7 +414,8 @@ class Client:
             tls: True, or the certificates to use; False or None for no encryption, unless the
                 address starts with `https://`.
             timeout: How many seconds brokers may be unreachable until calls, messages and
-                consumers fail; None to retry forever.
+                consumers fail; `math.inf` to retry forever. By default calls fail after 10 s,
+                and messages and consumers are retried forever.
 
         Raises:
             ConfigError: The extra `ister[client]` is not installed, or a file cannot be read.

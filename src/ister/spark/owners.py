@@ -31,6 +31,7 @@ from ister.clock import SystemClock
 from ister.errors import (
     FencedError,
     IsterError,
+    NoAnswerError,
     NotFoundError,
     UnavailableError,
     WaitsForDiskError,
@@ -369,8 +370,8 @@ def _in_order(*groups: Iterable[str]) -> tuple[str, ...]:
 
 
 def _is_silence(error: IsterError, address: str) -> bool:
-    """Whether a broker did not answer; errors that it sends do not begin with its address."""
-    return isinstance(error, UnavailableError) and error.message.startswith(address)
+    """Whether a broker did not answer, rather than answer with this error."""
+    return isinstance(error, NoAnswerError) and error.address == address
 
 
 @forks.call_in_child

@@ -6,7 +6,8 @@ Libraries are loaded on first use; none is a dependency.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from ister.extras import missing_library
@@ -100,6 +101,46 @@ class TopicTable:
                 break
         note = f"the first {len(rows)} rows" if len(rows) == _ROWS_SHOWN else ""
         return render_table(f"Table {self.name}", names, rows, note=note)
+
+
+class AsyncTopicTable:
+    """Messages of a topic as rows. Made by `table` of an `AsyncClient`.
+
+    The methods are those of `TopicTable`, as coroutines; threads do the work.
+    """
+
+    def __init__(
+        self, table: TopicTable, batches: Callable[[], AsyncIterator[pa.RecordBatch]]
+    ) -> None:
+        self.name = table.name
+        """The topic's name."""
+        self._table = table
+        self._batches = batches
+
+    def read_arrow(self) -> AsyncIterator[pa.RecordBatch]:
+        """The rows as record batches, read while they are consumed: `async for batch in …`."""
+        return self._batches()
+
+    async def to_arrow(self) -> pa.Table:
+        """See `TopicTable.to_arrow`."""
+        return await asyncio.to_thread(self._table.to_arrow)
+
+    async def to_pandas(self) -> pd.DataFrame:
+        """See `TopicTable.to_pandas`."""
+        return await asyncio.to_thread(self._table.to_pandas)
+
+    async def to_polars(self) -> pl.DataFrame:
+        """See `TopicTable.to_polars`."""
+        return await asyncio.to_thread(self._table.to_polars)
+
+    async def to_duckdb(
+        self, connection: duckdb.DuckDBPyConnection | None = None
+    ) -> duckdb.DuckDBPyRelation:
+        """See `TopicTable.to_duckdb`."""
+        return await asyncio.to_thread(self._table.to_duckdb, connection)
+
+    def __repr__(self) -> str:
+        return f"<AsyncTopicTable {self.name}>"
 
 
 def render_topics(title: str, topics: Iterable[Topic | str]) -> str:

@@ -26,6 +26,7 @@ from ister.errors import (
     InvariantError,
     IsterError,
     MessageTooLargeError,
+    NoAnswerError,
     NotFoundError,
     OffsetOutOfRangeError,
     PermissionDeniedError,
@@ -58,6 +59,7 @@ _MORE_FIELDS: Final[dict[type[IsterError], dict[str, type]]] = {
     DataGapError: {"start": int, "end": int},
     DiskError: {"errno": int},
     WaitsForDiskError: {"node": str, "known_end": int},
+    NoAnswerError: {"address": str, "reason": str},
 }
 
 
@@ -165,6 +167,8 @@ ANSWERED: Final = (("ister-answered", "1"),)
 connection failed."""
 LOST_STATUS: Final = "Internal error from Core"
 """What grpcio says if a write fails before the status arrives that the broker ended a call with."""
+# How gRPC says why it cannot connect; what is before it says that it cannot.
+_LAST_ERROR: Final = "last error: "
 # How gRPC refuses a message for its size.
 _TOO_LARGE: Final = "message larger than max"
 
@@ -185,7 +189,7 @@ def error_of(error: grpc.aio.AioRpcError, address: str, topic: str | None = None
     if name == "UNAVAILABLE" and is_answer(error):
         return UnavailableError(text or name, topic=None if is_named else topic)
     if kind is None:
-        return UnavailableError(f"{address} does not answer: {text or name}", topic=topic)
+        return NoAnswerError(address, text.rpartition(_LAST_ERROR)[2] or name, topic=topic)
     if kind is OffsetOutOfRangeError:
         # The status does not carry the range; the text has it.
         out = kind.__new__(kind)

@@ -19,6 +19,7 @@ from ister.cli.connection import (
 from ister.errors import (
     ConfigError,
     IsterError,
+    NoAnswerError,
     NotFoundError,
     PermissionDeniedError,
     UnauthenticatedError,
@@ -77,12 +78,12 @@ def test_errors_say_what_to_do_in_a_shell():
     assert "--kind shared" in explain(PermissionDeniedError("it is exclusive, and taken")).hint
     assert "older" in explain(UnsupportedOperationError("no")).hint
     assert explain(PermissionDeniedError("no", hint="its own")).hint == "its own"
-    refused = UnavailableError("b:1 does not answer: failed; last error: x: Connection refused")
+    refused = NoAnswerError("b:1", "x: Connection refused")
     found = explain(refused, "--broker", "b:1")
     assert found.message == "no broker answers at b:1"
     assert "`ister serve`" in found.hint
     assert "--ca-file" not in found.hint
-    found = explain(UnavailableError("b:1 does not answer: last error: Tls handshake"), "--tls")
+    found = explain(NoAnswerError("b:1", "Tls handshake"), "--tls")
     assert found.message.endswith(": Tls handshake")
     assert "a CA other than that of --ca-file" in found.hint
     other = UnavailableError("no broker has the topic at the moment")
@@ -142,5 +143,5 @@ def test_how_long_to_wait_is_for_the_first_answer_too_if_the_user_says_so():
 
 
 def test_the_port_of_http_is_named():
-    found = explain(UnavailableError("h:9040 does not answer: x"), "--broker", "h:9040")
+    found = explain(NoAnswerError("h:9040", "x"), "--broker", "h:9040")
     assert "HTTP port; gRPC is on 6650" in found.hint

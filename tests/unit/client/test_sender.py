@@ -167,9 +167,9 @@ def topic(monkeypatch):
     monkeypatch.setattr(sender_module, "PutStream", FakeStream)
 
     async def pause(self, error):
-        before = self._give_up_at
+        before = self._failed_at
         await real_pause(self, error)
-        assert before is None or self._give_up_at is not None
+        assert before is None or self._failed_at is not None
 
     real_pause = AsyncRetry.pause
     monkeypatch.setattr(retry, "_CLIENT_PAUSES", (0.0, 0.0))

@@ -21,6 +21,7 @@ from ister.errors import (
     FencedError,
     InvariantError,
     IsterError,
+    NoAnswerError,
     NotFoundError,
     OffsetOutOfRangeError,
     UnavailableError,
@@ -54,6 +55,8 @@ def an_error(kind):
         return kind("the disk failed", errno=28, path="/data/wal.log")
     if kind is WaitsForDiskError:
         return kind("it waits", node="n1", topic=TOPIC, offset=7, hint="start it")
+    if kind is NoAnswerError:
+        return kind("b:6650", "Connection refused", topic=TOPIC, within=10, hint="start it")
     return kind("it failed", topic=TOPIC, offset=7, path="a/b", position=3, hint="wait")
 
 
@@ -199,7 +202,7 @@ def test_what_a_broker_raises_comes_out_as_it_was():
         errors.CorruptDataError("no"),
         errors.UnsupportedOperationError("no"),
     ):
-        found = error_of(Failed(status_of(error), str(error)), "b:1")
+        found = error_of(Failed(status_of(error), str(error), ANSWERED), "b:1")
         assert type(found) is type(error)
         assert found.retriable == error.retriable
 
@@ -212,7 +215,7 @@ def test_flights_errors_are_in_their_text():
 def test_a_broker_that_failed_is_told_from_a_connection_that_did():
     internal = grpc.StatusCode.INTERNAL
     assert type(error_of(Failed(internal, "the broker failed [12ab]"), "b:1")) is InvariantError
-    assert type(error_of(Failed(internal, "RST_STREAM"), "b:1")) is UnavailableError
+    assert type(error_of(Failed(internal, "RST_STREAM"), "b:1")) is NoAnswerError
 
 
 def test_what_is_tried_again():

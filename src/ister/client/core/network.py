@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Awaitable, Collection, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
@@ -29,6 +30,7 @@ from ister.errors import (
     ClosedError,
     InvalidRequestError,
     IsterError,
+    NoAnswerError,
     NotFoundError,
     UnavailableError,
 )
@@ -49,6 +51,8 @@ _Response = TypeVar("_Response", bound="Message")
 _Result = TypeVar("_Result")
 
 _CALL_SECONDS: Final = 10.0
+DEFAULT_TIMEOUT_SECONDS = 10.0
+"""How long a call is retried, unless the client has a timeout."""
 # A look-up that takes longer is tried at another broker, if one is known.
 _LOOKUP_SECONDS: Final = 3.0
 _LEARNED_MAX: Final = 32
@@ -105,6 +109,8 @@ class Network:
             ConfigError: gRPC, protobuf or pyarrow is not installed, or a file cannot be read.
             InvalidRequestError: An address or the timeout is invalid.
         """
+        # Errors are raised or logged; gRPC's own lines on standard error add nothing to them.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         try:
             import grpc  # noqa: PLC0415 - an extra
             import pyarrow  # noqa: F401, PLC0415
@@ -117,6 +123,8 @@ class Network:
                 f"token must be a str or a function, not {type(token).__name__}"
             )
         self.timeout = as_timeout(timeout, is_positive=True)
+        """How long producers, consumers and reads retry; None for ever."""
+        self._call_timeout = DEFAULT_TIMEOUT_SECONDS if timeout is None else self.timeout
         self._grpc = grpc
         self._addresses, self._tls = parse_addresses(addresses, tls)
         self._credentials = self._make_credentials()
@@ -429,7 +437,7 @@ class Network:
         Raises:
             IsterError: The call was refused, or no broker responded in time.
         """
-        retries = AsyncRetry(self.timeout)
+        retries = AsyncRetry(self._call_timeout)
         while True:
             try:
                 route = await self.locate(topic) if topic is not None else self.home
@@ -441,7 +449,20 @@ class Network:
                     return rpc.parse(b"")
                 if topic is None and isinstance(error, UnavailableError):
                     self._leave_home()
-                await retries.pause(error)
+                try:
+                    await retries.pause(error)
+                except NoAnswerError as last:
+                    raise self._none_answers(last) from last
+
+    def _none_answers(self, last: NoAnswerError) -> NoAnswerError:
+        """The error of a call that no broker has answered."""
+        return NoAnswerError(
+            ",".join(self._known),
+            last.reason,
+            topic=last.topic,
+            within=self._call_timeout,
+            hint="is `ister serve` running there? timeout= of the client sets how long calls retry",
+        )
 
     # -- the end ----------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ from ister.client.messages import ReceivedMessage
 from ister.errors import (
     CorruptDataError,
     IsterError,
+    NoAnswerError,
     UnauthenticatedError,
     UnavailableError,
 )
@@ -301,7 +302,7 @@ class Receiver:
                     await self._answered(call.write(request), route)
                 answer = await self._answered(call.read(), route)
         except TimeoutError as error:
-            raise UnavailableError(f"{route.address} does not answer", topic=self.topic) from error
+            raise NoAnswerError(route.address, topic=self.topic) from error
         if not isinstance(answer, api.ConsumeResponse):
             raise UnavailableError("the stream has ended early", topic=self.topic)
         if answer.WhichOneof("step") != "opened":

@@ -40,6 +40,7 @@ from ister.errors import (
     InvalidRequestError,
     InvariantError,
     IsterError,
+    NoAnswerError,
     UnauthenticatedError,
     UnavailableError,
 )
@@ -204,7 +205,7 @@ class Sender:
                 while await stream.read() is not None:
                     pass
         except TimeoutError as error:
-            raise UnavailableError("the broker does not answer", topic=self.topic) from error
+            raise NoAnswerError(stream.route.address, topic=self.topic) from error
         finally:
             stream.cancel()
 
