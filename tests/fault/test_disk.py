@@ -3,6 +3,7 @@
 What every test ends with: everything acknowledged is there, in order, and nothing that was refused.
 """
 
+import errno
 import json
 import os
 import random
@@ -340,6 +341,9 @@ def test_directory_opens_on_a_full_disk():
             pass
         os.truncate(where / "wal" / LOCK_NAME, 0)
         fill(where / "ballast")
+        with pytest.raises(OSError) as caught:
+            (where / "more").write_bytes(bytes(PAGE))
+        assert caught.value.errno == errno.ENOSPC
         handles = len(os.listdir("/proc/self/fd"))
         for _ in range(2):
             ister.open(settings).close()

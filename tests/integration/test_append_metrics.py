@@ -123,14 +123,13 @@ def test_what_sparks_sink_publishes_is_counted_and_timed(broker, spark, request)
     ],
     ids=["append", "append_many", "append_arrow"],
 )
-def test_what_is_appended_in_the_brokers_process_is_counted_and_timed(tmp_path, append, count):
-    async def scenario():
-        async with a_broker(tmp_path) as (broker, _, listening):
-            address = f"127.0.0.1:{listening.http}"
-            served = await broker.topics.get_or_create("/default/t", is_reliable=True)
-            timed, *_ = await asyncio.to_thread(read_metrics, address, served.name)
-            await asyncio.to_thread(append, served.topic)
-            after, messages, _ = await asyncio.to_thread(read_metrics, address, served.name)
-            assert (after - timed, messages) == (1, count)
-
-    run(scenario())
+async def test_what_is_appended_in_the_brokers_process_is_counted_and_timed(
+    tmp_path, append, count
+):
+    async with a_broker(tmp_path) as (broker, _, listening):
+        address = f"127.0.0.1:{listening.http}"
+        served = await broker.topics.get_or_create("/default/t", is_reliable=True)
+        timed, *_ = await asyncio.to_thread(read_metrics, address, served.name)
+        await asyncio.to_thread(append, served.topic)
+        after, messages, _ = await asyncio.to_thread(read_metrics, address, served.name)
+        assert (after - timed, messages) == (1, count)

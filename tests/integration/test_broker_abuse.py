@@ -20,6 +20,7 @@ import os
 import random
 import signal
 import socket
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -28,7 +29,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter, defaultdict
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -49,7 +50,7 @@ from tests.support.danube import SHARED, connect, eventually, run
 from tests.support.scale import IS_NIGHTLY, scaled
 
 MORE = scaled(1, 5)
-MIB = 1024 * 1024
+KIB, MIB = 1024, 1024 * 1024
 U64 = 2**64 - 1
 I64 = 2**63 - 1
 
@@ -113,32 +114,51 @@ def broker(tmp_path_factory, engine):
             abused.bystander.close()
 
 
-@contextmanager
-def storm(broker, *, mib=QUIET_MIB):
+class Storm:
     """A storm, judged when it is over: the bystander was served, memory stayed below the bound."""
-    began, before = time.monotonic(), broker.rss_mib
-    highest, is_over = before, threading.Event()
 
-    def watch():
-        nonlocal highest
-        while not is_over.wait(0.02):
-            highest = max(highest, broker.rss_mib)
+    def __init__(self, broker, *, mib=QUIET_MIB):
+        self.broker, self.mib = broker, mib
+        self.is_over = threading.Event()
+        self.watching = threading.Thread(target=self._watch, name="rss-watch")
 
-    watching = threading.Thread(target=watch, name="rss-watch")
-    watching.start()
-    try:
-        yield
-        ended = time.monotonic()
-        # One round at least that saw all of it, and one after it.
-        broker.bystander.wait(ended)
-    finally:
-        is_over.set()
-        watching.join()
-    rounds = broker.bystander.rounds(began, time.monotonic())
-    assert [one.error for one in rounds if one.error] == []
-    slowest = max(one.took for one in rounds)
-    assert slowest < PATIENCE_SECONDS, f"a round of the bystander took {slowest:.1f} s"
-    assert highest - before < mib, f"{before:.0f} MiB grew to {highest:.0f}, more than {mib}"
+    def _watch(self):
+        while not self.is_over.wait(0.02):
+            self.highest = max(self.highest, self.broker.rss_mib)
+
+    def __enter__(self):
+        self.began, self.before = time.monotonic(), self.broker.rss_mib
+        self.highest = self.before
+        self.watching.start()
+
+    def __exit__(self, failed, *_):
+        try:
+            if failed is None:
+                # One round at least that saw all of it, and one after it.
+                self.broker.bystander.wait(time.monotonic())
+        finally:
+            self.is_over.set()
+            self.watching.join()
+        if failed is not None:
+            return
+        rounds = self.broker.bystander.rounds(self.began, time.monotonic())
+        assert [one.error for one in rounds if one.error] == []
+        slowest = max(one.took for one in rounds)
+        assert slowest < PATIENCE_SECONDS, f"a round of the bystander took {slowest:.1f} s"
+        grown = f"{self.before:.0f} MiB grew to {self.highest:.0f}, more than {self.mib}"
+        assert self.highest - self.before < self.mib, grown
+
+    async def __aenter__(self):
+        self.__enter__()
+
+    async def __aexit__(self, *how):
+        await asyncio.to_thread(self.__exit__, *how)
+
+
+@pytest.fixture
+def session(broker):
+    """A client with a connection of its own."""
+    return connect(broker, own_connection=True)
 
 
 async def outcome(call):
@@ -287,7 +307,7 @@ def test_connections_that_say_nothing(broker):
         await channel.close()
 
     with (
-        storm(broker),
+        Storm(broker),
         connections(broker, 500) as silent,
         connections(broker, 100, port="flight"),
         connections(broker, 200, port="http"),
@@ -302,7 +322,7 @@ def test_connections_that_say_nothing(broker):
 
 def test_more_connections_than_there_may_be_take_no_more_files(broker):
     """Twice `max_connections` is what gRPC takes; the rest is ended at once, and costs nothing."""
-    with storm(broker), connections(broker, 2 * CONNECTIONS_MAX + 300, PREFACE):
+    with Storm(broker), connections(broker, 2 * CONNECTIONS_MAX + 300, PREFACE):
         watch_rounds(broker)
         run(eventually(lambda: broker.files < 2 * CONNECTIONS_MAX + 150))
     run(eventually(lambda: broker.files < 100))
@@ -322,7 +342,7 @@ def test_connections_that_open_http2_and_stall(broker):
         + frame(0, 0, 1, part)
     )
     with (
-        storm(broker),
+        Storm(broker),
         connections(broker, 100, PREFACE),
         connections(broker, 100, begun),
         connections(broker, 100, partial),
@@ -333,7 +353,7 @@ def test_connections_that_open_http2_and_stall(broker):
 def test_calls_that_are_reset_at_once(broker):
     """Thousands of calls, each taken back in the same breath: the "rapid reset" of HTTP/2."""
     asked = headers("/ister.Admin/Info")
-    with storm(broker), connections(broker, 2, PREFACE) as attackers:
+    with Storm(broker), connections(broker, 2, PREFACE) as attackers:
         stream = 1
         for _ in range(100 * MORE):
             burst = b"".join(
@@ -353,7 +373,7 @@ def test_calls_that_are_reset_at_once(broker):
 def test_headers_without_end(broker):
     """CONTINUATION after CONTINUATION: the connection ends long before memory does."""
     more = frame(CONTINUATION, 0, 1, literal("x-padding", "y" * 100) * 140)
-    with storm(broker), connections(broker, 20, PREFACE) as attackers:
+    with Storm(broker), connections(broker, 20, PREFACE) as attackers:
         for one in attackers:
             one.settimeout(60)
             with suppress(OSError):
@@ -368,10 +388,10 @@ def test_headers_without_end(broker):
 
 
 @pytest.mark.nightly
-def test_thousands_of_calls_at_once(broker):
+async def test_thousands_of_calls_at_once(broker):
     """Whatever is too much is refused with a word, not cancelled."""
 
-    async def flood():
+    async with Storm(broker):
         channels = [own_channel(broker) for _ in range(4)]
         stubs = [wire.stub(channel, "ister.Admin") for channel in channels]
         for stub in stubs:  # from here on they know how many calls a connection may have
@@ -385,111 +405,94 @@ def test_thousands_of_calls_at_once(broker):
         for channel in channels:
             await channel.close()
 
-    with storm(broker):
-        run(flood())
-
 
 @pytest.mark.nightly
-def test_thousands_of_names_that_are_no_topics(broker):
+async def test_thousands_of_names_that_are_no_topics(session, broker):
     """Look-ups, subscriptions and sends for names that nobody ever made leave nothing behind."""
 
-    async def flood():
-        async with connect(broker, own_connection=True) as session:
-            for batch in range(3 * MORE):
-                names = [f"/default/nobody-{'n' * 80}-{batch}-{one}" for one in range(300)]
-                counts = await outcomes(
-                    call
-                    for name in names
-                    for call in (
-                        session.discovery.TopicLookup(danube.TopicLookupRequest(topic=name)),
-                        session.raw_consumers.Subscribe(subscribe_request(name)),
-                        session.raw_producers.SendMessage(message(name, 1)),
-                    )
+    async with Storm(broker, mib=80):
+        for batch in range(3 * MORE):
+            names = [f"/default/nobody-{'n' * 80}-{batch}-{one}" for one in range(300)]
+            counts = await outcomes(
+                call
+                for name in names
+                for call in (
+                    session.discovery.TopicLookup(danube.TopicLookupRequest(topic=name)),
+                    session.raw_consumers.Subscribe(subscribe_request(name)),
+                    session.raw_producers.SendMessage(message(name, 1)),
                 )
-                assert counts == {"NOT_FOUND": 900}
-
-    with storm(broker, mib=80):
-        run(flood())
+            )
+            assert counts == {"NOT_FOUND": 900}
 
 
-def test_ever_new_topics_up_to_the_limit(broker):
-    async def flood():
-        async with connect(broker, own_connection=True) as session:
-            made = []
-            try:
-                told = []
-                for number in range(2 * TOPICS_MAX):
-                    name = f"/default/ever-{number}"
-                    status, text = await outcome(register(session, name))
-                    if status == "OK":
-                        made.append(name)
-                    else:
-                        told.append((status, text))
-                assert len(made) < TOPICS_MAX
-                assert len(told) > TOPICS_MAX
-                assert {status for status, _ in told} == {"RESOURCE_EXHAUSTED"}
-                assert all("max_topics" in text for _, text in told)
-            finally:
-                for name in made:
-                    await session.topics.DeleteTopic(danube_admin.TopicRequest(name=name))
-
-    with storm(broker):
-        run(flood())
+async def test_ever_new_topics_up_to_the_limit(session, broker):
+    async with Storm(broker):
+        made = []
+        try:
+            told = []
+            for number in range(2 * TOPICS_MAX):
+                name = f"/default/ever-{number}"
+                status, text = await outcome(register(session, name))
+                if status == "OK":
+                    made.append(name)
+                else:
+                    told.append((status, text))
+            assert len(made) < TOPICS_MAX
+            assert len(told) > TOPICS_MAX
+            assert {status for status, _ in told} == {"RESOURCE_EXHAUSTED"}
+            assert all("max_topics" in text for _, text in told)
+        finally:
+            for name in made:
+                await session.topics.DeleteTopic(danube_admin.TopicRequest(name=name))
 
 
-def test_ever_new_subscriptions_and_consumers(broker):
+async def test_ever_new_subscriptions_and_consumers(session, broker):
     """A topic's policies bound what clients may make of it; without, memory still does not grow."""
     topic = "/default/many-subscriptions"
 
-    async def flood():
-        async with connect(broker, own_connection=True) as session:
-            await session.create_topic(topic)
-            subscribe = session.raw_consumers.Subscribe
-            counts = await outcomes(
-                subscribe(subscribe_request(topic, f"free-{number}")) for number in range(100)
-            )
-            assert counts == {"OK": 100}
-            await session.set_policies(
-                topic, max_subscriptions_per_topic=120, max_consumers_per_subscription=50
-            )
-            counts = await outcomes(
-                subscribe(subscribe_request(topic, f"more-{number}")) for number in range(200)
-            )
-            assert counts == {"OK": 20, "PERMISSION_DENIED": 180}
-            counts = await outcomes(
-                subscribe(subscribe_request(topic, "free-0", f"consumer {number}", kind=0))
-                for number in range(200)
-            )
-            assert set(counts) <= {"OK", "PERMISSION_DENIED"}
-            await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
-
-    with storm(broker):
-        run(flood())
+    async with Storm(broker):
+        await session.create_topic(topic)
+        subscribe = session.raw_consumers.Subscribe
+        counts = await outcomes(
+            subscribe(subscribe_request(topic, f"free-{number}", kind=1)) for number in range(100)
+        )
+        assert counts == {"OK": 100}
+        await session.set_policies(
+            topic, max_subscriptions_per_topic=120, max_consumers_per_subscription=50
+        )
+        counts = await outcomes(
+            subscribe(subscribe_request(topic, f"more-{number}")) for number in range(200)
+        )
+        assert counts == {"OK": 20, "PERMISSION_DENIED": 180}
+        counts = await outcomes(
+            subscribe(subscribe_request(topic, "free-0", f"consumer {number}", kind=1))
+            for number in range(200)
+        )
+        # One of the fifty is the first.
+        assert counts == {"OK": 49, "PERMISSION_DENIED": 151}
+        await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
 
 
-def test_ever_new_consumers_with_long_filters(broker):
-    """64 filters of 250 characters each: a subscription's record has a bound, and says so."""
+async def test_ever_new_consumers_with_long_filters(session, broker):
+    """64 filters of 250 characters each: a subscription's record has a bound, the oldest go."""
     topic = "/default/long-filters"
-
-    async def flood():
-        async with connect(broker, own_connection=True) as session:
-            await session.create_topic(topic)
-            told = set()
-            for number in range(100):
-                filters = [f"{one:02}{'*a' * 120}{number:05}" for one in range(64)]
-                request = subscribe_request(topic, "keys", f"consumer {number}", 3, filters)
-                told.add((await outcome(session.raw_consumers.Subscribe(request)))[0])
-            assert told <= {"OK", "RESOURCE_EXHAUSTED"}
-            await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
-
-    with storm(broker, mib=250):
-        run(flood())
+    async with Storm(broker, mib=250):
+        await session.create_topic(topic)
+        for number in range(100):
+            filters = [f"{one:02}{'*a' * 120}{number:05}" for one in range(64)]
+            request = subscribe_request(topic, "keys", f"consumer {number}", 3, filters)
+            assert await outcome(session.raw_consumers.Subscribe(request)) == ("OK", "")
+        with closing(sqlite3.connect(broker.data / "metadata.db")) as store:
+            asked = "SELECT max(length(value)) FROM entries WHERE instr(key, ?)"
+            [[largest]] = store.execute(asked, (b"/long-filters/keys/",))
+        assert 100 * KIB < largest < 300 * KIB, "1.6 MiB were told"
+        await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
 
 
-def test_more_streams_than_there_may_be(broker):
+async def test_more_streams_than_there_may_be(broker):
     """Streams that were never opened count as well; places are free again when they end."""
 
-    async def flood():
+    async with Storm(broker):
         channel = own_channel(broker)
         delivery = wire.stub(channel, "ister.Delivery")
         consumers = wire.stub(channel, "danube.ConsumerService")
@@ -522,56 +525,49 @@ def test_more_streams_than_there_may_be(broker):
         await eventually(is_free)
         await channel.close()
 
-    with storm(broker):
-        run(flood())
 
-
-def test_streams_that_are_opened_and_cancelled(broker):
+async def test_streams_that_are_opened_and_cancelled(session, broker):
     """A thousand times: no consumer stays, and nothing of them either."""
     topic = "/default/cancelled"
 
-    async def flood():
-        async with connect(broker, own_connection=True) as session:
-            await session.send(topic, ["a message to be sent each time"])
-            await session.raw_consumers.Subscribe(subscribe_request(topic, kind=1))
-            await session.seek(topic, earliest=True)
-            answer = await session.raw_consumers.Subscribe(subscribe_request(topic, kind=1))
-            request = danube.ReceiveRequest(request_id=1, consumer_id=answer.consumer_id)
+    async with Storm(broker):
+        await session.send(topic, ["a message to be sent each time"])
+        await session.raw_consumers.Subscribe(subscribe_request(topic, kind=1))
+        await session.seek(topic, earliest=True)
+        answer = await session.raw_consumers.Subscribe(subscribe_request(topic, kind=1))
+        request = danube.ReceiveRequest(request_id=1, consumer_id=answer.consumer_id)
 
-            async def cycle(number):
-                stream = session.raw_consumers.ReceiveMessages(request)
-                if number % 3 == 1:
-                    await asyncio.sleep(0.001)
-                elif number % 3 == 2:
-                    with suppress(grpc.aio.AioRpcError, TimeoutError):
-                        await asyncio.wait_for(stream.read(), 2)
-                stream.cancel()
+        async def cycle(number):
+            stream = session.raw_consumers.ReceiveMessages(request)
+            if number % 3 == 1:
+                await asyncio.sleep(0.001)
+            elif number % 3 == 2:
+                with suppress(grpc.aio.AioRpcError, TimeoutError):
+                    await asyncio.wait_for(stream.read(), 2)
+            stream.cancel()
 
-            for batch in range(10 * MORE):
-                await asyncio.gather(*(cycle(number) for number in range(100)))
-                if batch == 0:
-                    before = broker.rss_mib
+        for batch in range(10 * MORE):
+            await asyncio.gather(*(cycle(number) for number in range(100)))
+            if batch == 0:
+                before = broker.rss_mib
 
-            async def is_empty():
-                return not (await session.describe(topic)).consumers
+        async def is_empty():
+            return not (await session.describe(topic)).consumers
 
-            await eventually(is_empty)
-            assert broker.rss_mib - before < 40, "memory grows with every stream"
-
-    with storm(broker):
-        run(flood())
+        await eventually(is_empty)
+        assert broker.rss_mib - before < 40, "memory grows with every stream"
 
 
 # -- requests that are too large, or none at all ----------------------------------------------
 
 
 @pytest.mark.nightly
-def test_metadata_that_is_too_large(broker):
+async def test_metadata_that_is_too_large(broker):
     """The native engine refuses as HTTP/2 does, without a status of gRPC."""
     is_native = broker.engine == "native"
     expected = {"INTERNAL", "UNKNOWN", "UNAVAILABLE"} if is_native else {"RESOURCE_EXHAUSTED"}
 
-    async def ask():
+    async with Storm(broker):
         channel = own_channel(broker)
         admin = wire.stub(channel, "ister.Admin")
         for metadata in (
@@ -585,9 +581,6 @@ def test_metadata_that_is_too_large(broker):
             assert {status for status, _ in found} <= expected
         assert await outcome(admin.Info(ister_api.InfoRequest())) == ("OK", "")
         await channel.close()
-
-    with storm(broker):
-        run(ask())
 
 
 SIZES = {
@@ -613,7 +606,7 @@ SIZES = {
 @pytest.mark.nightly
 @pytest.mark.parametrize("what", SIZES)
 @pytest.mark.parametrize("reliable", [True, False], ids=["log", "no log"])
-def test_messages_that_are_too_large(broker, what, reliable):
+async def test_messages_that_are_too_large(session, broker, what, reliable):
     """Many of them, one after the other: what was refused is not kept, not even for a while.
 
     At most two requests are in memory at once here, each up to three times (as bytes, as a
@@ -622,17 +615,13 @@ def test_messages_that_are_too_large(broker, what, reliable):
     fields, status, words = SIZES[what]
     topic = f"/default/too-large-{reliable}"
 
-    async def send():
-        async with connect(broker, own_connection=True) as session:
-            producer = await register(session, topic, reliable=reliable)
-            request = message(topic, producer, **fields)
-            for _ in range(6 * MORE):
-                told, text = await outcome(session.raw_producers.SendMessage(request))
-                assert told == status, text
-                assert words in text
-
-    with storm(broker, mib=QUIET_MIB):
-        run(send())
+    async with Storm(broker, mib=QUIET_MIB):
+        producer = await register(session, topic, reliable=reliable)
+        request = message(topic, producer, **fields)
+        for _ in range(6 * MORE):
+            told, text = await outcome(session.raw_producers.SendMessage(request))
+            assert told == status, text
+            assert words in text
 
 
 def test_messages_that_are_just_not_too_large(broker):
@@ -658,7 +647,7 @@ def test_messages_that_are_just_not_too_large(broker):
 
     # The largest is there as it came, as it was read, and as gRPC and Flight send it, each of
     # which may make a copy.
-    with storm(broker, mib=350):
+    with Storm(broker, mib=350):
         incarnation = run(scenario())
         reader = flight.connect(f"grpc://{broker.flight}")
         asked = RangeTicket(topic=topic, incarnation=incarnation, start=0, end=len(sent))
@@ -718,7 +707,7 @@ NAMES = [
 ]
 
 
-def test_names_that_are_none(broker):
+async def test_names_that_are_none(session, broker):
     """Refused by every call that takes one, with a word; no file is made for them."""
 
     def topics():
@@ -726,60 +715,52 @@ def test_names_that_are_none(broker):
 
     before = topics()
 
-    async def ask():
-        async with connect(broker, own_connection=True) as session:
-            for name in NAMES:
-                producer = danube.ProducerRequest(
-                    request_id=1, producer_name="p", topic_name=name, dispatch_strategy=1
-                )
-                lookup = danube.TopicLookupRequest(request_id=1, topic=name)
-                acked = danube.MsgID(topic_name=name)
-                calls = {
-                    "CreateProducer": session.raw_producers.CreateProducer(producer),
-                    "SendMessage": session.raw_producers.SendMessage(message(name, 1)),
-                    "Subscribe": session.raw_consumers.Subscribe(subscribe_request(name)),
-                    "Ack": session.raw_consumers.Ack(danube.AckRequest(msg_id=acked)),
-                    "Nack": session.raw_consumers.Nack(danube.NackRequest(msg_id=acked)),
-                    "TopicLookup": session.discovery.TopicLookup(lookup),
-                    "TopicPartitions": session.discovery.TopicPartitions(lookup),
-                    "CreateTopic": session.topics.CreateTopic(
-                        danube_admin.NewTopicRequest(name=name, dispatch_strategy=1)
-                    ),
-                    "DeleteTopic": session.topics.DeleteTopic(danube_admin.TopicRequest(name=name)),
-                    "DescribeTopic": session.admin.DescribeTopic(ister_api.TopicName(topic=name)),
-                }
-                for call, awaited in calls.items():
-                    status, text = await outcome(awaited)
-                    assert status == "INVALID_ARGUMENT", f"{call} {name[:40]!r}: {status} {text}"
-                    assert text
-            topic = "/default/names"
-            await session.create_topic(topic)
-            for name in ("", "../x", "a/b", "a\nFORGED", "a\0", "n" * 300, "\u00fc"):
-                calls = [session.raw_consumers.Subscribe(subscribe_request(topic, name))]
-                if name not in ("../x", "a/b", "\u00fc"):  # a consumer's name is only printable
-                    request = subscribe_request(topic, "s", name)
-                    calls.append(session.raw_consumers.Subscribe(request))
-                for status, text in await asyncio.gather(*map(outcome, calls)):
-                    assert (status, bool(text)) == ("INVALID_ARGUMENT", True), repr(name)
-
-    with storm(broker):
-        run(ask())
+    async with Storm(broker):
+        for name in NAMES:
+            producer = danube.ProducerRequest(
+                request_id=1, producer_name="p", topic_name=name, dispatch_strategy=1
+            )
+            lookup = danube.TopicLookupRequest(request_id=1, topic=name)
+            acked = danube.MsgID(topic_name=name)
+            calls = {
+                "CreateProducer": session.raw_producers.CreateProducer(producer),
+                "SendMessage": session.raw_producers.SendMessage(message(name, 1)),
+                "Subscribe": session.raw_consumers.Subscribe(subscribe_request(name)),
+                "Ack": session.raw_consumers.Ack(danube.AckRequest(msg_id=acked)),
+                "Nack": session.raw_consumers.Nack(danube.NackRequest(msg_id=acked)),
+                "TopicLookup": session.discovery.TopicLookup(lookup),
+                "TopicPartitions": session.discovery.TopicPartitions(lookup),
+                "CreateTopic": session.topics.CreateTopic(
+                    danube_admin.NewTopicRequest(name=name, dispatch_strategy=1)
+                ),
+                "DeleteTopic": session.topics.DeleteTopic(danube_admin.TopicRequest(name=name)),
+                "DescribeTopic": session.admin.DescribeTopic(ister_api.TopicName(topic=name)),
+            }
+            for call, awaited in calls.items():
+                status, text = await outcome(awaited)
+                assert status == "INVALID_ARGUMENT", f"{call} {name[:40]!r}: {status} {text}"
+                assert text
+        topic = "/default/names"
+        await session.create_topic(topic)
+        for name in ("", "../x", "a/b", "a\nFORGED", "a\0", "n" * 300, "\u00fc"):
+            calls = [session.raw_consumers.Subscribe(subscribe_request(topic, name))]
+            if name not in ("../x", "a/b", "\u00fc"):  # a consumer's name is only printable
+                request = subscribe_request(topic, "s", name)
+                calls.append(session.raw_consumers.Subscribe(request))
+            for status, text in await asyncio.gather(*map(outcome, calls)):
+                assert (status, bool(text)) == ("INVALID_ARGUMENT", True), repr(name)
     assert topics() - before <= {"names"}
     everything = [path.name for path in broker.directory.parent.rglob("*")]
     assert not any("FORGED" in name or name == "x" for name in everything)
 
 
-def test_names_that_differ_in_case_alone(broker):
+async def test_names_that_differ_in_case_alone(session, broker):
     """The second one is refused: a disk that does not tell them apart would mix their messages."""
 
-    async def ask():
-        async with connect(broker, own_connection=True) as session:
-            await session.create_topic("/default/twin")
-            status, text = await outcome(register(session, "/default/TWIN"))
-            assert status in ("ALREADY_EXISTS", "INVALID_ARGUMENT"), text
-
-    with storm(broker):
-        run(ask())
+    async with Storm(broker):
+        await session.create_topic("/default/twin")
+        status, text = await outcome(register(session, "/default/TWIN"))
+        assert status == "INVALID_ARGUMENT", text
 
 
 # -- bytes that are no messages ---------------------------------------------------------------
@@ -845,12 +826,12 @@ def malformed(rng, method):
     yield b"\x80" * 11
 
 
-def test_bytes_that_are_no_messages_to_every_call(broker):
+async def test_bytes_that_are_no_messages_to_every_call(broker):
     seed = int(os.environ.get("ISTER_SEED", random.SystemRandom().randrange(2**32)))
     print(f"seed {seed}; again: ISTER_SEED={seed} pytest {__file__} -k no_messages_to_every_call")
     rng = random.Random(seed)
 
-    async def ask():
+    async with Storm(broker):
         channel = own_channel(broker)
         counts = Counter()
 
@@ -881,157 +862,144 @@ def test_bytes_that_are_no_messages_to_every_call(broker):
             status, _ = await outcome(channel.unary_unary(path)(b"x"))
             assert status in ("UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE"), (path, status)
         await channel.close()
-
-    with storm(broker):
-        run(ask())
     assert "a call failed" not in broker.log
 
 
 # -- requests that make no sense --------------------------------------------------------------
 
 
-def test_acknowledgements_of_what_nobody_has(broker):
+async def test_acknowledgements_of_what_nobody_has(session, broker):
     topic = "/default/nonsense-acks"
 
-    async def ask():
-        async with connect(broker, own_connection=True) as session:
-            await session.send(topic, ["one", "two"])
-            broker.acknowledged[topic] += [b"one", b"two"]
-            inbox = await session.consumer(topic, kind=SHARED)
-            consumers = session.raw_consumers
+    async with Storm(broker):
+        await session.send(topic, ["one", "two"])
+        broker.acknowledged[topic] += [b"one", b"two"]
+        inbox = await session.consumer(topic, kind=SHARED)
+        consumers = session.raw_consumers
 
-            def ack(offset, topic=topic, subscription="sub"):
-                msg_id = danube.MsgID(topic_name=topic, topic_offset=offset)
-                return consumers.Ack(
-                    danube.AckRequest(msg_id=msg_id, subscription_name=subscription)
-                )
+        def ack(offset, topic=topic, subscription="sub"):
+            msg_id = danube.MsgID(topic_name=topic, topic_offset=offset)
+            return consumers.Ack(danube.AckRequest(msg_id=msg_id, subscription_name=subscription))
 
-            def nack(offset, address="", **fields):
-                msg_id = danube.MsgID(topic_name=topic, topic_offset=offset, broker_addr=address)
-                return consumers.Nack(
-                    danube.NackRequest(msg_id=msg_id, subscription_name="sub", **fields)
-                )
+        def nack(offset, address="", **fields):
+            msg_id = danube.MsgID(topic_name=topic, topic_offset=offset, broker_addr=address)
+            return consumers.Nack(
+                danube.NackRequest(msg_id=msg_id, subscription_name="sub", **fields)
+            )
 
-            for offset in (2, 3, 10**12, I64, U64):
-                assert (await outcome(ack(offset)))[0] == "INVALID_ARGUMENT"
-                # What is not in flight cannot fail; that is no error.
-                assert (await outcome(nack(offset, delay_ms=U64, reason="r" * MIB)))[0] == "OK"
-            assert (await outcome(ack(0, subscription="nobody")))[0] == "NOT_FOUND"
-            assert (await outcome(ack(0, topic="/default/nobody")))[0] == "NOT_FOUND"
-            for call in (
-                consumers.Ack(danube.AckRequest(subscription_name="sub")),
-                consumers.Nack(danube.NackRequest(subscription_name="sub")),
-                session.raw_producers.SendMessage(danube.StreamMessage(payload=b"x")),
-            ):
-                status, text = await outcome(call)
-                assert (status, "msg_id" in text) == ("INVALID_ARGUMENT", True)
-            # A nack that asks for ages comes within the policy's maximum; nothing of this moved
-            # the cursor beyond what was delivered.
-            await session.set_failure_policy(topic, delay_ms=10, max_delay_ms=200, retries=1000)
-            await session.seek(topic, earliest=True)
-            first, second = await inbox.take(2, ack=False)
-            address = first.msg_id.broker_addr
-            asked = nack(0, address, delay_ms=U64, reason="\0\n" * MIB)
-            assert (await outcome(asked))[0] == "OK"
-            again = await inbox.one(within=60)
-            assert again.payload == first.payload == b"one"
-            await inbox.ack(again, second)
-            await session.wait_for_cursor(topic, 2)
-
-    with storm(broker):
-        run(ask())
+        for offset in (2, 3, 10**12, I64, U64):
+            assert (await outcome(ack(offset)))[0] == "INVALID_ARGUMENT"
+            # What is not in flight cannot fail; that is no error.
+            assert (await outcome(nack(offset, delay_ms=U64, reason="r" * MIB)))[0] == "OK"
+        assert (await outcome(ack(0, subscription="nobody")))[0] == "NOT_FOUND"
+        assert (await outcome(ack(0, topic="/default/nobody")))[0] == "NOT_FOUND"
+        for call in (
+            consumers.Ack(danube.AckRequest(subscription_name="sub")),
+            consumers.Nack(danube.NackRequest(subscription_name="sub")),
+            session.raw_producers.SendMessage(danube.StreamMessage(payload=b"x")),
+        ):
+            status, text = await outcome(call)
+            assert (status, "msg_id" in text) == ("INVALID_ARGUMENT", True)
+        # A nack that asks for ages comes within the policy's maximum; nothing of this moved
+        # the cursor beyond what was delivered.
+        await session.set_failure_policy(topic, delay_ms=10, max_delay_ms=200, retries=1000)
+        await session.seek(topic, earliest=True)
+        first, second = await inbox.take(2, ack=False)
+        address = first.msg_id.broker_addr
+        asked = nack(0, address, delay_ms=U64, reason="\0\n" * MIB)
+        assert (await outcome(asked))[0] == "OK"
+        again = await inbox.one(within=60)
+        assert again.payload == first.payload == b"one"
+        await inbox.ack(again, second)
+        await session.wait_for_cursor(topic, 2)
 
 
-def test_settings_that_make_no_sense(broker):
+async def test_settings_that_make_no_sense(session, broker):
     topic = "/default/nonsense-settings"
 
-    async def ask():
-        async with connect(broker, own_connection=True) as session:
-            await session.send(topic, ["one"])
-            broker.acknowledged[topic].append(b"one")
-            await session.consumer(topic)
-            admin, topics = session.admin, session.topics
+    async with Storm(broker):
+        await session.send(topic, ["one"])
+        broker.acknowledged[topic].append(b"one")
+        await session.consumer(topic)
+        admin, topics = session.admin, session.topics
 
-            def seek(**to):
-                return admin.Seek(ister_api.SeekRequest(topic=topic, subscription="sub", **to))
+        def seek(**to):
+            return admin.Seek(ister_api.SeekRequest(topic=topic, subscription="sub", **to))
 
-            for to in (
-                {"offset": U64},
-                {"offset": 2},
-                {"publish_time_ms": I64},
-                {"publish_time_ms": -I64},
-                {"publish_time_ms": -1},
-                {"earliest": False},
-                {},
+        for to in (
+            {"offset": U64},
+            {"offset": 2},
+            {"publish_time_ms": I64},
+            {"publish_time_ms": -I64},
+            {"publish_time_ms": -1},
+            {"earliest": False},
+            {},
+        ):
+            status, text = await outcome(seek(**to))
+            assert (status in ("INVALID_ARGUMENT", "OUT_OF_RANGE"), bool(text)) == (True, True)
+        for policies in (
+            '{"max_publish_rate": -1}',
+            '{"max_publish_rate": 1e99}',
+            '{"max_publish_rate": true}',
+            '{"max_publish_rate": ' + "9" * 5000 + "}",
+            '{"max_message_size": 99999999999}',
+            '{"nothing": 1}',
+            '{"\U0001f600": 1}',
+            '{"' + "\U0001f600" * 5000 + '": 1}',
+            "[" * 100_000,
+            '{"max_publish_rate":' * 50_000,
+            "[]",
+            "\0",
+            "NaN",
+        ):
+            for call, name in (
+                (admin.SetTopicPolicies, topic),
+                (admin.SetNamespacePolicies, "default"),
             ):
-                status, text = await outcome(seek(**to))
-                assert (status in ("INVALID_ARGUMENT", "OUT_OF_RANGE"), bool(text)) == (True, True)
-            for policies in (
-                '{"max_publish_rate": -1}',
-                '{"max_publish_rate": 1e99}',
-                '{"max_publish_rate": true}',
-                '{"max_publish_rate": ' + "9" * 5000 + "}",
-                '{"max_message_size": 99999999999}',
-                '{"nothing": 1}',
-                '{"\U0001f600": 1}',
-                '{"' + "\U0001f600" * 5000 + '": 1}',
-                "[" * 100_000,
-                '{"max_publish_rate":' * 50_000,
-                "[]",
-                "\0",
-                "NaN",
-            ):
-                for call, name in (
-                    (admin.SetTopicPolicies, topic),
-                    (admin.SetNamespacePolicies, "default"),
-                ):
-                    status, text = await outcome(
-                        call(ister_api.SetPoliciesRequest(name=name, policies=policies))
-                    )
-                    assert (status, bool(text)) == ("INVALID_ARGUMENT", True), policies[:40]
-            for fields in (
-                {"max_redelivery_count": 2**32 - 1},
-                {"ack_timeout_ms": 0},
-                {"ack_timeout_ms": U64},
-                {"base_redelivery_delay_ms": U64, "max_redelivery_delay_ms": U64},
-                {"base_redelivery_delay_ms": 2, "max_redelivery_delay_ms": 1},
-                {"poison_policy": 0},
-                {"poison_policy": 0, "dead_letter_topic": "../../x"},
-                {"poison_policy": 0, "dead_letter_topic": topic},
-                {"poison_policy": 77},
-                {"backoff_strategy": -1},
-            ):
-                policy = {"ack_timeout_ms": 1000, "poison_policy": 1, **fields}
-                request = danube_admin.SetSubscriptionFailurePolicyRequest(
-                    topic=topic,
-                    subscription="sub",
-                    failure_policy=danube_admin.SubscriptionFailurePolicy(**policy),
+                status, text = await outcome(
+                    call(ister_api.SetPoliciesRequest(name=name, policies=policies))
                 )
-                status, text = await outcome(topics.SetSubscriptionFailurePolicy(request))
-                assert (status, bool(text)) == ("INVALID_ARGUMENT", True), fields
-            for window in (0, 2**32 - 1):
-                request = danube_admin.SetSubscriptionDispatchConfigRequest(
-                    topic=topic,
-                    subscription="sub",
-                    dispatch_config=danube_admin.SubscriptionDispatchConfig(
-                        max_unacked_messages=window
-                    ),
-                )
-                status, text = await outcome(topics.SetSubscriptionDispatchConfig(request))
-                assert (status, bool(text)) == ("INVALID_ARGUMENT", True)
-            for partitions in (2**32 - 1, 1025):
-                request = danube_admin.PartitionedTopicRequest(
-                    base_name="/default/parts", partitions=partitions, dispatch_strategy=1
-                )
-                status, text = await outcome(topics.CreatePartitionedTopic(request))
-                assert (status, bool(text)) == ("INVALID_ARGUMENT", True)
-            for number in (-1, 4, 2**31 - 1):
-                request = subscribe_request(topic, "other", kind=number)
-                status, text = await outcome(session.raw_consumers.Subscribe(request))
-                assert (status, bool(text)) == ("INVALID_ARGUMENT", True)
-
-    with storm(broker):
-        run(ask())
+                assert (status, bool(text)) == ("INVALID_ARGUMENT", True), policies[:40]
+        for fields in (
+            {"max_redelivery_count": 2**32 - 1},
+            {"ack_timeout_ms": 0},
+            {"ack_timeout_ms": U64},
+            {"base_redelivery_delay_ms": U64, "max_redelivery_delay_ms": U64},
+            {"base_redelivery_delay_ms": 2, "max_redelivery_delay_ms": 1},
+            {"poison_policy": 0},
+            {"poison_policy": 0, "dead_letter_topic": "../../x"},
+            {"poison_policy": 0, "dead_letter_topic": topic},
+            {"poison_policy": 77},
+            {"backoff_strategy": -1},
+        ):
+            policy = {"ack_timeout_ms": 1000, "poison_policy": 1, **fields}
+            request = danube_admin.SetSubscriptionFailurePolicyRequest(
+                topic=topic,
+                subscription="sub",
+                failure_policy=danube_admin.SubscriptionFailurePolicy(**policy),
+            )
+            status, text = await outcome(topics.SetSubscriptionFailurePolicy(request))
+            assert (status, bool(text)) == ("INVALID_ARGUMENT", True), fields
+        for window in (0, 2**32 - 1):
+            request = danube_admin.SetSubscriptionDispatchConfigRequest(
+                topic=topic,
+                subscription="sub",
+                dispatch_config=danube_admin.SubscriptionDispatchConfig(
+                    max_unacked_messages=window
+                ),
+            )
+            status, text = await outcome(topics.SetSubscriptionDispatchConfig(request))
+            assert (status, bool(text)) == ("INVALID_ARGUMENT", True)
+        for partitions in (2**32 - 1, 1025):
+            request = danube_admin.PartitionedTopicRequest(
+                base_name="/default/parts", partitions=partitions, dispatch_strategy=1
+            )
+            status, text = await outcome(topics.CreatePartitionedTopic(request))
+            assert (status, bool(text)) == ("INVALID_ARGUMENT", True)
+        for number in (-1, 4, 2**31 - 1):
+            request = subscribe_request(topic, "other", kind=number)
+            status, text = await outcome(session.raw_consumers.Subscribe(request))
+            assert (status, bool(text)) == ("INVALID_ARGUMENT", True)
 
 
 def schema_bombs():
@@ -1065,80 +1033,70 @@ def schema_bombs():
     yield "nothing", "x"
 
 
-def test_schemas_that_are_bombs(broker):
+async def test_schemas_that_are_bombs(session, broker):
     topic = "/default/bombs"
 
-    async def ask():
-        async with connect(broker, own_connection=True) as session:
-            registry = wire.stub(session.channel, "danube_schema.SchemaRegistry")
-            await session.create_topic(topic)
-            producer = await register(session, topic)
-            for number, (kind, text) in enumerate(schema_bombs()):
-                request = danube_schema.RegisterSchemaRequest(
-                    subject=f"bomb-{number}", schema_type=kind, schema_definition=text.encode()
+    async with Storm(broker, mib=250):
+        registry = wire.stub(session.channel, "danube_schema.SchemaRegistry")
+        await session.create_topic(topic)
+        producer = await register(session, topic)
+        for number, (kind, text) in enumerate(schema_bombs()):
+            request = danube_schema.RegisterSchemaRequest(
+                subject=f"bomb-{number}", schema_type=kind, schema_definition=text.encode()
+            )
+            began = time.monotonic()
+            status, told = await outcome(registry.RegisterSchema(request))
+            assert status in ("OK", "INVALID_ARGUMENT"), f"{kind} {text[:60]}: {told}"
+            if status == "OK":
+                # Taken: then its messages are judged quickly, too.
+                await registry.ConfigureTopicSchema(
+                    danube_schema.ConfigureTopicSchemaRequest(
+                        topic_name=topic,
+                        schema_subject=f"bomb-{number}",
+                        validation_policy="enforce",
+                        enable_payload_validation=True,
+                    )
                 )
-                began = time.monotonic()
-                status, told = await outcome(registry.RegisterSchema(request))
-                assert status in ("OK", "INVALID_ARGUMENT"), f"{kind} {text[:60]}: {told}"
-                if status == "OK":
-                    # Taken: then its messages are judged quickly, too.
-                    await registry.ConfigureTopicSchema(
-                        danube_schema.ConfigureTopicSchemaRequest(
-                            topic_name=topic,
-                            schema_subject=f"bomb-{number}",
-                            validation_policy="enforce",
-                            enable_payload_validation=True,
-                        )
-                    )
-                    latest = await registry.GetLatestSchema(
-                        danube_schema.GetLatestSchemaRequest(subject=f"bomb-{number}")
-                    )
-                    for payload in (b'"' + b"a" * 5000 + b'!"', b"[" * 100_000, b"\xff" * 100_000):
-                        sent = message(topic, producer, payload, schema_id=latest.schema_id)
-                        status, told = await outcome(session.raw_producers.SendMessage(sent))
-                        assert status not in ("INTERNAL", "UNKNOWN"), f"{kind} {text[:60]}: {told}"
-                took = time.monotonic() - began
-                assert took < PATIENCE_SECONDS, f"{kind} {text[:60]!r} took {took:.1f} s"
-            await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
-
-    with storm(broker, mib=250):
-        run(ask())
+                latest = await registry.GetLatestSchema(
+                    danube_schema.GetLatestSchemaRequest(subject=f"bomb-{number}")
+                )
+                for payload in (b'"' + b"a" * 5000 + b'!"', b"[" * 100_000, b"\xff" * 100_000):
+                    sent = message(topic, producer, payload, schema_id=latest.schema_id)
+                    status, told = await outcome(session.raw_producers.SendMessage(sent))
+                    assert status not in ("INTERNAL", "UNKNOWN"), f"{kind} {text[:60]}: {told}"
+            took = time.monotonic() - began
+            assert took < PATIENCE_SECONDS, f"{kind} {text[:60]!r} took {took:.1f} s"
+        await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
 
 
-def test_key_filters_that_are_bombs(broker):
+async def test_key_filters_that_are_bombs(session, broker):
     """64 filters of stars, and keys that almost match each of them."""
     topic = "/default/filters"
     filters = [f"{'*a' * 126}{chr(98 + number % 20)}" for number in range(64)]
 
-    async def ask():
-        async with connect(broker, own_connection=True) as session:
-            producer = await register(session, topic)
-            subscribe = session.raw_consumers.Subscribe
-            for wrong in (["*" * 300], ["a"] * 65, [""]):
-                status, text = await outcome(
-                    subscribe(subscribe_request(topic, "f", "c", 3, wrong))
-                )
-                assert (status, bool(text)) == ("INVALID_ARGUMENT", True)
-            picky = await subscribe(subscribe_request(topic, "keys", "picky", 3, filters))
-            every = await subscribe(subscribe_request(topic, "keys", "every", 3))
-            streams = [
-                session.raw_consumers.ReceiveMessages(danube.ReceiveRequest(consumer_id=one))
-                for one in (picky.consumer_id, every.consumer_id)
-            ]
-            await session.wait_attached(topic, "every", "keys")
-            for number in range(30):
-                # Keys are told apart by their beginning; each has one message in flight.
-                key = f"{number}-" + "a" * (1_000_000 if number == 0 else 1000)
-                sent = message(topic, producer, str(number).encode(), routing_key=key)
-                assert await outcome(session.raw_producers.SendMessage(sent)) == ("OK", "")
-                broker.acknowledged[topic].append(str(number).encode())
-            came = [(await asyncio.wait_for(streams[1].read(), 60)).payload for _ in range(30)]
-            assert sorted(came) == sorted(broker.acknowledged[topic])
-            for stream in streams:
-                stream.cancel()
-
-    with storm(broker):
-        run(ask())
+    async with Storm(broker):
+        producer = await register(session, topic)
+        subscribe = session.raw_consumers.Subscribe
+        for wrong in (["*" * 300], ["a"] * 65, [""]):
+            status, text = await outcome(subscribe(subscribe_request(topic, "f", "c", 3, wrong)))
+            assert (status, bool(text)) == ("INVALID_ARGUMENT", True)
+        picky = await subscribe(subscribe_request(topic, "keys", "picky", 3, filters))
+        every = await subscribe(subscribe_request(topic, "keys", "every", 3))
+        streams = [
+            session.raw_consumers.ReceiveMessages(danube.ReceiveRequest(consumer_id=one))
+            for one in (picky.consumer_id, every.consumer_id)
+        ]
+        await session.wait_attached(topic, "every", "keys")
+        for number in range(30):
+            # Keys are told apart by their beginning; each has one message in flight.
+            key = f"{number}-" + "a" * (1_000_000 if number == 0 else 1000)
+            sent = message(topic, producer, str(number).encode(), routing_key=key)
+            assert await outcome(session.raw_producers.SendMessage(sent)) == ("OK", "")
+            broker.acknowledged[topic].append(str(number).encode())
+        came = [(await asyncio.wait_for(streams[1].read(), 60)).payload for _ in range(30)]
+        assert sorted(came) == sorted(broker.acknowledged[topic])
+        for stream in streams:
+            stream.cancel()
 
 
 # -- consumers that do not read ---------------------------------------------------------------
@@ -1158,7 +1116,7 @@ def publish_mib(broker, topic, count, *, reliable=True):
     run(publish())
 
 
-def test_a_consumer_that_never_reads(broker):
+async def test_a_consumer_that_never_reads(session, broker):
     """100 MiB for a subscription that one of two consumers does not take, and for another one.
 
     A subscription holds at most 16 MiB that were read and not sent, gRPC as much as its windows
@@ -1166,65 +1124,57 @@ def test_a_consumer_that_never_reads(broker):
     """
     topic, count = "/default/slow", 100 * MORE
 
-    async def scenario():
-        async with connect(broker, own_connection=True) as session:
-            await session.create_topic(topic)
-            subscribe = session.raw_consumers.Subscribe
-            stalled = await subscribe(subscribe_request(topic, "shared", "stalled", 1))
-            lazy = session.raw_consumers.ReceiveMessages(
-                danube.ReceiveRequest(consumer_id=stalled.consumer_id)
-            )
-            alone = await subscribe(subscribe_request(topic, "alone", "stalled", 0))
-            lazy_alone = session.raw_consumers.ReceiveMessages(
-                danube.ReceiveRequest(consumer_id=alone.consumer_id)
-            )
-            await session.wait_attached(topic, "stalled", "shared")
-            await session.wait_attached(topic, "stalled", "alone")
-            await session.set_window(topic, 10, subscription="shared")
-            await session.set_failure_policy(
-                topic,
-                subscription="shared",
-                ack_timeout_ms=500,
-                retries=100_000,
-                delay_ms=1,
-                max_delay_ms=1,
-            )
-            async with connect(broker, own_connection=True) as others:
-                good = await others.consumer(topic, "good", subscription="shared", kind=SHARED)
-                other = await others.consumer(topic, "other", subscription="other")
-                await asyncio.to_thread(publish_mib, broker, topic, count)
-                came = [struct.unpack(">I", one.payload[:4])[0] for one in await other.take(count)]
-                assert came == list(range(count))
-                found = set()
-                async with asyncio.timeout(60):
-                    while len(found) < count:
-                        one = await good.one(ack=True, within=60)
-                        found.add(struct.unpack(">I", one.payload[:4])[0])
-            lazy.cancel()
-            lazy_alone.cancel()
-            await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
-
-    with storm(broker, mib=250):
-        run(scenario())
+    async with Storm(broker, mib=250):
+        await session.create_topic(topic)
+        subscribe = session.raw_consumers.Subscribe
+        stalled = await subscribe(subscribe_request(topic, "shared", "stalled", 1))
+        lazy = session.raw_consumers.ReceiveMessages(
+            danube.ReceiveRequest(consumer_id=stalled.consumer_id)
+        )
+        alone = await subscribe(subscribe_request(topic, "alone", "stalled", 0))
+        lazy_alone = session.raw_consumers.ReceiveMessages(
+            danube.ReceiveRequest(consumer_id=alone.consumer_id)
+        )
+        await session.wait_attached(topic, "stalled", "shared")
+        await session.wait_attached(topic, "stalled", "alone")
+        await session.set_window(topic, 10, subscription="shared")
+        await session.set_failure_policy(
+            topic,
+            subscription="shared",
+            ack_timeout_ms=500,
+            retries=100_000,
+            delay_ms=1,
+            max_delay_ms=1,
+        )
+        async with connect(broker, own_connection=True) as others:
+            good = await others.consumer(topic, "good", subscription="shared", kind=SHARED)
+            other = await others.consumer(topic, "other", subscription="other")
+            await asyncio.to_thread(publish_mib, broker, topic, count)
+            came = [struct.unpack(">I", one.payload[:4])[0] for one in await other.take(count)]
+            assert came == list(range(count))
+            found = set()
+            async with asyncio.timeout(60):
+                while len(found) < count:
+                    one = await good.one(ack=True, within=60)
+                    found.add(struct.unpack(">I", one.payload[:4])[0])
+        lazy.cancel()
+        lazy_alone.cancel()
+        await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
 
 
-def test_a_consumer_of_a_topic_without_a_log_that_never_reads(broker):
+async def test_a_consumer_of_a_topic_without_a_log_that_never_reads(session, broker):
     """It misses messages; 8 MiB wait for it, and what gRPC has taken already."""
     topic = "/default/slow-pushed"
 
-    async def scenario():
-        async with connect(broker, own_connection=True) as session:
-            await register(session, topic, reliable=False)
-            known = await session.raw_consumers.Subscribe(subscribe_request(topic))
-            stream = session.raw_consumers.ReceiveMessages(
-                danube.ReceiveRequest(consumer_id=known.consumer_id)
-            )
-            await session.wait_attached(topic, "attacker")
-            await asyncio.to_thread(publish_mib, broker, topic, 200 * MORE, reliable=False)
-            stream.cancel()
-
-    with storm(broker, mib=120):
-        run(scenario())
+    async with Storm(broker, mib=120):
+        await register(session, topic, reliable=False)
+        known = await session.raw_consumers.Subscribe(subscribe_request(topic))
+        stream = session.raw_consumers.ReceiveMessages(
+            danube.ReceiveRequest(consumer_id=known.consumer_id)
+        )
+        await session.wait_attached(topic, "attacker")
+        await asyncio.to_thread(publish_mib, broker, topic, 200 * MORE, reliable=False)
+        stream.cancel()
 
 
 _STOPPED_CLIENT = """
@@ -1277,7 +1227,7 @@ def test_a_client_that_is_stopped(broker):
     )
     try:
         assert client.stdout.readline() == b"attached\n"
-        with storm(broker):
+        with Storm(broker):
             run(scenario(client))
     finally:
         client.kill()
@@ -1288,7 +1238,7 @@ def test_a_client_that_is_stopped(broker):
 # -- Ister's own stream -----------------------------------------------------------------------
 
 
-def test_streams_that_break_the_rules(broker):
+async def test_streams_that_break_the_rules(session, broker):
     topic = "/default/rules"
 
     def opening(**fields):
@@ -1313,63 +1263,53 @@ def test_streams_that_break_the_rules(broker):
         "no topic": [opening(topic="/default/nobody-at-all")],
     }
 
-    async def ask():
-        async with connect(broker, own_connection=True) as session:
-            await session.create_topic(topic)
-            consume = wire.stub(session.channel, "ister.Delivery").Consume
-            for what, requests in broken.items():
-                stream = consume()
-                status, text = "OK", ""
-                try:
-                    for request in requests:
-                        await stream.write(request)
-                    async with asyncio.timeout(60):
-                        while await stream.read() is not grpc.aio.EOF:
-                            pass
-                except grpc.aio.AioRpcError as error:
-                    status, text = error.code().name, error.details()
-                except asyncio.InvalidStateError:  # ended while we wrote
-                    status, text = (await stream.code()).name, await stream.details()
-                assert status in ("INVALID_ARGUMENT", "OUT_OF_RANGE", "NOT_FOUND"), (what, status)
-                assert text
+    async with Storm(broker):
+        await session.create_topic(topic)
+        consume = wire.stub(session.channel, "ister.Delivery").Consume
+        for what, requests in broken.items():
+            stream = consume()
+            status, text = "OK", ""
+            try:
+                for request in requests:
+                    await stream.write(request)
+                async with asyncio.timeout(60):
+                    while await stream.read() is not grpc.aio.EOF:
+                        pass
+            except grpc.aio.AioRpcError as error:
+                status, text = error.code().name, error.details()
+            except asyncio.InvalidStateError:  # ended while we wrote
+                status, text = (await stream.code()).name, await stream.details()
+            assert status in ("INVALID_ARGUMENT", "OUT_OF_RANGE", "NOT_FOUND"), (what, status)
+            assert text
 
-            async def is_free():
-                return not (await session.describe(topic, "s")).consumers
+        async def is_free():
+            return not (await session.describe(topic, "s")).consumers
 
-            await eventually(is_free)
-
-    with storm(broker):
-        run(ask())
+        await eventually(is_free)
 
 
 @pytest.mark.nightly
-def test_endless_acknowledgements_of_a_client_that_does_not_read(broker):
+async def test_endless_acknowledgements_of_a_client_that_does_not_read(session, broker):
     """Confirmations do not pile up: after some, the broker stops reading from it."""
     topic = "/default/endless"
 
-    async def flood():
-        async with connect(broker, own_connection=True) as session:
-            await session.create_topic(topic)
-            stream = wire.stub(session.channel, "ister.Delivery").Consume()
-            opened = ister_api.OpenConsumer(topic=topic, subscription="s", consumer="c")
-            await stream.write(ister_api.ConsumeRequest(open=opened))
-            nonsense = ister_api.ConsumeRequest(
-                acks=ister_api.Acks(offsets=range(2**62, 2**62 + 9000))
-            )
-            sent, is_stuck = 0, False
-            try:
-                async with asyncio.timeout(3):
-                    while sent < 2000 * MORE:
-                        await stream.write(nonsense)
-                        sent += 1
-            except TimeoutError:
-                is_stuck = True
-            assert is_stuck, "all of it was taken"
-            assert (await session.describe(topic, "s")).cursor == 0
-            stream.cancel()
-
-    with storm(broker, mib=80):
-        run(flood())
+    async with Storm(broker, mib=80):
+        await session.create_topic(topic)
+        stream = wire.stub(session.channel, "ister.Delivery").Consume()
+        opened = ister_api.OpenConsumer(topic=topic, subscription="s", consumer="c")
+        await stream.write(ister_api.ConsumeRequest(open=opened))
+        nonsense = ister_api.ConsumeRequest(acks=ister_api.Acks(offsets=range(2**62, 2**62 + 9000)))
+        sent, is_stuck = 0, False
+        try:
+            async with asyncio.timeout(3):
+                while sent < 2000 * MORE:
+                    await stream.write(nonsense)
+                    sent += 1
+        except TimeoutError:
+            is_stuck = True
+        assert is_stuck, "all of it was taken"
+        assert (await session.describe(topic, "s")).cursor == 0
+        stream.cancel()
 
 
 # -- Flight and HTTP --------------------------------------------------------------------------
@@ -1406,7 +1346,7 @@ def test_flight_requests_that_are_none(broker):
         rng.randbytes(1000),
         b'{"a":"' + b"x" * MIB + b'"}',
     ]
-    with storm(broker), flight.connect(f"grpc://{broker.flight}") as client:
+    with Storm(broker), flight.connect(f"grpc://{broker.flight}") as client:
         for data in nonsense:
             refused(lambda data=data: client.do_get(flight.Ticket(data)).read_all())
             for action in Action:
@@ -1425,7 +1365,7 @@ def test_flight_requests_that_are_none(broker):
             refused(lambda table=table: put(client, opened, table))
         assert list(client.do_action(flight.Action(Action.TOPICS, b"")))
     # What speaks no gRPC at all.
-    with storm(broker), connections(broker, 50, rng.randbytes(4000), port="flight"):
+    with Storm(broker), connections(broker, 50, rng.randbytes(4000), port="flight"):
         watch_rounds(broker)
 
 
@@ -1457,7 +1397,7 @@ def test_http_requests_that_are_none(broker):
         return answer(request).split(b"\r\n")[0]
 
     close = b"Host: x\r\nConnection: close\r\n"
-    with storm(broker, mib=80):
+    with Storm(broker, mib=80):
         for path in (
             b"/nothing",
             b"/metrics/../../etc/passwd",
@@ -1497,7 +1437,7 @@ def test_http_requests_that_are_none(broker):
 @pytest.mark.nightly
 def test_http_connections_that_take_their_time(broker):
     """Slow loris: 600 of them, a byte now and then. The oldest go; whoever asks is answered."""
-    with storm(broker, mib=80), connections(broker, 600, b"GET /re", port="http") as slow:
+    with Storm(broker, mib=80), connections(broker, 600, b"GET /re", port="http") as slow:
         for _ in range(3):
             for one in slow:
                 with suppress(OSError):
@@ -1513,24 +1453,20 @@ def test_http_connections_that_take_their_time(broker):
 # -- when it is over --------------------------------------------------------------------------
 
 
-def test_every_line_of_the_log_is_one_of_its_own(broker):
+async def test_every_line_of_the_log_is_one_of_its_own(session, broker):
     """What clients said is inside of JSON, never a line; and nothing of it was a fault of ours."""
     names = ["\nFORGED", '"\nFORGED {"level":"ERROR"}', "\r\nFORGED", "\x1b[31mFORGED"]
 
-    async def ask():
-        async with connect(broker, own_connection=True) as session:
-            for name in names:
-                await outcome(register(session, f"/default/{name}"))
-                await outcome(register(session, "/default/names", name))
-                await outcome(register(session, "/default/names", f"p{name}"))
-                producer = await register(session, "/default/names", f"p{names.index(name)}")
-                sender = f"p{names.index(name)}"
-                sent = message("/default/names", producer, name=sender, routing_key=name)
-                assert await outcome(session.raw_producers.SendMessage(sent)) == ("OK", "")
-                await outcome(session.raw_consumers.Subscribe(subscribe_request(name, name, name)))
-
-    with storm(broker):
-        run(ask())
+    async with Storm(broker):
+        for name in names:
+            await outcome(register(session, f"/default/{name}"))
+            await outcome(register(session, "/default/names", name))
+            await outcome(register(session, "/default/names", f"p{name}"))
+            producer = await register(session, "/default/names", f"p{names.index(name)}")
+            sender = f"p{names.index(name)}"
+            sent = message("/default/names", producer, name=sender, routing_key=name)
+            assert await outcome(session.raw_producers.SendMessage(sent)) == ("OK", "")
+            await outcome(session.raw_consumers.Subscribe(subscribe_request(name, name, name)))
     lines = broker.log.splitlines()
     for line in lines:
         assert "FORGED" not in line or line.startswith("{"), line

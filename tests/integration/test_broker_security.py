@@ -754,7 +754,7 @@ _ROLES = {
 
 
 def _may(person, permission):
-    """The oracle."""
+    """The oracle, for what the person's rights are about."""
     roles, scope = _ROLES[person]
     if scope == "cluster":
         return True
@@ -775,88 +775,60 @@ def _may(person, permission):
 
 
 @pytest.mark.parametrize("person", _ROLES)
-def test_matrix_of_permissions(broker, person):
+async def test_matrix_of_permissions_on_all_ports(broker, person):
     """Every call, as everybody: on a topic of their own, one of others, and one that is not there.
 
-    Whatever else a call answers, PERMISSION_DENIED comes if and only if the table says so. For
-    those without rights the answer is the same whether or not the topic exists.
+    Whatever else a call answers, it is denied if and only if the table says so. For those without
+    rights the answer is the same whether or not the topic exists.
     """
-    spaces = f"own-{person}-{next(_numbers)}", f"others-{person}-{next(_numbers)}"
+    number = next(_numbers)
+    name, spaces = f"{person}-{number}", (f"own-{person}-{number}", f"others-{person}-{number}")
     own, others = (f"/{space}/orders" for space in spaces)
     missing = f"/{spaces[1]}/missing"
-
-    async def scenario():
-        for space, topic in zip(spaces, (own, others), strict=True):
-            await broker.admin(
-                "CreateNamespace",
-                danube_admin.NamespaceRequest(name=space),
-                service="danube_admin.NamespaceAdmin",
-            )
-            await broker.create_topic(topic)
-        roles, scope = _ROLES[person]
-        name = f"{person}-{next(_numbers)}"
-        if roles:
-            resource = {"topic": own, "namespace": spaces[0], "cluster": ""}[scope]
-            await broker.allow(name, *roles, scope=scope, resource=resource)
-        headers = bearer(sign(name))
-        wrong = []
-        async with broker.channel() as channel:
-            texts = {}
-            for topic, space in ((others, spaces[1]), (missing, spaces[1]), (own, spaces[0])):
-                for permission, service, method, request in _calls(topic, space):
-                    call = getattr(wire.stub(channel, service), method)
-                    try:
-                        await call(request, metadata=headers, timeout=30)
-                        code, text = Code.OK, ""
-                    except grpc.aio.AioRpcError as error:
-                        code, text = error.code(), error.details()
-                    is_denied = code is Code.PERMISSION_DENIED
-                    may = _may(person, permission) and (topic == own or scope == "cluster")
-                    may = may and person != "nobody"
-                    if is_denied == may or code is Code.UNAUTHENTICATED:
-                        wrong.append((topic, method, code, text))
-                    if is_denied and topic != own:
-                        texts.setdefault((service, method), set()).add(text.replace(topic, "…"))
-        assert not wrong
-        assert all(len(said) == 1 for said in texts.values()), "it tells what exists"
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("person", _ROLES)
-async def test_matrix_of_permissions_on_flight_and_http(broker, person):
-    number = next(_numbers)
-    own, others = f"/flight-{number}/orders", f"/flight-others-{number}/orders"
-    name = f"{person}-{number}"
-    async with broker.danube(sign("root")) as session:
-        for topic in (own, others):
-            await broker.admin(
-                "CreateNamespace",
-                danube_admin.NamespaceRequest(name=topic.split("/")[1]),
-                service="danube_admin.NamespaceAdmin",
-            )
-            producer = await session.producer(topic)
-            await producer.send(b"hello")
+    for space, topic in zip(spaces, (own, others), strict=True):
+        await broker.admin(
+            "CreateNamespace",
+            danube_admin.NamespaceRequest(name=space),
+            service="danube_admin.NamespaceAdmin",
+        )
+        async with broker.danube(sign("root")) as session:
+            await (await session.producer(topic)).send(b"hello")
     roles, scope = _ROLES[person]
     if roles:
-        resource = {"topic": own, "namespace": own.split("/")[1], "cluster": ""}[scope]
+        resource = {"topic": own, "namespace": spaces[0], "cluster": ""}[scope]
         await broker.allow(name, *roles, scope=scope, resource=resource)
     headers = bearer(sign(name))
-    for topic in (own, others, f"/flight-others-{number}/missing"):
+    seen = await asyncio.to_thread(_flight_topics, broker, headers)
+    assert (own in seen) == (person != "nobody")
+    assert (others in seen) == (scope == "cluster")
+    wrong, texts = [], {}
+    for topic in (others, missing, own):
 
         def may(permission, topic=topic):
             return _may(person, permission) and (topic == own or scope == "cluster")
 
         outcomes = await asyncio.to_thread(_flight_outcomes, broker, topic, headers)
         for permission, error in outcomes.items():
-            assert not isinstance(error, UnauthenticatedError)
             is_denied = isinstance(error, PermissionDeniedError)
-            assert is_denied != may(permission), (topic, permission, error)
-    seen = await asyncio.to_thread(_flight_topics, broker, headers)
-    assert (own in seen) == (person != "nobody")
-    assert (others in seen) == (scope == "cluster")
+            if is_denied == may(permission) or isinstance(error, UnauthenticatedError):
+                wrong.append((topic, "Flight", permission, error))
+        async with broker.channel() as channel:
+            for permission, service, method, request in _calls(topic, topic.split("/")[1]):
+                call = getattr(wire.stub(channel, service), method)
+                try:
+                    await call(request, metadata=headers, timeout=30)
+                    code, text = Code.OK, ""
+                except grpc.aio.AioRpcError as error:
+                    code, text = error.code(), error.details()
+                is_denied = code is Code.PERMISSION_DENIED
+                if is_denied == may(permission) or code is Code.UNAUTHENTICATED:
+                    wrong.append((topic, method, code, text))
+                if is_denied and topic != own:
+                    texts.setdefault((service, method), set()).add(text.replace(topic, "…"))
     async with broker.http() as http, http.get("/metrics", headers=dict(headers)) as response:
         assert response.status == (200 if scope == "cluster" else 403)
+    assert not wrong
+    assert all(len(said) == 1 for said in texts.values()), "it tells what exists"
 
 
 def _flight_outcomes(broker, topic, headers):
@@ -1073,7 +1045,7 @@ def test_certificate_says_who_it_is_to_danubes_client(mutual, topic):
 
 
 @pytest.mark.nightly
-def test_certificate_that_expires_is_refused_on_open_connections(mutual, topic):
+async def test_certificate_that_expires_is_refused_on_open_connections(mutual, topic):
     """Goal: TLS looks at the time once; calls, streams and resumed sessions come later."""
     name = f"brief-{next(_numbers)}"
     ends_at = time.time() + 15
@@ -1086,51 +1058,46 @@ def test_certificate_that_expires_is_refused_on_open_connections(mutual, topic):
         async with http.get("/metrics") as response:
             return response.status
 
-    async def scenario():
-        binding = danube_admin.BindingDefinition(
-            id=name,
-            principal_type="service_account",
-            principal_name=name,
-            role_names=["admin"],
-            scope="cluster",
-        )
-        request = danube_admin.CreateBindingRequest(binding=binding)
-        await mutual.admin("CreateBinding", request, client=brief)
-        with mutual.flight(brief) as connection:
-            async with mutual.channel(brief) as channel, mutual.http(brief) as http:
-                listed = wire.stub(channel, "danube_admin.BrokerAdmin").ListBrokers
-                await wire.stub(channel, "danube_admin.TopicAdmin").CreateTopic(
-                    danube_admin.NewTopicRequest(name=topic, dispatch_strategy=1)
-                )
-                consumers = wire.stub(channel, "danube.ConsumerService")
-                found = await consumers.Subscribe(
-                    danube.ConsumerRequest(topic_name=topic, consumer_name="c", subscription="s")
-                )
-                stream = consumers.ReceiveMessages(
-                    danube.ReceiveRequest(consumer_id=found.consumer_id)
-                )
-                assert await code_of(listed(danube_admin.Empty(), timeout=30)) is Code.OK
-                await asyncio.to_thread(by_flight, connection)
-                assert await status(http) == 200
-                assert time.time() < ends_at, "the machine is too slow for this test"
-                # An idle connection would be closed before.
-                while (answer := await status(http)) == 200:
-                    await asyncio.sleep(0.5)
-                assert answer == 401
-                # Ends by itself, within about a second of the certificate.
-                code = await asyncio.wait_for(code_of(stream.read()), 60)
-                assert code is Code.UNAUTHENTICATED
-                assert time.time() > ends_at - 1
-                code = await code_of(listed(danube_admin.Empty(), timeout=30))
-                assert code is Code.UNAUTHENTICATED
-                error = await asyncio.to_thread(flight_outcome, lambda: by_flight(connection))
-                assert isinstance(error, UnauthenticatedError)
-
-    run(scenario())
+    binding = danube_admin.BindingDefinition(
+        id=name,
+        principal_type="service_account",
+        principal_name=name,
+        role_names=["admin"],
+        scope="cluster",
+    )
+    request = danube_admin.CreateBindingRequest(binding=binding)
+    await mutual.admin("CreateBinding", request, client=brief)
+    with mutual.flight(brief) as connection:
+        async with mutual.channel(brief) as channel, mutual.http(brief) as http:
+            listed = wire.stub(channel, "danube_admin.BrokerAdmin").ListBrokers
+            await wire.stub(channel, "danube_admin.TopicAdmin").CreateTopic(
+                danube_admin.NewTopicRequest(name=topic, dispatch_strategy=1)
+            )
+            consumers = wire.stub(channel, "danube.ConsumerService")
+            found = await consumers.Subscribe(
+                danube.ConsumerRequest(topic_name=topic, consumer_name="c", subscription="s")
+            )
+            stream = consumers.ReceiveMessages(danube.ReceiveRequest(consumer_id=found.consumer_id))
+            assert await code_of(listed(danube_admin.Empty(), timeout=30)) is Code.OK
+            await asyncio.to_thread(by_flight, connection)
+            assert await status(http) == 200
+            assert time.time() < ends_at, "the machine is too slow for this test"
+            # An idle connection would be closed before.
+            while (answer := await status(http)) == 200:
+                await asyncio.sleep(0.5)
+            assert answer == 401
+            # Ends by itself, within about a second of the certificate.
+            code = await asyncio.wait_for(code_of(stream.read()), 60)
+            assert code is Code.UNAUTHENTICATED
+            assert time.time() > ends_at - 1
+            code = await code_of(listed(danube_admin.Empty(), timeout=30))
+            assert code is Code.UNAUTHENTICATED
+            error = await asyncio.to_thread(flight_outcome, lambda: by_flight(connection))
+            assert isinstance(error, UnauthenticatedError)
 
 
 @pytest.mark.parametrize("case", IDENTITIES)
-def test_certificate_stands_for_the_same_name_on_every_port(mutual, case):
+async def test_certificate_stands_for_the_same_name_on_every_port(mutual, case):
     """Goal: no port takes a common name, or a kind of name, that another one does not take.
 
     The audit log and the refusals name whom a port has taken the client for.
@@ -1157,15 +1124,12 @@ def test_certificate_stands_for_the_same_name_on_every_port(mutual, case):
             assert response.status in (401, 403)
             return (await response.json())["error"]
 
-    async def scenario():
-        answers = [await ask_grpc(), await asyncio.to_thread(ask_flight), await ask_http()]
-        for answer in answers:
-            if wanted is None:
-                assert "names no principal" in answer
-            else:
-                assert answer.startswith(f"service:{wanted} has no permission"), answer
-
-    run(scenario())
+    answers = [await ask_grpc(), await asyncio.to_thread(ask_flight), await ask_http()]
+    for answer in answers:
+        if wanted is None:
+            assert "names no principal" in answer
+        else:
+            assert answer.startswith(f"service:{wanted} has no permission"), answer
 
 
 @pytest.mark.nightly
@@ -1225,68 +1189,6 @@ def test_listening_beyond_this_machine_needs_protection(tmp_path):
     assert "allow_insecure" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "d").exists(), "nothing was opened or made before"
-
-
-@pytest.mark.nightly
-async def test_floods_and_malformed_requests_harm_nobody(broker, topic):
-    """Bad tokens, bytes that are no message, messages and headers that are too large.
-
-    Each gets a clear status; an honest producer goes on meanwhile; memory stays where it was.
-    """
-
-    await broker.allow("honest", "producer", resource=topic)
-    async with (
-        broker.danube(sign("honest")) as session,
-        broker.channel() as channel,
-    ):
-        producer = await session.producer(topic)
-        await producer.send(b"first")
-        before = broker.process.rss_bytes()
-        good = bearer(sign("honest"))
-        raw = channel.unary_unary("/danube.ProducerService/SendMessage")
-        stream = channel.unary_stream("/danube.ConsumerService/ReceiveMessages")
-        codes = {
-            "malformed": await code_of(raw(b"\xff" * 64, metadata=good, timeout=30)),
-            "too large": await code_of(raw(bytes(20 << 20), metadata=good, timeout=30)),
-            "headers": await code_of(
-                raw(b"", metadata=(*good, ("x-more", "x" * 60_000)), timeout=30)
-            ),
-            "no such call": await code_of(
-                channel.unary_unary("/danube.ProducerService/None")(b"", metadata=good)
-            ),
-            "malformed stream": await code_of(
-                stream(b"\xff\xff", metadata=good, timeout=30).read()
-            ),
-        }
-        assert codes == {
-            "malformed": Code.INVALID_ARGUMENT,
-            "too large": Code.RESOURCE_EXHAUSTED,
-            "headers": Code.RESOURCE_EXHAUSTED,
-            "no such call": Code.UNIMPLEMENTED,
-            "malformed stream": Code.INVALID_ARGUMENT,
-        }
-        async with broker.http() as http:
-            long = {"Authorization": f"Bearer {broker.api_key}{'x' * 9000}"}
-            async with http.get("/metrics", headers=long) as response:
-                assert response.status == 400
-        tallies = []
-
-        async def flood(n):
-            for m in range(100):
-                bad = bearer(f"{n}.{m}.{'x' * 1000}")
-                tallies.append(await code_of(raw(b"", metadata=bad, timeout=60)))
-
-        flooding = asyncio.gather(*(flood(n) for n in range(30)))
-        sent = 0
-        while not flooding.done():
-            await asyncio.wait_for(producer.send(b"honest"), 60)
-            sent += 1
-        await flooding
-        assert set(tallies) == {Code.UNAUTHENTICATED}
-        assert sent >= 1
-        assert broker.process.rss_bytes() - before < 200 << 20
-        size = (broker.directory / "audit.jsonl").stat().st_size
-        assert size < 4 << 20
 
 
 async def test_refusals_and_changes_are_in_the_audit_log(broker, topic):

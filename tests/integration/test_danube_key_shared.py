@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("danube")
 
 from tests.support.danube import (
-    EXCLUSIVE,
     KEY_SHARED,
     eventually,
     texts,
@@ -163,20 +162,26 @@ async def test_a_consumer_that_joins_takes_over_some_keys_and_no_order_is_lost(
     assert {name for name, _, _ in seen} == {"a", "b"}
 
 
-async def test_a_consumer_that_leaves_hands_its_keys_to_the_others(session, topic):
+@pytest.mark.parametrize("partitions", [0, 3])
+async def test_a_consumer_that_leaves_hands_its_keys_to_the_others(session, topic, partitions):
+    """What it had, what waited for it, and what is sent when it has gone, each key in order."""
     keys = [f"user-{number}" for number in range(12)]
-
-    producer = await session.producer(topic)
+    producer = await session.producer(topic, partitions=partitions)
     stays = await join(session, topic, "stays")
     leaves = (await join(session, topic, "leaves"))["leaves"]
-    for key in keys:
-        await producer.send_with_key(f"{key} 0".encode(), None, key)
-        await producer.send_with_key(f"{key} 1".encode(), None, key)
+
+    async def publish(*turns):
+        for turn in turns:
+            for key in keys:
+                await producer.send_with_key(f"{key} {turn}".encode(), None, key)
+
+    await publish(0, 1)
     await leaves.one()
     await leaves.close()
-    seen = await Workers(stays).until(24)
+    await publish(2)
+    seen = await Workers(stays).until(36)
     for key in keys:
-        assert order(seen, key) == [f"{key} 0", f"{key} 1"]
+        assert order(seen, key) == [f"{key} {turn}" for turn in range(3)]
 
 
 # -- filters --------------------------------------------------------------------------------------
@@ -282,22 +287,6 @@ async def test_filters_hold_in_every_partition(session, topic):
         assert key.startswith(f"{name}-")
 
 
-async def test_a_consumer_that_leaves_a_partitioned_topic_loses_no_key(session, topic):
-    keys = [f"user-{number}" for number in range(12)]
-
-    producer = await session.producer(topic, partitions=3)
-    stays = await join(session, topic, "stays")
-    leaves = (await join(session, topic, "leaves"))["leaves"]
-    for turn in range(3):
-        for key in keys:
-            await producer.send_with_key(f"{key} {turn}".encode(), None, key)
-    await leaves.one()
-    await leaves.close()
-    seen = await Workers(stays).until(36)
-    for key in keys:
-        assert order(seen, key) == [f"{key} {turn}" for turn in range(3)]
-
-
 async def test_nacked_keys_of_a_partitioned_topic_come_again_in_order(session, topic):
     keys = [f"user-{number}" for number in range(6)]
 
@@ -314,80 +303,3 @@ async def test_nacked_keys_of_a_partitioned_topic_come_again_in_order(session, t
     for message in await inbox.take(12):
         seen[message.routing_key].append(message.payload.decode())
     assert seen == {key: [f"{key} 0", f"{key} 1"] for key in keys}
-
-
-# -- failures of one message ----------------------------------------------------------------------
-
-
-async def three_of_a_key(session, topic, **policy):
-    """Three messages of key `bad` around two of key `good`, and a policy without any retry."""
-    producer = await session.producer(topic)
-    inbox = (await join(session, topic, "only"))["only"]
-    await session.set_failure_policy(topic, retries=0, **policy)
-    for text in ["bad0", "good0", "bad1", "good1", "bad2"]:
-        await producer.send_with_key(text.encode(), None, text[:-1])
-    return inbox
-
-
-async def take_all(inbox, count):
-    """Acknowledges everything but `bad0`."""
-    seen = []
-    for _ in range(count):
-        message = await inbox.one()
-        seen.append(message.payload.decode())
-        if seen[-1] == "bad0":
-            await inbox.nack(message, reason="cannot be read")
-        else:
-            await inbox.ack(message)
-    return seen
-
-
-async def test_a_nacked_message_comes_again_before_others_of_its_key(session, topic):
-    inbox = await three_of_a_key(session, topic)
-    await session.set_failure_policy(topic, delay_ms=300)
-    seen = []
-    for _ in range(6):
-        message = await inbox.one()
-        seen.append(message.payload.decode())
-        if seen.count("bad0") == 1 and seen[-1] == "bad0":
-            await inbox.nack(message)
-        else:
-            await inbox.ack(message)
-    assert [text for text in seen if text.startswith("bad")] == [
-        "bad0",
-        "bad0",
-        "bad1",
-        "bad2",
-    ]
-    assert [text for text in seen if text.startswith("good")] == ["good0", "good1"]
-    await session.wait_for_cursor(topic, 5)
-
-
-async def test_a_dropped_message_leaves_the_others_of_its_key(session, topic):
-    inbox = await three_of_a_key(session, topic, poison="Drop")
-    seen = await take_all(inbox, 5)
-    assert [text for text in seen if text.startswith("bad")] == ["bad0", "bad1", "bad2"]
-    await session.wait_for_cursor(topic, 5)
-
-
-async def test_a_blocked_message_stops_only_its_key(session, topic):
-    inbox = await three_of_a_key(session, topic, poison="Block")
-    seen = await take_all(inbox, 3)
-    assert sorted(seen) == ["bad0", "good0", "good1"]
-    await inbox.expect_silence()
-    assert (await session.describe(topic)).cursor == 0
-
-
-async def test_a_dead_letter_leaves_the_others_of_its_key(session, topic):
-    letters_topic = f"{topic}-dlq"
-    await session.create_topic(letters_topic)
-    letters = await session.consumer(letters_topic, kind=EXCLUSIVE)
-    inbox = await three_of_a_key(
-        session, topic, poison="DeadLetter", dead_letter_topic=letters_topic
-    )
-    seen = await take_all(inbox, 5)
-    assert [text for text in seen if text.startswith("bad")] == ["bad0", "bad1", "bad2"]
-    [letter] = await letters.take(1)
-    assert letter.payload == b"bad0"
-    assert letter.routing_key == "bad"
-    await session.wait_for_cursor(topic, 5)

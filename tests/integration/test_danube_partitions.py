@@ -5,7 +5,6 @@ name, written to in turn or by key, and a consumer that subscribes to each of th
 which there are, and keeps plain and partitioned topics of one name apart.
 """
 
-import asyncio
 from collections import Counter
 from itertools import chain
 
@@ -22,7 +21,6 @@ from tests.support.danube import (
     EXCLUSIVE,
     SHARED,
     collect,
-    connect,
     offsets,
     refused,
     texts,
@@ -199,22 +197,3 @@ async def test_a_lookup_finds_a_partition_and_no_partitioned_base(session, topic
     assert one.response_type == danube.TopicLookupResponse.LookupType.Value("Connect")
     base = session.discovery.TopicLookup(danube.TopicLookupRequest(request_id=1, topic=topic))
     assert await refused(base) == grpc.StatusCode.NOT_FOUND
-
-
-async def test_partitions_survive_a_restart(broker, topic):
-    """What came is as it was, and what was not acknowledged comes again, from each partition."""
-
-    async with connect(broker) as session:
-        producer = await session.producer(topic, partitions=PARTITIONS)
-        inbox = await session.consumer(topic)
-        for number in range(9):
-            await producer.send(f"message {number}".encode())
-        await inbox.take(9, ack=False)
-    await asyncio.to_thread(broker.restart)
-    async with connect(broker) as session:
-        assert sorted(await session.partitions(topic)) == parts(topic)
-        inbox = await session.consumer(topic)
-        messages = await inbox.take(9)
-        assert Counter(texts(messages)) == Counter(f"message {n}" for n in range(9))
-        for name in parts(topic):
-            await session.wait_for_cursor(name, 3)
