@@ -6,10 +6,10 @@
 Two topics, subscriptions of all four kinds, consumers that come and leave, nacks, seeks back, and
 a process of consumers that is stopped with SIGSTOP, or killed, every few seconds. In the end
 producers stop, and everything has to arrive. Nothing is lost, nothing comes out of order: judged by
-`tests.fault.endurance_judge` from what the programs wrote down, not from what the broker has.
+`tests.support.endurance_judge` from what the programs wrote down, not from what the broker has.
 
 With several brokers (three-node etcd, S3, `ack: tiered`) one after the other dies, and its topics
-have to be served by the others: see `tests.fault.cluster_run`.
+have to be served by the others: see `tests.support.cluster_run`.
 
 Ends with one JSON line; the exit code says whether all of it held. `--keep` leaves the records.
 """
@@ -25,11 +25,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.fault.cluster_run import CLUSTER_SETTINGS, ClusterRun, faults_of
-from tests.fault.endurance_load import EnduranceLoad
-from tests.fault.endurance_program import Options
 from tests.servers.broker import BrokerProcess
 from tests.servers.cluster import BrokerCluster
+from tests.support.cluster_run import CLUSTER_SETTINGS, ClusterRun, faults_of
+from tests.support.endurance_load import EnduranceLoad
+from tests.support.endurance_program import Options
 
 KILL_SECONDS = 8.0
 SETTINGS = {

@@ -26,8 +26,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import ister
-from tests.fault.oracle import SURVIVES_KILL, History, settings_of, verify
-from tests.fault.writer_child import WriterChild
+from tests.support.oracle import SURVIVES_KILL, History, settings_of, verify
+from tests.support.writer_child import WriterChild
 
 LEVELS = {"/soak/memory": "memory", "/soak/written": "written", "/soak/synced": "synced"}
 IDLE = "/soak/idle"

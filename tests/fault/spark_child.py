@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from pyspark.find_spark_home import _find_spark_home
 
-from tests.fault.processes import Process, end_with_parent, kill_all, kill_session, of_session
+from tests.support.processes import Process, end_with_parent, kill_all, kill_session, of_session
 
 __all__ = ["SparkChild", "spark_environment"]
 

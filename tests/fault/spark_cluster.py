@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from tests.fault.processes import Process, end_with_parent, kill_session, of_session
 from tests.fault.spark_child import spark_environment
 from tests.servers.ports import free_port
+from tests.support.processes import Process, end_with_parent, kill_session, of_session
 
 __all__ = ["SparkCluster"]
 

@@ -20,7 +20,7 @@ pytest.importorskip("danube")
 import grpc
 
 from ister.wire import ister_api
-from tests.fault.broker_load import (
+from tests.support.broker_load import (
     FLUSH_SECONDS,
     LEFT,
     RIGHT,
@@ -30,10 +30,10 @@ from tests.fault.broker_load import (
     Load,
     read_logs,
 )
-from tests.fault.delivery_history import DeliveryHistory, Verdict
-from tests.fault.writer_child import new_seed, say_replay
 from tests.support.danube import connect, texts
+from tests.support.delivery_history import DeliveryHistory, Verdict
 from tests.support.scale import IS_NIGHTLY, scaled
+from tests.support.writer_child import new_seed, say_replay
 
 T = TypeVar("T")
 

@@ -23,7 +23,8 @@ import grpc
 from ister.client import AsyncClient
 from ister.errors import UnavailableError, WaitTimeoutError
 from ister.wire import danube
-from tests.fault.cluster_run import (
+from tests.servers.cluster import BrokerCluster, Link
+from tests.support.cluster_run import (
     BUSY_SECONDS,
     CLUSTER_SETTINGS,
     TOPICS,
@@ -31,12 +32,11 @@ from tests.fault.cluster_run import (
     Fault,
     faults_of,
 )
-from tests.fault.endurance_program import Options
-from tests.fault.writer_child import new_seed, say_replay
-from tests.servers.cluster import BrokerCluster, Link
 from tests.support.danube import connect, numbered, run, texts
+from tests.support.endurance_program import Options
 from tests.support.scale import IS_NIGHTLY, scaled
 from tests.support.waiting import PATIENCE_SECONDS, eventually, eventually_async
+from tests.support.writer_child import new_seed, say_replay
 
 KILLS = scaled(2, 100)
 KILL_TOPICS = scaled(2, 3)

@@ -14,10 +14,10 @@ import pytest
 
 import ister
 from ister.errors import ConflictError
-from tests.fault.oracle import History
-from tests.fault.tier_checks import TOPIC, memory_directory, tier_settings, verify_topic
-from tests.fault.tier_child import TierChild
 from tests.servers.etcd import EtcdServer
+from tests.support.oracle import History
+from tests.support.tier_checks import TOPIC, memory_directory, tier_settings, verify_topic
+from tests.support.tier_child import TierChild
 from tests.support.waiting import eventually
 
 TTL = 3

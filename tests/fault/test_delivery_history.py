@@ -5,7 +5,7 @@ Each story begins with one that is clean, so that what is found is what was put 
 
 import pytest
 
-from tests.fault.delivery_history import (
+from tests.support.delivery_history import (
     EXCLUSIVE,
     FAILOVER,
     KEY_SHARED,
@@ -14,7 +14,7 @@ from tests.fault.delivery_history import (
     Entry,
     Stream,
 )
-from tests.fault.oracle import payload_of
+from tests.support.oracle import payload_of
 
 TOPIC = "/default/t"
 FLUSH = 10.0

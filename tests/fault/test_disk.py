@@ -22,7 +22,7 @@ from ister.fs import local
 from ister.limits import STALL_RETRY_SECONDS
 from ister.model import TopicState
 from ister.wal.directory import LOCK_NAME
-from tests.fault.disks import (
+from tests.support.disks import (
     fill,
     mounted_disk,
     mounted_tmpfs,
@@ -31,10 +31,10 @@ from tests.fault.disks import (
     why_no_strace,
     why_no_tmpfs,
 )
-from tests.fault.oracle import SURVIVES_KILL, History, payload_of, settings_of, verify
-from tests.fault.writer_child import WriterChild, new_seed, say_replay
+from tests.support.oracle import SURVIVES_KILL, History, payload_of, settings_of, verify
 from tests.support.scale import scaled
 from tests.support.waiting import eventually
+from tests.support.writer_child import WriterChild, new_seed, say_replay
 
 NAME = "/fault/t0"
 PAGE = 4096

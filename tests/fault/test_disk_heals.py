@@ -19,8 +19,8 @@ from ister.limits import MIB
 from ister.model import TopicState
 from ister.topic.disk import RESERVE_NAME
 from ister.topic.log import Log
-from tests.fault.disks import fill, mounted_tmpfs, skip_if, why_no_tmpfs
 from tests.support.broker import a_broker, run
+from tests.support.disks import fill, mounted_tmpfs, skip_if, why_no_tmpfs
 from tests.support.memory_store import MemoryObjectStore
 
 NAME = "/fault/t0"

@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("danube")
 
-from tests.fault.cluster_run import CLUSTER_SETTINGS, ClusterRun, faults_of
 from tests.fault.test_cluster import report
-from tests.fault.writer_child import new_seed, say_replay
 from tests.servers.broker import lay_over
 from tests.servers.cluster import BrokerCluster
+from tests.support.cluster_run import CLUSTER_SETTINGS, ClusterRun, faults_of
 from tests.support.scale import scaled
+from tests.support.writer_child import new_seed, say_replay
 
 KILLS = scaled(4, 40)
 PAUSES = scaled(1, 10)

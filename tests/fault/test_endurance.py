@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("danube")
 
 from tests.endurance import Endurance
-from tests.fault.writer_child import new_seed
+from tests.support.writer_child import new_seed
 
 
 @pytest.mark.nightly

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.fault.endurance_judge import (
+from tests.support.endurance_judge import (
     DISTURBED_NS,
     EXCLUSIVE,
     FAILOVER,

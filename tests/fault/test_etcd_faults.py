@@ -29,8 +29,9 @@ from ister.errors import (
 from ister.metadata.etcd import EtcdMetadata
 from ister.model import TopicName
 from ister.topic.log import Log
-from tests.fault.oracle import History
-from tests.fault.tier_checks import (
+from tests.servers.etcd import EtcdCluster
+from tests.support.oracle import History
+from tests.support.tier_checks import (
     TOPIC,
     Producer,
     converge,
@@ -39,7 +40,6 @@ from tests.fault.tier_checks import (
     tier_settings,
     verify_topic,
 )
-from tests.servers.etcd import EtcdCluster
 from tests.support.waiting import eventually
 
 CALL_SECONDS = 2.0

@@ -16,11 +16,11 @@ import pytest
 import ister
 from ister.bucket.names import EXPRESS_PREFIX
 from ister.failpoints import FAILPOINTS
-from tests.fault.oracle import History
-from tests.fault.tier_checks import check_catalog, memory_directory, read_bucket, tier_settings
-from tests.fault.tier_child import TierChild
-from tests.fault.writer_child import new_seed, say_replay
+from tests.support.oracle import History
 from tests.support.scale import scaled
+from tests.support.tier_checks import check_catalog, memory_directory, read_bucket, tier_settings
+from tests.support.tier_child import TierChild
+from tests.support.writer_child import new_seed, say_replay
 
 TIERED = frozenset({"tiered"})
 SWAPS = ["tier.before_swap", "tier.after_swap"]

@@ -12,10 +12,10 @@ import pytest
 from ister.errors import IsterError
 from ister.spark import jobs
 from tests.fault.jobs_world import WORKS, World
-from tests.fault.tier_checks import memory_directory
-from tests.fault.writer_child import new_seed, say_replay
 from tests.support.machine import Task
 from tests.support.spark_here import SparkHere
+from tests.support.tier_checks import memory_directory
+from tests.support.writer_child import new_seed, say_replay
 
 KINDS = ("tier", "tier by copy", "scrub", "gc")
 

@@ -25,11 +25,11 @@ from ister.client.flight import FlightClient
 from ister.clock import SystemClock
 from ister.config import load_config
 from ister.topic.stores import open_metadata
-from tests.fault.processes import end_with_parent, kill_session
 from tests.fault.spark_child import spark_environment
-from tests.fault.tier_checks import memory_directory
 from tests.servers.broker import BrokerProcess
+from tests.support.processes import end_with_parent, kill_session
 from tests.support.scale import scaled
+from tests.support.tier_checks import memory_directory
 from tests.support.waiting import eventually
 
 TOPICS = ("/default/a", "/default/b")

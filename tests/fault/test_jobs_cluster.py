@@ -13,8 +13,8 @@ import pytest
 from tests.fault.jobs_child import JobsChild
 from tests.fault.jobs_world import WORKS, Work, World
 from tests.fault.spark_cluster import SparkCluster
-from tests.fault.tier_checks import memory_directory
-from tests.fault.writer_child import new_seed, say_replay
+from tests.support.tier_checks import memory_directory
+from tests.support.writer_child import new_seed, say_replay
 
 _ORDER = (
     "tier",

@@ -27,10 +27,10 @@ from ister.spark.jobs import compaction
 from ister.spark.jobs.compaction import compact
 from tests.fault.jobs_child import Drivers, JobsChild
 from tests.fault.jobs_world import KEYED, PLAIN, WORKS, Step, Work, World
-from tests.fault.tier_checks import memory_directory
-from tests.fault.writer_child import new_seed, say_replay
 from tests.support.scale import IS_NIGHTLY, scaled
 from tests.support.spark_here import SparkHere
+from tests.support.tier_checks import memory_directory
+from tests.support.writer_child import new_seed, say_replay
 
 ROUNDS = scaled(1, 20)
 ROLLBACK_ROUNDS = scaled(1, 3)

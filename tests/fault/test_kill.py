@@ -23,9 +23,9 @@ from ister.format.frame import encode_frame, scan_frames
 from ister.model import TopicState
 from ister.topic.log import Log
 from ister.wal.directory import parse_log_name
-from tests.fault.oracle import SURVIVES_KILL, History, payload_of, settings_of, verify
-from tests.fault.writer_child import WriterChild, new_seed, say_replay
+from tests.support.oracle import SURVIVES_KILL, History, payload_of, settings_of, verify
 from tests.support.scale import scaled
+from tests.support.writer_child import WriterChild, new_seed, say_replay
 
 # Those of a log without a bucket; `test_tier_kill` has the rest.
 POINTS = sorted(point for point in FAILPOINTS if point.startswith("wal."))

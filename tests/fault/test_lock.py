@@ -8,8 +8,8 @@ import sys
 import pytest
 
 import ister
-from tests.fault.oracle import History, settings_of
-from tests.fault.writer_child import WriterChild
+from tests.support.oracle import History, settings_of
+from tests.support.writer_child import WriterChild
 
 
 @pytest.fixture

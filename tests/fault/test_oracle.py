@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fault.oracle import History, identify, payload_of
+from tests.support.oracle import History, identify, payload_of
 
 TOPIC = "/t/a"
 SYNCED = frozenset({"synced"})

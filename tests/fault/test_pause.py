@@ -7,8 +7,8 @@ import time
 import pytest
 
 import ister
-from tests.fault.oracle import SURVIVES_KILL, History, settings_of, verify
-from tests.fault.writer_child import WriterChild, new_seed, say_replay
+from tests.support.oracle import SURVIVES_KILL, History, settings_of, verify
+from tests.support.writer_child import WriterChild, new_seed, say_replay
 
 
 @pytest.mark.nightly

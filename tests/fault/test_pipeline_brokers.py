@@ -28,13 +28,13 @@ from ister.spark.jobs.scrubbing import scrub
 from ister.spark.jobs.service import run
 from ister.spark.jobs.tiering import tier
 from tests.fault.pipeline_world import PipelineWorld, exported
-from tests.fault.writer_child import new_seed, say_replay
 from tests.servers.cluster import LEASE_SECONDS, BrokerCluster
 from tests.servers.ports import free_port
 from tests.support.machine import Task
 from tests.support.scale import scaled
 from tests.support.spark_session import get_spark
 from tests.support.waiting import PATIENCE_SECONDS, eventually
+from tests.support.writer_child import new_seed, say_replay
 
 SETTINGS = {
     "storage": {

@@ -12,10 +12,10 @@ import time
 import pytest
 
 import ister
-from tests.fault.disks import Disk, mounted_disk, skip_if, why_no_disks
-from tests.fault.oracle import SURVIVES_POWER_CUT, History, payload_of, settings_of, verify
-from tests.fault.writer_child import WriterChild, new_seed, say_replay
+from tests.support.disks import Disk, mounted_disk, skip_if, why_no_disks
+from tests.support.oracle import SURVIVES_POWER_CUT, History, payload_of, settings_of, verify
 from tests.support.scale import scaled
+from tests.support.writer_child import WriterChild, new_seed, say_replay
 
 pytestmark = pytest.mark.nightly
 

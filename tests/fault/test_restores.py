@@ -24,10 +24,10 @@ import pytest
 
 from ister.client import Client
 from ister.errors import IsterError
-from tests.fault.writer_child import new_seed, say_replay
 from tests.servers.broker import lay_over
 from tests.servers.cluster import BrokerCluster
 from tests.support.scale import nightly, scaled
+from tests.support.writer_child import new_seed, say_replay
 
 ROUNDS = scaled(1, 20)
 BURSTS = scaled(12, 60)

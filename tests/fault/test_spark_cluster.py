@@ -16,9 +16,9 @@ import pytest
 from tests.fault.spark_child import SparkChild
 from tests.fault.spark_cluster import SparkCluster
 from tests.fault.spark_copy import Copy
-from tests.fault.tier_checks import memory_directory
-from tests.fault.writer_child import new_seed, say_replay
 from tests.servers.flight import FlightProcess
+from tests.support.tier_checks import memory_directory
+from tests.support.writer_child import new_seed, say_replay
 
 _JOB_SECONDS_MAX = 240.0
 _LIMIT = 300

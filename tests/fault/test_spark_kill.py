@@ -15,12 +15,12 @@ import pytest
 
 import ister
 from ister.failpoints import FAILPOINTS
-from tests.fault.processes import kill_all
 from tests.fault.spark_child import SparkChild
 from tests.fault.spark_copy import B, Copy, payload_of
-from tests.fault.tier_checks import memory_directory
-from tests.fault.writer_child import new_seed, say_replay
+from tests.support.processes import kill_all
 from tests.support.scale import IS_NIGHTLY, scaled
+from tests.support.tier_checks import memory_directory
+from tests.support.writer_child import new_seed, say_replay
 
 POINTS = sorted(point for point in FAILPOINTS if point.startswith("batch."))
 ROUNDS = scaled(1, 4)

@@ -24,8 +24,10 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.objectstore.opendal_store import open_store
-from tests.fault.oracle import History, payload_of, read_all
-from tests.fault.tier_checks import (
+from tests.servers.fault_proxy import Action, FaultProxy
+from tests.servers.s3 import BUCKET, moto_server, rclone_server
+from tests.support.oracle import History, payload_of, read_all
+from tests.support.tier_checks import (
     TOPIC,
     Producer,
     converge,
@@ -35,8 +37,6 @@ from tests.fault.tier_checks import (
     tier_settings,
     verify_topic,
 )
-from tests.servers.fault_proxy import Action, FaultProxy
-from tests.servers.s3 import BUCKET, moto_server, rclone_server
 from tests.support.waiting import eventually
 
 MIB = 1024 * 1024

@@ -15,9 +15,10 @@ import pytest
 
 import ister
 from ister.failpoints import FAILPOINTS
-from tests.fault.oracle import History
 from tests.fault.test_kill import tear_tail
-from tests.fault.tier_checks import (
+from tests.support.oracle import History
+from tests.support.scale import nightly, scaled
+from tests.support.tier_checks import (
     TOPIC,
     Producer,
     converge,
@@ -26,9 +27,8 @@ from tests.fault.tier_checks import (
     tier_settings,
     verify_topic,
 )
-from tests.fault.tier_child import TierChild
-from tests.fault.writer_child import new_seed, say_replay
-from tests.support.scale import nightly, scaled
+from tests.support.tier_child import TierChild
+from tests.support.writer_child import new_seed, say_replay
 
 _LARGE = {"wal": {"rotate_max_bytes": 65536}, "uploader": {"max_object_bytes": 131072}}
 

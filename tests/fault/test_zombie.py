@@ -23,8 +23,10 @@ from ister.bucket.ownership import OwnedTopic
 from ister.errors import ConflictError, FencedError, NotFoundError, UnavailableError
 from ister.model import TopicName
 from ister.topic.log import Log
-from tests.fault.oracle import History
-from tests.fault.tier_checks import (
+from tests.servers.etcd import EtcdServer
+from tests.support.oracle import History
+from tests.support.scale import scaled
+from tests.support.tier_checks import (
     TOPIC,
     Producer,
     check_catalog,
@@ -34,11 +36,9 @@ from tests.fault.tier_checks import (
     tier_settings,
     verify_topic,
 )
-from tests.fault.tier_child import TierChild
-from tests.fault.writer_child import new_seed, say_replay
-from tests.servers.etcd import EtcdServer
-from tests.support.scale import scaled
+from tests.support.tier_child import TierChild
 from tests.support.waiting import eventually
+from tests.support.writer_child import new_seed, say_replay
 
 TTL = 2
 ETCD_TTL = 3

@@ -15,7 +15,6 @@ from ister.errors import CorruptDataError
 from ister.model import TopicName
 from ister.spark.compat import HAS_LIMITS
 from ister.spark.jobs import compact
-from tests.fault.writer_child import new_seed, say_replay
 from tests.integration.places import flip_byte
 from tests.integration.spark_topics import (
     EXPRESS,
@@ -31,6 +30,7 @@ from tests.integration.spark_topics import (
     upload_of,
     without_spark,
 )
+from tests.support.writer_child import new_seed, say_replay
 
 A, B = "/default/a", "/default/b"
 KEYS = (None, None, "", "k", "ключ", "鍵 🗝", *(f"key {number}" for number in range(30)))

@@ -20,7 +20,6 @@ from ister.model import Codec
 from ister.spark.jobs import tier, tier_topics
 from ister.spark.jobs.job import open_job
 from ister.spark.jobs.tiering import tier_cycle
-from tests.fault.writer_child import new_seed, say_replay
 from tests.integration import tier_child
 from tests.integration.places import flip_byte
 from tests.integration.spark_topics import (
@@ -32,6 +31,7 @@ from tests.integration.spark_topics import (
 )
 from tests.servers.flight import FlightTopics
 from tests.support.machine import Task, eventually
+from tests.support.writer_child import new_seed, say_replay
 
 A, B, C = "/default/a", "/default/b", "/shop/c"
 LEASE_SECONDS = 15

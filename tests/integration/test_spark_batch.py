@@ -40,7 +40,6 @@ from ister.model import Codec
 from ister.partitions import partition_of
 from ister.spark import register
 from ister.spark.compat import HAS_LIMITS, HAS_PUSHDOWN, SPARK_VERSION
-from tests.fault.writer_child import new_seed, say_replay
 from tests.integration.places import flip_byte
 from tests.integration.spark_topics import (
     PUBLISHED_MS,
@@ -63,6 +62,7 @@ from tests.servers.flight import READ, FlightTopics
 from tests.servers.ports import free_port
 from tests.servers.s3 import rclone_server
 from tests.support.machine import Task, eventually
+from tests.support.writer_child import new_seed, say_replay
 
 A, B = "/default/a", "/default/b"
 PUSHDOWN = "spark.sql.python.filterPushdown.enabled"

@@ -21,11 +21,11 @@ import ister
 from ister.clock import SystemClock
 from ister.spark.compat import HAS_LIMITS, SPARK_VERSION
 from ister.wire.contract import Action
-from tests.fault.tier_checks import memory_directory
-from tests.fault.writer_child import new_seed, say_replay
 from tests.servers.flight import READ, FlightProcess, FlightTopics
 from tests.support.machine import Task, payloads
 from tests.support.streams import A, B, C, Home, Row, offsets_of, payload_of, publish, rows_of
+from tests.support.tier_checks import memory_directory
+from tests.support.writer_child import new_seed, say_replay
 
 QUERY_SECONDS = 180
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"

@@ -13,11 +13,11 @@ from ister import failpoints
 from ister.spark import location, sink
 from ister.spark.options import WriteOptions
 from ister.spark.sink import StreamWriter
-from tests.fault.tier_checks import memory_directory
 from tests.servers.flight import FlightTopics
 from tests.support.cases import case
 from tests.support.machine import payloads
 from tests.support.streams import A, Home
+from tests.support.tier_checks import memory_directory
 
 QUERY = "5e6a3f0e-3a58-4b1c-9d67-2a4f8b6a1c11"
 OTHER = "0b7c1f9d-6f0a-4c57-8b0e-1d2e3f4a5b6c"

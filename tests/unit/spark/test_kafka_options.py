@@ -12,8 +12,8 @@ from ister.spark.batch import BatchReader
 from ister.spark.options import ReadOptions
 from ister.spark.rows import row_schema
 from ister.spark.source import IsterDataSource
-from tests.fault.tier_checks import memory_directory
 from tests.support.streams import A, B, Home, Query, a_reader, offsets_of, payload_of, rows_of
+from tests.support.tier_checks import memory_directory
 
 P = "/default/p"
 FIRST_MS = 1_700_000_000_000

@@ -32,9 +32,9 @@ from ister.spark.rows import HEADERS_TYPE, row_schema
 from ister.spark.source import IsterDataSource
 from ister.topic.schema_kinds import ValidationPolicy
 from ister.topic.stores import open_metadata
-from tests.fault.tier_checks import memory_directory
 from tests.support.cases import case
 from tests.support.streams import A, B, Home
+from tests.support.tier_checks import memory_directory
 
 ORDER = StructType([StructField("id", LongType()), StructField("note", StringType())])
 

@@ -28,7 +28,6 @@ from ister.spark.sink import BatchWriter, StreamWriter
 from ister.topic import batches
 from ister.topic.uploads import TopicUploads
 from ister.wire.contract import Action
-from tests.fault.tier_checks import memory_directory
 from tests.servers.flight import FlightProcess, FlightTopics
 from tests.support.cluster import enter
 from tests.support.machine import PATIENCE_SECONDS, Task, eventually, payloads
@@ -45,6 +44,7 @@ from tests.support.sinks import (
     place_for,
 )
 from tests.support.streams import A, B, Home
+from tests.support.tier_checks import memory_directory
 
 BROKER_SECONDS = 60.0
 POINTS = sorted(point for point in failpoints.FAILPOINTS if point.startswith("batch."))

@@ -18,12 +18,12 @@ from ister.errors import InvalidRequestError, MessageTooLargeError, UnavailableE
 from ister.spark import location, row_staging
 from ister.spark.row_staging import _commit_at_once
 from ister.topic import batches
-from tests.fault.tier_checks import memory_directory
 from tests.servers.flight import FlightTopics
 from tests.support.cluster import enter
 from tests.support.machine import PATIENCE_SECONDS, Task, eventually, payloads
 from tests.support.sinks import BY_TOPIC, CrashError, Sink, crash_at, in_both_places, place_for
 from tests.support.streams import A, B, Home
+from tests.support.tier_checks import memory_directory
 
 POINTS = sorted(point for point in failpoints.FAILPOINTS if point.startswith("batch."))
 C = "/default/third"

@@ -33,8 +33,6 @@ from ister.spark import location, read_task, stream
 from ister.spark.compat import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 from ister.spark.offset_resolver import OffsetResolver
 from ister.spark.offsets import StreamOffset
-from tests.fault.tier_checks import memory_directory
-from tests.fault.writer_child import new_seed, say_replay
 from tests.servers.flight import READ, FlightProcess, FlightTopics
 from tests.support.cases import each, making
 from tests.support.machine import Task, eventually
@@ -54,6 +52,8 @@ from tests.support.streams import (
     publish,
     rows_of,
 )
+from tests.support.tier_checks import memory_directory
+from tests.support.writer_child import new_seed, say_replay
 
 POLL_SECONDS = stream._POLL_SECONDS
 EVERYTHING = ReadAllAvailable()

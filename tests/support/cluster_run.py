@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Final
 
 from ister.client import Client
-from tests.fault.endurance_load import EnduranceLoad
-from tests.fault.endurance_program import Options
 from tests.servers.broker import READY_SECONDS
 from tests.servers.cluster import BrokerCluster, Link
 from tests.servers.etcd import Cable
+from tests.support.endurance_load import EnduranceLoad
+from tests.support.endurance_program import Options
 from tests.support.scale import scaled
 from tests.support.waiting import eventually
 

@@ -12,10 +12,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.fault.oracle import History
-from tests.fault.writer_child import WriterChild
-
-_PROGRAM = str(Path(__file__).resolve().with_name("tier_process.py"))
+from tests.support.oracle import History
+from tests.support.writer_child import WriterChild
 
 
 class TierChild(WriterChild):
@@ -62,7 +60,7 @@ class TierChild(WriterChild):
             json.dump(settings, file)
         self._settings = Path(file.name)
         self._process = subprocess.Popen(
-            [sys.executable, _PROGRAM, file.name, *arguments],
+            [sys.executable, "-m", "tests.support.tier_process", file.name, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._complaints,

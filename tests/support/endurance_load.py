@@ -19,9 +19,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
-from tests.fault.endurance_judge import Judge, Records
-from tests.fault.endurance_program import Options
-from tests.fault.oracle import identify
+from tests.support.endurance_judge import Judge, Records
+from tests.support.endurance_program import Options
+from tests.support.oracle import identify
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAIN_SECONDS = 120.0
@@ -73,7 +73,7 @@ class EnduranceLoad:
         with (self._directory / f"{role}.log").open("ab") as log:
             program = self._programs[role] = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "tests.fault.endurance_program"),
+                    *(sys.executable, "-m", "tests.support.endurance_program"),
                     *(role, self.options.encode()),
                     *(str(self._records / f"{role}-{number}.jsonl"), f"{self._seed}/{number}"),
                 ],

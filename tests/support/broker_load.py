@@ -32,7 +32,9 @@ import grpc
 from danube import Consumer, DispatchStrategy, Producer, ProducerOptions, SubType
 
 import ister
-from tests.fault.delivery_history import (
+from tests.servers.broker import BrokerProcess, broker_settings
+from tests.support.danube import Danube
+from tests.support.delivery_history import (
     EXCLUSIVE,
     FAILOVER,
     KEY_SHARED,
@@ -41,9 +43,7 @@ from tests.fault.delivery_history import (
     Entry,
     Stream,
 )
-from tests.fault.oracle import payload_of
-from tests.servers.broker import BrokerProcess, broker_settings
-from tests.support.danube import Danube
+from tests.support.oracle import payload_of
 from tests.support.scale import scaled
 
 __all__ = ["FLUSH_SECONDS", "LEFT", "RIGHT", "Lives", "Load", "quick_session", "read_logs"]

@@ -13,15 +13,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.fault.oracle import History
+from tests.support.oracle import History
 from tests.support.scale import scaled
 from tests.support.waiting import eventually
 
-WRITER = str(Path(__file__).resolve().with_name("writer_process.py"))
+_PROGRAM = "tests.support.writer_process"
 _READ_BYTES = 1 << 16
 _ENDING_SECONDS_MAX = 120.0
 
@@ -79,7 +78,14 @@ class WriterChild:
         # A file and not a pipe: nobody reads it while the process runs.
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, WRITER, str(directory), *arguments],
+            [
+                *prefix,
+                sys.executable,
+                "-m",
+                "tests.support.writer_process",
+                str(directory),
+                *arguments,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._complaints,

@@ -18,11 +18,7 @@ import ister
 from ister.bucket.check import verify_content
 from ister.bucket.names import object_key, objects_prefix
 from ister.topic.message import MessageBatch
-
-try:
-    from oracle import Entry, History, Report, payload_of, read_all
-except ImportError:
-    from tests.fault.oracle import Entry, History, Report, payload_of, read_all
+from tests.support.oracle import Entry, History, Report, payload_of, read_all
 
 SURVIVES = frozenset({"written", "synced", "tiered"})
 """What nothing here may take: no disk is lost, and no page cache."""

@@ -43,7 +43,7 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import NamedTuple
 
-from tests.fault.oracle import identify
+from tests.support.oracle import identify
 
 __all__ = ["EXCLUSIVE", "FAILOVER", "KEY_SHARED", "SHARED", "DeliveryHistory", "Entry", "Verdict"]
 

@@ -1,6 +1,6 @@
 """A process that owns topics with a bucket, and works until somebody kills or stops it.
 
-    python -m tests.fault.tier_process SETTINGS.json --mode load --session s1
+    python -m tests.support.tier_process SETTINGS.json --mode load --session s1
 
 It speaks as `writer_process.py` does, one line per write(2), and besides:
 
@@ -38,11 +38,7 @@ from pathlib import Path
 
 import ister
 from ister import errors
-
-try:
-    from oracle import payload_of
-except ImportError:
-    from tests.fault.oracle import payload_of
+from tests.support.oracle import payload_of
 
 _PAUSE_AFTER_ERROR_SECONDS = 0.02
 

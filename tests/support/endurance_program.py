@@ -41,10 +41,10 @@ from danube.errors import DanubeError
 from ister.client import AsyncClient, AsyncSentMessage
 from ister.errors import InvariantError, IsterError, WaitTimeoutError
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy
-from tests.fault.broker_load import quick_session
-from tests.fault.endurance_judge import EXCLUSIVE, FAILOVER, KEY_SHARED, SHARED
-from tests.fault.oracle import identify, payload_of
+from tests.support.broker_load import quick_session
 from tests.support.danube import Danube
+from tests.support.endurance_judge import EXCLUSIVE, FAILOVER, KEY_SHARED, SHARED
+from tests.support.oracle import identify, payload_of
 
 _KINDS = {
     EXCLUSIVE: SubType.EXCLUSIVE,

@@ -1,6 +1,6 @@
 """A process that appends until somebody kills it, and says over a pipe what it was promised.
 
-    python -m tests.fault.writer_process DIR --topics 3 --threads 3 --level synced --session s1
+    python -m tests.support.writer_process DIR --topics 3 --threads 3 --level synced --session s1
 
 Every line goes out with one write(2), so a kill loses no line and tears none. A `send` stands
 there before the append is made, an `ack` after `wait` has returned:
@@ -36,11 +36,7 @@ from types import FrameType
 
 import ister
 from ister.fs import local
-
-try:
-    from oracle import payload_of, settings_of
-except ImportError:
-    from tests.fault.oracle import payload_of, settings_of
+from tests.support.oracle import payload_of, settings_of
 
 _PAUSE_AFTER_ERROR_SECONDS = 0.01
 
