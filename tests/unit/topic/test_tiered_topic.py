@@ -14,7 +14,6 @@ from ister.errors import (
     ClosedError,
     ConflictError,
     CorruptDataError,
-    DataGapError,
     FencedError,
     InvalidRequestError,
     NotFoundError,
@@ -704,20 +703,6 @@ def test_subscription_that_is_not_active_keeps_nothing(site, gone):
     assert topic.tier.trim() > 2
 
 
-def test_repair_uploads_bad_objects_again_and_tells_what_it_cannot(site):
-    topic, _ = cold(site, storage={"uploader": {"max_object_bytes": 4096}})
-    local = site.catalog().following(topic.watermarks.trimmed).start
-    site.objects.drop(site.key(0))
-    site.objects.corrupt(site.key(local), 30)
-    lost = site.catalog().first()
-    report = topic.tier.repair_objects()
-    assert site.catalog().find(local).object_id in report.objects
-    (error,) = report.errors
-    assert (type(error), type(error.__cause__)) == (DataGapError, NotFoundError)
-    assert (error.start, error.end, error.path) == (lost.start, lost.end, site.key(0))
-    assert report.bad == [(lost.start, lost.end)]
-
-
 # -- lag ----------------------------------------------------------------------------------------
 
 LAG = {"uploader": {"max_lag_bytes": 5000}}
@@ -750,17 +735,6 @@ def test_producers_are_refused_where_that_is_the_policy(site):
     site.objects.before = lambda kind, key: None
     topic.tier.upload()
     assert topic.append(b"x") == 10
-
-
-def test_lag_of_a_topic_opened_again_counts_what_is_not_uploaded(site):
-    log = site.open()
-    topic = log.topic(TEXT, create=True)
-    fill(topic, 20, size=600)
-    log.close()
-    topic = site.open().topic(TEXT)
-    assert topic.tier.lag_bytes >= 20 * 600
-    topic.upload()
-    assert topic.tier.lag_bytes == 0
 
 
 # -- leases and fencing -------------------------------------------------------------------------
@@ -881,17 +855,6 @@ def test_topic_goes_on_where_it_was(site):
     assert payloads(topic.read()) == sent
 
 
-def test_process_that_was_killed_is_followed_by_the_next_at_once(site):
-    log = site.open()
-    topic = log.topic(TEXT, create=True)
-    sent = fill(topic, 10)
-    topic.upload()
-    site.kill(log)
-    topic = site.open().topic(TEXT)
-    assert topic.tier.owned.epoch == 2
-    assert payloads(topic.read()) == sent
-
-
 _UPLOAD_POINTS = [
     "tier.before_session",
     "tier.after_session",
@@ -955,26 +918,6 @@ def test_checkpoint_without_files_goes_on_where_the_catalog_ends(site):
     assert payloads(topic.read()) == [*sent, b"10"]
 
 
-def test_directory_that_is_gone_is_given_up_only_when_that_is_wished(site):
-    log = site.open()
-    topic = log.topic(TEXT, create=True)
-    sent = fill(topic, 10)
-    topic.upload()
-    log.close()
-    lose_files(site)
-    site.disk().remove_directory(PATH)
-    log = site.open()
-    with pytest.raises(ConflictError) as refused:
-        log.topic(TEXT)
-    assert refused.value.offset == 10
-    topic = log.topic(TEXT, take_over=True)
-    assert (topic.watermarks.next, topic.watermarks.tiered) == (10, 10)
-    topic.append(b"10")
-    topic.upload()
-    assert payloads(topic.read()) == [*sent, b"10"]
-    assert site.ranges() == [(0, 10), (10, 11)]
-
-
 def test_lost_files_with_messages_that_were_not_uploaded_are_quarantined(site):
     log = site.open()
     topic = log.topic(TEXT, create=True)
@@ -988,78 +931,6 @@ def test_lost_files_with_messages_that_were_not_uploaded_are_quarantined(site):
     with pytest.raises(CorruptDataError):
         topic.append(b"x")
     assert payloads(topic.read(0, end=10)) == sent
-
-
-def test_log_that_begins_behind_the_bucket_survives_a_crash_before_its_first_message(site):
-    log = site.open()
-    fill(log.topic(TEXT, create=True), 10)
-    assert log.seal(TEXT) == 10
-    log = site.open("b")
-    log.topic(TEXT)
-    site.kill(log)
-    topic = site.open("b").topic(TEXT)
-    assert topic.append(b"10") == 10
-    topic.flush()
-    assert payloads(topic.read()) == [*numbered(10), b"10"]
-
-
-def test_catalog_restored_from_an_older_copy_gets_its_objects_back(site):
-    log = site.open(**ROTATE, **KEEP_NOTHING)
-    topic = log.topic(TEXT, create=True)
-    sent = fill(topic, 20, size=500)
-    topic.upload()
-    sent += fill(topic, 20, size=500)
-    topic.upload()
-    site.clock.advance(60)
-    topic.tier._tiers.membership.renew()
-    topic.tier.trim()
-    assert topic.watermarks.trimmed > 20
-    log.close()
-    keys = site.catalog().keys
-    site.metadata.delete(keys.descriptor(20))
-    site.metadata.put(keys.current, b'{"start":"%020d"}' % 0)
-    topic = site.open().topic(TEXT)
-    assert topic.state is TopicState.OPEN
-    assert site.ranges() == [(0, 20), (20, 40)]
-    assert payloads(topic.read()) == sent
-
-
-def test_hole_between_the_tiers_is_told_and_the_topic_opens_to_be_read(site):
-    log = site.open(**ROTATE, **KEEP_NOTHING)
-    topic = log.topic(TEXT, create=True)
-    sent = fill(topic, 20, size=500)
-    topic.upload()
-    sent += fill(topic, 20, size=500)
-    topic.upload()
-    site.clock.advance(60)
-    topic.tier._tiers.membership.renew()
-    topic.tier.trim()
-    trimmed = topic.watermarks.trimmed
-    log.close()
-    site.objects.drop(site.key(20))
-    keys = site.catalog().keys
-    site.metadata.delete(keys.descriptor(20))
-    site.metadata.put(keys.current, b'{"start":"%020d"}' % 0)
-    topic = site.open().topic(TEXT)
-    assert topic.state is TopicState.QUARANTINED
-    assert f"20 up to, not including, {trimmed}" in topic.damage[0].reason
-    assert payloads(topic.read(0, end=20)) == sent[:20]
-    assert payloads(topic.read(trimmed)) == sent[trimmed:]
-    with pytest.raises(CorruptDataError):
-        topic.append(b"x")
-
-
-def test_bucket_with_objects_that_nobody_knows_is_not_begun_anew(site):
-    log = site.open()
-    topic = log.topic(TEXT, create=True)
-    fill(topic, 10)
-    topic.upload()
-    log.close()
-    site.metadata.delete_prefix("/danube/")
-    with pytest.raises(ConflictError) as refused:
-        site.open().topic(TEXT, create=True)
-    assert "ister recover" in refused.value.hint
-    assert site.catalog().record() is None
 
 
 @pytest.mark.parametrize("ack", ["synced", "written"])
@@ -1099,18 +970,6 @@ def test_sealed_topic_goes_on_elsewhere(site, count):
     assert payloads(other.read()) == [*sent, b"next"]
 
 
-def test_sealed_topic_comes_back(site):
-    logs = {name: site.open(name) for name in "ab"}
-    sent = []
-    logs["a"].topic(TEXT, create=True)
-    for name in "ababa":
-        topic = logs[name].topic(TEXT)
-        assert payloads(topic.read()) == sent
-        sent += fill(topic, 3)
-        logs[name].seal(TEXT)
-    assert payloads(logs["b"].topic(TEXT).read()) == sent
-
-
 def test_seal_while_the_bucket_is_silent_hands_nothing_over(site):
     log = site.open()
     sent = fill(log.topic(TEXT, create=True), 10)
@@ -1127,82 +986,7 @@ def test_seal_while_the_bucket_is_silent_hands_nothing_over(site):
     assert log.seal(TEXT) == 11
 
 
-@pytest.mark.parametrize("point", ["tier.after_seal", "tier.after_remove_local"])
-def test_crash_after_the_seal_leaves_the_topic_handed_over(site, point):
-    log = site.open()
-    sent = fill(log.topic(TEXT, create=True), 10)
-
-    def crash():
-        raise SimulatedCrash
-
-    failpoints.arm(point, crash)
-    with pytest.raises(SimulatedCrash):
-        log.seal(TEXT)
-    failpoints.disarm()
-    site.kill(log)
-    other = site.open("b").topic(TEXT)
-    other.append(b"theirs")
-    other.upload()
-    site._logs[-1][1].seal(TEXT)
-    topic = site.open().topic(TEXT)
-    assert payloads(topic.read()) == [*sent, b"theirs"]
-    assert topic.append(b"x") == 11
-
-
-def test_files_of_a_node_that_another_has_overtaken_are_set_aside(site):
-    topic, other = taken_over(site)
-    site.kill(site._logs[0][1])
-    sent = [*numbered(10), *fill(other, 7)]
-    site._logs[-1][1].seal(TEXT)
-    topic = site.open().topic(TEXT)
-    aside = [n for n in site.disk().list_directory(f"{ROOT}/default") if ".aside-" in n]
-    assert len(aside) == 1
-    assert "wal.log" in site.disk().list_directory(f"{ROOT}/default/{aside[0]}")
-    assert site._logs[-1][1].topics() == [TEXT]
-    assert topic.watermarks.next == 17
-    assert payloads(topic.read()) == sent
-
-
-def test_topic_whose_disk_is_lost_is_taken_over_from_the_bucket(site):
-    log = site.open()
-    topic = log.topic(TEXT, create=True)
-    sent = fill(topic, 10)
-    topic.upload()
-    fill(topic, 3)
-    site.kill(log)
-    other = site.open("b")
-    with pytest.raises(ConflictError, match="open on node"):
-        other.topic(TEXT, take_over=True)
-    site.clock.advance(TTL_SECONDS + 1)
-    other.tiers.membership.renew()
-    with pytest.raises(ConflictError) as refused:
-        other.topic(TEXT)
-    assert "take_over=True" in refused.value.hint
-    topic = other.topic(TEXT, take_over=True)
-    assert topic.append(b"x") == 10
-    topic.flush()
-    assert payloads(topic.read()) == [*sent, b"x"]
-
-
 # -- deletion -----------------------------------------------------------------------------------
-
-
-def test_deleted_topic_is_gone_everywhere_and_can_be_made_again(site):
-    log = site.open()
-    topic = log.topic(TEXT, create=True)
-    fill(topic, 10)
-    topic.upload()
-    log.delete(TEXT)
-    assert [key for key in site.bucket_keys() if "orders" in key] == []
-    assert not site.disk().exists(PATH)
-    assert log.topics() == []
-    with pytest.raises(NotFoundError):
-        log.topic(TEXT)
-    again = log.topic(TEXT, create=True)
-    assert (again.watermarks.next, payloads(again.read())) == (0, [])
-    fill(again, 3)
-    again.upload()
-    assert site.ranges() == [(0, 3)]
 
 
 def test_topic_made_again_has_a_manifest_of_its_own(site):
@@ -1214,62 +998,6 @@ def test_topic_made_again_has_a_manifest_of_its_own(site):
     assert manifest is not None
     assert (manifest.ack, manifest.codec) == (AckLevel.TIERED, Codec.BINCODE1)
     assert manifest.incarnation == topic.tier.owned.record.incarnation
-
-
-_DELETE_POINTS = ["tier.after_mark_deleting", "tier.after_delete_object"]
-
-
-@pytest.mark.parametrize("point", _DELETE_POINTS)
-def test_deletion_that_a_crash_has_interrupted_is_gone_on_with(site, point):
-    log = site.open()
-    topic = log.topic(TEXT, create=True)
-    fill(topic, 10)
-    topic.upload()
-
-    def crash():
-        raise SimulatedCrash
-
-    failpoints.arm(point, crash)
-    with pytest.raises(SimulatedCrash):
-        log.delete(TEXT)
-    failpoints.disarm()
-    site.kill(log)
-    log = site.open()
-    with pytest.raises(NotFoundError):
-        log.topic(TEXT)
-    with pytest.raises(NotFoundError):
-        log.topic(TEXT, create=True)
-    log.delete(TEXT)
-    assert [key for key in site.bucket_keys() if "orders" in key] == []
-    assert not site.disk().exists(PATH)
-    assert log.topic(TEXT, create=True).watermarks.next == 0
-
-
-def test_files_that_a_deletion_left_do_not_bring_the_topic_back(site):
-    log = site.open()
-    topic = log.topic(TEXT, create=True)
-    fill(topic, 10)
-    topic.upload()
-
-    def crash(kind, path):
-        if kind == "remove" and path.startswith(PATH):
-            raise SimulatedCrash
-
-    site.disk().before = crash
-    with pytest.raises(SimulatedCrash):
-        log.delete(TEXT)
-    site.disk().before = lambda kind, path: None
-    site.kill(log)
-    log = site.open()
-    assert site.catalog().record()[0].state == "deleting"
-    for create in (False, True):
-        with pytest.raises(NotFoundError):
-            log.topic(TEXT, create=create)
-    assert log.topics() == []
-    log.delete(TEXT)
-    again = log.topic(TEXT, create=True)
-    assert again.watermarks.next == 0
-    assert payloads(again.read()) == []
 
 
 def test_topic_that_does_not_exist_is_not_deleted(site):
@@ -1318,11 +1046,3 @@ def test_two_topics_with_names_alike_do_not_mix(site):
     assert payloads(other.read()) == numbered(9)
     assert other.tier.repair_objects() == RepairedObjects()
     assert log.topics() == [f"{TEXT}2"]
-
-
-def test_closed_log_gives_its_topics_back(site):
-    log = site.open()
-    log.topic(TEXT, create=True)
-    assert site.catalog().owner() is not None
-    log.close()
-    assert site.catalog().owner() is None

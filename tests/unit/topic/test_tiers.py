@@ -380,8 +380,9 @@ def test_topic_whose_history_nobody_knows_is_refused_before_anything_is_made(sit
     log.close()
     site.metadata.delete_prefix("/danube/")
     other = opened(site, "b")
-    with pytest.raises(ConflictError, match="bucket has objects"):
+    with pytest.raises(ConflictError, match="bucket has objects") as refused:
         other.topic(TEXT, create=True)
+    assert "ister recover" in refused.value.hint
     assert site.catalog().record() is None
     assert not site.disk("b").exists(PATH)
     assert other.topics() == []
