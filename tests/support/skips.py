@@ -20,9 +20,6 @@ LISTED = {
         "what another version of Spark does; each test runs on the versions that it is about"
     ),
     "this store has no copies": "an optional operation of object stores",
-    "with moto every upload began in 2010|moto verifies no signatures|rclone has no rules": (
-        "one of two S3 servers does not have it; the other one is asked"
-    ),
     "needs nginx": "an example of deploy/, for a program that is not on every machine",
     "(promtool|docker compose|hadolint|systemd|kubectl) is not installed.*": (
         "checks files of deploy/ with tools that are not on every machine"

@@ -94,8 +94,7 @@ def _find_json_schema(place: Place, topic: str) -> dict[str, object]:
             topic=topic,
             hint="for Avro, use from_avro_payload(df, schema)",
         )
-    schema: dict[str, object] = json.loads(found.definition)
-    return schema
+    return _json_object(found.definition)
 
 
 def _registered_type(place: Place, options: ReadOptions) -> StructType:
@@ -112,23 +111,37 @@ def _registered_type(place: Place, options: ReadOptions) -> StructType:
     return found[first]
 
 
-def _json_type(text: str) -> StructType:
+def _json_object(text: str) -> dict[str, object]:
     try:
         schema = json.loads(text)
-        if isinstance(schema, Mapping) and schema.get("type") == "struct":
-            return StructType.fromJson(dict(schema))
-    except (ValueError, KeyError, RecursionError) as error:
-        raise InvalidRequestError(f"payloadSchema is not a schema in JSON: {error}") from error
-    return struct_of(schema)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"the schema is not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise InvalidRequestError("the schema is not a JSON object")
+    return schema
+
+
+def _json_type(text: str) -> StructType:
+    schema = _json_object(text)
+    if schema.get("type") != "struct":
+        return struct_of(schema)
+    try:
+        return StructType.fromJson(schema)
+    # PySpark checks nothing: whatever fails on the way comes out.
+    except Exception as error:
+        raise InvalidRequestError(f"payloadSchema is not a schema of Spark: {error!r}") from error
 
 
 def struct_of(schema: Mapping[str, object]) -> StructType:
     """Returns the Spark type of a JSON Schema's objects.
 
     Raises:
-        InvalidRequestError: It is not the schema of an object with properties.
+        InvalidRequestError: It is not the schema of an object with properties, or too deep.
     """
-    return _struct(columns_of(schema, taken=frozenset()))
+    try:
+        return _struct(columns_of(schema, taken=frozenset()))
+    except RecursionError as error:
+        raise InvalidRequestError("the schema has too many levels") from error
 
 
 def _struct(members: tuple[Member, ...]) -> StructType:

@@ -44,7 +44,6 @@ _log = logging.getLogger("ister.topic.bucket_link")
 
 # Number of objects that are checked when a topic is opened.
 _RECENT_OBJECTS: Final = 4
-"""How often objects are listed again because some were merged meanwhile."""
 
 
 @dataclass(slots=True)

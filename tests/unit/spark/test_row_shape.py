@@ -236,9 +236,12 @@ def test_schemas_that_json_is_not_read_as_are_refused(home):
             read(home, with_payload(kind))
     for options, text in [
         ({"payloadFormat": "json"}, "payloadSchema is not set"),
-        ({"payloadSchema": "{"}, "not a schema in JSON"),
+        ({"payloadSchema": "{"}, "not JSON"),
+        ({"payloadSchema": '{"a":' * 5000}, "not JSON"),
         ({"payloadSchema": '{"type": "string"}'}, "has no properties"),
-        ({"payloadSchema": '{"type": "struct", "fields": [{}]}'}, "not a schema in JSON"),
+        ({"payloadSchema": '{"type": "struct", "fields": [{}]}'}, "not a schema of Spark"),
+        ({"payloadSchema": '{"type": "struct", "fields": [3]}'}, "not a schema of Spark"),
+        ({"payloadSchema": '{"type": "struct", "fields": null}'}, "not a schema of Spark"),
     ]:
         with case(options, text), pytest.raises(InvalidRequestError, match=text):
             source(home, **options).schema()

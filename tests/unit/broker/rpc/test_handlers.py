@@ -36,6 +36,7 @@ _STATUSES = {
     "InvariantError": "INTERNAL",
     "IsterError": "UNKNOWN",
     "MessageTooLargeError": "INVALID_ARGUMENT",
+    "NoAnswerError": "UNAVAILABLE",
     "NotFoundError": "NOT_FOUND",
     "OffsetOutOfRangeError": "OUT_OF_RANGE",
     "PermissionDeniedError": "PERMISSION_DENIED",
