@@ -111,7 +111,7 @@ def _registered_type(place: Place, options: ReadOptions) -> StructType:
     return found[first]
 
 
-def _json_object(text: str) -> dict[str, object]:
+def _json_object(text: str | bytes) -> dict[str, object]:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
