@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from typing import Self
 
 from ister.bucket.catalog import Catalog
@@ -28,6 +29,7 @@ from ister.metadata.base import Put
 from ister.metadata.memory import MemoryMetadata
 from ister.metrics import Metrics
 from ister.model import AckLevel, Codec, TopicName
+from ister.positions import EPOCH
 from ister.topic.local_tail import LocalTail
 from ister.topic.log import Log
 from ister.topic.stores import upload_settings
@@ -514,3 +516,25 @@ def save_cursor(owned: OwnedTopic, subscription: str, offset: int) -> str:
     progress = Progress(offset=offset, timestamp=1, incarnation=owned.record.incarnation)
     assert owned.transact([], [Put(key, encode_progress(progress))])
     return key
+
+
+def as_row(message) -> dict[str, object]:
+    """What a message of the topic is in a table, hidden columns included."""
+    record = message.record
+
+    def signed(value: int | None, bits: int) -> int | None:
+        return value - (1 << bits) if value is not None and value >> (bits - 1) else value
+
+    return {
+        "topic": str(NAME),
+        "offset": message.offset,
+        "publish_time": EPOCH + timedelta(milliseconds=record.publish_time),
+        "producer_name": record.producer_name,
+        "payload": record.payload,
+        "attributes": list(record.attributes.items()),
+        "routing_key": record.routing_key,
+        "schema_id": signed(record.schema_id, 64),
+        "schema_version": signed(record.schema_version, 32),
+        "request_id": record.request_id,
+        "producer_id": record.msg_id.producer_id,
+    }

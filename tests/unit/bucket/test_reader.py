@@ -1,6 +1,5 @@
 """Reading objects back: positions, chunks, damage, and objects that change under a reader."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -11,11 +10,9 @@ from ister.errors import (
     CorruptDataError,
     DataGapError,
     InvariantError,
-    NotFoundError,
     UnavailableError,
 )
 from ister.format.descriptor import encode_descriptor
-from ister.model import Codec
 from tests.support.builders import frames as raw_frames
 from tests.support.tiers import KIB, Cluster, Frames, SlowReads, a_descriptor, frames_of, read_all
 
@@ -159,47 +156,6 @@ def test_read_begins_at_the_last_entry_before(cluster):
     assert [start for _, start, _ in cluster.objects.reads] == [len(frames.between(0, 1200))]
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        ((0, 0), (10, 77)),
-        ((0, 0), (10, 10**9)),
-        ((10, 0),),
-        ((0, 5), (5, 5)),
-        (),
-    ],
-    ids=["inside of a frame", "past the end", "another frame", "no frame", "none"],
-)
-def test_wrong_index_is_only_a_hint(cluster, index):
-    frames = Frames(payloads(20))
-    cluster.filled(frames, 20)
-    change_descriptor(cluster, cluster.catalog().last(), offset_index=index, publish_time_index=())
-    reader = cluster.reader()
-    for start in (15, 3, 0, 19):
-        assert read_all(reader, start, 20) == as_pairs(frames, start, 20)
-
-
-def test_object_of_danube_is_read_and_its_codec_recognised(cluster):
-    for number, codec in enumerate(Codec):
-        frames = Frames(payloads(10), first=10 * number, codec=codec)
-        described = a_descriptor(10 * number, 10 * number + 10)
-        data = frames.between(10 * number, 10 * number + 10)
-        cluster.objects.put(cluster.key(described.object_id), data)
-        fields = {
-            "object_id": described.object_id,
-            "start_offset": described.start,
-            "end_offset": described.end - 1,
-            "size": len(data),
-            "etag": None,
-            "created_at": 5,
-            "completed": True,
-        }
-        cluster.metadata.put(cluster.keys.descriptor(described.start), json.dumps(fields).encode())
-        batch = cluster.reader().fetch(described.start + 3, described.end, bytes_max=1 << 20)
-        assert frames_of(batch) == frames.frames[3:]
-        assert batch.codec is codec
-
-
 # -- chunks -------------------------------------------------------------------------------------
 
 
@@ -327,14 +283,6 @@ def test_damage_is_an_error_that_says_where(cluster, offset, within):
         assert refused.value.topic == "/default/orders"
 
 
-@pytest.mark.parametrize("offset", [0, 1, 25, 48])
-def test_messages_behind_damage_can_be_read(cluster, offset):
-    frames = Frames(payloads(50))
-    cluster.filled(frames, 50, index_every_messages=1000)
-    damage(cluster, frames, offset)
-    assert read_all(cluster.reader(), offset + 1, 50) == as_pairs(frames, offset + 1, 50)
-
-
 @pytest.mark.parametrize("within", [0, 9, 13, 20], ids=["offset", "length", "crc", "body"])
 @pytest.mark.parametrize("offset", [0, 1, 25])
 def test_damaged_message_is_left_out_where_that_is_wished(cluster, offset, within):
@@ -370,21 +318,6 @@ def test_message_larger_than_a_chunk_behind_damage_is_not_left_out_with_it(clust
     assert [offset for offset, _ in found] == [0, 2, 3]
 
 
-def test_object_cut_short_is_damaged_where_it_ends(cluster):
-    frames = Frames(payloads(50))
-    cluster.filled(frames, 50)
-    described = cluster.catalog().last()
-    cut = len(frames.between(0, 30)) + 5
-    cluster.objects.put(
-        cluster.key(described.object_id), cluster.object_bytes(described.object_id)[:cut]
-    )
-    reader = cluster.reader()
-    assert read_all(reader, 0, 30) == as_pairs(frames, 0, 30)
-    with pytest.raises(CorruptDataError, match="ends before") as refused:
-        reader.fetch(30, 50, bytes_max=1 << 20)
-    assert refused.value.offset == 30
-
-
 def test_object_with_frames_of_other_offsets_is_damaged(cluster):
     put_raw(cluster, 0, 3, raw_frames(5, [b"a", b"b", b"c"]))
     with pytest.raises(CorruptDataError) as refused:
@@ -393,28 +326,6 @@ def test_object_with_frames_of_other_offsets_is_damaged(cluster):
 
 
 # -- objects that are not there -----------------------------------------------------------------
-
-
-def test_lost_object_is_not_found_by_name(cluster):
-    frames = Frames(payloads(30))
-    cluster.filled(frames, 10, 20, 30)
-    described = cluster.catalog().find(15)
-    cluster.objects.drop(cluster.key(described.object_id))
-    reader = cluster.reader()
-    with pytest.raises(NotFoundError, match="10 up to 20") as lost:
-        reader.fetch(12, 30, bytes_max=100)
-    assert lost.value.offset == 12
-    assert lost.value.path == cluster.key(described.object_id)
-    assert read_all(reader, 20, 30) == as_pairs(frames, 20, 30)
-
-
-def test_gap_says_its_range(cluster):
-    frames = Frames(payloads(30))
-    cluster.filled(frames, 10, 20, 30)
-    cluster.metadata.delete(cluster.keys.descriptor(10))
-    with pytest.raises(DataGapError) as gap:
-        cluster.reader().fetch(12, 30, bytes_max=100)
-    assert (gap.value.start, gap.value.end) == (10, 20)
 
 
 def test_gap_before_the_first_and_after_the_last_object_say_their_range(cluster):
@@ -426,49 +337,6 @@ def test_gap_before_the_first_and_after_the_last_object_say_their_range(cluster)
     with pytest.raises(DataGapError) as gap:
         cluster.reader().fetch(70, 80, bytes_max=100)
     assert gap.value.start == 70
-
-
-@pytest.mark.parametrize("is_ahead", [True, False], ids=["ahead", "not ahead"])
-def test_object_replaced_under_a_reader_is_read_on(cluster, ahead, is_ahead):
-    frames = Frames(payloads(1000, size=400))
-    cluster.filled(frames, 1000)
-    owned = cluster.claim("a")
-    reader = cluster.reader(chunk_bytes=CHUNK, ahead=ahead if is_ahead else None)
-    first = reader.fetch(0, 1000, bytes_max=CHUNK)
-    ((old, revision),) = cluster.catalog().descriptors()
-    new = cluster.uploader(owned).upload_again(frames, old, revision)
-    assert new.object_id != old.object_id
-    cluster.objects.drop(cluster.key(old.object_id))
-    rest = read_all(reader, first.next_offset, 1000)
-    assert rest == as_pairs(frames, first.next_offset, 1000)
-
-
-def test_object_expired_under_a_reader_is_a_gap_that_says_where_it_goes_on(cluster):
-    frames = Frames(payloads(30))
-    owned = cluster.filled(frames, 10, 20, 30)
-    reader = cluster.reader()
-    reader.fetch(0, 5, bytes_max=100)
-    first = cluster.catalog().first()
-    owned.expire([first])
-    cluster.objects.delete(cluster.key(first.object_id))
-    with pytest.raises((DataGapError, NotFoundError)):
-        reader.fetch(5, 30, bytes_max=100)
-    assert read_all(reader, 10, 30) == as_pairs(frames, 10, 30)
-
-
-def test_silent_store_is_not_taken_for_a_loss(cluster):
-    frames = Frames(payloads(30))
-    cluster.filled(frames, 30)
-    reader = cluster.reader()
-
-    def fail(kind, key):
-        raise UnavailableError("silent")
-
-    cluster.objects.before = fail
-    with pytest.raises(UnavailableError):
-        reader.fetch(0, 30, bytes_max=100)
-    cluster.objects.before = lambda kind, key: None
-    assert read_all(reader, 0, 30) == as_pairs(frames, 0, 30)
 
 
 # -- by time ------------------------------------------------------------------------------------

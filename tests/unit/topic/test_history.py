@@ -2,7 +2,6 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -18,7 +17,6 @@ from ister.errors import (
     ClosedError,
     ConfigError,
     ConflictError,
-    CorruptDataError,
     DataGapError,
     InvalidRequestError,
     IsterError,
@@ -28,9 +26,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.arrow.schema import HIDDEN
-from ister.format.descriptor import encode_descriptor
-from ister.format.frame import encode_frame, scan_frames
-from ister.format.message import encode_message
 from ister.model import COLUMNS, Codec
 from ister.topic.columns import Decoders
 from ister.topic.history import History, HistoryTopic
@@ -472,180 +467,6 @@ def test_objects_that_follow_are_fetched_at_the_same_time(site):
     history.close()
 
 
-def frame_at(site, offset):
-    described = site.catalog().find(offset)
-    key = object_key(NAME, described.object_id)
-    data = site.objects.read(key, 0, 1 << 40)
-    scan = scan_frames(data, expected_offset=described.start)
-    number = offset - described.start
-    return key, scan.starts[number], [*scan.starts[1:], scan.end][number]
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("offset", [0, 1, 29, 59])
-def test_rows_before_damage_come_out_first(site, offset, ahead):
-    """Even where local files still have the message: they are not this reader's."""
-    topic = a_cold_bucket(site)
-    expected = rows_of(topic)
-    key, begin, _ = frame_at(site, offset)
-    site.objects.corrupt(key, begin + 20)
-    found = []
-    reading = {"cloud_reader": {"fetch_chunk_size": 65_536, "read_ahead": ahead}}
-    with a_history(site, **reading) as history:
-        reader = history.topic(TEXT).read_arrow(columns=(*COLUMNS, *HIDDEN))
-        with pytest.raises(CorruptDataError) as caught:
-            drain(reader, found)
-        assert found == expected[:offset]
-        assert (caught.value.offset, caught.value.path) == (offset, key)
-        if offset < 59:
-            assert history_rows(history, offset + 1) == expected[offset + 1 :]
-        assert history_rows(history, 0, end=offset) == expected[:offset]
-
-
-@pytest.mark.parametrize("bad", [[0], [59], [10, 11, 12], [5, 30, 58], [*range(60)]], ids=len)
-def test_damaged_messages_are_left_out_where_that_is_wanted(site, bad):
-    topic = a_cold_bucket(site)
-    expected = rows_of(topic)
-    for key, begin, _ in [frame_at(site, offset) for offset in bad]:
-        site.objects.corrupt(key, begin + 20)
-    reading = {"cloud_reader": {"on_damage": "skip", "read_ahead": False}}
-    with a_history(site, **reading) as history:
-        assert history_rows(history) == [row for row in expected if row["offset"] not in bad]
-
-
-def put_descriptor(site, described):
-    site.metadata.put(site.catalog().keys.descriptor(described.start), encode_descriptor(described))
-
-
-@pytest.mark.parametrize("shift", [-40, -1, 1, 13, 1 << 40])
-def test_wrong_index_entries_do_not_matter(site, shift):
-    topic = a_cold_bucket(site)
-    expected = rows_of(topic)
-    for described, _ in list(site.catalog().descriptors()):
-        index = tuple((o, max(0, p + shift)) for o, p in described.offset_index)
-        put_descriptor(site, replace(described, offset_index=index))
-    with a_history(site) as history:
-        assert history_rows(history) == expected
-        for start, end in [(7, 20), (33, 34), (0, 1), (59, 60)]:
-            assert history_rows(history, start, end=end) == expected[start:end]
-
-
-def test_index_that_names_the_wrong_offsets_does_not_matter(site):
-    topic = a_cold_bucket(site)
-    expected = rows_of(topic)
-    for described, _ in list(site.catalog().descriptors()):
-        index = tuple((o + 1, p) for o, p in described.offset_index)
-        put_descriptor(site, replace(described, offset_index=index))
-    with a_history(site) as history:
-        assert history_rows(history) == expected
-        assert history_rows(history, 20, end=23) == expected[20:23]
-
-
-@pytest.mark.parametrize("codec", list(Codec))
-def test_objects_of_danube_are_read(site, codec):
-    """Without a codec, an index, times or a checksum in their descriptors."""
-    topic = a_cold_bucket(site)
-    expected = [
-        {**row, "routing_key": row["routing_key"] if codec is Codec.BINCODE2 else None}
-        for row in rows_of(topic)
-    ]
-    for described, _ in list(site.catalog().descriptors()):
-        records = [m.record for m in topic.read(described.start, end=described.end)]
-        if codec is Codec.BINCODE1:
-            records = [replace(record, routing_key=None) for record in records]
-        data = b"".join(
-            encode_frame(offset, encode_message(record, codec))
-            for offset, record in enumerate(records, described.start)
-        )
-        site.objects.put(object_key(NAME, described.object_id), data)
-        put_descriptor(
-            site,
-            replace(
-                described,
-                codec=None,
-                size_bytes=len(data),
-                offset_index=(),
-                publish_time_index=(),
-                publish_time_min=None,
-                publish_time_max=None,
-                checksum=None,
-            ),
-        )
-    with a_history(site) as history:
-        assert history_rows(history) == expected
-        assert history_rows(history, 31, end=33) == expected[31:33]
-        assert history.topic(TEXT).find_time(1300, 0, 60) == 30
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_object_that_is_replaced_under_a_read_is_read_from_its_new_place(site, ahead):
-    topic = a_cold_bucket(site)
-    expected = rows_of(topic)
-    reading = {"cloud_reader": {"fetch_chunk_size": 65_536, "read_ahead": ahead}}
-    with a_history(site, **reading) as history:
-        reader = history.topic(TEXT).read_arrow(columns=(*COLUMNS, *HIDDEN))
-        found = reader.read_next_batch().to_pylist()
-        for described, _ in list(site.catalog().descriptors()):
-            old = object_key(NAME, described.object_id)
-            new = replace(described, object_id=described.object_id.replace(".dnb1", "-7.dnb1"))
-            site.objects.put(object_key(NAME, new.object_id), site.objects.read(old, 0, 1 << 40))
-            put_descriptor(site, new)
-            site.objects.drop(old)
-        drain(reader, found)
-    assert found == expected
-
-
-def test_object_that_expires_under_a_read_is_an_error(site):
-    topic = a_cold_bucket(site)
-    with a_history(site) as history:
-        reader = history.topic(TEXT).read_arrow(columns=["offset"])
-        found = reader.read_next_batch().to_pylist()
-        gone = [described for described, _ in site.catalog().descriptors()][:-1]
-        topic.tier.owned.expire(gone)
-        for described in gone:
-            site.objects.drop(object_key(NAME, described.object_id))
-        with pytest.raises((DataGapError, NotFoundError, OffsetOutOfRangeError)):
-            drain(reader, found)
-        assert [row["offset"] for row in found] == list(range(len(found)))
-        assert len(found) < gone[-1].end
-
-
-def test_object_that_is_lost_is_an_error_that_names_it(site):
-    a_cold_bucket(site)
-    key = site.key(30)
-    site.objects.drop(key)
-    with a_history(site) as history, pytest.raises(NotFoundError) as caught:
-        history_rows(history)
-    assert caught.value.path == key
-
-
-def test_object_that_is_cut_short_is_damage(site):
-    topic = a_cold_bucket(site)
-    expected = rows_of(topic)
-    key, begin, _ = frame_at(site, 30)
-    site.objects.put(key, site.objects.read(key, 0, begin + 5))
-    found = []
-    with a_history(site) as history:
-        reader = history.topic(TEXT).read_arrow(columns=(*COLUMNS, *HIDDEN))
-        with pytest.raises(CorruptDataError) as caught:
-            drain(reader, found)
-    assert caught.value.offset == 30
-    assert found == expected[:30]
-
-
-def test_hole_between_objects_is_an_error_with_its_range(site):
-    a_cold_bucket(site)
-    start, end = site.ranges()[2]
-    site.metadata.delete(site.catalog().keys.descriptor(start))
-    found = []
-    with a_history(site) as history:
-        reader = history.topic(TEXT).read_arrow(columns=["offset"])
-        with pytest.raises(DataGapError) as caught:
-            drain(reader, found)
-    assert (caught.value.start, caught.value.end) == (start, end)
-    assert [row["offset"] for row in found] == list(range(start))
-
-
 def test_missing_beginning_of_a_range_is_an_error(site):
     """The first object is forgotten between looking at the range and reading it."""
     a_cold_bucket(site)
@@ -656,20 +477,6 @@ def test_missing_beginning_of_a_range_is_an_error(site):
         with pytest.raises(DataGapError) as caught:
             reader.read_all()
     assert (caught.value.start, caught.value.end) == (start, end)
-
-
-def test_silent_bucket_is_an_error_that_passes(site):
-    topic = a_cold_bucket(site)
-    with a_history(site) as history:
-
-        def silent(kind, key):
-            raise UnavailableError("silent")
-
-        site.objects.before = silent
-        with pytest.raises(UnavailableError):
-            history_rows(history)
-        site.objects.before = lambda kind, key: None
-        assert history_rows(history) == rows_of(topic)
 
 
 def test_parts_of_an_object_are_read_without_metadata(site):

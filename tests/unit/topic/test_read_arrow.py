@@ -2,9 +2,7 @@
 
 import gc
 import itertools
-import random
 import weakref
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa
@@ -18,26 +16,21 @@ from ister.errors import (
     ClosedError,
     ConfigError,
     CorruptDataError,
-    DataGapError,
     InvalidRequestError,
-    NotFoundError,
     OffsetOutOfRangeError,
     UnavailableError,
     WaitTimeoutError,
 )
 from ister.extras import missing_extra
 from ister.format.arrow.schema import HIDDEN, arrow_schema
-from ister.format.descriptor import encode_descriptor
-from ister.format.frame import encode_frame, scan_frames
-from ister.format.message import encode_message
+from ister.format.frame import scan_frames
 from ister.model import COLUMNS, Codec, MessageId, StreamMessage
 from ister.topic import append as append_module
 from tests.support.cases import each
-from tests.support.machine import ROOT, NoThreads, Task, numbered
-from tests.support.tiers import NAME, Site
+from tests.support.machine import NoThreads, Task, numbered
+from tests.support.tiers import NAME, Site, as_row
 
 TEXT = str(NAME)
-PATH = f"{ROOT}{TEXT}"
 ROTATE = {"rotate_max_bytes": 4096, "cache_capacity": 4}
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -65,28 +58,6 @@ def a_memory_topic(**settings):
     topic = log.topic(TEXT, create=True)
     topic.log = log
     return topic
-
-
-def signed(value, bits):
-    return value - (1 << bits) if value is not None and value >> (bits - 1) else value
-
-
-def as_row(message):
-    """What a message is in a table."""
-    record = message.record
-    return {
-        "topic": TEXT,
-        "offset": message.offset,
-        "publish_time": EPOCH + timedelta(milliseconds=record.publish_time),
-        "producer_name": record.producer_name,
-        "payload": record.payload,
-        "attributes": list(record.attributes.items()),
-        "routing_key": record.routing_key,
-        "schema_id": signed(record.schema_id, 64),
-        "schema_version": signed(record.schema_version, 32),
-        "request_id": record.request_id,
-        "producer_id": record.msg_id.producer_id,
-    }
 
 
 def rows_of(topic, start="earliest", end=None, columns=(*COLUMNS, *HIDDEN)):
@@ -446,15 +417,6 @@ def flip_local(site, path, position):
     file.close()
 
 
-def cold(site, count=60, **settings):
-    """A topic of which everything is in the bucket alone."""
-    topic = a_topic(site, **settings)
-    fill(topic, count)
-    topic.log.seal(TEXT)
-    topic.log.close()
-    return a_topic(site, "b", **settings)
-
-
 def test_flipped_byte_in_an_object_does_not_matter_while_local_files_have_it(site):
     topic = a_topic(site)
     fill(topic, 60)
@@ -474,21 +436,6 @@ def test_flipped_byte_in_a_local_file_is_read_from_the_bucket(site):
     assert arrow_rows(topic) == expected
 
 
-def test_rows_before_damage_come_out_first(site):
-    topic = cold(site)
-    expected = rows_of(topic)
-    key, begin, _ = frame_in_object(site, 37)
-    site.objects.corrupt(key, begin + 20)
-    reader = topic.read_arrow(columns=(*COLUMNS, *HIDDEN))
-    found = []
-    with pytest.raises(CorruptDataError) as caught:
-        drain(reader, found)
-    assert found == expected[:37]
-    assert (caught.value.offset, caught.value.path) == (37, key)
-    assert topic.readers == []
-    assert arrow_rows(topic, 38) == expected[38:]
-
-
 def test_rows_before_local_damage_come_out_first(site):
     topic = a_topic(site)
     fill(topic, 60)
@@ -500,134 +447,6 @@ def test_rows_before_local_damage_come_out_first(site):
         drain(topic.read_arrow(columns=(*COLUMNS, *HIDDEN)), found)
     assert found == expected[:37]
     assert caught.value.offset == 37
-
-
-@pytest.mark.parametrize("bad", [[0], [59], [10, 11, 12], [5, 30, 58], [*range(60)]], ids=len)
-def test_damaged_messages_are_left_out_where_that_is_wanted(site, bad):
-    topic = cold(site, storage={"cloud_reader": {"on_damage": "skip", "read_ahead": False}})
-    expected = rows_of(topic)
-    for key, begin, _ in [frame_in_object(site, offset) for offset in bad]:
-        site.objects.corrupt(key, begin + 20)
-    found = arrow_rows(topic)
-    assert found == [row for row in expected if row["offset"] not in bad]
-    assert found == rows_of(topic)
-
-
-def rewrite(site, described, data):
-    """Puts other bytes, with their size, in the place of an object."""
-    site.objects.put(object_key(NAME, described.object_id), data)
-    changed = replace(described, size_bytes=len(data))
-    site.metadata.put(site.catalog().keys.descriptor(described.start), encode_descriptor(changed))
-
-
-def test_frame_that_is_whole_and_no_message_raises_behind_those_before_it(site):
-    topic = cold(site)
-    expected = rows_of(topic)
-    described = site.catalog().find(0)
-    key, begin, end = frame_in_object(site, 20)
-    data = site.objects.read(key, 0, 1 << 40)
-    rewrite(site, described, data[:begin] + encode_frame(20, b"\xff" * 30) + data[end:])
-    found = []
-    with pytest.raises(CorruptDataError) as caught:
-        drain(topic.read_arrow(columns=(*COLUMNS, *HIDDEN)), found)
-    assert caught.value.offset == 20
-    assert found == expected[:20]
-
-
-def test_wrong_index_entries_do_not_matter(site):
-    """An index is a hint: what it says is looked at, and a scan finds what it does not."""
-    settings = {"uploader": {"index_every_messages": 5}, "cloud_reader": {"read_ahead": False}}
-    topic = cold(site, storage=settings)
-    expected = rows_of(topic)
-    rng = random.Random(7)
-    for described, _ in list(site.catalog().descriptors()):
-        index = tuple(
-            (offset, max(0, position + rng.choice((-50, -1, 0, 1, 17, 100_000))))
-            for offset, position in described.offset_index
-        )
-        wrong = replace(described, offset_index=index)
-        site.metadata.put(site.catalog().keys.descriptor(described.start), encode_descriptor(wrong))
-    assert arrow_rows(topic) == expected
-    for start, end in [(7, 20), (33, 34), (58, 60), (0, 1)]:
-        assert arrow_rows(topic, start, end=end) == expected[start:end]
-
-
-@pytest.mark.parametrize("codec", list(Codec))
-def test_object_of_another_program_is_recognised(site, codec):
-    """Danube's descriptors have no codec, and may have no index."""
-    topic = cold(site, codec=None)
-    expected = rows_of(topic)
-    for described, _ in list(site.catalog().descriptors()):
-        messages = [
-            m.record if codec is Codec.BINCODE2 else replace(m.record, routing_key=None)
-            for m in topic.read(described.start, end=described.end)
-        ]
-        data = b"".join(
-            encode_frame(offset, encode_message(message, codec))
-            for offset, message in enumerate(messages, described.start)
-        )
-        rewrite(
-            site,
-            replace(described, codec=None, offset_index=(), publish_time_index=(), checksum=None),
-            data,
-        )
-    if codec is Codec.BINCODE1:
-        expected = [{**row, "routing_key": None} for row in expected]
-    assert arrow_rows(topic) == expected
-    assert arrow_rows(topic, 41, end=43) == expected[41:43]
-
-
-def test_object_that_is_replaced_under_a_read_is_read_from_its_new_place(site):
-    topic = cold(site, storage={"uploader": {"max_object_bytes": 4096}})
-    expected = rows_of(topic)
-    reader = topic.read_arrow(columns=(*COLUMNS, *HIDDEN))
-    found = reader.read_next_batch().to_pylist()
-    for described, _ in list(site.catalog().descriptors()):
-        old = object_key(NAME, described.object_id)
-        new = replace(described, object_id=described.object_id.replace(".dnb1", "-9.dnb1"))
-        site.objects.put(object_key(NAME, new.object_id), site.objects.read(old, 0, 1 << 40))
-        site.metadata.put(site.catalog().keys.descriptor(described.start), encode_descriptor(new))
-        site.objects.drop(old)
-    for batch in reader:
-        found += batch.to_pylist()
-    assert found == expected
-
-
-def test_object_that_expires_under_a_read_is_an_error_that_says_so(site):
-    topic = cold(site, storage={"uploader": {"max_object_bytes": 4096}})
-    reader = topic.read_arrow(columns=["offset"])
-    found = reader.read_next_batch().to_pylist()
-    owned = topic.tier.owned
-    gone = [described for described, _ in site.catalog().descriptors()][:-1]
-    owned.expire(gone)
-    for described in gone:
-        site.objects.drop(object_key(NAME, described.object_id))
-    with pytest.raises(OffsetOutOfRangeError) as caught:
-        drain(reader, found)
-    assert [row["offset"] for row in found] == list(range(len(found)))
-    assert caught.value.earliest == gone[-1].end
-    assert same(topic) == 60 - gone[-1].end
-
-
-def test_object_that_is_lost_is_an_error_that_names_it(site):
-    topic = cold(site)
-    key = site.key(30)
-    site.objects.drop(key)
-    with pytest.raises(NotFoundError) as caught:
-        topic.read_arrow().read_all()
-    assert caught.value.path == key
-
-
-def test_hole_between_objects_is_an_error_with_its_range(site):
-    topic = cold(site, storage={"uploader": {"max_object_bytes": 4096}})
-    ranges = site.ranges()
-    start, end = ranges[2]
-    site.metadata.delete(site.catalog().keys.descriptor(start))
-    found = []
-    with pytest.raises(DataGapError) as caught:
-        drain(topic.read_arrow(columns=["offset"]), found)
-    assert (caught.value.start, caught.value.end) == (start, end)
-    assert [row["offset"] for row in found] == list(range(start))
 
 
 def test_trimming_under_a_read_is_not_noticed(site):

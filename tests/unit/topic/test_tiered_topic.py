@@ -476,17 +476,6 @@ def history_frame(site, offset):
     return key, starts[offset - described.start]
 
 
-@pytest.mark.parametrize("at", ["first", "middle", "last"])
-def test_damaged_history_is_left_out_where_that_is_wished(site, at):
-    storage = {"cloud_reader": {"on_damage": "skip"}}
-    topic, sent = cold(site, storage=storage)
-    trimmed = topic.watermarks.trimmed
-    bad = {"first": 0, "middle": 5, "last": trimmed - 1}[at]
-    key, position = history_frame(site, bad)
-    site.objects.corrupt(key, position + 20)
-    assert payloads(topic.read()) == sent[:bad] + sent[bad + 1 :]
-
-
 @pytest.mark.parametrize("on_damage", ["skip", "error"])
 def test_lost_object_is_left_out_where_that_is_wished(site, on_damage):
     topic, sent = cold(site, storage={"cloud_reader": {"on_damage": on_damage}})
