@@ -120,6 +120,11 @@ def run_to_end(thread: str, work: Callable[..., object], *arguments: object) -> 
         record(thread, error, has_ended=True)
 
 
+def have_pools_ended() -> bool:
+    """Whether the main thread has ended: pools of `concurrent.futures` take no work any more."""
+    return not threading.main_thread().is_alive()
+
+
 def exit_error() -> InvalidRequestError:
     """The error for a call that needs threads while the interpreter shuts down."""
     return InvalidRequestError(
@@ -137,7 +142,7 @@ def check_exit(*, needs_pool: bool = False) -> None:
     Raises:
         InvalidRequestError: The interpreter shuts down.
     """
-    if threading.main_thread().is_alive() and not sys.is_finalizing():
+    if not have_pools_ended() and not sys.is_finalizing():
         return
     try:
         threading.Thread(target=int).start()

@@ -26,7 +26,7 @@ class LoopThread:
     """A loop that runs in a thread."""
 
     def __init__(self) -> None:
-        threads.check_exit()
+        threads.check_exit(needs_pool=True)
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_handle)
         self._fork_error: ClosedError | None = None

@@ -49,6 +49,8 @@ _KEPT_BYTES_MAX: Final = 4096
 
 # What encoding raises for a value out of range, or of another type than its field's.
 _MISFITS: Final = (BincodeError, ArithmeticError, AttributeError, TypeError, struct.error)
+# Also what a lookup raises: a memoryview of other items than bytes has no hash.
+_KEY_MISFITS: Final = (*_MISFITS, ValueError)
 _BITS: Final = {"request_id": 64, "producer_id": 64, "schema_id": 64, "schema_version": 32}
 _OPTIONAL: Final = {"subscription_name", "schema_id", "schema_version", "routing_key"}
 
@@ -449,7 +451,7 @@ class RecordEncoder:
                 writer = _writer(self._codec).u64(producer_id).text(topic_name).text(broker_addr)
                 identity = _keep(self._identities, key, writer.finish())
             return self._number(index(request_id)) + identity
-        except _MISFITS as error:
+        except _KEY_MISFITS as error:
             raise _misfit(
                 error,
                 request_id=request_id,
@@ -494,7 +496,9 @@ class RecordEncoder:
                 )
                 if is_plain:
                     _keep(self._tails, key, found)
-        except _MISFITS as error:
+        except InvalidRequestError:
+            raise
+        except _KEY_MISFITS as error:
             raise _misfit(
                 error,
                 producer_name=producer_name,

@@ -142,7 +142,7 @@ class Appender:
         if attributes is None and routing_key is None and schema_id is None:
             try:
                 suffix = self._suffixes.get(producer_name) if schema_version is None else None
-            except TypeError:  # not even hashable; `_suffix` says what it should be
+            except (TypeError, ValueError):  # not hashable; `_suffix` says what it should be
                 suffix = None
         else:
             suffix = None

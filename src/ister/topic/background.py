@@ -244,7 +244,19 @@ class Background:
                 return
             # An unexpected error must not end the uploads of all topics.
             with threads.guard("ister-tender"):
-                self._hand_out(self._clock.monotonic())
+                if threads.have_pools_ended():
+                    self._end_uploads()
+                else:
+                    self._hand_out(self._clock.monotonic())
+
+    def _end_uploads(self) -> None:
+        """Refuses to wait for uploads, which need pools of threads."""
+        error = ClosedError(
+            "the main thread has ended, and with it the uploads",
+            hint="the main thread has to close the log, or to wait for the threads that use it",
+        )
+        for topic in self._topics():
+            topic.wal.end_tiering(error)
 
     def _hand_out(self, now: float) -> None:
         self._tiers.node_clock.check()

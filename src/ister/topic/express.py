@@ -163,7 +163,7 @@ class Express:
                 self._linger(began)
                 slots.acquire()
                 self._back_off()
-                if self._stopping.is_set():
+                if self._stopping.is_set() or threads.have_pools_ended():
                     return
                 # Reset first: a topic that is noted after this wakes the thread again.
                 self._is_awake = False

@@ -138,8 +138,14 @@ def test_record_with_a_field_of_another_type_is_refused(topic, field, given):
 
 
 def test_values_of_another_type_are_refused_by_name(topic):
+    numbers = memoryview(b"abcd").cast("I")  # hashing it raises ValueError
+    identity = replace(RECORD.msg_id, topic_name=numbers)
+    named = replace(RECORD, producer_name=numbers)
     for call, match in (
         (lambda: topic.append_record(b"x"), "record must be a StreamMessage, not bytes"),
+        (lambda: topic.append_record(named), "producer_name must be a string"),
+        (lambda: topic.append_record(replace(RECORD, msg_id=identity)), "topic_name must be a str"),
+        (lambda: topic.append(b"x", producer_name=numbers), "producer_name must be a string"),
         (lambda: topic.append_many(1), "payloads must be an iterable of bytes, not int"),
         (lambda: asyncio.run(topic.aio.append_many(1)), "payloads must be an iterable"),
         (lambda: asyncio.run(topic.aio.append_arrow(1)), "pyarrow.RecordBatch, not int"),

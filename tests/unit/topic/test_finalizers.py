@@ -176,6 +176,50 @@ def test_log_is_not_opened_at_exit(tmp_path, is_loaded):
     assert run(script, tmp_path) == "True []\n"
 
 
+def test_client_at_exit_is_refused_and_one_that_is_open_says_what_fails(tmp_path):
+    script = """
+        import atexit
+        import ister
+        from ister.client import Client
+
+        client = Client("127.0.0.1:1", timeout=1)
+
+        def at_exit():
+            for call in (lambda: Client("127.0.0.1:1"), client.topics):
+                try:
+                    call()
+                except ister.IsterError as error:
+                    print(type(error).__name__)
+
+        atexit.register(at_exit)
+        """
+    assert run(script, tmp_path) == "InvalidRequestError\nNoAnswerError\n"
+
+
+def test_wait_for_an_upload_after_the_main_thread_is_refused(tmp_path):
+    """Goal: it would never end, as Python's pools of threads have ended."""
+    script = """
+        import sys, threading
+        import ister
+
+        log = ister.open(sys.argv[1])
+        topic = log.topic("/default/t", create=True, ack="tiered")
+        main = threading.main_thread()
+
+        def work():
+            main.join()
+            try:
+                topic.wait(topic.append(b"x"))
+            except ister.ClosedError as error:
+                print("main thread" in str(error))
+            topic.wait(0, "synced")
+            log.close()
+
+        threading.Thread(target=work).start()
+        """
+    assert run(script, tmp_path) == "True\n"
+
+
 @each("call", ["topic.wait(topic.append(b'x'))", "topic.close()", "log.close()"])
 def test_finalizer_at_the_end_of_the_interpreter_is_refused(tmp_path, call):
     """Goal: a program whose globals are finalized while its daemon threads are gone ends."""

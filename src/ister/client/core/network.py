@@ -16,7 +16,7 @@ import os
 from collections.abc import Awaitable, Collection, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from ister import forks, wire
+from ister import forks, threads, wire
 from ister.client.options import (
     TlsOptions,
     Token,
@@ -386,7 +386,7 @@ class Network:
     async def _check_tls(self, address: str, error: UnavailableError) -> None:
         """Raises a better error than `error` if TLS is why an address has never answered."""
         probes = self._probes.get(address, 0)
-        if address in self._answering or probes == _PROBES_MAX:
+        if address in self._answering or probes == _PROBES_MAX or threads.have_pools_ended():
             return
         self._probes[address] = probes + 1
         mismatch = await asyncio.to_thread(
