@@ -36,7 +36,6 @@ from ister.errors import (
     DiskError,
     FencedError,
     InvalidRequestError,
-    InvariantError,
     IsterError,
     MessageTooLargeError,
     NotFoundError,
@@ -60,7 +59,6 @@ if TYPE_CHECKING:
     from ister.topic.message import Message
     from ister.topic.partitioned import PartitionedTopic
     from ister.topic.reader import Reader
-    from ister.topic.repair import Repaired
     from ister.topic.topic import Topic
     from ister.topic.uploads import Tiered
 
@@ -80,7 +78,6 @@ __all__ = [
     "DiskError",
     "FencedError",
     "InvalidRequestError",
-    "InvariantError",
     "IsterError",
     "Log",
     "Message",
@@ -90,7 +87,6 @@ __all__ = [
     "PartitionedTopic",
     "PermissionDeniedError",
     "Reader",
-    "Repaired",
     "StoresDifferError",
     "Tiered",
     "Topic",
@@ -116,7 +112,6 @@ _HOMES = {
     "Message": "ister.topic.message",
     "PartitionedTopic": "ister.topic.partitioned",
     "Reader": "ister.topic.reader",
-    "Repaired": "ister.topic.repair",
     "Tiered": "ister.topic.uploads",
     "Topic": "ister.topic.topic",
     "load_config": "ister.config",

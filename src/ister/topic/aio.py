@@ -64,6 +64,21 @@ class AsyncTopic:
         payload = as_bytes(payload)
         return await self._admitted(len(payload), partial(self._topic.append, payload, **fields))
 
+    async def publish(
+        self,
+        payload: bytes | bytearray | memoryview,
+        *,
+        level: AckLevel | str | None = None,
+        timeout: float | None = None,
+        **fields: Unpack[MessageFields],
+    ) -> int:
+        """Like `Topic.publish`, but awaits where that would block."""
+        self._topic.resolve_level(level)
+        timeout = as_timeout(timeout)
+        offset = await self.append(payload, **fields)
+        await self.wait(offset, level, timeout)
+        return offset
+
     async def append_many(
         self,
         payloads: Iterable[bytes | bytearray | memoryview],

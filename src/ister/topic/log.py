@@ -565,7 +565,8 @@ class Log:
                 opening the topic has found.
 
         Returns:
-            What was done, and what cannot be repaired.
+            What was done (`local_frames`, `objects`) and what cannot be repaired (`errors`);
+            `is_whole` says whether the topic is in order now.
 
         Raises:
             NotFoundError: There is no such topic.

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, NamedTuple, Unpack
 from zlib import crc32
 
 from ister.errors import InvalidRequestError
+from ister.model import AckLevel
 from ister.partitions import partition_of
 from ister.topic.append import MessageFields
+from ister.topic.arguments import as_timeout
 from ister.topic.table import render_topics
 from ister.topic.topic import Topic
 
@@ -77,6 +79,21 @@ class PartitionedTopic:
             number = partition_of(routing_key, len(self.partitions))
         topic = self.partitions[number]
         return PlacedMessage(topic, topic.append(payload, **fields))
+
+    def publish(
+        self,
+        payload: bytes | bytearray | memoryview,
+        *,
+        level: AckLevel | str | None = None,
+        timeout: float | None = None,
+        **fields: Unpack[MessageFields],
+    ) -> PlacedMessage:
+        """Like `append`, and waits as `Topic.publish` does."""
+        self.partitions[0].resolve_level(level)
+        timeout = as_timeout(timeout)
+        placed = self.append(payload, **fields)
+        placed.topic.wait(placed.offset, level, timeout)
+        return placed
 
     def append_arrow(self, batch: pa.RecordBatch) -> list[tuple[Topic, range]]:
         """Accepts the rows of a record batch as `Topic.append_arrow` does, divided by routing key.

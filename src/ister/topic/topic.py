@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar, Unpack
 
 from ister import forks
 from ister.clock import Clock
@@ -35,7 +35,7 @@ from ister.metrics import Metrics
 from ister.model import AckLevel, Start, TopicState, Watermarks
 from ister.positions import to_milliseconds
 from ister.topic.aio import AsyncTopic
-from ister.topic.append import Appender, load_batches, load_columns
+from ister.topic.append import Appender, MessageFields, load_batches, load_columns
 from ister.topic.arguments import as_offset, as_timeout, check_ack, parse_ack
 from ister.topic.bucket_link import TopicTier
 from ister.topic.cache import Cache
@@ -284,6 +284,34 @@ class Topic(Appender):
         return self._now_ns() // 1_000_000_000
 
     # -- durability -------------------------------------------------------------------------
+
+    def publish(
+        self,
+        payload: bytes | bytearray | memoryview,
+        *,
+        level: AckLevel | str | None = None,
+        timeout: float | None = None,
+        **fields: Unpack[MessageFields],
+    ) -> int:
+        """Appends a message, waits until it has reached a level, and returns its offset.
+
+        For many messages, `append` all of them and `wait` for the last one: they are synced
+        together.
+
+        Args:
+            payload: The message itself.
+            level: See `wait`.
+            timeout: See `wait`.
+            fields: As `append` takes them.
+
+        Raises:
+            As `append` and `wait`. After a `WaitTimeoutError` the message stays in the topic.
+        """
+        self.resolve_level(level)
+        timeout = as_timeout(timeout)
+        offset = self.append(payload, **fields)
+        self.wait(offset, level, timeout)
+        return offset
 
     def wait(
         self, offset: int, level: AckLevel | str | None = None, timeout: float | None = None

@@ -71,6 +71,10 @@ class Tiered:
     end: int
     objects: tuple[ObjectDescriptor, ...] = ()
 
+    def __repr__(self) -> str:
+        names = ", ".join(described.object_id for described in self.objects)
+        return f"{type(self).__name__}(start={self.start}, end={self.end}, objects=<{names}>)"
+
     @property
     def size_bytes(self) -> int:
         """The size of the objects."""

@@ -381,8 +381,9 @@ def _lag():
     [
         (lambda topic: topic.aio.append(b"x"), 0),
         (lambda topic: topic.aio.append_many([b"x", b"y"]), range(2)),
+        (lambda topic: topic.aio.publish(b"x"), 0),
     ],
-    ids=["append", "append_many"],
+    ids=["append", "append_many", "publish"],
 )
 def test_held_append_leaves_the_loop_free_and_goes_on(machine, append, result):
     topic = machine.topic()

@@ -101,6 +101,16 @@ def test_topic_and_partition_made_at_once_are_one_or_the_other(log):
         assert len(done) == 1
 
 
+def test_published_message_is_durable_in_its_partition(log):
+    make_parts(log)
+    where, offset = log.partitioned(NAME).publish(b"x", routing_key="a")
+    assert where.name == PARTS[partition_of("a", 3)]
+    assert (where.watermarks.synced > offset) is (where.ack is not ister.AckLevel.MEMORY)
+    with pytest.raises(InvalidRequestError):
+        log.partitioned(NAME).publish(b"y", routing_key="a", level="best")
+    assert where.watermarks.next == offset + 1
+
+
 def test_messages_go_to_the_partition_of_their_key_and_in_turn_without_one(log):
     make_parts(log)
     topic = log.partitioned(NAME)

@@ -1,5 +1,6 @@
 """The public API of a topic, in process: what each call gives, refuses and leaves alone."""
 
+import asyncio
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -312,6 +313,27 @@ def test_watermarks_follow_the_message(machine):
     assert topic.watermarks == ister.Watermarks(trimmed=0, tiered=0, synced=0, written=1, next=1)
     topic.wait(offset)
     assert topic.watermarks == ister.Watermarks(trimmed=0, tiered=0, synced=1, written=1, next=1)
+
+
+def test_publish_returns_once_the_message_is_at_its_level(machine):
+    topic = machine.topic(scheduler=NoThreads())
+    assert topic.publish(b"a", level="written", routing_key="k") == 0
+    assert (topic.watermarks.written, topic.watermarks.synced) == (1, 0)
+    assert topic.publish(b"b") == 1
+    assert topic.watermarks.synced == 2
+    assert [(m.payload, m.routing_key) for m in topic.read("earliest")] == [
+        (b"a", "k"),
+        (b"b", None),
+    ]
+
+
+@pytest.mark.parametrize("arguments", [{"level": "tiered"}, {"level": "SYNCED"}, {"timeout": "1"}])
+def test_publish_that_cannot_wait_as_asked_appends_nothing(topic, arguments):
+    with pytest.raises(InvalidRequestError):
+        topic.publish(b"a", **arguments)
+    with pytest.raises(InvalidRequestError):
+        asyncio.run(topic.aio.publish(b"a", **arguments))
+    assert topic.watermarks.next == 0
 
 
 def test_flush_of_nothing_returns_the_watermark(topic):
