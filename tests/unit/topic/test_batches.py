@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import logging
 import random
 import secrets
 from collections import Counter
@@ -279,14 +278,6 @@ def appends_foreign(log, *, prefix=b"foreign", flush=False):
     return act
 
 
-def warnings_of(caplog):
-    return [
-        record
-        for record in caplog.records
-        if record.name == "ister.topic.batches" and record.levelno >= logging.WARNING
-    ]
-
-
 def without_foreign(found):
     return [payload for payload in found if not payload.startswith(b"foreign")]
 
@@ -325,27 +316,6 @@ def test_same_batch_twice_appends_once(desk):
     assert contents(log) == rows_of()
 
 
-def test_same_batch_is_known_to_the_next_process_and_to_the_next_owner(desk):
-    log = desk.process()
-    first = ask(log, desk.stage_rows(rows_of()))
-    desk.cut_power(log)
-    log = desk.process()
-    assert ask(log, desk.stage_rows(rows_of())) == replace(first, is_known=True)
-    log.seal(TEXT)
-    log.close()
-    log = desk.process("b")
-    assert ask(log, desk.stage_rows(rows_of())) == replace(first, is_known=True)
-    assert contents(log) == rows_of()
-
-
-def test_batches_follow_each_other(desk):
-    log = desk.process()
-    for batch in (0, 1, 2, 7):
-        assert not ask(log, desk.stage_rows(rows_of(batch), batch=batch)).is_known
-    assert contents(log) == [row for batch in (0, 1, 2, 7) for row in rows_of(batch)]
-    assert desk.writer_record().batch == 7
-
-
 def test_lower_number_is_a_conflict_that_says_what_to_do(desk):
     """Goal: whoever restores an older checkpoint, or copies one, loses no rows unawares."""
     log = desk.process()
@@ -368,15 +338,6 @@ def refuse_older(log, staged, *, newest):
         log.append_staged(TEXT, staged)
     assert "`writer`" in caught.value.hint
     assert "new checkpoint" in caught.value.hint
-
-
-def test_lower_number_is_a_conflict_while_a_higher_one_is_not_finished(desk):
-    log = desk.process()
-    staged = desk.stage_rows(rows_of(5), batch=5)
-    ask_and_crash(log, staged, "batch.after_rows")
-    refuse_older(log, desk.stage_rows(rows_of(4), batch=4), newest=5)
-    assert not ask(log, staged).is_known
-    assert contents(log) == rows_of(5)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -432,86 +393,6 @@ def test_half_of_an_older_batch_whose_files_are_lost_is_a_conflict(desk, what):
             log.append_staged(TEXT, second)
         assert contents(log) == rows_of()[:4]
         assert desk.writer_record() == replace(record, start=0)
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize(
-    ("point", "visit"), [(POINTS[2], n) for n in range(1, 7)] + [(POINTS[0], 1)]
-)
-def test_crash_while_an_older_batch_is_finished_leaves_both_once(desk, point, visit, how):
-    """Two blocks are left of the older batch; the newer one has four."""
-    log = desk.process()
-    ask_and_crash(
-        log, desk.stage_rows(rows_of()), "batch.after_rows", 2, before=log.topic(TEXT).flush
-    )
-    second = desk.stage_rows(rows_of(1), batch=1)
-    ask_and_crash(log, second, point, visit, before=log.topic(TEXT).flush)
-    log = end(desk, log, how)
-    assert not ask(log, second).is_known
-    assert contents(log) == rows_of() + rows_of(1)
-    assert ask(log, second).is_known
-
-
-def test_every_older_batch_is_finished_in_its_turn(desk):
-    log = desk.process()
-    for batch in range(4):
-        staged = desk.stage_rows(rows_of(batch), batch=batch)
-        # Behind the two blocks that the batch before it lacks: the first two of this one.
-        ask_and_crash(log, staged, "batch.after_rows", 2 if batch == 0 else 4)
-    ask(log, desk.stage_rows(rows_of(9), batch=9))
-    assert contents(log) == [row for batch in (0, 1, 2, 3, 9) for row in rows_of(batch)]
-    assert desk.staged_keys() == []
-
-
-@pytest.mark.parametrize("number", range(1, 4))
-@pytest.mark.parametrize("is_done", [True, False], ids=["done", "not done"])
-def test_lost_answer_while_an_older_batch_is_finished_changes_nothing(desk, number, is_done):
-    log = desk.process()
-    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_rows", 2)
-    LostAnswers({number}, is_done=is_done).install(desk)
-    assert not ask(log, desk.stage_rows(rows_of(1), batch=1)).is_known
-    assert contents(log) == rows_of() + rows_of(1)
-    assert desk.writer_record().is_done
-
-
-def test_older_batch_is_finished_by_the_next_owner_too(desk):
-    log = desk.process()
-    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_rows", 2)
-    log.seal(TEXT)
-    log.close()
-    log = desk.process("b")
-    ask(log, desk.stage_rows(rows_of(1), batch=1))
-    assert contents(log) == rows_of() + rows_of(1)
-
-
-def test_older_batch_that_will_not_be_repeated_is_finished_too(desk):
-    log = desk.process()
-    first = desk.stage_rows(rows_of(), is_repeatable=False)
-    ask_and_crash(log, first, "batch.after_rows")
-    ask(log, desk.stage_rows(rows_of(1), batch=1, is_repeatable=False))
-    assert contents(log) == rows_of() + rows_of(1)
-    assert desk.metadata.get(KEY) is None
-
-
-def test_writers_do_not_know_of_each_other(desk):
-    log = desk.process()
-    one, two = (desk.stage_rows(rows_of(writer=w), writer=w) for w in ("one", "two"))
-    ask_and_crash(log, one, "batch.after_rows", 2)
-    ask_and_crash(log, two, "batch.after_rows", 3)
-    ask(log, one)
-    ask(log, two)
-    found = contents(log)
-    assert [row for row in found if row.startswith(b"one")] == rows_of(writer="one")
-    assert [row for row in found if row.startswith(b"two")] == rows_of(writer="two")
-    assert len(found) == 16
-
-
-def test_answer_covers_all_rows_with_messages_of_others_in_between(desk):
-    log = desk.process()
-    crash_at("batch.after_rows", 99, before=appends_foreign(log))
-    answer = ask(log, desk.stage_rows(rows_of()))
-    at = {message.offset for message in log.topic(TEXT).read() if b"foreign" not in message.payload}
-    assert answer.start <= min(at) <= max(at) < answer.end
 
 
 def test_batch_without_rows_counts_too(desk):
@@ -608,18 +489,6 @@ def test_batch_that_will_not_be_repeated_leaves_no_record(desk):
     assert desk.metadata.get(KEY) is None
     assert desk.staged_keys() == []
     assert contents(log) == rows_of()
-
-
-@pytest.mark.parametrize("point", POINTS[1:4])
-def test_batch_that_will_not_be_repeated_is_finished_once_begun(desk, point):
-    log = desk.process()
-    staged = desk.stage_rows(rows_of(), is_repeatable=False)
-    ask_and_crash(log, staged, point)
-    desk.cut_power(log)
-    log = desk.process()
-    ask(log, staged)
-    assert contents(log) == rows_of()
-    assert desk.metadata.get(KEY) is None
 
 
 # -- refusals -----------------------------------------------------------------------------------
@@ -958,69 +827,6 @@ def end(desk, log, how):
     return desk.process()
 
 
-@pytest.mark.parametrize("is_synced", [True, False], ids=["synced", "in memory"])
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("point", POINTS)
-def test_crash_at_each_step_leaves_the_rows_of_one_asking_once(desk, point, how, is_synced):
-    """Goal: once a row is in, a batch is what its manifest says, whatever is brought later; while
-    none is, it is what is brought later.
-    """
-    log = desk.process()
-    log.topic(TEXT).append(b"foreign-before")
-    first, second = rows_of(), shuffled(rows_of(), 3)
-    before = appends_foreign(log, flush=is_synced)
-    ask_and_crash(log, desk.stage_rows(first), point, before=before)
-    log = end(desk, log, how)
-    if point == "batch.after_rows":
-        is_first = is_synced or how == "error"
-    else:
-        is_first = point in ("batch.before_done", "batch.after_done")
-    log.topic(TEXT).append(b"foreign-between")
-    crash_at("batch.after_rows", 99, before=appends_foreign(log))
-    answer = ask(log, desk.stage_rows(second, blocks=3))
-    assert answer.is_known is (point == "batch.after_done")
-    expected = first if is_first else second
-    assert without_foreign(contents(log)) == expected
-    at = [m.offset for m in log.topic(TEXT).read() if b"foreign" not in m.payload]
-    assert answer.start <= at[0] <= at[-1] < answer.end
-    assert ask(log, desk.stage_rows(shuffled(rows_of(), 4))).is_known
-    assert without_foreign(contents(log)) == expected
-    assert desk.writer_record().rows == 8
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("visit", range(1, 9))
-def test_crash_after_any_rows_goes_on_behind_them(desk, visit, how):
-    log = desk.process()
-    first, second = rows_of(), shuffled(rows_of(), 3)
-    staged = desk.stage([[[row] for row in first[:5]], [[row] for row in first[5:]]])
-    ask_and_crash(log, staged, "batch.after_rows", visit, before=appends_foreign(log, flush=True))
-    log = end(desk, log, how)
-    assert without_foreign(contents(log)) == first[:visit]
-    ask(log, desk.stage_rows(second, blocks=1))
-    assert without_foreign(contents(log)) == first
-    assert [row[2] for row in marks(log) if row[0] in first] == list(range(8))
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_crash_after_every_piece_gets_there_in_the_end(desk, how):
-    """One block is appended by each process, the last of them finds nothing left to do."""
-    log = desk.process()
-    first = rows_of()
-    staged = desk.stage([[[row] for row in first]])
-    for lives in range(1, 9):
-        ask_and_crash(
-            log,
-            staged if lives % 2 else desk.stage_rows(shuffled(first, lives)),
-            "batch.after_rows",
-            before=appends_foreign(log, prefix=b"foreign-%d" % lives, flush=True),
-        )
-        log = end(desk, log, how)
-        assert without_foreign(contents(log)) == first[:lives]
-    assert not ask(log, desk.stage_rows(shuffled(first, 99))).is_known
-    assert without_foreign(contents(log)) == first
-
-
 @pytest.mark.parametrize("at", range(1, 8))
 @pytest.mark.parametrize("is_joined", [False, True])
 def test_block_that_is_half_in_is_finished(desk, at, is_joined, monkeypatch):
@@ -1106,20 +912,6 @@ def test_crash_between_the_tiers_leaves_the_rows_once(desk):
     assert log.topic(TEXT).watermarks.trimmed > 10
     ask(log, desk.stage_rows(shuffled(rows)))
     assert contents(log) == rows
-
-
-@pytest.mark.parametrize("point", POINTS[1:4])
-def test_unfinished_batch_is_finished_by_the_next_owner(desk, point):
-    log = desk.process()
-    ask_and_crash(log, desk.stage_rows(rows_of()), point)
-    log.seal(TEXT)
-    log.close()
-    log = desk.process("b")
-    second = shuffled(rows_of())
-    ask(log, desk.stage_rows(second))
-    # Who hands over syncs first: what was appended is in.
-    assert contents(log) == (second if point == "batch.after_begin" else rows_of())
-    assert ask(log, desk.stage_rows(rows_of())).is_known
 
 
 # -- leftovers ----------------------------------------------------------------------------------
@@ -1282,17 +1074,6 @@ def test_begun_batch_without_rows_begins_anew_whatever_is_left_of_its_files(desk
     assert without_foreign(contents(log)) == second
 
 
-@pytest.mark.parametrize("what", ["all files", "nothing"])
-def test_batch_that_begins_anew_may_crash_again(desk, what):
-    log = desk.process()
-    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_begin")
-    lose(desk, what)
-    second, third = shuffled(rows_of(), 2), shuffled(rows_of(), 3)
-    ask_and_crash(log, desk.stage_rows(second), "batch.after_rows", 2)
-    ask(log, desk.stage_rows(third))
-    assert contents(log) == second
-
-
 @pytest.mark.parametrize("what", LOSSES)
 @pytest.mark.parametrize("how", ["error", "power cut"])
 def test_half_a_batch_whose_files_are_lost_is_a_conflict(desk, what, how):
@@ -1351,51 +1132,12 @@ def test_manifest_of_a_newer_ister_is_not_needed_while_no_row_is_in(desk):
     assert contents(log) == second
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_batch_that_began_with_a_manifest_object_is_finished(desk, monkeypatch, point):
-    """Goal: what an earlier version began, or a batch of many files, is finished once."""
-    log = desk.process()
-    with monkeypatch.context() as patch:
-        patch.setattr(batches, "_SHORT_MANIFEST_BYTES_MAX", 0)
-        ask_and_crash(log, desk.stage_rows(rows_of()), point)
-    second = shuffled(rows_of())
-    ask(log, desk.stage_rows(second))
-    is_anew = point in ("batch.after_manifest", "batch.after_begin")
-    assert contents(log) == (second if is_anew else rows_of())
-    assert desk.writer_record().files is None
-
-
 def test_record_of_a_begun_batch_has_its_files_and_the_bucket_no_manifest(desk):
     log = desk.process()
     staged = desk.stage_rows(rows_of())
     ask_and_crash(log, staged, "batch.after_begin")
     assert desk.writer_record().files == staged.files
     assert desk.staged_keys() == sorted(file.key for file in staged.files)
-
-
-@pytest.mark.parametrize("kind", ["read", "stat", "put"])
-def test_bucket_that_does_not_answer_costs_nothing_but_time(desk, kind, monkeypatch):
-    monkeypatch.setattr(batches, "_SHORT_MANIFEST_BYTES_MAX", 0)
-    log = desk.process()
-    staged = desk.stage_rows(rows_of())
-    for number in range(1, 12):
-        left = [number]
-
-        def silent(asked, key, left=left):
-            left[0] -= asked == kind and key.startswith("staging/")
-            if left[0] <= 0 and asked == kind and key.startswith("staging/"):
-                raise UnavailableError("silent")
-
-        desk.objects.before = silent
-        try:
-            log.append_staged(TEXT, staged)
-        except UnavailableError:
-            continue
-        break
-    assert number > 1
-    desk.objects.before = lambda kind, key: None
-    assert contents(log) == rows_of()
-    assert ask(log, desk.stage_rows(rows_of())).is_known
 
 
 # -- rows that jobs have removed ----------------------------------------------------------------
@@ -1621,20 +1363,6 @@ def test_same_number_with_another_count_of_rows_is_a_conflict(desk, rows):
     assert desk.staged_keys() == []
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_begun_batch_that_comes_with_another_count_of_rows_is_finished_first(desk, how):
-    """Goal: half a batch is never left, whatever comes after it."""
-    log = desk.process()
-    ask_and_crash(
-        log, desk.stage_rows(rows_of()), "batch.after_rows", 2, before=log.topic(TEXT).flush
-    )
-    log = end(desk, log, how)
-    for _ in range(2):
-        with pytest.raises(ConflictError, match="with 8 rows, and comes again with 5"):
-            log.append_staged(TEXT, desk.stage_rows(rows_of(count=5)))
-        assert contents(log) == rows_of()
-
-
 def digested(staged, *digests):
     files = zip(staged.files, digests, strict=True)
     return replace(staged, files=tuple(replace(file, digest=digest) for file, digest in files))
@@ -1716,18 +1444,6 @@ def test_staged_files_without_a_batch_outlive_a_grace_period_of_none(desk):
 
 
 # -- other owners -------------------------------------------------------------------------------
-
-
-def test_batch_whose_rows_are_in_the_bucket_survives_its_owners_disk(desk):
-    log = desk.process()
-    first = ask(log, desk.stage_rows(rows_of()))
-    log.topic(TEXT).upload()
-    log.topic(TEXT).append(b"given up")
-    desk.lose_disk(log)
-    log = desk.process("b", take_over=True)
-    assert contents(log) == rows_of()
-    assert ask(log, desk.stage_rows(shuffled(rows_of()))) == replace(first, is_known=True)
-    assert contents(log) == rows_of()
 
 
 def test_batch_that_went_with_its_owners_disk_is_appended_again(desk):
@@ -1876,22 +1592,6 @@ def test_unfinished_batch_survives_its_owners_disk(desk, tiered, how):
         log = desk.process("b")
     assert ask(log, desk.stage_rows(shuffled(rows_of(), 2))).is_known
     assert contents(log) == [b"foreign", *expected]
-
-
-def test_batch_taken_over_twice_is_appended_once(desk):
-    log = desk.process()
-    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_rows", 2)
-    log.topic(TEXT).upload()
-    desk.lose_disk(log)
-    log = desk.process("b", take_over=True)
-    ask_and_crash(log, desk.stage_rows(shuffled(rows_of(), 1)), "batch.after_rows", 1)
-    log.topic(TEXT).upload()
-    desk.lose_disk(log)
-    log = desk.process("c", take_over=True)
-    ask(log, desk.stage_rows(shuffled(rows_of(), 2)))
-    assert contents(log) == rows_of()
-    assert ask(log, desk.stage_rows(shuffled(rows_of(), 3))).is_known
-    assert contents(log) == rows_of()
 
 
 def lose_topic_directory(desk, log):
@@ -2097,28 +1797,6 @@ class LostAnswers:
         return self
 
 
-@pytest.mark.parametrize("is_done", [True, False], ids=["done", "not done"])
-@pytest.mark.parametrize("numbers", [{1}, {2}, {1, 2}, {1, 2, 3}, {2, 3}, {3}], ids=str)
-def test_lost_answer_changes_nothing(desk, numbers, is_done):
-    log = desk.process()
-    LostAnswers(numbers, is_done=is_done).install(desk)
-    answer = ask(log, desk.stage_rows(rows_of()))
-    assert (answer.start, answer.end, answer.is_known) == (0, 8, False)
-    assert contents(log) == rows_of()
-    assert desk.writer_record().is_done
-    assert ask(log, desk.stage_rows(shuffled(rows_of()))).is_known
-    assert contents(log) == rows_of()
-
-
-@pytest.mark.parametrize("is_done", [True, False], ids=["done", "not done"])
-def test_lost_answer_to_the_removal_of_a_record_changes_nothing(desk, is_done):
-    log = desk.process()
-    LostAnswers({2, 3}, is_done=is_done).install(desk)
-    ask(log, desk.stage_rows(rows_of(), is_repeatable=False))
-    assert contents(log) == rows_of()
-    assert desk.metadata.get(KEY) is None
-
-
 @pytest.mark.parametrize("first", [1, 2], ids=["begin", "done"])
 def test_store_that_never_answers_is_a_reason_to_ask_again(desk, first):
     """Goal: what the caller is told is that trying later helps, not that somebody interferes."""
@@ -2132,26 +1810,6 @@ def test_store_that_never_answers_is_a_reason_to_ask_again(desk, first):
     ask(log, desk.stage_rows(shuffled(rows_of())))
     assert sorted(contents(log)) == rows_of()
     assert ask(log, staged).is_known
-
-
-@pytest.mark.parametrize("kind", ["get", "transact"])
-@pytest.mark.parametrize("number", range(1, 5))
-def test_store_that_is_silent_at_any_step_costs_nothing_but_time(desk, kind, number):
-    log = desk.process()
-    left = [number]
-
-    def silent(asked, key):
-        if asked == kind and key == KEY:
-            left[0] -= 1
-            if left[0] == 0:
-                raise UnavailableError("silent")
-
-    desk.metadata.before = silent
-    with suppress(UnavailableError):
-        log.append_staged(TEXT, desk.stage_rows(rows_of()))
-    desk.metadata.before = lambda kind, key: None
-    ask(log, desk.stage_rows(rows_of()))
-    assert contents(log) == rows_of()
 
 
 @pytest.mark.parametrize("lands", ["before", "between", "after", "never"])
@@ -2589,7 +2247,6 @@ class World:
         assert [payload for payload in foreign if payload in set(self.acked)] == self.acked
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_random_crashes_and_retries_end_in_every_row_once(monkeypatch):
     """Goal: two writers, foreign messages, any crash at any step: every row once, in its order.
