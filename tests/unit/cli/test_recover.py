@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import sqlite3
-import subprocess
 import sys
 
 import pytest
@@ -15,11 +14,9 @@ from ister.bucket import rebuild
 from ister.cli.main import main
 from ister.config import load_config
 from ister.errors import IsterError
-from ister.model import Codec
 from ister.topic import metadata_recovery
 from ister.topic.express import Express
 from ister.topic.log import Log
-from tests.support.builders import a_message, bincode_body, frames, with_bit_flipped
 
 ORDERS, OLD, SEALED, EMPTY = "/default/orders", "/default/old", "/shop/sealed", "/shop/empty"
 TOPIC_FIELDS = {
@@ -192,30 +189,6 @@ def test_express_object_of_a_newer_version_keeps_only_its_topics_back(tmp_path, 
     assert [(e["code"], e["topic"]) for e in printed["errors"]] == [("UNIMPLEMENTED", "/default/b")]
 
 
-def test_recovered_topic_goes_on_under_a_later_epoch(place, capsys):
-    place.lose_metadata()
-    recover(place, capsys)
-    with place.open() as log:
-        for name, count, epoch in ((ORDERS, 45, 1003), (SEALED, 7, 1002), (EMPTY, 0, 1001)):
-            topic = log.topic(name)
-            assert topic.tier.owned.epoch == epoch
-            assert topic.append(b"next") == count
-            topic.upload()
-            assert topic.watermarks.tiered == count + 1
-    names = {path.name for path in place.objects().iterdir()}
-    assert names == {"data-0-19.dnb1", "data-20-39-2.dnb1", "data-40-45-1003.dnb1"}
-
-
-def test_topic_whose_disk_is_lost_too_reads_what_the_bucket_has(place, capsys):
-    shutil.rmtree(place.path / "wal")
-    place.lose_metadata()
-    code, _ = recover(place, capsys)
-    assert code == 0
-    found = read(place, ORDERS)[ORDERS]
-    assert [message[0] for message in found["messages"]] == list(range(40))
-    assert (found["next"], found["ack"]) == (40, "written")
-
-
 def test_known_topics_are_left_as_they_are(place, capsys):
     with place.open() as log:
         record = log.tiers.metadata.get("/danube/topics/default/orders").value
@@ -315,27 +288,6 @@ def test_log_that_is_open_is_refused(place, capsys):
         assert "in use by process" in capsys.readouterr().err
 
 
-def test_objects_of_fenced_owners_and_strays_are_left_out(place, capsys):
-    """Goal: an owner that was fenced may have left whole objects; none of them is history."""
-    before = read(place, ORDERS)[ORDERS]["messages"][:40]
-    place.lose_metadata()
-    bodies = [bincode_body(a_message(topic_offset=n), Codec.BINCODE2) for n in range(20, 30)]
-    strays = {
-        "data-20-29.dnb1": frames(20, bodies),  # fenced: the second owner wrote the range too
-        "data-5-9.dnb1": frames(5, bodies[:5]),  # within another object
-        "data-40-pending-2.dnb1": b"half an obj",
-        "notes.txt": b"by hand",
-    }
-    for name, data in strays.items():
-        (place.objects() / name).write_bytes(data)
-    code, printed = recover(place, capsys, ORDERS)
-    assert code == 0
-    (topic,) = printed["topics"]
-    assert sorted(topic["left_out"]) == sorted(strays)
-    assert (topic["objects"], topic["next_offset"], topic["gaps"]) == (2, 40, [])
-    assert read(place, ORDERS)[ORDERS]["messages"][:40] == before
-
-
 def test_missing_object_leaves_a_gap_that_is_named(place, capsys):
     with place.open() as log:
         log.topic(ORDERS).upload()
@@ -348,32 +300,6 @@ def test_missing_object_leaves_a_gap_that_is_named(place, capsys):
     (error,) = printed["errors"]
     assert (error["code"], error["topic"], error["offset"]) == ("DATA_LOSS", ORDERS, 20)
     assert (error["start_offset"], error["next_offset"]) == (20, 40)
-
-
-def test_damaged_object_is_named_and_the_rest_recovered(place, capsys):
-    path = place.objects() / "data-0-19.dnb1"
-    path.write_bytes(with_bit_flipped(path.read_bytes(), 8 * 3000))
-    place.lose_metadata()
-    code, printed = recover(place, capsys)
-    assert code == 1
-    assert {topic["status"] for topic in printed["topics"]} == {"recovered"}
-    (error,) = printed["errors"]
-    assert (error["code"], error["topic"], error["start_offset"]) == ("DATA_LOSS", ORDERS, 0)
-    with place.open() as log:
-        topic = log.topic(ORDERS)
-        assert [m.offset for m in topic.read(start=20)] == list(range(20, 45))
-
-
-def test_topic_that_was_deleted_and_made_again_keeps_its_ack_level(place, capsys):
-    with place.open() as log:
-        log.delete(OLD)
-        fill(log.topic(OLD, create=True, ack="written"), 3)
-        log.topic(OLD).upload()
-    before = read(place, OLD)
-    place.lose_metadata()
-    code, _ = recover(place, capsys, OLD)
-    assert code == 0
-    assert read(place, OLD) == before
 
 
 def test_people_get_a_table_and_errors_beside_it(place, capsys):
@@ -479,15 +405,3 @@ def test_store_that_fails_is_an_error_of_the_topic(place, capsys, monkeypatch):
     assert code == 1
     assert {topic["status"] for topic in printed["topics"]} == {"failed"}
     assert {error["topic"] for error in printed["errors"]} == {ORDERS, OLD, SEALED, EMPTY}
-
-
-def test_installed_command_recovers(place):
-    place.lose_metadata()
-    done = subprocess.run(
-        [sys.executable, "-m", "ister.cli.main", "recover", "--data", str(place.path), "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0
-    assert json.loads(done.stdout)["ok"] is True

@@ -132,29 +132,6 @@ def test_whole_topic_is_left_as_it_is(place, capsys):
     assert place.read() == PAYLOADS
 
 
-@pytest.mark.parametrize("harm", ["deleted", "flipped", "cut", "longer"])
-def test_bad_object_is_uploaded_again(place, harm, capsys):
-    path = place.objects / "data-10-19.dnb1"
-    data = path.read_bytes()
-    if harm == "deleted":
-        path.unlink()
-    else:
-        path.write_bytes(
-            {"flipped": with_bit_flipped(data, 8000), "cut": data[:-7], "longer": data + b"\0"}[
-                harm
-            ]
-        )
-    code, printed = repair(place, capsys)
-    assert code == 0
-    assert (only(printed)["status"], only(printed)["local_frames"]) == ("repaired", None)
-    assert only(printed)["objects"] == ["data-10-19.dnb1"]
-    assert (place.objects / "data-10-19-2.dnb1").read_bytes() == data
-    code, printed = repair(place, capsys)
-    assert (code, only(printed)["status"]) == (0, "whole")
-    shutil.rmtree(place.files)  # from here on, the bucket has the only copy
-    assert place.read(take_over=True) == PAYLOADS[:TIERED]
-
-
 def test_damaged_file_whose_range_is_in_the_bucket_is_replaced(place, capsys):
     flip(place.files / "wal.log", 1000)
     code, printed = repair(place, capsys)
@@ -174,36 +151,6 @@ def test_damaged_file_whose_range_is_in_the_bucket_is_replaced(place, capsys):
     assert (code, only(printed)["status"]) == (0, "whole")
 
 
-def test_both_tiers_with_damage_in_different_ranges_are_repaired(place, capsys):
-    flip(place.files / "wal.log", 1000)
-    (place.objects / "data-10-19.dnb1").unlink()
-    code, printed = repair(place, capsys)
-    assert code == 0
-    assert only(printed)["status"] == "repaired"
-    assert only(printed)["objects"] == ["data-10-19.dnb1"]
-    assert place.read() == PAYLOADS
-
-
-def test_rotated_file_with_damage_does_not_pass_for_whole(rotated, capsys):
-    """Goal: opening a log reads its end alone; a repair looks at every file."""
-    flip(rotated.files / "wal.log", 1000)
-    code, printed = repair(rotated, capsys)
-    if code == 0:
-        assert only(printed)["status"] == "repaired"
-    else:
-        assert only(printed)["status"] == "damaged"
-        (error,) = printed["errors"]
-        assert (error["code"], error["topic"], error["offset"]) == ("DATA_LOSS", TOPIC, 2)
-        assert error["path"] == str(rotated.files / "wal.log")
-    assert rotated.read() == PAYLOADS
-
-
-def test_rotated_file_whose_range_is_in_the_bucket_is_replaced(rotated, capsys):
-    flip(rotated.files / "wal.log", 1000)
-    code, printed = repair(rotated, capsys)
-    assert (code, only(printed)["status"]) == (0, "repaired")
-
-
 def test_object_that_no_file_has_any_more_cannot_be_repaired(rotated, capsys):
     with rotated.open() as log:
         assert log.topic(TOPIC).tier.trim() > 0
@@ -218,25 +165,6 @@ def test_object_that_no_file_has_any_more_cannot_be_repaired(rotated, capsys):
     shown = capsys.readouterr()
     assert "damaged" in shown.out
     assert "offsets 0 up to, not including, 10 are in no tier" in shown.err
-
-
-def test_object_and_file_with_damage_in_the_same_range_cannot_be_repaired(place, capsys):
-    flip(place.files / "wal.log", 1000)
-    flip(place.objects / "data-0-9.dnb1", 1000)
-    code, printed = repair(place, capsys)
-    assert (code, only(printed)["status"]) == (1, "damaged")
-    assert (0, 10) in {(e["start_offset"], e["next_offset"]) for e in printed["errors"]}
-    assert all(error["topic"] == TOPIC for error in printed["errors"])
-
-
-def test_damaged_tail_that_is_nowhere_else_cannot_be_repaired(place, capsys):
-    size = (place.files / "wal.log").stat().st_size
-    flip(place.files / "wal.log", size - 100)
-    code, printed = repair(place, capsys)
-    assert (code, only(printed)["status"]) == (1, "damaged")
-    (error,) = printed["errors"]
-    assert (error["code"], error["offset"]) == ("DATA_LOSS", COUNT - 1)
-    assert sorted(path.name for path in place.files.glob("*.aside")) == []
 
 
 def test_damaged_object_is_repaired_after_its_metadata_was_recovered(place, capsys):
@@ -483,18 +411,6 @@ def test_log_without_a_bucket_continues_behind_the_cursors_of_its_broker(local, 
     store.close()
     code, topic = give_up(local, capsys, "--yes")
     assert (code, topic["gives_up"]["next_offset"]) == (0, COUNT + 7)
-
-
-def test_objects_that_a_lifecycle_rule_removed_are_given_up(rotated, capsys):
-    with rotated.open() as log:
-        assert log.topic(TOPIC).tier.trim() > 0
-    (rotated.objects / "data-0-9.dnb1").unlink()
-    assert repair(rotated, capsys)[0] == 1
-    code, topic = give_up(rotated, capsys, "--yes")
-    assert (code, topic["status"]) == (0, "repaired")
-    assert topic["gives_up"] == {"ranges": [[0, 10]], "next_offset": COUNT}
-    assert rotated.read() == PAYLOADS[10:]
-    assert repair(rotated, capsys)[0] == 0
 
 
 def test_topic_of_which_the_bucket_has_nothing_left_is_given_up(rotated, capsys):

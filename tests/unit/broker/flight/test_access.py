@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-from datetime import timedelta
 
 import pytest
 
@@ -25,7 +24,7 @@ from ister.topic.log import Log
 from ister.wire.contract import Action, PutBatch, PutOpen, RangeTicket
 from ister.wire.errors import decode_error
 from tests.servers.flight import FlightServer, LogSource
-from tests.support.certificates import IDENTITIES, LOCAL_NAMES, Authority
+from tests.support.certificates import LOCAL_NAMES, Authority
 from tests.support.security import GuardRig
 
 ORDERS = "/default/orders"
@@ -163,15 +162,6 @@ def test_every_method_needs_credentials(rig):
             connection.authenticate_basic_token("alice", "secret")
 
 
-def test_expired_token_is_refused(rig):
-    headers = rig.bearer("alice", lifetime_seconds=5)
-    with serving(rig) as server, client(server) as connection:
-        assert ask(server, connection, headers)
-        rig.clock.advance(5)
-        with refused(UnauthenticatedError):
-            ask(server, connection, headers)
-
-
 def test_server_without_the_guard_knows_nobody(rig):
     with (
         serving(rig, is_guarded=False) as server,
@@ -179,15 +169,6 @@ def test_server_without_the_guard_knows_nobody(rig):
         refused(UnauthenticatedError),
     ):
         ask(server, connection, rig.bearer("root"))
-
-
-def test_auth_off_needs_nothing(tmp_path):
-    with (
-        GuardRig(tmp_path, mode="none") as rig,
-        serving(rig) as server,
-        client(server) as connection,
-    ):
-        assert ask(server, connection) == ""
 
 
 def change(rig, how, binding):
@@ -321,54 +302,3 @@ def test_nothing_of_a_request_is_read_before_its_caller_is_known(rig, monkeypatc
             iter([b"\n\x06topics"]), timeout=60, metadata=tuple(rig.bearer("alice").items())
         )
         assert len(list(answers)) == len(read) == 1
-
-
-# -- certificates -----------------------------------------------------------------------------
-
-
-def shown(issued):
-    return {
-        "tls_root_certs": SERVERS.certificate,
-        **({"cert_chain": issued.certificate, "private_key": issued.key} if issued else {}),
-    }
-
-
-def test_matrix_of_client_certificates(rig, tls):
-    day = timedelta(days=1)
-    clients = {
-        "good": CLIENTS.issue("loader"),
-        "none": None,
-        "other authority": Authority("clients").issue("loader"),
-        "expired": CLIENTS.issue("loader", start=-2 * day, end=-day),
-    }
-    with serving(rig, tls=tls) as server:
-        for name, issued in clients.items():
-            with client(server, **shown(issued)) as connection:
-                if name == "good":
-                    assert ask(server, connection, rig.bearer("alice")) == "user:alice"
-                    with refused(UnauthenticatedError):
-                        ask(server, connection)
-                else:
-                    with pytest.raises(flight.FlightUnavailableError):
-                        ask(server, connection, rig.bearer("alice"))
-        with client(server) as connection, pytest.raises(flight.FlightUnavailableError):
-            ask(server, connection, rig.bearer("alice"))
-
-
-@pytest.mark.parametrize("case", IDENTITIES)
-def test_certificate_says_who_it_is(tmp_path, tls, case):
-    names, wanted = IDENTITIES[case]
-    issued = CLIENTS.issue("admin", names=names)
-    with (
-        GuardRig(tmp_path, mtls_principal=True) as rig,
-        serving(rig, tls=tls) as server,
-        client(server, **shown(issued)) as connection,
-    ):
-        if wanted is None:
-            with refused(UnauthenticatedError):
-                ask(server, connection)
-        else:
-            assert ask(server, connection) == f"service:{wanted}"
-        assert ask(server, connection, rig.bearer("alice")) == "user:alice"
-        with refused(UnauthenticatedError):
-            ask(server, connection, {"authorization": "Bearer nonsense"})

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import time
-from datetime import timedelta
 
 import grpc
 import pytest
@@ -20,8 +19,7 @@ from ister.clock import SystemClock
 from ister.config import ClientAuth, TlsConfig
 from ister.errors import IsterError
 from ister.metrics import Metrics
-from tests.support.cases import each
-from tests.support.certificates import IDENTITIES, LOCAL_NAMES, Authority
+from tests.support.certificates import LOCAL_NAMES, Authority
 from tests.support.security import GuardRig
 
 ORDERS = "/default/orders"
@@ -147,10 +145,6 @@ def metadata(headers):
     return tuple(headers.items())
 
 
-def run(scenario):
-    asyncio.run(asyncio.wait_for(scenario(), 60))
-
-
 @pytest.fixture
 def rig(tmp_path):
     with GuardRig(tmp_path) as rig:
@@ -201,61 +195,6 @@ async def test_handler_sees_its_caller(rig):
             iter([b"hello"]), metadata=metadata(rig.bearer("alice"))
         )
         assert await echo.read() == b"hello test.Service/Echo"
-
-
-@each(
-    "headers",
-    [
-        (("x-danube-internal-broker", "broker-1"),),
-        (("authorization", "Bearer nonsense"),),
-        (("authorization", "Basic cm9vdDpyb290"),),
-        (("authorization", ""),),
-        (("x-api-key", "ist_wrong"),),
-        (("authorization-bin", b"Bearer \xff"),),
-    ],
-)
-async def test_other_headers_grant_nothing(rig, headers):
-    async with serving(rig.guard) as (_, address), grpc.aio.insecure_channel(address) as channel:
-        for extra in ((), (("x-danube-internal-broker", "b"), ("x-forwarded-user", "root"))):
-            code = await code_of(call(channel, "Who")(b"", metadata=(*headers, *extra)))
-            assert code is Code.UNAUTHENTICATED
-
-
-async def test_two_tokens_are_none(rig):
-    async with serving(rig.guard) as (_, address), grpc.aio.insecure_channel(address) as channel:
-        twice = (*metadata(rig.bearer("alice")), *metadata(rig.bearer("root")))
-        code = await code_of(call(channel, "Who")(b"", metadata=twice))
-        assert code is Code.UNAUTHENTICATED
-
-
-async def test_permissions_are_those_of_the_caller(rig):
-    rig.allow("alice", "producer", topic=ORDERS)
-
-    async with serving(rig.guard) as (_, address), grpc.aio.insecure_channel(address) as channel:
-        for name, topic, wanted in (
-            ("alice", ORDERS, Code.OK),
-            ("alice", "/default/other", Code.PERMISSION_DENIED),
-            ("bob", ORDERS, Code.PERMISSION_DENIED),
-            ("root", ORDERS, Code.OK),
-        ):
-            sent = call(channel, "Send")(topic.encode(), metadata=metadata(rig.bearer(name)))
-            assert await code_of(sent) is wanted, (name, topic)
-
-
-async def test_auth_off_needs_nothing(tmp_path):
-    with GuardRig(tmp_path, mode="none") as rig:
-
-        async def scenario():
-            async with (
-                serving(rig.guard) as (_, address),
-                grpc.aio.insecure_channel(address) as channel,
-            ):
-                assert await call(channel, "Who")(b"") == b"anonymous:anonymous"
-                stream = call(channel, "Receive", "unary_stream")(b"/a/b")
-                assert await stream.read() == b"first"
-                stream.cancel()
-
-        await scenario()
 
 
 # -- streams --------------------------------------------------------------------------------
@@ -473,58 +412,6 @@ def secure(address, *, authority=SERVERS, client=None):
         certificate_chain=None if client is None else client.certificate,
     )
     return grpc.aio.secure_channel(address, credentials)
-
-
-async def test_matrix_of_client_certificates(rig, tls):
-    """None, of another authority, expired, not yet, plain text, a server of another authority."""
-    day = timedelta(days=1)
-    clients = {
-        "good": (CLIENTS.issue("loader"), Code.OK),
-        "none": (None, Code.UNAVAILABLE),
-        "other authority": (Authority("clients").issue("loader"), Code.UNAVAILABLE),
-        "self-made": (SERVERS.issue("loader"), Code.UNAVAILABLE),
-        "expired": (CLIENTS.issue("loader", start=-2 * day, end=-day), Code.UNAVAILABLE),
-        "not yet": (CLIENTS.issue("loader", start=day, end=2 * day), Code.UNAVAILABLE),
-    }
-
-    async with serving(rig.guard, tls=tls) as (_, address):
-        headers = metadata(rig.bearer("root"))
-        for name, (client, wanted) in clients.items():
-            async with secure(address, client=client) as channel:
-                code = await code_of(call(channel, "Who")(b"", metadata=headers))
-                assert code is wanted, name
-        good = clients["good"][0]
-        async with secure(address, client=good) as channel:
-            code = await code_of(call(channel, "Who")(b""))
-            assert code is Code.UNAUTHENTICATED, "a certificate alone is not enough here"
-        async with secure(address, client=good, authority=CLIENTS) as channel:
-            code = await code_of(call(channel, "Who")(b"", metadata=headers))
-            assert code is Code.UNAVAILABLE, "the client checks the server, too"
-        async with grpc.aio.insecure_channel(address) as channel:
-            code = await code_of(call(channel, "Who")(b"", metadata=headers))
-            assert code is Code.UNAVAILABLE, "plain text on a TLS port"
-
-
-@each("case", IDENTITIES)
-async def test_certificate_says_who_it_is(tmp_path, tls, case):
-    names, wanted = IDENTITIES[case]
-    with GuardRig(tmp_path, mtls_principal=True) as rig:
-
-        async def scenario():
-            async with serving(rig.guard, tls=tls) as (_, address):
-                client = CLIENTS.issue("admin", names=names)
-                async with secure(address, client=client) as channel:
-                    who = call(channel, "Who")
-                    if wanted is None:
-                        assert await code_of(who(b"")) is Code.UNAUTHENTICATED
-                    else:
-                        assert await who(b"") == f"service:{wanted}".encode()
-                    answer = await who(b"", metadata=metadata(rig.bearer("alice")))
-                    assert answer == b"user:alice", "a token goes before a certificate"
-                    bad = (("authorization", "Bearer nonsense"),)
-                    assert await code_of(who(b"", metadata=bad)) is Code.UNAUTHENTICATED
-
-        await scenario()
 
 
 async def test_new_certificates_are_taken_by_new_connections(rig, tls, tmp_path, monkeypatch):

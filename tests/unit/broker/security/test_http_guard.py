@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ssl
 
 import aiohttp
 import pytest
@@ -11,14 +10,8 @@ from aiohttp import web
 from ister.broker.security.guard import current_principal
 from ister.broker.security.http_guard import http_guard
 from ister.broker.security.rights import Permission
-from ister.broker.security.tls import ServerTls
-from ister.clock import SystemClock
-from ister.config import ClientAuth, TlsConfig
 from tests.support.cases import each
-from tests.support.certificates import IDENTITIES, LOCAL_NAMES, Authority
 from tests.support.security import GuardRig
-
-SERVERS, CLIENTS = Authority("servers"), Authority("clients")
 
 
 @pytest.fixture
@@ -54,10 +47,6 @@ async def serving(guard, *, tls=None):
         yield f"{'http' if tls is None else 'https'}://localhost:{port}"
     finally:
         await runner.cleanup()
-
-
-def run(scenario):
-    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 async def test_open_paths_alone_need_nothing(rig):
@@ -141,41 +130,3 @@ async def test_mistake_in_a_handler_is_logged(rig, caplog):
     ):
         assert response.status == 500
     assert "a mistake of ours" in caplog.text
-
-
-def test_matrix_of_client_certificates(tmp_path):
-    cert_file, key_file = SERVERS.issue("broker", names=LOCAL_NAMES).write(tmp_path, "broker")
-    tls = ServerTls(
-        TlsConfig(
-            cert_file=cert_file,
-            key_file=key_file,
-            ca_file=CLIENTS.write(tmp_path),
-            client_auth=ClientAuth.REQUIRED,
-        ),
-        clock=SystemClock(),
-    )
-    clients = {"none": (None, None), "other": (Authority("clients").issue("loader"), None)} | {
-        case: (CLIENTS.issue("admin", names=names), f"service:{wanted}" if wanted else "")
-        for case, (names, wanted) in IDENTITIES.items()
-    }
-
-    async def scenario(rig):
-        async with serving(rig.guard, tls=tls) as url, aiohttp.ClientSession(url) as session:
-            for name, (issued, answer) in clients.items():
-                context = ssl.create_default_context(cadata=SERVERS.certificate.decode())
-                if issued is not None:
-                    context.load_cert_chain(*issued.write(tmp_path, name))
-                if answer is None:
-                    with pytest.raises((aiohttp.ClientError, OSError)):
-                        await session.get("/ready", ssl=context)
-                elif not answer:
-                    async with session.get("/who", ssl=context) as response:
-                        assert response.status == 401, name
-                else:
-                    async with session.get("/who", ssl=context) as response:
-                        assert await response.text() == answer
-            with pytest.raises((aiohttp.ClientError, OSError)):
-                await session.get(url.replace("https", "http") + "/ready")
-
-    with GuardRig(tmp_path, mtls_principal=True) as rig:
-        run(lambda: scenario(rig))
