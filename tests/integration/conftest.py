@@ -8,7 +8,7 @@ from pyspark.sql import SparkSession
 
 from ister.broker.rpc.native_support import native_refusal
 from tests.servers.broker import BrokerProcess
-from tests.support.danube import Danube, connect, topic_for
+from tests.support.danube import Danube, IsterSession, connect, topic_for
 from tests.support.scale import nightly
 from tests.support.spark_session import get_spark
 
@@ -44,3 +44,11 @@ def topic(request: pytest.FixtureRequest) -> str:
 def session(broker: BrokerProcess) -> AbstractAsyncContextManager[Danube]:
     """A client of `broker`, which a test that is a coroutine gets connected."""
     return connect(broker)
+
+
+@pytest.fixture(params=["danube", "ister"])
+def either(
+    request: pytest.FixtureRequest, broker: BrokerProcess
+) -> AbstractAsyncContextManager[Danube]:
+    """A client of Danube's and one of Ister's, each in turn; otherwise like `session`."""
+    return connect(broker, {"danube": Danube, "ister": IsterSession}[request.param])

@@ -317,24 +317,6 @@ def test_nack_has_a_message_come_again(client, topic):
         eventually(lambda: client.describe_subscription(topic, "s").cursor == 2)
 
 
-def test_a_shared_subscription_is_shared(client, topic):
-    with (
-        client.consumer(topic, "s", kind="shared", create=True) as one,
-        client.consumer(topic, "s", kind="shared") as other,
-        client.producer(topic) as producer,
-    ):
-        for payload in numbered(400):
-            producer.send(payload)
-        found = []
-        while len(found) < 400:
-            for consumer in (one, other):
-                for message in consumer.messages(timeout=0.2):
-                    found.append((consumer.name, message.payload))
-                    consumer.ack(message)
-    assert sorted(payload for _, payload in found) == sorted(numbered(400))
-    assert len({name for name, _ in found}) == 2
-
-
 def test_a_consumer_that_does_not_take_holds_little(client, topic):
     with client.producer(topic, create=True) as producer:
         for _ in range(200):

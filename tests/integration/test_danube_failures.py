@@ -1,7 +1,8 @@
 """Danube's scenarios of messages that fail: nack, ack timeout, and what happens in the end.
 
-All with Danube's own client. Policies are set by its admin calls, on the port of everything else;
-Danube's own tests set that of a subscription that does not exist yet, as rows do that are planned.
+With Danube's own client, and with Ister's where a test takes `either`. Policies are set by Danube's
+admin calls; its own tests set that of a subscription that does not exist yet, as rows do that are
+planned. How failures are judged is told in tests/unit/subscription/test_delivery.py.
 """
 
 import asyncio
@@ -11,17 +12,13 @@ import pytest
 pytest.importorskip("danube")
 
 import grpc
-from danube import SchemaType
 
 from ister.wire import danube_admin
 from tests.support.danube import (
     EXCLUSIVE,
     FAILOVER,
     KEY_SHARED,
-    PATIENCE_SECONDS,
     SHARED,
-    eventually,
-    offsets,
     refused,
     texts,
 )
@@ -75,10 +72,10 @@ async def consumer_with(session, topic, *, kind=EXCLUSIVE, is_planned=False, **p
 
 
 @pytest.mark.parametrize("row", WHEN, ids=row_name)
-async def test_a_nacked_message_comes_again(session, topic, row):
+async def test_a_nacked_message_comes_again(either, topic, row):
     kind, is_planned = row
-    inbox = await consumer_with(session, topic, kind=kind, is_planned=is_planned, delay_ms=50)
-    producer = await session.producer(topic)
+    inbox = await consumer_with(either, topic, kind=kind, is_planned=is_planned, delay_ms=50)
+    producer = await either.producer(topic)
     await producer.send_with_key(b"one", {"colour": "blue"}, "key")
     await producer.send_with_key(b"two", None, "key")
     first = await inbox.one()
@@ -92,12 +89,12 @@ async def test_a_nacked_message_comes_again(session, topic, row):
     if kind is KEY_SHARED:
         assert texts(await inbox.take(1)) == ["two"], "what follows with the key has waited"
     await inbox.expect_silence()
-    await session.wait_for_cursor(topic, 2)
+    await either.wait_for_cursor(topic, 2)
 
 
-async def test_a_nack_asks_for_a_delay(session, topic):
-    inbox = await consumer_with(session, topic, delay_ms=1)
-    await session.send(topic, ["one"])
+async def test_a_nack_asks_for_a_delay(either, topic):
+    inbox = await consumer_with(either, topic, delay_ms=1)
+    await either.send(topic, ["one"])
     message = await inbox.one()
     began = now()
     await inbox.nack(message, delay_ms=900, reason="not yet")
@@ -105,107 +102,20 @@ async def test_a_nack_asks_for_a_delay(session, topic):
     assert now() - began >= 0.85
 
 
-async def test_a_delay_is_never_longer_than_the_policy_allows(session, topic):
-    inbox = await consumer_with(session, topic, delay_ms=1, max_delay_ms=200)
-    await session.send(topic, ["one"])
-    await inbox.nack(await inbox.one(), delay_ms=3_600_000)
-    await inbox.take(1)
-
-
-async def test_delays_double_when_the_policy_says_so(session, topic):
-    inbox = await consumer_with(session, topic, delay_ms=100, exponential=True)
-    await session.send(topic, ["one"])
-    waits = []
-    for _ in range(4):
-        message = await inbox.one()
-        began = now()
-        await inbox.nack(message)
-        await eventually(lambda: not inbox.queue.empty())
-        waits.append(now() - began)
-    # 100, 200, 400, 800 ms; a busy machine makes them longer, never shorter.
-    for wait, least in zip(waits, [0.1, 0.2, 0.4, 0.8], strict=True):
-        assert wait >= least * 0.9, waits
-
-
-async def test_a_message_that_waits_for_its_retry_holds_no_later_one_back(session, topic):
-    inbox = await consumer_with(session, topic, kind=SHARED, delay_ms=1000)
-    await session.send(topic, [f"message {number}" for number in range(5)])
-    await inbox.nack(await inbox.one())
-    assert texts(await inbox.take(4)) == [f"message {n}" for n in range(1, 5)]
-    assert texts(await inbox.take(1)) == ["message 0"]
-    await session.wait_for_cursor(topic, 5)
-
-
-async def test_nacks_of_what_was_never_sent_or_is_done_are_harmless(session, topic):
-    inbox = await consumer_with(session, topic, delay_ms=1)
-    producer = await session.producer(topic)
-    await producer.send(b"one")
-    [message] = await inbox.take(1)
-    await inbox.nack(message)
-    await inbox.expect_silence()
-    message.msg_id.topic_offset = 12345
-    await inbox.nack(message)
-    await producer.send(b"two")
-    assert texts(await inbox.take(1)) == ["two"]
-    await session.wait_for_cursor(topic, 2)
-
-
-async def test_order_is_kept_when_everything_is_nacked_once(session, topic):
-    """Each message fails once; all are delivered, and the cursor has no hole."""
-    inbox = await consumer_with(session, topic, delay_ms=20)
-    await session.send(topic, map(str, range(30)))
-    failed, done = set(), []
-    deadline = now() + PATIENCE_SECONDS
-    while len(done) < 30 and now() < deadline:
-        message = await inbox.one()
-        [offset] = offsets([message])
-        if offset in failed:
-            done.append(offset)
-            await inbox.ack(message)
-        else:
-            failed.add(offset)
-            await inbox.nack(message)
-    assert sorted(done) == list(range(30))
-    await session.wait_for_cursor(topic, 30)
-
-
-async def test_disconnects_are_no_failures(session, topic):
-    inbox = await consumer_with(session, topic, retries=1, delay_ms=20, poison="Drop")
-    await session.send(topic, ["one"])
-    for _ in range(5):
-        await inbox.one()
-        await inbox.close()
-        inbox = await session.consumer(topic)
-    assert texts(await inbox.take(1)) == ["one"]
-
-
 # -- ack timeout ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [EXCLUSIVE, *map(nightly, KINDS[1:])], ids=lambda kind: kind.name)
-async def test_a_message_that_nobody_acknowledges_in_time_comes_again(session, topic, kind):
+async def test_a_message_that_nobody_acknowledges_in_time_comes_again(either, topic, kind):
     policy = {"ack_timeout_ms": 300, "delay_ms": 50}
-    inbox = await consumer_with(session, topic, kind=kind, is_planned=True, **policy)
-    await session.send(topic, ["one"])
+    inbox = await consumer_with(either, topic, kind=kind, is_planned=True, **policy)
+    await either.send(topic, ["one"])
     first = await inbox.one()
     second = await inbox.one()
     assert identity(second) == identity(first)
     await inbox.ack(second)
     await inbox.expect_silence(0.8)
-    await session.wait_for_cursor(topic, 1)
-
-
-async def test_a_message_that_timed_out_goes_to_a_consumer_that_works(session, topic):
-    await session.create_topic(topic)
-    hangs = await session.consumer(topic, "hangs", kind=SHARED)
-    works = await session.consumer(topic, "works", kind=SHARED)
-    await session.set_failure_policy(topic, ack_timeout_ms=500, delay_ms=50, retries=1000)
-    await session.send(topic, [f"message {number}" for number in range(10)])
-    seen = set()
-    while len(seen) < 10:
-        seen.update(texts(await works.take(1)))
-    await session.wait_for_cursor(topic, 10)
-    assert not hangs.queue.empty()
+    await either.wait_for_cursor(topic, 1)
 
 
 # -- in the end -----------------------------------------------------------------------------------
@@ -287,90 +197,20 @@ async def test_what_becomes_of_an_exhausted_message(session, topic, row, poison)
         await letters.expect_silence()
 
 
-@pytest.mark.parametrize("how", ["another policy", "a seek"])
-async def test_a_blocked_subscription_goes_on(session, topic, how):
-    inbox = await consumer_with(session, topic, retries=0, delay_ms=20, poison="Block")
-    producer = await session.producer(topic)
-    await producer.send(b"bad")
-    await fail_until_exhausted(inbox, 0)
-    await producer.send(b"good")
-    await inbox.expect_silence()
-    if how == "a seek":
-        await session.seek(topic, offset=1)
-    else:
-        await session.set_failure_policy(topic, retries=0, delay_ms=20, poison="Drop")
-    assert texts(await inbox.take(1)) == ["good"]
-    await session.wait_for_cursor(topic, 2)
-
-
-# -- dead letters ---------------------------------------------------------------------------------
-
-
-async def dead_letters(session, topic, *, retries=0, **policy):
-    """Consumers of a topic and of its dead letters."""
+async def test_a_dead_letter_after_ack_timeouts_says_so(session, topic):
+    """A message without a key, a schema and attributes gets none but the story's."""
     await session.create_topic(f"{topic}-dlq")
     letters = await session.consumer(f"{topic}-dlq", "undertaker")
-    policy |= {"poison": "DeadLetter", "dead_letter_topic": f"{topic}-dlq"}
-    return await consumer_with(session, topic, retries=retries, delay_ms=20, **policy), letters
-
-
-async def test_a_dead_letter_after_ack_timeouts_says_so(session, topic):
-    inbox, letters = await dead_letters(session, topic, retries=1, ack_timeout_ms=300)
-    await session.send(topic, ["slow"])
+    policy = {"poison": "DeadLetter", "dead_letter_topic": f"{topic}-dlq", "delay_ms": 20}
+    inbox = await consumer_with(session, topic, retries=1, ack_timeout_ms=300, **policy)
+    await session.send(topic, [""])
     await inbox.take(2, ack=False)
     [letter] = await letters.take(1)
-    assert letter.payload == b"slow"
-    assert letter.attributes["x-failure-reason"]
-
-
-async def test_a_dead_letter_keeps_the_schema_of_the_message(session, topic):
-    definition = b'{"type": "object", "properties": {"amount": {"type": "number"}}}'
-    registered = session.client.schema().register_schema("payments-value")
-    await registered.with_type(SchemaType.JSON_SCHEMA).with_schema_data(definition).execute()
-    producer = await session.producer(topic, subject="payments-value")
-    inbox, letters = await dead_letters(session, topic)
-    await producer.send_with_key(b'{"amount": 1}', None, "k")
-    message = await fail_until_exhausted(inbox, 0)
-    [letter] = await letters.take(1)
-    assert letter.payload == b'{"amount": 1}'
-    assert message.HasField("schema_id")
-    assert letter.HasField("schema_id")
-    assert (letter.schema_id, letter.schema_version) == (
-        message.schema_id,
-        message.schema_version,
-    )
-
-
-async def test_a_dead_letter_comes_with_empty_keys_as_it_was(session, topic):
-    """A message without a key and without attributes gets none but the story's."""
-    inbox, letters = await dead_letters(session, topic)
-    await session.send(topic, [""])
-    await fail_until_exhausted(inbox, 0)
-    [letter] = await letters.take(1)
     assert letter.payload == b""
+    assert letter.attributes["x-failure-reason"]
+    assert all(name.startswith("x-") for name in letter.attributes)
     assert not letter.HasField("routing_key")
     assert not letter.HasField("schema_id")
-    assert all(name.startswith("x-") for name in letter.attributes)
-
-
-async def test_a_dead_letter_waits_until_its_topic_can_be_made_and_holds_no_other_up(
-    session, topic
-):
-    policy = {"poison": "DeadLetter", "dead_letter_topic": "/cemetery/letters"}
-    inbox = await consumer_with(session, topic, retries=0, delay_ms=20, **policy)
-    producer = await session.producer(topic)
-    await producer.send(b"bad")
-    await fail_until_exhausted(inbox, 0)
-    await producer.send(b"good")
-    assert texts(await inbox.take(1)) == ["good"]
-    assert (await session.describe(topic)).cursor == 0
-    await session.namespaces.CreateNamespace(danube_admin.NamespaceRequest(name="cemetery"))
-    # Then it is made for the letter.
-    await session.wait_for_cursor(topic, 2)
-    letters = await session.consumer("/cemetery/letters")
-    await session.seek("/cemetery/letters", earliest=True)
-    assert texts(await letters.take(1)) == ["bad"]
-    await letters.expect_silence()
 
 
 # -- the policy itself ----------------------------------------------------------------------------
@@ -409,29 +249,3 @@ async def test_settings_of_a_subscription_are_checked_whether_or_not_it_is_there
     await session.create_topic(lossy, reliable=False)
     for call in (session.set_failure_policy(lossy), stored_policy(session, lossy)):
         assert await refused(call) is PRECONDITION
-
-
-async def test_a_window_is_stored_before_its_subscription_exists(session, topic):
-    await session.create_topic(topic)
-    await session.set_window(topic, 2)
-    assert await window_of(session, topic) == 2
-    # The policy is the one that it will have.
-    default = (await stored_policy(session, topic)).failure_policy
-    assert (default.max_redelivery_count, default.poison_policy) == (5, 1)
-    inbox = await session.consumer(topic)
-    await session.send(topic, [f"message {n}" for n in range(5)])
-    first = await inbox.take(2, ack=False)
-    await inbox.expect_silence()
-    await inbox.ack(*first)
-    assert offsets(await inbox.take(3)) == [2, 3, 4]
-
-
-async def test_settings_of_a_subscription_to_come_end_with_their_topic(session, topic):
-    await session.create_topic(topic)
-    await session.set_failure_policy(topic, poison="Drop")
-    answer = await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
-    assert answer.success
-    await session.create_topic(topic)
-    assert await refused(stored_policy(session, topic)) is MISSING
-    await session.subscribe(topic)
-    assert (await stored_policy(session, topic)).failure_policy.poison_policy == 1

@@ -35,6 +35,7 @@ from danube.lookup_service import LookupService
 from danube.proto.DanubeApi_pb2 import StreamMessage
 
 from ister import wire
+from ister.client import AsyncClient
 from ister.wire import danube, danube_admin, ister_api
 from tests.support.waiting import PATIENCE_SECONDS, run
 from tests.support.waiting import eventually_async as eventually
@@ -47,6 +48,7 @@ __all__ = [
     "SHARED",
     "Danube",
     "Inbox",
+    "IsterSession",
     "collect",
     "connect",
     "eventually",
@@ -412,6 +414,112 @@ class Danube:
         self._consumers.clear()
 
 
+class IsterSession(Danube):
+    """The same programs with Ister's client; operators' calls are made as above."""
+
+    def __init__(self, address: str, *, own_connection: bool) -> None:
+        super().__init__(address, own_connection=own_connection)
+        self._own = AsyncClient(address)
+        self._made: list[_IsterConsumer] = []
+
+    async def producer(
+        self,
+        topic: str,
+        name: str = "producer",
+        *,
+        reliable: bool = True,
+        partitions: int = 0,
+        subject: str | None = None,
+    ) -> Any:
+        """Like that of `Danube`, of topics with a log and without a schema."""
+        assert reliable
+        assert subject is None
+        await self._own.create_topic(topic, partitions=partitions)
+        return _IsterProducer(await self._own.producer(topic, name=name))
+
+    async def consumer(
+        self,
+        topic: str,
+        name: str = "consumer",
+        *,
+        subscription: str = "sub",
+        kind: SubType = EXCLUSIVE,
+        filters: Sequence[str] = (),
+        attached: bool = True,
+    ) -> Inbox:
+        """Like that of `Danube`: it begins at the end, and has its stream when this returns."""
+        consumer = await self._own.consumer(
+            topic,
+            subscription,
+            name=name,
+            kind=kind.name.lower(),
+            key_filters=filters,
+            start="latest",
+        )
+        made = _IsterConsumer(consumer)
+        self._made.append(made)
+        return Inbox(made, made.queue)
+
+    async def close(self) -> None:
+        """See `Danube.close`."""
+        for consumer in self._made:
+            await consumer.close()
+        await self._own.close()
+        await super().close()
+
+
+class _IsterProducer:
+    """A producer of Ister's client with the methods of Danube's."""
+
+    def __init__(self, producer: Any) -> None:
+        self._producer = producer
+
+    async def send(self, payload: bytes, attributes: Any = None) -> int:
+        return await self.send_with_key(payload, attributes, None)
+
+    async def send_with_key(self, payload: bytes, attributes: Any, key: str | None) -> int:
+        return await self._producer.publish(payload, attributes=attributes, routing_key=key)
+
+
+class _IsterConsumer:
+    """A consumer of Ister's client with the methods of Danube's, and its messages."""
+
+    def __init__(self, consumer: Any) -> None:
+        self.queue: asyncio.Queue[StreamMessage] = asyncio.Queue()
+        self._consumer = consumer
+        self._held: dict[tuple[str, int], Any] = {}
+        self._task = asyncio.create_task(self._receive())
+
+    async def _receive(self) -> None:
+        async for message in self._consumer:
+            self._held[message.topic, message.offset] = message
+            made = StreamMessage(
+                request_id=message.offset,
+                payload=message.payload,
+                publish_time=int(message.publish_time.timestamp() * 1000),
+                producer_name=message.producer_name,
+                attributes=message.attributes,
+                routing_key=message.routing_key,
+            )
+            made.msg_id.topic_name, made.msg_id.topic_offset = message.topic, message.offset
+            self.queue.put_nowait(made)
+
+    def _own(self, message: StreamMessage) -> Any:
+        return self._held[message.msg_id.topic_name, message.msg_id.topic_offset]
+
+    async def ack(self, message: StreamMessage) -> None:
+        await self._consumer.ack(self._own(message))
+
+    async def nack(self, message: StreamMessage, delay_ms: int | None, reason: str | None) -> None:
+        delay = None if delay_ms is None else delay_ms / 1000
+        await self._consumer.nack(self._own(message), delay=delay, reason=reason)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._consumer.close()
+
+
 class _OwnConnections(ConnectionManager):
     """Connections that are not shared with other clients of this process."""
 
@@ -422,15 +530,18 @@ class _OwnConnections(ConnectionManager):
 
 
 @asynccontextmanager
-async def connect(broker: Any, *, own_connection: bool = False) -> AsyncIterator[Danube]:
+async def connect(
+    broker: Any, kind: type[Danube] = Danube, *, own_connection: bool = False
+) -> AsyncIterator[Danube]:
     """A client of `broker`, with everything made through it ended behind the block.
 
     Args:
         broker: Has an `address`, as host:port.
+        kind: Whose client: `Danube`, which is Danube's, or `IsterSession`.
         own_connection: Whether the client has a TCP connection of its own. Channels to the same
             address share one otherwise, whichever client they belong to.
     """
-    session = Danube(broker.address, own_connection=own_connection)
+    session = kind(broker.address, own_connection=own_connection)
     try:
         # Connections to an address are shared, and so is their pause after a failure: one that was
         # made while the broker was down fails for a while after it is back.

@@ -269,6 +269,8 @@ async def test_bounds_come_from_the_topic_then_the_namespace_then_the_settings(t
         assert other.policies.max_publish_rate == 50
         assert (await topics.namespace_policies("default")).max_publish_rate == 50
         assert (await topics.namespace_policies("system")).max_publish_rate == 100
+        await topics.create_namespace("made")
+        assert (await topics.namespace_policies("made")).max_message_size == 7
         for call in (
             topics.namespace_policies("none"),
             topics.set_namespace_policies("none", {}),
