@@ -158,7 +158,7 @@ def main(directory, wanted, seed):
                     accepted[number] = topic.append_arrow(batch).start
                 elif kind == "record":
                     offered[number] = [payload]
-                    accepted[number] = topic.append_record(
+                    accepted[number] = topic.appender.append_record(
                         StreamMessage(payload=payload, publish_time=number)
                     )
                 elif kind == "wait" and topic.watermarks.next > first:

@@ -226,7 +226,7 @@ def fill_randomly(
         }
         if rng.random() < 0.3:
             # As it comes over a wire: with fields that Spark does not show, and any time.
-            topic.append_record(
+            topic.appender.append_record(
                 StreamMessage(
                     request_id=rng.getrandbits(64),
                     msg_id=MessageId(

@@ -62,7 +62,7 @@ class WalStorage:
         self.wait = topic.wait
 
     def append_message(self, topic_name: str, message: StreamMessage) -> int:
-        return self.topic.append_record(message)
+        return self.topic.appender.append_record(message)
 
     def create_reader(self, topic_name: str, start: StartPosition) -> TopicStream:
         return TopicStream(self.topic.reader("latest" if start.offset is None else start.offset))

@@ -70,7 +70,10 @@ class _FrameSettings(TypedDict):
 
 
 class Appender:
-    """The append methods of a `Topic`. Thread-safe."""
+    """Accepts messages for one topic. Thread-safe.
+
+    Programs call `Topic.append` and its like; whole records are for brokers and the sink.
+    """
 
     def __init__(
         self, *, wal: Wal, cache: Cache, max_message_size: int, clock: Clock, metrics: Metrics
@@ -112,26 +115,7 @@ class Appender:
         schema_id: int | None = None,
         schema_version: int | None = None,
     ) -> int:
-        """Accepts a message and returns its offset, in microseconds.
-
-        The message is in memory then; `wait` until it is durable.
-
-        Args:
-            payload: The message itself.
-            attributes: Key/value strings that readers get with the message.
-            routing_key: Key-shared subscriptions deliver all messages of a key to one consumer.
-            producer_name: The producer's name.
-            publish_time: A point in time, or milliseconds since the Unix epoch; now by default.
-            schema_id: The schema of the payload.
-            schema_version: The version of that schema.
-
-        Raises:
-            InvalidRequestError: A field has the wrong type.
-            MessageTooLargeError: The message is over a limit.
-            CapacityError: The buffer or the disk is full.
-            ClosedError: The topic is closed, or its writer stopped.
-            CorruptDataError: The topic is quarantined.
-        """
+        """See `Topic.append`."""
         buffer = self._buffer
         started = self._now_ns()
         if type(payload) is not bytes:
@@ -184,17 +168,7 @@ class Appender:
         schema_id: int | None = None,
         schema_version: int | None = None,
     ) -> range:
-        """Accepts messages that follow each other without another one in between.
-
-        All of them are checked before the first one is accepted. The fields are `append`'s and
-        apply to each message.
-
-        Returns:
-            The offsets.
-
-        Raises:
-            As `append`, and then nothing was accepted.
-        """
+        """See `Topic.append_many`."""
         messages = as_payloads(payloads)
         total = 0
         for message in messages:
@@ -260,26 +234,7 @@ class Appender:
         first_request_id: int = 0,
         producer_name: str | None = None,
     ) -> range:
-        """Accepts the rows of a record batch, one message each, without another one in between.
-
-        Columns are those of `read_arrow`: `payload` is required, `topic` and `offset` are ignored,
-        and a missing or null value gets `append`'s default. All rows are checked before the first
-        one is accepted. Meant for many rows: they are encoded at once, and no object is made per
-        row.
-
-        Args:
-            batch: The rows.
-            producer_id: The `producer_id` of each message.
-            first_request_id: The `request_id` of the first row; each row after it has one more.
-            producer_name: Replaces the rows' own producer names; None keeps them.
-
-        Returns:
-            The offsets.
-
-        Raises:
-            InvalidRequestError: A column or a value has the wrong type.
-            As `append`, and then nothing was accepted.
-        """
+        """See `Topic.append_arrow`."""
         columns = load_columns()
         if not isinstance(batch, columns.RecordBatch):
             raise InvalidRequestError(

@@ -359,7 +359,7 @@ class SequencedTopic:
     def append_record(
         self, message: StreamMessage, *, producer: str, epoch: int = 0, sequence: int
     ) -> int:
-        """Accepts a message as `Topic.append_record` does, unless it is in; returns its offset.
+        """Accepts a message as `Appender.append_record` does, unless it is in; returns its offset.
 
         The message carries the producer's name, identity and sequence from then on, whatever was
         in these fields.
@@ -367,7 +367,7 @@ class SequencedTopic:
         Raises:
             ConflictError: As `Sequences.judge`.
             InvalidRequestError: A name, an epoch or a sequence is none, or an epoch is too high.
-            As `Topic.append_record` and `prepare`, and then nothing was accepted.
+            As `Appender.append_record` and `prepare`, and then nothing was accepted.
         """
         self._check(producer, epoch)
         with self._lock:
@@ -402,7 +402,7 @@ class SequencedTopic:
         if verdict.known:
             return verdict.start
         identity = sequenced_producer_id(producer, epoch)
-        offset = self.topic.append_record(
+        offset = self.topic.appender.append_record(
             replace(
                 message,
                 request_id=sequence,
@@ -442,7 +442,7 @@ class SequencedTopic:
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            if self._sequences is None or not self.topic.has_room(batch):
+            if self._sequences is None or not self.topic.appender.has_room(batch):
                 return None
             self._check_epoch(producer, epoch)
             verdict = self._sequences.judge(producer, epoch, sequence, batch.num_rows)
@@ -467,7 +467,7 @@ class SequencedTopic:
         rows = batch.slice(known) if known else batch
         first, producer_id = sequence + known, sequenced_producer_id(producer, epoch)
         if isinstance(rows, Payloads):
-            offsets = self.topic.append_payloads(
+            offsets = self.topic.appender.append_payloads(
                 rows, producer_name=producer, producer_id=producer_id, first_request_id=first
             )
         else:

@@ -1,6 +1,6 @@
 """A topic: what programs append to and read from.
 
-Owns: start positions, durability waits, readers. Does not own: appending
+Owns: start positions, durability waits, readers. Does not own: how messages are accepted
 (`append`), durable files (`ister.wal`), recent messages (`cache`), reading (`reader`), the bucket
 (`bucket_link`), searching by time (`time_search`). Readers see a message once it has reached the
 topic's ack level.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
@@ -32,7 +32,7 @@ from ister.errors import (
     WaitTimeoutError,
 )
 from ister.metrics import Metrics
-from ister.model import AckLevel, Start, TopicState, Watermarks
+from ister.model import AckLevel, Codec, Start, TopicState, Watermarks
 from ister.positions import to_milliseconds
 from ister.topic.aio import AsyncTopic
 from ister.topic.append import Appender, MessageFields, load_batches, load_columns
@@ -80,7 +80,7 @@ class CacheRange(NamedTuple):
     bytes: int
 
 
-class Topic(Appender):
+class Topic:
     """A durable, ordered sequence of messages. Thread-safe. Made by `Log.topic`."""
 
     def __init__(
@@ -94,13 +94,21 @@ class Topic(Appender):
         metrics: Metrics,
         tier: TopicTier | None = None,
     ) -> None:
-        super().__init__(
+        self.name = wal.settings.topic
+        self.wal = wal
+        self.cache = cache
+        self.appender = Appender(
             wal=wal, cache=cache, max_message_size=max_message_size, clock=clock, metrics=metrics
         )
+        """Accepts messages; also whole records, for brokers and the sink."""
+        # Called a million times a second: without a call in between.
+        self.append = self.appender.append  # type: ignore[method-assign]
+        self.append_many = self.appender.append_many  # type: ignore[method-assign]
         self.tier = tier
         """The bucket's side of the topic; None in a log without one."""
         self._chunk_bytes = stream_chunk_size
         self._clock = clock
+        self._metrics = metrics
         self._lock = wal.lock
         self._opened_at = wal.next
         self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
@@ -127,6 +135,11 @@ class Topic(Appender):
     def ack(self) -> AckLevel:
         """What an acknowledged message survives, and when readers see it."""
         return self.wal.settings.ack
+
+    @property
+    def codec(self) -> Codec:
+        """How message bodies are encoded."""
+        return self.wal.settings.codec
 
     @property
     def is_diskless(self) -> bool:
@@ -193,7 +206,7 @@ class Topic(Appender):
     @property
     def appended_bytes(self) -> int:
         """The size of the messages appended since the topic was opened here."""
-        return self._buffer.appended_bytes
+        return self.wal.buffer.appended_bytes
 
     @property
     def failure(self) -> IsterError | None:
@@ -281,7 +294,85 @@ class Topic(Appender):
 
     def now_seconds(self) -> int:
         """The time in seconds since the Unix epoch, by the log's clock."""
-        return self._now_ns() // 1_000_000_000
+        return self._clock.now_ns() // 1_000_000_000
+
+    # -- appending --------------------------------------------------------------------------
+
+    def append(
+        self, payload: bytes | bytearray | memoryview, **fields: Unpack[MessageFields]
+    ) -> int:
+        """Accepts a message and returns its offset, in microseconds.
+
+        The message is in memory then; `wait` until it is durable.
+
+        Args:
+            payload: The message itself.
+            fields: What else a message has. `attributes` are strings by name. `routing_key`:
+                key-shared subscriptions deliver all messages of a key to one consumer.
+                `producer_name`. `publish_time` is a point in time, or milliseconds since the Unix
+                epoch; now by default. `schema_id` and `schema_version` name its schema.
+
+        Raises:
+            InvalidRequestError: A field has the wrong type.
+            MessageTooLargeError: The message is over a limit.
+            CapacityError: The buffer or the disk is full.
+            ClosedError: The topic is closed, or its writer stopped.
+            CorruptDataError: The topic is quarantined.
+        """
+        return self.appender.append(payload, **fields)
+
+    def append_many(
+        self,
+        payloads: Iterable[bytes | bytearray | memoryview],
+        **fields: Unpack[MessageFields],
+    ) -> range:
+        """Accepts messages that follow each other without another one in between.
+
+        All of them are checked before the first one is accepted. The fields are `append`'s and
+        apply to each message.
+
+        Returns:
+            The offsets.
+
+        Raises:
+            As `append`, and then nothing was accepted.
+        """
+        return self.appender.append_many(payloads, **fields)
+
+    def append_arrow(
+        self,
+        batch: pa.RecordBatch,
+        *,
+        producer_id: int = 0,
+        first_request_id: int = 0,
+        producer_name: str | None = None,
+    ) -> range:
+        """Accepts the rows of a record batch, one message each, without another one in between.
+
+        Columns are those of `read_arrow`: `payload` is required, `topic` and `offset` are ignored,
+        and a missing or null value gets `append`'s default. All rows are checked before the first
+        one is accepted. Meant for many rows: they are encoded at once, and no object is made per
+        row.
+
+        Args:
+            batch: The rows.
+            producer_id: The `producer_id` of each message.
+            first_request_id: The `request_id` of the first row; each row after it has one more.
+            producer_name: Replaces the rows' own producer names; None keeps them.
+
+        Returns:
+            The offsets.
+
+        Raises:
+            InvalidRequestError: A column or a value has the wrong type.
+            As `append`, and then nothing was accepted.
+        """
+        return self.appender.append_arrow(
+            batch,
+            producer_id=producer_id,
+            first_request_id=first_request_id,
+            producer_name=producer_name,
+        )
 
     # -- durability -------------------------------------------------------------------------
 

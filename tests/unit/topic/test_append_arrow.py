@@ -592,7 +592,7 @@ def test_payloads_alone_are_stored_as_rows_of_arrow_are(machine, codec, count):
     topic = a_topic(machine, codec=codec)
     texts, rows = plain_rows(count)
     ids = {"producer_id": 2**64 - 1, "first_request_id": 41, "producer_name": "someone"}
-    assert topic.append_payloads(rows, **ids) == range(count)
+    assert topic.appender.append_payloads(rows, **ids) == range(count)
     assert topic.append_arrow(a_batch(texts), **ids) == range(count, 2 * count)
     found = records(topic)
     for first, second in zip(found[:count], found[count:], strict=True):
@@ -613,7 +613,7 @@ def test_payloads_are_encoded_again_if_another_message_was_first(machine, monkey
         return accept(self, size, put)
 
     monkeypatch.setattr(type(topic), "_accept", late)
-    assert topic.append_payloads(rows) == range(1, 101)
+    assert topic.appender.append_payloads(rows) == range(1, 101)
     assert [record.payload for record in records(topic)] == [b"first", *texts]
     assert [record.msg_id.topic_offset for record in records(topic)] == list(range(101))
 
@@ -624,5 +624,5 @@ def test_payload_that_is_too_large_is_refused_with_its_batch(machine, count):
     topic = a_topic(machine, storage={"max_message_size": 1})
     _, rows = plain_rows(count)
     with pytest.raises(MessageTooLargeError):
-        topic.append_payloads(rows)
+        topic.appender.append_payloads(rows)
     assert topic.watermarks.next == 0

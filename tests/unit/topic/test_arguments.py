@@ -132,8 +132,8 @@ def test_record_with_a_field_of_another_type_is_refused(topic, field, given):
     else:
         record = replace(RECORD, msg_id=replace(RECORD.msg_id, **{field: given}))
     with pytest.raises(InvalidRequestError, match=field):
-        topic.append_record(record)
-    assert topic.append_record(RECORD) == topic.next_offset - 1
+        topic.appender.append_record(record)
+    assert topic.appender.append_record(RECORD) == topic.next_offset - 1
     assert {message.payload for message in topic.read()} == {b"x"}
 
 
@@ -142,9 +142,12 @@ def test_values_of_another_type_are_refused_by_name(topic):
     identity = replace(RECORD.msg_id, topic_name=numbers)
     named = replace(RECORD, producer_name=numbers)
     for call, match in (
-        (lambda: topic.append_record(b"x"), "record must be a StreamMessage, not bytes"),
-        (lambda: topic.append_record(named), "producer_name must be a string"),
-        (lambda: topic.append_record(replace(RECORD, msg_id=identity)), "topic_name must be a str"),
+        (lambda: topic.appender.append_record(b"x"), "record must be a StreamMessage, not bytes"),
+        (lambda: topic.appender.append_record(named), "producer_name must be a string"),
+        (
+            lambda: topic.appender.append_record(replace(RECORD, msg_id=identity)),
+            "topic_name must be a str",
+        ),
         (lambda: topic.append(b"x", producer_name=numbers), "producer_name must be a string"),
         (lambda: topic.append_many(1), "payloads must be an iterable of bytes, not int"),
         (lambda: asyncio.run(topic.aio.append_many(1)), "payloads must be an iterable"),

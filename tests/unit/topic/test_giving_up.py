@@ -210,7 +210,7 @@ def test_records_of_another_topic_are_not_a_file_of_it():
     with a_machine() as machine:
         source, target = opened(machine)[1], machine._logs[-1].topic("/default/copy", create=True)
         for message in source.read():
-            target.append_record(message.record)
+            target.appender.append_record(message.record)
         target.flush()
         assert machine._logs[-1].give_up("/default/copy", is_dry=True).ranges == ()
 

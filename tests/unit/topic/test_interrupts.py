@@ -192,7 +192,7 @@ class Checks:
 
 def kinds_of_append(topic):
     def record(payloads):
-        topic.append_record(StreamMessage(payload=payloads[0], publish_time=5))
+        topic.appender.append_record(StreamMessage(payload=payloads[0], publish_time=5))
 
     def arrow(payloads):
         batch = pa.RecordBatch.from_pydict({"payload": pa.array(payloads, pa.binary())})
@@ -450,10 +450,10 @@ def test_lock_is_free_after_an_interrupt_right_after_it_was_taken(machine):
 
         def __call__(self):
             self._lock.acquire()
-            topic._acquire = self._lock.acquire
+            topic.appender._acquire = self._lock.acquire
             raise Interrupt
 
-    topic._acquire = Raising(topic.wal.lock)
+    topic.appender._acquire = Raising(topic.wal.lock)
     with pytest.raises(Interrupt):
         topic.append(b"a")
     assert Task(topic.append, b"b").result() == 0

@@ -183,8 +183,10 @@ def test_each_way_to_append_is_timed(site):
         (
             lambda: topic.append_many([b"a", b"b"]),
             lambda: topic.append_arrow(rows),
-            lambda: topic.append_record(a_message(topic_name=str(NAME))),
-            lambda: topic.append_payloads(Payloads(tuple(range(4)), memoryview(b"abc"), 3)),
+            lambda: topic.appender.append_record(a_message(topic_name=str(NAME))),
+            lambda: topic.appender.append_payloads(
+                Payloads(tuple(range(4)), memoryview(b"abc"), 3)
+            ),
         ),
         2,
     ):

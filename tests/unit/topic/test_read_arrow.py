@@ -162,7 +162,7 @@ def test_arrow_has_what_read_has_wherever_it_lies(steps, codec, columns, ranges)
                 topic = a_topic(site, disk)
             else:
                 for fields in step:
-                    topic.append_record(a_record(fields, codec))
+                    topic.appender.append_record(a_record(fields, codec))
                 topic.flush()
         assert same(topic) == topic.watermarks.next
         names = tuple(columns) if columns is not None else COLUMNS
@@ -183,7 +183,7 @@ def test_arrow_has_what_read_has_in_memory_alone(batches, capacity):
     try:
         for batch in batches:
             for fields in batch:
-                topic.append_record(a_record(fields, topic.codec))
+                topic.appender.append_record(a_record(fields, topic.codec))
         assert same(topic) == min(capacity, topic.watermarks.next)
         start = topic.earliest
         end = topic.watermarks.next

@@ -109,8 +109,8 @@ def test_record_keeps_every_field_and_gets_its_offset(machine):
         (replace(full, request_id=-1), InvalidRequestError),
     ):
         with pytest.raises(error):
-            topic.append_record(refused)
-    assert [topic.append_record(message) for message in sent] == list(range(len(sent)))
+            topic.appender.append_record(refused)
+    assert [topic.appender.append_record(message) for message in sent] == list(range(len(sent)))
     topic.flush()
     stamped = [
         replace(message, msg_id=replace(message.msg_id, topic_offset=offset))

@@ -374,7 +374,7 @@ class Publishing:
         with span("append batch", topic=topic.name, rows=batch.num_rows):
             if opened.producer is None:
                 offsets = (
-                    topic.append_payloads(batch)
+                    topic.appender.append_payloads(batch)
                     if isinstance(batch, Payloads)
                     else topic.append_arrow(batch)
                 )

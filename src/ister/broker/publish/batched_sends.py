@@ -159,7 +159,7 @@ class BatchedSends:
 
         Returns None if it cannot be stored: the ordinary form explains that, and counts it.
         """
-        identity, records = request.msg_id, topic.records
+        identity, records = request.msg_id, topic.appender.records
         try:
             record = (
                 records.head(
@@ -181,7 +181,7 @@ class BatchedSends:
                     routing_key=request.routing_key if request.HasField("routing_key") else None,
                 ),
             )
-            topic.check_record(record)
+            topic.appender.check_record(record)
         except IsterError:
             return None
         return record
@@ -204,7 +204,7 @@ class BatchedSends:
         topic = batch.topic
         assert topic.topic is not None  # noqa: S101 - for mypy
         try:
-            offsets = topic.topic.append_records(batch.records)
+            offsets = topic.topic.appender.append_records(batch.records)
         except (CapacityError, ClosedError):
             # This may pass: the ordinary form waits, or opens the topic again.
             for call in batch.calls:

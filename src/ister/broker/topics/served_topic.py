@@ -292,7 +292,7 @@ class ServedTopic:
         while True:
             try:
                 if sequence is None:
-                    return self.topic.append_record(message)
+                    return self.topic.appender.append_record(message)
                 return await self._append_numbered(message, sequence, epoch)
             except CapacityError:
                 if asyncio.get_running_loop().time() > give_up_at:

@@ -606,7 +606,7 @@ async def test_a_dead_letter_has_everything_of_the_message_and_why():
             schema_id=4,
             schema_version=2,
         )
-        rig.topic.append_record(record)
+        rig.topic.appender.append_record(record)
         dispatch = rig.open(policy=letter_policy())
         outbox = dispatch.attach(1, ())
         await receive(dispatch, outbox, 2)
@@ -667,13 +667,15 @@ async def test_dead_letter_topics_that_lead_back_do_not_loop_for_ever(is_large):
         rig.fill(3)
         # What it says of itself is not believed: no broker has written it.
         forged = {"x-dead-letter-hops": str(HOPS_MAX), "x-original-topic": "/other/topic"}
-        rig.topic.append_record(a_record(b"bad", topic=NAME, attributes={"own": "yes", **forged}))
+        rig.topic.appender.append_record(
+            a_record(b"bad", topic=NAME, attributes={"own": "yes", **forged})
+        )
         dispatch = rig.open(policy=letter_policy(NAME))
 
         async def publish(name, letter):
             if is_large and "own" in letter.attributes:
                 raise MessageTooLargeError("no room for its attributes")
-            rig.topic.append_record(letter)
+            rig.topic.appender.append_record(letter)
 
         dispatch._publish_dead_letter = publish
         outbox = dispatch.attach(1, ())

@@ -161,7 +161,7 @@ def test_a_full_buffer_is_waited_for_and_then_told(tmp_path, monkeypatch):
 
     async def scenario(topic, topics):
         full = []
-        real = topic.topic.append_record
+        real = topic.topic.appender.append_record
 
         def append(message):
             full.append(True)
@@ -169,14 +169,14 @@ def test_a_full_buffer_is_waited_for_and_then_told(tmp_path, monkeypatch):
                 raise CapacityError("full")
             return real(message)
 
-        topic.topic.append_record = append
+        topic.topic.appender.append_record = append
         assert await topic.publish(a_record()) == 0
         assert len(full) == 4
 
         def never(message):
             raise CapacityError("full")
 
-        topic.topic.append_record = never
+        topic.topic.appender.append_record = never
         monkeypatch.setattr(module, "_FULL_SECONDS", 0.1)
         with pytest.raises(CapacityError):
             await asyncio.wait_for(topic.publish(a_record()), 60)
