@@ -605,14 +605,14 @@ def test_payloads_are_encoded_again_if_another_message_was_first(machine, monkey
     kernels.load()
     topic = a_topic(machine)
     texts, rows = plain_rows(100)
-    accept = type(topic)._accept
+    accept = type(topic.appender)._accept
 
     def late(self, size, put):
         monkeypatch.undo()
         topic.append(b"first")
         return accept(self, size, put)
 
-    monkeypatch.setattr(type(topic), "_accept", late)
+    monkeypatch.setattr(type(topic.appender), "_accept", late)
     assert topic.appender.append_payloads(rows) == range(1, 101)
     assert [record.payload for record in records(topic)] == [b"first", *texts]
     assert [record.msg_id.topic_offset for record in records(topic)] == list(range(101))

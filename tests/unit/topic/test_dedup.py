@@ -293,7 +293,7 @@ def test_append_that_must_not_wait_appends_the_same_or_nothing(machine, monkeypa
     assert topic.try_append_arrow(numbered(0, 3), **send) is None, "nothing is taken now"
     plain.wal.unhold("lag")
     with monkeypatch.context() as patch:
-        patch.setattr(type(plain), "has_room", lambda *_: False)
+        patch.setattr(type(plain.appender), "has_room", lambda *_: False)
         assert topic.try_append_arrow(numbered(0, 3), **send) is None, "the buffer is full"
     assert stored(plain) == []
     assert topic.try_append_arrow(numbered(0, 3), **send) == Appended(0, 3, 0)
@@ -441,7 +441,7 @@ def test_table_is_made_from_the_log():
             topic.append_record(message, producer="q", sequence=number)
         # Looks like one of q's, in a later epoch, and is not: the name does not fit the check.
         odd = MessageId(producer_id=sequenced_producer_id("p", 9))
-        plain.append_record(StreamMessage(msg_id=odd, producer_name="q", request_id=99))
+        plain.appender.append_record(StreamMessage(msg_id=odd, producer_name="q", request_id=99))
         plain.flush()
         expected = [
             topic.append_record(StreamMessage(), producer="p", epoch=1, sequence=n)

@@ -35,8 +35,8 @@ from ister.errors import (
 )
 from ister.limits import MIB
 from ister.model import AckLevel
+from ister.topic.append import Appender
 from ister.topic.log import Log
-from ister.topic.topic import Topic
 from ister.wire.contract import PutAck, PutBatch, PutOpen
 from ister.wire.errors import decode_error
 from tests.servers.flight import (
@@ -127,13 +127,13 @@ def test_rows_become_messages_and_each_batch_is_answered(client, topic, server):
 def test_small_batches_take_no_thread(client, topic, monkeypatch):
     """Goal: hundreds of small batches a second do not have threads fight for the interpreter."""
     threads = []
-    accept = Topic._accept
+    accept = Appender._accept
 
     def watched(self, *args):
         threads.append(threading.current_thread().name)
         return accept(self, *args)
 
-    monkeypatch.setattr(Topic, "_accept", watched)
+    monkeypatch.setattr(Appender, "_accept", watched)
     acks, error = publish(client, [range(start, start + 3) for start in range(0, 60, 3)])
     assert error is None
     assert len(acks) == len(threads) == 20
