@@ -297,7 +297,14 @@ def _find(place: Place, topic: str) -> tuple[str | None, list[str]]:
             if member is not None:
                 return record.node, [member.flight_url]
             if is_node_running(history.metadata, root, record.node):
-                return record.node, []
+                if place.brokers:
+                    return record.node, []
+                # A broker that starts takes its node before it makes its entry.
+                raise UnavailableError(
+                    f"node {record.node} is running, and has not opened the topic yet",
+                    topic=topic,
+                    hint="if it is not a broker, includeTail=false reads only the bucket",
+                )
             raise waits_for_disk(topic, record.node, tiered)
     # Any broker may be called: the one that the topic is assigned to opens it, others refuse.
     return None, [member.flight_url for member in _listening(_read_members(place).values())]

@@ -190,6 +190,19 @@ def test_broker_that_has_lost_its_entry_is_waited_for(home, place):
             find_owner(place, A)
 
 
+def test_broker_that_starts_is_waited_for(home, place):
+    """It has its node for a while before it has an entry; a query ended in that moment."""
+    home.append(A, 3)
+    with home.open() as log, FlightTopics(log) as server:
+        for look in (find_owner, head_of):
+            with pytest.raises(UnavailableError, match="has not opened the topic yet"):
+                look(place, A)
+        given = find_place(home.remote_config(), (f"grpc://{server.address}",))
+        assert head_of(given, A).end == 3
+        enter(log, server.address)
+        assert head_of(place, A).end == 3
+
+
 def test_whether_there_are_brokers(home, place, tmp_path):
     assert not has_brokers(place)
     with pytest.raises(UnavailableError, match="no broker is known"):
