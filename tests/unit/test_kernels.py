@@ -13,7 +13,7 @@ import threading
 import pytest
 
 from ister import kernels
-from tests.support.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS, eventually
 
 if any(importlib.util.find_spec(name) is None for name in ("numba", "isal")):
     pytest.skip("the extra `fast` is what is tested here", allow_module_level=True)
@@ -67,6 +67,38 @@ def test_a_server_does_not_wait_for_the_compiler(cache, monkeypatch):
     assert kernels._loading.is_alive(), "the compiler runs"
     is_ended.set()
     kernels._loading.join()
+
+
+def test_a_server_has_the_loops_compiled_when_it_starts_and_loads_them_when_it_needs_them(
+    cache, monkeypatch
+):
+    directory, _ = cache
+    listed = f"{directory}/{kernels._LIST_NAME}"
+    os.rename(listed, f"{listed}.kept")
+    begun, is_compiled = [], threading.Event()
+
+    def compile_elsewhere(path):
+        begun.append(path)
+        assert is_compiled.wait(PATIENCE_SECONDS)
+        os.rename(f"{listed}.kept", listed)
+        return True
+
+    monkeypatch.setattr(kernels, "_compile_elsewhere", compile_elsewhere)
+    monkeypatch.setattr(kernels, "_loading", None)
+    monkeypatch.setattr(kernels, "_is_settled", threading.Event())
+    kernels.prepare()
+    eventually(lambda: begun, "the compiler runs")
+    assert not kernels.load_cached(PATIENCE_SECONDS)
+    is_compiled.set()
+    assert kernels.load(PATIENCE_SECONDS)
+    assert begun == [directory], "both waited for one compiler"
+
+
+def test_a_server_loads_nothing_when_it_starts(cache):
+    _, asked = cache
+    kernels._prepare()
+    assert kernels.current() is None
+    assert asked == []
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "no list", "bad list", "another file"])

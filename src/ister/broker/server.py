@@ -24,7 +24,7 @@ from typing import Final
 import grpc
 from aiohttp import web
 
-from ister import __version__, failpoints
+from ister import __version__, failpoints, kernels
 from ister.broker.cluster.cluster import Cluster
 from ister.broker.cluster.peers import FORWARDED, Peers
 from ister.broker.flight.broker_source import BrokerSource, FlightAccess, FlightLimits
@@ -234,6 +234,7 @@ class Broker:
         listening = Listening(host=config.broker.host, grpc=port, flight=flight, http=http)
         self._is_ready = self.health.has_started = True
         _log.info("ready", extra={**listening.to_json(), "engine": rpc.engine.value})
+        kernels.prepare()
         return listening
 
     def _metadata(self) -> MetadataStore:

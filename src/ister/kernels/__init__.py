@@ -3,11 +3,11 @@
 No request waits for the compiler: `ister.format` runs its loops in Python, with the same results,
 until `current` returns the compiled ones. numba compiles for many seconds and holds the interpreter
 lock meanwhile, so it runs in another process, at low priority, once per version and machine. This
-process only loads a few files.
+process only loads a few files, when much is to be done. A server has the loops compiled when it
+starts, so that its first large call finds them in the cache.
 
-    request ─► thread: in the cache? ──no──► python -m ister.kernels (under a file lock)
-                            │ yes                          │
-                            └──► checksums, load, prove ◄──┘ ─► current()
+    prepare ─► thread: in the cache? ──no──► python -m ister.kernels (under a file lock)
+    request ─► thread: the same, then checksums, load, prove ─► current()
 
 The cache is `$ISTER_CACHE_DIR`, else `$XDG_CACHE_HOME/ister`, else `~/.cache/ister`, with a
 directory for each combination of sources, numba, Python and processor. numba's files are pickles,
@@ -52,6 +52,7 @@ __all__ = [
     "current",
     "load",
     "main",
+    "prepare",
     "request",
 ]
 
@@ -80,6 +81,8 @@ class Kernels:
 
 
 _lock = threading.Lock()
+_compiling = threading.Lock()
+"""Held while this process waits for a compiler: there is one at a time."""
 _loading: threading.Thread | None = None
 _current: Kernels | None = None
 _worked_bytes = 0
@@ -89,7 +92,7 @@ _is_settled = threading.Event()  # loaded, or not before long
 @forks.call_in_child
 def _after_fork() -> None:
     global _loading, _is_settled  # noqa: PLW0603 - there is one set of loops in a process
-    forks.reset_locks(_lock)
+    forks.reset_locks(_lock, _compiling)
     _loading = None if _current is None else _loading
     _is_settled = threading.Event()
     if _current is not None:
@@ -110,6 +113,14 @@ def count_work(size_bytes: int) -> None:
     _worked_bytes += size_bytes
     if _loading is None and _worked_bytes >= COMPILE_AFTER_BYTES:
         request()
+
+
+def prepare() -> None:
+    """Starts compiling in another process what is not in the cache. Loads nothing; does not block.
+
+    For a server when it starts: a call with many rows does not wait for the compiler.
+    """
+    threads.start("ister-kernels", _prepare)
 
 
 def request() -> None:
@@ -152,27 +163,21 @@ def _load_or_compile() -> None:
         _is_settled.set()
 
 
+def _prepare() -> None:
+    directory = _find_cache()
+    if directory is not None:
+        _compile_missing(directory)
+
+
 def _load() -> None:
     global _current  # noqa: PLW0603
-    if any(importlib.util.find_spec(name) is None for name in _LIBRARIES):
-        return
-    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in {"", "0"}:
-        return  # numba is disabled
-    try:
-        directory = _open_cache()
-    except OSError as error:
-        _log.warning(
-            "compiled loops are not used: the cache directory is not usable",
-            extra={
-                "error": str(error),
-                "hint": f"set {CACHE_VARIABLE} to a directory that only this user can write to",
-            },
-        )
+    directory = _find_cache()
+    if directory is None:
         return
     for attempt in range(2):
         if not _is_complete(directory):
             _is_settled.set()
-            if not _compile_elsewhere(directory):
+            if not _compile_missing(directory):
                 return
         try:
             _current = _build(directory, is_compiling=False)
@@ -185,6 +190,31 @@ def _load() -> None:
                 os.unlink(f"{directory}/{_LIST_NAME}")
         else:
             return
+
+
+def _find_cache() -> str | None:
+    """The cache directory; None if compiled loops cannot be used here."""
+    if any(importlib.util.find_spec(name) is None for name in _LIBRARIES):
+        return None
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in {"", "0"}:
+        return None  # numba is disabled
+    try:
+        return _open_cache()
+    except OSError as error:
+        _log.warning(
+            "compiled loops are not used: the cache directory is not usable",
+            extra={
+                "error": str(error),
+                "hint": f"set {CACHE_VARIABLE} to a directory that only this user can write to",
+            },
+        )
+        return None
+
+
+def _compile_missing(directory: str) -> bool:
+    """Compiles what is not in the cache; returns whether it is complete."""
+    with _compiling:
+        return _is_complete(directory) or _compile_elsewhere(directory)
 
 
 def _compile_elsewhere(directory: str) -> bool:

@@ -10,7 +10,7 @@ import aiohttp
 import grpc
 import pytest
 
-from ister import failpoints
+from ister import failpoints, kernels
 from ister.broker.server import Broker, Listening
 from ister.broker.topics.topics import Topics
 from ister.errors import ConfigError, DirectoryLockedError, UnavailableError
@@ -125,6 +125,15 @@ async def test_it_is_ready_when_every_topic_is_recovered_and_not_before(tmp_path
         await services.channel.close()
         await broker.stop()
     assert await get(ports["http"], "/live") is None
+
+
+async def test_loops_are_compiled_from_the_start_on_but_after_it(tmp_path, monkeypatch):
+    prepared = []
+    monkeypatch.setattr(kernels, "prepare", lambda: prepared.append(broker.is_ready))
+    broker = Broker(settings_of(tmp_path))
+    await broker.start()
+    await broker.stop()
+    assert prepared == [True]
 
 
 async def test_a_namespace_that_is_missing_is_told_as_danube_does(tmp_path):
