@@ -30,9 +30,6 @@ from tests.support.broker_calls import (
     subscription_of,
 )
 
-pytestmark = pytest.mark.usefixtures("brokers_end_quickly")
-
-
 SKIPPING = {"storage": {"cloud_reader": {"on_damage": "skip"}}}
 
 

@@ -24,8 +24,6 @@ from tests.support.broker_calls import (
 )
 from tests.support.cases import each
 
-pytestmark = pytest.mark.usefixtures("brokers_end_quickly")
-
 
 @each("before", [None, "zz-*"])
 async def test_a_consumer_that_has_subscribed_and_has_no_stream_yet_loses_nothing(tmp_path, before):

@@ -24,8 +24,6 @@ from tests.support.broker_calls import (
 )
 from tests.support.cases import each
 
-pytestmark = pytest.mark.usefixtures("brokers_end_quickly")
-
 
 async def test_clients_that_give_up_take_nothing_of_a_rate(tmp_path):
     async with a_broker(tmp_path, mode="memory") as (broker, services, _):

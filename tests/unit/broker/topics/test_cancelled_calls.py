@@ -2,8 +2,6 @@
 
 import asyncio
 
-import pytest
-
 from ister.wire import danube_admin, ister_api
 from tests.support.broker import a_broker, eventually
 from tests.support.broker_calls import (
@@ -23,8 +21,6 @@ from tests.support.broker_calls import (
     until_ok,
 )
 from tests.support.cases import each
-
-pytestmark = pytest.mark.usefixtures("brokers_end_quickly")
 
 
 async def test_a_deletion_that_nobody_waits_for_harms_no_later_topic(tmp_path):

@@ -25,8 +25,6 @@ from tests.support.broker_calls import (
 )
 from tests.support.cases import each
 
-pytestmark = pytest.mark.usefixtures("brokers_end_quickly")
-
 
 @asynccontextmanager
 async def with_a_cursor(tmp_path, mode, *, cursor, saved):

@@ -4,15 +4,11 @@ import asyncio
 import threading
 from contextlib import suppress
 
-import pytest
-
 from ister.broker.topics import names as names_module
 from ister.wire import danube, danube_admin, ister_api
 from tests.support.broker import a_broker
 from tests.support.broker_calls import MOMENT, NAME, Client, Code, Held, status
 from tests.support.cases import each
-
-pytestmark = pytest.mark.usefixtures("brokers_end_quickly")
 
 
 async def partitioned_during_a_listing(broker, services):
