@@ -6,7 +6,6 @@ claim               becoming a topic's owner
 terms               what the bucket remembers of owners, to notice older metadata
 trust               whether the metadata store as a whole was rolled back
 ownership           what only the owner may do: commit, swap, expire, seal, delete
-owner_transactions  the transactions behind that
 fence               the leased key that a job's changes require
 upload              the upload cycle: plan, make, commit
 object_maker        makes one object of a range of frames
