@@ -64,7 +64,7 @@ ready: lint types compiled $(firstword $(SPARKS))
 compiled: $(STAMP)
 	$(BIN)/python -m pytest --collect-only --quiet --quiet -m "not nightly" > /dev/null
 
-test: $(STAMP) ## lint, types and the tests that everybody runs, in about eleven minutes on two cores, once installed
+test: $(STAMP) ## lint, types and the tests that everybody runs, in about nine minutes on two cores, once installed
 	$(MAKE) --jobs 3 --output-sync=target ready
 	$(BIN)/python -m pytest -m "not nightly" $(SHARED) --record-durations .durations.jsonl
 
