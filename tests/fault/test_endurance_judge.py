@@ -55,7 +55,7 @@ class Story:
     def kinds(self) -> dict[str, int]:
         judge = Judge()
         judge.feed(self.records)
-        return {kind: count for kind, count in judge.check().kinds().items() if count}
+        return judge.check().kinds()
 
 
 def a_story(kind: str = EXCLUSIVE, count: int = 5, *, is_once: bool = True) -> Story:

@@ -43,13 +43,12 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import NamedTuple
 
-from tests.support.oracle import identify
+from tests.support.oracle import count_findings, identify, list_findings
 
 __all__ = ["EXCLUSIVE", "FAILOVER", "KEY_SHARED", "SHARED", "DeliveryHistory", "Entry", "Verdict"]
 
 EXCLUSIVE, SHARED, FAILOVER, KEY_SHARED = "exclusive", "shared", "failover", "key_shared"
 _NEVER = float("inf")
-_SHOWN_MAX = 5
 
 
 class Entry(NamedTuple):
@@ -214,8 +213,7 @@ class Verdict:
 
     def kinds(self) -> dict[str, int]:
         """How many findings there are of each kind that has some."""
-        lists = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {k: len(v) for k, v in lists.items() if isinstance(v, list) and v}
+        return count_findings(self)
 
     def figures(self) -> dict[str, int | float]:
         """For a line of JSON."""
@@ -224,13 +222,8 @@ class Verdict:
         return {**made, "lost": len(self.lost) + len(self.undelivered)}
 
     def __str__(self) -> str:
-        lines = [f"wrong: {self.kinds()} in {self.figures()}"]
-        for kind in self.kinds():
-            found = getattr(self, kind)
-            lines += [f"  {kind}: {finding}" for finding in found[:_SHOWN_MAX]]
-            if len(found) > _SHOWN_MAX:
-                lines.append(f"  {kind}: … {len(found) - _SHOWN_MAX} more")
-        return "\n".join(lines)
+        head = f"wrong: {self.kinds()} in {self.figures()}"
+        return "\n".join([head, *list_findings(self)])
 
 
 class DeliveryHistory:

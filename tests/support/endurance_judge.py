@@ -44,10 +44,12 @@ import json
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from tests.support.oracle import count_findings, list_findings
 
 __all__ = ["EXCLUSIVE", "FAILOVER", "KEY_SHARED", "SHARED", "Judge", "Records", "Verdict"]
 
@@ -57,7 +59,6 @@ SETTLED_NS = 20 * _SECOND
 """An ack that was tried so long before a seek has arrived, with those that were repeated."""
 DISTURBED_NS = 40 * _SECOND
 """For so long a disturbance explains one step backwards: a client holds messages for a while."""
-_SHOWN_MAX = 5
 
 
 @dataclass(slots=True)
@@ -78,19 +79,15 @@ class Verdict:
 
     @property
     def is_clean(self) -> bool:
-        return not any(self.kinds().values())
+        return not self.kinds()
 
     def kinds(self) -> dict[str, int]:
-        """How many findings there are of each kind."""
-        return {f.name: len(getattr(self, f.name)) for f in fields(self) if f.name != "figures"}
+        """How many findings there are of each kind that has some."""
+        return count_findings(self)
 
     def shown(self) -> list[str]:
         """The first findings of each kind."""
-        return [
-            f"{kind}: {finding}"
-            for kind in self.kinds()
-            for finding in getattr(self, kind)[:_SHOWN_MAX]
-        ]
+        return list(list_findings(self))
 
 
 @dataclass(slots=True)

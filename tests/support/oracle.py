@@ -25,8 +25,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 import ister
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Entry = tuple[int, bytes]
 """An offset and the payload read there."""
@@ -55,6 +59,20 @@ def identify(payload: bytes) -> str | None:
     """The id whose payload this is, or None if it is nobody's."""
     message_id = payload.partition(b"|")[0].decode("ascii", errors="replace")
     return message_id if payload_of(message_id) == payload else None
+
+
+def count_findings(report: DataclassInstance) -> dict[str, int]:
+    """How many findings there are of each kind that has some: each field with a list is one."""
+    values = {f.name: getattr(report, f.name) for f in fields(report)}
+    return {kind: len(v) for kind, v in values.items() if isinstance(v, list) and v}
+
+
+def list_findings(report: DataclassInstance) -> Iterator[str]:
+    """A line for each finding, but only the first few of a kind."""
+    for kind, count in count_findings(report).items():
+        yield from (f"  {kind}: {finding}" for finding in getattr(report, kind)[:_SHOWN_MAX])
+        if count > _SHOWN_MAX:
+            yield f"  {kind}: … {count - _SHOWN_MAX} more"
 
 
 @dataclass(slots=True)
@@ -98,21 +116,15 @@ class Report:
     @property
     def is_clean(self) -> bool:
         """Whether nothing is wrong."""
-        return not any(self.kinds())
+        return not self.kinds()
 
     def kinds(self) -> dict[str, int]:
         """How many findings there are of each kind that has some."""
-        lists = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {k: len(v) for k, v in lists.items() if isinstance(v, list) and v}
+        return count_findings(self)
 
     def __str__(self) -> str:
-        lines = [f"{self.read} messages read, {self.acked} acknowledged, wrong: {self.kinds()}"]
-        for kind in self.kinds():
-            found = getattr(self, kind)
-            lines += [f"  {kind}: {finding}" for finding in found[:_SHOWN_MAX]]
-            if len(found) > _SHOWN_MAX:
-                lines.append(f"  {kind}: … {len(found) - _SHOWN_MAX} more")
-        return "\n".join(lines)
+        head = f"{self.read} messages read, {self.acked} acknowledged, wrong: {self.kinds()}"
+        return "\n".join([head, *list_findings(self)])
 
 
 class History:
