@@ -5,7 +5,7 @@ longest functions, how often `Any` is written. Lines
 are counted as they are in the files: code, comments and blank ones alike.
 
 Each package has a budget, which `make lint` shows beside its lines. No test fails where one is
-exceeded: the commit that does it says why.
+exceeded: state the reason in the commit message.
 """
 
 import argparse

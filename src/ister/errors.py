@@ -276,7 +276,7 @@ class NoAnswerError(UnavailableError):
 
     Attributes:
         address: Its address; several are separated by commas.
-        reason: What the network says; empty if nothing.
+        reason: The cause that gRPC or Flight reports; may be empty.
     """
 
     def __init__(
@@ -289,7 +289,9 @@ class NoAnswerError(UnavailableError):
         hint: str | None = None,
     ) -> None:
         """Composes the message; `within` is the time that was waited, in seconds."""
-        message = f"{address} does not answer" + ("" if within is None else f" within {within:g} s")
+        message = f"{address} {'do' if ',' in address else 'does'} not answer"
+        if within is not None:
+            message += f" within {within:g} s"
         super().__init__(f"{message}: {reason}" if reason else message, topic=topic, hint=hint)
         self.address = address
         self.reason = reason

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import threading
 from collections.abc import Callable
@@ -31,7 +32,7 @@ _DRIVER_SECONDS: Final = 120.0
 _DRIVER_PAUSES: Final = (0.2, 5.0)
 _CLIENT_PAUSES: Final = (0.05, 2.0)
 _WARN_SECONDS: Final = 30.0
-# A broker's restart is no news, an outage is. So many attempts that fail at once take as long.
+# Do not warn about a broker's restart. Eight attempts that fail immediately take about 5 s.
 _CLIENT_WARN_SECONDS: Final = 5.0
 _CLIENT_WARN_FAILURES: Final = 8
 
@@ -145,6 +146,16 @@ class AsyncRetry:
         self._has_warned = False
         self.failures = 0
 
+    def start(self) -> None:
+        """Counts the timeout from now on, not from the first failure."""
+        self._failed_at = asyncio.get_running_loop().time()
+
+    def seconds_left(self) -> float:
+        """How much of the timeout is left."""
+        if self._timeout is None or self._failed_at is None:
+            return math.inf if self._timeout is None else self._timeout
+        return self._failed_at + self._timeout - asyncio.get_running_loop().time()
+
     def reset(self) -> None:
         """Forgets the failures, after a success."""
         self._failed_at = None
@@ -161,8 +172,8 @@ class AsyncRetry:
         self.failures += 1
         if self._failed_at is None:
             self._failed_at = now
-        left = None if self._timeout is None else self._failed_at + self._timeout - now
-        if not can_retry(error) or (left is not None and left <= 0):
+        left = self.seconds_left()
+        if not can_retry(error) or left <= 0:
             raise error
         is_long = now - self._failed_at >= _CLIENT_WARN_SECONDS
         if not self._has_warned and (is_long or self.failures >= _CLIENT_WARN_FAILURES):
@@ -170,4 +181,4 @@ class AsyncRetry:
             _log.warning("the broker does not respond; retrying: %s", error)
         first, most = _CLIENT_PAUSES
         pause = backoff_seconds(self.failures, first=first, most=most)
-        await asyncio.sleep(pause if left is None else min(pause, left))
+        await asyncio.sleep(min(pause, left))

@@ -121,8 +121,10 @@ def run_to_end(thread: str, work: Callable[..., object], *arguments: object) -> 
 
 
 def have_pools_ended() -> bool:
-    """Whether the main thread has ended: pools of `concurrent.futures` take no work any more."""
-    return not threading.main_thread().is_alive()
+    """Whether pools of `concurrent.futures` take no more work, as the program ends."""
+    # They refuse work before they wait for their threads, and only then has the main thread ended.
+    pools = sys.modules.get("concurrent.futures.thread")
+    return not threading.main_thread().is_alive() or getattr(pools, "_shutdown", False)
 
 
 def exit_error() -> InvalidRequestError:

@@ -49,7 +49,7 @@ _KEPT_BYTES_MAX: Final = 4096
 
 # What encoding raises for a value out of range, or of another type than its field's.
 _MISFITS: Final = (BincodeError, ArithmeticError, AttributeError, TypeError, struct.error)
-# Also what a lookup raises: a memoryview of other items than bytes has no hash.
+# A lookup also raises ValueError: some memoryviews have no hash.
 _KEY_MISFITS: Final = (*_MISFITS, ValueError)
 _BITS: Final = {"request_id": 64, "producer_id": 64, "schema_id": 64, "schema_version": 32}
 _OPTIONAL: Final = {"subscription_name", "schema_id", "schema_version", "routing_key"}

@@ -2,9 +2,10 @@
 
 No request waits for the compiler: `ister.format` runs its loops in Python, with the same results,
 until `current` returns the compiled ones. numba compiles for many seconds and holds the interpreter
-lock meanwhile, so it runs in another process, at low priority, once per version and machine. This
-process only loads a few files, when much is to be done. A server has the loops compiled when it
-starts, so that its first large call finds them in the cache.
+lock meanwhile, so it runs in another process, at low priority, once per version and machine. That
+process continues if this one ends before it, so that the next program finds the loops. This process
+only loads a few files, once there is enough work. A server has the loops compiled when it starts,
+so that its first large call finds them in the cache.
 
     prepare ─► thread: in the cache? ──no──► python -m ister.kernels (under a file lock)
     request ─► thread: the same, then checksums, load, prove ─► current()
@@ -116,11 +117,11 @@ def count_work(size_bytes: int) -> None:
 
 
 def prepare() -> None:
-    """Starts compiling in another process what is not in the cache. Loads nothing; does not block.
+    """Starts a process that compiles the loops missing from the cache. Does not load or block.
 
     For a server when it starts: a call with many rows does not wait for the compiler.
     """
-    threads.start("ister-kernels", _prepare)
+    threads.start("ister-kernels-prepare", _prepare)
 
 
 def request() -> None:

@@ -301,7 +301,7 @@ def _find(place: Place, topic: str) -> tuple[str | None, list[str]]:
                     return record.node, []
                 # A broker that starts takes its node before it makes its entry.
                 raise UnavailableError(
-                    f"node {record.node} is running, and has not opened the topic yet",
+                    f"node {record.node} is running but has not opened the topic",
                     topic=topic,
                     hint="if it is not a broker, includeTail=false reads only the bucket",
                 )

@@ -94,7 +94,7 @@ def _find_json_schema(place: Place, topic: str) -> dict[str, object]:
             topic=topic,
             hint="for Avro, use from_avro_payload(df, schema)",
         )
-    return _json_object(found.definition)
+    return _json_object(found.definition, "the registered schema", topic)
 
 
 def _registered_type(place: Place, options: ReadOptions) -> StructType:
@@ -111,25 +111,25 @@ def _registered_type(place: Place, options: ReadOptions) -> StructType:
     return found[first]
 
 
-def _json_object(text: str | bytes) -> dict[str, object]:
+def _json_object(text: str | bytes, what: str, topic: str | None = None) -> dict[str, object]:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"the schema is not JSON: {error}") from error
+        raise InvalidRequestError(f"{what} is not JSON: {error}", topic=topic) from error
     if not isinstance(schema, dict):
-        raise InvalidRequestError("the schema is not a JSON object")
+        raise InvalidRequestError(f"{what} is not a JSON object", topic=topic)
     return schema
 
 
 def _json_type(text: str) -> StructType:
-    schema = _json_object(text)
+    schema = _json_object(text, "payloadSchema")
     if schema.get("type") != "struct":
         return struct_of(schema)
     try:
         return StructType.fromJson(schema)
-    # PySpark checks nothing: whatever fails on the way comes out.
+    # PySpark does not validate: any exception may be raised.
     except Exception as error:
-        raise InvalidRequestError(f"payloadSchema is not a schema of Spark: {error!r}") from error
+        raise InvalidRequestError(f"payloadSchema is not a Spark schema: {error!r}") from error
 
 
 def struct_of(schema: Mapping[str, object]) -> StructType:
@@ -141,7 +141,7 @@ def struct_of(schema: Mapping[str, object]) -> StructType:
     try:
         return _struct(columns_of(schema, taken=frozenset()))
     except RecursionError as error:
-        raise InvalidRequestError("the schema has too many levels") from error
+        raise InvalidRequestError("the schema is nested too deeply") from error
 
 
 def _struct(members: tuple[Member, ...]) -> StructType:

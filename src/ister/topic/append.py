@@ -72,7 +72,7 @@ class _FrameSettings(TypedDict):
 class Appender:
     """Accepts messages for one topic. Thread-safe.
 
-    Programs call `Topic.append` and its like; whole records are for brokers and the sink.
+    Programs use `Topic.append`; brokers and the sink append whole records here.
     """
 
     def __init__(
@@ -98,11 +98,6 @@ class Appender:
         self._suffixes: dict[str, bytes] = {}
         # What a frame has besides payload and suffix, at the most.
         self._envelope_bytes = FRAME_HEADER_SIZE + len(self._encode(0, b"", 0, b"")) + 32
-
-    @property
-    def codec(self) -> Codec:
-        """How message bodies are encoded."""
-        return self.wal.settings.codec
 
     def append(
         self,
@@ -302,7 +297,7 @@ class Appender:
     def _frame_settings(self) -> _FrameSettings:
         return {
             "topic": self.name,
-            "codec": self.codec,
+            "codec": self.wal.settings.codec,
             "now_ms": self._now_ns() // 1_000_000,
             "payload_bytes_max": self._size_max,
             "segment_bytes": APPEND_CHUNK_BYTES,

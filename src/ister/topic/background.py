@@ -250,9 +250,9 @@ class Background:
                     self._hand_out(self._clock.monotonic())
 
     def _end_uploads(self) -> None:
-        """Refuses to wait for uploads, which need pools of threads."""
+        """Fails all waits for `tiered`: uploads need thread pools."""
         error = ClosedError(
-            "the main thread has ended, and with it the uploads",
+            "uploads stopped because the main thread has ended",
             hint="the main thread has to close the log, or to wait for the threads that use it",
         )
         for topic in self._topics():

@@ -101,7 +101,8 @@ class Topic:
             wal=wal, cache=cache, max_message_size=max_message_size, clock=clock, metrics=metrics
         )
         """Accepts messages; also whole records, for brokers and the sink."""
-        # Called a million times a second: without a call in between.
+        # Called a million times a second: these shadow the methods below, to save a call. A test
+        # that replaces one has to do so on the instance.
         self.append = self.appender.append  # type: ignore[method-assign]
         self.append_many = self.appender.append_many  # type: ignore[method-assign]
         self.tier = tier
@@ -307,7 +308,7 @@ class Topic:
 
         Args:
             payload: The message itself.
-            fields: What else a message has. `attributes` are strings by name. `routing_key`:
+            fields: Optional message fields. `attributes` are strings by name. `routing_key`:
                 key-shared subscriptions deliver all messages of a key to one consumer.
                 `producer_name`. `publish_time` is a point in time, or milliseconds since the Unix
                 epoch; now by default. `schema_id` and `schema_version` name its schema.
@@ -374,8 +375,6 @@ class Topic:
             producer_name=producer_name,
         )
 
-    # -- durability -------------------------------------------------------------------------
-
     def publish(
         self,
         payload: bytes | bytearray | memoryview,
@@ -403,6 +402,8 @@ class Topic:
         offset = self.append(payload, **fields)
         self.wait(offset, level, timeout)
         return offset
+
+    # -- durability -------------------------------------------------------------------------
 
     def wait(
         self, offset: int, level: AckLevel | str | None = None, timeout: float | None = None
@@ -837,3 +838,8 @@ def _iterate(reader: Reader, timeout: float | None) -> Iterator[Message]:
     with reader:
         while batch := reader.next_batch(timeout=timeout):
             yield from batch
+
+
+# For `help(topic.append)`: a topic's own attributes of these names are the appender's methods.
+Appender.append.__doc__ = Topic.append.__doc__
+Appender.append_many.__doc__ = Topic.append_many.__doc__

@@ -188,6 +188,8 @@ def error_of(error: grpc.aio.AioRpcError, address: str, topic: str | None = None
     is_named = topic is not None and topic in text
     if name == "UNAVAILABLE" and is_answer(error):
         return UnavailableError(text or name, topic=None if is_named else topic)
+    if kind is WaitTimeoutError and not is_answer(error):
+        return NoAnswerError(address, "time-out", topic=topic)
     if kind is None:
         return NoAnswerError(address, text.rpartition(_LAST_ERROR)[2] or name, topic=topic)
     if kind is OffsetOutOfRangeError:
@@ -196,8 +198,6 @@ def error_of(error: grpc.aio.AioRpcError, address: str, topic: str | None = None
         IsterError.__init__(out, text, topic=topic)
         vars(out).update(earliest=-1, next=-1)
         return out
-    if kind is WaitTimeoutError:
-        text = f"{address} did not respond in time"
     return kind(text or f"{address} refused the call", topic=None if is_named else topic)
 
 

@@ -195,7 +195,7 @@ def test_broker_that_starts_is_waited_for(home, place):
     home.append(A, 3)
     with home.open() as log, FlightTopics(log) as server:
         for look in (find_owner, head_of):
-            with pytest.raises(UnavailableError, match="has not opened the topic yet"):
+            with pytest.raises(UnavailableError, match="has not opened the topic"):
                 look(place, A)
         given = find_place(home.remote_config(), (f"grpc://{server.address}",))
         assert head_of(given, A).end == 3

@@ -236,12 +236,12 @@ def test_schemas_that_json_is_not_read_as_are_refused(home):
             read(home, with_payload(kind))
     for options, text in [
         ({"payloadFormat": "json"}, "payloadSchema is not set"),
-        ({"payloadSchema": "{"}, "not JSON"),
+        ({"payloadSchema": "{"}, "payloadSchema is not JSON"),
         ({"payloadSchema": '{"a":' * 5000}, "not JSON"),
         ({"payloadSchema": '{"type": "string"}'}, "has no properties"),
-        ({"payloadSchema": '{"type": "struct", "fields": [{}]}'}, "not a schema of Spark"),
-        ({"payloadSchema": '{"type": "struct", "fields": [3]}'}, "not a schema of Spark"),
-        ({"payloadSchema": '{"type": "struct", "fields": null}'}, "not a schema of Spark"),
+        ({"payloadSchema": '{"type": "struct", "fields": [{}]}'}, "not a Spark schema"),
+        ({"payloadSchema": '{"type": "struct", "fields": [3]}'}, "not a Spark schema"),
+        ({"payloadSchema": '{"type": "struct", "fields": null}'}, "not a Spark schema"),
     ]:
         with case(options, text), pytest.raises(InvalidRequestError, match=text):
             source(home, **options).schema()

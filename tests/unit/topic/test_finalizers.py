@@ -220,6 +220,27 @@ def test_wait_for_an_upload_after_the_main_thread_is_refused(tmp_path):
     assert run(script, tmp_path) == "True\n"
 
 
+def test_the_end_of_pools_is_seen_while_they_wait_for_their_threads(tmp_path):
+    script = """
+        import threading, time
+        from concurrent.futures import ThreadPoolExecutor
+        from ister import threads
+
+        pool, other = ThreadPoolExecutor(), ThreadPoolExecutor()
+
+        def work():
+            try:
+                while True:
+                    other.submit(int)
+                    time.sleep(0.01)
+            except RuntimeError:
+                print(threads.have_pools_ended(), threading.main_thread().is_alive())
+
+        pool.submit(work)
+        """
+    assert run(script, tmp_path) == "True True\n"
+
+
 @each("call", ["topic.wait(topic.append(b'x'))", "topic.close()", "log.close()"])
 def test_finalizer_at_the_end_of_the_interpreter_is_refused(tmp_path, call):
     """Goal: a program whose globals are finalized while its daemon threads are gone ends."""

@@ -14,9 +14,8 @@ and gRPC cannot take it back. So a stream reserves memory before it encodes anyt
 - a stream is *proven* once its client has read more than any flow control window holds. Unproven
   streams together take at most half of that, so that proven ones continue however many clients do
   not read;
-- the queue is first come, first served, but every other turn of an unproven stream goes to the one
-  that came last, unless a stream of its consumer was ended before. So a client that reads does not
-  wait for each of the many before it that do not;
+- the queue is first come, first served, but unproven streams take turns: first the oldest, then the
+  newest whose consumer has not stalled before. A client that reads thus overtakes many that do not;
 - while the queue does not move, a stream that has been writing for longer than a time limit is
   ended: its client connects again when it reads again. The more streams wait, the shorter the
   limit, since each client that does not read delays all of them. It doubles each time for the same
@@ -73,7 +72,7 @@ class WriteQueue:
         self._stalled: dict[int, int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._is_turn_of_last = False
-        # Since when nobody whose turn it was has been admitted; None until the queue is checked.
+        # When the stream at the head began to wait; None after it was admitted.
         self._stuck_since: float | None = None
 
     def admits(self, stream: StreamMemory, size: int) -> bool:
@@ -134,10 +133,11 @@ class WriteQueue:
         """The streams that wait, the one whose turn it is first."""
         found = list(self._waiting)
         if self._is_turn_of_last:
-            for at in range(len(found) - 1, 0, -1):
-                stream = found[at].stream
-                if not stream.is_proven and stream.consumer not in self._stalled:
-                    found.insert(0, found.pop(at))
+            unproven = [at for at, one in enumerate(found) if not one.stream.is_proven]
+            for at in reversed(unproven):
+                if found[at].stream.consumer not in self._stalled:
+                    # Not before proven streams: those need not wait for its share.
+                    found.insert(unproven[0], found.pop(at))
                     break
         return found
 

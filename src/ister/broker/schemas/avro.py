@@ -217,7 +217,8 @@ class _Resolution:
         return self._compare_decimals(reader, writer, where)
 
     def _compare_union(self, reader: list[Json], writer: Json, where: str) -> bool:
-        # The first branch that matches reads it, or nobody does: a later one is not tried.
+        # The first branch that matches reads it, or nobody does: a later one is not tried. Some
+        # readers prefer the type of the same full name, but not all of them (fastavro does not).
         for branch in reader:
             named = self._reader_named.get(branch, branch) if isinstance(branch, str) else branch
             if _matches(named, writer):
@@ -282,10 +283,12 @@ def _kind(schema: Json) -> str:
 
 
 def _matches(reader: Json, writer: Json) -> bool:
-    """Whether Avro takes a branch of a union for what was written, whatever its parts are."""
-    if _kind(reader) in _NAMED and _kind(writer) in _NAMED:
-        return _has_name(reader, writer) and reader.get("size") == writer.get("size")
-    return _kind(reader) == _kind(writer) or (_kind(writer), _kind(reader)) in _PROMOTIONS
+    """Whether Avro may select this branch of a union; its fields are not compared."""
+    if _kind(reader) != _kind(writer):
+        return (_kind(writer), _kind(reader)) in _PROMOTIONS
+    if _kind(reader) not in _NAMED:
+        return True
+    return _has_name(reader, writer) and reader.get("size") == writer.get("size")
 
 
 def _has_name(reader: Json, writer: Json) -> bool:

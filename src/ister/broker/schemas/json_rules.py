@@ -50,7 +50,7 @@ class _Misfit(NamedTuple):
     """The first problem of a pair that does not fit."""
 
     where: str
-    """From the pair on."""
+    """Path relative to the pair."""
     what: str
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from ister import forks, threads, wire
@@ -51,6 +52,8 @@ _Response = TypeVar("_Response", bound="Message")
 _Result = TypeVar("_Result")
 
 _CALL_SECONDS: Final = 10.0
+# The last attempt of a call takes so long at least: an error then says more than that time is up.
+_ATTEMPT_SECONDS_MIN: Final = 1.0
 DEFAULT_TIMEOUT_SECONDS = 10.0
 """How long a call is retried, unless the client has a timeout."""
 # A look-up that takes longer is tried at another broker, if one is known.
@@ -236,8 +239,10 @@ class Network:
         """Makes the next call go to another broker."""
         self._home = (self._home + 1) % len(self._known)
 
-    async def locate(self, topic: str, *, or_home: bool = False) -> Route:
-        """The broker that has a topic.
+    async def locate(
+        self, topic: str, *, or_home: bool = False, answer_within: float = math.inf
+    ) -> Route:
+        """The broker that has a topic; the one that is asked may take `answer_within` seconds.
 
         `or_home` takes any broker if there is no such topic yet.
 
@@ -247,7 +252,7 @@ class Network:
         """
         at = self.home
         try:
-            found = await self._look_up(at, topic, self._lookup_seconds)
+            found = await self._look_up(at, topic, min(self._lookup_seconds, answer_within))
         except NotFoundError:
             if or_home:
                 return at
@@ -437,31 +442,36 @@ class Network:
         Raises:
             IsterError: The call was refused, or no broker responded in time.
         """
-        retries = AsyncRetry(self._call_timeout)
+        retries, silent = AsyncRetry(self._call_timeout), dict[str, None]()
+        retries.start()
         while True:
+            left = max(retries.seconds_left(), _ATTEMPT_SECONDS_MIN)
+            # What takes longer than other calls, as moves do, is not cut off.
+            within = min(answer_within, left) if answer_within <= _CALL_SECONDS else answer_within
             try:
-                route = await self.locate(topic) if topic is not None else self.home
-                return await self.call_at(
-                    route, rpc, request, topic=topic, answer_within=answer_within
-                )
+                route = self.home if topic is None else await self.locate(topic, answer_within=left)
+                return await self.call_at(route, rpc, request, topic=topic, answer_within=within)
             except IsterError as error:
                 if done_before is not None and retries.failures and isinstance(error, done_before):
                     return rpc.parse(b"")
+                if isinstance(error, NoAnswerError):
+                    silent[error.address] = None
                 if topic is None and isinstance(error, UnavailableError):
                     self._leave_home()
                 try:
                     await retries.pause(error)
                 except NoAnswerError as last:
-                    raise self._none_answers(last) from last
+                    raise self._none_answers(last, silent) from last
 
-    def _none_answers(self, last: NoAnswerError) -> NoAnswerError:
-        """The error of a call that no broker has answered."""
+    def _none_answers(self, last: NoAnswerError, silent: Iterable[str]) -> NoAnswerError:
+        """The error of a call that no broker has answered; `silent` are those that were called."""
         return NoAnswerError(
-            ",".join(self._known),
+            ",".join(silent),
             last.reason,
             topic=last.topic,
             within=self._call_timeout,
-            hint="is `ister serve` running there? timeout= of the client sets how long calls retry",
+            hint="check that `ister serve` runs there; `Client(timeout=...)` sets how long calls "
+            "are retried",
         )
 
     # -- the end ----------------------------------------------------------------------------

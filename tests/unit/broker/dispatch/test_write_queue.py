@@ -134,6 +134,22 @@ async def test_whoever_came_first_has_every_other_turn(monkeypatch):
     await ended(*crowd)
 
 
+async def test_proven_readers_wait_for_no_newcomer(patient):
+    """Not even for one whose turn it is, and that does not fit."""
+    budget = Budget(BUDGET)
+    unproven = Stream(budget, 1, size=LARGE // 8, is_proven=False)
+    await eventually(lambda: unproven.done == 1)
+    writing = [Stream(budget, n, reads=False, is_proven=True) for n in (2, 3)]
+    await eventually(lambda: all(one.is_writing for one in writing))
+    proven = Stream(budget, 4, size=LARGE * 2, is_proven=True)
+    newcomer = Stream(budget, 5, size=LARGE * 3)
+    await eventually(lambda: len(budget.writes._waiting) == 2)
+    budget.writes._is_turn_of_last = True
+    writing[0].read()
+    await eventually(lambda: proven.done == 1)
+    await ended(newcomer, *writing)
+
+
 async def test_a_consumer_whose_stream_was_ended_comes_in_its_turn(monkeypatch):
     """Goal: clients that do not read, and connect again at once, keep no newcomer waiting.
 

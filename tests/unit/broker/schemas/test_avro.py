@@ -156,7 +156,13 @@ DECIMAL = {"type": "bytes", "logicalType": "decimal", "precision": 9, "scale": 2
         ("int", ["null", "int"], "null is not read as int"),
         (["null", "int", "string"], ["null", "int"], None),
         (["null", "int"], ["null", "int", "string"], "no branch of the union reads string"),
-        # The first branch of a name reads it, or nobody does.
+        # Types of the same short name and of different kinds.
+        (
+            [{"type": "enum", "name": "a.R", "symbols": ["X"]}, record(name="b.R")],
+            [{"type": "enum", "name": "a.R", "symbols": ["X"]}, record(name="b.R")],
+            None,
+        ),
+        # The first branch that matches reads it, or nobody does.
         (
             record(
                 field(
