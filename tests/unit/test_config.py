@@ -1,7 +1,6 @@
 """Settings: every key, its bounds, where they come from, and what is refused by name."""
 
 import re
-from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from itertools import pairwise
 
@@ -13,7 +12,6 @@ from ister.config import (
     BufferFull,
     ClientAuth,
     CloudBackend,
-    Config,
     Engine,
     Finalize,
     GrpcEngine,
@@ -29,6 +27,7 @@ from ister.config import (
     examine_config,
     load_config,
 )
+from ister.config.reference import settings
 from ister.errors import ConfigError, InvalidRequestError
 from ister.model import AckLevel, Codec, Layout
 from tests.support.cases import each
@@ -298,18 +297,8 @@ def _get(config, path):
     return config
 
 
-def _keys_of(section, prefix):
-    """The paths of all keys below a section."""
-    for item in fields(section):
-        value, path = getattr(section, item.name), f"{prefix}{item.name}"
-        if is_dataclass(value):
-            yield from _keys_of(value, f"{path}.")
-        else:
-            yield path
-
-
 def test_every_key_has_a_row_here():
-    assert set(_keys_of(Config(), "")) == set(_KEYS)
+    assert {setting.path for setting in settings()} == set(_KEYS)
     numbers = {path for path, row in _KEYS.items() if type(row[1]) is int}
     assert numbers == set(_BOUNDS)
     assert numbers > _OPTIONAL_NUMBERS
@@ -525,6 +514,16 @@ def test_text_of_another_kind_is_refused(path, value):
             {"storage": {"uploader": {"interval_second": 5}}},
             "storage.uploader.interval_second",
             "did you mean 'interval_seconds'",
+        ),
+        (
+            {"storage": {"wal": {"max_file_byte": 5}}},
+            "storage.wal.max_file_byte",
+            "did you mean 'max_file_bytes'",
+        ),
+        (
+            {"progress_flush_interval_second": 5},
+            "progress_flush_interval_second",
+            "did you mean 'progress_flush_interval_seconds'",
         ),
         ({1: 2}, "1", "known: broker, dispatch, pipeline, storage"),
     ],

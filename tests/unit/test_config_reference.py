@@ -16,7 +16,7 @@ def leaves(value, prefix=""):
         below = getattr(value, item.name)
         if is_dataclass(below):
             yield from leaves(below, f"{prefix}{item.name}.")
-        else:
+        elif item.name != "given_as":
             yield f"{prefix}{item.name}"
 
 

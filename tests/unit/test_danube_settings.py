@@ -7,12 +7,15 @@ import re
 import pytest
 import yaml
 
+from ister.cli.config_check import find_deeper_problems
 from ister.cli.main import main
+from ister.clock import SystemClock
 from ister.config import Origin, examine_config, load_config
 from ister.config.aliases import ALIASES
 from ister.config.reference import settings, value_of
 from ister.errors import ConfigError
 from ister.limits import GIB, MIB
+from ister.topic.stores import open_objects
 from tests.support.cases import each
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key-1", "AWS_SECRET_ACCESS_KEY": "secret-1"}
@@ -245,6 +248,9 @@ def test_alias_beside_its_setting_is_refused_by_both_names(key):
     assert key in refused.value.message
     assert setting in refused.value.message
     assert refused.value.hint == "remove one of them"
+    # One that is null is not set.
+    for given in (((key, None), (setting, value)), ((key, value), (setting, None))):
+        assert value_of(load_config(tree_with(*given), {}), setting) == value
 
 
 def test_option_given_twice_is_refused_by_both_names():
@@ -282,11 +288,12 @@ def test_environment_overrides_a_file_by_either_name():
         load_config(TREE, given)
 
 
-@each("root", ["gs://my-bucket", "gs://my-bucket/danube", "${ROOT}"])
-def test_bucket_of_gcs_that_the_root_names_is_said_once(root):
+@each("root", ["gs://my-bucket", "gs://my-bucket/danube", "gcs://my-bucket/x", "${ROOT}"])
+@each("bucket", ["my-bucket", "my-bucket/"])
+def test_bucket_of_gcs_that_the_root_names_is_said_once(root, bucket):
     tree = tree_with(("storage.cloud.gcs.bucket", "${BUCKET}"))
     tree["storage"]["cloud"]["root"] = root
-    variables = {"BUCKET": "my-bucket", "ROOT": "gs://my-bucket/x"}
+    variables = {"BUCKET": bucket, "ROOT": "gs://my-bucket/x"}
     examined = examine_config(tree, variables)
     expected = variables["ROOT"] if root == "${ROOT}" else root
     assert examined.config.storage.cloud.root == expected
@@ -317,7 +324,13 @@ def test_options_of_a_backend_that_is_not_named_are_refused():
         ("uploader: {rotation: 5}", "uploader.rotation", "must be a tree", 3),
         ("uploader: {rotation: {max_object_bytes: x}}", "uploader.max_object", "given as", 3),
         ("uploader: {rotation: {max_object_bytes: 5}}", "uploader.max_object", "given as", 3),
-        ("cloud: {backend: s3, root: s3://b, s3: {a: [1]}}", "options", "a single value", 3),
+        (
+            "cloud: {backend: s3, root: s3://b, s3: {a: [1]}}",
+            "options",
+            "(given as storage.cloud.s3.a)",
+            3,
+        ),
+        ("cloud: {backend: s3, root: s3://b, s3: {x.a: 1}}", "s3.x.a", "unknown key", 3),
         ("cloud: {backend: s3, root: s3://b, options: 5, s3: {a: 1}}", "options", "a tree", 3),
     ],
 )
@@ -330,6 +343,31 @@ def test_error_names_the_line_and_the_key_that_was_written(text, key, message, l
     with pytest.raises(ConfigError) as refused:
         load_config(str(path), {})
     assert refused.value.path == f"{path}:{line}"
+
+
+@each(
+    ("backend", "section", "given", "message"),
+    [
+        ("s3", {"regoin": "eu"}, "regoin", "unknown to backend 's3'"),
+        ("gcs", {"bucket": "b", "region": "eu"}, "region", "unknown to backend 'gcs'"),
+        ("s3", {"access_key": "k"}, "access_key", "is set without secret_key"),
+        ("s3", {"bucket": "other"}, "bucket", "is not an option"),
+        *(("gcs", {"bucket": name}, "bucket", "not of the form") for name in ("gs://b", "", "a b")),
+    ],
+)
+def test_check_and_open_refuse_what_a_store_would_by_the_key_that_was_written(
+    backend, section, given, message
+):
+    cloud = {"backend": backend, backend: section}
+    if backend == "s3":
+        cloud["root"] = "s3://bucket/p"
+    config = load_config({"storage": {"wal": {"dir": "/wal"}, "cloud": cloud}}, {})
+    (problem,) = find_deeper_problems(config)
+    with pytest.raises(ConfigError) as refused:
+        open_objects(config.storage, SystemClock())
+    for text in (problem.message, refused.value.message):
+        assert message in text
+        assert text.endswith(f"(given as storage.cloud.{backend}.{given})")
 
 
 def test_secret_that_is_given_as_a_section_is_not_shown():

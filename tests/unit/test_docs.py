@@ -7,15 +7,14 @@ import contextlib
 import io
 import re
 import textwrap
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ister
-from ister.config import Config
 from ister.config.aliases import ALIASES as SETTING_ALIASES
+from ister.config.reference import settings
 from ister.metrics import METRICS
 from ister.spark.options import ALIASES, READ_OPTIONS, WRITE_OPTIONS
 
@@ -38,21 +37,12 @@ def mentions(pattern: str, *documents: Path) -> list[tuple[Path, Any]]:
     return found
 
 
-def settings(kind: type, prefix: str = "") -> set[str]:
-    found: set[str] = set()
-    for item in fields(kind):
-        value = getattr(kind(), item.name)
-        path = f"{prefix}{item.name}"
-        found |= settings(type(value), f"{path}.") if is_dataclass(value) else {path}
-    return found
-
-
 def test_reference_lists_every_setting_and_no_other() -> None:
     text = (ROOT / "docs" / "reference" / "config.md").read_text()
     text = text.partition("## Other names")[0]
     roots = "storage|broker|dispatch|pipeline"
     listed = re.findall(rf"^\| `((?:{roots})\.[\w.]+)`", text, re.MULTILINE)
-    assert sorted(listed) == sorted(settings(Config))
+    assert sorted(listed) == sorted(setting.path for setting in settings())
 
 
 def test_reference_lists_every_metric_once() -> None:
@@ -63,7 +53,7 @@ def test_reference_lists_every_metric_once() -> None:
 
 
 def test_settings_and_metrics_in_text_exist() -> None:
-    known = {*settings(Config), *(alias.key for alias in SETTING_ALIASES)}
+    known = {*(setting.path for setting in settings()), *(alias.key for alias in SETTING_ALIASES)}
     sections = {path.rsplit(".", count)[0] for path in known for count in range(1, 4)}
     metrics = {metric.name for metric in METRICS} | {metric.exposed for metric in METRICS}
     pattern = r"`((?:storage|broker|dispatch|pipeline)\.[a-z_.]+)`"

@@ -27,8 +27,9 @@ from ister.config import (
     StorageConfig,
     StorageMode,
 )
+from ister.config.aliases import name_as_given
 from ister.errors import IsterError
-from ister.objectstore.backends import parse_backend
+from ister.objectstore.backends import check_option_names, parse_backend
 from ister.topic.disk import min_free_bytes
 from ister.topic.stores import open_identity, open_metadata, open_objects
 
@@ -58,6 +59,7 @@ def find_deeper_problems(config: Config) -> list[Problem]:
             hint = "pip install 'ister[broker]'"
             problems.append(Problem(key=key, message=text, hint=hint))
         except IsterError as error:
+            name_as_given(error, config.storage.cloud.given_as)
             text = error.message if error.path is None else f"{error.message} ({error.path})"
             problems.append(Problem(key=key, message=text, hint=error.hint))
 
@@ -66,7 +68,9 @@ def find_deeper_problems(config: Config) -> list[Problem]:
         cloud = storage.cloud
         ask(
             "storage.cloud",
-            lambda: parse_backend(cloud.backend.value, cloud.root or "", cloud.options),
+            lambda: check_option_names(
+                parse_backend(cloud.backend.value, cloud.root or "", cloud.options)
+            ),
         )
     ask("broker.host", lambda: _check_exposure(config))
     ask("broker.tls", lambda: _check_tls(config))

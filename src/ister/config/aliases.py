@@ -7,13 +7,13 @@ environment overrides the file.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ister.config.values import FromEnvironment, Refusal
-from ister.errors import ConfigError
+from ister.config.values import FromEnvironment, Refusal, refuse_unknown
+from ister.errors import ConfigError, IsterError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +88,15 @@ def replace_aliases(
     used: dict[str, UsedAlias] = {}
     for alias in ALIASES:
         for key, value in _take(tree, alias.key):
-            setting = alias.setting.replace("*", key.rpartition(".")[2])
+            name = key.removeprefix(alias.key.removesuffix("*"))
+            setting = alias.setting.replace("*", name)
             found = UsedAlias(key=key, setting=setting)
+            if "." in name:
+                hint = "names of options have no dot"
+                refuse(key, ConfigError(f"unknown key {key!r}", hint=hint))
+                continue
+            if value is None:
+                continue
             if alias.backend is not None and backend is None:
                 text = f"{key} is set, and {_BACKEND} is not"
                 refuse(key, ConfigError(text, hint=f"set it to {alias.backend!r}"))
@@ -119,12 +126,25 @@ def replace_aliases(
     return list(used.values())
 
 
+def name_as_given(error: IsterError, given_as: Mapping[str, str]) -> None:
+    """Adds to an error the aliases that were written for the settings it names."""
+    keys = [
+        key
+        for setting, key in given_as.items()
+        if re.search(rf"{re.escape(setting)}(?!\w)", error.message)
+    ]
+    if keys:
+        error.message += f" (given as {', '.join(keys)})"
+
+
 def _overrides(value: object, other: object) -> bool:
     return isinstance(value, FromEnvironment) and not isinstance(other, FromEnvironment)
 
 
 def _is_below(root: object, bucket: object) -> bool:
-    return root == bucket or str(root).startswith(f"{bucket}/")
+    scheme, _, path = str(root).partition("://")
+    name = str(bucket).partition("://")[2].rstrip("/")
+    return scheme in ("gs", "gcs") and f"{path}/".startswith(f"{name}/")
 
 
 def _find(tree: _Tree, path: str) -> object:
@@ -166,8 +186,4 @@ def _drop_sections(tree: _Tree, refuse: Refusal) -> None:
                 refuse(path, ConfigError(f"{path} must be a tree of keys"))
                 continue
             for name in section or ():
-                nearest = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}"
-                near = f"{path}.{nearest[0]}" if nearest else None
-                error = ConfigError(f"unknown key '{path}.{name}'", hint=hint)
-                refuse(f"{path}.{name}", error, near)
+                refuse_unknown(path, str(name), known, refuse)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, TypeAlias
 
-from ister.config.aliases import UsedAlias, replace_aliases
+from ister.config.aliases import ALIASES, UsedAlias, name_as_given, replace_aliases
 from ister.config.checks import complete, find_contradictions
 from ister.config.settings import VARIABLE_PREFIX
 from ister.config.tree import Config
@@ -110,8 +110,7 @@ def _examine(
     given_as: dict[str, str] = {}
 
     def refuse(key: str | None, error: ConfigError, near: str | None = None) -> None:
-        if key is not None and key in given_as:
-            error.message += f" (given as {given_as[key]})"
+        name_as_given(error, given_as)
         refused.append((key, error, near))
 
     _apply_environment(read.tree, environment, refuse)
@@ -122,7 +121,8 @@ def _examine(
     is_directory = not isinstance(source, Mapping | None) and not _is_yaml(_path_of(source))
     origins = dict(_origins(read.tree, "", Origin.DIRECTORY if is_directory else Origin.FILE))
     tree = _expand_tree(read.tree, environment, "", refuse)
-    config = build_section(Config, tree, "", refuse)
+    config = build_section(Config, tree, "", refuse, [alias.key for alias in ALIASES])
+    config.storage.cloud.given_as.update(given_as)
     # A refused value left its default behind: contradictions with that default are not news.
     doubtful = {key for key, _, _ in refused} | {near for _, _, near in refused}
     for keys, contradiction in find_contradictions(config, tree):

@@ -151,9 +151,9 @@ def _children(section: type, path: str) -> Mapping[str, Setting | Section]:
             # A section's sentence stands in its docstring: "`storage.wal`: messages in files."
             says = " ".join((hint.__doc__ or "").partition(": ")[2].split())
             found[item.name] = Section(path=below, says=f"{says[:1].upper()}{says[1:]}", type=hint)
-        else:
+        elif facts := item.metadata.get("facts"):
             default = item.default if item.default_factory is MISSING else item.default_factory()
-            found[item.name] = _describe(below, hint, default, item.metadata["facts"])
+            found[item.name] = _describe(below, hint, default, facts)
     return found
 
 

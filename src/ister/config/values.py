@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final, Protocol, TypeVar
 
 import msgspec
@@ -48,8 +48,18 @@ class Refusal(Protocol):
     def __call__(self, key: str | None, error: ConfigError, near: str | None = None) -> None: ...
 
 
-def build_section(kind: type[_Section], tree: object, path: str, refuse: Refusal) -> _Section:
-    """Builds a section and all below it; what is refused keeps its default."""
+def build_section(
+    kind: type[_Section], tree: object, path: str, refuse: Refusal, aliases: Iterable[str] = ()
+) -> _Section:
+    """Builds a section and all below it; what is refused keeps its default.
+
+    Args:
+        kind: The dataclass of the section.
+        tree: Its values.
+        path: Its key.
+        refuse: Takes the errors.
+        aliases: Other names of settings, as suggestions for unknown keys.
+    """
     if not isinstance(tree, Mapping):
         text = f"{path or 'the config'} must be a tree of keys, not {tree!r}"
         refuse(path or None, ConfigError(text))
@@ -60,19 +70,28 @@ def build_section(kind: type[_Section], tree: object, path: str, refuse: Refusal
         below = f"{path}.{key}" if path else str(key)
         item = known.get(str(key))
         if item is None:
-            nearest = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}"
-            near = known[nearest[0]].path if nearest else None
-            refuse(below, ConfigError(f"unknown key {below!r}", hint=hint), near)
+            refuse_unknown(path, str(key), known, refuse, aliases)
         elif isinstance(item, Section):
             below_it = {} if value is None else value
-            values[str(key)] = build_section(item.type, below_it, below, refuse)
+            values[str(key)] = build_section(item.type, below_it, below, refuse, aliases)
         else:
             try:
                 values[str(key)] = _convert(value, item)
             except ConfigError as error:
                 refuse(below, error)
     return kind(**values)
+
+
+def refuse_unknown(
+    path: str, name: str, known: Iterable[str], refuse: Refusal, aliases: Iterable[str] = ()
+) -> None:
+    """Refuses a name in a section, with the nearest one that exists."""
+    prefix = f"{path}." if path else ""
+    others = (key.removeprefix(prefix).split(".")[0] for key in aliases if key.startswith(prefix))
+    nearest = difflib.get_close_matches(name, [*known, *others], n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}"
+    error = ConfigError(f"unknown key {prefix + name!r}", hint=hint)
+    refuse(prefix + name, error, prefix + nearest[0] if nearest else None)
 
 
 def _convert(value: object, setting: Setting) -> object:

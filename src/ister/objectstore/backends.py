@@ -20,6 +20,8 @@ from ister.objectstore.store_errors import error_code, redact
 
 _SECRET_OPTION: Final = re.compile(r"key|secret|token|credential|password", re.IGNORECASE)
 _NO_SECRET_OPTIONS: Final = frozenset({"credential_file", "credential_path"})
+_OF_ROOT: Final = frozenset({"bucket", "container", "root"})
+"""Options of opendal that `storage.cloud.root` gives."""
 _SECRET_VARIABLES: Final = (
     "AWS_ACCESS_KEY_ID",
     "AWS_SECRET_ACCESS_KEY",
@@ -46,6 +48,11 @@ def parse_backend(backend: str, root: str, options: Mapping[str, str]) -> Backen
     Raises:
         ConfigError: The backend is unknown, the root malformed, or an option missing.
     """
+    if given := _OF_ROOT & options.keys():
+        raise ConfigError(
+            f"storage.cloud.options.{min(given)} is not an option",
+            hint="put it in storage.cloud.root",
+        )
     if backend in ("fs", "local"):
         if not root or "://" in root:
             raise _bad_root("a directory")
@@ -96,8 +103,10 @@ def _s3_settings(bucket: str, options: Mapping[str, str]) -> dict[str, str]:
         settings["endpoint"] = endpoint
     has_key, has_secret = "access_key_id" in settings, "secret_access_key" in settings
     if has_key != has_secret:
+        names = ("access_key", "access_key_id", "secret_key", "secret_access_key")
+        given = next(name for name in names if name in options)
         raise ConfigError(
-            "storage.cloud.options has only one of access_key and secret_key",
+            f"storage.cloud.options.{given} is set without {names[2 if has_key else 0]}",
             hint="give both, or neither to take them from the environment",
         )
     if has_key:
@@ -159,9 +168,10 @@ def check_option_names(backend: Backend) -> None:
     known = set(kinds[backend.scheme].__annotations__) - {"scheme", "atomic_write_dir"}
     unknown = sorted(set(backend.settings) - known)
     if unknown:
+        names = ", ".join(f"storage.cloud.options.{name}" for name in unknown)
         raise ConfigError(
-            f"storage.cloud.options has unknown names for {backend.scheme}: {', '.join(unknown)}",
-            hint=f"known are {', '.join(sorted(known - {'bucket', 'container', 'root'}))}",
+            f"unknown to backend {backend.scheme!r}: {names}",
+            hint=f"known are {', '.join(sorted(known - _OF_ROOT))}",
         )
 
 

@@ -78,6 +78,7 @@ from ister.config import (
     StorageMode,
     UploaderConfig,
 )
+from ister.config.aliases import name_as_given
 from ister.errors import (
     ClosedError,
     FencedError,
@@ -120,14 +121,18 @@ def open_objects(storage: StorageConfig, clock: Clock) -> ObjectStore:
 
     cloud = storage.cloud
     backend = CloudBackend.FS if cloud.backend is CloudBackend.LOCAL else cloud.backend
-    store = open_store(
-        backend.value,
-        cloud.root or "",
-        cloud.options,
-        clock=clock,
-        call_timeout_seconds=float(cloud.call_timeout_seconds),
-        io_timeout_seconds=min(_IO_TIMEOUT_SECONDS, float(cloud.call_timeout_seconds)),
-    )
+    try:
+        store = open_store(
+            backend.value,
+            cloud.root or "",
+            cloud.options,
+            clock=clock,
+            call_timeout_seconds=float(cloud.call_timeout_seconds),
+            io_timeout_seconds=min(_IO_TIMEOUT_SECONDS, float(cloud.call_timeout_seconds)),
+        )
+    except IsterError as error:
+        name_as_given(error, cloud.given_as)
+        raise
     return with_slices(store)
 
 

@@ -112,6 +112,10 @@ def test_local_is_another_name_for_fs(tmp_path):
         ("s3", "s3://bucket", {"region": "x", "access_key": KEY}, "secret_key"),
         ("fs", "/tmp/never-made", {"region": "x"}, "region"),
         ("azblob", "azblob://box", {}, "storage.cloud.options"),
+        ("s3", "s3://bucket", {"region": "x", "bucket": "other"}, "options.bucket is not"),
+        ("gcs", "gs://bucket", {"bucket": "other"}, "put it in storage.cloud.root"),
+        ("azblob", "azblob://box", {"account_name": "a", "container": "x"}, "options.container"),
+        ("gcs", "gs://bucket", {"root": "/other"}, "options.root"),
     ],
 )
 def test_wrong_setting_is_named_and_not_repeated(backend, root, options, named):
