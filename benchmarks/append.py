@@ -122,7 +122,7 @@ def _measure_uploading(run: Run) -> None:
         with open_it(directory) as log:
             topic = log.topic(TOPIC, create=True)
             rate = len(messages) / _time_calls(topic.append, messages)
-            if topic.tier is not None:
+            if topic.bucket is not None:
                 shares.append(topic.watermarks.tiered / len(messages))
         shutil.rmtree(directory)
         return rate

@@ -42,7 +42,7 @@ from ister.format.crc import crc32
 from ister.format.frame import FRAME_HEADER_SIZE
 from ister.limits import MIB
 from ister.model import TopicName
-from ister.topic.bucket_link import TopicTier
+from ister.topic.bucket_link import TopicBucket
 from ister.topic.log import Log
 from ister.topic.message import Message
 from ister.topic.topic import Topic
@@ -75,10 +75,10 @@ def run(run: Run) -> None:
         local = local_log.topic(TOPIC, create=True)
         _fill(local, count)
         topic = log.topic(TOPIC, create=True)
-        tier = _tier_of(topic)
+        bucket = _tier_of(topic)
         _fill(topic, count)
         topic.upload()
-        tier.trim()
+        bucket.trim()
         check(topic.local_start > 0, "the beginning of the topic is in the bucket alone")
         first_times, first_limits = _time_first_messages(
             run, topic, run.scaled(_FIRST_READS, at_least=5)
@@ -88,7 +88,7 @@ def run(run: Run) -> None:
         limits: list[float] = []
         replays: list[float] = []
         for _ in range(_ROUNDS):
-            limits.append(_read_objects(run, tier))
+            limits.append(_read_objects(run, bucket))
             replays.append(_replay(local))
             rounds.append(_follow_chain(log, topic, run.scaled(_LIVE_MESSAGES)))
     _add_results(run, rounds, limits, replays, is_compiled=is_compiled)
@@ -119,10 +119,10 @@ def _open(run: Run) -> Log:
     )
 
 
-def _tier_of(topic: Topic) -> TopicTier:
-    if topic.tier is None:
+def _tier_of(topic: Topic) -> TopicBucket:
+    if topic.bucket is None:
         raise InvariantError("the topic has a bucket")
-    return topic.tier
+    return topic.bucket
 
 
 # -- what goes on meanwhile -----------------------------------------------------------------
@@ -278,19 +278,19 @@ def _replay(topic: Topic) -> float:
 # -- limits ---------------------------------------------------------------------------------
 
 
-def _object_paths(run: Run, tier: TopicTier) -> list[str]:
+def _object_paths(run: Run, bucket: TopicBucket) -> list[str]:
     name = TopicName.parse(TOPIC)
     return [
         os.path.join(run.path("objects"), object_key(name, described.object_id))
-        for described, _ in tier.owned.catalog.descriptors()
+        for described, _ in bucket.owned.catalog.descriptors()
     ]
 
 
-def _read_objects(run: Run, tier: TopicTier) -> float:
+def _read_objects(run: Run, bucket: TopicBucket) -> float:
     """MB/s of plain reading."""
     elapsed = stopwatch()
     total = 0
-    for path in _object_paths(run, tier):
+    for path in _object_paths(run, bucket):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             while chunk := os.read(fd, COPY_BYTES):

@@ -98,9 +98,9 @@ def _open(run: Run, bucket: _Bucket) -> Log:
 
 
 def _objects(topic: Topic) -> list[ObjectDescriptor]:
-    if topic.tier is None:
+    if topic.bucket is None:
         raise InvariantError("the topic has a bucket")
-    return [described for described, _ in topic.tier.owned.catalog.descriptors()]
+    return [described for described, _ in topic.bucket.owned.catalog.descriptors()]
 
 
 # -- all of it ------------------------------------------------------------------------------

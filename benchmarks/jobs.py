@@ -31,7 +31,7 @@ from functools import partial
 from typing import Final, TextIO, cast
 
 from benchmarks.measurement import Run, file_paths, median, spread, take_turns, warm_page_cache
-from ister.api import open_history
+from ister.api import open_bucket
 from ister.errors import InvariantError, check
 from ister.extras import missing_extra
 from ister.limits import GIB, KIB, MIB
@@ -52,7 +52,7 @@ try:
         time_work,
     )
     from ister.spark.jobs.compaction import compact
-    from ister.spark.jobs.exporting import export
+    from ister.spark.jobs.export_job import export
     from ister.spark.jobs.job_report import JobReport
     from ister.spark.jobs.scrubbing import scrub
     from ister.spark.jobs.tiering import tier
@@ -350,7 +350,7 @@ class _Bench:
     def measure_parquet(self, message_bytes: int) -> None:
         """`compact` and `export`, against Spark's writer."""
         source, topic = self._run.path("table"), _table_topic(message_bytes)
-        with open_history(source) as history:
+        with open_bucket(source) as history:
             opened = history.topic(topic)
             count = opened.tiered - opened.earliest
         total = sum(map(os.path.getsize, object_paths(source, topic)))

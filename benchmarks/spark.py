@@ -40,7 +40,7 @@ from benchmarks.measurement import (
 )
 from benchmarks.replay import read_bare
 from ister import kernels
-from ister.api import open_history
+from ister.api import open_bucket
 from ister.errors import UnavailableError, check
 from ister.extras import missing_extra
 from ister.format.crc import crc32
@@ -369,7 +369,7 @@ def _measure_history(run: Run, message_bytes: int) -> None:
     name = _topic_of(message_bytes)
     paths = _object_paths(run.directory, name)
     total = sum(map(os.path.getsize, paths))
-    with open_history(run.directory) as history:
+    with open_bucket(run.directory) as history:
         topic = history.topic(name)
         count = topic.tiered - topic.earliest
 

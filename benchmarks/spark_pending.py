@@ -14,7 +14,7 @@ import time
 from typing import Final
 
 from benchmarks.measurement import Run, median, spread, take_turns
-from ister.api import open_history
+from ister.api import open_bucket
 from ister.bucket.names import TopicKeys, format_object_id
 from ister.clock import SystemClock
 from ister.config import load_config
@@ -41,7 +41,7 @@ _PUTS: Final = 100
 
 def describe_objects(directory: str, topic: str, count: int) -> None:
     """Stores descriptors of `count` objects of 1 MiB each for an existing, empty topic."""
-    with open_history(directory) as history:
+    with open_bucket(directory) as history:
         incarnation = history.topic(topic).record().incarnation
     name = TopicName.parse(topic)
     prefix = load_config(directory).storage.metadata.root_prefix

@@ -75,7 +75,7 @@ def with_pandas(directory: str) -> None:
     Needs nothing of the log's owner, who may be another machine or not run at all.
     """
     noon = NEW_YEAR + timedelta(hours=12)
-    with ister.open_history(directory) as history:
+    with ister.open_bucket(directory) as history:
         topic = history.topic(TOPIC)
         end = topic.tiered
         reader = topic.read_arrow(noon, end=end, columns=["publish_time", "payload"])

@@ -20,6 +20,7 @@ used, so that programs which only talk to a broker, and the command line, start 
 import importlib
 import logging
 import threading
+import warnings
 from typing import TYPE_CHECKING
 
 from ister import logs
@@ -53,14 +54,14 @@ from ister.errors import (
 from ister.model import AckLevel, Codec, TopicState, Watermarks
 
 if TYPE_CHECKING:
-    from ister.api import open, open_history  # noqa: A004
+    from ister.api import open, open_bucket  # noqa: A004
     from ister.config import Config, load_config
     from ister.topic.log import Log
     from ister.topic.message import Message
     from ister.topic.partitioned import PartitionedTopic
     from ister.topic.reader import Reader
     from ister.topic.topic import Topic
-    from ister.topic.uploads import Tiered
+    from ister.topic.uploads import UploadResult
 
 __all__ = [
     "AckLevel",
@@ -88,7 +89,6 @@ __all__ = [
     "PermissionDeniedError",
     "Reader",
     "StoresDifferError",
-    "Tiered",
     "Topic",
     "TopicNameError",
     "TopicState",
@@ -96,12 +96,13 @@ __all__ = [
     "UnavailableError",
     "UnsupportedOperationError",
     "UnsupportedVersionError",
+    "UploadResult",
     "WaitTimeoutError",
     "WaitsForDiskError",
     "Watermarks",
     "load_config",
     "open",
-    "open_history",
+    "open_bucket",
 ]
 
 __version__ = "0.1.0"
@@ -112,15 +113,27 @@ _HOMES = {
     "Message": "ister.topic.message",
     "PartitionedTopic": "ister.topic.partitioned",
     "Reader": "ister.topic.reader",
-    "Tiered": "ister.topic.uploads",
     "Topic": "ister.topic.topic",
+    "UploadResult": "ister.topic.uploads",
     "load_config": "ister.config",
     "open": "ister.api",
-    "open_history": "ister.api",
+    "open_bucket": "ister.api",
 }
 
 
+_OLD_NAMES = {"Tiered": "UploadResult", "open_history": "open_bucket"}
+"""Names of earlier releases, which work for one more."""
+
+
 def __getattr__(name: str) -> object:
+    if name in _OLD_NAMES:
+        new = _OLD_NAMES[name]
+        warnings.warn(
+            f"ister.{name} is ister.{new} now; the old name will be removed in the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        name = new
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ from ister.topic.log import Log
 from ister.wal.signals import is_main_thread, make_shielded
 
 if TYPE_CHECKING:
-    from ister.topic.history import History
+    from ister.topic.history import BucketLog
 
 
 def open(  # noqa: A001 - `ister.open` is the name that users type
@@ -47,9 +47,9 @@ def _close_quietly(log: Log) -> None:
         log.close()
 
 
-def open_history(
+def open_bucket(
     source: str | os.PathLike[str] | Mapping[str, object],
-) -> History:
+) -> BucketLog:
     """Opens a log's bucket read-only, also while another process writes to the log.
 
     Neither the local files nor their lock nor a broker are touched, so this works on any machine
@@ -64,7 +64,7 @@ def open_history(
         ConfigError: A setting is wrong, or pyarrow is not installed.
     """
     try:
-        from ister.topic.history import History  # noqa: PLC0415 - an extra
+        from ister.topic.history import BucketLog  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise missing_extra("reading history as Arrow", "arrow", error) from error
-    return History(load_config(source))
+    return BucketLog(load_config(source))

@@ -63,7 +63,7 @@ class LocalBroker:
         self.config = config
         """Its settings."""
         self.directory = directory
-        """Its data directory; `ister.open_history(directory)` reads what it has uploaded."""
+        """Its data directory; `ister.open_bucket(directory)` reads what it has uploaded."""
         self.address: str = addresses["grpc"]
         """For `Client`, `AsyncClient` and the command line: `host:port`."""
         self.flight: str = addresses["flight"]

@@ -40,7 +40,7 @@ _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
 
 
-class _Seldom(logging.Filter):
+class _RateLimit(logging.Filter):
     """Lets a complaint through now and then."""
 
     def __init__(self) -> None:
@@ -135,13 +135,13 @@ def _take_complaints() -> None:
     """Has OpenTelemetry's own log go where ours goes, in the same form, and not too often."""
     complaints, ours = logging.getLogger("opentelemetry"), logging.getLogger("ister")
     if ours.handlers and not complaints.handlers:
-        seldom = _Seldom()
+        seldom = _RateLimit()
         for handler in ours.handlers:
-            complaints.addHandler(_Through(handler, seldom))
+            complaints.addHandler(_ForwardingHandler(handler, seldom))
         complaints.propagate = False
 
 
-class _Through(logging.Handler):
+class _ForwardingHandler(logging.Handler):
     """Gives records to another handler, those that a filter lets through."""
 
     def __init__(self, handler: logging.Handler, let_through: logging.Filter) -> None:
@@ -165,7 +165,7 @@ def stop() -> None:
     ending.start()
     ending.join(_STOP_SECONDS)
     complaints = logging.getLogger("opentelemetry")
-    for handler in [one for one in complaints.handlers if isinstance(one, _Through)]:
+    for handler in [one for one in complaints.handlers if isinstance(one, _ForwardingHandler)]:
         complaints.removeHandler(handler)
         complaints.propagate = True
 

@@ -37,11 +37,11 @@ from ister.spark import read_task
 from ister.spark.owners import Owner
 from ister.spark.planner import TopicRange, plan
 from ister.spark.read_task import ReadTask, TopicIdentity
-from ister.topic.history import History
+from ister.topic.history import BucketLog
 from ister.wire.contract import RangeTicket
 from tests.servers.flight import FlightTopics
 from tests.support.machine import NoThreads
-from tests.support.tiers import NAME, Site, as_row
+from tests.support.stores import NAME, Site, as_row
 
 TEXT = str(NAME)
 COUNT = 60
@@ -98,7 +98,7 @@ class Rig:
         reading = {**self.storage["cloud_reader"], "read_ahead": ahead}
         tree = {"storage": {**self.storage, "cloud_reader": reading, "wal": {"dir": "/nowhere"}}}
         return self.stack.enter_context(
-            History(
+            BucketLog(
                 load_config(tree, {}),
                 clock=self.site.clock,
                 objects=self.site.objects,
@@ -175,7 +175,7 @@ def by_history(rig, start, end, columns, ahead=False):
 
 
 def by_flight(rig, start, end, columns):
-    incarnation = rig.topic.tier.owned.record.incarnation
+    incarnation = rig.topic.bucket.owned.record.incarnation
     ticket = RangeTicket(topic=TEXT, start=start, end=end, columns=columns, incarnation=incarnation)
     with FlightTopics(rig.log) as server, FlightClient(server.address) as client:
         for batch in client.read(ticket):
@@ -428,7 +428,7 @@ def test_object_that_expires_under_a_read_is_an_error(rows):
 
         def expire():
             keys = [rig.site.key(described.start) for described in gone]
-            rig.topic.tier.owned.expire(gone)
+            rig.topic.bucket.owned.expire(gone)
             for key in keys:
                 with suppress(NotFoundError):
                     rig.site.objects.drop(key)

@@ -171,9 +171,9 @@ def test_planted_bugs_are_counted_right():
         len(test_cluster_world.PLANTS),
         len(test_restore_planted_bugs.PLANTS),
     )
-    log, tiers, express, disks, copies, forks, clusters, restores = counts
+    log, stores, express, disks, copies, forks, clusters, restores = counts
     said = (
-        f"{sum(counts)} bugs put in on purpose are each caught: {log} in the log, {tiers} in the "
+        f"{sum(counts)} bugs put in on purpose are each caught: {log} in the log, {stores} in the "
         f"tiers, {express} in express objects, {disks} on full disks, {copies} with copied disks, "
         f"{forks} with forks, {clusters} in clusters, {restores} with restores"
     )

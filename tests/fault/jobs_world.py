@@ -41,7 +41,7 @@ from ister.config import load_config
 from ister.format.descriptor import FORMAT_FRAMES, ObjectDescriptor
 from ister.format.frame import scan_frames
 from ister.model import TopicName
-from ister.topic.history import History
+from ister.topic.history import BucketLog
 from ister.topic.log import Log
 from ister.topic.stores import open_metadata
 from tests.fault.jobs_batch import OpenBatch, Sent
@@ -292,12 +292,12 @@ class World:
 
     def descriptors(self, name: str) -> list[ObjectDescriptor]:
         """A topic's objects."""
-        with ister.open_history(self.config) as history:
+        with ister.open_bucket(self.config) as history:
             return [found for found, _ in history.topic(name).catalog.descriptors()]
 
     def offsets_in_bucket(self, name: str) -> set[int]:
         """The offsets of a topic's messages that the bucket has."""
-        with ister.open_history(self.config) as history:
+        with ister.open_bucket(self.config) as history:
             rows = history.topic(name).read_arrow(columns=("offset",)).read_all()
         return set(rows["offset"].to_pylist())
 
@@ -313,7 +313,7 @@ class World:
             keyed: What has to be in `/jobs/k` at least, and at most, if a job was killed that
                 removes messages.
         """
-        with ister.open_history(self.config) as history:
+        with ister.open_bucket(self.config) as history:
             for name in sorted(set(self.sent) - set(hurt)):
                 self._check_bucket(history, name, keyed)
         with self.opened() as log:
@@ -323,7 +323,7 @@ class World:
                 self._check_payloads(log, name, payloads)
 
     def _check_bucket(
-        self, history: History, name: str, keyed: tuple[set[int], set[int]] | None
+        self, history: BucketLog, name: str, keyed: tuple[set[int], set[int]] | None
     ) -> None:
         topic = history.topic(name)
         found = [described for described, _ in topic.catalog.descriptors()]
@@ -458,10 +458,10 @@ class World:
             # A file's time is not finer than this, and "old" begins now.
             time.sleep(0.02)
             for name in (*self.sent, *self.replays):
-                tier = log.topic(name).tier
-                collected += len(tier.collect_orphans()) + len(tier.collect_shared_staging())
-            stale = log.tiers.objects.remove_stale_parts(0)
-            staged = [info.key for info in log.tiers.objects.list(STAGING_PREFIX)]
+                bucket = log.topic(name).bucket
+                collected += len(bucket.collect_orphans()) + len(bucket.collect_shared_staging())
+            stale = log.stores.objects.remove_stale_parts(0)
+            staged = [info.key for info in log.stores.objects.list(STAGING_PREFIX)]
         assert not staged, f"staged files that nobody removes: {staged}"
         named = {BUCKET_KEY}
         for name in (*self.sent, *self.replays):

@@ -90,7 +90,7 @@ class PipelineWorld:
 
     def wait_until_nobody_has(self, *topics: str) -> None:
         """Waits until the lease of topics' broker has ended."""
-        with self.cluster.open_history() as history:
+        with self.cluster.open_bucket() as history:
             for topic in topics:
                 eventually(
                     lambda name=topic: history.topic(name).catalog.owner() is None,

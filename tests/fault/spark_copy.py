@@ -110,7 +110,7 @@ class _Producer:
                 publish(self._topic, count, size=self._size, keys=self._keys)
                 if self._chance.random() < 0.1:
                     self._topic.upload()
-                    self._topic.tier.trim()
+                    self._topic.bucket.trim()
         except BaseException as error:
             self._failure = error
 
@@ -202,7 +202,7 @@ class Copy:
             publish(topic, count, size=self.payload_bytes, keys=self.keys)
             if uploads:
                 topic.upload()
-                topic.tier.trim()
+                topic.bucket.trim()
         self.sent += count
 
     def produce_more(self, count: int) -> None:
@@ -299,9 +299,9 @@ class Copy:
             self._seen |= self._read(log)
             topic.upload()
             if chance.random() < 0.7:
-                topic.tier.collect_orphans()
-            topic.tier.trim()
-            told["expired"] = topic.tier.expire()
+                topic.bucket.collect_orphans()
+            topic.bucket.trim()
+            told["expired"] = topic.bucket.expire()
         by_key = chance.random() < 0.7
         report = compact(
             SparkHere(),
@@ -356,8 +356,8 @@ class Copy:
         with ister.open(tree) as log, without_least_grace():
             # A file's time is not finer than this, and "old" begins now.
             time.sleep(0.02)
-            tier = log.topic(B).tier
-            swept = len(tier.collect_orphans()) + len(tier.collect_shared_staging())
+            bucket = log.topic(B).bucket
+            swept = len(bucket.collect_orphans()) + len(bucket.collect_shared_staging())
         left = [path for path in (self._home / "objects" / "staging").rglob("*") if path.is_file()]
         assert not left, f"staged files that nobody removes: {left}"
         return swept

@@ -127,7 +127,7 @@ class Scenario:
     async def run(self, cuts):
         cluster = self.cluster
         async with contextlib.AsyncExitStack() as stack:
-            self.history = stack.enter_context(cluster.open_history())
+            self.history = stack.enter_context(cluster.open_bucket())
             client = await stack.enter_async_context(AsyncClient(cluster.addresses))
             danube = await stack.enter_async_context(connect(cluster.brokers[AWAY]))
             await client.create_topic(TOPIC)

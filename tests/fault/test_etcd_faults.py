@@ -303,14 +303,14 @@ def test_restart_of_the_whole_cluster_past_the_lease_is_waited_out(place, cluste
 
 def wait_for_lapse(log):
     """The owner's own clock says when: within the lease's time, whatever etcd does."""
-    membership = log.tiers.membership
+    membership = log.stores.membership
     assert membership.valid_until < SystemClock.boottime() + TTL
     eventually(lambda: not membership.is_valid, "the lease lapses", within=PATIENCE_SECONDS)
 
 
 def is_owner(place, log):
     """Asked again and again: a lease of a few seconds may end once more on a busy machine."""
-    return place.owner() == log.tiers.membership.node
+    return place.owner() == log.stores.membership.node
 
 
 def sends(place, topic):
@@ -430,7 +430,7 @@ def test_owner_cut_off_and_replaced_is_fenced(place, cluster):
     topic_b.upload()
     for cable in cluster.client_cables:
         cable.heal()
-    eventually(lambda: topic_a.tier.owned.is_fenced, "A finds out", within=PATIENCE_SECONDS)
+    eventually(lambda: topic_a.bucket.owned.is_fenced, "A finds out", within=PATIENCE_SECONDS)
     with pytest.raises(FencedError):
         topic_a.append(b"no")
     with pytest.raises(FencedError):
@@ -439,7 +439,7 @@ def test_owner_cut_off_and_replaced_is_fenced(place, cluster):
         topic_a.upload()
     with pytest.raises(ConflictError):
         log_a.topic(TOPIC)
-    assert [d.epoch for d, _ in topic_b.tier.owned.catalog.descriptors()] == [1, 2]
+    assert [d.epoch for d, _ in topic_b.bucket.owned.catalog.descriptors()] == [1, 2]
     converge(place.history, topic_b)
 
 
@@ -454,7 +454,7 @@ def test_fenced_owner_whose_producers_wait_for_room_tells_them(place, cluster):
     topic_a.upload()
     topic_a.append(b"x" * 20_000)
     topic_a.flush()
-    topic_a.tier.apply_pressure()
+    topic_a.bucket.apply_pressure()
     outcome = []
 
     def append():
@@ -474,7 +474,7 @@ def test_fenced_owner_whose_producers_wait_for_room_tells_them(place, cluster):
     topic_b = log_b.topic(TOPIC, take_over=True)
     for cable in cluster.client_cables:
         cable.heal()
-    eventually(lambda: topic_a.tier.owned.is_fenced, "A finds out", within=PATIENCE_SECONDS)
+    eventually(lambda: topic_a.bucket.owned.is_fenced, "A finds out", within=PATIENCE_SECONDS)
     waiting.join(PATIENCE_SECONDS)
     try:
         assert outcome, "the append still waits, long after its topic was fenced"
@@ -510,7 +510,7 @@ def test_lost_answer_to_a_change_is_looked_up(place, cluster, point):
         moved = topic.upload()
         assert cable.reply_dropped.is_set()
         assert len(moved.objects) == 1
-    assert len(list(topic.tier.owned.catalog.descriptors())) == 3
+    assert len(list(topic.bucket.owned.catalog.descriptors())) == 3
     converge(place.history, topic)
     assert not orphans(topic)
 
@@ -522,17 +522,17 @@ def test_lost_answer_to_a_claim_is_looked_up(place, cluster):
     place.producer.send(topic, 5)
     log.close()
     again = place.open(ttl=60, endpoints=[cluster.endpoints[0]])
-    real = again.tiers.metadata.transact
+    real = again.stores.metadata.transact
 
     def transact(*arguments):
-        again.tiers.metadata.transact = real
+        again.stores.metadata.transact = real
         cluster.client_cables[0].drop_next_reply()
         return real(*arguments)
 
-    again.tiers.metadata.transact = transact
+    again.stores.metadata.transact = transact
     topic = again.topic(TOPIC)
     assert cluster.client_cables[0].reply_dropped.is_set()
-    assert topic.tier.owned.epoch == 2
+    assert topic.bucket.owned.epoch == 2
     place.producer.send(topic, 5)
     converge(place.history, topic)
 
@@ -542,7 +542,7 @@ def test_lost_answer_to_a_seal_is_repeated(place, cluster):
     topic = log.topic(TOPIC, create=True)
     place.producer.send(topic, 10)
     topic.upload()
-    owned, real = topic.tier.owned, topic.tier.owned.seal
+    owned, real = topic.bucket.owned, topic.bucket.owned.seal
 
     def seal(next_offset):
         cluster.client_cables[0].drop_next_reply()
@@ -670,7 +670,7 @@ def test_race_for_a_sealed_topic_has_one_winner(place):
         assert isinstance(outcomes[loser], ConflictError), outcomes
         topic = outcomes[owner]
         assert topic.watermarks.next == sealed_at == 5 * (number + 1)
-        assert topic.tier.owned.epoch == number + 2
+        assert topic.bucket.owned.epoch == number + 2
     converge(place.history, topic)
 
 
@@ -678,7 +678,7 @@ def test_hand_over_under_the_death_of_the_leader(place, cluster):
     """A seals, B opens, with the leader killed in between; then the same back."""
     logs = SimpleNamespace(a=place.open("a", ttl=120), b=place.open("b", ttl=120))
     topic = logs.a.topic(TOPIC, create=True)
-    catalog = logs.a.tiers.catalog(TopicName.parse(TOPIC))
+    catalog = logs.a.stores.catalog(TopicName.parse(TOPIC))
     for source, target in ((logs.a, logs.b), (logs.b, logs.a)):
         place.producer.send(topic, 20)
         end = topic.watermarks.next

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from ister.spark.jobs.exporting import export
+from ister.spark.jobs.export_job import export
 from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace
 from tests.support.exports import (
     FORMATS,
@@ -58,7 +58,7 @@ _POINTS = (
 _SCRIPT = textwrap.dedent("""
     import sys, json
     from tests.support.exports import tasks_here
-    from ister.spark.jobs.exporting import export
+    from ister.spark.jobs.export_job import export
     with tasks_here() as spark:
         report = export(spark, sys.argv[1], to=sys.argv[2], format=sys.argv[3],
                         schema=json.loads(sys.argv[4]))

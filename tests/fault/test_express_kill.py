@@ -229,7 +229,7 @@ def test_garbage_of_killed_processes_goes(tmp_path, request):
             topic = claim(log, name)
             # A later owner's object has its offsets; until then the catalog may be an older copy.
             topic.wait(topic.append(b"last"), timeout=60)
-            catalog = topic.tier.owned.catalog
+            catalog = topic.bucket.owned.catalog
             names |= {d.object_id.partition("@")[0] for d, _ in catalog.descriptors()}
         # The grace period is nothing, and still over: a file's time is not finer than this.
         time.sleep(0.02)
@@ -237,5 +237,5 @@ def test_garbage_of_killed_processes_goes(tmp_path, request):
         while log._background._express.collect() is None:
             assert time.monotonic() < deadline, "a collection has not ended"
             time.sleep(0.1)  # a process may have been killed in the middle of one
-        there = [info.key for info in log.tiers.objects.list(EXPRESS_PREFIX)]
+        there = [info.key for info in log.stores.objects.list(EXPRESS_PREFIX)]
         assert {key.removeprefix(EXPRESS_PREFIX) for key in there} <= names

@@ -77,7 +77,7 @@ class Scale:
 
     def check_tiered(self) -> None:
         """Every message is in the bucket."""
-        with ister.open_history(self.config) as history:
+        with ister.open_bucket(self.config) as history:
             ends = {name: history.topic(name).tiered for name in self.sent}
         assert ends == self.sent
 
@@ -93,7 +93,7 @@ class Scale:
 
     def objects(self, name: str) -> list[str]:
         """The formats of a topic's objects."""
-        with ister.open_history(self.config) as history:
+        with ister.open_bucket(self.config) as history:
             return [described.format for described in history.topic(name).descriptors(0, 2**62)]
 
 

@@ -132,7 +132,7 @@ class Scene:
     @property
     def objects(self) -> int:
         """How many there are, whoever has committed them."""
-        with ister.open_history(self.config) as history:
+        with ister.open_bucket(self.config) as history:
             return sum(len(list(history.topic(name).catalog.descriptors())) for name in TOPICS)
 
     def marks(self) -> list:
@@ -159,7 +159,7 @@ class Scene:
             within=PATIENCE,
         )
         objects = 0
-        with ister.open_history(self.config) as history:
+        with ister.open_bucket(self.config) as history:
             for name in TOPICS:
                 topic = history.topic(name)
                 found = [described for described, _ in topic.catalog.descriptors()]

@@ -22,8 +22,8 @@ from pyspark.errors import PySparkException
 
 from ister.errors import IsterError
 from ister.spark.jobs.compaction import compact
-from ister.spark.jobs.exporting import export
-from ister.spark.jobs.replaying import replay
+from ister.spark.jobs.export_job import export
+from ister.spark.jobs.replay_job import replay
 from ister.spark.jobs.scrubbing import scrub
 from ister.spark.jobs.service import run
 from ister.spark.jobs.tiering import tier

@@ -60,7 +60,12 @@ class _Writer:
         keys = PipelineKeys(self.log.config.storage.metadata.root_prefix)
         with suppress(ConflictError):  # no pipeline is running yet
             request_job(
-                self.log.tiers.metadata, keys, "export", by="test", topics=None, clock=SystemClock()
+                self.log.stores.metadata,
+                keys,
+                "export",
+                by="test",
+                topics=None,
+                clock=SystemClock(),
             )
 
 

@@ -102,7 +102,7 @@ def give_up(history, start):
 
 
 def epochs(topic):
-    return [(d.start, d.epoch) for d, _ in topic.tier.owned.catalog.descriptors()]
+    return [(d.start, d.epoch) for d, _ in topic.bucket.owned.catalog.descriptors()]
 
 
 def replaced_while_stopped(directory, history, child, etcd=None):
@@ -111,7 +111,7 @@ def replaced_while_stopped(directory, history, child, etcd=None):
     stopped_at = time.monotonic()
     log = ister.open(settings_of(directory, "b", etcd))
     try:
-        committed = log.tiers.catalog(TopicName.parse(TOPIC)).last()
+        committed = log.stores.catalog(TopicName.parse(TOPIC)).last()
         # On a busy machine, the lease may end before the log is open.
         is_soon = time.monotonic() - stopped_at < (TTL if etcd is None else ETCD_TTL) / 3
         topic, refusals = take_over(log)
@@ -141,13 +141,13 @@ def replaced_while_stopped(directory, history, child, etcd=None):
         topic.upload()
         after = epochs(topic)
         assert after[: len(before)] == before
-        assert {epoch for _, epoch in after[len(before) :]} == {topic.tier.owned.epoch}
+        assert {epoch for _, epoch in after[len(before) :]} == {topic.bucket.owned.epoch}
         verify_topic(history, topic)
         child.kill()
         check_catalog(topic)
         garbage = orphans(topic)
         time.sleep(0.02)
-        assert sorted(topic.tier.collect_orphans()) == garbage
+        assert sorted(topic.bucket.collect_orphans()) == garbage
         assert not orphans(topic)
         converge(history, topic)
     finally:
@@ -297,7 +297,7 @@ def test_owner_replaced_between_two_looks_at_its_rights_acknowledges_nothing(tmp
 
         def is_leased(owned):
             monkeypatch.undo()
-            log_a.tiers.membership.renew()
+            log_a.stores.membership.renew()
             return look(owned)
 
         monkeypatch.setattr(OwnedTopic, "is_leased", property(is_leased))
@@ -333,7 +333,7 @@ def test_late_deletion_of_a_replaced_owner_takes_nothing_of_the_next_one(tmp_pat
                 topic_a.upload()
             failpoints.disarm()
         time.sleep(0.02)
-        objects = log_a.tiers.objects
+        objects = log_a.stores.objects
         delete, taken = objects.delete, []
 
         def stopped_before(key):
@@ -343,7 +343,7 @@ def test_late_deletion_of_a_replaced_owner_takes_nothing_of_the_next_one(tmp_pat
 
         monkeypatch.setattr(objects, "delete", stopped_before)
         with contextlib.suppress(FencedError):
-            topic_a.tier.collect_orphans()
+            topic_a.bucket.collect_orphans()
         (topic_b,) = taken or [take_over(log_b)[0]]
         give_up(history, topic_b.watermarks.next)
         Producer(history, TOPIC, "b").send(topic_b, 5)

@@ -70,11 +70,11 @@ class _Nodes:
                 reader.close()
             with suppress(IsterError):
                 topic.wal._writer.close_file()
-        tiers = log.tiers
-        if tiers._ahead is not None:
-            tiers._ahead.shutdown(wait=True, cancel_futures=True)
-        tiers.metadata.close()
-        tiers.objects.close()
+        stores = log.stores
+        if stores._ahead is not None:
+            stores._ahead.shutdown(wait=True, cancel_futures=True)
+        stores.metadata.close()
+        stores.objects.close()
         log._directories.unlock()
 
 
@@ -264,7 +264,7 @@ def flip_byte(path: Path, position: int) -> None:
 
 def catalog(factory: WalStorageFactory, topic: str = TOPIC):
     """What the metadata store knows about a topic."""
-    return factory.log.tiers.catalog(TopicName.parse(topic))
+    return factory.log.stores.catalog(TopicName.parse(topic))
 
 
 def descriptors(factory: WalStorageFactory, topic: str = TOPIC) -> list[ObjectDescriptor]:
@@ -277,7 +277,7 @@ def tiered_offsets(factory: WalStorageFactory, topic: str = TOPIC) -> list[int]:
     found: list[int] = []
     for described in descriptors(factory, topic):
         key = f"storage/topics{topic}/objects/{described.object_id}"
-        data = factory.log.tiers.objects.read(key, 0, described.size_bytes + 1)
+        data = factory.log.stores.objects.read(key, 0, described.size_bytes + 1)
         assert len(data) == described.size_bytes
         scan = scan_frames(data, expected_offset=described.start)
         assert scan.end == len(data)
@@ -289,7 +289,7 @@ def tiered_offsets(factory: WalStorageFactory, topic: str = TOPIC) -> list[int]:
 def stored_keys(factory: WalStorageFactory, topic: str = TOPIC) -> list[str]:
     """The keys of everything that the bucket holds of a topic."""
     prefix = f"storage/topics{topic}/"
-    return [info.key.removeprefix(prefix) for info in factory.log.tiers.objects.list(prefix)]
+    return [info.key.removeprefix(prefix) for info in factory.log.stores.objects.list(prefix)]
 
 
 def object_names(factory: WalStorageFactory, topic: str = TOPIC) -> list[str]:

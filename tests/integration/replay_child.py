@@ -2,7 +2,7 @@
 
 import sys
 
-from ister.spark.jobs.replaying import replay
+from ister.spark.jobs.replay_job import replay
 from tests.support.spark_session import get_spark
 
 if __name__ == "__main__":

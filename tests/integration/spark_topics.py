@@ -38,7 +38,7 @@ from ister.model import Codec, MessageId, StreamMessage, TopicName
 from ister.spark import IsterDataSource
 from ister.spark.batch import BatchReader
 from ister.spark.compat import arrow_schema_of
-from ister.spark.location import Place, _close_all
+from ister.spark.location import LogLocation, _close_all
 from ister.topic.log import Log
 from ister.topic.message import Message
 from ister.topic.topic import Topic
@@ -171,19 +171,19 @@ class SparkPlace:
         """The topics that exist; none where nobody has opened the log yet."""
         if not (self.root / "metadata.db").exists():
             return []
-        with ister.open_history(self.config) as history:
+        with ister.open_bucket(self.config) as history:
             return history.topics()
 
     def staged_files(self) -> list[str]:
         """What tasks have staged and nobody has removed."""
-        with ister.open_history(self.config) as history:
+        with ister.open_bucket(self.config) as history:
             return [info.key for info in history.objects.list(STAGING_PREFIX)]
 
     def sweep(self, name: str) -> None:
         """What the topic's owner does once in a while; set `cloud.orphan_grace_minutes` to 0."""
         with self.open() as log, without_least_grace():
-            log.topic(name).tier.collect_orphans()
-            log.topic(name).tier.collect_shared_staging()
+            log.topic(name).bucket.collect_orphans()
+            log.topic(name).bucket.collect_shared_staging()
 
 
 # -- topics -------------------------------------------------------------------------------------
@@ -251,20 +251,20 @@ def _payload(rng: random.Random) -> bytes:
 
 def objects_of(topic: Topic) -> list[ObjectDescriptor]:
     """A topic's objects, oldest first."""
-    return [described for described, _ in topic.tier.owned.catalog.descriptors()]
+    return [described for described, _ in topic.bucket.owned.catalog.descriptors()]
 
 
 def expire_before(log: Log, topic: Topic, offset: int) -> int:
     """Bucket and files lose what lies before an offset, by whole objects; the new earliest."""
-    topic.tier.trim()
+    topic.bucket.trim()
     expired = [described for described in objects_of(topic) if described.end <= offset]
-    expire(topic.tier.owned, log.tiers.objects, expired, metrics=log.metrics)
+    expire(topic.bucket.owned, log.stores.objects, expired, metrics=log.metrics)
     return topic.earliest
 
 
 def remove_object(log: Log, topic: Topic, described: ObjectDescriptor) -> None:
     """An object is lost."""
-    log.tiers.objects.delete(object_key(TopicName.parse(topic.name), described.object_id))
+    log.stores.objects.delete(object_key(TopicName.parse(topic.name), described.object_id))
 
 
 # -- reads without Spark ------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class ReadHere:
         self.reader: BatchReader = source.reader(self._schema)
         if filters:
             self.left = list(self.reader.pushFilters(list(filters)))
-        self.place: Place = self.reader._task.place
+        self.place: LogLocation = self.reader._task.place
         self.partitions = self.reader.partitions()
 
     def batches(self) -> list[pa.RecordBatch]:
@@ -379,13 +379,13 @@ def fill_runs(topic: Topic, *sizes: int, first: int = 0) -> None:
 
 def upload_of(topic: Topic, start: int, end: int) -> tuple[ObjectDescriptor, bytes]:
     """What the embedded uploader makes of a range: the descriptor and the bytes of the object."""
-    tier = topic.tier
-    source = tier._source()
+    bucket = topic.bucket
+    source = bucket._source()
     try:
-        made = tier._uploader._make_object(source, start, end)
+        made = bucket._uploader._make_object(source, start, end)
     finally:
         source.close()
     key = object_key(TopicName.parse(topic.name), made.object_id)
-    data = tier._tiers.objects.read(key, 0, 1 << 30)
-    tier._tiers.objects.delete(key)
+    data = bucket._stores.objects.read(key, 0, 1 << 30)
+    bucket._stores.objects.delete(key)
     return made, data

@@ -15,7 +15,7 @@ from ister.metadata.base import Put
 from ister.metadata.etcd import EtcdMetadata
 from ister.metrics import Metrics
 from tests.servers.etcd import EtcdServer
-from tests.support.tiers import NAME, PREFIX, a_descriptor
+from tests.support.stores import NAME, PREFIX, a_descriptor
 
 SMALL, LARGE = 1_000, 20_000
 LENGTH = 1_000

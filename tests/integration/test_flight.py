@@ -116,7 +116,7 @@ def in_both_tiers(log, *, codec=None, count=300):
     topic = log.topic(TOPIC, create=True, codec=codec)
     fill(topic, count * 2 // 3, seed=1)
     topic.upload()
-    topic.tier.trim()
+    topic.bucket.trim()
     fill(topic, count - count * 2 // 3, seed=2)
     marks = topic.watermarks
     assert 0 < marks.trimmed <= marks.tiered < marks.synced == count
@@ -200,13 +200,13 @@ def test_range_without_messages_is_empty(log, client, offset):
 
 def thin_out(topic, gone):
     """Has compaction leave messages out of the bucket's part of a topic."""
-    owned = topic.tier.owned
+    owned = topic.bucket.owned
     objects = list(owned.catalog.descriptors())
     new = merge_objects(
         TopicName.parse(topic.name),
         [described for described, _ in objects],
-        store=topic.tier._tiers.objects,
-        settings=topic.tier._tiers.uploader(owned, lambda: False)._settings,
+        store=topic.bucket._stores.objects,
+        settings=topic.bucket._stores.uploader(owned, lambda: False)._settings,
         format="parquet",
         epoch=owned.epoch,
         incarnation=owned.record.incarnation,
@@ -415,7 +415,7 @@ def test_watermarks_are_the_topics_own(log, client):
     marks = topic.watermarks
     assert found[TOPIC] == TopicStatus(
         topic=TOPIC,
-        incarnation=topic.tier.owned.record.incarnation,
+        incarnation=topic.bucket.owned.record.incarnation,
         earliest=0,
         codec=Codec.BINCODE2,
         ack=AckLevel.SYNCED,
@@ -474,7 +474,7 @@ def test_time_is_found_in_a_range(log, client):
 
 def test_settings_let_a_client_find_the_bucket(log, client):
     topic = in_both_tiers(log)
-    with ister.open_history(client.storage()) as history:
+    with ister.open_bucket(client.storage()) as history:
         assert history.topics() == [TOPIC]
         found = history.topic(TOPIC)
         rows = rows_of(found.read_arrow(end=found.tiered))
@@ -513,7 +513,7 @@ def stage(log, payloads, *, batch=0, name="part-0", topic=TOPIC):
     header, body = encode_block(pa.RecordBatch.from_pylist(rows, STAGED_SCHEMA), "")
     data = header + body.to_pybytes()
     key = f"{staging_prefix(TopicName.parse(topic), WRITER, batch)}{name}"
-    log.tiers.objects.put(key, data)
+    log.stores.objects.put(key, data)
     file = StagedFile(key=key, rows=len(rows), size_bytes=len(data))
     return StagedBatch(writer=WRITER, batch=batch, files=(file,))
 
@@ -552,7 +552,7 @@ def test_batch_for_a_topic_that_does_not_exist_is_refused(log, client):
 
 def test_batch_whose_files_are_not_there_is_refused(log, client):
     staged = stage(log, [b"a"])
-    log.tiers.objects.delete(staged.files[0].key)
+    log.stores.objects.delete(staged.files[0].key)
     with pytest.raises(NotFoundError):
         client.append_staged(TOPIC, staged, create=True)
     assert log.topic(TOPIC).watermarks.next == 0
@@ -561,7 +561,7 @@ def test_batch_whose_files_are_not_there_is_refused(log, client):
 def test_batch_cannot_have_a_topics_objects_removed(log, client):
     """Goal: not even when a client does not look at what it sends."""
     topic = in_both_tiers(log)
-    (key, *_) = [info.key for info in log.tiers.objects.list("storage/topics/default/orders/")]
+    (key, *_) = [info.key for info in log.stores.objects.list("storage/topics/default/orders/")]
     staged = StagedBatch(writer=WRITER, batch=0, files=(StagedFile(key=key, rows=1, size_bytes=9),))
     with pytest.raises(InvalidRequestError):
         client.append_staged(TOPIC, staged)

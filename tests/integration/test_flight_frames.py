@@ -58,7 +58,7 @@ def client(server):
 
 
 def incarnation_of(topic):
-    return topic.tier.owned.record.incarnation
+    return topic.bucket.owned.record.incarnation
 
 
 def a_ticket(topic, start, end, **fields):
@@ -67,17 +67,17 @@ def a_ticket(topic, start, end, **fields):
         start=start,
         end=end,
         incarnation=incarnation_of(topic),
-        epoch=topic.tier.owned.epoch,
+        epoch=topic.bucket.owned.epoch,
     )
     return replace(ticket, **fields)
 
 
 def a_question(topic, start=None, **fields):
-    settings = upload_settings(topic.tier._tiers.storage.uploader)
+    settings = upload_settings(topic.bucket._stores.storage.uploader)
     asked = PlanUpload(
         topic=topic.name,
         incarnation=incarnation_of(topic),
-        epoch=topic.tier.owned.epoch,
+        epoch=topic.bucket.owned.epoch,
         start=start,
         bytes_max=settings.object_bytes_max,
         span_ms_max=settings.object_span_ms_max,
@@ -146,7 +146,7 @@ def test_frames_that_were_trimmed_are_refused(log, client):
     topic = log.topic(TOPIC, create=True)
     fill(topic, 200)
     topic.upload()
-    assert topic.tier.trim()
+    assert topic.bucket.trim()
     with pytest.raises(OffsetOutOfRangeError) as raised:
         list(client.frames(a_ticket(topic, 0, 200)))
     assert raised.value.earliest == topic.watermarks.trimmed
@@ -185,7 +185,7 @@ def test_topic_that_was_made_anew_is_another_one(log, client, ask):
 def test_owner_of_another_epoch_is_refused(log, client):
     topic = log.topic(TOPIC, create=True)
     fill(topic, 5)
-    other = topic.tier.owned.epoch + 1
+    other = topic.bucket.owned.epoch + 1
     with pytest.raises(ConflictError, match="epoch"):
         list(client.frames(a_ticket(topic, 0, 5, epoch=other)))
     with pytest.raises(ConflictError, match="epoch"):
@@ -231,7 +231,7 @@ def test_plan_for_what_was_trimmed_is_a_gap(log, client):
     topic = log.topic(TOPIC, create=True)
     fill(topic, 200)
     topic.upload()
-    assert topic.tier.trim()
+    assert topic.bucket.trim()
     with pytest.raises(DataGapError):
         client.plan_upload(a_question(topic, 3))
 
@@ -244,15 +244,15 @@ def test_object_made_through_flight_is_the_owners(log, client, codec):
     topic = log.topic(TOPIC, create=True, codec=codec)
     fill(topic, 300)
     planned = client.plan_upload(a_question(topic))
-    tiers, owned = topic.tier._tiers, topic.tier.owned
+    stores, owned = topic.bucket._stores, topic.bucket.owned
     maker = ObjectMaker(
         TopicName.parse(TOPIC),
-        tiers.objects,
-        settings=upload_settings(tiers.storage.uploader),
+        stores.objects,
+        settings=upload_settings(stores.storage.uploader),
         clock=SystemClock(),
         metrics=Metrics(),
     )
-    source = BrokerFrames(client, TOPIC, incarnation_of(topic), topic.tier.owned.epoch)
+    source = BrokerFrames(client, TOPIC, incarnation_of(topic), topic.bucket.owned.epoch)
     made, start = [], planned.start
     try:
         for end, _ in planned.objects:
@@ -261,14 +261,14 @@ def test_object_made_through_flight_is_the_owners(log, client, codec):
                 source, start, end, epoch=owned.epoch, incarnation=owned.record.incarnation
             )
             key = object_key(TopicName.parse(TOPIC), described.object_id)
-            made.append((described, tiers.objects.read(key, 0, 1 << 20)))
-            tiers.objects.delete(key)
+            made.append((described, stores.objects.read(key, 0, 1 << 20)))
+            stores.objects.delete(key)
             start = end
     finally:
         source.close()
     for (described, data), own in zip(made, topic.upload().objects, strict=True):
         key = object_key(TopicName.parse(TOPIC), own.object_id)
-        assert tiers.objects.read(key, 0, 1 << 20) == data
+        assert stores.objects.read(key, 0, 1 << 20) == data
         times = {"created_at": 0, "arrival_time_max": None}
         assert replace(described, **times, etag=None) == replace(own, **times, etag=None)
 
@@ -276,7 +276,7 @@ def test_object_made_through_flight_is_the_owners(log, client, codec):
 def test_source_goes_on_from_any_offset(log, client, tmp_path):
     topic = log.topic(TOPIC, create=True)
     fill(topic, 100)
-    source = BrokerFrames(client, TOPIC, incarnation_of(topic), topic.tier.owned.epoch)
+    source = BrokerFrames(client, TOPIC, incarnation_of(topic), topic.bucket.owned.epoch)
     try:
         first = source.fetch(0, 100, bytes_max=1 << 20)
         again = source.fetch(0, 100, bytes_max=1 << 20)

@@ -40,12 +40,12 @@ def stored(place, name):
 
 
 def named(place, name):
-    with ister.open_history(place.config) as history:
+    with ister.open_bucket(place.config) as history:
         return [d.object_id for d, _ in history.topic(name).catalog.descriptors()]
 
 
 def rows(place, name):
-    with ister.open_history(place.config) as history:
+    with ister.open_bucket(place.config) as history:
         return rows_in(history.topic(name).read_arrow().read_all())
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from ister.client.flight import FlightClient
 from ister.errors import ConflictError, InvalidRequestError, NotFoundError, OffsetOutOfRangeError
-from ister.spark.jobs.replaying import replay
+from ister.spark.jobs.replay_job import replay
 from ister.wire.contract import RangeTicket
 from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace
 from tests.servers.broker import BrokerProcess

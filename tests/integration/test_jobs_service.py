@@ -77,7 +77,7 @@ class Writer:
 
     @property
     def metadata(self):
-        return self.log.tiers.metadata
+        return self.log.stores.metadata
 
     @property
     def keys(self):

@@ -63,7 +63,7 @@ def copy_of(place, name="there", **storage):
 
 
 def descriptors(place, name):
-    with ister.open_history(place.config) as history:
+    with ister.open_bucket(place.config) as history:
         return [d for d, _ in history.topic(name).catalog.descriptors()]
 
 
@@ -150,7 +150,7 @@ def test_the_same_while_somebody_has_the_log_open(spark, place):
         waiter = Task(topic.wait, 399, "tiered", timeout=60)
         report = tier(spark, other.config)
         assert report.ok, report.errors
-        assert topic.tier.follow() == 400
+        assert topic.bucket.follow() == 400
         waiter.result()
         expected = rows_of(topic)
     assert len(expected) == 400
@@ -223,7 +223,7 @@ def test_the_same_through_a_broker(spark, place, rng, codec):
         report = tier(spark, other.elsewhere, broker=server.address)
         assert report.ok, report.errors
         assert server.calls["plan_upload"] >= 2
-        topic.tier.follow()
+        topic.bucket.follow()
     assert_same(place, other, A)
     fields = by_topic(report)[A]
     assert fields == by_topic(plan)[A]
@@ -275,7 +275,7 @@ def test_dry_run_changes_nothing_and_is_right(spark, place):
             for path in sorted((place.root / "wal").rglob("*"))
             if path.is_file()
         }
-        with ister.open_history(place.config) as history:
+        with ister.open_bucket(place.config) as history:
             keys = {found.key: found.value for found in history.metadata.range("/")}
         return files, keys, objects_in(place)
 
@@ -373,7 +373,7 @@ def with_engine(place, engine):
 
 
 def is_held(place):
-    with ister.open_history(place.config) as history:
+    with ister.open_bucket(place.config) as history:
         return history.metadata.get(PipelineKeys("/danube").lease) is not None
 
 

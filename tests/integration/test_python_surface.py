@@ -633,7 +633,7 @@ def test_settings_and_a_directory_that_stays(tmp_path, monkeypatch):
         with broker.client(timeout=PATIENCE) as client:
             fill(client, "/default/orders")
             eventually(lambda: client.describe_topic("/default/orders").tiered == 3)
-        with ister.open_history(broker.directory) as history:
+        with ister.open_bucket(broker.directory) as history:
             assert history.topic("/default/orders").read_arrow().read_all().num_rows == 3
         host, _, port = broker.address.rpartition(":")
         socket.create_connection((host, int(port)), PATIENCE).close()

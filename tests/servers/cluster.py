@@ -29,7 +29,7 @@ import yaml
 
 import ister
 from ister import wire
-from ister.topic.history import History
+from ister.topic.history import BucketLog
 
 from .broker import BrokerProcess, lay_over
 from .etcd import Cable, EtcdCluster
@@ -193,21 +193,21 @@ class BrokerCluster:
 
     def read_history(self, topic: str) -> list[tuple[int, bytes, str]]:
         """Offset, payload and key of what the bucket has of a topic; no broker is asked."""
-        with self.open_history() as history:
+        with self.open_bucket() as history:
             table = history.topic(topic).read_arrow().read_all()
         columns = (table.column(name).to_pylist() for name in ("offset", "payload", "routing_key"))
         return [(offset, payload, key or "") for offset, payload, key in zip(*columns, strict=True)]
 
     def stored_cursor(self, topic: str, subscription: str) -> int | None:
         """The cursor that a broker's death leaves; None if there is none."""
-        with self.open_history() as history:
+        with self.open_bucket() as history:
             prefix = history.config.storage.metadata.root_prefix
             found = history.metadata.get(f"{prefix}/subscriptions{topic}/{subscription}/progress")
         return None if found is None else int(json.loads(found.value)["offset"])
 
-    def open_history(self) -> History:
+    def open_bucket(self) -> BucketLog:
         """The stores, as a process sees them that is no broker."""
-        return ister.open_history({"storage": self._stores_of_another()})
+        return ister.open_bucket({"storage": self._stores_of_another()})
 
     def save_config(self, path: Path, **sections: Any) -> str:
         """Writes an `ister.yml` for Spark, on a machine that has no broker's files; its path."""

@@ -320,7 +320,7 @@ class CloneWorld:
     def close(self, disk: Disk) -> None:
         process = disk.process
         # Whether others can know of it, which takes a store that answers.
-        process.has_closed = not self.fault_rate and process.log.tiers.membership.is_valid
+        process.has_closed = not self.fault_rate and process.log.stores.membership.is_valid
         self._interrupt_in = 0
         try:
             process.log.close()
@@ -354,7 +354,7 @@ class CloneWorld:
         topic.upload()
 
     def renew(self, disk: Disk) -> None:
-        membership = disk.process.log.tiers.membership
+        membership = disk.process.log.stores.membership
         was_valid = membership.is_valid
         membership.renew()
         if self.restores is not None:
@@ -388,10 +388,10 @@ class CloneWorld:
     def _has(self, name: str, topic: Topic) -> bool:
         """Whether a topic is still its owner's, by its record."""
         keys = TopicKeys("/danube", TopicName.parse(name))
-        catalog = Catalog(self.meta, keys, clock=self.clock, metrics=topic.tier._tiers.metrics)
+        catalog = Catalog(self.meta, keys, clock=self.clock, metrics=topic.bucket._stores.metrics)
         with self._quietly():
             found = catalog.record()
-        return found is not None and found[0].claim == topic.tier.owned.record.claim
+        return found is not None and found[0].claim == topic.bucket.owned.record.claim
 
     def _check_opened(self, process: Process, name: str, topic: Topic) -> None:
         if not self._has(name, topic):

@@ -270,7 +270,7 @@ class ClusterWorld:
             return
         process = self._running[-1].process
         leader = self._peek("/cluster/leader")
-        instance = process.log.tiers.membership.instance if process is not None else ""
+        instance = process.log.stores.membership.instance if process is not None else ""
         if leader is None or leader["instance"] != instance:
             raise BrokenPromiseError(
                 f"{key} was written by broker {self._running[-1].number}, which does not lead"
@@ -403,7 +403,7 @@ class ClusterWorld:
             metadata=self.meta,
             background=False,
         )
-        node = log.tiers.membership.node
+        node = log.stores.membership.node
         own = Member(
             node=node,
             broker_url=f"http://{node}",
@@ -412,7 +412,7 @@ class ClusterWorld:
             state=MemberState.STARTING,
         )
         config = ClusterConfig(strategy=self.strategy, rebalance=self.rebalance)
-        cluster = Cluster(own, log.tiers, config=config, clock=self.clock)
+        cluster = Cluster(own, log.stores, config=config, clock=self.clock)
         machine.process = process = Process(log, cluster, schedule, self.clock.monotonic())
         cluster.members.publish()
         try:
@@ -490,7 +490,7 @@ class ClusterWorld:
         process = machine.process
         now = self.clock.monotonic()
         process.beat_at = now + BEAT_SECONDS
-        process.log.tiers.membership.renew()
+        process.log.stores.membership.renew()
         if self.restores is not None:
             self.restores.renew(process.log)
         cluster = process.cluster
@@ -510,11 +510,11 @@ class ClusterWorld:
         if len(members) < 2 or not (has_changed or process.changes != self._changes):
             return
         process.changes = self._changes
-        wishes = cluster.wishes()
-        for name in wishes.opens:
+        changes = cluster.assignment_changes()
+        for name in changes.opens:
             with suppress(*_EXPECTED):
                 self._serve(process, name)
-        for name, node in wishes.leaves.items():
+        for name, node in changes.leaves.items():
             with suppress(*_EXPECTED):
                 self._unload(process, name, node, "moved")
 
@@ -601,7 +601,7 @@ class ClusterWorld:
             topic.upload()
         topic.wait(offset)
         record = self._record(name)
-        if record is None or record["claim"] != topic.tier.owned.record.claim:
+        if record is None or record["claim"] != topic.bucket.owned.record.claim:
             raise BrokenPromiseError(f"{name}: {process.node} acknowledged {offset}; it is not its")
         if offset in self.acked[name]:
             raise BrokenPromiseError(f"{name}: {offset} was acknowledged twice")
@@ -614,7 +614,7 @@ class ClusterWorld:
             topic = machine.process.log.topic(self.rng.choice(served))
             topic.upload()
             if machine.is_diskless:
-                topic.tier.drop_tiered(is_enough=lambda: False)
+                topic.bucket.drop_tiered(is_enough=lambda: False)
 
     def _unload(self, process: Process, name: str, to: str, reason: str) -> None:
         """Hands a topic over; see `Topics.unload`."""
@@ -626,7 +626,7 @@ class ClusterWorld:
             process.unlogged.discard(name)
             process.cluster.release_unlogged(TopicName.parse(name))
         else:
-            assured = process.log.topic(name).tier.prepare_seal()
+            assured = process.log.topic(name).bucket.prepare_seal()
             if self.rng.random() < 0.5:
                 self._append(process, name)
             self._wish(process, name, to, reason)
@@ -710,7 +710,7 @@ class ClusterWorld:
             return
         with self._quietly():
             record = self._record(name)
-            if record is None or record["claim"] != topic.tier.owned.record.claim:
+            if record is None or record["claim"] != topic.bucket.owned.record.claim:
                 return  # replaced while it was opened; it notices before its first answer
             held = read_all(topic)
         before = self._owner_of.get(name)
@@ -732,7 +732,7 @@ class ClusterWorld:
                 process = machine.process
                 if process is None or name not in process.unlogged:
                     continue
-                lease = process.log.tiers.membership.lease
+                lease = process.log.stores.membership.lease
                 held = process.cluster._unlogged.get(name)
                 if held is lease and self.clock.boottime() < lease.valid_until:
                     holders.append(machine.number)
@@ -829,7 +829,7 @@ class ClusterWorld:
                 node
                 for node, machine in nodes.items()
                 if name in self._served(machine)
-                and machine.process.log._topics[name].tier.owned.is_leased
+                and machine.process.log._topics[name].bucket.owned.is_leased
             ]
             if owner is None:
                 continue

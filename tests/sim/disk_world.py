@@ -249,14 +249,14 @@ class DiskWorld:
         """Time passes, and the log's threads do what they do."""
         self.clock.advance(self.rng.choice((0.1, 0.5, 2.0)) if seconds is None else seconds)
         with suppress(IsterError):
-            self.log.tiers.membership.renew()
+            self.log.stores.membership.renew()
         self._look()
         now = self.clock.monotonic()
         for name in TOPICS:
-            tier = self.topic(name).tier
-            if tier.is_due(now):
+            bucket = self.topic(name).bucket
+            if bucket.is_due(now):
                 with suppress(IsterError):
-                    tier.upload()
+                    bucket.upload()
         self.schedule.run()
         if any(state.is_tight for state in self.log.room.disk.states):
             self.log.room.disk.free_space()

@@ -79,13 +79,13 @@ class Rounds:
 
     def add(self, topic: Topic) -> None:
         """A topic was opened."""
-        if topic.tier is not None:
-            self.express.add(topic.tier)
+        if topic.bucket is not None:
+            self.express.add(topic.bucket)
 
     def remove(self, topic: Topic) -> None:
         """It was closed."""
-        if topic.tier is not None:
-            self.express.remove(topic.tier)
+        if topic.bucket is not None:
+            self.express.remove(topic.bucket)
 
     def stop(self) -> None:
         """The log is closed; so are its topics."""
@@ -174,7 +174,7 @@ class Sharing:
 
     def open(self, process: Process) -> None:
         """A process begins, without threads of its own."""
-        express = Express(process.log.tiers)
+        express = Express(process.log.stores)
         express._settings = replace(express._settings, max_bytes=self.max_bytes)
         process.rounds = process.log._background = Rounds(express)
 
@@ -208,7 +208,7 @@ class Sharing:
 
     def resort(self, topic: Topic, *, groups_max: int) -> None:
         """Some of a topic's runs become objects of its own."""
-        while groups_max and topic.tier.resort() is not None:
+        while groups_max and topic.bucket.resort() is not None:
             self.resorted += 1
             groups_max -= 1
 
@@ -303,7 +303,7 @@ class Sharing:
         writer = name.split("/")[1]
         remover = world._running[-1] if world._running else None
         rounds = remover.rounds if remover is not None else None
-        if rounds is not None and rounds.express._tiers.membership.instance == writer:
+        if rounds is not None and rounds.express._stores.membership.instance == writer:
             if key in rounds.under_way:
                 raise BrokenPromiseError(f"{key} was removed while it is committed")
         elif self.puts[key] is not None and self._running().get(writer) == self.puts[key]:

@@ -190,14 +190,14 @@ class World:
         ending, seed = self.rng.choice(ENDS), self.rng.randrange(1 << 30)
         with ExitStack() as held:
             for topic in self.topics.values():
-                if topic.tier is not None:
-                    held.enter_context(topic.tier._uploading)
+                if topic.bucket is not None:
+                    held.enter_context(topic.bucket._uploading)
                 wal = topic.wal
                 held.enter_context(wal._commit_lock)
                 held.enter_context(wal._sync_lock)
                 held.enter_context(wal._checkpointer._lock)
-            if self.log.tiers is not None:
-                held.enter_context(self.log.tiers.metadata._writer_lock)
+            if self.log.stores is not None:
+                held.enter_context(self.log.stores.metadata._writer_lock)
             before = self.snapshot()
             # Held by another thread, as in the middle of an append.
             is_held, is_over = threading.Event(), threading.Event()
@@ -293,15 +293,15 @@ class World:
             "seal": lambda: self.log.seal("/d/a"),
             "delete": lambda: self.log.delete("/d/b"),
         }
-        if self.log.tiers is not None:
-            tiers = self.log.tiers
+        if self.log.stores is not None:
+            stores = self.log.stores
             calls |= {
                 "upload": topic.upload,
-                "metadata": lambda: tiers.metadata.get("/x"),
-                "change": lambda: tiers.metadata.put("/x", b""),
-                "renew": tiers.membership.renew,
-                "objects": lambda: tiers.objects.stat("x"),
-                "put": lambda: tiers.objects.put("x", b""),
+                "metadata": lambda: stores.metadata.get("/x"),
+                "change": lambda: stores.metadata.put("/x", b""),
+                "renew": stores.membership.renew,
+                "objects": lambda: stores.objects.stat("x"),
+                "put": lambda: stores.objects.put("x", b""),
             }
         names = rng.sample(list(calls), len(calls))
         for name in names:

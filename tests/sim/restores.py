@@ -248,22 +248,22 @@ class Restores:
         """A producer sends some messages, and waits for each answer."""
         for _ in range(self.rng.choice((1, 1, 2, 4))):
             payload = self.payload()
-            topic.tier.idle_mark.clear()  # here nobody else does it
+            topic.bucket.idle_mark.clear()  # here nobody else does it
             offset = topic.append(payload)
             schedule.run()
             if str(topic.ack) == "tiered":
                 topic.upload()
             topic.wait(offset)
-            self.note_ack(machine, name, topic, topic.tier.owned.record, offset, payload)
+            self.note_ack(machine, name, topic, topic.bucket.owned.record, offset, payload)
             if self.rng.random() < 0.3:
-                topic.tier.begin_term()
+                topic.bucket.begin_term()
 
     def renew(self, log: Log) -> None:
         """Does what threads do beside each renewal of the lease, or now and then."""
         with suppress(UnavailableError):
-            log.tiers.trust.check_revision()
+            log.stores.trust.check_revision()
         if self.rng.random() < 0.2:
-            log.tiers.trust.follow()
+            log.stores.trust.follow()
             log._heads.save()
 
     def note_ack(
@@ -304,7 +304,7 @@ class Restores:
             if n in here or (not is_cut_off and self._is_known(name, one, record, here, own))
         }
         # Opened while the bucket did not answer, which is compared before the first upload.
-        is_unread = topic.tier.owned.unread is not None
+        is_unread = topic.bucket.owned.unread is not None
         for other in known.values():
             if other.offset == offset and (other.number in disk or not is_unread):
                 raise BrokenPromiseError(
@@ -511,7 +511,7 @@ class Restores:
             for machine in self._machines():
                 self._end(machine)
         self._seen_before = {
-            id(machine): machine.process.log.tiers.trust._seen.revision
+            id(machine): machine.process.log.stores.trust._seen.revision
             for machine in self._machines()
             if machine.process is not None and machine.process.log is not None
         }

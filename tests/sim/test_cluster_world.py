@@ -15,7 +15,7 @@ from ister.bucket.ownership import OwnedTopic
 from ister.format.records import OwnerRecord, TopicRecord, encode_owner
 from ister.metadata.base import Absent, Put
 from ister.model import TopicName
-from ister.topic.bucket_link import Tiered, TopicTier
+from ister.topic.bucket_link import TopicBucket, UploadResult
 from ister.topic.log import Log
 from tests.sim.cluster_world import run_seed
 from tests.sim.known_seeds import say_caught, seeds_for
@@ -80,12 +80,12 @@ def test_brokers_without_disks_lose_nothing_and_settle() -> None:
 
 
 def messages_are_acknowledged_before_the_commit(patch: pytest.MonkeyPatch) -> None:
-    def upload(self: TopicTier, **_: object) -> Tiered:
+    def upload(self: TopicBucket, **_: object) -> UploadResult:
         start = self._wal.tiered or 0
         self._wal.advance_tiered(self._wal.synced)
-        return Tiered(start=start, end=self._wal.synced)
+        return UploadResult(start=start, end=self._wal.synced)
 
-    patch.setattr(TopicTier, "upload", upload)
+    patch.setattr(TopicBucket, "upload", upload)
 
 
 @pytest.mark.sim
@@ -109,11 +109,11 @@ def a_move_seals_what_was_uploaded_when_it_began(patch: pytest.MonkeyPatch) -> N
 
     def seal(self: Log, name: str, *, assured: object = None) -> int:
         with self._exclusively(name) as topic:
-            owned: OwnedTopic = topic.tier.owned
+            owned: OwnedTopic = topic.bucket.owned
             topic.close()
             self._unlist(topic)
-            with topic.tier.ended():
-                self._tiers.membership.remove(owned)
+            with topic.bucket.ended():
+                self._stores.membership.remove(owned)
                 owned.seal(owned.tiered)
             self._remove_files(TopicName.parse(name))
             return owned.tiered
@@ -122,10 +122,10 @@ def a_move_seals_what_was_uploaded_when_it_began(patch: pytest.MonkeyPatch) -> N
 
 
 def an_owner_key_without_a_log_is_not_compared(patch: pytest.MonkeyPatch) -> None:
-    def put_owner(self: Cluster, tiers, topic, lease) -> bool:
+    def put_owner(self: Cluster, stores, topic, lease) -> bool:
         value = encode_owner(OwnerRecord(node=self.own.node, epoch=0))
-        tiers.metadata.transact(
-            [tiers.membership.is_here], [Put(tiers.keys(topic).owner, value, lease)]
+        stores.metadata.transact(
+            [stores.membership.is_here], [Put(stores.keys(topic).owner, value, lease)]
         )
         return True
 

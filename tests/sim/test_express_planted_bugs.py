@@ -41,7 +41,7 @@ from tests.sim.tier_world import run_seed
 from tests.sim.world import BrokenPromiseError, find_break
 from tests.support.memory_fs import SimulatedCrash
 from tests.support.scale import nightly
-from tests.support.tiers import TTL_SECONDS, Cluster, Pipeline, Site, a_descriptor
+from tests.support.stores import TTL_SECONDS, Cluster, Pipeline, Site, a_descriptor
 from tests.unit.bucket.test_express import Node, topic_name
 from tests.unit.topic.test_express import Shared
 
@@ -83,7 +83,7 @@ def acknowledged_when_the_object_was_put(patch: pytest.MonkeyPatch) -> None:
         error = real(self, batch)
         if error is None:
             for run in batch.made.runs:
-                batch.planned[run.owned.topic].tier.take_run(run.descriptor)
+                batch.planned[run.owned.topic].bucket.take_run(run.descriptor)
         return error
 
     patch.setattr(Express, "put", put)
@@ -373,7 +373,7 @@ def kill_a_re_sort_at_any_operation() -> None:
                 shared.append(0, payload)
                 shared.express.write_next()
             site.clock.advance(600)
-            shared.log.tiers.membership.renew()
+            shared.log.stores.membership.renew()
             left = number
 
             def end(kind: str, key: str) -> None:
@@ -385,16 +385,16 @@ def kill_a_re_sort_at_any_operation() -> None:
             site.metadata.before = site.metadata.after = end
             site.objects.before = site.objects.after = end
             with suppress(SimulatedCrash):
-                shared.topics[0].tier.resort()
+                shared.topics[0].bucket.resort()
             site.metadata.before = site.metadata.after = lambda kind, key: None
             site.objects.before = site.objects.after = lambda kind, key: None
-            keys = shared.topics[0].tier.owned.catalog.keys
+            keys = shared.topics[0].bucket.owned.catalog.keys
             found = site.metadata.range(keys.objects, end=keys.objects_end)
             described = [decode_descriptor(one.value, key=one.key) for one in found]
             ranges = [(one.start, one.end) for one in described]
             if ranges not in ([(0, 1), (1, 2), (2, 3)], [(0, 3)]):
                 raise BrokenPromiseError(f"killed at operation {number}: {ranges}")
-            reader = shared.log.tiers.reader(shared.topics[0].tier.owned.catalog)
+            reader = shared.log.stores.reader(shared.topics[0].bucket.owned.catalog)
             batches = [reader.fetch(at, at + 1, bytes_max=1) for at in range(3)]
             reader.close()
             assert [batch.next_offset for batch in batches] == [1, 2, 3]

@@ -12,7 +12,7 @@ from ister.bucket.terms import Term
 from ister.metadata.base import Put
 from ister.topic import heads, metadata_trust, reconcile
 from ister.topic.metadata_trust import MetadataTrust
-from ister.topic.stores import Tiers
+from ister.topic.stores import Stores
 from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.test_restores import run
 from tests.sim.world import find_break
@@ -33,7 +33,7 @@ def the_bucket_is_not_asked_for_terms(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_is_adopted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Tiers, "find_forgotten", lambda self, *_, **__: [])
+    patch.setattr(Stores, "find_forgotten", lambda self, *_, **__: [])
 
 
 def claims_of_one_epoch_are_not_told_apart(patch: pytest.MonkeyPatch) -> None:

@@ -180,7 +180,7 @@ class Stage:
 
     def descriptors(self, topic: Topic) -> list[ObjectDescriptor]:
         """The topic's, as committed."""
-        return [described for described, _ in topic.tier.owned.catalog.descriptors()]
+        return [described for described, _ in topic.bucket.owned.catalog.descriptors()]
 
     def keys_of_topic(self) -> list[str]:
         """What both stores hold of the topic, but for its record."""
@@ -233,7 +233,7 @@ def test_an_uploader_that_was_paused_and_fenced_publishes_nothing(finalize: str)
         # A has noticed, or does now; it says so from then on, and nobody is acknowledged.
         with pytest.raises((UnavailableError, FencedError)):
             a.wait(0)
-        log_a.tiers.membership.renew()
+        log_a.stores.membership.renew()
         if a.watermarks.tiered < a.watermarks.synced:
             with pytest.raises(FencedError):
                 a.upload()
@@ -243,7 +243,7 @@ def test_an_uploader_that_was_paused_and_fenced_publishes_nothing(finalize: str)
             a.append(b"late")
         found = stage.descriptors(b)
         assert found[: len(at_claim)] == at_claim
-        assert {described.epoch for described in found[len(at_claim) :]} == {b.tier.owned.epoch}
+        assert {described.epoch for described in found[len(at_claim) :]} == {b.bucket.owned.epoch}
         assert [d.start for d in found[1:]] == [d.end for d in found[:-1]]
         kept = {o: body for o, body in sent_a.items() if o < at_claim[-1].end}
         assert read_all(b) == kept | sent_b
@@ -276,7 +276,7 @@ def collect_late(number: int, finalize: str = "direct") -> None:
     def collect() -> None:
         stage.clock.advance(100)
         with suppress(FencedError):
-            a.tier.collect_orphans()
+            a.bucket.collect_orphans()
 
     stage.act_at(number, collect)
     b.upload()
@@ -347,7 +347,7 @@ def test_a_deletion_that_was_paused_leaves_the_next_topic_of_that_name_alone() -
             with suppress(ConflictError, NotFoundError):  # not marked yet; finished already
                 log_b.delete(TOPIC)
             calls.append(number)
-            if log_b.tiers.catalog(NAME).record()[0].is_open:
+            if log_b.stores.catalog(NAME).record()[0].is_open:
                 return
             anew = log_b.topic(TOPIC, create=True)
             sent |= _fill(anew, 4, b"b")
@@ -442,12 +442,12 @@ def test_local_files_go_whose_objects_have_expired() -> None:
     _fill(topic, 9, b"a")
     topic.upload()
     stage.clock.advance(200)
-    log.tiers.membership.renew()
+    log.stores.membership.renew()
     sent = _fill(topic, 9, b"b")
     topic.upload()
-    assert topic.tier.expire() > 0
+    assert topic.bucket.expire() > 0
     stage.clock.advance(1)
-    assert topic.tier.trim() > 0
+    assert topic.bucket.trim() > 0
     assert set(read_all(topic).items()) >= set(sent.items())
 
 
@@ -464,7 +464,7 @@ def test_retention_of_an_owner_that_was_fenced_says_so() -> None:
     b.upload()
     before = stage.descriptors(b)
     with pytest.raises(FencedError):
-        a.tier.expire()
+        a.bucket.expire()
     assert stage.descriptors(b) == before
 
 
@@ -478,8 +478,8 @@ def test_expired_messages_are_not_a_gap_although_the_answer_was_lost() -> None:
             _fill(topic, 9, b"a")
             topic.upload()
         stage.clock.advance(200)
-        log.tiers.membership.renew()
-        topic.tier.trim()
+        log.stores.membership.renew()
+        topic.bucket.trim()
         failed = False
 
         def fail() -> None:
@@ -489,7 +489,7 @@ def test_expired_messages_are_not_a_gap_although_the_answer_was_lost() -> None:
 
         stage.act_at(number, fail)
         with suppress(UnavailableError):
-            topic.tier.expire()
+            topic.bucket.expire()
         stage.pass_all()
         found = read_all(topic)
         assert sorted(found) == list(range(topic.earliest, topic.wal.next)), number

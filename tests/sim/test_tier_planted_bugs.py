@@ -36,16 +36,16 @@ from ister.format.records import TopicRecord
 from ister.metadata.base import Absent
 from ister.metadata.memory import MemoryMetadata
 from ister.model import AckLevel
-from ister.topic.bucket_link import TopicTier
+from ister.topic.bucket_link import TopicBucket
 from ister.topic.idle_mark import IdleMark
 from ister.topic.log import Log
 from ister.topic.node_clock import NodeClock
 from ister.topic.reader import Reader
 from ister.topic.reconcile import remove_directory
 from ister.topic.retention import list_files, plan_trim
-from ister.topic.stores import Tiers
+from ister.topic.stores import Stores
 from ister.topic.topic import Topic
-from ister.topic.uploads import Tiered
+from ister.topic.uploads import UploadResult
 from ister.wal.directory import WalDirectory
 from ister.wal.state import LogState
 from tests.sim.known_seeds import say_caught, seeds_for
@@ -53,7 +53,7 @@ from tests.sim.test_tier_crashes import collect_late
 from tests.sim.tier_world import run_seed
 from tests.sim.world import BrokenPromiseError, find_break
 from tests.support.scale import nightly
-from tests.support.tiers import Cluster, Pipeline, a_descriptor
+from tests.support.stores import Cluster, Pipeline, a_descriptor
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 SEEDS_MAX = 3000
@@ -113,13 +113,13 @@ def descriptor_before_object(patch: pytest.MonkeyPatch) -> None:
 
 
 def tiered_is_told_before_the_commit(patch: pytest.MonkeyPatch) -> None:
-    real = TopicTier._upload
+    real = TopicBucket._upload
 
-    def upload(self: TopicTier, is_crowded, **options):
+    def upload(self: TopicBucket, is_crowded, **options):
         self._wal.advance_tiered(self._wal.synced)
         return real(self, is_crowded, **options)
 
-    patch.setattr(TopicTier, "_upload", upload)
+    patch.setattr(TopicBucket, "_upload", upload)
 
 
 def lost_answers_are_taken_for_success(patch: pytest.MonkeyPatch) -> None:
@@ -150,12 +150,12 @@ def upload_of_what_is_not_synced(patch: pytest.MonkeyPatch) -> None:
     def upload(self: Topic):
         if self.wal.next:
             self.wal.wait(self.wal.next - 1, ister.topic.bucket_link.AckLevel.WRITTEN)
-        with self.tier._uploading:
-            return self.tier._upload(lambda: False, is_paced=True)
+        with self.bucket._uploading:
+            return self.bucket._upload(lambda: False, is_paced=True)
 
-    real = TopicTier._upload
+    real = TopicBucket._upload
 
-    def upload_written(self: TopicTier, is_crowded, **options):
+    def upload_written(self: TopicBucket, is_crowded, **options):
         synced, self._wal.synced = self._wal.synced, self._wal.written
         try:
             return real(self, is_crowded, **options)
@@ -163,12 +163,12 @@ def upload_of_what_is_not_synced(patch: pytest.MonkeyPatch) -> None:
             self._wal.synced = synced
 
     patch.setattr(ister.topic.bucket_link, "AckLevel", ister.model.AckLevel, raising=False)
-    patch.setattr(TopicTier, "_upload", upload_written)
+    patch.setattr(TopicBucket, "_upload", upload_written)
     patch.setattr(Topic, "upload", upload)
 
 
 def trim_before_the_commit(patch: pytest.MonkeyPatch) -> None:
-    def trim(self: TopicTier) -> int:
+    def trim(self: TopicBucket) -> int:
         before = plan_trim(
             list_files(self._wal),
             WalRetentionConfig(time_minutes=0, size_mb=0),
@@ -177,11 +177,11 @@ def trim_before_the_commit(patch: pytest.MonkeyPatch) -> None:
         )
         return 0 if before is None else self._wal.trim(before)
 
-    patch.setattr(TopicTier, "trim", trim)
+    patch.setattr(TopicBucket, "trim", trim)
 
 
 def trim_without_a_look_at_the_object(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TopicTier, "_assure", lambda self, start, end, assured=None: None)
+    patch.setattr(TopicBucket, "_assure", lambda self, start, end, assured=None: None)
 
 
 def trim_looks_at_the_size_alone(patch: pytest.MonkeyPatch) -> None:
@@ -193,11 +193,11 @@ def _verify_size(store, key, descriptor, *, chunk_bytes) -> None:
 
 
 def the_checkpoint_is_trusted_over_the_catalog(patch: pytest.MonkeyPatch) -> None:
-    def next_start(self: TopicTier) -> int:
+    def next_start(self: TopicBucket) -> int:
         checkpoint = self._wal.directory.load_uploader()
         return self._wal.trimmed if checkpoint is None else checkpoint.last_committed_offset + 1
 
-    patch.setattr(TopicTier, "_next_start", next_start)
+    patch.setattr(TopicBucket, "_next_start", next_start)
 
 
 def garbage_collection_asks_nobody(patch: pytest.MonkeyPatch) -> None:
@@ -242,8 +242,8 @@ def seal_before_the_upload(patch: pytest.MonkeyPatch) -> None:
     real = Log.seal
 
     def seal(self: Log, name: str) -> int:
-        tier = self.topic(name).tier
-        tier.upload = lambda: Tiered(start=0, end=0)
+        bucket = self.topic(name).bucket
+        bucket.upload = lambda: UploadResult(start=0, end=0)
         return real(self, name)
 
     patch.setattr(Log, "seal", seal)
@@ -277,7 +277,7 @@ def readers_jump_over_what_is_not_local(patch: pytest.MonkeyPatch) -> None:
 
 
 def acknowledged_without_the_lease(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TopicTier, "check_owner", lambda self: None)
+    patch.setattr(TopicBucket, "check_owner", lambda self: None)
 
 
 def object_names_without_the_epoch(patch: pytest.MonkeyPatch) -> None:
@@ -311,13 +311,13 @@ def a_deletion_is_not_marked(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_deletion_leaves_the_objects(patch: pytest.MonkeyPatch) -> None:
-    def delete(self: Tiers, name, owned, remove_files) -> None:
+    def delete(self: Stores, name, owned, remove_files) -> None:
         if owned is not None:
             owned.mark_deleting()
             remove_files()
             owned.finish_delete()
 
-    patch.setattr(Tiers, "delete", delete)
+    patch.setattr(Stores, "delete", delete)
 
 
 # -- somebody acts in the owner's name ------------------------------------------------------
@@ -399,14 +399,14 @@ def a_lease_lasts_while_the_machine_is_suspended(patch: pytest.MonkeyPatch) -> N
 
 def garbage_is_old_by_a_stepped_clock(patch: pytest.MonkeyPatch) -> None:
     """Trim and expiry look at the clock, and garbage collection does not."""
-    real = TopicTier.collect_orphans
+    real = TopicBucket.collect_orphans
 
-    def collect(self: TopicTier) -> list[str]:
+    def collect(self: TopicBucket) -> list[str]:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(NodeClock, "check", lambda self: None)
             return real(self)
 
-    patch.setattr(TopicTier, "collect_orphans", collect)
+    patch.setattr(TopicBucket, "collect_orphans", collect)
 
 
 def times_of_a_clock_that_was_behind_are_believed(patch: pytest.MonkeyPatch) -> None:

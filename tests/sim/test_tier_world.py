@@ -60,7 +60,7 @@ def trim_late(
         work: What others do.
         before: Have everything below this removed, whatever was decided.
     """
-    wal, tier = process.topic.wal, process.topic.tier
+    wal, tier = process.topic.wal, process.topic.bucket
 
     def trim(decided: int) -> int:
         tier.check_owner()
@@ -113,7 +113,7 @@ def test_reader_is_not_refused_what_is_not_on_record_as_going(world) -> None:
     assert len(process.readers) == 2
     # An owner that refuses them all the same is blamed.
     process.readers = [process.topic.reader("earliest"), process.topic.reader("earliest")]
-    process.topic.tier.owned.first = process.topic.tier.owned.last
+    process.topic.bucket.owned.first = process.topic.bucket.owned.last
     with pytest.raises(OffsetOutOfRangeError):
         world.follow(process)
 

@@ -818,7 +818,7 @@ class TierWorld:
 
     def _look_at_clock(self, process: Process) -> None:
         with self._quietly():
-            if process.log.tiers.node_clock.check() is not None and not self.wrong_ms:
+            if process.log.stores.node_clock.check() is not None and not self.wrong_ms:
                 process.log.confirm_clock()
 
     def _check_age(self, what: str, since: float | None, limit_seconds: float) -> None:
@@ -1125,7 +1125,7 @@ class TierWorld:
             metadata=self.meta,
             background=False,
         )
-        process.node.id = process.log.tiers.membership.node
+        process.node.id = process.log.stores.membership.node
         if self.sharing is not None:
             self.sharing.open(process)
         self._look_at_clock(process)
@@ -1165,9 +1165,9 @@ class TierWorld:
         topic = process.topic
         return (
             topic is not None
-            and topic.tier is not None
+            and topic.bucket is not None
             and self.seen.is_open
-            and topic.tier.owned.epoch == self.seen.epoch
+            and topic.bucket.owned.epoch == self.seen.epoch
         )
 
     def _judge(self, process: Process, error: IsterError) -> None:
@@ -1184,9 +1184,9 @@ class TierWorld:
         topic = process.topic
         is_lapsed = (
             process.log is None
-            or not process.log.tiers.membership.is_valid
+            or not process.log.stores.membership.is_valid
             # The process has a lease again, and has not got to the topic.
-            or (topic is not None and not topic.tier.owned.is_leased)
+            or (topic is not None and not topic.bucket.owned.is_leased)
         )
         if not self.is_right(process):
             if isinstance(
@@ -1351,9 +1351,9 @@ class TierWorld:
                 publish_time = self.clock_rng.choice((None, None, 0, _YEAR_2099_MS))
             self.arrived[payload] = self.clock.boottime()
             # Here nobody else does it.
-            topic.tier.idle_mark.clear()
+            topic.bucket.idle_mark.clear()
             if self.sharing is not None:
-                self.sharing.incarnations[payload] = topic.tier.owned.record.incarnation
+                self.sharing.incarnations[payload] = topic.bucket.owned.record.incarnation
             offset = topic.append(payload, publish_time=publish_time)
             process.current[offset] = payload
             if self.is_right(process):
@@ -1365,7 +1365,7 @@ class TierWorld:
             return
         offset = self.rng.randrange(topic.earliest, topic.wal.next)
         level = self.rng.choice(("synced", "synced", "written", "tiered"))
-        if level == "tiered" and topic.tier.is_express:
+        if level == "tiered" and topic.bucket.is_express:
             self.sharing.drain(process, rounds_max=3)
             if topic.watermarks.tiered <= offset:
                 return  # with threads, the caller would wait for another round
@@ -1396,7 +1396,7 @@ class TierWorld:
         topic = self.open_topic(process)
         if self.rng.random() < 0.5:
             topic.upload()
-        topic.tier.idle_mark.set()
+        topic.bucket.idle_mark.set()
 
     def upload(self, process: Process) -> None:
         topic = self.open_topic(process)
@@ -1447,7 +1447,7 @@ class TierWorld:
         topic = self.open_topic(process)
         self.look()
         expected = min(self.seen.end, topic.watermarks.synced)
-        tiered = topic.tier.follow()
+        tiered = topic.bucket.follow()
         self.look()
         if self.is_right(process) and tiered < expected:
             raise BrokenPromiseError(f"follows up to {tiered}, and the bucket had {expected}")
@@ -1482,7 +1482,7 @@ class TierWorld:
         messages = reader.poll(self.rng.randrange(1, 50), self.rng.choice((1, 1 << 20)))
         is_right = self.is_right(process)
         promises = self.seen.promises
-        incarnation = topic.tier.owned.record.incarnation
+        incarnation = topic.bucket.owned.record.incarnation
         tiered = self.seen.ever_tiered.get(incarnation, {})
         for message in messages:
             if message.offset != at:
@@ -1516,7 +1516,7 @@ class TierWorld:
             topic.check()
             self.histories += 1
             self.look()
-        owned, cursor = topic.tier.owned, self._cursor()
+        owned, cursor = topic.bucket.owned, self._cursor()
         is_known = self.seen.is_open and owned.epoch == self.seen.epoch
         # Those of now: if the topic is created anew while this reads, they are not the new one's.
         promises = self.seen.promises
@@ -1538,7 +1538,7 @@ class TierWorld:
         owned.transact([], [Put(key, encode_progress(progress))])
 
     def _move_cursor(self, topic: Topic) -> None:
-        owned = topic.tier.owned
+        owned = topic.bucket.owned
         progress = Progress(
             offset=getattr(topic.watermarks, str(topic.ack)),
             timestamp=0,
@@ -1551,14 +1551,14 @@ class TierWorld:
 
     def renew(self, process: Process) -> None:
         with suppress(NotFoundError):  # paused for longer than the new lease has lasted
-            process.log.tiers.membership.renew()
+            process.log.stores.membership.renew()
         if self.restores is not None:
             self.restores.renew(process.log)
 
     def trim(self, process: Process) -> None:
         topic = self.open_topic(process)
         before = topic.wal.trimmed
-        topic.tier.trim()
+        topic.bucket.trim()
         retention = self.config.storage.wal.retention
         if self.restores is not None:
             return
@@ -1575,7 +1575,7 @@ class TierWorld:
         """The disk is low: what the bucket has goes, the active file included."""
         topic = self.open_topic(process)
         before = topic.wal.trimmed
-        topic.tier.release(
+        topic.bucket.release(
             past_subscriptions=self.rng.random() < 0.5, is_enough=lambda: self.rng.random() < 0.5
         )
         if self.restores is None and topic.wal.trimmed > before and not self.is_right(process):
@@ -1583,7 +1583,7 @@ class TierWorld:
 
     def _check_given_up(self, process: Process, topic: Topic, before: int) -> None:
         # It has expired, or was deleted with its topic: the bucket had it all the same.
-        tiered = self.seen.ever_tiered.get(topic.tier.owned.record.incarnation, {})
+        tiered = self.seen.ever_tiered.get(topic.bucket.owned.record.incarnation, {})
         for offset in range(before, topic.wal.trimmed):
             if offset in process.current and tiered.get(offset) != process.current[offset]:
                 raise BrokenPromiseError(f"{offset} was removed by an owner that was fenced")
@@ -1591,7 +1591,7 @@ class TierWorld:
     def expire(self, process: Process) -> None:
         topic = self.open_topic(process)
         try:
-            topic.tier.expire()
+            topic.bucket.expire()
         except UnavailableError:
             process.state.has_cut_expiry = True
             raise
@@ -1601,7 +1601,7 @@ class TierWorld:
         if self.restores is not None:
             self.pass_time(self.rng.choice((1.0, GRACE_MINUTES * 60 + 5)))
             self.renew(process)
-        for object_id in topic.tier.collect_orphans():
+        for object_id in topic.bucket.collect_orphans():
             made = self.made.get(object_key(self.at.name, object_id))
             self._check_age(object_id, made, GRACE_MINUTES * 60)
 
@@ -1630,14 +1630,14 @@ class TierWorld:
 
     def repair(self, process: Process) -> None:
         topic = self.open_topic(process)
-        errors = topic.tier.repair_objects().errors
+        errors = topic.bucket.repair_objects().errors
         self.look()
         if self.is_right(process) and (errors or self.seen.rotten):
             raise BrokenPromiseError(f"not repaired: {self.seen.rotten}, {errors}")
 
     def seal(self, process: Process) -> None:
         self.open_topic(process)
-        epoch = process.topic.tier.owned.epoch
+        epoch = process.topic.bucket.owned.epoch
         owed = dict(process.current)
         process.topic.flush()
         next_offset = process.log.seal(self.at.text)
@@ -1654,7 +1654,7 @@ class TierWorld:
 
     def delete(self, process: Process) -> None:
         self.open_topic(process)
-        epoch = process.topic.tier.owned.epoch
+        epoch = process.topic.bucket.owned.epoch
         if self.restores is not None:
             self.restores.note_deleted(self.at.text)
             process.log.delete(self.at.text)
@@ -1765,7 +1765,7 @@ class TierWorld:
             self.look()
             self.check_deleted()
         topic = self.open_topic(process, take_over=True)
-        if errors := topic.tier.repair_objects().errors:
+        if errors := topic.bucket.repair_objects().errors:
             raise BrokenPromiseError(f"not repaired: {errors}")
         self._upload_all(process, topic)
         for _ in range(3):
@@ -1777,7 +1777,7 @@ class TierWorld:
             raise BrokenPromiseError(f"uploads do not catch up: {marks}")
 
     def _upload_all(self, process: Process, topic: Topic) -> None:
-        if not topic.tier.is_express:
+        if not topic.bucket.is_express:
             topic.upload()
             return
         topic.flush()
@@ -1794,16 +1794,16 @@ class TierWorld:
         self.clock.advance(seconds)
         for node in self.nodes:
             if node.process is not None:
-                node.process.log.tiers.membership.renew()
+                node.process.log.stores.membership.renew()
 
     def _check_bucket(self, topic: Topic) -> None:
         """Retention and garbage collection do their work, and history is read from the bucket."""
-        topic.tier.expire()
+        topic.bucket.expire()
         self.look()
-        topic.tier.trim()
+        topic.bucket.trim()
         if len(topic.wal.files) > 1 and topic.wal.files[1].first_offset < topic.wal.synced:
             raise BrokenPromiseError("old files that are in the bucket are not trimmed")
-        topic.tier.collect_orphans()
+        topic.bucket.collect_orphans()
         self.look()
         described = {object_key(self.at.name, d.object_id) for d in self.seen.described.values()}
         garbage = {

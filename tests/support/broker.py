@@ -139,17 +139,17 @@ async def some_topics(
     log = await asyncio.to_thread(Log, config, clock=clock)
     own = None
     try:
-        if metadata is None and log.tiers is None:
+        if metadata is None and log.stores is None:
             own = MemoryMetadata(clock)
-        store = metadata or own or log.tiers.metadata
-        node = log.tiers.membership.node if log.tiers is not None else "local"
+        store = metadata or own or log.stores.metadata
+        node = log.stores.membership.node if log.stores is not None else "local"
         address = Member(
             node=node, broker_url="http://a:1", connect_url="http://a:1", flight_url=""
         )
         topics = Topics(
             log,
             store,
-            Cluster(address, log.tiers, config=config.broker.cluster, clock=clock),
+            Cluster(address, log.stores, config=config.broker.cluster, clock=clock),
             config=config,
             clock=clock,
             secret="secret",

@@ -12,7 +12,7 @@ from ister.errors import CommitUnknownError
 from ister.metadata.base import Put
 from ister.model import TopicName
 from ister.topic.log import Log
-from tests.support.tiers import Site
+from tests.support.stores import Site
 
 TTL = 15.0
 ROOT = "/danube"
@@ -33,10 +33,10 @@ def a_member(node: str, **more) -> Member:
 
 def enter(log: Log, address: str) -> None:
     """Makes a log known as a broker whose Flight is at an address."""
-    membership = log.tiers.membership
+    membership = log.stores.membership
     member = a_member(membership.node, flight_url=f"grpc://{address}")
-    key = member_key(log.tiers.storage.metadata.root_prefix, member.node)
-    log.tiers.metadata.transact([], [Put(key, encode_member(member), membership.lease)])
+    key = member_key(log.stores.storage.metadata.root_prefix, member.node)
+    log.stores.metadata.transact([], [Put(key, encode_member(member), membership.lease)])
 
 
 @dataclass(eq=False)
@@ -87,8 +87,8 @@ class BrokerSite(Site):
         """A broker that has just written its entry."""
         log = self.open(name, storage={"metadata": {"lease_ttl_seconds": int(TTL)}})
         config = ClusterConfig(strategy=strategy, rebalance=RebalanceConfig(**rebalance))
-        member = a_member(log.tiers.membership.node, state=state)
-        cluster = Cluster(member, log.tiers, config=config, clock=self.clock)
+        member = a_member(log.stores.membership.node, state=state)
+        cluster = Cluster(member, log.stores, config=config, clock=self.clock)
         cluster.members.publish()
         self.brokers[name] = broker = NodeBroker(log, cluster)
         self.expire_lists()
@@ -102,7 +102,7 @@ class BrokerSite(Site):
 
     def end_lease(self, broker: NodeBroker) -> None:
         """A broker sleeps for longer than its lease, and the others do not."""
-        broker.log.tiers.membership.lease.revoke()
+        broker.log.stores.membership.lease.revoke()
         self.expire_lists()
 
     def pass_time(self, seconds: float) -> None:
@@ -112,7 +112,7 @@ class BrokerSite(Site):
             self.clock.advance(step)
             seconds -= step
             for broker in self.brokers.values():
-                broker.log.tiers.membership.renew()
+                broker.log.stores.membership.renew()
                 broker.publish()
         self.expire_lists()
 

@@ -76,29 +76,29 @@ class WalStorage:
         """
         if not 0 <= up_to_offset < self.topic.watermarks.next:
             raise InvalidRequestError(f"offset {up_to_offset} has not been appended")
-        tier = self.topic.tier
-        tier.check_owner()
-        key = tier.owned.catalog.keys.progress(subscription)
-        found = self._log.tiers.metadata.get(key)
+        bucket = self.topic.bucket
+        bucket.check_owner()
+        key = bucket.owned.catalog.keys.progress(subscription)
+        found = self._log.stores.metadata.get(key)
         cursor = up_to_offset + 1
         if found is not None:
             known = decode_progress(found.value, key=key)
-            if known.incarnation == tier.owned.record.incarnation:
+            if known.incarnation == bucket.owned.record.incarnation:
                 cursor = max(cursor, known.offset)
         progress = Progress(
             offset=cursor,
             timestamp=self._clock.now_ns() // 1_000_000,
-            incarnation=tier.owned.record.incarnation,
+            incarnation=bucket.owned.record.incarnation,
         )
         compare = Absent(key) if found is None else RevisionIs(key, found.revision)
-        assert tier.owned.transact([compare], [Put(key, encode_progress(progress))])
+        assert bucket.owned.transact([compare], [Put(key, encode_progress(progress))])
         return cursor
 
     def checkpoint(self, topic_name: str, subscription: str = "checkpoint") -> int | None:
         """The cursor that `ack_checkpoint` has recorded, or None."""
-        owned = self.topic.tier.owned
+        owned = self.topic.bucket.owned
         key = owned.catalog.keys.progress(subscription)
-        found = self._log.tiers.metadata.get(key)
+        found = self._log.stores.metadata.get(key)
         progress = None if found is None else decode_progress(found.value, key=key)
         is_ours = progress is not None and progress.incarnation == owned.record.incarnation
         return progress.offset if is_ours else None

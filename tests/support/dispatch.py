@@ -29,7 +29,7 @@ from ister.subscription.progress import ProgressPlan
 from ister.subscription.store import SubscriptionStore
 from tests.support.broker import broker_tasks, broker_timers, eventually
 from tests.support.machine import Machine
-from tests.support.tiers import Site
+from tests.support.stores import Site
 
 NAME = "/default/t"
 QUICK = FailurePolicy(base_redelivery_delay_ms=0, max_redelivery_delay_ms=0, backoff=Backoff.FIXED)
@@ -51,7 +51,7 @@ class Place:
             self.fill_keys(count // 10, size=size)
             self.topic.upload()
         self.site.clock.advance(1)
-        self.topic.tier.trim()
+        self.topic.bucket.trim()
         assert self.topic.wal.trimmed >= count * 8 // 10
 
     def fill_keys(self, count, *, size, keys=50):

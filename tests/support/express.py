@@ -11,13 +11,13 @@ class Shared:
     def __init__(self, site, disk="a", *, topics=2, storage=None, **wal):
         self.site = site
         self.log = site.open(disk, storage=storage, **wal)
-        self.express = Express(self.log.tiers)
+        self.express = Express(self.log.stores)
         self.topics = [self.open(f"/default/t{number}") for number in range(topics)]
 
     def open(self, name, **arguments):
         topic = self.log.topic(name, create=True, ack="tiered", **arguments)
-        topic.tier.begin_term()
-        self.express.add(topic.tier)
+        topic.bucket.begin_term()
+        self.express.add(topic.bucket)
         return topic
 
     def append(self, number, *payloads):
@@ -26,11 +26,11 @@ class Shared:
             offset = topic.append(payload)
         topic.wait(offset, level="synced")
         # The thread that has synced it says so to waiting callers first.
-        eventually(lambda: topic.tier in self.express._waiting)
+        eventually(lambda: topic.bucket in self.express._waiting)
         return offset
 
     def formats(self, number):
-        catalog = self.topics[number].tier.owned.catalog
+        catalog = self.topics[number].bucket.owned.catalog
         return [(d.start, d.end, d.format) for d, _ in catalog.descriptors()]
 
     def read(self, number):

@@ -14,7 +14,7 @@ from ister.format.descriptor import ObjectDescriptor, decode_descriptor, encode_
 from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import TopicName
-from ister.topic.history import History
+from ister.topic.history import BucketLog
 from ister.topic.stores import open_metadata
 
 TOPIC = "/default/orders"
@@ -58,7 +58,7 @@ class Patient:
 
     def rows(self) -> list[dict]:
         """Everything that is in the bucket, read without the local files."""
-        with History(self._config) as history:
+        with BucketLog(self._config) as history:
             return history.topic(str(self.name)).read_arrow().read_all().to_pylist()
 
     # -- faults -----------------------------------------------------------------------------

@@ -95,10 +95,10 @@ class Home:
         """Everything below an offset is gone in both tiers: an object and a file begin there."""
         with self.open() as log:
             topic = log.topic(name)
-            topic.tier.trim()
-            owned = topic.tier.owned
+            topic.bucket.trim()
+            owned = topic.bucket.owned
             old = [found for found, _ in owned.catalog.descriptors() if found.end <= before]
-            expire(owned, log.tiers.objects, old, metrics=log.metrics)
+            expire(owned, log.stores.objects, old, metrics=log.metrics)
             assert topic.earliest == before, "an object and a file begin there"
 
     def read(self, name: str) -> list[ister.Message]:
@@ -108,7 +108,7 @@ class Home:
 
     def metadata(self) -> dict[str, bytes]:
         """Everything in the metadata store, by key."""
-        with ister.open_history(self.config) as history:
+        with ister.open_bucket(self.config) as history:
             return {found.key: found.value for found in history.metadata.range("/")}
 
     def objects(self) -> set[str]:
@@ -126,7 +126,7 @@ class Home:
 
     def subscriptions(self, name: str = A) -> list[Subscription]:
         """The cursors of a topic."""
-        with ister.open_history(self.config) as history:
+        with ister.open_bucket(self.config) as history:
             return history.topic(name).catalog.subscriptions()
 
     def cursor(self, subscription: str, name: str = A) -> int | None:
@@ -307,5 +307,5 @@ def offsets_of(rows: Iterable[Row], name: str = A) -> list[int]:
 
 def incarnation_of(home: Home, name: str = A) -> str:
     """Which topic of its name it is now."""
-    with ister.open_history(home.config) as history:
+    with ister.open_bucket(home.config) as history:
         return history.topic(name).record().incarnation

@@ -127,13 +127,13 @@ class Producer:
 
 def read_bucket(topic: ister.Topic) -> Iterator[Entry]:
     """Every message of a topic's objects, past the local files."""
-    tier = topic.tier
-    assert tier is not None
-    first = tier.owned.first
+    bucket = topic.bucket
+    assert bucket is not None
+    first = bucket.owned.first
     if first is None:
         return
-    history = tier.history()
-    offset, end = first.start, tier.owned.tiered
+    history = bucket.history()
+    offset, end = first.start, bucket.owned.tiered
     try:
         while offset < end:
             batch = history.fetch(offset, end, bytes_max=_READ_BYTES)
@@ -152,10 +152,10 @@ def check_catalog(topic: ister.Topic, *, content: bool = True) -> list[str]:
     Returns:
         The names of the objects.
     """
-    tier = topic.tier
-    assert tier is not None
-    owned = tier.owned
-    store = tier._tiers.objects
+    bucket = topic.bucket
+    assert bucket is not None
+    owned = bucket.owned
+    store = bucket._stores.objects
     names: list[str] = []
     at: int | None = None
     for described, _ in owned.catalog.descriptors():
@@ -174,11 +174,11 @@ def check_catalog(topic: ister.Topic, *, content: bool = True) -> list[str]:
 
 def orphans(topic: ister.Topic) -> list[str]:
     """The objects in the bucket that no descriptor names."""
-    tier = topic.tier
-    assert tier is not None
-    prefix = objects_prefix(tier.owned.catalog.keys.topic)
-    there = {info.key.removeprefix(prefix) for info in tier._tiers.objects.list(prefix)}
-    return sorted(there - {d.object_id for d, _ in tier.owned.catalog.descriptors()})
+    bucket = topic.bucket
+    assert bucket is not None
+    prefix = objects_prefix(bucket.owned.catalog.keys.topic)
+    there = {info.key.removeprefix(prefix) for info in bucket._stores.objects.list(prefix)}
+    return sorted(there - {d.object_id for d, _ in bucket.owned.catalog.descriptors()})
 
 
 def verify_topic(history: History, topic: ister.Topic) -> Report:

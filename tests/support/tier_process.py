@@ -157,14 +157,14 @@ class Worker:
         chance = random.Random(f"{self.options.seed}/{self.options.session}/tend")
         while True:
             topic = self.topics[chance.choice(sorted(self.topics))]
-            tier = topic.tier
-            assert tier is not None
+            bucket = topic.bucket
+            assert bucket is not None
             what = chance.choice(["upload", "upload", "trim", "trim", "read", "collect"])
             call = {
                 "upload": topic.upload,
-                "trim": tier.trim if not self.options.broken else partial(break_trim, topic),
+                "trim": bucket.trim if not self.options.broken else partial(break_trim, topic),
                 "read": lambda topic=topic: check_read(topic, chance),
-                "collect": tier.collect_orphans,
+                "collect": bucket.collect_orphans,
             }[what]
             self.attempt(what, call)
             time.sleep(chance.uniform(0.0, 0.01))
@@ -176,13 +176,13 @@ class Worker:
         assert background is not None
         while True:
             topic = self.topics[chance.choice(sorted(self.topics))]
-            tier = topic.tier
-            assert tier is not None
+            bucket = topic.bucket
+            assert bucket is not None
             what = chance.choice(["resort", "resort", "collect", "trim", "read"])
             call = {
-                "resort": tier.resort,
+                "resort": bucket.resort,
                 "collect": background._express.collect,
-                "trim": tier.trim,
+                "trim": bucket.trim,
                 "read": lambda topic=topic: check_read(topic, chance),
             }[what]
             self.attempt(what, call)
@@ -227,16 +227,16 @@ class Worker:
 
     def expire(self) -> None:
         topic = self.topics["/fault/t0"]
-        tier = topic.tier
-        assert tier is not None
+        bucket = topic.bucket
+        assert bucket is not None
         while True:
             self.burst(topic, "0", 6, "synced")
             self.attempt("upload", topic.upload)
-            if tier.owned.last is not None:
+            if bucket.owned.last is not None:
                 # The newest object stays, so this is the most that may go.
-                say("trim", topic.name, tier.owned.last.start)
-            self.attempt("expire", tier.expire)
-            self.attempt("trim", tier.trim)
+                say("trim", topic.name, bucket.owned.last.start)
+            self.attempt("expire", bucket.expire)
+            self.attempt("trim", bucket.trim)
 
     def delete(self) -> None:
         number = 0
@@ -254,13 +254,13 @@ class Worker:
 
     def repair(self) -> None:
         topic = self.topics["/fault/t0"]
-        tier = topic.tier
-        assert tier is not None
+        bucket = topic.bucket
+        assert bucket is not None
         root = Path(self.log.config.storage.cloud.root or "", "storage/topics/fault/t0/objects")
         while True:
             self.burst(topic, "0", 5, "synced")
             self.attempt("upload", topic.upload)
-            last = tier.owned.last
+            last = bucket.owned.last
             assert last is not None
             if last.start >= topic.wal.trimmed:
                 path = root / last.object_id

@@ -9,6 +9,8 @@ import importlib
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import ister
 
 _PACKAGE = Path(ister.__file__).resolve().parent
@@ -134,7 +136,6 @@ _PUBLIC = [
     "PermissionDeniedError",
     "Reader",
     "StoresDifferError",
-    "Tiered",
     "Topic",
     "TopicNameError",
     "TopicState",
@@ -142,12 +143,13 @@ _PUBLIC = [
     "UnavailableError",
     "UnsupportedOperationError",
     "UnsupportedVersionError",
+    "UploadResult",
     "WaitTimeoutError",
     "WaitsForDiskError",
     "Watermarks",
     "load_config",
     "open",
-    "open_history",
+    "open_bucket",
 ]
 
 
@@ -260,6 +262,15 @@ def test_public_names_are_those_documented():
     assert ister.__all__ == sorted(ister.__all__)
     for name in _PUBLIC:
         assert getattr(ister, name).__doc__, name
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("open_history", "open_bucket"), ("Tiered", "UploadResult")]
+)
+def test_names_of_the_release_before_work_with_a_warning(old, new):
+    with pytest.warns(DeprecationWarning, match=f"ister.{old} is ister.{new} now"):
+        found = getattr(ister, old)
+    assert found is getattr(ister, new)
 
 
 def test_listed_names_exist():

@@ -204,7 +204,7 @@ class Broker:
         port, flight = rpc.bind()
         self.cluster = Cluster(
             self._member(port, flight, http),
-            self._log.tiers,
+            self._log.stores,
             config=config.broker.cluster,
             clock=clock,
         )
@@ -239,8 +239,8 @@ class Broker:
 
     def _metadata(self) -> MetadataStore:
         """The log's metadata store, or one for the broker alone."""
-        if self._log.tiers is not None:
-            return self._log.tiers.metadata
+        if self._log.stores is not None:
+            return self._log.stores.metadata
         disk = self._log.room.disk
         metadata = open_metadata(
             metadata_of(self.config.storage),
@@ -300,9 +300,9 @@ class Broker:
         flight_host = url.partition("://")[2].rpartition(":")[0]
         flight_scheme = "grpc" if self._tls is None else "grpc+tls"
         flight_url = f"{flight_scheme}://{flight_host}:{flight_port}"
-        tiers = self._log.tiers
+        stores = self._log.stores
         return Member(
-            node=tiers.membership.node if tiers is not None else "local",
+            node=stores.membership.node if stores is not None else "local",
             broker_url=url,
             connect_url=config.advertised.connect_url or url,
             flight_url=config.advertised.flight_url or flight_url,
@@ -316,7 +316,7 @@ class Broker:
         """Makes this broker known to others, for as long as it runs."""
         await asyncio.to_thread(self.cluster.members.publish)
         self._endings.push_async_callback(asyncio.to_thread, self.cluster.leave)
-        has_peers = self.guard.is_on and self._log.tiers is not None
+        has_peers = self.guard.is_on and self._log.stores is not None
         if has_peers:
             self.guard.trust_brokers(secret)
         self.topics.peers = peers = Peers(self._tls, secret=secret if has_peers else None)

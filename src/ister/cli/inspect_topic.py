@@ -17,7 +17,7 @@ from ister.cli.location import add_place_arguments, load_place, parse_topic, wal
 from ister.cli.output import Subparsers, add_command, print_table
 from ister.cli.stored_topics import describe_topic, to_json
 from ister.topic.describe import count_messages
-from ister.topic.offline import TopicFacts
+from ister.topic.offline import OfflineTopic
 
 _INDEX_FIELDS: Final = ("offset_index", "publish_time_index")
 
@@ -63,7 +63,7 @@ def _inspect(options: argparse.Namespace) -> int:
 # -- for people -----------------------------------------------------------------------------
 
 
-def _print_topic(facts: TopicFacts) -> None:
+def _print_topic(facts: OfflineTopic) -> None:
     record = facts.record
     print(facts.topic)
     about = f"ack {facts.ack or '-'}, codec {facts.codec or '-'}"
@@ -115,7 +115,7 @@ def _print_topic(facts: TopicFacts) -> None:
 _OBJECTS_SHOWN = 20
 
 
-def _tiers(facts: TopicFacts) -> list[tuple[object, ...]]:
+def _tiers(facts: OfflineTopic) -> list[tuple[object, ...]]:
     """A line for the bucket and one for the local files."""
     objects = facts.objects
     files = facts.local.files if facts.local is not None else []

@@ -12,23 +12,23 @@ from ister.metadata.base import MetadataStore
 from ister.model import TopicName
 from ister.subscription.store import SubscriptionStore
 from ister.topic.describe import SubscriptionView
-from ister.topic.offline import Served, TopicFacts, read_topic, read_topics
+from ister.topic.offline import OfflineTopic, Served, read_topic, read_topics
 from ister.wire.views import TopicJson
 
 
-def describe_topic(storage: StorageConfig, root: str | None, name: TopicName) -> TopicFacts:
+def describe_topic(storage: StorageConfig, root: str | None, name: TopicName) -> OfflineTopic:
     """A topic; see `ister.topic.offline`."""
     return read_topic(storage, root, _StoredState(storage.metadata.root_prefix), name)
 
 
 def describe_topics(
     storage: StorageConfig, root: str | None, namespace: str | None = None
-) -> list[TopicFacts]:
+) -> list[OfflineTopic]:
     """All topics, or those of a namespace; see `ister.topic.offline`."""
     return read_topics(storage, root, _StoredState(storage.metadata.root_prefix), namespace)
 
 
-def to_json(facts: TopicFacts, *, with_index: bool = False) -> TopicJson:
+def to_json(facts: OfflineTopic, *, with_index: bool = False) -> TopicJson:
     """A topic's fields for `--json`; `with_index` includes the indexes of objects."""
     return facts.to_json(with_index=with_index, error_fields=error_as_json)
 

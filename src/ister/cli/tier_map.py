@@ -53,7 +53,7 @@ Line = tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pens:
+class _Characters:
     """The characters of a drawing."""
 
     full: str
@@ -68,7 +68,7 @@ class _Pens:
     cut: str
 
 
-_UNICODE: Final = _Pens(
+_UNICODE: Final = _Characters(
     full="█",
     full_split="▌",
     parquet="▚",
@@ -79,7 +79,7 @@ _UNICODE: Final = _Pens(
     axis=("└", "─", "┴", "┘"),
     cut="…",
 )
-_ASCII: Final = _Pens(
+_ASCII: Final = _Characters(
     full="#",
     full_split="|",
     parquet="P",
@@ -116,13 +116,13 @@ def draw(view: TopicJson, width: int, *, ascii: bool = False) -> list[str]:
 
 def draw_spans(view: TopicJson, width: int, *, ascii: bool = False) -> list[Line]:
     """As `draw`, with the colours."""
-    pens = _ASCII if ascii else _UNICODE
+    characters = _ASCII if ascii else _UNICODE
     if view.get("partitions"):
         return [_plain(f"{len(view['partitions'])} partitions, each with tiers of its own")]
     marks = view.get("watermarks")
     if marks is None or view.get("is_reliable") is False:
         return [_plain("no tiers: this topic keeps no messages")]
-    axis = _Axis.of(view, max(width, WIDTH_MIN), pens)
+    axis = _Axis.of(view, max(width, WIDTH_MIN), characters)
     return [*_tiers(view, axis), *axis.lines(), *_pointers(view, axis), *_legend(view, axis)]
 
 
@@ -145,10 +145,10 @@ class _Axis:
     columns: int
     label_columns: int
     number_columns: int
-    pens: _Pens
+    characters: _Characters
 
     @classmethod
-    def of(cls, view: TopicJson, width: int, pens: _Pens) -> _Axis:
+    def of(cls, view: TopicJson, width: int, characters: _Characters) -> _Axis:
         marks = view["watermarks"]
         start = view.get("earliest") or 0
         end = max(marks["next"], start)
@@ -163,7 +163,7 @@ class _Axis:
             columns=max(columns, _SCALE_MIN),
             label_columns=label_columns,
             number_columns=number_columns,
-            pens=pens,
+            characters=characters,
         )
 
     @property
@@ -186,12 +186,12 @@ class _Axis:
 
     def label(self, text: str) -> str:
         if len(text) > self.label_columns:
-            text = text[: self.label_columns - 1] + self.pens.cut
+            text = text[: self.label_columns - 1] + self.characters.cut
         return text.ljust(self.label_columns) + "  "
 
     def lines(self) -> Iterator[Line]:
         """The axis, and the numbers below it."""
-        left, line, tick, right = self.pens.axis
+        left, line, tick, right = self.characters.axis
         cells = [left, *line * (self.columns - 2), right]
         numbers = [" "] * (self.columns + self.number_columns + 1)
         free_from = 0
@@ -231,7 +231,7 @@ def _round_up(number: int) -> int:
 def _tiers(view: TopicJson, axis: _Axis) -> Iterator[Line]:
     for tier, pieces in pieces_of(view).items():
         cells = _cells(pieces, axis)
-        yield (Span(axis.label(tier), "bold"), *_styled(cells, _STYLES[tier], axis.pens))
+        yield (Span(axis.label(tier), "bold"), *_styled(cells, _STYLES[tier], axis.characters))
 
 
 def pieces_of(view: TopicJson) -> dict[str, list[Piece]]:
@@ -287,7 +287,7 @@ def _cells(pieces: Sequence[Piece], axis: _Axis) -> str:
             low = axis.start + column * span // columns
             high = low + 1
         # The two ends are not holes: a shade means that something is missing between.
-        cells.append(_cell(pieces, starts, max(low, begin), min(high, end), axis.pens))
+        cells.append(_cell(pieces, starts, max(low, begin), min(high, end), axis.characters))
     return "".join(_split(cells, pieces, axis))
 
 
@@ -306,7 +306,9 @@ def _apart(pieces: Iterable[Piece], axis: _Axis) -> list[Piece]:
     return apart
 
 
-def _cell(pieces: Sequence[Piece], starts: Sequence[int], low: int, high: int, pens: _Pens) -> str:
+def _cell(
+    pieces: Sequence[Piece], starts: Sequence[int], low: int, high: int, characters: _Characters
+) -> str:
     """Returns the share of the offsets `low` to `high` that is stored."""
     covered = parquet = 0
     at = max(bisect_right(starts, low) - 1, 0)
@@ -319,16 +321,16 @@ def _cell(pieces: Sequence[Piece], starts: Sequence[int], low: int, high: int, p
         parquet += here if piece.is_parquet else 0
         at += 1
     if not covered:
-        return pens.gap
+        return characters.gap
     if covered < high - low:
-        return pens.shades[min(covered * 3 // (high - low), 2)]
-    return pens.parquet if 2 * parquet > covered else pens.full
+        return characters.shades[min(covered * 3 // (high - low), 2)]
+    return characters.parquet if 2 * parquet > covered else characters.full
 
 
 def _split(cells: list[str], pieces: Sequence[Piece], axis: _Axis) -> list[str]:
     """Leaves half a column between pieces that are wide enough."""
-    pens = axis.pens
-    split = {pens.full: pens.full_split, pens.parquet: pens.parquet_split}
+    characters = axis.characters
+    split = {characters.full: characters.full_split, characters.parquet: characters.parquet_split}
     for piece, following in pairwise(pieces):
         border = axis.column(following.start)
         if axis.offsets(border)[0] == following.start or axis.is_sparse:
@@ -339,11 +341,11 @@ def _split(cells: list[str], pieces: Sequence[Piece], axis: _Axis) -> list[str]:
     return cells
 
 
-def _styled(cells: str, style: str, pens: _Pens) -> Iterator[Span]:
-    parquet = pens.parquet + pens.parquet_split.replace(pens.full_split, "")
+def _styled(cells: str, style: str, characters: _Characters) -> Iterator[Span]:
+    parquet = characters.parquet + characters.parquet_split.replace(characters.full_split, "")
     run, kind = "", ""
     for cell in cells:
-        if cell == pens.gap:
+        if cell == characters.gap:
             now = "red"
         elif cell in parquet:
             now = "magenta"
@@ -387,25 +389,27 @@ def _pointer(axis: _Axis, label: str, offset: int, style: str) -> Line:
     after = " " * (axis.columns - at - 1)
     return (
         Span(axis.label(label), "blue" if style == "blue" else ""),
-        Span(" " * at + axis.pens.pointer, style),
+        Span(" " * at + axis.characters.pointer, style),
         Span(f"{after} {number}", ""),
     )
 
 
 def _legend(view: TopicJson, axis: _Axis) -> Iterator[Line]:
     """The legend of the characters in use that need an explanation."""
-    pens = axis.pens
+    characters = axis.characters
     if axis.is_empty:
         yield _plain("no messages yet" if not axis.end else "no messages any more")
         return
     shown = {cell for pieces in pieces_of(view).values() for cell in _cells(pieces, axis)}
     words = []
-    if shown & {pens.parquet, pens.parquet_split} and any(p.is_parquet for p in _objects(view)):
-        words.append(f"{pens.parquet} parquet")
-    if shown & set(pens.shades):
-        words.append(f"{''.join(pens.shades)} partly there")
-    if pens.gap in shown:
-        words.append(f"{pens.gap} gap")
+    if shown & {characters.parquet, characters.parquet_split} and any(
+        p.is_parquet for p in _objects(view)
+    ):
+        words.append(f"{characters.parquet} parquet")
+    if shown & set(characters.shades):
+        words.append(f"{''.join(characters.shades)} partly there")
+    if characters.gap in shown:
+        words.append(f"{characters.gap} gap")
     # Below the axis, or from the left where that is too narrow.
     text = "  ".join(words)
     indent = axis.label("") if len(text) <= axis.columns + axis.number_columns else ""

@@ -15,15 +15,15 @@ from ister.bucket.catalog import Catalog
 from ister.errors import CommitUnknownError, ConflictError, NotFoundError
 from ister.format.records import Progress, decode_progress, encode_progress
 from ister.metadata.base import Absent, Compare, MetadataStore, Put, RevisionIs
-from ister.spark.location import Place
+from ister.spark.location import LogLocation
 from ister.spark.offsets import StreamOffset
-from ister.topic.history import HistoryTopic
+from ister.topic.history import BucketTopic
 from ister.topic.stores import open_metadata
 
 _ATTEMPTS: Final = 5
 
 
-def hold_cursors(place: Place, subscription: str, progress: StreamOffset) -> None:
+def hold_cursors(place: LogLocation, subscription: str, progress: StreamOffset) -> None:
     """Moves the subscription's cursor in each topic to the stream's position.
 
     Raises:
@@ -44,7 +44,7 @@ def hold_cursors(place: Place, subscription: str, progress: StreamOffset) -> Non
 
 
 def _hold(
-    store: MetadataStore, topic: HistoryTopic, subscription: str, offset: int, incarnation: str
+    store: MetadataStore, topic: BucketTopic, subscription: str, offset: int, incarnation: str
 ) -> None:
     catalog: Catalog = topic.catalog
     key = catalog.keys.progress(subscription)

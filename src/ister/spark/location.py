@@ -26,19 +26,19 @@ from ister.config import CloudBackend, Config, MetadataBackend, load_config
 from ister.errors import ConfigError, IsterError, UnavailableError
 from ister.model import JsonObject, TopicName
 from ister.retry import retry_unavailable
-from ister.topic.history import History
+from ister.topic.history import BucketLog
 from ister.topic.local_tail import LocalTail
 
 _HISTORIES_MAX: Final = 4
 _DIRECTORIES: Final = (CloudBackend.FS, CloudBackend.LOCAL)
 
 _lock = threading.Lock()
-_histories: OrderedDict[bytes, History] = OrderedDict()
+_histories: OrderedDict[bytes, BucketLog] = OrderedDict()
 _clients: dict[str, FlightClient] = {}
 
 
 @dataclass(frozen=True)
-class Place:
+class LogLocation:
     """A log's stores, and the brokers that options name."""
 
     config: Config
@@ -51,12 +51,12 @@ class Place:
         """Identifies the log within this process."""
         return pickle.dumps(self.config)
 
-    def history(self) -> History:
+    def history(self) -> BucketLog:
         """Returns the log's bucket and metadata; shared by this process, do not close it."""
         with _lock:
             history = _histories.get(self.key)
             if history is None:
-                history = _histories[self.key] = History(_for_tasks(self.config))
+                history = _histories[self.key] = BucketLog(_for_tasks(self.config))
             _histories.move_to_end(self.key)
             while len(_histories) > _HISTORIES_MAX:
                 _histories.popitem(last=False)[1].close()
@@ -78,7 +78,7 @@ class Place:
         )
 
 
-def find_place(config: str | None, brokers: tuple[str, ...] = ()) -> Place:
+def find_place(config: str | None, brokers: tuple[str, ...] = ()) -> LogLocation:
     """Returns the place that options name. Called on the driver.
 
     Raises:
@@ -90,14 +90,14 @@ def find_place(config: str | None, brokers: tuple[str, ...] = ()) -> Place:
     return place_of(load_config(retry_unavailable(lambda: _ask_storage(brokers))), brokers)
 
 
-def place_of(config: Config, brokers: tuple[str, ...] = ()) -> Place:
+def place_of(config: Config, brokers: tuple[str, ...] = ()) -> LogLocation:
     """Returns the place that settings name.
 
     Raises:
         ConfigError: Only one process could use them.
     """
     _check_shared(config)
-    return Place(_absolute(config), brokers)
+    return LogLocation(_absolute(config), brokers)
 
 
 def _ask_storage(brokers: tuple[str, ...]) -> JsonObject:

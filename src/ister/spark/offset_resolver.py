@@ -47,14 +47,14 @@ from ister.limits import KIB
 from ister.metadata.base import MetadataStore
 from ister.model import AckLevel, TopicName
 from ister.partitions import base_of_partition, partition_name
-from ister.spark.location import Place
+from ister.spark.location import LogLocation
 from ister.spark.offsets import TopicHead
 from ister.spark.option_values import OffsetWord
 from ister.spark.options import ReadOptions
 from ister.spark.owners import NOT_SERVED, ask, ask_first, ask_members, find_owner, waits_for_disk
 from ister.spark.planner import TopicRange
 from ister.spark.read_task import TopicIdentity
-from ister.topic.history import HistoryTopic
+from ister.topic.history import BucketTopic
 from ister.topic.local_tail import LocalTail, WalSnapshot
 from ister.wire.contract import TopicStatus
 
@@ -159,7 +159,7 @@ class OffsetResolver:
     by one for about a hundred topics. What seldom changes is kept: see `forget`.
     """
 
-    def __init__(self, place: Place, options: ReadOptions) -> None:
+    def __init__(self, place: LogLocation, options: ReadOptions) -> None:
         self._place = place
         self._options = options
         self._directory: tuple[MetadataStore, TopicDirectory] | None = None
@@ -167,7 +167,7 @@ class OffsetResolver:
         self._firsts: dict[tuple[str, str], _First] = {}
         self._message_bytes: dict[tuple[str, str], int] = {}
 
-    def __reduce__(self) -> tuple[type[OffsetResolver], tuple[Place, ReadOptions]]:
+    def __reduce__(self) -> tuple[type[OffsetResolver], tuple[LogLocation, ReadOptions]]:
         return OffsetResolver, (self._place, self._options)
 
     def forget(self) -> None:
@@ -552,9 +552,9 @@ class OffsetResolver:
             tail_bytes=head.tail_bytes * tail // whole_tail if tail > 0 and whole_tail > 0 else 0,
         )
 
-    def _topic(self, name: str, incarnation: str) -> HistoryTopic:
+    def _topic(self, name: str, incarnation: str) -> BucketTopic:
         """Returns a topic without reading its record."""
-        return HistoryTopic(self._place.history(), TopicName.parse(name), incarnation)
+        return BucketTopic(self._place.history(), TopicName.parse(name), incarnation)
 
 
 # Topics that a warning was logged for, as (incarnation, epoch): one warning for each.

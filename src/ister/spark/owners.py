@@ -37,7 +37,7 @@ from ister.errors import (
     WaitsForDiskError,
 )
 from ister.model import TopicName
-from ister.spark.location import Place, client_of
+from ister.spark.location import LogLocation, client_of
 from ister.wire.contract import TopicStatus
 
 _MEMBERS_SECONDS: Final = 1.0
@@ -76,7 +76,7 @@ class Owner:
     disk of a node that is not running."""
 
 
-def find_owner(place: Place, topic: str) -> Owner:
+def find_owner(place: LogLocation, topic: str) -> Owner:
     """Finds the addresses that may have a topic.
 
     Raises:
@@ -93,7 +93,7 @@ def find_owner(place: Place, topic: str) -> Owner:
     return Owner(node, _with_given(place, found))
 
 
-def ask(place: Place, topic: str, call: Callable[[FlightClient], _Answer]) -> _Answer:
+def ask(place: LogLocation, topic: str, call: Callable[[FlightClient], _Answer]) -> _Answer:
     """Calls the broker that has a topic.
 
     Raises:
@@ -107,7 +107,7 @@ def ask(place: Place, topic: str, call: Callable[[FlightClient], _Answer]) -> _A
     return ask_first(owner.addresses, call, topic=topic)
 
 
-def ask_any(place: Place, call: Callable[[FlightClient], _Answer]) -> _Answer:
+def ask_any(place: LogLocation, call: Callable[[FlightClient], _Answer]) -> _Answer:
     """Calls any broker: one that options name, or one that is up.
 
     Raises:
@@ -148,7 +148,7 @@ def ask_first(
     )
 
 
-def connect(place: Place, topic: str) -> FlightClient:
+def connect(place: LogLocation, topic: str) -> FlightClient:
     """Returns the client of the broker that has a topic, after a first call succeeded.
 
     Raises:
@@ -168,7 +168,7 @@ def check_has(client: FlightClient, topic: str) -> FlightClient:
 
 
 def read_watermarks(
-    place: Place, topics: Iterable[str]
+    place: LogLocation, topics: Iterable[str]
 ) -> tuple[dict[str, TopicStatus], dict[str, IsterError]]:
     """Reads the watermarks of many topics, with one call per broker; returns errors by topic.
 
@@ -192,7 +192,7 @@ def read_watermarks(
 
 
 def ask_members(
-    place: Place, nodes: Mapping[str, str]
+    place: LogLocation, nodes: Mapping[str, str]
 ) -> tuple[dict[str, tuple[str, TopicStatus] | None], dict[str, IsterError]]:
     """Reads the watermarks of topics from the brokers of their nodes, with one call per broker.
 
@@ -251,7 +251,7 @@ def _watermarks_at(
     return {topic: (client.address, status) for topic, status in answers.items()}
 
 
-def group_by_owner(place: Place, topics: Iterable[str]) -> list[list[str]]:
+def group_by_owner(place: LogLocation, topics: Iterable[str]) -> list[list[str]]:
     """Groups topics by the node that has them open; those that nobody has open are one group.
 
     Raises:
@@ -268,7 +268,7 @@ def group_by_owner(place: Place, topics: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def has_brokers(place: Place) -> bool:
+def has_brokers(place: LogLocation) -> bool:
     """Whether brokers serve the log: options name one, or the metadata store has an entry."""
     try:
         return bool(place.brokers or _read_members(place))
@@ -279,7 +279,7 @@ def has_brokers(place: Place) -> bool:
 # -- the metadata store ---------------------------------------------------------------------
 
 
-def _find(place: Place, topic: str) -> tuple[str | None, list[str]]:
+def _find(place: LogLocation, topic: str) -> tuple[str | None, list[str]]:
     history, root = place.history(), place.config.storage.metadata.root_prefix
     keys = TopicKeys(root, TopicName.parse(topic))
     catalog = Catalog(history.metadata, keys, clock=history.clock, metrics=history.metrics)
@@ -310,7 +310,7 @@ def _find(place: Place, topic: str) -> tuple[str | None, list[str]]:
     return None, [member.flight_url for member in _listening(_read_members(place).values())]
 
 
-def _address_of(place: Place, node: str, topic: str) -> list[str]:
+def _address_of(place: LogLocation, node: str, topic: str) -> list[str]:
     for is_fresh in (False, True):
         member = _read_members(place, is_fresh=is_fresh).get(node)
         if member is not None:
@@ -342,7 +342,7 @@ def _listening(members: Iterable[Member]) -> list[Member]:
     return [member for member in members if member.state is not MemberState.STARTING]
 
 
-def _read_members(place: Place, *, is_fresh: bool = False) -> dict[str, Member]:
+def _read_members(place: LogLocation, *, is_fresh: bool = False) -> dict[str, Member]:
     """The brokers that are up, by node; cached for up to a second unless `is_fresh`."""
     now = SystemClock.monotonic()
     with _lock:
@@ -360,7 +360,7 @@ def _read_members(place: Place, *, is_fresh: bool = False) -> dict[str, Member]:
 # -- addresses ------------------------------------------------------------------------------
 
 
-def _with_given(place: Place, found: list[str]) -> tuple[str, ...]:
+def _with_given(place: LogLocation, found: list[str]) -> tuple[str, ...]:
     """The addresses found for a topic, and those that options name."""
     if place.brokers and len(_read_members(place)) == 1:
         # It must be the one that options name, by an address that is known to be reachable.

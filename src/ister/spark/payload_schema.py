@@ -32,7 +32,7 @@ from ister.errors import InvalidRequestError, NotFoundError
 from ister.partitions import base_of_partition
 from ister.retry import retry_unavailable
 from ister.spark.ddl import parse_struct
-from ister.spark.location import Place, find_place
+from ister.spark.location import LogLocation, find_place
 from ister.spark.offset_resolver import OffsetResolver
 from ister.spark.options import PayloadFormat, ReadOptions
 from ister.spark.tables.json_schema import Form, Member, ValueType, columns_of
@@ -77,7 +77,7 @@ def payload_type(options: ReadOptions) -> DataType | None:
     return parse_struct("payloadSchema", text)
 
 
-def _find_json_schema(place: Place, topic: str) -> dict[str, object]:
+def _find_json_schema(place: LogLocation, topic: str) -> dict[str, object]:
     """Returns the newest version of a topic's registered schema, a JSON Schema."""
     history = place.history()
     prefix = history.config.storage.metadata.root_prefix
@@ -97,7 +97,7 @@ def _find_json_schema(place: Place, topic: str) -> dict[str, object]:
     return _json_object(found.definition, "the registered schema", topic)
 
 
-def _registered_type(place: Place, options: ReadOptions) -> StructType:
+def _registered_type(place: LogLocation, options: ReadOptions) -> StructType:
     names = OffsetResolver(place, options).names(must_exist=True)
     topics = sorted({base_of_partition(name) or name for name in names})
     found = {topic: struct_of(_find_json_schema(place, topic)) for topic in topics}

@@ -44,12 +44,12 @@ from ister.errors import (
 )
 from ister.format.crc import Buffer
 from ister.model import TopicName
-from ister.spark.location import Place, client_of
+from ister.spark.location import LogLocation, client_of
 from ister.spark.owners import ask_first, check_has, find_owner, is_down
 from ister.spark.planner import Partition, Slice
 from ister.spark.workers import compile_for, keep_buffers, spare_collector
 from ister.topic.columns import Decoders, Rows, decode_frames
-from ister.topic.history import HistoryTopic
+from ister.topic.history import BucketTopic
 from ister.wire.contract import RangeTicket
 
 _log = logging.getLogger("ister.spark.read_task")
@@ -78,7 +78,7 @@ class TopicIdentity:
 class ReadTask:
     """What all tasks of a read share. Pickled."""
 
-    place: Place
+    place: LogLocation
     columns: tuple[str, ...]
     fail_on_data_loss: bool
 
@@ -254,9 +254,9 @@ class _SliceReader:
             empty = pa.RecordBatch.from_pylist([], self._decoders.schema)
             yield Rows(empty, self._end)
 
-    def _topic(self) -> HistoryTopic:
+    def _topic(self) -> BucketTopic:
         """Returns the planned topic, without asking the metadata store."""
-        return HistoryTopic(self._history, self._name, self._identity.incarnation)
+        return BucketTopic(self._history, self._name, self._identity.incarnation)
 
     # -- lost messages ----------------------------------------------------------------------
 

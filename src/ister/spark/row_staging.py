@@ -55,10 +55,10 @@ from ister.model import AckLevel, Codec
 from ister.objectstore.base import ObjectStore, ObjectWriter
 from ister.partitions import parse_partition
 from ister.retry import retry_unavailable
-from ister.spark.location import Place
+from ister.spark.location import LogLocation
 from ister.spark.owners import ask, ask_any, group_by_owner, has_brokers
 from ister.topic.batches import AppendedBatch, StagedBatch
-from ister.topic.bucket_link import TopicTier
+from ister.topic.bucket_link import TopicBucket
 from ister.topic.log import Log
 from ister.topic.topic import Topic
 
@@ -82,7 +82,7 @@ _SWEEP_EVERY: Final = 64
 _Result = TypeVar("_Result")
 
 
-def find_partitions(place: Place, topic: str | None) -> dict[str, list[str]]:
+def find_partitions(place: LogLocation, topic: str | None) -> dict[str, list[str]]:
     """Returns the partitions of a topic, or of all topics if it is None, by topic, in order.
 
     Called on the driver.
@@ -109,7 +109,7 @@ def find_partitions(place: Place, topic: str | None) -> dict[str, list[str]]:
     }
 
 
-def _list_topics(place: Place) -> list[str]:
+def _list_topics(place: LogLocation) -> list[str]:
     return ask_any(place, lambda client: client.topics())
 
 
@@ -278,7 +278,7 @@ _CALLS_MIN: Final = 3
 class Committer:
     """Appends staged batches, topic by topic, each once."""
 
-    place: Place
+    place: LogLocation
     creates: bool
     """Whether missing topics are created, with `ack` and `codec`."""
     ack: AckLevel | None = None
@@ -441,8 +441,8 @@ class Committer:
                     else log.topic(topic)
                 )
                 uploads = None
-                if opened.tier is not None and self._uploads:
-                    uploads = _EarlyUpload(opened.tier, pool)
+                if opened.bucket is not None and self._uploads:
+                    uploads = _EarlyUpload(opened.bucket, pool)
                 rows = log.append_staged(topic, staged[topic], uploads)
                 if uploads is not None:
                     uploads.wait_for_end()
@@ -455,8 +455,8 @@ class Committer:
 
             appended = _commit_at_once([staged], append)
             is_sweep = any(batch.batch % _SWEEP_EVERY == 0 for batch in staged.values())
-            if is_sweep and log.tiers is not None:
-                log.tiers.collect_shared_staging()
+            if is_sweep and log.stores is not None:
+                log.stores.collect_shared_staging()
         return appended
 
     def _check_topics(self, staged: Mapping[str, StagedBatch], existing: Collection[str]) -> None:
@@ -489,15 +489,15 @@ class Committer:
 
     def _tidy(self, topic: Topic, *, is_swept: bool) -> None:
         """Uploads and removes leftovers, as a server would in the background."""
-        tier = topic.tier
-        if tier is None:
+        bucket = topic.bucket
+        if bucket is None:
             return
         try:
-            if self._uploads and tier.is_due_by_age(SystemClock.now_ns() / 1e9):
-                tier.upload()
-                tier.trim()
+            if self._uploads and bucket.is_due_by_age(SystemClock.now_ns() / 1e9):
+                bucket.upload()
+                bucket.trim()
             if is_swept:
-                tier.collect_orphans()
+                bucket.collect_orphans()
         except IsterError as error:
             _log.warning(
                 "maintenance after the commit failed",
@@ -519,8 +519,8 @@ class _EarlyUpload:
 
     is_needed = False
 
-    def __init__(self, tier: TopicTier, pool: ThreadPoolExecutor) -> None:
-        self._tier = tier
+    def __init__(self, bucket: TopicBucket, pool: ThreadPoolExecutor) -> None:
+        self._tier = bucket
         self._pool = pool
         self._running: Future[None] | None = None
         self._has_failed = False

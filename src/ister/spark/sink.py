@@ -38,7 +38,7 @@ from ister.errors import InvalidRequestError
 from ister.format.manifest import StagedFile
 from ister.model import TopicName
 from ister.spark.compat import DataSourceStreamArrowWriter
-from ister.spark.location import Place, find_place
+from ister.spark.location import LogLocation, find_place
 from ister.spark.options import ReplayedBatch, WriteOptions
 from ister.spark.row_staging import (
     Committer,
@@ -75,7 +75,7 @@ class _Writer:
             raise InvalidRequestError("a topic can only be appended to", hint='.mode("append")')
         check_write_schema(schema, needs_topic=options.topic is None)
         self._options = options
-        self._place: Place = find_place(options.config, options.brokers)
+        self._place: LogLocation = find_place(options.config, options.brokers)
         self._partitions = find_partitions(self._place, options.topic)
 
     # -- in tasks ---------------------------------------------------------------------------

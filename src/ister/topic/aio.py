@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from ister.topic.topic import Topic
-    from ister.topic.uploads import Tiered
+    from ister.topic.uploads import UploadResult
     from ister.wal.log import Wal
 
 _COMPACT_MIN = 64
@@ -142,8 +142,8 @@ class AsyncTopic:
         if level is AckLevel.TIERED:
             await self._passed(offset, AckLevel.SYNCED, timeout)
         await self._passed(offset, level, timeout)
-        if topic.tier is not None:
-            topic.tier.check_owner()
+        if topic.bucket is not None:
+            topic.bucket.check_owner()
 
     async def _passed(
         self, offset: int, level: AckLevel, timeout: float | None, *, is_patient: bool = False
@@ -175,7 +175,7 @@ class AsyncTopic:
         """Like `Topic.rotate`."""
         return await asyncio.to_thread(self._topic.rotate)
 
-    async def upload(self) -> Tiered:
+    async def upload(self) -> UploadResult:
         """Like `Topic.upload`."""
         return await asyncio.to_thread(self._topic.upload)
 

@@ -33,10 +33,10 @@ from ister.bucket.pipeline import PipelineKeys, PipelineWatch
 from ister.clock import Clock
 from ister.config import Engine, StorageConfig
 from ister.errors import ClosedError, ConflictError, FencedError, IsterError
-from ister.topic.bucket_link import TopicTier
+from ister.topic.bucket_link import TopicBucket
 from ister.topic.express import Express
 from ister.topic.idle_mark import IdleMark
-from ister.topic.stores import Tiers
+from ister.topic.stores import Stores
 from ister.topic.topic import Topic
 
 _log = logging.getLogger("ister.topic.background")
@@ -65,17 +65,17 @@ class Background:
     def __init__(
         self,
         topics: Callable[[], list[Topic]],
-        tiers: Tiers,
+        stores: Stores,
         storage: StorageConfig,
         clock: Clock,
         on_tick: Callable[[], None],
     ) -> None:
         """Starts the threads; one of them calls `on_tick` four times a second."""
         self._on_tick = on_tick
-        self._was_distrusted = tiers.trust.is_distrusted
-        self._express = Express(tiers)
+        self._was_distrusted = stores.trust.is_distrusted
+        self._express = Express(stores)
         self._topics = topics
-        self._tiers = tiers
+        self._stores = stores
         self._storage = storage
         self._clock = clock
         self._stopping = threading.Event()
@@ -84,7 +84,7 @@ class Background:
         self._uploads = engine in (Engine.AUTO, Engine.EMBEDDED)
         self._follows = engine in (Engine.AUTO, Engine.SPARK)
         self._pipeline = PipelineWatch(
-            tiers.metadata,
+            stores.metadata,
             PipelineKeys(storage.metadata.root_prefix),
             ttl_seconds=storage.metadata.lease_ttl_seconds,
             clock=clock,
@@ -115,24 +115,24 @@ class Background:
         self._held_up: set[Topic] = set()
         self._threads = [
             threads.start("ister-lease", self._keep),
-            threads.start("ister-tender", self._tend),
+            threads.start("ister-tender", self._maintain),
             threads.start("ister-express", self._express.run),
         ]
 
     def add(self, topic: Topic) -> None:
         """Adds a topic that was opened."""
-        tier = topic.tier
-        if tier is None:
+        bucket = topic.bucket
+        if bucket is None:
             return
         self._added.add(topic)
-        tier.on_wanted = self._look.set
-        tier.on_backlog = partial(self._list, topic, tier)
-        tier.idle_mark.on_append = partial(self._clear_soon, topic, tier.idle_mark)
+        bucket.on_wanted = self._look.set
+        bucket.on_backlog = partial(self._list, topic, bucket)
+        bucket.idle_mark.on_append = partial(self._clear_soon, topic, bucket.idle_mark)
         # After setting `on_backlog`: later syncs list the topic, earlier ones are covered here.
-        self._list(topic, tier)
-        self._express.add(tier)
+        self._list(topic, bucket)
+        self._express.add(bucket)
         # In this order, for the same reason.
-        tier.sorter.on_runs = partial(self._with_runs.add, topic)
+        bucket.sorter.on_runs = partial(self._with_runs.add, topic)
         self._with_runs.add(topic)
         if self._uploads:
             self._unchecked.append(topic)
@@ -144,27 +144,27 @@ class Background:
         self._listed.discard(topic)
         self._held_up.discard(topic)
         self._with_runs.discard(topic)
-        if topic.tier is not None:
-            topic.tier.sorter.on_runs = lambda: None
-            self._express.remove(topic.tier)
+        if topic.bucket is not None:
+            topic.bucket.sorter.on_runs = lambda: None
+            self._express.remove(topic.bucket)
 
-    def _list(self, topic: Topic, tier: TopicTier) -> None:
+    def _list(self, topic: Topic, bucket: TopicBucket) -> None:
         """Lists a topic for the tender until it is idle. Called after every sync: takes no lock.
 
         Each step is a single, atomic set operation.
         """
-        tier.is_listed = True
+        bucket.is_listed = True
         self._listed.add(topic)
 
-    def _unlist_idle(self, topic: Topic, tier: TopicTier) -> bool:
+    def _unlist_idle(self, topic: Topic, bucket: TopicBucket) -> bool:
         """Removes a topic from the tender's list if it is idle; returns whether it is."""
-        tier.is_listed = False
+        bucket.is_listed = False
         self._listed.discard(topic)
         # After removing it: syncs before this check are seen by it, later ones list the topic.
-        if tier.is_idle:
+        if bucket.is_idle:
             return True
         if topic in self._added:
-            self._list(topic, tier)
+            self._list(topic, bucket)
         return False
 
     def stop(self) -> None:
@@ -172,14 +172,14 @@ class Background:
         self._stopping.set()
         self._look.set()
         for topic in self._topics():
-            if topic.tier is not None:
-                topic.tier.stop()
+            if topic.bucket is not None:
+                topic.bucket.stop()
         self._express.stop()
         # Calls that pause between two attempts end here.
-        self._tiers.objects.close()
-        if not self._tiers.membership.is_valid:
+        self._stores.objects.close()
+        if not self._stores.membership.is_valid:
             # Nothing is left to be released, and a store that does not answer delays each call.
-            self._tiers.metadata.close()
+            self._stores.metadata.close()
         for thread in self._threads:
             thread.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -205,8 +205,8 @@ class Background:
     def _renew(self) -> bool:
         """Renews the lease; returns whether the next renewal may wait for the normal interval."""
         try:
-            self._tiers.membership.renew()
-            self._tiers.trust.check_revision()
+            self._stores.membership.renew()
+            self._stores.trust.check_revision()
         except IsterError as error:
             _log.warning("lease not renewed", extra={"error": str(error)})
             return isinstance(error, FencedError)
@@ -214,29 +214,29 @@ class Background:
 
     def _give_up_if_rolled_back(self) -> None:
         """Gives up all topics if the metadata store was rolled back: reopening compares stores."""
-        is_distrusted = self._tiers.trust.is_distrusted
+        is_distrusted = self._stores.trust.is_distrusted
         if is_distrusted and not self._was_distrusted:
             reason = ConflictError(
-                self._tiers.trust.reason or "",
+                self._stores.trust.reason or "",
                 hint="`ister metadata check` shows what the other stores have",
             )
             for topic in self._topics():
-                if topic.tier is not None:
-                    topic.tier.owned.give_up(reason)
+                if topic.bucket is not None:
+                    topic.bucket.owned.give_up(reason)
         self._was_distrusted = is_distrusted
 
     def _hold_or_let_go(self) -> None:
         for topic in self._topics():
-            if topic.tier is None:
+            if topic.bucket is None:
                 continue
-            if topic.tier.owned.is_leased:
+            if topic.bucket.owned.is_leased:
                 topic.wal.unhold("lease")
             else:
-                topic.wal.hold("lease", topic.tier.refused_error, waits=False)
+                topic.wal.hold("lease", topic.bucket.refused_error, waits=False)
 
     # -- uploads and retention --------------------------------------------------------------
 
-    def _tend(self) -> None:
+    def _maintain(self) -> None:
         while not self._stopping.is_set():
             self._look.wait(_TICK_SECONDS)
             self._look.clear()
@@ -259,7 +259,7 @@ class Background:
             topic.wal.end_tiering(error)
 
     def _hand_out(self, now: float) -> None:
-        self._tiers.node_clock.check()
+        self._stores.node_clock.check()
         self._on_tick()
         has_retention, has_orphans = now >= self._retention_at, now >= self._orphans_at
         if has_retention:
@@ -271,28 +271,28 @@ class Background:
         is_sweep = has_retention or has_orphans or now >= self._sweep_at
         if is_sweep:
             self._sweep_at = now + _SWEEP_SECONDS
-            self._tidier.submit(threads.run, "ister-trust", self._tiers.trust.follow)
+            self._tidier.submit(threads.run, "ister-trust", self._stores.trust.follow)
         for topic in tuple(self._held_up):
             self._held_up.discard(topic)
-            if topic.tier is not None:
-                self._clear_soon(topic, topic.tier.idle_mark)
+            if topic.bucket is not None:
+                self._clear_soon(topic, topic.bucket.idle_mark)
         for topic in list(self._added if is_sweep else self._listed):
-            tier = topic.tier
-            if tier is None:
+            bucket = topic.bucket
+            if bucket is None:
                 continue
-            if is_sweep and self._tiers.marks_idle and tier.idle_mark.is_due(now):
-                self._marker.submit(threads.run, "ister-idle", self._mark, topic, tier.idle_mark)
-            if self._unlist_idle(topic, tier) and not has_retention and not has_orphans:
+            if is_sweep and self._stores.marks_idle and bucket.idle_mark.is_due(now):
+                self._marker.submit(threads.run, "ister-idle", self._mark, topic, bucket.idle_mark)
+            if self._unlist_idle(topic, bucket) and not has_retention and not has_orphans:
                 continue
-            tier.apply_pressure()
-            if not (tier.has_begun or tier.is_idle) and now >= tier.begin_at:
+            bucket.apply_pressure()
+            if not (bucket.has_begun or bucket.is_idle) and now >= bucket.begin_at:
                 # Not by the first upload, which may be much later.
-                tier.begin_at = now + _SWEEP_SECONDS
+                bucket.begin_at = now + _SWEEP_SECONDS
                 self._tidier.submit(threads.run, "ister-term", self._begin, topic)
-            if not tier.is_submitted:
-                self._hand_out_upload(topic, tier, now, is_left=is_left)
-            if has_retention and not tier.is_retaining:
-                tier.is_retaining = True
+            if not bucket.is_submitted:
+                self._hand_out_upload(topic, bucket, now, is_left=is_left)
+            if has_retention and not bucket.is_retaining:
+                bucket.is_retaining = True
                 self._tidier.submit(threads.run, "ister-retention", self._retain, topic)
             if has_orphans:
                 self._tidier.submit(threads.run, "ister-orphans", self._collect, topic)
@@ -300,11 +300,11 @@ class Background:
             self._hand_out_resorts(now, is_left=is_left)
         if has_orphans:
             self._tidier.submit(threads.run, "ister-express-gc", self._express.collect)
-            staged = self._tiers.collect_shared_staging
+            staged = self._stores.collect_shared_staging
             self._tidier.submit(threads.run, "ister-staging-gc", staged)
         if now >= self._probe_at:
             self._probe_at = now + _ORPHAN_CHECK_SECONDS
-            self._tidier.submit(threads.run, "ister-probe", self._tiers.probe)
+            self._tidier.submit(threads.run, "ister-probe", self._stores.probe)
 
     def _hand_out_checks(self, now: float) -> None:
         passed = now - self._checks_at
@@ -315,12 +315,14 @@ class Background:
             topic = self._unchecked.popleft()
             self._tidier.submit(threads.run, "ister-check", self._check, topic)
 
-    def _hand_out_upload(self, topic: Topic, tier: TopicTier, now: float, *, is_left: bool) -> None:
-        if is_left and not (self._uploads and tier.is_left_behind(now)):
-            if tier.is_follow_due(now):
-                self._submit(topic, tier, tier.follow)
-        elif self._uploads and tier.is_due(now):
-            self._submit(topic, tier, partial(tier.upload, is_crowded=self._is_crowded))
+    def _hand_out_upload(
+        self, topic: Topic, bucket: TopicBucket, now: float, *, is_left: bool
+    ) -> None:
+        if is_left and not (self._uploads and bucket.is_left_behind(now)):
+            if bucket.is_follow_due(now):
+                self._submit(topic, bucket, bucket.follow)
+        elif self._uploads and bucket.is_due(now):
+            self._submit(topic, bucket, partial(bucket.upload, is_crowded=self._is_crowded))
 
     def _hand_out_resorts(self, now: float, *, is_left: bool) -> None:
         """Hands out topics with runs, few at a time: uploads need threads, too."""
@@ -330,56 +332,56 @@ class Background:
         room = max(1, self._storage.uploader.threads // 2) - self._resorts
         while self._unsorted and room > 0:
             topic = self._unsorted.popleft()
-            tier = topic.tier
-            if tier is None or tier.is_submitted or not tier.sorter.is_due(now):
+            bucket = topic.bucket
+            if bucket is None or bucket.is_submitted or not bucket.sorter.is_due(now):
                 continue
             room -= 1
             with self._queue_lock:
                 self._resorts += 1
-            self._submit(topic, tier, partial(self._resort, tier))
+            self._submit(topic, bucket, partial(self._resort, bucket))
 
     def _find_unsorted(self, now: float, *, is_left: bool) -> list[Topic]:
         """The topics whose runs are due, the one that waits longest first."""
         due: list[tuple[float, int, Topic]] = []
         for number, topic in enumerate(tuple(self._with_runs)):
-            tier = topic.tier
-            if tier is None or self._forget_sorted(topic, tier):
+            bucket = topic.bucket
+            if bucket is None or self._forget_sorted(topic, bucket):
                 continue
-            is_ours = not is_left or tier.sorter.is_left_behind(now)
-            if is_ours and tier.sorter.is_due(now):
-                due.append((tier.sorter.since or now, number, topic))
+            is_ours = not is_left or bucket.sorter.is_left_behind(now)
+            if is_ours and bucket.sorter.is_due(now):
+                due.append((bucket.sorter.since or now, number, topic))
         return [topic for _, _, topic in sorted(due)]
 
-    def _forget_sorted(self, topic: Topic, tier: TopicTier) -> bool:
+    def _forget_sorted(self, topic: Topic, bucket: TopicBucket) -> bool:
         """Removes a topic from the set if it has no runs; returns whether it has none."""
-        if tier.sorter.has_runs():
+        if bucket.sorter.has_runs():
             return False
         self._with_runs.discard(topic)
         # After removing it: a run before this check is seen by it, a later one adds the topic.
-        if tier.sorter.has_runs():
+        if bucket.sorter.has_runs():
             self._with_runs.add(topic)
         return True
 
-    def _resort(self, tier: TopicTier) -> None:
+    def _resort(self, bucket: TopicBucket) -> None:
         try:
-            tier.resort()
+            bucket.resort()
         finally:
             with self._queue_lock:
                 self._resorts -= 1
             if self._unsorted:
                 self._look.set()
 
-    def _submit(self, topic: Topic, tier: TopicTier, work: Callable[[], object]) -> None:
-        tier.is_submitted = True
+    def _submit(self, topic: Topic, bucket: TopicBucket, work: Callable[[], object]) -> None:
+        bucket.is_submitted = True
         with self._queue_lock:
             self._queued_count += 1
-        self._pool.submit(self._run, topic, tier, work)
+        self._pool.submit(self._run, topic, bucket, work)
 
     def _is_crowded(self) -> bool:
         """Whether topics wait for a thread; a topic with a long backlog then yields to them."""
         return self._queued_count > 0
 
-    def _run(self, topic: Topic, tier: TopicTier, work: Callable[[], object]) -> None:
+    def _run(self, topic: Topic, bucket: TopicBucket, work: Callable[[], object]) -> None:
         with self._queue_lock:
             self._queued_count -= 1
         try:
@@ -390,8 +392,8 @@ class Background:
         except Exception as error:  # noqa: BLE001 - the thread has other topics to serve
             threads.record("ister-upload", error, topic=topic.name)
         finally:
-            tier.is_submitted = False
-            if tier.is_wanted and work != tier.follow:
+            bucket.is_submitted = False
+            if bucket.is_wanted and work != bucket.follow:
                 # An upload was requested during this cycle, or the cycle yielded to other topics;
                 # the tender skipped the topic meanwhile.
                 self._look.set()
@@ -400,10 +402,10 @@ class Background:
 
     def _begin(self, topic: Topic) -> None:
         """Records a topic's term in the bucket; if that fails, the next sweep tries again."""
-        if topic.tier is None or topic.wal.damage:
+        if topic.bucket is None or topic.wal.damage:
             return
         try:
-            topic.tier.begin_term()
+            topic.bucket.begin_term()
         except ClosedError:
             return
         except IsterError as error:
@@ -436,37 +438,37 @@ class Background:
             self._held_up.add(topic)
 
     def _retain(self, topic: Topic) -> None:
-        tier = topic.tier
-        if tier is None:
+        bucket = topic.bucket
+        if bucket is None:
             return
         try:
-            for what in (tier.trim, tier.expire):
+            for what in (bucket.trim, bucket.expire):
                 try:
                     what()
                 except (FencedError, ClosedError):
                     return
                 except IsterError as error:
-                    self._tiers.metrics.count("retention.errors_total")
+                    self._stores.metrics.count("retention.errors_total")
                     _log.warning("retention", extra={"topic": topic.name, "error": str(error)})
         finally:
-            tier.is_retaining = False
+            bucket.is_retaining = False
 
     def _check(self, topic: Topic) -> None:
         """Uploads lost objects of a newly opened topic again while local files still have them."""
-        if topic.tier is None:
+        if topic.bucket is None:
             return
         try:
-            topic.tier.check_recent()
+            topic.bucket.check_recent()
         except ClosedError:
             return  # the log is being closed
         except IsterError as error:
             _log.warning("objects not checked", extra={"topic": topic.name, "error": str(error)})
 
     def _collect(self, topic: Topic) -> None:
-        if topic.tier is None:
+        if topic.bucket is None:
             return
         try:
-            topic.tier.collect_orphans()
+            topic.bucket.collect_orphans()
         except ClosedError:
             return
         except IsterError as error:

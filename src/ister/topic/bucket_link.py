@@ -36,9 +36,9 @@ from ister.errors import (
 )
 from ister.format.descriptor import ObjectDescriptor
 from ister.topic.retention import list_files, plan_trim
-from ister.topic.uploads import Tiered, TopicUploads
+from ister.topic.uploads import TopicUploads, UploadResult
 
-__all__ = ["RepairedObjects", "Tiered", "TopicTier"]
+__all__ = ["RepairedObjects", "TopicBucket", "UploadResult"]
 
 _log = logging.getLogger("ister.topic.bucket_link")
 
@@ -57,7 +57,7 @@ class RepairedObjects:
     """Offsets that the bucket does not have."""
 
 
-class TopicTier(TopicUploads):
+class TopicBucket(TopicUploads):
     """The bucket side of one topic. Thread-safe."""
 
     def trim(self) -> int:
@@ -72,11 +72,11 @@ class TopicTier(TopicUploads):
         Raises:
             IsterError: A check or a removal failed; later files were not removed.
         """
-        wal, retention = self._wal, self._tiers.storage.wal.retention
+        wal, retention = self._wal, self._stores.storage.wal.retention
         with self._trimming:
-            if not self._may_remove or self._tiers.is_diskless:
+            if not self._may_remove or self._stores.is_diskless:
                 return 0
-            step = self._tiers.node_clock.check()
+            step = self._stores.node_clock.check()
             floor = self._subscription_floor(include_inactive=step is not None)
             before = plan_trim(
                 list_files(wal),
@@ -86,7 +86,7 @@ class TopicTier(TopicUploads):
                 safe_before=min(self.owned.tiered, wal.tiered or 0, floor),
                 now_ms=self._clock.now_ns() // 1_000_000,
                 is_clock_trusted=step is None,
-                correct_ms=self._tiers.node_clock.correct_ms,
+                correct_ms=self._stores.node_clock.correct_ms,
             )
             if before is None or before <= wal.trimmed:
                 return 0
@@ -94,7 +94,7 @@ class TopicTier(TopicUploads):
 
     @property
     def _may_remove(self) -> bool:
-        return not (self._stopping.is_set() or self._tiers.trust.is_distrusted)
+        return not (self._stopping.is_set() or self._stores.trust.is_distrusted)
 
     def _trim(self, before: int) -> int:
         wal, removed = self._wal, 0
@@ -125,14 +125,14 @@ class TopicTier(TopicUploads):
         with self._trimming:
             assured: set[tuple[str, int]] = set()
             floor: int | None = None if past_subscriptions else -1
-            while self._may_remove or (self._tiers.is_diskless and not self._stopping.is_set()):
+            while self._may_remove or (self._stores.is_diskless and not self._stopping.is_set()):
                 safe_before = min(self.owned.tiered, wal.tiered or 0)
                 before = wal.next_trim(safe_before)
                 if before is None:
                     return count
                 if floor == -1:
                     floor = self._subscription_floor(
-                        include_inactive=self._tiers.node_clock.check() is not None
+                        include_inactive=self._stores.node_clock.check() is not None
                     )
                 if floor is not None and before > floor:
                     return count
@@ -166,7 +166,10 @@ class TopicTier(TopicUploads):
             include_inactive: Consider all subscriptions, because an untrusted clock cannot tell
                 which ones are active.
         """
-        retention, correct_ms = self._tiers.storage.wal.retention, self._tiers.node_clock.correct_ms
+        retention, correct_ms = (
+            self._stores.storage.wal.retention,
+            self._stores.node_clock.correct_ms,
+        )
         oldest = self._clock.now_ns() // 1_000_000 - (
             retention.active_subscription_grace_seconds * 1000
         )
@@ -241,10 +244,10 @@ class TopicTier(TopicUploads):
             DataGapError: The catalog has a hole there.
             IsterError: An object is bad and could not be uploaded again.
         """
-        if self._tiers.is_diskless:
+        if self._stores.is_diskless:
             # A committed descriptor is enough: everything acknowledged is in the bucket, too.
             return
-        content = self._tiers.storage.wal.retention.verify is Verify.CONTENT
+        content = self._stores.storage.wal.retention.verify is Verify.CONTENT
         assured = set() if assured is None else assured
         # Objects may be merged while they are read: what has replaced them is checked, too.
         while self._assure_new(start, end, assured, content=content):
@@ -277,12 +280,12 @@ class TopicTier(TopicUploads):
     def _assure_object(self, described: ObjectDescriptor, revision: int, *, content: bool) -> bool:
         """Checks an object, and uploads it again if it is bad; returns whether it was."""
         key = object_key(self.owned.catalog.keys.topic, described.object_id)
-        chunk_bytes = self._tiers.storage.cloud_reader.fetch_chunk_size
+        chunk_bytes = self._stores.storage.cloud_reader.fetch_chunk_size
         try:
             if content:
-                verify_content(self._tiers.objects, key, described, chunk_bytes=chunk_bytes)
+                verify_content(self._stores.objects, key, described, chunk_bytes=chunk_bytes)
             else:
-                verify_size(self._tiers.objects, key, described.size_bytes)
+                verify_size(self._stores.objects, key, described.size_bytes)
         except (NotFoundError, CorruptDataError) as error:
             if self._stopping.is_set():
                 raise ClosedError("the topic is being closed or deleted") from error
@@ -401,13 +404,13 @@ class TopicTier(TopicUploads):
 
     def expire(self) -> int:
         """Removes the objects that bucket retention does not keep; returns their number."""
-        retention = self._tiers.storage.cloud.retention
+        retention = self._stores.storage.cloud.retention
         if retention.time_minutes is None and retention.size_mb is None:
             return 0
         with self._trimming:
             if not self._may_remove:
                 return 0
-            step = self._tiers.node_clock.check()
+            step = self._stores.node_clock.check()
             self.owned.check()
             found = list_known(self.owned)
             if found is None:
@@ -418,11 +421,11 @@ class TopicTier(TopicUploads):
                 now_ms=self._clock.now_ns() // 1_000_000,
                 time_minutes=retention.time_minutes if step is None else None,
                 size_mb=retention.size_mb,
-                correct_ms=self._tiers.node_clock.correct_ms,
+                correct_ms=self._stores.node_clock.correct_ms,
             )
             if planned:
                 self._settle_batches(planned[-1].end)
-            return expire(self.owned, self._tiers.objects, planned, metrics=self._metrics)
+            return expire(self.owned, self._stores.objects, planned, metrics=self._metrics)
 
     def _settle_batches(self, end: int) -> None:
         """Has the rows of open batches written down, if those hold up jobs below an offset."""
@@ -449,13 +452,13 @@ class TopicTier(TopicUploads):
             # Beside uploads: it may read much of the log.
             self._settle_batches(self.owned.tiered)
         with self._uploading:
-            if not self._may_remove or self._tiers.node_clock.check() is not None:
+            if not self._may_remove or self._stores.node_clock.check() is not None:
                 return []
-            objects = self._tiers.objects
-            storage = self._tiers.storage
+            objects = self._stores.objects
+            storage = self._stores.storage
             grace_seconds = storage.cloud.orphan_grace_minutes * 60
             keys = PipelineKeys(storage.metadata.root_prefix)
-            has_jobs = partial(keys.has_jobs, self._tiers.metadata)
+            has_jobs = partial(keys.has_jobs, self._stores.metadata)
             if has_jobs():
                 # Its objects have no descriptors until it commits them.
                 grace_seconds = max(grace_seconds, GRACE_SECONDS_MIN)
@@ -468,11 +471,11 @@ class TopicTier(TopicUploads):
                     clock=self._clock,
                     metrics=self._metrics,
                     has_jobs=has_jobs,
-                    correct_ms=self._tiers.node_clock.correct_ms,
+                    correct_ms=self._stores.node_clock.correct_ms,
                 ),
                 *sweep_staging(self.owned, objects, grace_seconds=grace_seconds, clock=self._clock),
             ]
 
     def collect_shared_staging(self) -> list[str]:
-        """Removes old staged files that topics share; see `Tiers.collect_shared_staging`."""
-        return self._tiers.collect_shared_staging()
+        """Removes old staged files that topics share; see `Stores.collect_shared_staging`."""
+        return self._stores.collect_shared_staging()

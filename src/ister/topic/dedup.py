@@ -514,9 +514,9 @@ class SequencedTopic:
         """Makes a table of the newest messages of those at the beginning, and all up to `end`."""
         sequences = Sequences()
         start = max(self.topic.earliest, self._end - messages)
-        tier, local = self.topic.tier, self.topic.local_start
-        if tier is not None and start < local and not self._is_deep:
-            start = tier.recent_start(
+        bucket, local = self.topic.bucket, self.topic.local_start
+        if bucket is not None and start < local and not self._is_deep:
+            start = bucket.recent_start(
                 start, min(local, end), objects=_SCAN_OBJECTS, seconds=_SCAN_SECONDS
             )
         if start < end:

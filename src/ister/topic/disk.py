@@ -368,10 +368,10 @@ class DiskGuard:
             for topic in self._topics():
                 if self._stopping.is_set() or self.has_plenty():
                     return count
-                if topic.tier is None:
+                if topic.bucket is None:
                     continue
                 try:
-                    count += topic.tier.release(
+                    count += topic.bucket.release(
                         past_subscriptions=past_subscriptions, is_enough=self.has_plenty
                     )
                 except (FencedError, ClosedError):

@@ -46,7 +46,7 @@ from ister.errors import (
 )
 from ister.metadata.base import Compare
 from ister.retry import backoff_seconds
-from ister.topic.stores import Tiers
+from ister.topic.stores import Stores
 from ister.topic.uploads import PlannedRun, TopicUploads
 
 _log = logging.getLogger("ister.topic.express")
@@ -75,11 +75,11 @@ class ExpressBatch:
 class Express:
     """Writes the express objects of one log. One thread at a time calls `gather`."""
 
-    def __init__(self, tiers: Tiers) -> None:
-        self._tiers = tiers
-        self._settings = tiers.storage.uploader.express
-        self._clock = tiers.clock
-        self._metrics = tiers.metrics
+    def __init__(self, stores: Stores) -> None:
+        self._stores = stores
+        self._settings = stores.storage.uploader.express
+        self._clock = stores.clock
+        self._metrics = stores.metrics
         self._stopping = threading.Event()
         # Wakes the thread, once. A queue: a signal handler that raises leaves no lock taken.
         self._wakes: SimpleQueue[None] = SimpleQueue()
@@ -98,20 +98,20 @@ class Express:
 
     def collect(self) -> ExpressCollection | None:
         """Removes express objects that no topic needs; None if another process is doing that."""
-        tiers, storage = self._tiers, self._tiers.storage
-        if tiers.node_clock.check() is not None or tiers.trust.is_distrusted:
+        stores, storage = self._stores, self._stores.storage
+        if stores.node_clock.check() is not None or stores.trust.is_distrusted:
             return None
         try:
             return collect_express(
-                tiers.objects,
-                tiers.metadata,
+                stores.objects,
+                stores.metadata,
                 storage.metadata.root_prefix,
                 grace_seconds=storage.cloud.orphan_grace_minutes * 60,
                 clock=self._clock,
                 metrics=self._metrics,
-                process=tiers.membership.instance,
+                process=stores.membership.instance,
                 is_under_way=self.is_under_way,
-                correct_ms=tiers.node_clock.correct_ms,
+                correct_ms=stores.node_clock.correct_ms,
             )
         except (ConflictError, FencedError, ClosedError):
             return None
@@ -119,22 +119,22 @@ class Express:
             _log.warning("collecting express objects failed", extra={"error": str(error)})
             return None
 
-    def add(self, tier: TopicUploads) -> None:
+    def add(self, uploads: TopicUploads) -> None:
         """Adds a topic that was opened, if it shares express objects."""
-        if tier.is_express:
-            tier.on_express = lambda: self._note(tier)
+        if uploads.is_express:
+            uploads.on_express = lambda: self._note(uploads)
             # Messages that an earlier process has synced.
-            self._note(tier)
+            self._note(uploads)
 
-    def remove(self, tier: TopicUploads) -> None:
+    def remove(self, uploads: TopicUploads) -> None:
         """Forgets a closed topic."""
-        tier.on_express = lambda: None
-        self._waiting.pop(tier, None)
-        self._later.pop(tier, None)
+        uploads.on_express = lambda: None
+        self._waiting.pop(uploads, None)
+        self._later.pop(uploads, None)
 
-    def _note(self, tier: TopicUploads) -> None:
+    def _note(self, uploads: TopicUploads) -> None:
         """Called after every sync: takes no lock."""
-        self._waiting.setdefault(tier)
+        self._waiting.setdefault(uploads)
         self._wake()
 
     def _wake(self) -> None:
@@ -210,7 +210,7 @@ class Express:
             self._stopping.wait(min(left, linger / _STEPS))
 
     def _waiting_bytes(self) -> int:
-        return sum(tier.lag_bytes for tier in list(self._waiting))
+        return sum(uploads.lag_bytes for uploads in list(self._waiting))
 
     # -- one object -------------------------------------------------------------------------
 
@@ -227,39 +227,39 @@ class Express:
 
     def gather(self) -> ExpressBatch | None:
         """Makes an object of what the waiting topics have synced; None if there is nothing."""
-        membership = self._tiers.membership
+        membership = self._stores.membership
         name = express_name(membership.node, membership.instance, next(self._sequence))
         made = ExpressObject(
             name,
-            index_every_messages=self._tiers.storage.uploader.index_every_messages,
+            index_every_messages=self._stores.storage.uploader.index_every_messages,
             created_at=self._clock.now_ns() // 1_000_000_000,
         )
         batch = ExpressBatch(made)
         self._recall()
         waiting = list(self._waiting)
         self._is_more = False
-        for number, tier in enumerate(waiting):
+        for number, uploads in enumerate(waiting):
             room = self._settings.max_bytes - made.size_bytes
             if room <= 0:
                 self._is_more = True
                 break
             # Removed first: messages that are synced after this note the topic again.
-            self._waiting.pop(tier, None)
+            self._waiting.pop(uploads, None)
             try:
-                planned = tier.add_run(made, max(1, room // (len(waiting) - number)))
+                planned = uploads.add_run(made, max(1, room // (len(waiting) - number)))
             except (FencedError, ClosedError):
                 continue
             except IsterError as error:
-                self._leave_out(tier, error)
+                self._leave_out(uploads, error)
                 continue
             except Exception as error:  # noqa: BLE001 - the other topics have to be served
-                threads.record(_THREAD, error, topic=tier.owned.topic)
-                self._leave_out(tier, InvariantError(f"unexpected error: {error!r}"))
+                threads.record(_THREAD, error, topic=uploads.owned.topic)
+                self._leave_out(uploads, InvariantError(f"unexpected error: {error!r}"))
                 continue
             if planned is not None:
-                batch.planned[tier.owned.topic] = planned
+                batch.planned[uploads.owned.topic] = planned
                 if not planned.is_all:
-                    self._waiting.setdefault(tier)
+                    self._waiting.setdefault(uploads)
                     self._is_more = True
         if not made.runs:
             if not self._under_way:
@@ -272,10 +272,10 @@ class Express:
         """Writes an object; returns the error if that failed."""
         made = batch.made
         try:
-            batch.presence = self._tiers.membership.presence()
-            self._tiers.wait_for_egress(made.size_bytes, self._stopping.is_set)
+            batch.presence = self._stores.membership.presence()
+            self._stores.wait_for_egress(made.size_bytes, self._stopping.is_set)
             began = self._clock.monotonic()
-            size_bytes = made.put(self._tiers.objects)
+            size_bytes = made.put(self._stores.objects)
         except IsterError as error:
             return error
         self._metrics.observe("express.put_latency_ms", (self._clock.monotonic() - began) * 1000)
@@ -291,18 +291,18 @@ class Express:
         try:
             if failure is None and batch.presence is not None:
                 for run, error in commit_runs(
-                    self._tiers.metadata, batch.made.runs, batch.presence
+                    self._stores.metadata, batch.made.runs, batch.presence
                 ):
                     planned = batch.planned[run.owned.topic]
                     if (unknown := self._take(run, planned, error)) is not None:
-                        failed[planned.tier] = unknown
+                        failed[planned.uploads] = unknown
                 self._metrics.observe(
                     "express.commit_latency_ms", (self._clock.monotonic() - began) * 1000
                 )
             elif failure is not None:
                 for planned in batch.planned.values():
                     self._fail(planned, failure)
-                    failed[planned.tier] = failure
+                    failed[planned.uploads] = failure
         finally:
             self._under_way.discard(batch.made.key)
         self._judge(batch, failed)
@@ -314,13 +314,13 @@ class Express:
         if not failed or self._stopping.is_set():
             return
         self._metrics.count("express.errors_total")
-        tier, error = next(iter(failed.items()))
+        uploads, error = next(iter(failed.items()))
         _log.warning(
             "express object failed",
             extra={
                 "object": batch.made.key,
                 "topics": len(failed),
-                "topic": tier.owned.topic,
+                "topic": uploads.owned.topic,
                 "error": str(error),
             },
         )
@@ -329,50 +329,50 @@ class Express:
             self._put_off(failed)
             return
         self._failures += 1
-        for tier in failed:
-            self._note(tier)
+        for uploads in failed:
+            self._note(uploads)
 
     def _take(self, run: Run, planned: PlannedRun, error: IsterError | None) -> IsterError | None:
         """Records a run's outcome; returns the error if the run has to be retried."""
-        tier = planned.tier
+        uploads = planned.uploads
         if error is None:
-            tier.take_run(run.descriptor)
+            uploads.take_run(run.descriptor)
             self._metrics.count("express.runs_total")
             return None
         if isinstance(error, FencedError):
             return None
         if isinstance(error, ConflictError):
             try:
-                tier.take_run_conflict(planned.plan)
+                uploads.take_run_conflict(planned.plan)
             except FencedError:
                 return None
             except IsterError as unknown:
                 error = unknown
             else:
-                self._note(tier)
+                self._note(uploads)
                 return None
         self._fail(planned, error)
         return error
 
     def _fail(self, planned: PlannedRun, error: IsterError) -> None:
         if not self._stopping.is_set():
-            planned.tier.take_run_failure(error, planned.plan)
+            planned.uploads.take_run_failure(error, planned.plan)
 
-    def _leave_out(self, tier: TopicUploads, error: IsterError) -> None:
+    def _leave_out(self, uploads: TopicUploads, error: IsterError) -> None:
         """Skips a topic that cannot be read, and retries it later."""
-        if tier.failures == 0:
-            _log.warning("topic skipped", extra={"topic": tier.owned.topic, "error": str(error)})
-        tier.take_run_failure(error, -1)
-        self._put_off([tier])
+        if uploads.failures == 0:
+            _log.warning("topic skipped", extra={"topic": uploads.owned.topic, "error": str(error)})
+        uploads.take_run_failure(error, -1)
+        self._put_off([uploads])
 
-    def _put_off(self, tiers: Iterable[TopicUploads]) -> None:
+    def _put_off(self, stores: Iterable[TopicUploads]) -> None:
         """Skips topics with errors of their own for a while."""
         at = self._clock.monotonic() + _LATER_SECONDS
-        self._later.update(dict.fromkeys(tiers, at))
+        self._later.update(dict.fromkeys(stores, at))
         self._wake()
 
     def _recall(self) -> None:
         now = self._clock.monotonic()
-        for tier, at in list(self._later.items()):
-            if now >= at and self._later.pop(tier, None) is not None:
-                self._waiting.setdefault(tier)
+        for uploads, at in list(self._later.items()):
+            if now >= at and self._later.pop(uploads, None) is not None:
+                self._waiting.setdefault(uploads)

@@ -8,8 +8,8 @@ from typing import Final
 
 from ister.metrics import BY_NAME, Metrics
 from ister.topic.node_clock import NodeClock
-from ister.topic.room import Room
-from ister.topic.stores import Tiers
+from ister.topic.room import SpaceGuards
+from ister.topic.stores import Stores
 from ister.topic.topic import Topic
 
 _OF_TOPIC: Final[dict[str, Callable[[Topic], int]]] = {
@@ -19,7 +19,7 @@ _OF_TOPIC: Final[dict[str, Callable[[Topic], int]]] = {
     "wal.cache.evictions": lambda topic: topic.cache.evictions,
     "wal.open_files": lambda topic: int(topic.wal.has_open_file),
     "wal.file_bytes": lambda topic: topic.wal.file_bytes,
-    "uploader.lag_bytes": lambda topic: topic.tier.lag_bytes if topic.tier is not None else 0,
+    "uploader.lag_bytes": lambda topic: topic.bucket.lag_bytes if topic.bucket is not None else 0,
     "wal_reader.active_readers": lambda topic: len(topic.readers),
 }
 
@@ -28,8 +28,8 @@ def register_gauges(
     metrics: Metrics,
     topics: Callable[[], list[Topic]],
     *,
-    tiers: Tiers | None,
-    room: Room,
+    stores: Stores | None,
+    room: SpaceGuards,
     node_clock: NodeClock,
 ) -> None:
     """Registers the gauges of a log; `topics` returns the open topics."""
@@ -54,9 +54,9 @@ def register_gauges(
     for at, part in enumerate(BY_NAME["wal_reader.memory_bytes"].parts):
         metrics.register_gauge("wal_reader.memory_bytes", partial(held_by_readers, at), part=part)
     metrics.register_gauge(
-        "uploader.memory_usage_bytes", lambda: tiers.upload_memory_bytes if tiers else 0
+        "uploader.memory_usage_bytes", lambda: stores.upload_memory_bytes if stores else 0
     )
-    metrics.register_gauge("upload.inflight_parts", lambda: tiers.upload_parts if tiers else 0)
+    metrics.register_gauge("upload.inflight_parts", lambda: stores.upload_parts if stores else 0)
     metrics.register_gauge("walcache.hit_ratio", cache_hit_ratio)
     metrics.register_gauge("clock.step_seconds", clock_step_seconds)
     if (disk := room.disk) is not None:

@@ -37,7 +37,7 @@ from ister.format.offset_ranges import merge_ranges, missing_from
 from ister.model import TopicState
 from ister.topic.reconcile import set_aside
 from ister.topic.repair import abandoned, held
-from ister.topic.stores import Tiers, upload_settings
+from ister.topic.stores import Stores, upload_settings
 from ister.topic.topic import Topic
 from ister.wal.directory import WalDirectory
 from ister.wal.reader import WalReader
@@ -67,7 +67,7 @@ class GivenUp:
 
 def give_up_lost(
     topic: Topic,
-    tiers: Tiers | None,
+    stores: Stores | None,
     *,
     at_least: int,
     is_dry: bool,
@@ -77,7 +77,7 @@ def give_up_lost(
 
     Args:
         topic: The topic, which no other thread opens or ends meanwhile.
-        tiers: The stores of its log; None without a bucket.
+        stores: The stores of its log; None without a bucket.
         at_least: The topic continues at this offset or a later one.
         is_dry: Only return what would be given up.
         retire: Closes the topic, after its local files have changed.
@@ -90,9 +90,9 @@ def give_up_lost(
         raise InvalidRequestError("this log is in memory only", topic=topic.name)
     with held(topic):
         judged = judge_log(directory, topic.name)
-        if tiers is None or topic.tier is None:
+        if stores is None or topic.bucket is None:
             return _give_up_local(topic, directory, judged, at_least, is_dry=is_dry, retire=retire)
-        both = _BothTiers(topic, judged, topic.tier.owned, tiers, at_least)
+        both = _BothTiers(topic, judged, topic.bucket.owned, stores, at_least)
         return both.run(directory, is_dry=is_dry, retire=retire)
 
 
@@ -120,13 +120,13 @@ class _BothTiers:
     """Gives up the lost offsets of a topic with a bucket."""
 
     def __init__(
-        self, topic: Topic, judged: JudgedLog, owned: OwnedTopic, tiers: Tiers, at_least: int
+        self, topic: Topic, judged: JudgedLog, owned: OwnedTopic, stores: Stores, at_least: int
     ) -> None:
         self._topic = topic
         self._judged = judged
         self._owned = owned
-        self._tiers = tiers
-        self._settings = upload_settings(tiers.storage.uploader, tiers.storage.cloud.layout)
+        self._stores = stores
+        self._settings = upload_settings(stores.storage.uploader, stores.storage.cloud.layout)
         cursors = [
             one.progress.offset
             for one in owned.catalog.subscriptions()
@@ -176,7 +176,7 @@ class _BothTiers:
         key = object_key(self._owned.catalog.keys.topic, described.object_id)
         try:
             verify_content(
-                self._tiers.objects, key, described, chunk_bytes=self._settings.chunk_bytes
+                self._stores.objects, key, described, chunk_bytes=self._settings.chunk_bytes
             )
         except (NotFoundError, CorruptDataError):
             return False
@@ -222,10 +222,10 @@ class _BothTiers:
     def _object_frames(self, start: int, end: int) -> Iterator[FrameBatch]:
         history = HistoryReader(
             self._owned.catalog,
-            self._tiers.objects,
+            self._stores.objects,
             settings=ReaderSettings(chunk_bytes=self._settings.chunk_bytes, skips_damage=True),
-            clock=self._tiers.clock,
-            metrics=self._tiers.metrics,
+            clock=self._stores.clock,
+            metrics=self._stores.metrics,
         )
         with closing(history):
             while start < end:
@@ -250,7 +250,7 @@ class _BothTiers:
 
     def _upload_rest(self) -> None:
         """Uploads what only local files have, and empty objects for what they have lost."""
-        owned, uploader = self._owned, self._tiers.uploader(self._owned, lambda: False)
+        owned, uploader = self._owned, self._stores.uploader(self._owned, lambda: False)
         missing = self._judged.lost(owned.tiered, self._next)
         with closing(self._files()) as files:
             for start, end in _alternate(missing, owned.tiered, self._next):
@@ -275,8 +275,8 @@ class _BothTiers:
         return WalReader(
             snapshot,
             chunk_bytes=self._settings.read_bytes,
-            metrics=self._tiers.metrics,
-            clock=self._tiers.clock,
+            metrics=self._stores.metrics,
+            clock=self._stores.clock,
         )
 
     def _write(
@@ -306,11 +306,11 @@ class _BothTiers:
                 start, end, owned.epoch, format=FORMAT_PARQUET, tag=secrets.token_hex(4)
             ),
             write,
-            store=self._tiers.objects,
+            store=self._stores.objects,
             settings=self._settings,
             epoch=owned.epoch,
             incarnation=owned.record.incarnation,
-            created_at=self._tiers.clock.now_ns() // 1_000_000_000,
+            created_at=self._stores.clock.now_ns() // 1_000_000_000,
         )
         failpoints.reach("repair.after_object")
         return described

@@ -1,6 +1,6 @@
 """The stores of a log, read without owning anything: no lock, no local files, no broker.
 
-    with ister.open_history("ister.yml") as history:
+    with ister.open_bucket("ister.yml") as history:
         table = history.topic("/default/orders").read_arrow().read_all()
 
 Owns: the connections. Does not own: topics; their owners continue to write.
@@ -62,10 +62,10 @@ COVERAGE: Final = b"ister.history"
 """Schema metadata key of what is read from a topic: which offsets, and what may be missing."""
 
 
-class History:
+class BucketLog:
     """The tiered messages of a log's topics, without the tails. Thread-safe.
 
-    Made by `ister.open_history`.
+    Made by `ister.open_bucket`.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class History:
             for number in list_partitions(self.metadata, prefix, parsed)
         ]
 
-    def topic(self, name: str) -> HistoryTopic:
+    def topic(self, name: str) -> BucketTopic:
         """A topic, if it exists.
 
         Raises:
@@ -183,7 +183,7 @@ class History:
             NotFoundError: There is none.
             UnavailableError: The metadata store does not answer.
         """
-        topic = HistoryTopic(self, TopicName.parse(name))
+        topic = BucketTopic(self, TopicName.parse(name))
         topic.record()
         return topic
 
@@ -225,7 +225,7 @@ class History:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<History {self.config.storage.cloud.root}, without messages not yet uploaded>"
+        return f"<BucketLog {self.config.storage.cloud.root}, without messages not yet uploaded>"
 
     def _repr_html_(self) -> str:
         rows = []
@@ -236,10 +236,10 @@ class History:
         return render_table(title, ("topic", "earliest", "tiered"), rows, note=_UNSEEN)
 
 
-class HistoryTopic:
+class BucketTopic:
     """The tiered messages of one topic, without the tail. Thread-safe."""
 
-    def __init__(self, history: History, name: TopicName, incarnation: str | None = None) -> None:
+    def __init__(self, history: BucketLog, name: TopicName, incarnation: str | None = None) -> None:
         """A topic by its name; with `incarnation`, only that topic of the name."""
         self._history = history
         self._name = name
@@ -461,7 +461,7 @@ class HistoryTopic:
         return read_range(self.reader, start, end, decoders, bytes_max=chunk_bytes)
 
     def __repr__(self) -> str:
-        return f"<HistoryTopic {self.name}, without messages not yet uploaded>"
+        return f"<BucketTopic {self.name}, without messages not yet uploaded>"
 
     def _repr_html_(self) -> str:
         row = [self.earliest, self.tiered, self.is_sealed]

@@ -20,7 +20,7 @@ from ister.topic.disk import RESERVE_NAME
 from ister.topic.heads import HEADS_NAME
 from ister.topic.node import INSTANCES_NAME, NODE_NAME
 from ister.topic.node_clock import CLOCK_NAME
-from ister.topic.stores import Tiers
+from ister.topic.stores import Stores
 from ister.wal.directory import LOCK_NAME
 
 RATES_NAME: Final = ".rates"
@@ -45,13 +45,13 @@ class KnownTopics:
         fs: FileSystem,
         *,
         directories: TopicDirectories | None,
-        tiers: Tiers | None,
+        stores: Stores | None,
         opened: Container[str],
     ) -> None:
         """Looks in the directories and the metadata store; `opened` are the open topics."""
         self._fs = fs
         self._directories = directories
-        self._tiers = tiers
+        self._stores = stores
         self._opened = opened
 
     def add_names(self, names: set[str]) -> list[str]:
@@ -66,9 +66,9 @@ class KnownTopics:
                 except IsterError:
                     continue  # a stray file beside the namespaces
                 names.update(f"/{namespace}/{topic}" for topic in found)
-        if self._tiers is not None:
-            prefix = self._tiers.storage.metadata.root_prefix
-            for name, exists in list_records(self._tiers.metadata, prefix).items():
+        if self._stores is not None:
+            prefix = self._stores.storage.metadata.root_prefix
+            for name, exists in list_records(self._stores.metadata, prefix).items():
                 # Files of a topic that is being deleted, or was, are on their way out.
                 (names.add if exists else names.discard)(name)
         return sorted(name for name in names if _is_topic_name(name))
@@ -77,7 +77,7 @@ class KnownTopics:
         """Whether there is a topic of this name, which may be a partition."""
         if str(name) in self._opened:
             return True
-        if self._tiers is not None and (found := self._tiers.catalog(name).record()) is not None:
+        if self._stores is not None and (found := self._stores.catalog(name).record()) is not None:
             return found[0].is_open
         directories = self._directories
         return directories is not None and self._fs.exists(directories.of(name).path)
@@ -85,9 +85,9 @@ class KnownTopics:
     def partitions_of(self, name: TopicName) -> list[str]:
         """The partitions of a topic, in the order of their numbers."""
         numbers: set[int] = set()
-        if self._tiers is not None:
-            prefix = self._tiers.storage.metadata.root_prefix
-            numbers.update(list_partitions(self._tiers.metadata, prefix, name))
+        if self._stores is not None:
+            prefix = self._stores.storage.metadata.root_prefix
+            numbers.update(list_partitions(self._stores.metadata, prefix, name))
         number = 0
         # Those without a record: a log without a bucket has none.
         while number in numbers or self.exists(_partition(name, number)):

@@ -49,8 +49,8 @@ from ister.topic.opening import TopicOpener, check_same
 from ister.topic.partitioned import PartitionedTopic
 from ister.topic.read_only import ReadOnlyTopic, ReadOnlyTopics
 from ister.topic.repair import Repaired, repair_topic
-from ister.topic.room import Room
-from ister.topic.stores import Tiers, open_tiers
+from ister.topic.room import SpaceGuards
+from ister.topic.stores import Stores, open_stores
 from ister.topic.table import render_topics
 from ister.topic.topic import Topic
 from ister.tracing import span
@@ -118,7 +118,7 @@ class Log:
             self._directories.lock()
         try:
             # Before the stores: on a full disk, opening SQLite's file may need the reserve.
-            self.room = Room(
+            self.room = SpaceGuards(
                 config.storage,
                 fs=self._fs,
                 root=self._root,
@@ -150,15 +150,15 @@ class Log:
         self._opening: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
         self._fork_error: ClosedError | None = None
         forks.register(self)
-        self._tiers = self._open_tiers(objects, metadata)
+        self._stores = self._open_tiers(objects, metadata)
         self._known = KnownTopics(
-            self._fs, directories=self._directories, tiers=self._tiers, opened=self._topics
+            self._fs, directories=self._directories, stores=self._stores, opened=self._topics
         )
         self._opener = TopicOpener(
             config.storage,
             fs=self._fs,
             directories=self._directories,
-            tiers=self._tiers,
+            stores=self._stores,
             known=self._known,
             heads=self._heads,
             scheduler=self._scheduler,
@@ -173,7 +173,7 @@ class Log:
         register_gauges(
             self.metrics,
             self._open_topics,
-            tiers=self._tiers,
+            stores=self._stores,
             room=self.room,
             node_clock=self._node_clock,
         )
@@ -182,11 +182,11 @@ class Log:
     def _start(self, *, background: bool, trims: bool) -> None:
         """Starts what uploads, trims and watches the disk."""
         storage = self.config.storage
-        if self._tiers is not None:
-            self._tiers.is_disk_low = self.room.is_pressed
+        if self._stores is not None:
+            self._stores.is_disk_low = self.room.is_pressed
             if background:
                 self._background = Background(
-                    self._open_topics, self._tiers, storage, self._clock, self._heads.check
+                    self._open_topics, self._stores, storage, self._clock, self._heads.check
                 )
         elif self._root is not None:
             self._local_retention = LocalRetention(
@@ -208,13 +208,13 @@ class Log:
 
     def _open_tiers(
         self, objects: ObjectStore | None, metadata: MetadataStore | None
-    ) -> Tiers | None:
+    ) -> Stores | None:
         """Opens the stores, if there is a bucket."""
         storage = self.config.storage
         if self._root is None or not storage.mode.has_bucket:
             return None
         try:
-            return open_tiers(
+            return open_stores(
                 storage,
                 node=Node(self._fs, self._root, is_lasting=not self.is_diskless),
                 objects=objects,
@@ -230,9 +230,9 @@ class Log:
             raise
 
     @property
-    def tiers(self) -> Tiers | None:
+    def stores(self) -> Stores | None:
         """The stores behind the topics; None without a bucket."""
-        return self._tiers
+        return self._stores
 
     @property
     def clock_step(self) -> ClockStep | None:
@@ -261,8 +261,8 @@ class Log:
             IsterError: A check or a removal failed; later files were not removed.
         """
         topic = self.topic(name)
-        if topic.tier is not None:
-            return topic.wal.run_shielded(topic.tier.trim)
+        if topic.bucket is not None:
+            return topic.wal.run_shielded(topic.bucket.trim)
         retention = self._local_retention
         if retention is None:
             return 0
@@ -313,7 +313,7 @@ class Log:
         if ack is not None:
             wanted_ack = check_ack(
                 parse_ack(ack),
-                has_bucket=self._tiers is not None,
+                has_bucket=self._stores is not None,
                 has_files=self._root is not None,
                 is_diskless=self.is_diskless,
             )
@@ -427,10 +427,10 @@ class Log:
     def _retire(self, topic: Topic) -> None:
         """Removes a topic that stopped, and records from where on its files are untrusted."""
         topic.close_quietly()
-        if topic.tier is not None and self._tiers is not None:
+        if topic.bucket is not None and self._stores is not None:
             # Nothing of it may touch the files, or the bucket, once the topic is opened again.
-            with topic.tier.ended():
-                self._tiers.membership.remove(topic.tier.owned)
+            with topic.bucket.ended():
+                self._stores.membership.remove(topic.bucket.owned)
         self._opener.distrust(topic)
         self._unlist(topic)
 
@@ -466,7 +466,7 @@ class Log:
 
         Args:
             name: The topic.
-            assured: What `TopicTier.prepare_seal` has checked a moment ago.
+            assured: What `TopicBucket.prepare_seal` has checked a moment ago.
 
         Returns:
             The offset that the next owner's first message gets.
@@ -480,7 +480,7 @@ class Log:
 
     def _seal(self, name: str, assured: set[tuple[str, int]] | None) -> int:
         with self._exclusively(name) as topic:
-            tier, tiers = topic.tier, self._tiers
+            bucket, stores = topic.bucket, self._stores
             topic.wal.hold(
                 "sealing",
                 lambda: ClosedError("the topic is being handed over", topic=topic.name),
@@ -488,19 +488,19 @@ class Log:
             )
             try:
                 topic.flush()
-                if tier is not None:
-                    tier.upload()
+                if bucket is not None:
+                    bucket.upload()
                     # The bucket's copy is about to be the only one.
-                    tier.assure_local(topic.wal.next, assured)
+                    bucket.assure_local(topic.wal.next, assured)
                 next_offset = topic.wal.next
             finally:
                 topic.close()
                 self._unlist(topic)
-            if tier is not None and tiers is not None:
-                with tier.ended():
+            if bucket is not None and stores is not None:
+                with bucket.ended():
                     # First: a renewal of the lease must not put the owner key back.
-                    tiers.membership.remove(tier.owned)
-                    tier.owned.seal(next_offset)
+                    stores.membership.remove(bucket.owned)
+                    bucket.owned.seal(next_offset)
                 self._remove_files(TopicName.parse(name))
                 failpoints.reach("tier.after_remove_local")
             return next_offset
@@ -518,13 +518,13 @@ class Log:
             As `ister.topic.batches.append_staged`.
         """
         topic = self.topic(name)
-        if topic.tier is None or self._tiers is None:
+        if topic.bucket is None or self._stores is None:
             raise InvalidRequestError("this log has no object store to stage rows in", topic=name)
         append: Callable[[], AppendedBatch] = partial(
             load_batches().append_staged,
             topic,
-            topic.tier.owned,
-            self._tiers.objects,
+            topic.bucket.owned,
+            self._stores.objects,
             staged,
             clock=self._clock,
             gate=gate,
@@ -573,9 +573,9 @@ class Log:
             InvalidRequestError: This log has no object store.
             UnavailableError: A store does not answer.
         """
-        if self._tiers is None:
+        if self._stores is None:
             raise InvalidRequestError("this log has no object store to repair from", topic=name)
-        work = partial(repair_topic, tiers=self._tiers, content=content)
+        work = partial(repair_topic, stores=self._stores, content=content)
         return self._shielded(name, lambda: self._mend(name, work))
 
     def give_up(self, name: str, *, at_least: int = 0, is_dry: bool = False) -> GivenUp:
@@ -598,7 +598,7 @@ class Log:
                 return GivenUp(ranges=((error.offset or 0, at_least),), next_offset=at_least)
             self._expect(name, at_least)
             self.topic(name, take_over=True)
-        work = partial(give_up_lost, tiers=self._tiers, at_least=at_least, is_dry=is_dry)
+        work = partial(give_up_lost, stores=self._stores, at_least=at_least, is_dry=is_dry)
         return self._shielded(name, lambda: self._mend(name, work))
 
     def expect_end(self, name: str, end: int) -> Topic:
@@ -613,7 +613,7 @@ class Log:
 
     def _expect(self, name: str, end: int) -> None:
         """Has an opening after a crash refuse the files again, until all is given up."""
-        known = self._tiers.view(TopicName.parse(name)).known if self._tiers is not None else None
+        known = self._stores.view(TopicName.parse(name)).known if self._stores is not None else None
         if known is not None:
             self._heads.expect(name, Head(known.incarnation, known.epoch + 1, end))
 
@@ -642,22 +642,22 @@ class Log:
             with self._exclusively(str(parsed)) as topic:
                 self._delete(parsed, topic)
         except NotFoundError:
-            tiers = self._tiers
-            if tiers is None or not self._is_half_deleted(tiers, parsed):
+            stores = self._stores
+            if stores is None or not self._is_half_deleted(stores, parsed):
                 raise
             with self._opening_of(str(parsed)):
                 self._check_open()
-                tiers.delete(parsed, None, lambda: self._remove_files(parsed))
+                stores.delete(parsed, None, lambda: self._remove_files(parsed))
 
     def _delete(self, name: TopicName, topic: Topic) -> None:
         topic.close_quietly()
         self._unlist(topic)
-        tier, tiers = topic.tier, self._tiers
-        if tier is None or tiers is None:
+        bucket, stores = topic.bucket, self._stores
+        if bucket is None or stores is None:
             self._remove_files(name)
             return
-        with tier.ended():
-            tiers.delete(name, tier.owned, lambda: self._remove_files(name))
+        with bucket.ended():
+            stores.delete(name, bucket.owned, lambda: self._remove_files(name))
 
     def _remove_files(self, name: TopicName) -> None:
         if self._directories is not None:
@@ -665,8 +665,8 @@ class Log:
             self._heads.forget(str(name))
             self._directories.remove(name)
 
-    def _is_half_deleted(self, tiers: Tiers, name: TopicName) -> bool:
-        found = tiers.catalog(name).record()
+    def _is_half_deleted(self, stores: Stores, name: TopicName) -> bool:
+        found = stores.catalog(name).record()
         return found is not None and found[0].state == "deleting"
 
     # -- the whole --------------------------------------------------------------------------
@@ -713,8 +713,8 @@ class Log:
             except IsterError as error:
                 failure = failure or error
         self._heads.save()
-        if self._tiers is not None:
-            self._tiers.close()
+        if self._stores is not None:
+            self._stores.close()
         self._scheduler.stop()
         self._node_clock.close()
         self._unlock_directory()

@@ -200,9 +200,9 @@ class MemoryGuard:
     def _free(self, topic: Topic) -> int:
         if topic.has_stopped:
             return int(self._retire(topic))
-        if topic.tier is None:
+        if topic.bucket is None:
             return 0
-        return topic.tier.drop_tiered(is_enough=self._has_enough)
+        return topic.bucket.drop_tiered(is_enough=self._has_enough)
 
     def _has_enough(self) -> bool:
         return self._fs.used_bytes <= self._enough_bytes

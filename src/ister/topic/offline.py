@@ -94,7 +94,7 @@ class LocalLog:
 
 
 @dataclass(slots=True, kw_only=True)
-class TopicFacts:
+class OfflineTopic:
     """A topic as stores and files describe it."""
 
     topic: str
@@ -211,7 +211,7 @@ class _Catalogued:
 
 def read_topics(
     storage: StorageConfig, root: str | None, brokers: BrokerState, namespace: str | None = None
-) -> list[TopicFacts]:
+) -> list[OfflineTopic]:
     """Describes all topics, by name; what cannot be read of a topic is in its errors.
 
     Args:
@@ -228,7 +228,7 @@ def read_topics(
         if store is not None:
             names.update(_list_names(store, storage.metadata.root_prefix))
             names.update(brokers.non_reliable(store))
-        found: list[TopicFacts] = []
+        found: list[OfflineTopic] = []
         for name in map(TopicName.parse, sorted(names)):
             if namespace is None or name.namespace == namespace:
                 with suppress(NotFoundError):  # deleted meanwhile, or left behind
@@ -239,7 +239,7 @@ def read_topics(
 
 def read_topic(
     storage: StorageConfig, root: str | None, brokers: BrokerState, name: TopicName
-) -> TopicFacts:
+) -> OfflineTopic:
     """Describes a topic; what cannot be read is in its errors.
 
     Raises:
@@ -252,13 +252,13 @@ def read_topic(
 
 def _combine(
     storage: StorageConfig, root: str | None, name: TopicName, catalogued: _Catalogued
-) -> TopicFacts:
+) -> OfflineTopic:
     record, served = catalogued.record, catalogued.served
     local = _read_local(root, name, record)
     has_log = local is not None or (record is not None and record.state != "deleted")
     if not has_log and served.is_reliable:
         raise _not_found(root, name, catalogued)
-    return TopicFacts(
+    return OfflineTopic(
         topic=str(name),
         watermarks=_watermarks(storage, catalogued, local),
         record=record,

@@ -29,7 +29,7 @@ from ister.fs.local import LocalFileSystem
 from ister.model import TopicName, TopicState
 from ister.topic.giving_up import GivenUp
 from ister.topic.log import Log
-from ister.topic.stores import Tiers, metadata_of, open_metadata
+from ister.topic.stores import Stores, metadata_of, open_metadata
 from ister.topic.survey import BadRange, FileSurvey, Kind, survey
 from ister.wal.directory import WalDirectory
 
@@ -66,8 +66,8 @@ class LostRange:
 @contextmanager
 def keep_lease(log: Log) -> Iterator[None]:
     """Renews the log's lease in the background: a repair may take longer than it lasts."""
-    tiers = log.tiers
-    if tiers is None:
+    stores = log.stores
+    if stores is None:
         yield
         return
     stopping = threading.Event()
@@ -77,7 +77,7 @@ def keep_lease(log: Log) -> Iterator[None]:
             # A failed renewal is harmless: every transaction checks the ownership of its topic,
             # and the next renewal puts the owner keys back.
             with threads.guard("ister-repair-lease"), suppress(IsterError):
-                tiers.membership.renew()
+                stores.membership.renew()
 
     thread = threads.start("ister-repair-lease", keep)
     try:
@@ -89,14 +89,14 @@ def keep_lease(log: Log) -> Iterator[None]:
 
 def find_lost(log: Log, name: TopicName) -> LostRange | None:
     """What a topic loses when it is taken over; None if nothing."""
-    tiers = _stores(log)
-    catalog = tiers.catalog(name)
+    stores = _stores(log)
+    catalog = stores.catalog(name)
     record = catalog.record()
     if record is None or not record[0].lineage or catalog.sealed() is not None:
         return None
     path = _path(log, name)
     has_files = path is not None and not WalDirectory(LocalFileSystem(), path).is_blank()
-    if has_files and _is_of_node(catalog, tiers.membership.node):
+    if has_files and _is_of_node(catalog, stores.membership.node):
         return None
     last = catalog.last()
     tiered = 0 if last is None else last.end
@@ -151,9 +151,9 @@ def try_repair(
 def _repair(
     log: Log, name: TopicName, row: TopicRepair, *, take_over: bool, content: bool, is_named: bool
 ) -> None:
-    tiers = _stores(log)
-    catalog = tiers.catalog(name)
-    if not is_named and not _is_ours(log, catalog, tiers.membership.node):
+    stores = _stores(log)
+    catalog = stores.catalog(name)
+    if not is_named and not _is_ours(log, catalog, stores.membership.node):
         row.status = "skipped"
         return
     with _sealed_again(log, name):
@@ -177,7 +177,7 @@ def _repair(
 def _give_up(log: Log, name: TopicName, row: TopicRepair) -> None:
     """Repairs what can be repaired, gives up the rest, and checks that nothing is left to do."""
     with _sealed_again(log, name):
-        if log.tiers is not None:
+        if log.stores is not None:
             try:
                 repaired = log.repair(row.topic)
                 row.local_frames, row.objects = repaired.local_frames, list(repaired.objects)
@@ -186,7 +186,7 @@ def _give_up(log: Log, name: TopicName, row: TopicRepair) -> None:
                     raise
                 # Only giving up opens it: its files are older than what is known of them.
         row.gives_up = log.give_up(row.topic, at_least=_highest_cursor(log, name))
-        if log.tiers is not None:
+        if log.stores is not None:
             row.errors += log.repair(row.topic).errors
         row.errors += [one.as_error(row.topic) for one in log.topic(row.topic).damage]
     is_changed = row.gives_up.ranges or row.objects or row.local_frames is not None
@@ -199,7 +199,7 @@ def _sealed_again(log: Log, name: TopicName) -> Iterator[None]:
 
     Without the seal another node cannot open the topic.
     """
-    is_sealed = log.tiers is not None and log.tiers.catalog(name).sealed() is not None
+    is_sealed = log.stores is not None and log.stores.catalog(name).sealed() is not None
     try:
         yield
     finally:
@@ -213,7 +213,7 @@ def _highest_cursor(log: Log, name: TopicName) -> int:
     With a bucket, the topic's catalog has the cursors.
     """
     settings = metadata_of(log.config.storage)
-    if log.tiers is not None or settings.backend is MetadataBackend.MEMORY:
+    if log.stores is not None or settings.backend is MetadataBackend.MEMORY:
         return 0
     clock = SystemClock()
     try:
@@ -228,10 +228,10 @@ def _highest_cursor(log: Log, name: TopicName) -> int:
         store.close()
 
 
-def _stores(log: Log) -> Tiers:
-    if log.tiers is None:
+def _stores(log: Log) -> Stores:
+    if log.stores is None:
         raise InvariantError("a log with a bucket has stores")
-    return log.tiers
+    return log.stores
 
 
 def _path(log: Log, name: TopicName) -> str | None:

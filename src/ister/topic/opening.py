@@ -31,17 +31,17 @@ from ister.format.records import TopicRecord
 from ister.fs.base import FileSystem
 from ister.metrics import Metrics
 from ister.model import AckLevel, Codec, TopicName
-from ister.topic.bucket_link import TopicTier
+from ister.topic.bucket_link import TopicBucket
 from ister.topic.cache import Cache
 from ister.topic.directories import TopicDirectories
 from ister.topic.heads import Heads, compare_with_head, read_local
 from ister.topic.known_topics import KnownTopics
 from ister.topic.read_only import ReadOnlyTier, ReadOnlyTopic
 from ister.topic.reconcile import finish_set_aside, measure_backlog, recover_tiered, set_aside
-from ister.topic.stores import Tiers
+from ister.topic.stores import Stores
 from ister.topic.topic import Topic
 from ister.wal.directory import WalDirectory
-from ister.wal.history_log import HistoryLog
+from ister.wal.history_log import ReadOnlyLog
 from ister.wal.log import Wal
 from ister.wal.recovery import Recovered, UntrustedTailError, recover
 from ister.wal.scheduler import Threads
@@ -59,7 +59,7 @@ class TopicOpener:
         *,
         fs: FileSystem,
         directories: TopicDirectories | None,
-        tiers: Tiers | None,
+        stores: Stores | None,
         known: KnownTopics,
         heads: Heads,
         scheduler: Threads,
@@ -70,7 +70,7 @@ class TopicOpener:
         self._heads = heads
         self._fs = fs
         self._directories = directories
-        self._tiers = tiers
+        self._stores = stores
         self._known = known
         self._scheduler = scheduler
         self._clock = clock
@@ -88,9 +88,9 @@ class TopicOpener:
         take_over: bool,
     ) -> Topic:
         """Opens a topic that is not open; the arguments are those of `Log.topic`."""
-        if self._tiers is None:
+        if self._stores is None:
             return self._open_local(name, ack, codec, create=create)
-        return self._claim(self._tiers, name, ack, codec, create=create, take_over=take_over)
+        return self._claim(self._stores, name, ack, codec, create=create, take_over=take_over)
 
     def distrust(self, topic: Topic) -> None:
         """Remembers the offset from which the files of a topic with a failed sync are untrusted."""
@@ -142,7 +142,7 @@ class TopicOpener:
 
     def _claim(
         self,
-        tiers: Tiers,
+        stores: Stores,
         name: TopicName,
         ack: AckLevel | None,
         codec: Codec | None,
@@ -160,7 +160,7 @@ class TopicOpener:
             claimed = None
             while claimed is None:
                 claimed = self._try_claim(
-                    tiers,
+                    stores,
                     name,
                     directory,
                     ack,
@@ -175,10 +175,10 @@ class TopicOpener:
             raise _not_found(str(name)) from None
         owned, before = claimed
         try:
-            return self._take(tiers, owned, directory, before)
+            return self._take(stores, owned, directory, before)
         except BaseException:
-            tiers.membership.is_whole = False
-            tiers.membership.remove(owned)
+            stores.membership.is_whole = False
+            stores.membership.remove(owned)
             with suppress(IsterError):
                 if owned.sealed_before is not None:
                     # Nothing was appended: another node, perhaps with more room, may open it.
@@ -189,7 +189,7 @@ class TopicOpener:
 
     def _try_claim(
         self,
-        tiers: Tiers,
+        stores: Stores,
         name: TopicName,
         directory: WalDirectory,
         ack: AckLevel | None,
@@ -207,7 +207,7 @@ class TopicOpener:
         has_files = local.is_there
         if create and not has_files:
             directories.refuse_twin(name)
-        view = tiers.view(name)
+        view = stores.view(name)
         is_unknown = view.record is None
         if create and is_unknown and not has_files:
             self._known.check_new(name)
@@ -222,19 +222,19 @@ class TopicOpener:
                 incarnation=local.incarnation if state is not None else "",
                 epoch=local.term.epoch if local.term is not None else 0,
             )
-        seen = tiers.check_claim(name, view, new=new, local=local, take_over=take_over)
-        if tiers.is_diskless:
+        seen = stores.check_claim(name, view, new=new, local=local, take_over=take_over)
+        if stores.is_diskless:
             _check_diskless(view.known, str(name))
         if not has_files:
             directories.add(name)
             directory.mark()
         elif not seen.is_current and not local.is_new:
             set_aside(directory, "another node has written the topic since")
-        owned = tiers.claim(name, new=new, take_over=take_over, seen=seen)
+        owned = stores.claim(name, new=new, take_over=take_over, seen=seen)
         return None if owned is None else (owned, seen)
 
     def _take(
-        self, tiers: Tiers, owned: OwnedTopic, directory: WalDirectory, before: ClaimCheck
+        self, stores: Stores, owned: OwnedTopic, directory: WalDirectory, before: ClaimCheck
     ) -> Topic:
         """Opens the files of a topic that was claimed, and puts the two tiers together."""
         text = owned.topic
@@ -242,7 +242,7 @@ class TopicOpener:
             recovered = recover_tiered(
                 directory,
                 owned,
-                tiers,
+                stores,
                 before=before,
                 untrusted_from=self._untrusted_from.get(text),
             )
@@ -261,16 +261,18 @@ class TopicOpener:
         self._report(topic, recovered)
         if not recovered.damage:
             prefix = owned.catalog.keys.subscriptions
-            if clipped := clip_progress(tiers.metadata, prefix, recovered.next_offset, owned=owned):
+            if clipped := clip_progress(
+                stores.metadata, prefix, recovered.next_offset, owned=owned
+            ):
                 _log.warning("cursors put back to the end", extra={"topic": text, "keys": clipped})
-        topic.tier = TopicTier(
+        topic.bucket = TopicBucket(
             wal=topic.wal,
             owned=owned,
-            tiers=tiers,
+            stores=stores,
             backlog_bytes=measure_backlog(directory, recovered, owned.tiered),
         )
-        topic.tier.active_floor = topic.subscription_floor
-        topic.tier.settle_batches = partial(topic.settle_batches, tiers.objects)
+        topic.bucket.active_floor = topic.subscription_floor
+        topic.bucket.settle_batches = partial(topic.settle_batches, stores.objects)
         if not recovered.damage:
             is_new = not recovered.files
             # The first offset of a log without files is in its checkpoint alone, unless it is 0.
@@ -300,33 +302,33 @@ class TopicOpener:
 
     def open_read_only(self, name: TopicName) -> ReadOnlyTopic:
         """Opens the history of a topic that waits for a disk; see `Log.read_only_topic`."""
-        tiers, directories, text = self._tiers, self._directories, str(name)
-        if tiers is None or directories is None:
+        stores, directories, text = self._stores, self._directories, str(name)
+        if stores is None or directories is None:
             raise InvalidRequestError("this log has no object store", topic=text)
-        view = tiers.view(name)
+        view = stores.view(name)
         local = read_local(directories.of(name), self._heads.get(text))
         try:
-            tiers.check_claim(name, view, new=None, local=local, take_over=False)
+            stores.check_claim(name, view, new=None, local=local, take_over=False)
         except WaitsForDiskError as error:
             waits = error
         else:
             raise ConflictError(
                 "the topic does not wait for a disk", topic=text, hint="open it with `log.topic`"
             )
-        known, fence = view.known, tiers.take_reader_key(name)
+        known, fence = view.known, stores.take_reader_key(name)
         try:
-            owned = tiers.act_outside(name, fence)
+            owned = stores.act_outside(name, fence)
             _check_unclaimed(owned, known)
-            return self._make_read_only(tiers, owned, fence, waits)
+            return self._make_read_only(stores, owned, fence, waits)
         except BaseException:
             fence.release()
             raise
 
     def _make_read_only(
-        self, tiers: Tiers, owned: OwnedTopic, fence: MemberFence, waits: WaitsForDiskError
+        self, stores: Stores, owned: OwnedTopic, fence: MemberFence, waits: WaitsForDiskError
     ) -> ReadOnlyTopic:
         record, end = owned.record, owned.tiered
-        wal = HistoryLog(
+        wal = ReadOnlyLog(
             end=end,
             settings=self._settings(owned.topic, record.ack, record.codec, record),
             schedule=self._scheduler,
@@ -336,7 +338,7 @@ class TopicOpener:
         return ReadOnlyTopic(
             wal=wal,
             cache=self._cache(end, record.codec),
-            tier=ReadOnlyTier(wal=wal, owned=owned, tiers=tiers, fence=fence),
+            bucket=ReadOnlyTier(wal=wal, owned=owned, stores=stores, fence=fence),
             waits=waits,
             fence=fence,
             max_message_size=self._storage.max_message_size,

@@ -1,6 +1,6 @@
 """Read-only topics: they wait for another node's disk; their history is read, and cursors move.
 
-    bucket ─► HistoryLog ─► readers, subscriptions      appends are refused, and say why
+    bucket ─► ReadOnlyLog ─► readers, subscriptions      appends are refused, and say why
     reader key (leased) ─► OwnedTopic.transact          cursors, in the name of the last owner
 
 Owns: a read-only topic and its reader key. Does not own: whether a topic waits for a
@@ -25,22 +25,22 @@ from ister.clock import Clock
 from ister.errors import FencedError, UnavailableError, WaitsForDiskError
 from ister.metrics import Metrics
 from ister.model import TopicName
-from ister.topic.bucket_link import TopicTier
+from ister.topic.bucket_link import TopicBucket
 from ister.topic.cache import Cache
-from ister.topic.stores import Tiers
+from ister.topic.stores import Stores
 from ister.topic.topic import Topic
-from ister.topic.uploads import Tiered
-from ister.wal.history_log import HistoryLog
+from ister.topic.uploads import UploadResult
+from ister.wal.history_log import ReadOnlyLog
 from ister.wal.log import Wal
 
 
-class ReadOnlyTier(TopicTier):
+class ReadOnlyTier(TopicBucket):
     """The bucket side of a read-only topic: it is read, and nothing in it is changed."""
 
     def __init__(
-        self, *, wal: HistoryLog, owned: OwnedTopic, tiers: Tiers, fence: MemberFence
+        self, *, wal: ReadOnlyLog, owned: OwnedTopic, stores: Stores, fence: MemberFence
     ) -> None:
-        super().__init__(wal=wal, owned=owned, tiers=tiers, backlog_bytes=0)
+        super().__init__(wal=wal, owned=owned, stores=stores, backlog_bytes=0)
         self._history_log = wal
         self._fence = fence
         # Nothing is uploaded, trimmed, expired or collected here.
@@ -60,7 +60,7 @@ class ReadOnlyTier(TopicTier):
 
     def upload(
         self, *, is_crowded: Callable[[], bool] = lambda: False, is_paced: bool = True
-    ) -> Tiered:
+    ) -> UploadResult:
         """Raises UnavailableError: another node has what is not in the bucket."""
         raise UnavailableError(
             "the topic is read-only: what is not in the bucket is on another node's disk",
@@ -122,9 +122,9 @@ class ReadOnlyTopic(Topic):
     def __init__(
         self,
         *,
-        wal: HistoryLog,
+        wal: ReadOnlyLog,
         cache: Cache,
-        tier: ReadOnlyTier,
+        bucket: ReadOnlyTier,
         waits: WaitsForDiskError,
         fence: MemberFence,
         max_message_size: int,
@@ -139,13 +139,13 @@ class ReadOnlyTopic(Topic):
             stream_chunk_size=stream_chunk_size,
             clock=clock,
             metrics=metrics,
-            tier=tier,
+            bucket=bucket,
         )
         self.waits_for = waits.node
         """The node whose disk may have the topic's newest messages."""
-        self._link = tier
+        self._link = bucket
         self._fence = fence
-        fence.on_gone = tier.owned.give_up
+        fence.on_gone = bucket.owned.give_up
         wal.hold("read-only", self.refused_error, waits=False)
 
     def refused_error(self) -> UnavailableError:

@@ -92,7 +92,7 @@ class Reader:
         clock: Clock,
         metrics: Metrics,
         earliest: Callable[[], int],
-        open_history: Callable[[], HistoryReader] | None = None,
+        open_bucket: Callable[[], HistoryReader] | None = None,
         level: AckLevel | None = None,
     ) -> None:
         """Opens at `start`; `level` replaces the level at which messages are visible."""
@@ -100,7 +100,7 @@ class Reader:
         self._level = level
         self._cache = cache
         self._earliest = earliest
-        self._open_history = open_history
+        self._open_bucket = open_bucket
         self._end = end
         self._chunk_bytes = chunk_bytes
         self._clock = clock
@@ -495,7 +495,7 @@ class Reader:
                 # Trimmed between looking and reading; the bucket has it.
                 continue
             except (CorruptDataError, NotFoundError):
-                if self._open_history is None or start >= (wal.tiered or 0):
+                if self._open_bucket is None or start >= (wal.tiered or 0):
                     raise
                 # The other tier has a copy.
                 break
@@ -508,7 +508,7 @@ class Reader:
         """Frames from the bucket; raises if it does not have them."""
         wal = self._wal
         tiered = wal.tiered or 0
-        if self._open_history is None or start < self._earliest():
+        if self._open_bucket is None or start < self._earliest():
             raise self._not_kept(start)
         if start >= tiered:
             raise DataGapError(
@@ -518,7 +518,7 @@ class Reader:
                 topic=wal.settings.topic,
             )
         if self._history is None:
-            self._history = self._open_history()
+            self._history = self._open_bucket()
             self._metrics.count("reader.history_entered_total")
             _log.debug(
                 "reader switches to the bucket",

@@ -11,7 +11,7 @@ yet. After the claim no other process commits, so neither changes while they are
   is lost with it, and offsets continue after the bucket's;
 - the bucket may have objects that continue the catalog and are not in it, if the last owner's
   process did not close the topic, or if the metadata store was rolled back to an older state: they
-  are adopted first (`Tiers.find_forgotten`);
+  are adopted first (`Stores.find_forgotten`);
 - the bucket still ends before the local files begin: what is missing is in neither tier, and the
   topic opens read-only, with the damage reported.
 
@@ -39,7 +39,7 @@ from ister.format.descriptor import ObjectDescriptor
 from ister.format.frame import NothingLeftError, Scan
 from ister.format.records import TopicRecord
 from ister.topic.directories import remove_directory
-from ister.topic.stores import Tiers
+from ister.topic.stores import Stores
 from ister.wal.directory import WalDirectory
 from ister.wal.index import SparseIndex
 from ister.wal.recovery import Damage, Recovered, recover
@@ -54,7 +54,7 @@ _FRESH_SUFFIX: Final = ".fresh"
 def recover_tiered(
     directory: WalDirectory,
     owned: OwnedTopic,
-    tiers: Tiers,
+    stores: Stores,
     *,
     before: ClaimCheck,
     untrusted_from: int | None,
@@ -64,7 +64,7 @@ def recover_tiered(
     Args:
         directory: The topic's.
         owned: The claim.
-        tiers: The stores.
+        stores: The stores.
         before: What was known before the claim.
         untrusted_from: As for `ister.wal.recovery.recover`.
 
@@ -73,13 +73,13 @@ def recover_tiered(
     """
     if before.terms is None:
         owned.unread = before
-    has_adopted = _adopt(owned, tiers, before.found)
+    has_adopted = _adopt(owned, stores, before.found)
     recovered = recover(
         directory, untrusted_from=untrusted_from, floor=owned.start, durable=owned.tiered
     )
     if _first_offset(recovered) > owned.tiered:
-        found = tiers.find_forgotten(owned.catalog, before, has_gap=True)
-        has_adopted |= _adopt(owned, tiers, found)
+        found = stores.find_forgotten(owned.catalog, before, has_gap=True)
+        has_adopted |= _adopt(owned, stores, found)
     is_behind = recovered.next_offset < owned.start or (
         # Unreadable bytes may have been acknowledged messages: such a topic stays as it is,
         # read-only.
@@ -88,7 +88,7 @@ def recover_tiered(
         and not recovered.has_unread_bytes
     )
     if is_behind or has_adopted or owned.is_rebuilt:
-        _refuse_divergence(directory, recovered, owned, tiers)
+        _refuse_divergence(directory, recovered, owned, stores)
     if is_behind:
         end = max(owned.start, recovered.next_offset)
         set_aside(directory, "everything in it that was durable is in the bucket", owned, end)
@@ -113,7 +113,7 @@ def _first_offset(recovered: Recovered) -> int:
 
 
 def _refuse_divergence(
-    directory: WalDirectory, recovered: Recovered, owned: OwnedTopic, tiers: Tiers
+    directory: WalDirectory, recovered: Recovered, owned: OwnedTopic, stores: Stores
 ) -> None:
     """Refuses files that hold other messages than the bucket under the same offsets.
 
@@ -124,7 +124,7 @@ def _refuse_divergence(
     frame = _read_frame(directory, recovered, offset)
     if frame is None:
         return
-    history = tiers.reader(owned.catalog)
+    history = stores.reader(owned.catalog)
     try:
         batch = history.fetch(offset, offset + 1, bytes_max=len(frame))
     except (CorruptDataError, NotFoundError, NothingLeftError):
@@ -195,14 +195,14 @@ def _read_frame(directory: WalDirectory, recovered: Recovered, offset: int) -> b
     return found[0] if found else None
 
 
-def _adopt(owned: OwnedTopic, tiers: Tiers, found: Sequence[ObjectDescriptor]) -> bool:
+def _adopt(owned: OwnedTopic, stores: Stores, found: Sequence[ObjectDescriptor]) -> bool:
     """Adds objects that continue the catalog and are not in it; returns whether there are any."""
     # Some may have been committed meanwhile: by a pipeline, or by an opening that was interrupted.
     wanted = [described for described in found if described.start >= owned.tiered]
     if not wanted:
         return False
     # Copies, because their writer may still delete what it could not commit.
-    found = secure_objects(tiers.objects, owned.catalog.keys.topic, wanted, owned.epoch)
+    found = secure_objects(stores.objects, owned.catalog.keys.topic, wanted, owned.epoch)
     if len(found) < len(wanted):
         owned.begin_at(found[-1].end if found else owned.tiered)
     if found:

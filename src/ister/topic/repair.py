@@ -23,9 +23,9 @@ from ister.errors import (
 )
 from ister.format.frame import FrameBatch, NothingLeftError
 from ister.model import TopicState
-from ister.topic.bucket_link import TopicTier
+from ister.topic.bucket_link import TopicBucket
 from ister.topic.reconcile import divergence
-from ister.topic.stores import Tiers
+from ister.topic.stores import Stores
 from ister.topic.topic import Topic
 from ister.wal.reader import WalReader
 from ister.wal.repair import judge_log, rewrite_log
@@ -50,27 +50,27 @@ class Repaired:
 
 
 def repair_topic(
-    topic: Topic, tiers: Tiers, *, content: bool, retire: Callable[[], None]
+    topic: Topic, stores: Stores, *, content: bool, retire: Callable[[], None]
 ) -> Repaired:
     """Repairs both tiers of a topic that no other thread opens or ends meanwhile.
 
     Args:
         topic: The topic, which has a bucket.
-        tiers: The stores of its log.
+        stores: The stores of its log.
         content: Read everything, not only names and sizes of objects.
         retire: Closes the topic, after its local files were replaced.
     """
-    tier = topic.tier
-    if tier is None:
+    bucket = topic.bucket
+    if bucket is None:
         raise InvariantError("a topic of a log with stores has a bucket", topic=topic.name)
-    found = tier.repair_objects(content=content)
+    found = bucket.repair_objects(content=content)
     errors = list(found.errors)
     rewritten: int | None = None
-    damage = _local_damage(topic, tier, content=content)
+    damage = _local_damage(topic, bucket, content=content)
     if damage is None and content:
-        damage = _find_foreign(topic, tier.owned.tiered, errors)
+        damage = _find_foreign(topic, bucket.owned.tiered, errors)
         if damage is None:
-            errors += _compare(topic, tiers)
+            errors += _compare(topic, stores)
     if damage is not None and any(end > topic.local_start for _, end in found.bad):
         # Local files may hold the only copy of something: they stay as they are.
         errors.append(damage)
@@ -79,10 +79,10 @@ def repair_topic(
             with held(topic), abandoned(topic, retire):
                 rewritten = rewrite_log(
                     topic.wal,
-                    max(tier.owned.tiered, tier.owned.start),
-                    chunk_bytes=tiers.storage.wal.stream_chunk_size,
-                    clock=tiers.clock,
-                    metrics=tiers.metrics,
+                    max(bucket.owned.tiered, bucket.owned.start),
+                    chunk_bytes=stores.storage.wal.stream_chunk_size,
+                    clock=stores.clock,
+                    metrics=stores.metrics,
                 )
         except (CorruptDataError, NotFoundError, OffsetOutOfRangeError) as error:
             errors.append(error)
@@ -94,10 +94,10 @@ def repair_topic(
     )
 
 
-def _local_damage(topic: Topic, tier: TopicTier, *, content: bool) -> IsterError | None:
+def _local_damage(topic: Topic, bucket: TopicBucket, *, content: bool) -> IsterError | None:
     if topic.state is TopicState.QUARANTINED:
         return topic.damage[0].as_error(topic.name)
-    return tier.find_local_damage() if content else None
+    return bucket.find_local_damage() if content else None
 
 
 def _find_foreign(topic: Topic, tiered: int, errors: list[IsterError]) -> IsterError | None:
@@ -124,16 +124,16 @@ def _find_foreign(topic: Topic, tiered: int, errors: list[IsterError]) -> IsterE
     return None
 
 
-def _compare(topic: Topic, tiers: Tiers) -> list[IsterError]:
+def _compare(topic: Topic, stores: Stores) -> list[IsterError]:
     """Compares the frames that both tiers have; the error of the first that differs, if any."""
-    tier, wal = topic.tier, topic.wal
-    first = tier.owned.catalog.first() if tier is not None else None
-    if tier is None or first is None or wal.directory is None:
+    bucket, wal = topic.bucket, topic.wal
+    first = bucket.owned.catalog.first() if bucket is not None else None
+    if bucket is None or first is None or wal.directory is None:
         return []
-    start, end = max(wal.trimmed, first.start), min(tier.owned.tiered, wal.synced)
-    chunk_bytes = tiers.storage.wal.stream_chunk_size
-    files = WalReader(wal, chunk_bytes=chunk_bytes, metrics=tiers.metrics, clock=tiers.clock)
-    with closing(tiers.reader(tier.owned.catalog)) as history, closing(files):
+    start, end = max(wal.trimmed, first.start), min(bucket.owned.tiered, wal.synced)
+    chunk_bytes = stores.storage.wal.stream_chunk_size
+    files = WalReader(wal, chunk_bytes=chunk_bytes, metrics=stores.metrics, clock=stores.clock)
+    with closing(stores.reader(bucket.owned.catalog)) as history, closing(files):
         while start < end:
             try:
                 there = history.fetch(start, end, bytes_max=chunk_bytes)
@@ -177,7 +177,7 @@ def abandoned(topic: Topic, retire: Callable[[], None]) -> Iterator[None]:
     """Abandons the local files, which are replaced meanwhile; closes the topic after."""
     try:
         # From here on nothing of this log may touch the files.
-        with topic.tier.ended() if topic.tier is not None else nullcontext():
+        with topic.bucket.ended() if topic.bucket is not None else nullcontext():
             topic.wal.abandon()
         yield
     finally:

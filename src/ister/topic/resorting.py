@@ -33,7 +33,7 @@ from ister.format.crc import crc32
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor, format_checksum
 from ister.format.frame import FrameBatch
 from ister.retry import backoff_seconds
-from ister.topic.stores import Tiers, upload_settings
+from ister.topic.stores import Stores, upload_settings
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
 
@@ -55,7 +55,7 @@ class RunSorter:
         *,
         wal: Wal,
         owned: OwnedTopic,
-        tiers: Tiers,
+        stores: Stores,
         open_files: Callable[[], WalReader],
         is_stopping: Callable[[], bool],
         is_express: bool,
@@ -65,20 +65,20 @@ class RunSorter:
         Args:
             wal: Its log.
             owned: The claim.
-            tiers: The stores.
+            stores: The stores.
             open_files: Opens its local files.
             is_stopping: Whether the topic is being closed.
             is_express: Whether the topic shares express objects.
         """
         self._wal = wal
         self._owned = owned
-        self._tiers = tiers
+        self._stores = stores
         self._open_files = open_files
         self._is_stopping = is_stopping
-        self._clock = tiers.clock
-        self._metrics = tiers.metrics
-        self._settings = upload_settings(tiers.storage.uploader, tiers.storage.cloud.layout)
-        self._maker = tiers.object_maker(owned, is_stopping, pending_tag=secrets.token_hex(4))
+        self._clock = stores.clock
+        self._metrics = stores.metrics
+        self._settings = upload_settings(stores.storage.uploader, stores.storage.cloud.layout)
+        self._maker = stores.object_maker(owned, is_stopping, pending_tag=secrets.token_hex(4))
         self._lock = threading.Lock()
         # Where the oldest run may be; None if that is not known.
         self._begin: int | None = None
@@ -129,13 +129,13 @@ class RunSorter:
 
     def is_left_behind(self, now: float) -> bool:
         """Whether the pipeline has not re-sorted this topic for far too long."""
-        ttl = self._tiers.storage.metadata.lease_ttl_seconds
+        ttl = self._stores.storage.metadata.lease_ttl_seconds
         patience = max(_PATIENCE_SECONDS, 4 * ttl, 3 * self._resort_seconds)
         return self.since is not None and now - self.since > patience
 
     @property
     def _resort_seconds(self) -> int:
-        return self._tiers.storage.uploader.express.resort_seconds
+        return self._stores.storage.uploader.express.resort_seconds
 
     # -- one object -------------------------------------------------------------------------
 
@@ -173,19 +173,19 @@ class RunSorter:
         if group is None or not group.is_due:
             self._expect(group, noted)
             return None
-        grace_seconds = self._tiers.storage.cloud.orphan_grace_minutes * 60
+        grace_seconds = self._stores.storage.cloud.orphan_grace_minutes * 60
         made = resort(
             owned,
             [(run, revisions[run.start]) for run in group.runs],
             maker=self._maker,
-            store=self._tiers.objects,
+            store=self._stores.objects,
             local=self._local(group.runs),
-            chunk_bytes=self._tiers.storage.cloud_reader.fetch_chunk_size,
+            chunk_bytes=self._stores.storage.cloud_reader.fetch_chunk_size,
             until=int(now + grace_seconds),
             stays=lambda run: stays_by_age(
                 run, now=now, grace_seconds=grace_seconds, wanted_seconds=grace_seconds
             ),
-            presence=self._tiers.membership.presence(),
+            presence=self._stores.membership.presence(),
         )
         if made is None:
             # A pipeline was faster, or a repair, or retention.

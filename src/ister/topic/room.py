@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ister.topic.topic import Topic
 
 
-class Room:
+class SpaceGuards:
     """Watches the disks and the memory of one log. Thread-safe."""
 
     def __init__(

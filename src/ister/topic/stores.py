@@ -1,6 +1,6 @@
 """The stores behind a log's topics, opened from its settings and shared by all of them.
 
-    Tiers = object store + metadata store + this node's membership + threads that read ahead
+    Stores = object store + metadata store + this node's membership + threads that read ahead
 
 Owns: their opening and closing. Does not own: any topic's state, the node's identity (`node`).
 """
@@ -203,7 +203,7 @@ def open_identity(
         yield BucketIdentity(objects, metadata, root_prefix=storage.metadata.root_prefix)
 
 
-def open_tiers(
+def open_stores(
     storage: StorageConfig,
     *,
     node: Node,
@@ -213,13 +213,13 @@ def open_tiers(
     node_clock: NodeClock,
     clock: Clock,
     metrics: Metrics,
-) -> Tiers:
+) -> Stores:
     """Opens the stores that were not given, and joins as `node`; on an error, all are closed.
 
     A bucket that is opened here must be the one that the metadata store expects.
 
     Raises:
-        As `open_objects`, `open_metadata`, `check_bucket` and `Tiers`.
+        As `open_objects`, `open_metadata`, `check_bucket` and `Stores`.
     """
     is_checked = objects is None and storage.cloud.backend is not CloudBackend.MEMORY
     if objects is None:
@@ -238,7 +238,7 @@ def open_tiers(
             )
         else:
             trust.follow()
-        tiers = Tiers(
+        stores = Stores(
             storage,
             trust=trust,
             patience_seconds=_PATIENCE_SECONDS if is_checked else None,
@@ -254,8 +254,8 @@ def open_tiers(
         objects.close()
         raise
     if objects is not given:
-        tiers.stop_asking()
-    return tiers
+        stores.stop_asking()
+    return stores
 
 
 def upload_settings(config: UploaderConfig, layout: Layout = Layout.OBJECTS) -> UploadSettings:
@@ -271,7 +271,7 @@ def upload_settings(config: UploaderConfig, layout: Layout = Layout.OBJECTS) -> 
     )
 
 
-class Tiers:
+class Stores:
     """What the topics of one log share beside their files. Thread-safe."""
 
     def __init__(

@@ -18,7 +18,7 @@ from ister.clock import Clock
 from ister.errors import CapacityError, CorruptDataError, NotFoundError
 from ister.metrics import Metrics
 from ister.model import AckLevel
-from ister.topic.bucket_link import TopicTier
+from ister.topic.bucket_link import TopicBucket
 from ister.topic.cache import Cache
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
@@ -44,7 +44,7 @@ class TimeSearch:
 
     wal: Wal
     cache: Cache
-    tier: TopicTier | None
+    bucket: TopicBucket | None
     chunk_bytes: int
     clock: Clock
     metrics: Metrics
@@ -76,9 +76,9 @@ class TimeSearch:
         return next((m.offset for m in among if m.publish_time_ms >= time_ms), None)
 
     def _find_in_history(self, time_ms: int, start: int, end: int) -> int | None:
-        if self.tier is None or start >= end:
+        if self.bucket is None or start >= end:
             return None
-        history = self.tier.history()
+        history = self.bucket.history()
         try:
             return history.find_time(time_ms, start=start, end=end, on_read=self.on_read)
         finally:
@@ -93,7 +93,7 @@ class TimeSearch:
             return files.find_time(time_ms, codec, start=start, end=end, on_read=on_read)
         except (CorruptDataError, NotFoundError):
             tiered = min(end, wal.tiered or 0)
-            if self.tier is None or tiered <= max(start, wal.trimmed):
+            if self.bucket is None or tiered <= max(start, wal.trimmed):
                 raise
             # The bucket has a copy of the first part.
             found = self._find_in_history(time_ms, max(start, wal.trimmed), tiered)

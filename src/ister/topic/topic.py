@@ -37,14 +37,14 @@ from ister.positions import to_milliseconds
 from ister.topic.aio import AsyncTopic
 from ister.topic.append import Appender, MessageFields, load_batches, load_columns
 from ister.topic.arguments import as_offset, as_timeout, check_ack, parse_ack
-from ister.topic.bucket_link import TopicTier
+from ister.topic.bucket_link import TopicBucket
 from ister.topic.cache import Cache
 from ister.topic.message import Message
 from ister.topic.reader import Reader, check_start
 from ister.topic.retention import ActiveFloor, no_floor
 from ister.topic.table import TopicTable, render_topics
 from ister.topic.time_search import TimeSearch, searchable_end
-from ister.topic.uploads import Tiered
+from ister.topic.uploads import UploadResult
 from ister.wal.directory import format_log_name
 from ister.wal.log import Wal
 from ister.wal.recovery import Damage
@@ -92,7 +92,7 @@ class Topic:
         stream_chunk_size: int,
         clock: Clock,
         metrics: Metrics,
-        tier: TopicTier | None = None,
+        bucket: TopicBucket | None = None,
     ) -> None:
         self.name = wal.settings.topic
         self.wal = wal
@@ -105,7 +105,7 @@ class Topic:
         # that replaces one has to do so on the instance.
         self.append = self.appender.append  # type: ignore[method-assign]
         self.append_many = self.appender.append_many  # type: ignore[method-assign]
-        self.tier = tier
+        self.bucket = bucket
         """The bucket's side of the topic; None in a log without one."""
         self._chunk_bytes = stream_chunk_size
         self._clock = clock
@@ -145,7 +145,7 @@ class Topic:
     @property
     def is_diskless(self) -> bool:
         """Whether the local files are in memory, so that only what is tiered is durable."""
-        return self.tier is not None and self.tier.is_diskless
+        return self.bucket is not None and self.bucket.is_diskless
 
     @property
     def state(self) -> TopicState:
@@ -250,8 +250,8 @@ class Topic:
     @property
     def earliest(self) -> int:
         """The first offset that can be read, in whichever tier."""
-        if self.tier is not None:
-            return self.tier.earliest
+        if self.bucket is not None:
+            return self.bucket.earliest
         if self.wal.directory is not None:
             return self.wal.trimmed
         with self._lock:
@@ -268,7 +268,7 @@ class Topic:
     def has_stopped(self) -> bool:
         """Whether the topic has to be opened again: it failed, was closed, or has a new owner."""
         return self.state in (TopicState.FAILED, TopicState.CLOSED) or (
-            self.tier is not None and self.tier.owned.is_fenced
+            self.bucket is not None and self.bucket.owned.is_fenced
         )
 
     def append_alone(self, append: Callable[[], _T]) -> _T:
@@ -282,10 +282,10 @@ class Topic:
         Raises:
             As `ister.topic.batches.settle`.
         """
-        if self.tier is None or not self._batching.acquire(blocking=False):
+        if self.bucket is None or not self._batching.acquire(blocking=False):
             return
         try:
-            load_batches().settle(self, self.tier.owned, objects, clock=self._clock)
+            load_batches().settle(self, self.bucket.owned, objects, clock=self._clock)
         finally:
             self._batching.release()
 
@@ -440,16 +440,16 @@ class Topic:
             )
         if level is AckLevel.MEMORY:
             return
-        if level is AckLevel.TIERED and self.tier is not None:
-            self.tier.check_upload()
+        if level is AckLevel.TIERED and self.bucket is not None:
+            self.bucket.check_upload()
         try:
             self.wal.wait(offset, level, timeout)
         except WaitTimeoutError as error:
-            if level is AckLevel.TIERED and self.tier is not None and self.tier.upload_error:
-                error.hint = f"the last upload failed: {self.tier.upload_error.message}"
+            if level is AckLevel.TIERED and self.bucket is not None and self.bucket.upload_error:
+                error.hint = f"the last upload failed: {self.bucket.upload_error.message}"
             raise
-        if self.tier is not None:
-            self.tier.check_owner()
+        if self.bucket is not None:
+            self.bucket.check_owner()
 
     def resolve_level(self, level: AckLevel | str | None) -> AckLevel:
         """The level meant, if this log can reach it.
@@ -459,12 +459,12 @@ class Topic:
         """
         level = check_ack(
             self.ack if level is None else parse_ack(level),
-            has_bucket=self.tier is not None,
+            has_bucket=self.bucket is not None,
             has_files=not self.wal.is_volatile,
             is_diskless=self.is_diskless,
         )
-        if level is AckLevel.TIERED and self.tier is not None and self.tier.owned.is_fenced:
-            self.tier.check_owner()
+        if level is AckLevel.TIERED and self.bucket is not None and self.bucket.owned.is_fenced:
+            self.bucket.check_owner()
         return level
 
     def notify(self, offset: int, on_done: Callable[[IsterError | None], None]) -> bool:
@@ -518,8 +518,8 @@ class Topic:
                 self.upload()
             else:
                 self.wal.wait(last, AckLevel.TIERED, timeout)
-        if self.tier is not None:
-            self.tier.check_owner()
+        if self.bucket is not None:
+            self.bucket.check_owner()
         return self.wal.synced
 
     def rotate(self) -> bool:
@@ -545,7 +545,7 @@ class Topic:
         if self.wal.directory is not None and last >= self.wal.synced:
             self.wal.wait(last, AckLevel.SYNCED, timeout)
 
-    def upload(self) -> Tiered:
+    def upload(self) -> UploadResult:
         """One upload cycle now: everything appended so far is in the bucket when it returns.
 
         Returns:
@@ -557,13 +557,13 @@ class Topic:
             UnavailableError: A store does not answer; the next cycle continues from there.
             As `wait`.
         """
-        if self.tier is None:
+        if self.bucket is None:
             raise InvalidRequestError(
                 "this log has no object store", hint="open it with storage.mode 'wal_cloud'"
             )
         self.wal.check_process()
         self._sync_all()
-        return self.wal.run_shielded(self.tier.upload)
+        return self.wal.run_shielded(self.bucket.upload)
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -602,12 +602,12 @@ class Topic:
             clock=self._clock,
             metrics=self._metrics,
             earliest=lambda: self.earliest,
-            open_history=self.tier.history if self.tier is not None else None,
+            open_bucket=self.bucket.history if self.bucket is not None else None,
             level=level,
         )
         with self._readers_lock:
             self._readers.add(reader)
-        is_hot = self.tier is None or offset >= self.wal.trimmed
+        is_hot = self.bucket is None or offset >= self.wal.trimmed
         self._metrics.count("reader.opened_hot_total" if is_hot else "reader.opened_history_total")
         _log.debug(
             "reader opened",
@@ -777,7 +777,7 @@ class Topic:
         search = TimeSearch(
             wal=self.wal,
             cache=self.cache,
-            tier=self.tier,
+            bucket=self.bucket,
             chunk_bytes=self._chunk_bytes,
             clock=self._clock,
             metrics=self._metrics,

@@ -44,7 +44,7 @@ from ister.topic.idle_mark import IdleMark
 from ister.topic.pace import PacedReader
 from ister.topic.resorting import RunSorter
 from ister.topic.retention import ActiveFloor, no_floor
-from ister.topic.stores import Tiers
+from ister.topic.stores import Stores
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
 from ister.wal.signals import endless_error, is_held
@@ -64,7 +64,7 @@ _RELIEF: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiered:
+class UploadResult:
     """What an upload cycle has moved: the offsets `start` up to, not including, `end`."""
 
     start: int
@@ -85,7 +85,7 @@ class Tiered:
 class PlannedRun:
     """Messages of a topic that were added to an express object."""
 
-    tier: TopicUploads
+    uploads: TopicUploads
     plan: int
     is_all: bool
     """Whether it has all messages that were synced."""
@@ -94,22 +94,22 @@ class PlannedRun:
 class TopicUploads:
     """Ownership and uploads of one topic. Thread-safe."""
 
-    def __init__(self, *, wal: Wal, owned: OwnedTopic, tiers: Tiers, backlog_bytes: int) -> None:
+    def __init__(self, *, wal: Wal, owned: OwnedTopic, stores: Stores, backlog_bytes: int) -> None:
         """Takes over a topic that was claimed and whose log was recovered.
 
         Args:
             wal: The topic's log.
             owned: The claim.
-            tiers: The stores.
+            stores: The stores.
             backlog_bytes: About how much of the local files is not tiered yet.
         """
         self._wal = wal
         self.owned = owned
-        self._tiers = tiers
-        self._clock = tiers.clock
-        self._metrics = tiers.metrics
+        self._stores = stores
+        self._clock = stores.clock
+        self._metrics = stores.metrics
         self._stopping = threading.Event()
-        self._uploader = tiers.uploader(owned, self._stopping.is_set)
+        self._uploader = stores.uploader(owned, self._stopping.is_set)
         # Reentrant, so that its holder is known: `check_upload`.
         self._uploading = threading.RLock()
         self._trimming = threading.Lock()
@@ -135,7 +135,7 @@ class TopicUploads:
         self.is_retaining = False
         """Whether retention waits for a thread or runs; set by `background`."""
         self.idle_mark = IdleMark(
-            wal, owned, after_seconds=tiers.storage.metadata.lease_ttl_seconds
+            wal, owned, after_seconds=stores.storage.metadata.lease_ttl_seconds
         )
         """Says in the record that the bucket has everything, while the topic is idle."""
         self._is_held = False
@@ -152,7 +152,7 @@ class TopicUploads:
         """Called when messages were synced while the topic is not listed."""
         self.on_fenced: Callable[[], None] = lambda: None
         """Called, in any thread, when another node turns out to own the topic."""
-        uploader = tiers.storage.uploader
+        uploader = stores.storage.uploader
         self.is_express = uploader.engine is not Engine.NONE and (
             uploader.express.all_topics or wal.settings.ack is AckLevel.TIERED
         )
@@ -167,7 +167,7 @@ class TopicUploads:
         self.sorter = RunSorter(
             wal=wal,
             owned=owned,
-            tiers=tiers,
+            stores=stores,
             open_files=self._paced_source,
             is_stopping=self._stopping.is_set,
             is_express=self.is_express,
@@ -198,7 +198,7 @@ class TopicUploads:
     @property
     def is_diskless(self) -> bool:
         """Whether the local files are in memory."""
-        return self._tiers.is_diskless
+        return self._stores.is_diskless
 
     @property
     def last_error(self) -> IsterError | None:
@@ -268,7 +268,7 @@ class TopicUploads:
 
     def history(self) -> HistoryReader:
         """A reader of the topic's objects."""
-        return self._tiers.reader(self.owned.catalog)
+        return self._stores.reader(self.owned.catalog)
 
     # -- the term ---------------------------------------------------------------------------
 
@@ -297,7 +297,7 @@ class TopicUploads:
             except (CapacityError, DiskError):
                 return
             try:
-                self._tiers.begin_term(self.owned, self._wal.synced)
+                self._stores.begin_term(self.owned, self._wal.synced)
             except ConflictError as error:
                 self.owned.give_up(error)
                 raise self._fenced_error() from error
@@ -339,13 +339,13 @@ class TopicUploads:
         """Whether a cycle should begin: by time, by size, or because a caller waits."""
         if self.is_express or self._wal.synced <= (self._wal.tiered or 0):
             return False
-        is_pressed = self._tiers.is_disk_low()
+        is_pressed = self._stores.is_disk_low()
         retry_at = self._retry_at
         if is_pressed:
             retry_at = min(retry_at, self._failed_at + _RETRY_SECONDS_PRESSED)
         if self.owned.is_fenced or self._stopping.is_set() or now < retry_at:
             return False
-        settings = self._tiers.storage.uploader
+        settings = self._stores.storage.uploader
         return (
             self.is_wanted
             or is_pressed
@@ -359,7 +359,7 @@ class TopicUploads:
         For a process that opens the log again and again for a moment: its own clock is new each
         time.
         """
-        settings, last = self._tiers.storage.uploader, self.owned.last
+        settings, last = self._stores.storage.uploader, self.owned.last
         if self._wal.synced <= (self._wal.tiered or 0):
             return False
         made_at = last.created_at if last is not None else self.owned.record.created_at
@@ -370,7 +370,7 @@ class TopicUploads:
 
     def upload(
         self, *, is_crowded: Callable[[], bool] = lambda: False, is_paced: bool = True
-    ) -> Tiered:
+    ) -> UploadResult:
         """One cycle: everything that is synced by now goes into the bucket.
 
         Args:
@@ -413,7 +413,7 @@ class TopicUploads:
             self._behind_since = None
             return tiered
 
-    def _upload(self, is_crowded: Callable[[], bool], *, is_paced: bool) -> Tiered:
+    def _upload(self, is_crowded: Callable[[], bool], *, is_paced: bool) -> UploadResult:
         wal = self._wal
         mark, synced = wal.synced_bytes_total, wal.synced
         # A commit that seemed to have failed may have happened, or a pipeline has committed.
@@ -431,13 +431,13 @@ class TopicUploads:
                 self._record_object(described, source.place)
                 if start < synced and is_crowded():
                     self.is_wanted = True
-                    return Tiered(start=first, end=start, objects=tuple(objects))
+                    return UploadResult(start=first, end=start, objects=tuple(objects))
         finally:
             source.close()
             self.apply_pressure()
         self._lag_base, self._lag_mark = 0, mark
         self.apply_pressure()
-        return Tiered(start=first, end=start, objects=tuple(objects))
+        return UploadResult(start=first, end=start, objects=tuple(objects))
 
     def _upload_next(self, source: WalReader, start: int, synced: int) -> ObjectDescriptor | None:
         """The next object; if a pipeline was faster, the one after the pipeline's."""
@@ -476,7 +476,7 @@ class TopicUploads:
             # A pipeline or a call of `upload` may have been faster.
             self._advance(min(self.owned.tiered, synced))
             return None
-        self._tiers.assure_manifest(self.owned)
+        self._stores.assure_manifest(self.owned)
         self.begin_term()
         source = self._source()
         try:
@@ -487,7 +487,7 @@ class TopicUploads:
         finally:
             source.close()
         if arrived_ms is not None:
-            arrived_ms = self._tiers.node_clock.correct_ms(arrived_ms)
+            arrived_ms = self._stores.node_clock.correct_ms(arrived_ms)
         made.add(
             self.owned,
             start,
@@ -501,7 +501,7 @@ class TopicUploads:
         if plan != self._runs_plan:
             # An earlier run has failed meanwhile, so that this one cannot be committed either.
             self._runs_end = 0
-        return PlannedRun(tier=self, plan=plan, is_all=end >= synced)
+        return PlannedRun(uploads=self, plan=plan, is_all=end >= synced)
 
     def take_run(self, described: ObjectDescriptor) -> None:
         """Records a run that was committed."""
@@ -563,7 +563,10 @@ class TopicUploads:
 
     def is_left_behind(self, now: float) -> bool:
         """Whether a pipeline that should upload this topic has not done so for far too long."""
-        settings, ttl = self._tiers.storage.uploader, self._tiers.storage.metadata.lease_ttl_seconds
+        settings, ttl = (
+            self._stores.storage.uploader,
+            self._stores.storage.metadata.lease_ttl_seconds,
+        )
         since = self._behind_since
         patience = max(_PATIENCE_SECONDS, 4 * ttl, 6 * settings.interval_seconds)
         return since is not None and now - since > patience
@@ -668,7 +671,7 @@ class TopicUploads:
     def _source(self) -> WalReader:
         return WalReader(
             self._wal,
-            chunk_bytes=self._tiers.storage.uploader.stream_chunk_size // 2,
+            chunk_bytes=self._stores.storage.uploader.stream_chunk_size // 2,
             metrics=self._metrics,
             clock=self._clock,
         )
@@ -677,7 +680,7 @@ class TopicUploads:
         """A reader for uploads that no caller waits for."""
         return PacedReader(
             self._wal,
-            chunk_bytes=self._tiers.storage.uploader.stream_chunk_size // 2,
+            chunk_bytes=self._stores.storage.uploader.stream_chunk_size // 2,
             metrics=self._metrics,
             clock=self._clock,
             may_pause=self._may_pause,
@@ -689,13 +692,13 @@ class TopicUploads:
         return not (
             self._wal.is_tiered_wanted
             or self._is_held
-            or self.lag_bytes > self._tiers.storage.uploader.max_lag_bytes // 4
-            or self._tiers.is_disk_low()
+            or self.lag_bytes > self._stores.storage.uploader.max_lag_bytes // 4
+            or self._stores.is_disk_low()
         )
 
     def apply_pressure(self) -> None:
         """Holds producers while the upload backlog is too large, and releases them afterwards."""
-        limit = self._tiers.storage.uploader.max_lag_bytes
+        limit = self._stores.storage.uploader.max_lag_bytes
         with self._pressing:
             lag = self.lag_bytes
             if lag > limit and not self._is_held:

@@ -15,7 +15,7 @@ from ister.wal.settings import WalSettings
 from ister.wal.state import LogScheduler
 
 
-class HistoryLog(Wal):
+class ReadOnlyLog(Wal):
     """A log that ends where the bucket does; see the module header. Thread-safe."""
 
     def __init__(

@@ -250,7 +250,7 @@ def test_secret_is_one_for_all_brokers():
 
 def cut_off(broker, monkeypatch):
     """Ends a broker's lease: it cannot renew it, and the others see that it is gone."""
-    membership = broker.cluster._tiers.membership
+    membership = broker.cluster._stores.membership
 
     def fail():
         raise UnavailableError("the store does not answer")

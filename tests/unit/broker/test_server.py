@@ -166,7 +166,7 @@ async def test_its_health_has_reasons(tmp_path, monkeypatch):
             "tls": False,
         }
         assert checks["ready"]["state"] == checks["topics"]["state"] == "ok"
-        membership = type(broker.topics.log.tiers.membership)
+        membership = type(broker.topics.log.stores.membership)
         with monkeypatch.context() as patch:
             patch.setattr(membership, "is_valid", property(lambda _: False))
             status, text = await get(listening.http, "/health")

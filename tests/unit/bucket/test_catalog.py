@@ -19,7 +19,7 @@ from ister.format.records import (
     encode_topic,
 )
 from ister.model import AckLevel, Codec, TopicName
-from tests.support.tiers import NAME, PREFIX, Cluster, a_descriptor
+from tests.support.stores import NAME, PREFIX, Cluster, a_descriptor
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from ister.model import Codec
 from tests.support.cases import each
 from tests.support.machine import PATIENCE_SECONDS
 from tests.support.memory_store import MemoryObjectStore
-from tests.support.tiers import a_descriptor
+from tests.support.stores import a_descriptor
 
 KEY = "storage/topics/default/orders/objects/data-0-9.dnb1"
 

@@ -5,8 +5,8 @@ import pytest
 from ister.bucket.cursors import clip_progress
 from ister.errors import CommitUnknownError, ConflictError, FencedError, UnavailableError
 from ister.format.records import Progress, decode_progress, encode_progress
-from tests.support.tiers import NAME, PREFIX, Cluster
-from tests.support.tiers import TTL_SECONDS as TTL
+from tests.support.stores import NAME, PREFIX, Cluster
+from tests.support.stores import TTL_SECONDS as TTL
 
 CURSORS = f"{PREFIX}/subscriptions{NAME}/"
 KEY = f"{CURSORS}billing/progress"

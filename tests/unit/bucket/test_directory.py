@@ -15,7 +15,7 @@ from ister.format.records import (
     encode_topic,
 )
 from ister.model import TopicName
-from tests.support.tiers import PREFIX, Cluster, a_descriptor
+from tests.support.stores import PREFIX, Cluster, a_descriptor
 
 
 class Calls:

@@ -10,7 +10,7 @@ from ister.bucket.egress import EgressLimit
 from ister.clock import ManualClock, SystemClock
 from ister.limits import KIB, MIB
 from tests.support.machine import eventually, numbered, payloads
-from tests.support.tiers import NAME, Site
+from tests.support.stores import NAME, Site
 
 
 class Sleeper:

@@ -27,7 +27,7 @@ from ister.format.descriptor import FORMAT_EXPRESS
 from ister.format.express import FOOTER
 from ister.model import AckLevel, TopicName
 from ister.objectstore.slices import SlicedStore
-from tests.support.tiers import TTL_SECONDS, Cluster, Frames, read_all
+from tests.support.stores import TTL_SECONDS, Cluster, Frames, read_all
 
 FRAMES = Frames([b"x" * 50] * 30)
 

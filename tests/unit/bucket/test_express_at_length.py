@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.tiers import Cluster
+from tests.support.stores import Cluster
 from tests.unit.bucket.test_express import Node
 from tests.unit.bucket.test_express_collection import collect, keys, pass_time
 

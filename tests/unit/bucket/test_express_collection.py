@@ -14,7 +14,7 @@ from ister.format.descriptor import FORMAT_EXPRESS
 from ister.format.records import TopicRecord
 from ister.model import AckLevel, Codec
 from tests.support.cases import each
-from tests.support.tiers import PREFIX, TTL_SECONDS, Cluster, a_descriptor
+from tests.support.stores import PREFIX, TTL_SECONDS, Cluster, a_descriptor
 from tests.unit.bucket.test_express import FRAMES, Node, topic_name
 
 GRACE = 3600

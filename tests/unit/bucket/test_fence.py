@@ -11,7 +11,7 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.metadata.base import Put
-from tests.support.tiers import NOW_MS, Cluster
+from tests.support.stores import NOW_MS, Cluster
 
 KEY = "/danube/pipeline/lease"
 TTL = 15.0

@@ -17,7 +17,7 @@ from ister.limits import KIB
 from ister.model import AckLevel
 from ister.topic import bucket_link as topic_tier
 from tests.support.cases import each
-from tests.support.tiers import (
+from tests.support.stores import (
     NAME,
     PREFIX,
     Cluster,
@@ -148,9 +148,9 @@ def a_trimmable_topic(site):
         for number in range(10):
             topic.append(b"m%d-%d" % (part, number) * 300)
         topic.wait(part * 10 + 9, AckLevel.SYNCED)
-        topic.tier.upload()
+        topic.bucket.upload()
     site.clock.advance(3600)
-    log.tiers.membership.renew()
+    log.stores.membership.renew()
     return topic
 
 
@@ -170,10 +170,10 @@ def test_object_that_takes_the_place_of_others_during_a_trim_is_checked_too(monk
             return verify(*arguments, **more)
 
         monkeypatch.setattr(topic_tier, "verify_content", swap_and_verify)
-        assert topic.tier.trim() > 0
+        assert topic.bucket.trim() > 0
         assert swapped == [True]
-        topic.tier.collect_orphans()
-        reader = topic.tier.history()
+        topic.bucket.collect_orphans()
+        reader = topic.bucket.history()
         assert len(read_all(reader, 0, topic.wal.trimmed)) == topic.wal.trimmed
         reader.close()
         assert [message.payload for message in topic.read(0)] == sent
@@ -228,10 +228,10 @@ def test_repair_does_not_bring_back_what_compaction_left_out():
         )
         assert acting.swap(old, made, until=0)
         damage(site.objects, object_key(NAME, made.object_id), 200)
-        report = topic.tier.repair_objects()
+        report = topic.bucket.repair_objects()
         assert report.objects == []
         assert report.bad == [(0, 10)]
         assert site.catalog().find(0) == made
         with pytest.raises(CorruptDataError):
-            topic.tier.trim()
+            topic.bucket.trim()
         assert topic.wal.trimmed == 0

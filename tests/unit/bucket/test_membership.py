@@ -15,7 +15,7 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.model import TopicName
-from tests.support.tiers import PREFIX, TTL_SECONDS, Cluster, Directory
+from tests.support.stores import PREFIX, TTL_SECONDS, Cluster, Directory
 
 NODE = "a"
 PROCESS = f"{PREFIX}/cluster/nodes/{NODE}/process"

@@ -37,7 +37,7 @@ from ister.errors import (  # noqa: E402
 )
 from ister.format.descriptor import KEPT_LATEST, encode_descriptor  # noqa: E402
 from ister.model import Codec, Layout  # noqa: E402
-from tests.support.tiers import KIB, NAME, NOW_MS, Cluster, Frames, frames_of, read_all  # noqa: E402
+from tests.support.stores import KIB, NAME, NOW_MS, Cluster, Frames, frames_of, read_all  # noqa: E402
 
 SETTINGS = UploadSettings(
     copies=False,

@@ -7,7 +7,7 @@ from ister.bucket.orphans import collect_orphans
 from ister.errors import FencedError, NotFoundError, UnavailableError
 from ister.format.records import RetiredObjects, UploadSession, encode_retired
 from ister.model import Layout, TopicName
-from tests.support.tiers import NAME, NOW_MS, Cluster, Frames, a_descriptor
+from tests.support.stores import NAME, NOW_MS, Cluster, Frames, a_descriptor
 
 GRACE = 3600
 

@@ -11,7 +11,7 @@ from ister.errors import (
     NotFoundError,
     UnavailableError,
 )
-from tests.support.tiers import TTL_SECONDS, Cluster, a_descriptor
+from tests.support.stores import TTL_SECONDS, Cluster, a_descriptor
 
 
 @pytest.fixture

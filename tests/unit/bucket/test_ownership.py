@@ -19,7 +19,7 @@ from ister.format.records import Lineage, UploadSession, decode_topic, encode_to
 from ister.limits import OWNER_LINEAGE_MAX
 from ister.model import AckLevel, Codec
 from tests.support.cases import each
-from tests.support.tiers import NOW_MS, TTL_SECONDS, Cluster, a_descriptor
+from tests.support.stores import NOW_MS, TTL_SECONDS, Cluster, a_descriptor
 
 SESSION = UploadSession(object_id="data-0-9.dnb1", start=0, end=10, epoch=1, started_at=5)
 

@@ -5,7 +5,7 @@ import pytest
 from ister.errors import FencedError
 from ister.format.descriptor import encode_descriptor
 from ister.format.records import decode_current, encode_current
-from tests.support.tiers import Cluster, Frames, a_descriptor
+from tests.support.stores import Cluster, Frames, a_descriptor
 
 
 @pytest.fixture

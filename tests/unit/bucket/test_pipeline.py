@@ -2,7 +2,7 @@
 
 from ister.bucket.pipeline import PipelineKeys, PipelineWatch
 from ister.errors import UnavailableError
-from tests.support.tiers import PREFIX, Cluster
+from tests.support.stores import PREFIX, Cluster
 
 
 def test_lease_is_looked_up_a_few_times_in_its_time():

@@ -14,7 +14,7 @@ from ister.errors import (
 )
 from ister.format.descriptor import encode_descriptor
 from tests.support.builders import frames as raw_frames
-from tests.support.tiers import KIB, Cluster, Frames, SlowReads, a_descriptor, frames_of, read_all
+from tests.support.stores import KIB, Cluster, Frames, SlowReads, a_descriptor, frames_of, read_all
 
 CHUNK = 64 * KIB
 

@@ -23,7 +23,7 @@ from ister.bucket.rebuild import (
 from ister.errors import AlreadyExistsError, ConflictError, CorruptDataError, NotFoundError
 from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.base import ObjectInfo
-from tests.support.tiers import KIB, NAME, Cluster, Frames, frames_of, read_all
+from tests.support.stores import KIB, NAME, Cluster, Frames, frames_of, read_all
 
 
 def name(start, end, epoch=1):

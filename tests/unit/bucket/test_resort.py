@@ -12,7 +12,7 @@ from ister.bucket.object_maker import UploadSettings
 from ister.bucket.resort import find_first_run, plan_resort
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
 from ister.model import Codec
-from tests.support.tiers import Cluster, a_descriptor
+from tests.support.stores import Cluster, a_descriptor
 
 BYTES_MAX = 10_000
 SPAN_SECONDS = 60

@@ -8,7 +8,7 @@ from ister.bucket.retention import expire, plan_expiry
 from ister.errors import FencedError, UnavailableError
 from ister.limits import MIB
 from tests.support.cases import each
-from tests.support.tiers import NOW_MS, Cluster, Frames, a_descriptor
+from tests.support.stores import NOW_MS, Cluster, Frames, a_descriptor
 
 MINUTE_MS = 60_000
 

@@ -12,7 +12,7 @@ from ister.format.records import WriterRecord, encode_writer
 from ister.format.staged_file import FOOTER, StagedSegment, encode_footer
 from ister.model import TopicName
 from tests.support.machine import eventually
-from tests.support.tiers import PREFIX, Cluster
+from tests.support.stores import PREFIX, Cluster
 
 GRACE = 3600
 WRITER = "query-1"

@@ -8,7 +8,7 @@ from ister.errors import CorruptDataError, FencedError, UnavailableError, Unsupp
 from ister.format.manifest import StagedFile, encode_manifest
 from ister.format.records import WriterRecord, decode_writer, encode_writer
 from ister.model import TopicName
-from tests.support.tiers import NAME, TTL_SECONDS, Cluster
+from tests.support.stores import NAME, TTL_SECONDS, Cluster
 
 GRACE = 3600
 WRITER = "query-1"

@@ -13,7 +13,7 @@ from ister.limits import MIB, OBJECT_INDEX_ENTRIES_MAX
 from ister.model import Codec
 from tests.support.builders import frames as raw_frames
 from tests.support.cases import each
-from tests.support.tiers import NOW_MS, Frames, a_batch
+from tests.support.stores import NOW_MS, Frames, a_batch
 
 
 def summarise(frames, *, every=10, batches=(7,)):

@@ -7,7 +7,7 @@ from ister.bucket.fence import Fence
 from ister.bucket.retention import expire
 from ister.errors import CommitUnknownError, ConflictError, FencedError, InvariantError
 from ister.format.records import RetiredObjects, decode_current, decode_retired
-from tests.support.tiers import TTL_SECONDS, Cluster, Frames, a_descriptor
+from tests.support.stores import TTL_SECONDS, Cluster, Frames, a_descriptor
 
 UNTIL = 2_000_000_000
 TAG = "01234567"

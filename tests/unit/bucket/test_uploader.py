@@ -9,7 +9,7 @@ from ister.errors import (
     FencedError,
     UnavailableError,
 )
-from tests.support.tiers import KIB, NOW_MS, TTL_SECONDS, Cluster, Frames
+from tests.support.stores import KIB, NOW_MS, TTL_SECONDS, Cluster, Frames
 
 FINALIZE = pytest.mark.parametrize("copies", [False, True], ids=["direct", "copy"])
 

@@ -6,7 +6,7 @@ import pytest
 
 from ister.bucket.check import verify_content, verify_size, walk_frames
 from ister.errors import CorruptDataError, NotFoundError, UnavailableError
-from tests.support.tiers import Cluster, Frames, frames_of
+from tests.support.stores import Cluster, Frames, frames_of
 
 PAYLOADS = [b"%d" % number * 50 for number in range(40)]
 

@@ -142,7 +142,7 @@ def grow(log):
 
 def upload_and_trim(log):
     append(log.topic(NAMES[0]), 60)
-    if log.topic(NAMES[0]).tier is not None:
+    if log.topic(NAMES[0]).bucket is not None:
         log.topic(NAMES[0]).upload()
     log.topic(NAMES[0]).wal.trim(log.topic(NAMES[0]).watermarks.next)
 

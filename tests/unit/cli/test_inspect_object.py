@@ -221,10 +221,10 @@ def express(tmp_path_factory):
     """A log with two topics whose messages are in one express object; the object's path."""
     path = tmp_path_factory.mktemp("express") / "data"
     with Log(load_config(str(path)), background=False) as log:
-        shared = Express(log.tiers)
+        shared = Express(log.stores)
         for name in (TOPIC, "/default/other"):
             topic = log.topic(name, create=True, ack="tiered")
-            shared.add(topic.tier)
+            shared.add(topic.bucket)
             topic.append_many([b"message"] * COUNT)
             topic.flush()
         shared.write_next()
@@ -253,7 +253,7 @@ def test_express_object_is_shown_run_by_run(express, capsys):
 def test_run_in_the_bucket_is_found_by_the_name_in_its_descriptor(express, capsys):
     data = express.parents[5]
     with Log(load_config(str(data)), background=False) as log:
-        run = log.topic(TOPIC).tier.owned.last.object_id
+        run = log.topic(TOPIC).bucket.owned.last.object_id
     code, printed = inspect_express(run, capsys, "--data", data)
     assert (code, printed["frames"], printed["next_offset"]) == (0, COUNT, COUNT)
     code, printed = inspect_express(run.partition("@")[0], capsys, "--data", data)

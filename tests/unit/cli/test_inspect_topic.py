@@ -10,7 +10,7 @@ from ister.cli.main import main
 from ister.config import load_config
 from ister.model import TopicName
 from ister.topic.log import Log
-from tests.support.tiers import save_cursor
+from tests.support.stores import save_cursor
 
 TOPIC = "/default/orders"
 COUNT = 30
@@ -38,10 +38,10 @@ class Place:
             for first in range(0, COUNT, 5):
                 topic.append_many([b"%03d" % n * 150 for n in range(first, first + 5)])
                 topic.flush()
-                if log.tiers is not None and first in (5, 15):
+                if log.stores is not None and first in (5, 15):
                     topic.upload()
-            if log.tiers is not None:
-                save_cursor(topic.tier.owned, "billing", 12)
+            if log.stores is not None:
+                save_cursor(topic.bucket.owned, "billing", 12)
         return self
 
 
@@ -113,12 +113,12 @@ def test_looking_changes_nothing(place, capsys):
 def test_open_topic_is_seen_as_far_as_it_is_written(place, capsys):
     with place.open() as log:
         topic = log.topic(TOPIC)
-        assert topic.tier.trim() > 0
+        assert topic.bucket.trim() > 0
         topic.append_many([b"more"] * 3)
         topic.flush()
         code, printed = inspect(place, capsys)
         assert code == 0
-        node = log.tiers.membership.node
+        node = log.stores.membership.node
         owner = {"node": node, "epoch": 2, "broker_url": None}
         assert (printed["owner"], printed["epoch"]) == (owner, 2)
         seen, actual = printed["watermarks"], topic.watermarks
@@ -199,8 +199,8 @@ def test_lost_metadata_is_named_and_the_files_are_shown(place, harm, capsys):
 
 def test_descriptor_that_cannot_be_read_is_named(place, capsys):
     with place.open() as log:
-        keys = log.tiers.keys(TopicName.parse(TOPIC))
-        log.tiers.metadata.put(keys.descriptor(10), b"{}")
+        keys = log.stores.keys(TopicName.parse(TOPIC))
+        log.stores.metadata.put(keys.descriptor(10), b"{}")
     code, printed = inspect(place, capsys)
     assert (code, printed["ack"]) == (1, "written")
     assert printed["errors"][0]["code"] == "DATA_LOSS"

@@ -102,7 +102,7 @@ def write_topics(place):
         orders = log.topic(ORDERS)
         fill(orders, 20, first=20)
         orders.upload()
-        assert orders.tier.trim() > 0
+        assert orders.bucket.trim() > 0
         fill(orders, 5, first=40)
 
 
@@ -116,7 +116,7 @@ def read(place, *names):
                 (m.offset, m.payload, m.publish_time, m.producer_name, m.attributes)
                 for m in topic.read()
             ]
-            record = topic.tier.owned.record
+            record = topic.bucket.owned.record
             found[name] = {
                 "messages": messages,
                 "next": topic.watermarks.next,
@@ -170,10 +170,10 @@ def test_lost_metadata_is_rebuilt_and_every_topic_reads_as_before(place, written
 def test_express_object_of_a_newer_version_keeps_only_its_topics_back(tmp_path, capsys):
     place = Place(tmp_path / "data")
     with place.open() as log:
-        express = Express(log.tiers)
+        express = Express(log.stores)
         for name in ("/default/a", "/default/b"):
             topic = log.topic(name, create=True, ack="tiered")
-            express.add(topic.tier)
+            express.add(topic.bucket)
             topic.wait(topic.append(b"x"), level="synced")
             express.write_next()
     _, newer = sorted(place.path.glob("objects/storage/express/*/*/*.dnbx"))
@@ -191,7 +191,7 @@ def test_express_object_of_a_newer_version_keeps_only_its_topics_back(tmp_path, 
 
 def test_known_topics_are_left_as_they_are(place, capsys):
     with place.open() as log:
-        record = log.tiers.metadata.get("/danube/topics/default/orders").value
+        record = log.stores.metadata.get("/danube/topics/default/orders").value
     code, printed = recover(place, capsys)
     assert code == 0
     assert {topic["status"] for topic in printed["topics"]} == {"known"}
@@ -199,7 +199,7 @@ def test_known_topics_are_left_as_they_are(place, capsys):
     code, printed = recover(place, capsys, ORDERS)
     assert (code, [topic["status"] for topic in printed["topics"]]) == (0, ["known"])
     with place.open() as log:
-        assert log.tiers.metadata.get("/danube/topics/default/orders").value == record
+        assert log.stores.metadata.get("/danube/topics/default/orders").value == record
 
 
 def test_named_topics_alone_are_recovered(place, capsys):

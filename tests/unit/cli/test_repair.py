@@ -21,7 +21,7 @@ from ister.topic.offline_repair import TopicRepair
 from ister.topic.stores import metadata_of, open_metadata
 from tests.support.builders import with_bit_flipped
 from tests.support.machine import eventually
-from tests.support.tiers import save_cursor
+from tests.support.stores import save_cursor
 
 TOPIC = "/default/orders"
 COUNT = 30
@@ -153,7 +153,7 @@ def test_damaged_file_whose_range_is_in_the_bucket_is_replaced(place, capsys):
 
 def test_object_that_no_file_has_any_more_cannot_be_repaired(rotated, capsys):
     with rotated.open() as log:
-        assert log.topic(TOPIC).tier.trim() > 0
+        assert log.topic(TOPIC).bucket.trim() > 0
     (rotated.objects / "data-0-9.dnb1").unlink()
     code, printed = repair(rotated, capsys)
     assert code == 1
@@ -241,7 +241,7 @@ def test_topics_of_another_node_are_left_alone_unless_named(place, capsys):
 
 def test_topic_of_a_node_whose_disk_is_lost_is_taken_over(place, capsys):
     with place.open() as log:
-        save_cursor(log.topic(TOPIC).tier.owned, "s", 25)
+        save_cursor(log.topic(TOPIC).bucket.owned, "s", 25)
     shutil.rmtree(place.path / "wal")
     other = Place(place.path, node="-b")
     code, printed = repair(other, capsys, TOPIC, "--take-over", "--yes")
@@ -296,18 +296,18 @@ def test_lease_is_kept_while_a_repair_takes_its_time(place, capsys, monkeypatch)
     seen = []
 
     def slow(log, name, **_):
-        tiers = log.tiers
-        renew = tiers.membership.renew
+        stores = log.stores
+        renew = stores.membership.renew
 
         def failing_once():
-            seen.append(tiers.membership.lease.valid_until)
+            seen.append(stores.membership.lease.valid_until)
             if len(seen) == 1:
                 raise UnavailableError("no answer")
             renew()
 
-        tiers.membership.renew = failing_once
+        stores.membership.renew = failing_once
         eventually(lambda: len(seen) >= 3)
-        assert tiers.membership.is_valid
+        assert stores.membership.is_valid
         assert seen[-1] > seen[0]
         return TopicRepair(topic=str(name))
 
@@ -415,7 +415,7 @@ def test_log_without_a_bucket_continues_behind_the_cursors_of_its_broker(local, 
 
 def test_topic_of_which_the_bucket_has_nothing_left_is_given_up(rotated, capsys):
     with rotated.open() as log:
-        assert log.topic(TOPIC).tier.trim() > 0
+        assert log.topic(TOPIC).bucket.trim() > 0
     shutil.rmtree(rotated.objects.parent)
     code, topic = give_up(rotated, capsys, "--yes")
     assert (code, topic["status"]) == (0, "repaired")

@@ -10,7 +10,7 @@ from ister.cli.topics import _show_all
 from ister.config import load_config
 from ister.errors import NotFoundError, UnavailableError
 from ister.topic.log import Log
-from tests.support.tiers import save_cursor
+from tests.support.stores import save_cursor
 
 TOPIC = "/default/orders"
 
@@ -39,7 +39,7 @@ def data(tmp_path_factory):
         topic.upload()
         topic.append_many([b"%03d" % n for n in range(10)])
         topic.flush()
-        save_cursor(topic.tier.owned, "billing", 12)
+        save_cursor(topic.bucket.owned, "billing", 12)
         for number in range(2):
             log.topic(f"/default/parts-part-{number}", create=True)
         log.topic("/other/empty", create=True)

@@ -67,7 +67,7 @@ def place(home):
 
 def leave(log):
     """Its entry ends."""
-    log.tiers.metadata.delete(member_key("/danube", log.tiers.membership.node))
+    log.stores.metadata.delete(member_key("/danube", log.stores.membership.node))
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def head_of(place, topic, **options):
 def test_the_owners_entry_has_its_address(home, place):
     with broker(home) as (log, server):
         log.topic(A, create=True)
-        node = log.tiers.membership.node
+        node = log.stores.membership.node
         assert find_owner(place, A) == Owner(node, (f"grpc://{server.address}",))
         assert ask(place, A, lambda client: client.watermarks([A])[A].topic) == A
 
@@ -241,7 +241,7 @@ def test_topic_of_a_node_that_is_down_waits_for_its_disk(home, place):
         publish(topic, 6)
         topic.upload()
         publish(topic, 3)
-        node = log.tiers.membership.node
+        node = log.stores.membership.node
     owner = find_owner(place, A)
     assert (owner.node, owner.addresses) == (node, ())
     assert (owner.waits.node, owner.waits.offset) == (node, 6)
@@ -267,7 +267,7 @@ def test_topic_that_is_wholly_in_the_bucket_needs_nobody(home, caplog, how):
         if how == "sealed":
             log.seal(A)
         elif how == "marked":
-            topic.tier.owned.set_acked_end(6)
+            topic.bucket.owned.set_acked_end(6)
     if how == "recovered":
         (home.path / "metadata.db").unlink()
         assert main(["recover", "--config", home.config]) == 0
@@ -286,7 +286,7 @@ def test_marked_topic_is_not_asked_for_while_its_broker_runs(home, place):
         topic = log.topic(A, create=True)
         publish(topic, 6)
         topic.upload()
-        topic.tier.owned.set_acked_end(6)
+        topic.bucket.owned.set_acked_end(6)
         assert head_of(place, A).end == 6
         assert tier(HERE, home.remote_config(), topics=A).ok
         assert server.calls["watermarks"] == 0
@@ -330,7 +330,7 @@ def stopped(home):
         publish(topic, 6)
         topic.upload()
         publish(topic, 3)
-        return log.tiers.membership.node
+        return log.stores.membership.node
 
 
 def test_batch_that_would_leave_out_acknowledged_messages_fails(home, stopped):
@@ -395,7 +395,7 @@ def test_files_of_a_killed_owner_are_not_read_without_their_end(home, monkeypatc
         topic.upload()
         publish(topic, 1)
         older = checkpoint.read_bytes()
-        owner = log.tiers.metadata.get(topic.tier.owned.catalog.keys.owner)
+        owner = log.stores.metadata.get(topic.bucket.owned.catalog.keys.owner)
         publish(topic, 2)
     checkpoint.write_bytes(older)
     with pytest.raises(WaitsForDiskError, match="from offset 7 on") as caught:

@@ -14,10 +14,10 @@ from ister.spark.batch import PlannedPartition, read_rows
 from ister.spark.location import place_of
 from ister.spark.planner import Partition
 from ister.spark.read_task import ReadTask, TopicIdentity
-from ister.topic.history import History
+from ister.topic.history import BucketLog
 from tests.support.machine import NoThreads
+from tests.support.stores import Site, SlowReads
 from tests.support.streams import A, publish
-from tests.support.tiers import Site, SlowReads
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_objects_of_a_task_are_fetched_at_the_same_time():
         publish(topic, 150, size=200)
         topic.upload()
         tree = {"storage": {**storage, "wal": {"dir": "/nowhere"}}}
-        with History(
+        with BucketLog(
             load_config(tree, {}), clock=site.clock, objects=site.objects, metadata=site.metadata
         ) as history:
             incarnation = history.topic(A).record().incarnation

@@ -633,7 +633,7 @@ def test_large_batches_are_uploaded_by_the_commit_itself(tmp_path, monkeypatch):
     """Nobody else would: the log is open for as long as the commit lasts."""
     home = Home(tmp_path, uploader={"engine": "auto", "max_batch_bytes": 1000})
     Sink(monkeypatch, {"config": home.config, "topic": A}).run(0, [[b"x" * 100] * 50])
-    with ister.open_history(home.config) as history:
+    with ister.open_bucket(home.config) as history:
         assert history.topic(A).tiered == 50
 
 
@@ -671,7 +671,7 @@ def test_upload_begins_while_rows_are_still_appended(early):
 
     failpoints.arm("batch.after_rows", after_rows)
     sink.run(0, [[b"0"], [b"1"], [b"2"]])
-    with ister.open_history(home.config) as history:
+    with ister.open_bucket(home.config) as history:
         assert history.topic(A).tiered == 3
         assert len(history.topic(A).descriptors(0, 3)) > 1
 
@@ -694,7 +694,7 @@ def test_early_upload_that_fails_does_not_fail_the_commit(early, monkeypatch):
 
 def test_small_batches_wait_for_their_upload(home, monkeypatch):
     Sink(monkeypatch, {"config": home.config, "topic": A}).run(0, [[b"x"]])
-    with ister.open_history(home.config) as history:
+    with ister.open_bucket(home.config) as history:
         assert history.topic(A).tiered == 0
     assert payloads(home.read(A)) == [b"x"]
 

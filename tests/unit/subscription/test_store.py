@@ -33,7 +33,7 @@ from ister.subscription.store import (
     check_subscription_name,
 )
 from tests.support.cases import each
-from tests.support.tiers import NAME, PREFIX, TTL_SECONDS, Cluster
+from tests.support.stores import NAME, PREFIX, TTL_SECONDS, Cluster
 
 LIFE = "0123456789abcdef"
 PLACE = f"{PREFIX}/subscriptions{NAME}/"

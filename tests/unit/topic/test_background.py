@@ -9,7 +9,7 @@ from ister.clock import SystemClock
 from ister.errors import FencedError, UnavailableError
 from ister.model import AckLevel
 from tests.support.machine import Task, TurningClock, eventually, numbered, payloads, waiting
-from tests.support.tiers import NAME, TTL_SECONDS, Site
+from tests.support.stores import NAME, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 SLOW = {"interval_seconds": 86_400, "max_batch_bytes": 1 << 40}
@@ -52,7 +52,7 @@ def test_many_bytes_are_uploaded_before_their_time(site):
     topic = opened(site, uploader={**SLOW, "max_batch_bytes": 20_000}).topic(TEXT, create=True)
     topic.append(b"first")
     topic.flush()
-    eventually(lambda: topic.tier._cycle_at > 0)  # the first cycle is due at once
+    eventually(lambda: topic.bucket._cycle_at > 0)  # the first cycle is due at once
     eventually(lambda: topic.watermarks.tiered == 1)
     for payload in numbered(30, size=1000):
         topic.append(payload)
@@ -133,7 +133,7 @@ def test_failing_topic_backs_off_and_the_others_go_on(site):
     site.objects.before = fail
     bad.append(b"x")
     bad.flush()
-    eventually(lambda: bad.tier.last_error is not None)
+    eventually(lambda: bad.bucket.last_error is not None)
     for number in range(3):
         good.wait(good.append(b"%d" % number), "tiered", timeout=60)
     attempts = sum(
@@ -142,7 +142,7 @@ def test_failing_topic_backs_off_and_the_others_go_on(site):
     assert attempts <= 4
     site.objects.before = lambda kind, key: None
     eventually(lambda: bad.watermarks.tiered == 1)
-    assert bad.tier.last_error is None
+    assert bad.bucket.last_error is None
 
 
 def test_fault_of_another_kind_does_not_end_uploads(site):
@@ -184,8 +184,8 @@ def test_waiter_for_tiered_outlives_an_upload_that_failed_once(site, error):
 def test_lease_is_renewed_by_itself(site):
     log = opened(site, storage={"metadata": {"lease_ttl_seconds": 2}})
     log.topic(TEXT, create=True)
-    until = log.tiers.membership.valid_until
-    eventually(lambda: log.tiers.membership.valid_until > until + 1)
+    until = log.stores.membership.valid_until
+    eventually(lambda: log.stores.membership.valid_until > until + 1)
     assert site.catalog().owner() is not None
 
 
@@ -239,7 +239,7 @@ def test_owner_that_slept_too_long_is_fenced_by_its_own_thread():
         eventually(lambda: not site.catalog().owner())
         other = there.topic(TEXT, take_over=True)
         site.metadata.before = lambda kind, key: None
-        eventually(lambda: topic.tier.owned.is_fenced)
+        eventually(lambda: topic.bucket.owned.is_fenced)
         assert other.append(b"y") == 1
 
 
@@ -249,13 +249,13 @@ def test_append_of_an_owner_that_was_replaced_is_told_so_although_its_lease_laps
         topic = site.open("a").topic(TEXT, create=True)
         topic.append(b"x")
         topic.upload()
-        topic.wal.hold("lease", topic.tier.refused_error, waits=False)
+        topic.wal.hold("lease", topic.bucket.refused_error, waits=False)
         with pytest.raises(UnavailableError):
             topic.append(b"y")
         site.clock.advance(2 * TTL_SECONDS)
         site.open("b").topic(TEXT, take_over=True)
         with pytest.raises(FencedError):
-            topic.tier.owned.check()
+            topic.bucket.owned.check()
         with pytest.raises(FencedError):
             topic.append(b"y")
 
@@ -316,7 +316,7 @@ def test_close_while_the_bucket_is_silent_ends(site):
     site.objects.before = silent
     topic.append(b"x")
     topic.flush()
-    eventually(lambda: topic.tier.last_error is not None)
+    eventually(lambda: topic.bucket.last_error is not None)
     log.close()
     assert ours() == []
     site.objects.before = lambda kind, key: None

@@ -41,12 +41,12 @@ from ister.format.staged_rows import (
 from ister.model import AckLevel, Layout
 from ister.topic import batches
 from ister.topic.batches import StagedBatch, check_writer_name
-from ister.topic.history import History
+from ister.topic.history import BucketLog
 from tests.support.cases import each
 from tests.support.machine import ROOT, NoThreads, Task, payloads
 from tests.support.memory_fs import SimulatedCrash
 from tests.support.scale import first_seed, scaled
-from tests.support.tiers import NAME, PREFIX, TTL_SECONDS, Site
+from tests.support.stores import NAME, PREFIX, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"
@@ -140,11 +140,11 @@ class Desk(Site):
 
     def compact(self, log, *, heeds_batches=True):
         """What `compact --keep latest-per-key` does to the bucket; the number of removed rows."""
-        owned = log.topic(TEXT).tier.owned
+        owned = log.topic(TEXT).bucket.owned
         found = list(owned.catalog.descriptors())
         waits = find_open_batch(owned.catalog, owned.record.incarnation)
         before = waits.counted_from if waits is not None and heeds_batches else owned.tiered
-        history = History(log.config, objects=self.objects, metadata=self.metadata)
+        history = BucketLog(log.config, objects=self.objects, metadata=self.metadata)
         columns = ("offset", "routing_key", "payload")
         table = history.topic(TEXT).read_arrow(columns=columns).read_all()
         rows = list(zip(*(column.to_pylist() for column in table.columns), strict=True))
@@ -377,7 +377,7 @@ def test_older_batch_of_which_no_row_is_in_is_forgotten(desk, what, how):
     assert without_foreign(contents(log)) == rows_of(1)
     # What it had staged is nobody's now.
     grow_old(desk, log, 30 * DAY_SECONDS)
-    log.topic(TEXT).tier.collect_orphans()
+    log.topic(TEXT).bucket.collect_orphans()
     assert desk.staged_keys() == []
 
 
@@ -905,8 +905,8 @@ def test_crash_between_the_tiers_leaves_the_rows_once(desk):
     topic = log.topic(TEXT)
     topic.upload()
     desk.clock.advance(DAY_SECONDS)
-    topic.tier._tiers.membership.renew()
-    assert topic.tier.trim() > 2
+    topic.bucket._stores.membership.renew()
+    assert topic.bucket.trim() > 2
     desk.cut_power(log)
     log = desk.process(**settings)
     assert log.topic(TEXT).watermarks.trimmed > 10
@@ -956,7 +956,7 @@ def test_file_that_cannot_be_removed_is_no_error(desk, is_apart):
 
 def grow_old(desk, log, seconds):
     desk.clock.advance(seconds)
-    log.tiers.membership.renew()
+    log.stores.membership.renew()
 
 
 def test_old_files_of_nobody_are_swept(desk):
@@ -965,11 +965,11 @@ def test_old_files_of_nobody_are_swept(desk):
     desk.stage_rows(rows_of())
     grow_old(desk, log, grace)
     young = desk.stage_rows(rows_of(1), batch=1)
-    assert len(log.topic(TEXT).tier.collect_orphans()) == 0
+    assert len(log.topic(TEXT).bucket.collect_orphans()) == 0
     grow_old(desk, log, 1)
-    assert len(log.topic(TEXT).tier.collect_orphans()) == 2
+    assert len(log.topic(TEXT).bucket.collect_orphans()) == 2
     assert desk.staged_keys() == sorted(file.key for file in young.files)
-    assert len(log.topic(TEXT).tier.collect_orphans()) == 0
+    assert len(log.topic(TEXT).bucket.collect_orphans()) == 0
 
 
 def test_sweep_keeps_to_its_topic(desk):
@@ -978,7 +978,7 @@ def test_sweep_keeps_to_its_topic(desk):
         desk.objects.put(key, b"x")
     grow_old(desk, log, 30 * DAY_SECONDS)
     before = desk.bucket_keys()
-    assert len(log.topic(TEXT).tier.collect_orphans()) == 0
+    assert len(log.topic(TEXT).bucket.collect_orphans()) == 0
     assert desk.bucket_keys() == before
 
 
@@ -990,7 +990,7 @@ def test_sweep_keeps_what_an_unfinished_batch_needs(desk, is_apart, point):
     assert len(needed) == 2 + is_apart
     desk.stage_rows(rows_of())  # of an asking that never came
     grow_old(desk, log, 30 * DAY_SECONDS)
-    assert len(log.topic(TEXT).tier.collect_orphans()) == 2
+    assert len(log.topic(TEXT).bucket.collect_orphans()) == 2
     assert desk.staged_keys() == needed
     second = shuffled(rows_of())
     ask(log, desk.stage_rows(second))
@@ -1013,7 +1013,7 @@ def test_sweep_removes_what_an_asking_left_that_was_given_up(desk, is_apart, is_
         assert len(needed) == 2 + is_apart
     assert sorted(needed + left) == desk.staged_keys()
     grow_old(desk, log, 30 * DAY_SECONDS)
-    assert len(log.topic(TEXT).tier.collect_orphans()) == 2 + is_apart
+    assert len(log.topic(TEXT).bucket.collect_orphans()) == 2 + is_apart
     assert desk.staged_keys() == needed
     ask(log, desk.stage_rows(rows_of()))
     assert contents(log) == second
@@ -1025,7 +1025,7 @@ def test_sweep_removes_what_a_crash_left(desk, is_apart, point):
     ask_and_crash(log, desk.stage_rows(rows_of()), point)
     assert len(desk.staged_keys()) == 2 + is_apart
     grow_old(desk, log, 30 * DAY_SECONDS)
-    assert len(log.topic(TEXT).tier.collect_orphans()) == 2 + is_apart
+    assert len(log.topic(TEXT).bucket.collect_orphans()) == 2 + is_apart
 
 
 def test_sweep_does_without_a_manifest_that_is_lost(desk):
@@ -1033,7 +1033,7 @@ def test_sweep_does_without_a_manifest_that_is_lost(desk):
     ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_begin")
     desk.objects.drop(desk.put_manifest_apart())
     grow_old(desk, log, 30 * DAY_SECONDS)
-    assert len(log.topic(TEXT).tier.collect_orphans()) == 2
+    assert len(log.topic(TEXT).bucket.collect_orphans()) == 2
 
 
 # -- staged files that are lost -----------------------------------------------------------------
@@ -1219,7 +1219,7 @@ def test_open_batch_is_settled_so_that_compaction_goes_on(desk, visit, times):
         supersede(log)
         log.topic(TEXT).upload()
         assert desk.compact(log) == (0 if number == 0 else 4)  # those below the end of last time
-        log.topic(TEXT).tier.collect_orphans()
+        log.topic(TEXT).bucket.collect_orphans()
         record = desk.writer_record()
         assert (record.is_done, record.end) == (False, log.topic(TEXT).watermarks.synced)
         assert record.runs == ((0, 0, visit),)
@@ -1237,7 +1237,7 @@ def test_batch_that_is_being_appended_is_not_settled(desk):
 
     def collect():
         log.topic(TEXT).upload()
-        log.topic(TEXT).tier.collect_orphans()
+        log.topic(TEXT).bucket.collect_orphans()
         seen.append(desk.writer_record())
 
     failpoints.arm("batch.after_rows", collect)
@@ -1339,11 +1339,11 @@ def test_retention_settles_an_open_batch_before_it_takes_its_rows(desk, is_settl
     topic.upload()
     grow_old(desk, log, DAY_SECONDS)
     if not is_settled:
-        topic.tier.settle_batches = lambda: None
-        assert (topic.tier.expire(), topic.earliest) == (0, 0)
+        topic.bucket.settle_batches = lambda: None
+        assert (topic.bucket.expire(), topic.earliest) == (0, 0)
         return
-    assert topic.tier.trim() > 0
-    assert topic.tier.expire() > 0
+    assert topic.bucket.trim() > 0
+    assert topic.bucket.expire() > 0
     assert topic.earliest > 5
     assert desk.writer_record().runs == ((0, 0, 5),)
     ask(log, desk.stage([[[row] for row in shuffled(sent)]]))
@@ -1420,14 +1420,14 @@ def test_job_that_appends_for_hours_is_not_taken_for_an_old_one(desk):
 
     def sweep():
         grow_old(desk, log, 3000)
-        log.topic(TEXT).tier.collect_orphans()
+        log.topic(TEXT).bucket.collect_orphans()
 
     failpoints.arm("batch.after_rows", sweep)
     ask(log, desk.stage_rows(rows_of(), writer="job-1"))
     failpoints.disarm()
     assert contents(log) == rows_of()
     grow_old(desk, log, 3601)
-    log.topic(TEXT).tier.collect_orphans()
+    log.topic(TEXT).bucket.collect_orphans()
     assert desk.writer_record("job-1") is None
 
 
@@ -1436,11 +1436,11 @@ def test_staged_files_without_a_batch_outlive_a_grace_period_of_none(desk):
     log = desk.process(storage={"cloud": {"orphan_grace_minutes": 0}})
     staged = desk.stage_rows(rows_of())
     grow_old(desk, log, 3600)
-    assert log.topic(TEXT).tier.collect_orphans() == []
+    assert log.topic(TEXT).bucket.collect_orphans() == []
     assert not ask(log, staged).is_known
     desk.stage_rows(rows_of(1), batch=1)
     grow_old(desk, log, 3601)
-    assert len(log.topic(TEXT).tier.collect_orphans()) == 2
+    assert len(log.topic(TEXT).bucket.collect_orphans()) == 2
 
 
 # -- other owners -------------------------------------------------------------------------------
@@ -1506,8 +1506,8 @@ def test_batch_that_retention_took_is_known(desk, rows):
         topic.flush()
     topic.upload()
     grow_old(desk, log, DAY_SECONDS)
-    assert topic.tier.trim() > 0
-    assert topic.tier.expire() > 0
+    assert topic.bucket.trim() > 0
+    assert topic.bucket.expire() > 0
     # Either the whole batch is gone, or its first rows are.
     assert (topic.earliest >= 8) if rows == 8 else (0 < topic.earliest < 60)
     left = [*sent, *others][topic.earliest :]
@@ -1750,13 +1750,13 @@ def test_replaced_owner_says_so(desk):
         desk.clock.advance(TTL_SECONDS + 1)
         desk.process("b", take_over=True)
         with suppress(IsterError):
-            slow.tiers.membership.renew()
+            slow.stores.membership.renew()
 
     failpoints.arm("batch.after_rows", take)
     with pytest.raises(FencedError):
         batches.append_staged(
             topic,
-            topic.tier.owned,
+            topic.bucket.owned,
             desk.objects,
             desk.stage_rows(rows_of()),
             clock=desk.clock,
@@ -1772,7 +1772,7 @@ def test_lapsed_lease_is_no_answer(desk):
         log.append_staged(TEXT, staged)
     failpoints.disarm()
     assert not desk.writer_record().is_done
-    log.tiers.membership.renew()
+    log.stores.membership.renew()
     ask(log, staged)
     assert contents(log) == rows_of()
 
@@ -2167,7 +2167,7 @@ class World:
     def sweep(self):
         """Nothing that is needed is taken, however old it is."""
         grow_old(self.desk, self.log, 30 * DAY_SECONDS)
-        self.crashes["swept"] += len(self.log.topic(TEXT).tier.collect_orphans())
+        self.crashes["swept"] += len(self.log.topic(TEXT).bucket.collect_orphans())
 
     def compact(self):
         """Messages that were replaced go, where no batch needs them."""

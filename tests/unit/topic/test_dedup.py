@@ -34,7 +34,7 @@ from ister.topic.dedup import (
 from tests.support.builders import a_message
 from tests.support.cases import each
 from tests.support.machine import NAME, Machine
-from tests.support.tiers import Site
+from tests.support.stores import Site
 
 NEW = Verdict(0, 0, 0)
 
@@ -497,7 +497,7 @@ def test_new_owner_looks_through_the_newest_objects_alone(seconds, read):
             topic.append_record(StreamMessage(), producer="p", sequence=number)
             topic.topic.upload()
             site.clock.advance(seconds)
-            log.tiers.membership.renew()
+            log.stores.membership.renew()
         log.seal("/default/t")
         again = SequencedTopic(site.open("b").topic("/default/t"))
         fetched = set()

@@ -10,7 +10,7 @@ from ister.limits import KIB, MIB
 from ister.model import AckLevel
 from tests.support.cases import each
 from tests.support.machine import NoThreads, Task, eventually, numbered, payloads
-from tests.support.tiers import NAME, TTL_SECONDS, Site
+from tests.support.stores import NAME, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 
@@ -114,7 +114,7 @@ def test_flush_makes_messages_tiered(live):
 
 def test_every_process_is_a_node_of_its_own_and_leaves_no_key(site):
     first, second = site.open_diskless(), site.open_diskless()
-    assert first.tiers.membership.node != second.tiers.membership.node
+    assert first.stores.membership.node != second.stores.membership.node
     first.close()
     second.close()
     assert [one.key for one in site.metadata.range("/danube/cluster/")] == ["/danube/cluster/store"]
@@ -130,7 +130,7 @@ def test_next_process_goes_on_when_the_lease_of_a_killed_one_has_ended(site):
     with pytest.raises(ConflictError, match="is open on node"):
         after.topic(TEXT)
     site.clock.advance(TTL_SECONDS + 1)
-    after.tiers.membership.renew()
+    after.stores.membership.renew()
     topic = after.topic(TEXT)
     assert topic.next_offset == 20
     assert payloads(topic.read()) == sent
@@ -292,7 +292,7 @@ def test_memory_of_a_topic_that_was_lost_is_given_back(site):
     site.clock.advance(TTL_SECONDS + 1)
     other = site.open_diskless()
     assert other.topic(TEXT).next_offset == 0
-    log.tiers.membership.renew()
+    log.stores.membership.renew()
     assert topic.has_stopped
     log.room.memory.free()
     assert not log.room.memory.is_pressed()

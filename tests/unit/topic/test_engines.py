@@ -7,10 +7,10 @@ import pytest
 
 from ister.clock import SystemClock
 from ister.errors import ConflictError
-from ister.topic.bucket_link import TopicTier
+from ister.topic.bucket_link import TopicBucket
 from tests.support.machine import Task, eventually, numbered, payloads
 from tests.support.scale import scaled
-from tests.support.tiers import NAME, Pipeline, Site
+from tests.support.stores import NAME, Pipeline, Site
 
 TEXT = str(NAME)
 LEASE_SECONDS = 4
@@ -141,7 +141,7 @@ def test_uploads_go_to_and_fro(site):
 
 
 def test_topic_that_a_pipeline_leaves_behind_is_uploaded_here(site, kept, monkeypatch):
-    monkeypatch.setattr(TopicTier, "is_left_behind", lambda self, now: True)
+    monkeypatch.setattr(TopicBucket, "is_left_behind", lambda self, now: True)
     topic = a_topic(site, "auto")
     append(topic)
     eventually(lambda: topic.watermarks.tiered == 5)
@@ -153,7 +153,7 @@ def test_topic_that_a_pipeline_leaves_behind_is_uploaded_here(site, kept, monkey
 
 @pytest.mark.nightly
 def test_engine_spark_never_uploads(site, monkeypatch):
-    monkeypatch.setattr(TopicTier, "is_left_behind", lambda self, now: True)
+    monkeypatch.setattr(TopicBucket, "is_left_behind", lambda self, now: True)
     topic = a_topic(site, "spark")
     append(topic)
     a_while()

@@ -16,7 +16,7 @@ from ister.model import TopicName
 from tests.support.cases import each
 from tests.support.express import Shared
 from tests.support.machine import ROOT
-from tests.support.tiers import PREFIX, Site
+from tests.support.stores import PREFIX, Site
 
 
 @pytest.fixture
@@ -84,8 +84,8 @@ def test_lost_disk_loses_nothing_that_was_acknowledged(site):
 def test_ordinary_topics_have_objects_of_their_own(site):
     shared = Shared(site, topics=0)
     topic = shared.log.topic("/default/orders", create=True)
-    assert not topic.tier.is_express
-    shared.express.add(topic.tier)
+    assert not topic.bucket.is_express
+    shared.express.add(topic.bucket)
     topic.wait(topic.append(b"a"), level="synced")
     shared.express.write_next()
     assert shared.objects() == []
@@ -94,12 +94,12 @@ def test_ordinary_topics_have_objects_of_their_own(site):
 def test_all_topics_share_if_configured(site):
     log = site.open(storage={"uploader": {"express": {"all_topics": True}}})
     topic = log.topic("/default/orders", create=True)
-    assert topic.tier.is_express
+    assert topic.bucket.is_express
 
 
 def test_without_an_engine_nothing_is_shared(site):
     log = site.open(storage={"uploader": {"engine": "none"}})
-    assert not log.topic("/default/t", create=True, ack="tiered").tier.is_express
+    assert not log.topic("/default/t", create=True, ack="tiered").bucket.is_express
 
 
 def test_object_of_its_own_by_call(shared):
@@ -186,12 +186,12 @@ def test_failed_put_is_tried_again(error):
 
         site.objects.before = fail
         shared.express.write_next()
-        assert isinstance(shared.topics[0].tier.last_error, type(error))
+        assert isinstance(shared.topics[0].bucket.last_error, type(error))
         assert shared.read(0) == []
         site.objects.before = lambda kind, key: None
         shared.express.write_next()
         assert (shared.read(0), shared.read(1)) == ([b"a"], [b"b"])
-        assert shared.topics[0].tier.last_error is None
+        assert shared.topics[0].bucket.last_error is None
         # A put whose answer is lost may have written the object: no name is used twice.
         assert len(set(shared.objects())) == len(shared.objects())
 
@@ -204,7 +204,7 @@ def test_failed_commit_is_tried_again(shared):
         if kind == "transact":
             raise UnavailableError("away")
 
-    shared.log.tiers.membership.presence()
+    shared.log.stores.membership.presence()
     shared.site.metadata.before = fail
     shared.express.write_next()
     shared.site.metadata.before = lambda kind, key: None
@@ -217,7 +217,7 @@ def test_lost_topic_does_not_stop_the_others(site):
     shared = Shared(site)
     shared.append(0, b"a")
     offset = shared.append(1, b"b")
-    keys = shared.topics[1].tier.owned.catalog.keys
+    keys = shared.topics[1].bucket.owned.catalog.keys
     site.metadata.delete(keys.owner)
     other = site.open("b")
     other.topic("/default/t1")
@@ -236,7 +236,7 @@ def test_damaged_file_does_not_stop_the_others(site):
     flip(site.disk(), path, 20)
     shared.express.write_next()
     assert shared.read(1) == [b"b"]
-    assert shared.topics[0].tier.last_error is not None
+    assert shared.topics[0].bucket.last_error is not None
     flip(site.disk(), path, 20)
     site.clock.advance(2)
     shared.express.write_next()
@@ -271,7 +271,7 @@ def test_slow_bucket_holds_producers_back(site):
 def test_closed_topic_is_forgotten(shared):
     shared.append(0, b"a")
     shared.append(1, b"b")
-    shared.express.remove(shared.topics[0].tier)
+    shared.express.remove(shared.topics[0].bucket)
     shared.express.write_next()
     assert (shared.read(0), shared.read(1)) == ([], [b"b"])
     shared.topics[0].wait(shared.topics[0].append(b"c"), level="synced")
@@ -300,7 +300,7 @@ def test_collection_by_the_log_itself(site):
     shared.log.delete("/default/t0")
     for _ in range(800):
         site.clock.advance(5)
-        shared.log.tiers.membership.renew()
+        shared.log.stores.membership.renew()
     assert len(shared.express.collect().removed) == 1
     assert shared.objects() == []
 
@@ -341,7 +341,7 @@ def test_nothing_is_planned_twice(shared):
 def test_failed_first_object_takes_the_second_run_with_it(shared):
     first, second = two_batches(shared)
     shared.express.commit(first, UnavailableError("away"))
-    assert shared.topics[0].tier.last_error is not None
+    assert shared.topics[0].bucket.last_error is not None
     # Planned from the bucket's end again, while the second one is still on its way.
     shared.append(0, b"c")
     third = shared.express.gather()
@@ -400,7 +400,7 @@ def test_metadata_is_rebuilt_from_footers(site):
     shared.topics[0].upload()
     shared.append(0, b"e")
     shared.express.write_next()
-    wanted = [d for d, _ in shared.topics[0].tier.owned.catalog.descriptors()]
+    wanted = [d for d, _ in shared.topics[0].bucket.owned.catalog.descriptors()]
     report, damage = rebuild(site)
     assert damage == report.errors == report.gaps == report.left_out == []
     assert [(d.start, d.end, d.object_id) for d in report.objects] == [
@@ -434,7 +434,7 @@ def test_runs_that_a_process_wrote_and_did_not_commit_are_adopted(site):
 
 def test_run_that_was_written_twice_counts_once(shared):
     shared.append(0, b"a")
-    shared.log.tiers.membership.presence()
+    shared.log.stores.membership.presence()
     shared.site.metadata.before = lambda kind, key: (
         (_ for _ in ()).throw(UnavailableError("away")) if kind == "transact" else None
     )
@@ -463,7 +463,7 @@ def test_topic_made_again_has_its_own_messages_alone(shared):
     shared.express.write_next()
     report, _ = rebuild(shared.site)
     assert [d.incarnation for d in report.objects] == [
-        shared.topics[0].tier.owned.record.incarnation
+        shared.topics[0].bucket.owned.record.incarnation
     ]
     assert len(report.left_out) == 1
 
@@ -476,7 +476,7 @@ def test_damaged_manifest_hides_no_messages(shared):
     report, _ = rebuild(shared.site)
     assert [(d.start, d.end) for d in report.objects] == [(0, 2)]
     assert [d.incarnation for d in report.objects] == [
-        shared.topics[0].tier.owned.record.incarnation
+        shared.topics[0].bucket.owned.record.incarnation
     ]
     assert report.left_out == []
     assert [error.path for error in report.errors] == [key]
@@ -549,6 +549,6 @@ def test_thread_uploads_what_is_appended(tmp_path):
         for topic, offset in zip(topics, offsets, strict=True):
             topic.wait(offset, timeout=60)
             assert [m.payload for m in topic.read(end=20)] == [b"%d" % n for n in range(20)]
-        found = list(log.tiers.objects.list(EXPRESS_PREFIX))
+        found = list(log.stores.objects.list(EXPRESS_PREFIX))
         assert 0 < len(found) <= 25
         assert log.metrics.snapshot()["express.objects_total"] == len(found)

@@ -15,9 +15,9 @@ from ister.errors import ConflictError, CorruptDataError, FencedError, Unavailab
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
 from ister.model import TopicName
 from ister.topic.express import Express
-from ister.topic.stores import Tiers
+from ister.topic.stores import Stores
 from tests.support.memory_fs import SimulatedCrash
-from tests.support.tiers import Site
+from tests.support.stores import Site
 from tests.unit.topic.test_express import Shared
 
 
@@ -88,7 +88,7 @@ def test_deletion_during_an_object(shared, moment):
     setattr(shared.site.objects, moment, delete)
     shared.express.write_next()
     assert shared.read(1) == [b"b"]
-    keys = shared.topics[0].tier.owned.catalog.keys
+    keys = shared.topics[0].bucket.owned.catalog.keys
     assert shared.site.metadata.range(keys.storage) == []
     shared.topics[0] = shared.open("/default/t0")
     assert shared.topics[0].watermarks.next == 0
@@ -107,7 +107,7 @@ def test_topic_that_is_opened_again_during_an_object_that_fails(site):
         if kind == "put" and key.startswith(EXPRESS_PREFIX):
             quiet(site.objects)
             shared.log._retire(old)
-            shared.express.remove(old.tier)
+            shared.express.remove(old.bucket)
             shared.topics[0] = shared.open("/default/t0")
             raise UnavailableError("away")
 
@@ -124,7 +124,7 @@ def test_lost_topic_that_was_opened_again_is_not_told_of_its_former_self(site):
     shared = Shared(site)
     shared.append(0, b"a")
     old, told = shared.topics[0], []
-    old.tier.on_fenced = lambda: told.append(1)
+    old.bucket.on_fenced = lambda: told.append(1)
 
     def reopen(kind, key):
         if kind == "put" and key.startswith(EXPRESS_PREFIX):
@@ -134,7 +134,7 @@ def test_lost_topic_that_was_opened_again_is_not_told_of_its_former_self(site):
 
     site.objects.before = reopen
     shared.express.write_next()
-    assert old.tier.owned.is_fenced
+    assert old.bucket.owned.is_fenced
     assert told == []
     shared.express.write_next()
     assert shared.read(0) == [b"a"]
@@ -145,7 +145,7 @@ def test_topic_whose_metadata_cannot_be_used_does_not_slow_the_others(site):
     shared = Shared(site)
     shared.append(0, b"a")
     shared.append(1, b"b")
-    owned = shared.topics[0].tier.owned
+    owned = shared.topics[0].bucket.owned
 
     errors = cycle([ConflictError("another pointer"), CorruptDataError("not a record")])
 
@@ -161,8 +161,8 @@ def test_topic_whose_metadata_cannot_be_used_does_not_slow_the_others(site):
         assert shared.express._failures == 0
         assert shared.express._is_awake, "the thread has to come back for it"
         assert shared.topics[1].watermarks.tiered == number + 2
-    assert isinstance(shared.topics[0].tier.last_error, CorruptDataError)
-    assert shared.topics[0].tier.failures == 3
+    assert isinstance(shared.topics[0].bucket.last_error, CorruptDataError)
+    assert shared.topics[0].bucket.failures == 3
     del owned.prepare_commit
     site.clock.advance(2)
     shared.express.write_next()
@@ -177,12 +177,12 @@ def test_topic_with_an_error_that_nobody_expected_does_not_stop_the_others(site)
     def add_run(made, bytes_max):
         raise ZeroDivisionError
 
-    shared.topics[0].tier.add_run = add_run
+    shared.topics[0].bucket.add_run = add_run
     shared.express.write_next()
     assert shared.read(1) == [b"b"]
     assert [failure.thread for failure in threads.failures()] == ["ister-express"]
     threads.forget()
-    del shared.topics[0].tier.add_run
+    del shared.topics[0].bucket.add_run
     site.clock.advance(2)
     shared.express.write_next()
     assert shared.read(0) == [b"a"]
@@ -218,7 +218,7 @@ def test_run_that_is_planned_while_the_one_before_it_fails(shared, monkeypatch):
         monkeypatch.undo()
         shared.express.commit(first, UnavailableError("away"))
 
-    monkeypatch.setattr(Tiers, "assure_manifest", fail_first)
+    monkeypatch.setattr(Stores, "assure_manifest", fail_first)
     second = shared.express.gather()
     shared.express.commit(second, shared.express.put(second))
     assert shared.read(0) == []
@@ -238,7 +238,7 @@ def test_error_of_a_topic_that_is_gone_delays_nobody(shared):
     shared.express.write_next()
     quiet(shared.site.objects)
     assert shared.express._failures == 1
-    shared.express.remove(shared.topics[0].tier)
+    shared.express.remove(shared.topics[0].bucket)
     shared.express.write_next()
     assert shared.express._failures == 0
 
@@ -254,7 +254,7 @@ def test_end_of_the_lease_costs_a_few_calls_not_some_for_each_topic(site):
         if kind == "put" and key.startswith(EXPRESS_PREFIX):
             quiet(site.objects)
             site.clock.advance(60)
-            shared.log.tiers.membership.renew()
+            shared.log.stores.membership.renew()
             site.metadata.before = lambda kind, key: calls.append(kind)
 
     site.objects.before = pause
@@ -300,14 +300,14 @@ def test_manifest_is_there_before_the_last_object_of_the_topics_own_goes(site):
     # The process that made the topic had been killed before it saved this.
     site.objects.drop("storage/topics/default/t0/topic.json")
     site.clock.advance(600)
-    shared.log.tiers.membership.renew()
+    shared.log.stores.membership.renew()
     shared.append(0, b"b")
     shared.express.write_next()
-    assert shared.topics[0].tier.expire() == 1
+    assert shared.topics[0].bucket.expire() == 1
     assert shared.formats(0) == [(1, 2, FORMAT_EXPRESS)]
     name = TopicName.parse("/default/t0")
     assert name in find_topics(site.objects)
-    incarnation = shared.topics[0].tier.owned.record.incarnation
+    incarnation = shared.topics[0].bucket.owned.record.incarnation
     assert load_manifest(site.objects, name).incarnation == incarnation
 
 
@@ -336,7 +336,7 @@ def test_manifest_that_is_gone_comes_back_with_the_next_collection(shared):
     shared.append(0, b"a")
     shared.express.write_next()
     shared.site.objects.drop("storage/topics/default/t0/topic.json")
-    shared.topics[0].tier.collect_orphans()
+    shared.topics[0].bucket.collect_orphans()
     assert TopicName.parse("/default/t0") in find_topics(shared.site.objects)
 
 
@@ -351,13 +351,13 @@ def test_manifest_is_not_saved_into_a_deletion(site, monkeypatch):
     shared = Shared(site, topics=1)
     shared.append(0, b"a")
     quiet(site.objects)
-    real = Tiers.assure_manifest
+    real = Stores.assure_manifest
 
     def assure(self, owned):
         shared.log.delete("/default/t0")
         real(self, owned)
 
-    monkeypatch.setattr(Tiers, "assure_manifest", assure)
+    monkeypatch.setattr(Stores, "assure_manifest", assure)
     shared.express.write_next()
     assert TopicName.parse("/default/t0") not in find_topics(site.objects)
 
@@ -372,7 +372,7 @@ class Interrupt(BaseException):
 def test_wake_that_a_signal_interrupts_leaves_no_lock_behind(site):
     """Goal: a handler that raises anywhere in a wait for `tiered` does not stop later syncs."""
     shared = Shared(site, topics=1)
-    tier = shared.topics[0].tier
+    tier = shared.topics[0].bucket
     count = 0
 
     def raise_interrupt(number, frame):
@@ -401,9 +401,9 @@ def test_wake_that_a_signal_interrupts_leaves_no_lock_behind(site):
 
 
 def test_thread_ends_although_it_was_woken_just_before(site):
-    tiers = site.open().tiers
+    stores = site.open().stores
     for _ in range(50):
-        express = Express(tiers)
+        express = Express(stores)
         thread = threading.Thread(target=express.run, daemon=True)
         thread.start()
         express._wake()

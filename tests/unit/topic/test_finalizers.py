@@ -12,7 +12,7 @@ import pytest
 import ister
 from ister.errors import ClosedError, DirectoryLockedError, InvalidRequestError, IsterError
 from tests.support.cases import each
-from tests.support.tiers import Site
+from tests.support.stores import Site
 from tests.support.waiting import eventually
 
 PATIENCE = 60.0
@@ -90,7 +90,7 @@ def test_finalizer_in_a_thread_that_has_the_lock_is_refused(tmp_path, call):
     [
         lambda topic: topic.upload(),
         # What a thread does that writes an express object, before it reads the messages.
-        lambda topic: topic.tier.begin_term(),
+        lambda topic: topic.bucket.begin_term(),
     ],
 )
 @each("late", [lambda topic: topic.wait(0, level="tiered"), lambda topic: topic.upload()])

@@ -16,7 +16,7 @@ from tests.support.cases import each
 from tests.support.machine import NAME, ROOT, Machine, NoThreads, numbered, payloads
 from tests.support.memory_fs import SimulatedCrash
 from tests.support.scale import scaled
-from tests.support.tiers import Site, save_cursor
+from tests.support.stores import Site, save_cursor
 
 PATH = f"{ROOT}{NAME}"
 COUNT = 40
@@ -348,8 +348,8 @@ def a_cold_log(site):
     log = a_site_log(site, retention={"time_minutes": 0, "size_mb": 0})
     log.topic(NAME).upload()
     site.clock.advance(60)
-    log.tiers.membership.renew()
-    assert log.topic(NAME).tier.trim() > 3
+    log.stores.membership.renew()
+    assert log.topic(NAME).bucket.trim() > 3
     return log
 
 
@@ -446,7 +446,7 @@ def test_files_that_the_bucket_does_not_make_up_for_are_given_up(harm):
 
 def test_topic_continues_behind_its_cursors(site):
     log = a_site_log(site)
-    save_cursor(log.topic(NAME).tier.owned, "sub", 45)
+    save_cursor(log.topic(NAME).bucket.owned, "sub", 45)
     log.close()
     cut(Disk(site))
     log = site_opened(site)

@@ -23,7 +23,7 @@ from ister.model import TopicState
 from ister.topic.background import Background
 from tests.support.machine import ROOT, eventually, payloads
 from tests.support.memory_fs import SimulatedCrash
-from tests.support.tiers import NAME, Pipeline, Site, save_cursor
+from tests.support.stores import NAME, Pipeline, Site, save_cursor
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"
@@ -122,16 +122,16 @@ def without_its_first_object(site, **settings):
         fill(topic, [b"x" * 3000] * 30)
         topic.upload()
     site.objects.delete(site.key(0))
-    site.metadata.delete(topic.tier.owned.catalog.keys.descriptor(0))
+    site.metadata.delete(topic.bucket.owned.catalog.keys.descriptor(0))
     site.clock.advance(3600)
-    log.tiers.membership.renew()
+    log.stores.membership.renew()
     return log, topic
 
 
 def test_files_before_the_oldest_object_stay_until_they_are_in_the_bucket(site):
     log, topic = without_its_first_object(site)
     with pytest.raises(DataGapError):
-        topic.tier.trim()
+        topic.bucket.trim()
     with pytest.raises(DataGapError):
         log.seal(TEXT)
     topic = log.topic(TEXT)
@@ -139,7 +139,7 @@ def test_files_before_the_oldest_object_stay_until_they_are_in_the_bucket(site):
     assert log.repair(TEXT).is_whole
     assert site.ranges()[0] == (0, 30)
     topic = log.topic(TEXT)
-    assert topic.tier.trim() > 0
+    assert topic.bucket.trim() > 0
     assert sum(1 for _ in topic.read(0)) == 120
 
 
@@ -151,10 +151,10 @@ def test_files_whose_objects_have_expired_are_not_owed(site):
         fill(topic, [b"x" * 3000] * 30)
         topic.upload()
     site.clock.advance(3600)
-    log.tiers.membership.renew()
-    assert topic.tier.expire() == 3
-    assert topic.tier.owned.record.expired_before == 90
-    assert topic.tier.trim() > 0
+    log.stores.membership.renew()
+    assert topic.bucket.expire() == 3
+    assert topic.bucket.owned.record.expired_before == 90
+    assert topic.bucket.trim() > 0
     assert payloads(topic.read(topic.earliest)) == [b"x" * 3000] * (120 - topic.earliest)
 
 
@@ -176,7 +176,7 @@ def test_object_whose_expiry_was_interrupted_is_owed_while_it_is_read(site, harm
         fill(topic, [b"x" * 3000] * 30)
         topic.upload()
     site.clock.advance(3600)
-    log.tiers.membership.renew()
+    log.stores.membership.renew()
     changes = []
 
     def stop_before_the_second_change(kind, key):
@@ -187,7 +187,7 @@ def test_object_whose_expiry_was_interrupted_is_owed_while_it_is_read(site, harm
 
     site.metadata.before = stop_before_the_second_change
     with pytest.raises(SimulatedCrash):
-        topic.tier.expire()
+        topic.bucket.expire()
     site.metadata.before = lambda kind, key: None
     site.kill(log)
     if harm == "lost":
@@ -196,10 +196,10 @@ def test_object_whose_expiry_was_interrupted_is_owed_while_it_is_read(site, harm
         site.objects.corrupt(site.key(0), 100)
     log = site.open(**settings)
     topic = log.topic(TEXT)
-    assert topic.tier.owned.record.expired_before == 90
+    assert topic.bucket.owned.record.expired_before == 90
     assert topic.earliest == 0
     if how == "trim":
-        assert topic.tier.trim() > 0
+        assert topic.bucket.trim() > 0
         assert topic.wal.trimmed > 0
     else:
         log.seal(TEXT)
@@ -214,14 +214,14 @@ def test_object_whose_commit_got_no_answer_is_not_counted_by_expiry(site):
     for _ in range(2):
         fill(topic, [b"x" * 3000] * 30)
         topic.upload()
-    known = topic.tier.owned.last
+    known = topic.bucket.owned.last
     fill(topic, [b"x" * 3000] * 30)
     topic.upload()
     # The third one is in the catalog, and its owner has not learnt of it.
-    topic.tier.owned.last = known
+    topic.bucket.owned.last = known
     site.clock.advance(3600)
-    log.tiers.membership.renew()
-    assert topic.tier.expire() == 1
+    log.stores.membership.renew()
+    assert topic.bucket.expire() == 1
     assert site.ranges() == [(30, 60), (60, 90)]
 
 
@@ -259,10 +259,10 @@ def test_objects_that_are_merged_under_the_walk_do_not_count_twice(site, monkeyp
     before = site.ranges()
     assert len(before) == 12
     merge_under_walk(site, monkeypatch, *((20, 40 + 10 * number) for number in range(walks)))
-    assert topic.tier.expire() == 0
+    assert topic.bucket.expire() == 0
     monkeypatch.undo()
     assert site.ranges()[0][0] == 0, "all of it is less than 1 MiB"
-    assert topic.tier.owned.record.expired_before == 0
+    assert topic.bucket.owned.record.expired_before == 0
 
 
 def test_object_whose_commit_got_no_answer_leaves_no_gap_between_the_tiers(site):
@@ -289,15 +289,15 @@ def test_object_whose_commit_got_no_answer_leaves_no_gap_between_the_tiers(site)
         topic.upload()
     site.metadata.after = lambda kind, key: None
     fill(topic, [b"x" * 3000] * 30)
-    topic.tier.owned.refresh()
-    assert topic.tier.owned.tiered == 90
+    topic.bucket.owned.refresh()
+    assert topic.bucket.owned.tiered == 90
     site.clock.advance(3600)
-    log.tiers.membership.renew()
-    assert topic.tier.trim() > 0
+    log.stores.membership.renew()
+    assert topic.bucket.trim() > 0
     assert topic.wal.trimmed <= topic.wal.tiered == 60
     assert payloads(topic.read(0)) == [b"x" * 3000] * 120
     topic.upload()
-    assert topic.tier.trim() > 0
+    assert topic.bucket.trim() > 0
     assert topic.wal.trimmed > 60
     assert payloads(topic.read(0)) == [b"x" * 3000] * 120
 
@@ -310,14 +310,14 @@ def test_time_query_beside_expiry_begins_with_what_is_left(site):
         fill(topic, [b"x" * 3000] * 30)
         topic.upload()
         site.clock.advance(600)
-        log.tiers.membership.renew()
-    assert topic.tier.trim() > 0
+        log.stores.membership.renew()
+    assert topic.bucket.trim() > 0
     is_expired = []
 
     def before(kind, key):
         if kind == "read" and not is_expired:
             is_expired.append(True)
-            topic.tier.expire()
+            topic.bucket.expire()
 
     site.objects.before = before
     assert topic.reader(EPOCH).next_offset == 90
@@ -332,9 +332,9 @@ def test_time_query_beside_trim_skips_nothing(site):
         topic.flush()
     topic.upload()
     site.clock.advance(3600)
-    log.tiers.membership.renew()
+    log.stores.membership.renew()
     topic.wal.trim(14)
-    history, is_trimmed = topic.tier.history, []
+    history, is_trimmed = topic.bucket.history, []
 
     def trimmed_after_its_search():
         reader = history()
@@ -343,13 +343,13 @@ def test_time_query_beside_trim_skips_nothing(site):
         def find_time(*args, **options):
             found = find(*args, **options)
             if not is_trimmed:
-                is_trimmed.append(topic.tier.trim())
+                is_trimmed.append(topic.bucket.trim())
             return found
 
         reader.find_time = find_time
         return reader
 
-    topic.tier.history = trimmed_after_its_search
+    topic.bucket.history = trimmed_after_its_search
     assert topic.reader(EPOCH + timedelta(seconds=20)).next_offset == 20
     assert is_trimmed[0] > 0
 
@@ -426,7 +426,7 @@ def test_upload_under_way_publishes_nothing_into_a_deleted_topic(live_site):
 
     def upload():
         try:
-            outcome.append(topic.tier.upload())
+            outcome.append(topic.bucket.upload())
         except (FencedError, ClosedError) as error:
             outcome.append(error)
 
@@ -453,11 +453,11 @@ def test_two_owners_of_one_epoch_are_told_apart(site):
     log_a = site.open("a")
     a = log_a.topic(TEXT)
     fill(a, [b"a"] * 5)
-    keys = a.tier.owned.catalog.keys
+    keys = a.bucket.owned.catalog.keys
     site.metadata.put(keys.record, encode_topic(older))
     site.metadata.delete(keys.owner)
     b = site.open("b").topic(TEXT, take_over=True)
-    assert b.tier.owned.epoch == a.tier.owned.epoch
+    assert b.bucket.owned.epoch == a.bucket.owned.epoch
     fill(b, [b"b"] * 3)
     b.upload()
     with pytest.raises(FencedError):
@@ -468,9 +468,9 @@ def test_two_owners_of_one_epoch_are_told_apart(site):
 def test_unreadable_record_of_one_topic_leaves_the_others_their_lease(site):
     log = site.open()
     a, b = log.topic("/default/a", create=True), log.topic("/default/b", create=True)
-    site.metadata.put(a.tier.owned.catalog.keys.record, b'{"epoch": 7, "ack": "replicated"}')
+    site.metadata.put(a.bucket.owned.catalog.keys.record, b'{"epoch": 7, "ack": "replicated"}')
     site.clock.advance(60)
-    log.tiers.membership.renew()
+    log.stores.membership.renew()
     b.wait(b.append(b"x"))
     with pytest.raises(FencedError):
         a.wait(a.append(b"x"))
@@ -481,7 +481,7 @@ def test_replaced_owner_puts_no_cursor_back(site, monkeypatch):
     topic = log.topic(TEXT, create=True)
     fill(topic, [b"x"] * 10)
     topic.upload()
-    key = topic.tier.owned.catalog.keys.progress("s")
+    key = topic.bucket.owned.catalog.keys.progress("s")
     log.close()
     recover = topic_opening.recover_tiered
 
@@ -492,7 +492,7 @@ def test_replaced_owner_puts_no_cursor_back(site, monkeypatch):
         site.clock.advance(60)
         other = site.open("b").topic(TEXT, take_over=True)
         fill(other, [b"y"] * 10)
-        save_cursor(other.tier.owned, "s", 20)
+        save_cursor(other.bucket.owned, "s", 20)
         return recovered
 
     log = site.open("a")

@@ -28,10 +28,10 @@ from ister.errors import (
 from ister.format.arrow.schema import HIDDEN
 from ister.model import COLUMNS, Codec
 from ister.topic.columns import Decoders
-from ister.topic.history import History, HistoryTopic
+from ister.topic.history import BucketLog, BucketTopic
 from tests.support.cases import each
 from tests.support.machine import NoThreads, Task, numbered
-from tests.support.tiers import NAME, TTL_SECONDS, Site, SlowReads
+from tests.support.stores import NAME, TTL_SECONDS, Site, SlowReads
 
 TEXT = str(NAME)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -57,7 +57,7 @@ def a_topic(site, disk="a", *, codec=None, storage=SMALL, **wal):
 def a_history(site, **storage):
     """The site's stores, through other eyes."""
     tree = {"storage": {**SMALL, **storage, "wal": {"dir": "/nowhere"}}}
-    return History(
+    return BucketLog(
         load_config(tree, {}), clock=site.clock, objects=site.objects, metadata=site.metadata
     )
 
@@ -100,7 +100,7 @@ def test_bucket_is_read_while_somebody_writes_and_when_nobody_does(tmp_path):
         topic.upload()
         fill(topic, 5)
         topic.flush()
-        with ister.open_history(tmp_path) as history:
+        with ister.open_bucket(tmp_path) as history:
             assert history.topics() == [TEXT]
             found = history.topic(TEXT)
             assert (found.earliest, found.tiered) == (0, 10)
@@ -108,7 +108,7 @@ def test_bucket_is_read_while_somebody_writes_and_when_nobody_does(tmp_path):
             topic.upload()
             assert offsets(found.read_arrow()) == list(range(15))
             fill(topic, 1)
-    with ister.open_history(str(tmp_path)) as history:
+    with ister.open_bucket(str(tmp_path)) as history:
         expected = 15 if history.topic(TEXT).tiered == 15 else 16
         assert offsets(history.topic(TEXT).read_arrow()) == list(range(expected))
         with ister.open(tmp_path) as log:
@@ -128,13 +128,13 @@ def test_reading_leaves_the_local_files_alone(tmp_path):
         }
 
     before = listing()
-    with ister.open_history(tmp_path) as history:
+    with ister.open_bucket(tmp_path) as history:
         assert offsets(history.topic(TEXT).read_arrow()) == list(range(10))
     assert listing() == before
 
 
 def test_place_without_a_log_is_said_to_have_none(tmp_path):
-    with ister.open_history(tmp_path / "nothing") as history, pytest.raises(IsterError):
+    with ister.open_bucket(tmp_path / "nothing") as history, pytest.raises(IsterError):
         history.topic(TEXT)
     assert not (tmp_path / "nothing").exists()
 
@@ -144,9 +144,9 @@ def test_stores_are_opened_when_they_are_needed(tmp_path):
         topic = log.topic(TEXT, create=True)
         fill(topic, 10)
         topic.upload()
-        described = topic.tier.owned.last
+        described = topic.bucket.owned.last
         key = object_key(NAME, described.object_id)
-    with ister.open_history(tmp_path) as history:
+    with ister.open_bucket(tmp_path) as history:
         assert (history._metadata, history._objects) == (None, None)
         assert history.objects.stat(key).size == described.size_bytes
         assert history._metadata is None
@@ -167,7 +167,7 @@ def test_stores_are_opened_when_they_are_needed(tmp_path):
 )
 def test_log_without_a_bucket_has_no_history(storage):
     with pytest.raises(ConfigError):
-        ister.open_history({"storage": storage})
+        ister.open_bucket({"storage": storage})
 
 
 def test_missing_library_is_said_with_what_to_install(tmp_path, monkeypatch):
@@ -178,7 +178,7 @@ def test_missing_library_is_said_with_what_to_install(tmp_path, monkeypatch):
         lambda what, extra, error: ConfigError(f"{what} needs it", hint=extra),
     )
     with pytest.raises(ConfigError, match="needs it") as caught:
-        ister.open_history(tmp_path)
+        ister.open_bucket(tmp_path)
     assert caught.value.hint == "arrow"
 
 
@@ -305,7 +305,7 @@ def test_topic_by_its_incarnation_is_that_topic(site):
     fill(topic, 30)
     topic.upload()
     with a_history(site) as history:
-        seen = HistoryTopic(history, NAME, history.topic(TEXT).record().incarnation)
+        seen = BucketTopic(history, NAME, history.topic(TEXT).record().incarnation)
         assert (seen.earliest, seen.tiered) == (0, 30)
         assert offsets(seen.read_arrow()) == list(range(30))
         assert seen.find_time(1100, 0, 30) == 10
@@ -319,7 +319,7 @@ def test_another_topic_of_the_name_is_not_taken_for_the_one_meant(site):
     topic.upload()
     with a_history(site) as history:
         old = history.topic(TEXT).record().incarnation
-        seen, any_of_the_name = HistoryTopic(history, NAME, old), history.topic(TEXT)
+        seen, any_of_the_name = BucketTopic(history, NAME, old), history.topic(TEXT)
         topic.log.delete(TEXT)
         with pytest.raises(NotFoundError):
             seen.record()
@@ -346,7 +346,7 @@ def test_part_of_an_object_that_went_with_its_topic_is_not_read_from_the_next_on
     fill(topic, 30)
     topic.upload()
     with a_history(site) as history:
-        seen = HistoryTopic(history, NAME, history.topic(TEXT).record().incarnation)
+        seen = BucketTopic(history, NAME, history.topic(TEXT).record().incarnation)
         (described,) = seen.descriptors(0, 30)
         part = ObjectPart.of(TEXT, described, 0, 30)
         topic.log.delete(TEXT)
@@ -362,7 +362,7 @@ def test_bucket_whose_beginning_has_expired_begins_later(site):
     fill(topic, 60)
     topic.upload()
     gone = [described for described, _ in site.catalog().descriptors()][:-1]
-    topic.tier.owned.expire(gone)
+    topic.bucket.owned.expire(gone)
     begin = gone[-1].end
     with a_history(site) as history:
         seen = history.topic(TEXT)
@@ -604,7 +604,7 @@ def test_history_says_what_it_does_not_see(site):
         assert said.startswith(f"offsets 0 to 10 of {TEXT}, without messages not yet uploaded")
         assert found.read_arrow().read_all().schema.metadata, "the table has it, too"
         assert not found.is_sealed
-    assert "are not visible" in ister.open_history.__doc__
+    assert "are not visible" in ister.open_bucket.__doc__
 
 
 def test_history_of_a_sealed_topic_is_whole(site):

@@ -29,7 +29,7 @@ from ister.wal.directory import WalDirectory
 from ister.wal.reader import WalReader
 from tests.support.machine import Task, numbered, payloads
 from tests.support.scale import first_seed, scaled
-from tests.support.tiers import NAME, Site
+from tests.support.stores import NAME, Site
 
 TEXT = str(NAME)
 CHUNK = 1 << 16
@@ -78,7 +78,7 @@ class Place:
     @property
     def incarnation(self):
         """Of the topic that was opened last."""
-        return self.topic.tier.owned.record.incarnation
+        return self.topic.bucket.owned.record.incarnation
 
     def tail(self, *, node=None, name=NAME, incarnation=None, clock=None):
         return LocalTail.find(
@@ -143,7 +143,7 @@ def test_files_of_the_node_that_wrote_the_topic_last_are_used(place):
     topic = place.open()
     fill(topic, 10)
     topic.wal.save_checkpoint()
-    record = topic.tier.owned.record
+    record = topic.bucket.owned.record
     assert record.node == place.node
     assert read(place.tail(node=record.node)) == expected(0, 10)
 

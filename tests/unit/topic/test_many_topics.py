@@ -11,12 +11,12 @@ from ister.clock import SystemClock
 from ister.errors import DiskError, NotFoundError, TopicNameError
 from ister.fs.local import LocalFileSystem
 from ister.objectstore.staged_files import StagedFiles
-from ister.topic.bucket_link import TopicTier
+from ister.topic.bucket_link import TopicBucket
 from ister.topic.dedup import SequencedTopics
 from ister.topic.topic import Topic
 from tests.support.machine import ROOT, NoThreads, eventually, numbered
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
-from tests.support.tiers import NAME, Site
+from tests.support.stores import NAME, Site
 
 TEXT = str(NAME)
 FEW, MANY = 10, 150
@@ -249,7 +249,7 @@ def test_only_the_newest_objects_are_looked_at_when_a_topic_is_opened(site, coun
     site.objects.drop(site.key(count - 1))
     counted = Counted(site)
     restored = []
-    cost = counted.of(lambda: restored.extend(topic.tier.check_recent()))
+    cost = counted.of(lambda: restored.extend(topic.bucket.check_recent()))
     assert restored
     assert site.objects.stat(site.key(count - 1)).size > 0
     assert cost["object stat"] <= 6
@@ -258,9 +258,9 @@ def test_only_the_newest_objects_are_looked_at_when_a_topic_is_opened(site, coun
 
 def test_idle_topics_are_not_checked(monkeypatch):
     looked = Counter()
-    is_idle = TopicTier.is_idle.fget
+    is_idle = TopicBucket.is_idle.fget
     monkeypatch.setattr(
-        TopicTier, "is_idle", property(lambda tier: looked.update([tier]) or is_idle(tier))
+        TopicBucket, "is_idle", property(lambda bucket: looked.update([bucket]) or is_idle(bucket))
     )
     with Site(clock=SystemClock()) as site:
         log = site.open(background=True, storage={"uploader": {"interval_seconds": 1}})
@@ -276,7 +276,7 @@ def test_idle_topics_are_not_checked(monkeypatch):
         topics[3].append(b"two")
         topics[3].flush()
         eventually(lambda: topics[3].watermarks.tiered == 2)
-        assert set(looked) == {topics[3].tier}
+        assert set(looked) == {topics[3].bucket}
 
 
 def test_topic_that_left_the_log_is_not_looked_at_again():
@@ -285,7 +285,7 @@ def test_topic_that_left_the_log_is_not_looked_at_again():
         topic = make(log, 0)
         eventually(lambda: topic.watermarks.tiered == 1)
         log.delete(topic.name)
-        topic.tier.on_backlog()
+        topic.bucket.on_backlog()
         background = log._background
         assert topic not in background._added
         eventually(lambda: topic not in background._listed)
@@ -293,7 +293,7 @@ def test_topic_that_left_the_log_is_not_looked_at_again():
 
 def test_objects_of_many_topics_are_looked_at_a_few_at_a_time(monkeypatch, site):
     checked = []
-    monkeypatch.setattr(TopicTier, "check_recent", lambda tier: checked.append(tier) or [])
+    monkeypatch.setattr(TopicBucket, "check_recent", lambda bucket: checked.append(bucket) or [])
     log = site.open(background=True, storage={"uploader": {"engine": "embedded"}})
     for number in range(60):
         make(log, number)

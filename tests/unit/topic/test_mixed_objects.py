@@ -19,10 +19,10 @@ from ister.format.descriptor import encode_descriptor  # noqa: E402
 from ister.model import COLUMNS  # noqa: E402
 from ister.spark.planner import TopicRange, plan  # noqa: E402
 from ister.topic.columns import Decoders  # noqa: E402
-from ister.topic.history import History  # noqa: E402
+from ister.topic.history import BucketLog  # noqa: E402
 from tests.support.cases import each  # noqa: E402
 from tests.support.machine import NoThreads, numbered  # noqa: E402
-from tests.support.tiers import NAME, PREFIX, Site  # noqa: E402
+from tests.support.stores import NAME, PREFIX, Site  # noqa: E402
 
 TEXT = str(NAME)
 SMALL = {
@@ -131,7 +131,7 @@ def test_every_reader_gives_what_is_there(seed):
         log.close()
 
         tree = {"storage": {**storage, "wal": {"dir": "/nowhere"}}}
-        history = History(
+        history = BucketLog(
             load_config(tree, {}), clock=site.clock, objects=site.objects, metadata=site.metadata
         )
         found = history.topic(TEXT)
@@ -215,7 +215,7 @@ def test_a_parquet_object_that_is_gone_or_damaged_is_read_with_care():
         part = ObjectPart.of(TEXT, archive, 3, COUNT - 3)
         merge("dnb1", "00000002")
         tree = {"storage": {**SMALL, "wal": {"dir": "/nowhere"}}}
-        history = History(
+        history = BucketLog(
             load_config(tree, {}), clock=site.clock, objects=site.objects, metadata=site.metadata
         )
         found = history.topic(TEXT)

@@ -31,7 +31,7 @@ from ister.wal.recovery import recover
 from tests.support.cases import each
 from tests.support.machine import ROOT, NoThreads, numbered, payloads
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
-from tests.support.tiers import NAME, PREFIX, TTL_SECONDS, Site
+from tests.support.stores import NAME, PREFIX, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"
@@ -111,7 +111,7 @@ def crash():
 
 def end_lease(site, log):
     site.clock.advance(TTL_SECONDS + 1)
-    log.tiers.membership.renew()
+    log.stores.membership.renew()
 
 
 # -- another node has written since -------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_new_topic_is_the_same_without_its_first_checkpoint(site, seed, is_writt
     sent = fill(topic, 5) if is_written else []
     assert (
         WalDirectory(site.disk(), PATH).load_state().incarnation
-        == topic.tier.owned.record.incarnation
+        == topic.bucket.owned.record.incarnation
     )
     site.kill(log)
     site.disk().crash(random.Random(seed))
@@ -429,8 +429,8 @@ def forgetful(site, *, parts=4, keep=1):
         sent += fill(topic, 10, size=500)
         topic.upload()
     site.clock.advance(60)
-    log.tiers.membership.renew()
-    topic.tier.trim()
+    log.stores.membership.renew()
+    topic.bucket.trim()
     trimmed = topic.watermarks.trimmed
     assert trimmed > 10 * (parts - 1)
     log.close()
@@ -453,7 +453,7 @@ def test_objects_that_continue_the_catalog_are_adopted(site, keep):
     assert topic.append(b"on") == 40
     topic.upload()
     assert payloads(topic.read()) == [*sent, b"on"]
-    assert topic.tier.repair_objects().errors == []
+    assert topic.bucket.repair_objects().errors == []
 
 
 def test_catalog_that_was_lost_to_the_last_object_gets_all_of_them_back(site):
@@ -985,9 +985,9 @@ def test_lag_after_opening_is_what_waits(site):
     topic = log.topic(TEXT)
     directory = WalDirectory(site.disk(), PATH)
     sizes = [len(read_file(site.disk(), directory.log_path(s))) for s in directory.log_seqs()]
-    assert topic.tier.lag_bytes == sum(sizes)
+    assert topic.bucket.lag_bytes == sum(sizes)
     topic.upload()
-    assert topic.tier.lag_bytes == 0
+    assert topic.bucket.lag_bytes == 0
 
 
 def test_topic_that_was_handed_over_to_a_full_disk_can_be_opened_elsewhere(site, monkeypatch):

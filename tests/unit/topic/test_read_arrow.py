@@ -28,7 +28,7 @@ from ister.model import COLUMNS, Codec, MessageId, StreamMessage
 from ister.topic import append as append_module
 from tests.support.cases import each
 from tests.support.machine import NoThreads, Task, numbered
-from tests.support.tiers import NAME, Site, as_row
+from tests.support.stores import NAME, Site, as_row
 
 TEXT = str(NAME)
 ROTATE = {"rotate_max_bytes": 4096, "cache_capacity": 4}

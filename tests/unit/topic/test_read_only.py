@@ -32,7 +32,7 @@ from ister.topic.read_only import ReadOnlyTopic
 from tests.support.broker import run, take
 from tests.support.dispatch import ack
 from tests.support.machine import ROOT, Task, eventually, numbered, payloads, waiting
-from tests.support.tiers import NAME, PREFIX, TTL_SECONDS, Site, a_descriptor
+from tests.support.stores import NAME, PREFIX, TTL_SECONDS, Site, a_descriptor
 
 TEXT = str(NAME)
 START = datetime.fromtimestamp(1_000_000, UTC)
@@ -160,9 +160,9 @@ def test_nothing_of_it_is_changed(site):
     before = (site.ranges(), site.bucket_keys(), site.catalog().record())
     with pytest.raises(UnavailableError, match="read-only"):
         topic.upload()
-    assert topic.tier.trim() == 0
-    assert topic.tier.expire() == 0
-    assert topic.tier.collect_orphans() == []
+    assert topic.bucket.trim() == 0
+    assert topic.bucket.expire() == 0
+    assert topic.bucket.collect_orphans() == []
     topic.check()
     assert (site.ranges(), site.bucket_keys(), site.catalog().record()) == before
 
@@ -209,7 +209,7 @@ def test_one_node_serves_it_at_a_time(site):
     topic = first.read_only_topic(TEXT)
     assert first.read_only_topic(TEXT) is topic
     holder = read_holder(site.metadata, site.catalog().keys.reader)
-    assert holder.id == first.tiers.membership.node
+    assert holder.id == first.stores.membership.node
     with pytest.raises(ConflictError, match=f"node {holder.id} holds the key"):
         second.read_only_topic(TEXT)
     topic.close()
@@ -267,11 +267,11 @@ def test_lease_that_ended_ends_it_and_it_is_opened_anew(site):
     log = site.open("b")
     topic = log.read_only_topic(TEXT)
     fenced = []
-    topic.tier.on_fenced = lambda: fenced.append(True)
+    topic.bucket.on_fenced = lambda: fenced.append(True)
     site.clock.advance(TTL_SECONDS + 1)
     with pytest.raises(UnavailableError):
-        topic.tier.check_owner()
-    log.tiers.membership.renew()
+        topic.bucket.check_owner()
+    log.stores.membership.renew()
     with pytest.raises(FencedError, match="no longer holds the key"):
         topic.check()
     assert fenced == [True]
@@ -448,8 +448,8 @@ def test_cursor_is_not_moved_without_the_key(site):
             "s",
             cursor=8,
             saved=None,
-            incarnation=topic.tier.owned.record.incarnation,
-            owned=topic.tier.owned,
+            incarnation=topic.bucket.owned.record.incarnation,
+            owned=topic.bucket.owned,
         )
     assert cursor_of(site) == 4
     assert topic.has_stopped

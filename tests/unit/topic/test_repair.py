@@ -21,7 +21,7 @@ from ister.model import TopicState
 from ister.topic.repair import Repaired
 from tests.support.machine import ROOT, NoThreads, Task, numbered, payloads
 from tests.support.memory_fs import SimulatedCrash
-from tests.support.tiers import NAME, TTL_SECONDS, Site
+from tests.support.stores import NAME, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"
@@ -247,8 +247,8 @@ def cold(site):
     log = a_log(site, **KEEP_NOTHING)
     log.topic(TEXT).upload()
     site.clock.advance(60)
-    log.tiers.membership.renew()
-    assert log.topic(TEXT).tier.trim() > 3
+    log.stores.membership.renew()
+    assert log.topic(TEXT).bucket.trim() > 3
     return log
 
 

@@ -25,7 +25,7 @@ from tests.support.backups import BucketBackup, DiskBackup, MetadataBackup
 from tests.support.express import Shared
 from tests.support.machine import ROOT, payloads
 from tests.support.memory_fs import SimulatedCrash
-from tests.support.tiers import NAME, PREFIX, TTL_SECONDS, Site
+from tests.support.stores import NAME, PREFIX, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 DIRECTORY = f"{ROOT}{TEXT}"
@@ -46,7 +46,7 @@ def send(topic: Topic, count: int, mark: str) -> list[bytes]:
         topic.flush()
         topic.upload()
     topic.wait(offsets[-1])
-    topic.tier.begin_term()  # as a thread does soon after the first message
+    topic.bucket.begin_term()  # as a thread does soon after the first message
     return sent
 
 
@@ -115,9 +115,9 @@ def test_topic_that_the_metadata_has_forgotten_keeps_its_objects(site):
     log = site.open_diskless()
     assert is_noticed_or_whole(go_on(log), acked)
     site.clock.advance(DAY_SECONDS)
-    log.tiers.membership.renew()
+    log.stores.membership.renew()
     for topic in log._open_topics():
-        topic.tier.collect_orphans()
+        topic.bucket.collect_orphans()
     lost = [key for key in kept if ".dnb1" in key and key not in site.bucket_keys()]
     assert lost == []
 
@@ -139,11 +139,11 @@ def test_local_files_of_another_incarnation_do_not_continue_an_older_catalog(sit
     log = site.open(rotate_max_bytes=4096, retention={"time_minutes": 0})
     assert is_noticed_or_whole(go_on(log), acked)
     site.clock.advance(60)
-    log.tiers.membership.renew()
+    log.stores.membership.renew()
     for topic in log._open_topics():
         topic.rotate()
         topic.upload()
-        topic.tier.trim()
+        topic.bucket.trim()
         assert payloads(topic.read("earliest"))[: len(acked)] == acked
     assert aside(site) == []
 
@@ -278,7 +278,7 @@ def test_running_process_remembers_the_revisions_that_it_saw(site):
     acked = send(topic, 5, "first")
     backup = MetadataBackup.of(site.metadata)
     acked += send(topic, 5, "second")
-    log.tiers.trust.check_revision()
+    log.stores.trust.check_revision()
     backup.put_back(site.metadata)
     log.close()
     site.clock.advance(TTL_SECONDS + 1)
@@ -335,9 +335,9 @@ def test_idle_mark_that_was_put_back_proves_nothing(site):
     topic = made(log)
     acked = send(topic, 5, "first")
     topic.upload()
-    assert topic.tier.idle_mark.set()
+    assert topic.bucket.idle_mark.set()
     backup = MetadataBackup.of(site.metadata)
-    topic.tier.idle_mark.clear()
+    topic.bucket.idle_mark.clear()
     acked += send(topic, 20, "on the disk")
     site.open("b").close()  # it has seen the store's revision
     end(site, log)
@@ -459,7 +459,7 @@ def test_names_of_objects_tell_of_later_owners_when_the_terms_are_deleted(site):
 def test_files_whose_node_has_lost_its_name_say_how_to_continue(site):
     log = site.open()
     acked = send(made(log), 10, "first")
-    node = log.tiers.membership.node
+    node = log.stores.membership.node
     end(site, log)
     site.disk("a").remove(f"{ROOT}/.node")
     log = site.open()
@@ -547,9 +547,9 @@ def test_accepting_rebuilds_a_catalog_whose_runs_a_later_owner_has_replaced(site
     other = Shared(site, "b", topics=1, storage={"uploader": {"express": {"resort_seconds": 1}}})
     other.fill(1, 1, first=2)
     site.clock.advance(3600)
-    other.log.tiers.membership.renew()
+    other.log.stores.membership.renew()
     runs = other.objects()
-    assert other.topics[0].tier.resort().end == 4
+    assert other.topics[0].bucket.resort().end == 4
     for key in runs:
         site.objects.drop(key)
     other.fill(1, first=4)

@@ -27,7 +27,7 @@ from ister.model import AckLevel, Codec, TopicState
 from ister.topic.bucket_link import RepairedObjects
 from tests.support.machine import ROOT, NoThreads, Task, eventually, numbered, payloads, waiting
 from tests.support.memory_fs import SimulatedCrash
-from tests.support.tiers import NAME, TTL_SECONDS, Site
+from tests.support.stores import NAME, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"
@@ -64,8 +64,8 @@ def cold(site, count=40, **settings):
     sent = fill(topic, count, size=500)
     topic.upload()
     site.clock.advance(DAY_SECONDS)
-    topic.tier._tiers.membership.renew()
-    assert topic.tier.trim() > 2
+    topic.bucket._stores.membership.renew()
+    assert topic.bucket.trim() > 2
     return topic, sent
 
 
@@ -151,13 +151,13 @@ def test_failed_upload_is_remembered_until_one_succeeds(site):
     site.objects.before = silent
     with pytest.raises(UnavailableError):
         topic.upload()
-    assert "silent" in str(topic.tier.last_error)
+    assert "silent" in str(topic.bucket.last_error)
     with pytest.raises(WaitTimeoutError) as late:
         topic.wait(offset, "tiered", timeout=0.01)
     assert "silent" in late.value.hint
     site.objects.before = lambda kind, key: None
     topic.upload()
-    assert topic.tier.last_error is None
+    assert topic.bucket.last_error is None
     topic.wait(offset, "tiered")
 
 
@@ -180,7 +180,7 @@ def test_wait_for_tiered_returns_when_the_bucket_has_it(site):
     offset = topic.append(b"x")
     task = Task(topic.wait, offset, "tiered")
     eventually(lambda: waiting(topic, AckLevel.TIERED) == 1)
-    assert topic.tier.is_wanted
+    assert topic.bucket.is_wanted
     assert task.is_running
     topic.upload()
     task.result()
@@ -209,7 +209,7 @@ def test_reader_of_a_tiered_topic_waits_for_the_upload_and_does_not_cause_it(sit
     reading = Task(lambda: payloads(topic.read()))
     following = Task(lambda: payloads(topic.reader().next_batch()))
     eventually(lambda: waiting(topic, AckLevel.TIERED) == 2)
-    assert not topic.tier.is_wanted
+    assert not topic.bucket.is_wanted
     assert not topic.wal.is_tiered_wanted
     assert reading.is_running
     assert following.is_running
@@ -234,7 +234,7 @@ def test_tasks_that_read_a_tiered_topic_are_woken_by_the_upload(site):
             await asyncio.sleep(0)
         topic.append(b"x")
         await asyncio.to_thread(topic.flush)
-        assert not topic.tier.is_wanted
+        assert not topic.bucket.is_wanted
         bounded = asyncio.ensure_future(anext(aiter(topic.aio.read())))
         await asyncio.sleep(0)
         assert not waits.done()
@@ -280,7 +280,7 @@ def test_topic_with_ack_tiered_moves_to_another_node_when_the_lease_has_ended(si
     # The first node is back: what it has above 5 is set aside.
     again = site.open().topic(TEXT)
     assert payloads(again.read(5)) == [b"acknowledged"]
-    assert again.tier.owned.epoch == 3
+    assert again.bucket.owned.epoch == 3
 
 
 def test_topic_with_ack_tiered_goes_on_when_its_files_are_lost(site):
@@ -294,7 +294,7 @@ def test_topic_with_ack_tiered_goes_on_when_its_files_are_lost(site):
     site.clock.advance(TTL_SECONDS + 1)
     again = site.open().topic(TEXT)
     assert again.append(b"x") == 5
-    assert [item.start for item in again.tier.owned.record.lineage] == [0, 5]
+    assert [item.start for item in again.bucket.owned.record.lineage] == [0, 5]
 
 
 def test_ack_level_of_a_topic_is_kept_in_its_record(site):
@@ -370,8 +370,8 @@ def test_reader_that_is_overtaken_by_trim_goes_on_in_the_bucket(site):
     reader = topic.reader(0)
     got = payloads(reader.next_batch(3))
     site.clock.advance(60)
-    topic.tier._tiers.membership.renew()
-    topic.tier.trim()
+    topic.bucket._stores.membership.renew()
+    topic.bucket.trim()
     assert topic.watermarks.trimmed > 3
     while len(got) < 40:
         got += payloads(reader.next_batch(3, timeout=1))
@@ -383,14 +383,14 @@ def test_trim_inside_of_a_readers_own_file_operation_hurts_nothing(site):
     sent = fill(topic, 40, size=500)
     topic.upload()
     site.clock.advance(60)
-    topic.tier._tiers.membership.renew()
+    topic.bucket._stores.membership.renew()
     for kind, suffix in (("open_read", "wal.log"), ("read", "wal.1.log")):
         reader = topic.reader(topic.watermarks.trimmed)
 
         def trim(operation, path, kind=kind, suffix=suffix):
             if operation == kind and path.endswith(suffix):
                 site.disk().before = lambda kind, path: None
-                topic.tier.trim()
+                topic.bucket.trim()
 
         site.disk().before = trim
         start = reader.next_offset
@@ -517,10 +517,10 @@ def test_damaged_end_of_the_bucket_is_left_out_and_the_files_follow(site):
 def test_offset_that_no_tier_keeps_is_out_of_range(site):
     topic, sent = cold(site, storage={"cloud": {"retention": {"time_minutes": 1}}})
     site.clock.advance(3600)
-    topic.tier._tiers.membership.renew()
+    topic.bucket._stores.membership.renew()
     fill(topic, 1)
     topic.upload()
-    assert topic.tier.expire() == 1
+    assert topic.bucket.expire() == 1
     assert topic.earliest > 0
     with pytest.raises(OffsetOutOfRangeError) as refused:
         topic.reader(0)
@@ -540,8 +540,8 @@ def test_reader_of_what_expires_under_it_is_told_what_is_left(site):
     reader = topic.reader(0)
     reader.next_batch(1)
     site.clock.advance(3600)
-    topic.tier._tiers.membership.renew()
-    assert topic.tier.expire() > 1
+    topic.bucket._stores.membership.renew()
+    assert topic.bucket.expire() > 1
     # The chunk at hand is read to its end first.
     with pytest.raises(OffsetOutOfRangeError) as refused:
         payloads(reader)
@@ -561,10 +561,10 @@ def test_start_by_time_is_found_in_whichever_tier(site):
         if number == 29:
             topic.upload()
         site.clock.advance(1)
-        topic.tier._tiers.membership.renew()
+        topic.bucket._stores.membership.renew()
     site.clock.advance(60)
-    topic.tier._tiers.membership.renew()
-    topic.tier.trim()
+    topic.bucket._stores.membership.renew()
+    topic.bucket.trim()
     assert 0 < topic.watermarks.trimmed <= 30
     for number in (0, 1, 7, topic.watermarks.trimmed - 1, topic.watermarks.trimmed, 30, 39):
         start = began + timedelta(seconds=number)
@@ -585,11 +585,11 @@ def test_trim_removes_what_is_in_the_bucket_and_nothing_else(site):
     sent += fill(topic, 20, size=500)
     files = len(topic.wal.files)
     site.clock.advance(60)
-    topic.tier._tiers.membership.renew()
-    removed = topic.tier.trim()
+    topic.bucket._stores.membership.renew()
+    removed = topic.bucket.trim()
     assert 0 < removed < files - 1
     assert topic.watermarks.trimmed <= 20
-    assert topic.tier.trim() == 0
+    assert topic.bucket.trim() == 0
     assert payloads(topic.read()) == sent
 
 
@@ -597,7 +597,7 @@ def test_trim_without_an_upload_removes_nothing(site):
     topic = a_topic(site, **ROTATE, **KEEP_NOTHING)
     fill(topic, 40, size=500)
     site.clock.advance(DAY_SECONDS)
-    assert topic.tier.trim() == 0
+    assert topic.bucket.trim() == 0
     assert topic.watermarks.trimmed == 0
 
 
@@ -611,11 +611,11 @@ def test_bad_object_is_uploaded_again_before_the_local_copy_goes(site, how):
     else:
         site.objects.corrupt(site.key(0), 3000)
     site.clock.advance(60)
-    topic.tier._tiers.membership.renew()
-    assert topic.tier.trim() > 2
+    topic.bucket._stores.membership.renew()
+    assert topic.bucket.trim() > 2
     assert topic._metrics.snapshot()["uploader.objects_repaired_total"] == 1
     assert payloads(topic.read()) == sent
-    assert topic.tier.repair_objects() == RepairedObjects()
+    assert topic.bucket.repair_objects() == RepairedObjects()
 
 
 def test_size_alone_does_not_notice_a_flipped_bit(site):
@@ -625,9 +625,9 @@ def test_size_alone_does_not_notice_a_flipped_bit(site):
     topic.upload()
     site.objects.corrupt(site.key(0), 3000)
     site.clock.advance(60)
-    topic.tier._tiers.membership.renew()
+    topic.bucket._stores.membership.renew()
     reads = len(site.objects.reads)
-    assert topic.tier.trim() > 2
+    assert topic.bucket.trim() > 2
     assert len(site.objects.reads) == reads
 
 
@@ -636,10 +636,10 @@ def test_trim_while_the_bucket_is_silent_removes_nothing(site):
     fill(topic, 40, size=500)
     topic.upload()
     site.clock.advance(60)
-    topic.tier._tiers.membership.renew()
+    topic.bucket._stores.membership.renew()
     site.objects.before = silent
     with pytest.raises(UnavailableError):
-        topic.tier.trim()
+        topic.bucket.trim()
     assert topic.watermarks.trimmed == 0
 
 
@@ -650,11 +650,11 @@ def test_trim_by_an_owner_that_was_replaced_removes_nothing(site):
     site.clock.advance(TTL_SECONDS + 60)
     a_topic(site, "b", take_over=True)
     with pytest.raises((FencedError, UnavailableError)):
-        topic.tier.trim()
+        topic.bucket.trim()
     with suppress(UnavailableError):
-        topic.tier._tiers.membership.renew()
+        topic.bucket._stores.membership.renew()
     with pytest.raises(FencedError):
-        topic.tier.trim()
+        topic.bucket.trim()
     assert topic.watermarks.trimmed == 0
 
 
@@ -670,12 +670,12 @@ def test_active_subscription_keeps_what_it_has_yet_to_read(site):
     fill(topic, 40, size=500)
     topic.upload()
     site.clock.advance(DAY_SECONDS)
-    topic.tier._tiers.membership.renew()
+    topic.bucket._stores.membership.renew()
     cursor(site, "slow", 5)
     cursor(site, "fast", 40)
-    assert topic.tier.trim() == 0
+    assert topic.bucket.trim() == 0
     cursor(site, "slow", 20)
-    assert topic.tier.trim() > 0
+    assert topic.bucket.trim() > 0
     assert topic.watermarks.trimmed <= 20
 
 
@@ -687,9 +687,9 @@ def test_subscription_that_is_not_active_keeps_nothing(site, gone):
     fill(topic, 40, size=500)
     topic.upload()
     site.clock.advance(DAY_SECONDS)
-    topic.tier._tiers.membership.renew()
+    topic.bucket._stores.membership.renew()
     cursor(site, "slow", 5, **gone)
-    assert topic.tier.trim() > 2
+    assert topic.bucket.trim() > 2
 
 
 # -- lag ----------------------------------------------------------------------------------------
@@ -700,13 +700,13 @@ LAG = {"uploader": {"max_lag_bytes": 5000}}
 def test_producers_wait_while_too_much_waits_for_its_upload(site):
     topic = a_topic(site, storage=LAG)
     sent = fill(topic, 10, size=600)
-    assert topic.tier.lag_bytes > 5000
-    topic.tier.apply_pressure()
+    assert topic.bucket.lag_bytes > 5000
+    topic.bucket.apply_pressure()
     task = Task(topic.append, b"10")
     eventually(lambda: len(topic.wal._room_waiters) == 1)
-    assert topic.tier.is_wanted
-    topic.tier.upload()
-    assert topic.tier.lag_bytes == 0
+    assert topic.bucket.is_wanted
+    topic.bucket.upload()
+    assert topic.bucket.lag_bytes == 0
     assert task.result() == 10
     topic.flush()
     assert payloads(topic.read()) == [*sent, b"10"]
@@ -722,7 +722,7 @@ def test_producers_are_refused_where_that_is_the_policy(site):
         topic.append(b"x")
     assert "max_lag_bytes" in refused.value.hint
     site.objects.before = lambda kind, key: None
-    topic.tier.upload()
+    topic.bucket.upload()
     assert topic.append(b"x") == 10
 
 
@@ -736,7 +736,7 @@ def test_wait_after_the_lease_has_lapsed_is_not_acknowledged(site):
     with pytest.raises(UnavailableError, match="may have another owner"):
         topic.wait(offset, "synced")
     assert topic.watermarks.synced == 1
-    topic.tier._tiers.membership.renew()
+    topic.bucket._stores.membership.renew()
     topic.wait(offset, "synced")
 
 
@@ -772,7 +772,7 @@ def test_owner_that_was_replaced_acknowledges_and_uploads_nothing(site):
     other.flush()
     with pytest.raises(UnavailableError):
         topic.wait(12, "synced")
-    topic.tier._tiers.membership.renew()
+    topic.bucket._stores.membership.renew()
     with pytest.raises(FencedError):
         topic.wait(12, "synced")
     with pytest.raises(FencedError):
@@ -798,13 +798,13 @@ def test_wait_for_tiered_ends_when_the_owner_was_replaced(site):
 def test_held_append_ends_when_the_owner_was_replaced(site):
     topic = a_topic(site, storage=LAG)
     fill(topic, 10, size=600)
-    topic.tier.apply_pressure()
+    topic.bucket.apply_pressure()
     task = Task(topic.append, b"x")
     eventually(lambda: len(topic.wal._room_waiters) == 1)
     site.clock.advance(TTL_SECONDS + 1)
     a_topic(site, "b", take_over=True)
     with pytest.raises(FencedError):
-        topic.tier.upload()
+        topic.bucket.upload()
     task.join(2)
     is_held = task.is_running
     topic.close()
@@ -815,7 +815,7 @@ def test_held_append_ends_when_the_owner_was_replaced(site):
 def test_topic_that_was_fenced_is_claimed_anew_when_it_is_asked_for(site):
     topic, other = taken_over(site)
     log = site._logs[0][1]
-    topic.tier._tiers.membership.renew()
+    topic.bucket._stores.membership.renew()
     with pytest.raises(ConflictError, match="open on node"):
         log.topic(TEXT)
     site._logs[1][1].seal(TEXT)
@@ -878,9 +878,9 @@ def test_crash_at_any_step_of_an_upload_loses_and_doubles_nothing(site, point):
     assert site.ranges() == [(0, 10), (10, 20)]
     assert payloads(topic.read()) == sent
     site.clock.advance(2 * DAY_SECONDS)
-    topic.tier._tiers.membership.renew()
-    topic.tier.collect_orphans()
-    assert topic.tier.repair_objects() == RepairedObjects()
+    topic.bucket._stores.membership.renew()
+    topic.bucket.collect_orphans()
+    assert topic.bucket.repair_objects() == RepairedObjects()
     assert len([key for key in site.bucket_keys() if key.endswith(".dnb1")]) == 2
 
 
@@ -986,7 +986,7 @@ def test_topic_made_again_has_a_manifest_of_its_own(site):
     manifest = load_manifest(site.objects, NAME)
     assert manifest is not None
     assert (manifest.ack, manifest.codec) == (AckLevel.TIERED, Codec.BINCODE1)
-    assert manifest.incarnation == topic.tier.owned.record.incarnation
+    assert manifest.incarnation == topic.bucket.owned.record.incarnation
 
 
 def test_topic_that_does_not_exist_is_not_deleted(site):
@@ -1015,8 +1015,8 @@ def test_watermarks_form_a_chain_at_every_moment(site):
         topic.upload()
         look()
         site.clock.advance(60)
-        topic.tier._tiers.membership.renew()
-        topic.tier.trim()
+        topic.bucket._stores.membership.renew()
+        topic.bucket.trim()
         look()
     for one, other in pairwise(seen):
         assert one.trimmed <= other.trimmed
@@ -1033,5 +1033,5 @@ def test_two_topics_with_names_alike_do_not_mix(site):
     other.upload()
     log.delete(TEXT)
     assert payloads(other.read()) == numbered(9)
-    assert other.tier.repair_objects() == RepairedObjects()
+    assert other.bucket.repair_objects() == RepairedObjects()
     assert log.topics() == [f"{TEXT}2"]

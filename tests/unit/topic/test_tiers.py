@@ -17,7 +17,7 @@ from tests.support.cases import each
 from tests.support.machine import ROOT, NoThreads, eventually, numbered, payloads
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
 from tests.support.memory_store import MemoryObjectStore
-from tests.support.tiers import NAME, TTL_SECONDS, Site
+from tests.support.stores import NAME, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"
@@ -161,12 +161,12 @@ def test_identity_is_no_topic_and_no_namespace(site):
 
 def test_process_after_process_on_a_disk_is_the_same_node(site):
     log = opened(site)
-    node = log.tiers.membership.node
+    node = log.stores.membership.node
     log.topic(TEXT, create=True)
     site.kill(log)
     log = opened(site)
-    assert log.tiers.membership.node == node
-    assert log.topic(TEXT).tier.owned.epoch == 2, "it need not wait for its own lease"
+    assert log.stores.membership.node == node
+    assert log.topic(TEXT).bucket.owned.epoch == 2, "it need not wait for its own lease"
 
 
 # -- what may be claimed ------------------------------------------------------------------------
@@ -333,7 +333,7 @@ def test_topic_that_could_not_be_opened_is_not_kept_by_its_lease(site):
         log.topic(TEXT)
     site.disk().before = calm
     site.clock.advance(TTL_SECONDS + 1)
-    log.tiers.membership.renew()
+    log.stores.membership.renew()
     assert site.catalog().owner() is None
     assert payloads(log.topic(TEXT).read()) == numbered(3)
 
@@ -418,8 +418,8 @@ def check_deleted(site, log):
         log.delete(TEXT)
     topic = log.topic(TEXT, create=True)
     assert (topic.watermarks.next, payloads(topic.read())) == (0, [])
-    assert topic.tier.owned.epoch > record.epoch
-    assert topic.tier.owned.record.incarnation != record.incarnation
+    assert topic.bucket.owned.epoch > record.epoch
+    assert topic.bucket.owned.record.incarnation != record.incarnation
     assert topic.append(b"new") == 0
     topic.upload()
     assert site.ranges() == [(0, 1)]
@@ -568,8 +568,8 @@ def test_zombie_that_goes_on_deleting_spares_the_topic_that_was_made_again(site,
     failpoints.disarm()
     topic = made[1]
     assert site.ranges() == [(0, 4)]
-    assert load_manifest(site.objects, NAME).incarnation == topic.tier.owned.record.incarnation
-    assert topic.tier.repair_objects() == RepairedObjects()
+    assert load_manifest(site.objects, NAME).incarnation == topic.bucket.owned.record.incarnation
+    assert topic.bucket.repair_objects() == RepairedObjects()
     assert topic.append(b"on") == 4
 
 
@@ -595,10 +595,10 @@ class ProbedStore(MemoryObjectStore):
 @pytest.mark.parametrize("supports_copy", [True, False])
 def test_probe_notes_what_the_bucket_can_do(site, conditional_create, supports_copy):
     site.objects = ProbedStore(conditional_create=conditional_create, supports_copy=supports_copy)
-    tiers = opened(site).tiers
-    assert tiers.capabilities is None
-    tiers.probe()
-    assert tiers.capabilities == Capabilities(
+    stores = opened(site).stores
+    assert stores.capabilities is None
+    stores.probe()
+    assert stores.capabilities == Capabilities(
         conditional_create=conditional_create, copy=supports_copy
     )
 
@@ -606,16 +606,16 @@ def test_probe_notes_what_the_bucket_can_do(site, conditional_create, supports_c
 @pytest.mark.parametrize(("grace_minutes", "seconds"), [(0, 3600), (30, 3600), (600, 36000)])
 def test_probe_removes_leftovers_that_nobody_has_touched_for_long(site, grace_minutes, seconds):
     site.objects = ProbedStore()
-    tiers = opened(site, storage={"cloud": {"orphan_grace_minutes": grace_minutes}}).tiers
-    tiers.probe()
+    stores = opened(site, storage={"cloud": {"orphan_grace_minutes": grace_minutes}}).stores
+    stores.probe()
     assert site.objects.ages == [seconds]
 
 
 def test_probe_of_a_silent_bucket_is_only_told(site, caplog):
     log = opened(site)
     site.objects.probe = silent
-    log.tiers.probe()
-    assert log.tiers.capabilities is None
+    log.stores.probe()
+    assert log.stores.capabilities is None
     (record,) = [r for r in caplog.records if "cannot be used" in r.message]
     assert (record.levelname, record.store) == ("ERROR", site.objects.location)
     assert "silent" in record.error
@@ -627,19 +627,19 @@ def test_probe_of_a_silent_bucket_is_only_told(site, caplog):
 def test_leftovers_that_cannot_be_removed_do_not_take_away_what_is_known(site, caplog):
     site.objects = ProbedStore()
     site.objects.error = UnavailableError("silent")
-    tiers = opened(site).tiers
-    tiers.probe()
-    assert tiers.capabilities == Capabilities(conditional_create=True, copy=True)
+    stores = opened(site).stores
+    stores.probe()
+    assert stores.capabilities == Capabilities(conditional_create=True, copy=True)
     assert any("cannot be used" in message for message in caplog.messages)
 
 
 def test_probe_that_failed_once_is_made_up_for_by_the_next(site):
-    tiers = opened(site).tiers
+    stores = opened(site).stores
     probe, site.objects.probe = site.objects.probe, silent
-    tiers.probe()
+    stores.probe()
     site.objects.probe = probe
-    tiers.probe()
-    assert tiers.capabilities is not None
+    stores.probe()
+    assert stores.capabilities is not None
 
 
 # -- objects that are missing while local files have them ---------------------------------------
@@ -662,7 +662,7 @@ def names_of(site):
 def test_check_of_whole_objects_finds_and_reads_nothing(site):
     _, topic, _ = several_objects(site)
     calls = len(site.objects.calls)
-    assert topic.tier.check_recent() == []
+    assert topic.bucket.check_recent() == []
     assert {kind for kind, _ in site.objects.calls[calls:]} == {"stat"}
     assert len(site.objects.calls) == calls + 4
 
@@ -673,20 +673,20 @@ def test_lost_object_is_uploaded_again_and_nothing_else_is_read(site):
     data = site.objects.read(key, 0, 1 << 20)
     site.objects.drop(key)
     calls, reads = len(site.objects.calls), len(site.objects.reads)
-    assert topic.tier.check_recent() == [names[1]]
+    assert topic.bucket.check_recent() == [names[1]]
     assert len(site.objects.reads) == reads
     written = {key for kind, key in site.objects.calls[calls:] if kind in ("open_writer", "close")}
     assert written == {site.key(7)}
     assert site.objects.read(site.key(7), 0, 1 << 20) == data
     assert payloads(topic.read()) == sent
-    assert topic.tier.check_recent() == []
-    assert topic.tier.repair_objects().objects == []
+    assert topic.bucket.check_recent() == []
+    assert topic.bucket.repair_objects().objects == []
 
 
 def test_object_that_is_deleted_with_its_topic_is_not_lost(site, caplog):
     """Goal: a check that runs when the topic is deleted neither reports nor uploads anything."""
     log, topic, _ = several_objects(site)
-    tier = topic.tier
+    bucket = topic.bucket
     descriptors = list(site.catalog().descriptors())
 
     def delete(kind, key):
@@ -694,10 +694,10 @@ def test_object_that_is_deleted_with_its_topic_is_not_lost(site, caplog):
         log.delete(TEXT)
 
     # As the background does, which has found the descriptors before the topic was deleted.
-    tier.owned.catalog.descriptors = lambda start: iter(descriptors)
+    bucket.owned.catalog.descriptors = lambda start: iter(descriptors)
     site.objects.before = delete
     with pytest.raises(ClosedError):
-        tier.check_recent()
+        bucket.check_recent()
     assert "lost" not in caplog.text
     found = map(str, site.objects.keys())
     assert not [key for key in found if key.startswith(object_key(NAME, ""))]
@@ -709,7 +709,7 @@ def test_object_of_another_size_is_uploaded_again(site, change):
     name, key = names_of(site)[2], site.key(12)
     data = site.objects.read(key, 0, 1 << 20)
     site.objects.put(key, data[:-1] if change < 0 else data + b"\0")
-    assert topic.tier.check_recent() == [name]
+    assert topic.bucket.check_recent() == [name]
     assert site.objects.read(site.key(12), 0, 1 << 20) == data
 
 
@@ -718,8 +718,8 @@ def test_several_lost_objects_are_all_uploaded_again(site):
     names = names_of(site)
     for offset in (0, 10, 15):
         site.objects.drop(site.key(offset))
-    assert topic.tier.check_recent() == [names[0], names[2], names[3]]
-    assert topic.tier.repair_objects().errors == []
+    assert topic.bucket.check_recent() == [names[0], names[2], names[3]]
+    assert topic.bucket.repair_objects().errors == []
 
 
 def test_objects_that_local_files_no_longer_have_whole_are_not_looked_at(site):
@@ -729,15 +729,15 @@ def test_objects_that_local_files_no_longer_have_whole_are_not_looked_at(site):
         fill(topic, 7, size=900)
         topic.upload()
     site.clock.advance(60)
-    log.tiers.membership.renew()
-    topic.tier.trim()
+    log.stores.membership.renew()
+    topic.bucket.trim()
     assert 21 < topic.watermarks.trimmed < 28
     fill(topic, 7, size=900)
     topic.upload()
     for offset in (0, 21):
         site.objects.drop(site.key(offset))
     calls = len(site.objects.calls)
-    assert topic.tier.check_recent() == []
+    assert topic.bucket.check_recent() == []
     assert site.objects.calls[calls:] == [("stat", site.key(28))]
 
 
@@ -745,7 +745,7 @@ def test_silent_bucket_is_an_error_of_the_check_alone(site):
     _, topic, sent = several_objects(site)
     site.objects.before = silent
     with pytest.raises(UnavailableError):
-        topic.tier.check_recent()
+        topic.bucket.check_recent()
     site.objects.before = calm
     assert topic.append(b"on") == 20
     topic.flush()
@@ -761,7 +761,7 @@ def test_lost_object_is_missed_by_itself_when_the_topic_is_opened(site):
     topic = log.topic(TEXT)
     eventually(lambda: site.key(7) != key)
     assert payloads(topic.read()) == sent
-    assert topic.tier.repair_objects().errors == []
+    assert topic.bucket.repair_objects().errors == []
 
 
 # -- the end ------------------------------------------------------------------------------------
@@ -772,7 +772,7 @@ def test_closed_stores_give_the_topics_to_whoever_comes_next(site):
     log.topic(TEXT, create=True)
     log.close()
     assert site.catalog().owner() is None
-    log.tiers.close()
+    log.stores.close()
 
 
 def test_metadata_store_that_does_not_answer_gives_the_directory_back(site):
@@ -785,17 +785,17 @@ def test_metadata_store_that_does_not_answer_gives_the_directory_back(site):
 
 def test_memory_of_uploads_is_given_back(site):
     log, topic, _ = several_objects(site)
-    assert log.tiers.upload_memory_bytes == 0
+    assert log.stores.upload_memory_bytes == 0
     fill(topic, 3)
     held = []
     site.objects.before = lambda kind, key: (
-        held.append(log.tiers.upload_memory_bytes) if kind == "write" else None
+        held.append(log.stores.upload_memory_bytes) if kind == "write" else None
     )
     topic.upload()
     assert min(held) > 0
-    assert log.tiers.upload_memory_bytes == 0
+    assert log.stores.upload_memory_bytes == 0
     fill(topic, 3)
     site.objects.before = lambda kind, key: silent() if kind == "write" else None
     with pytest.raises(UnavailableError):
         topic.upload()
-    assert log.tiers.upload_memory_bytes == 0
+    assert log.stores.upload_memory_bytes == 0

@@ -6,7 +6,7 @@ import pytest
 
 from ister.errors import UnavailableError
 from ister.format.records import Progress, encode_progress
-from tests.support.tiers import NAME, Site
+from tests.support.stores import NAME, Site
 
 TEXT = str(NAME)
 DAY = 86_400
@@ -40,11 +40,11 @@ def fill(log, *, files=3, **message):
     for _ in range(files):
         topic.append(b"x" * 5000, **message)
         topic.flush()
-        if topic.tier is not None:
+        if topic.bucket is not None:
             topic.upload()
     topic.append(b"last", **message)
     topic.flush()
-    if topic.tier is not None:
+    if topic.bucket is not None:
         topic.upload()
     return topic
 
@@ -52,10 +52,10 @@ def fill(log, *, files=3, **message):
 def tidy(log):
     """One pass of everything that deletes; whether it has."""
     topic = log.topic(TEXT)
-    if topic.tier is None:
+    if topic.bucket is None:
         return log.trim(TEXT)
-    log.tiers.membership.renew()
-    return topic.tier.trim() + topic.tier.expire() + len(topic.tier.collect_orphans())
+    log.stores.membership.renew()
+    return topic.bucket.trim() + topic.bucket.expire() + len(topic.bucket.collect_orphans())
 
 
 # -- steps --------------------------------------------------------------------------------------
@@ -148,12 +148,12 @@ def test_orphan_that_is_seconds_old_stays_under_a_stepped_clock(site):
     topic = fill(log)
     site.objects.put(site.key(0).replace("data-0-0", "data-7-9"), b"made by somebody just now")
     site.clock.jump_wall(30 * DAY_MS)
-    assert topic.tier.collect_orphans() == []
+    assert topic.bucket.collect_orphans() == []
     site.clock.jump_wall(-30 * DAY_MS)
-    assert topic.tier.collect_orphans() == []
+    assert topic.bucket.collect_orphans() == []
     site.clock.advance(3700)
-    log.tiers.membership.renew()
-    assert topic.tier.collect_orphans() == ["data-7-9.dnb1"]
+    log.stores.membership.renew()
+    assert topic.bucket.collect_orphans() == ["data-7-9.dnb1"]
 
 
 def test_stepped_clock_makes_no_subscription_inactive(site):
@@ -163,7 +163,7 @@ def test_stepped_clock_makes_no_subscription_inactive(site):
     progress = Progress(offset=1, timestamp=site.clock.now_ns() // 1_000_000)
     site.metadata.put(keys.progress("slow"), encode_progress(progress))
     site.clock.jump_wall(30 * DAY_MS)
-    assert topic.tier.trim() == 1
+    assert topic.bucket.trim() == 1
     assert topic.watermarks.trimmed == 1
 
 
@@ -188,14 +188,14 @@ def test_object_knows_when_its_messages_arrived(site):
     topic.flush()
     arrived_ms = site.clock.now_ns() // 1_000_000
     site.clock.advance(900)
-    log.tiers.membership.renew()
+    log.stores.membership.renew()
     topic.upload()
     [(described, _)] = site.catalog().descriptors()
     assert described.arrival_time_max == arrived_ms
     assert described.created_at == arrived_ms // 1000 + 900
     # And still does when it is uploaded again.
     site.objects.drop(site.key(0))
-    assert topic.tier.repair_objects().objects == [described.object_id]
+    assert topic.bucket.repair_objects().objects == [described.object_id]
     [(again, _)] = site.catalog().descriptors()
     assert again == replace(described, created_at=again.created_at, etag=again.etag)
 
@@ -217,7 +217,7 @@ def test_object_is_cut_by_arrival(site):
         topic.append_many([b"x"] * 10)
         topic.flush()
         site.clock.advance(200)
-        log.tiers.membership.renew()
+        log.stores.membership.renew()
     topic.upload()
     assert [(d.start, d.end) for d, _ in site.catalog().descriptors()] == [(0, 20), (20, 40)]
 
@@ -229,7 +229,7 @@ def test_trim_goes_as_far_as_objects_can_be_read(site):
     log = opened(site)
     topic = fill(log, files=4)
     site.clock.advance(3700)
-    log.tiers.membership.renew()
+    log.stores.membership.renew()
     bad = site.key(2)
 
     def fail(kind, key):
@@ -238,10 +238,10 @@ def test_trim_goes_as_far_as_objects_can_be_read(site):
 
     site.objects.before = fail
     with pytest.raises(UnavailableError):
-        topic.tier.trim()
+        topic.bucket.trim()
     assert topic.watermarks.trimmed == 2
     site.objects.before = lambda kind, key: None
     reads = len(site.objects.reads)
-    assert topic.tier.trim() == 2
+    assert topic.bucket.trim() == 2
     assert topic.watermarks.trimmed == 4
     assert not [key for key, *_ in site.objects.reads[reads:] if key in (site.key(0), site.key(1))]

@@ -40,7 +40,7 @@ from ister.errors import (
 from ister.format.records import OwnerRecord, encode_owner
 from ister.metadata.base import Absent, Delete, Lease, Put, ValueIs, Watch
 from ister.model import TopicName
-from ister.topic.stores import Tiers
+from ister.topic.stores import Stores
 
 _log = logging.getLogger("ister.broker.cluster")
 
@@ -54,7 +54,7 @@ _ONE_BY_ONE_MAX: Final = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class AssignmentChanges:
     """What this broker has to do to follow the assignments."""
 
     opens: tuple[str, ...]
@@ -67,21 +67,21 @@ class Cluster:
     """This broker among the others. Thread-safe; its calls block."""
 
     def __init__(
-        self, own: Member, tiers: Tiers | None, *, config: ClusterConfig, clock: Clock
+        self, own: Member, stores: Stores | None, *, config: ClusterConfig, clock: Clock
     ) -> None:
-        self._tiers = tiers
+        self._stores = stores
         self._clock = clock
         self.config = config
-        self.members = Members(own, tiers, clock=clock)
+        self.members = Members(own, stores, clock=clock)
         self.assignments: Assignments | None = None
         self.leadership: Leadership | None = None
         self.leader: Leader | None = None
-        if tiers is not None:
-            root = tiers.storage.metadata.root_prefix
-            self.assignments = Assignments(tiers.metadata, root_prefix=root)
-            self.leadership = Leadership(tiers, clock=clock)
+        if stores is not None:
+            root = stores.storage.metadata.root_prefix
+            self.assignments = Assignments(stores.metadata, root_prefix=root)
+            self.leadership = Leadership(stores, clock=clock)
             self.leader = Leader(
-                tiers,
+                stores,
                 self.members,
                 self.leadership,
                 self.assignments,
@@ -128,9 +128,9 @@ class Cluster:
 
         Its argument is the part of the key below `/cluster/`.
         """
-        if self._tiers is None:
+        if self._stores is None:
             return None
-        prefix = f"{self._tiers.storage.metadata.root_prefix}/cluster/"
+        prefix = f"{self._stores.storage.metadata.root_prefix}/cluster/"
 
         def on_key(key: str) -> None:
             part = key.removeprefix(prefix)
@@ -138,21 +138,21 @@ class Cluster:
             if not part.startswith(("owners/", "nodes/", "readers/")):
                 on_change(part)
 
-        return self._tiers.metadata.watch(prefix, on_key)
+        return self._stores.metadata.watch(prefix, on_key)
 
     @property
     def is_leased(self) -> bool:
         """Whether this broker may own topics: its lease is valid, or it needs none."""
-        return self._tiers is None or self._tiers.membership.is_valid
+        return self._stores is None or self._stores.membership.is_valid
 
     @property
     def is_in_doubt(self) -> bool:
         """Whether the lease was not renewed when it was due, and other brokers may take over."""
-        tiers = self._tiers
-        if tiers is None or self.members.is_replaced or not self.members.known_others:
+        stores = self._stores
+        if stores is None or self.members.is_replaced or not self.members.known_others:
             return False
-        left = tiers.membership.valid_until - self._clock.boottime()
-        return left < tiers.storage.metadata.lease_ttl_seconds / 2
+        left = stores.membership.valid_until - self._clock.boottime()
+        return left < stores.storage.metadata.lease_ttl_seconds / 2
 
     # -- where a topic is -------------------------------------------------------------------
 
@@ -167,15 +167,15 @@ class Cluster:
 
     def owner_node(self, topic: TopicName) -> str | None:
         """The node that has a topic open now, a broker or not; None if none has."""
-        found = self._tiers.catalog(topic).owner() if self._tiers is not None else None
+        found = self._stores.catalog(topic).owner() if self._stores is not None else None
         return None if found is None else found[0].node
 
     def _owner(self, topic: TopicName) -> Member | None:
         """The broker that has a topic open now; None if no broker has."""
-        tiers, own = self._tiers, self.own
-        if tiers is None:
+        stores, own = self._stores, self.own
+        if stores is None:
             return None
-        found = tiers.catalog(topic).owner()
+        found = stores.catalog(topic).owner()
         # A copy of the data directory that replaced this broker is the same node elsewhere.
         if self.members.is_replaced:
             return self._member(found[0].node if found is not None else own.node, topic)
@@ -206,8 +206,8 @@ class Cluster:
             NotFoundError: It does not exist, and no broker was chosen for it.
             UnavailableError: It is on its way to a broker; ask again.
         """
-        tiers, own = self._tiers, self.own
-        if tiers is None or self.assignments is None:
+        stores, own = self._stores, self.own
+        if stores is None or self.assignments is None:
             return own
         owner = self._owner(topic)
         if owner is not None:
@@ -215,7 +215,7 @@ class Cluster:
         members = {one.node: one for one in self.members.recent()}
         if not any(node != own.node for node in members):
             return own
-        catalog = tiers.catalog(topic)
+        catalog = stores.catalog(topic)
         found = catalog.record()
         exists = found is not None and found[0].is_open
         if found is not None and exists:
@@ -240,17 +240,17 @@ class Cluster:
 
     def _assign(self, topic: str) -> str:
         """The node that a topic without an owner is assigned to."""
-        tiers, leadership, leader = self._tiers, self.leadership, self.leader
-        assert tiers is not None and leadership is not None and leader is not None  # noqa: S101, PT018 - for mypy
+        stores, leadership, leader = self._stores, self.leadership, self.leader
+        assert stores is not None and leadership is not None and leader is not None  # noqa: S101, PT018 - for mypy
         assert self.assignments is not None  # noqa: S101 - for mypy
         if leadership.is_leader:
             return leader.assign(topic)
-        ttl = tiers.storage.metadata.lease_ttl_seconds
+        ttl = stores.storage.metadata.lease_ttl_seconds
         if leadership.absent_seconds() >= _LEADERLESS_TTLS * ttl:
             active = [one.node for one in self.members.recent() if one.takes_topics]
             return rendezvous(topic, active or [self.own.node])
         with suppress(CommitUnknownError, NotFoundError):
-            self.assignments.request(topic, node=self.own.node, lease=tiers.membership.lease)
+            self.assignments.request(topic, node=self.own.node, lease=stores.membership.lease)
         give_up_at = self._clock.monotonic() + _ASSIGN_SECONDS
         while self._clock.monotonic() < give_up_at:
             found = self.assignments.get(topic)
@@ -291,7 +291,7 @@ class Cluster:
         found = self.assignments.get(topic) if self.assignments is not None else None
         return None if found is None else found[0].node
 
-    def wishes(self, topics: Collection[str] | None = None) -> Wishes:
+    def assignment_changes(self, topics: Collection[str] | None = None) -> AssignmentChanges:
         """What this broker has to do to follow the assignments.
 
         Args:
@@ -300,8 +300,8 @@ class Cluster:
         Raises:
             UnavailableError: The metadata store does not answer.
         """
-        if self._tiers is None or self.assignments is None:
-            return Wishes(opens=(), leaves={})
+        if self._stores is None or self.assignments is None:
+            return AssignmentChanges(opens=(), leaves={})
         own = self.own
         active = {one.node for one in self.members.recent() if one.is_active}
         opens: list[str] = []
@@ -317,7 +317,7 @@ class Cluster:
                 and not assignment.is_stand_in
             ):
                 leaves[topic] = assignment.node
-        return Wishes(opens=tuple(opens), leaves=leaves)
+        return AssignmentChanges(opens=tuple(opens), leaves=leaves)
 
     def _assigned(
         self, topics: Collection[str] | None
@@ -346,9 +346,9 @@ class Cluster:
 
     def owners(self) -> dict[str, str]:
         """The node that has each topic open."""
-        if self._tiers is None:
+        if self._stores is None:
             return {}
-        return read_owners(self._tiers.metadata, self._tiers.storage.metadata.root_prefix)
+        return read_owners(self._stores.metadata, self._stores.storage.metadata.root_prefix)
 
     def find_owners(self, topics: Collection[str]) -> dict[str, Member]:
         """The broker that owns each of these topics; those without one are missing.
@@ -370,17 +370,17 @@ class Cluster:
 
         Those whose newest messages are on its disk, and those that are assigned to it.
         """
-        tiers, own = self._tiers, self.own
-        if tiers is None or all(one.node == own.node for one in self.members.read()):
+        stores, own = self._stores, self.own
+        if stores is None or all(one.node == own.node for one in self.members.read()):
             return None
         owners = self.owners()
-        last = read_records(tiers.metadata, tiers.storage.metadata.root_prefix)
+        last = read_records(stores.metadata, stores.storage.metadata.root_prefix)
         found = {
             topic
             for topic, record in last.items()
             if record.node == own.node and owners.get(topic, own.node) == own.node
         }
-        return sorted(found.union(self.wishes().opens))
+        return sorted(found.union(self.assignment_changes().opens))
 
     def forget(self, topic: str) -> None:
         """Removes the assignment of a topic that was deleted."""
@@ -397,25 +397,25 @@ class Cluster:
         Raises:
             UnavailableError: Another broker has it, or the metadata store does not answer.
         """
-        tiers = self._tiers
-        if tiers is None:
+        stores = self._stores
+        if stores is None:
             return
-        lease = tiers.membership.lease
-        if not self._put_owner(tiers, topic, lease):
+        lease = stores.membership.lease
+        if not self._put_owner(stores, topic, lease):
             raise UnavailableError(
                 "another broker has the topic: look it up again", topic=str(topic)
             )
         with self._lock:
             self._unlogged[str(topic)] = lease
 
-    def _put_owner(self, tiers: Tiers, topic: TopicName, lease: Lease) -> bool:
-        key = tiers.keys(topic).owner
+    def _put_owner(self, stores: Stores, topic: TopicName, lease: Lease) -> bool:
+        key = stores.keys(topic).owner
         value = encode_owner(OwnerRecord(node=self.own.node, epoch=0))
-        is_here, put = tiers.membership.is_here, Put(key, value, lease)
+        is_here, put = stores.membership.is_here, Put(key, value, lease)
         unknown: CommitUnknownError | None = None
         for compare in (Absent(key), ValueIs(key, value)):
             try:
-                if tiers.metadata.transact([compare, is_here], [put]) is not None:
+                if stores.metadata.transact([compare, is_here], [put]) is not None:
                     return True
             except CommitUnknownError as error:
                 unknown = error
@@ -427,22 +427,24 @@ class Cluster:
 
     def release_unlogged(self, topic: TopicName) -> None:
         """Gives up a topic that has no log."""
-        tiers = self._tiers
+        stores = self._stores
         with self._lock:
-            if self._unlogged.pop(str(topic), None) is None or tiers is None:
+            if self._unlogged.pop(str(topic), None) is None or stores is None:
                 return
-        key = tiers.keys(topic).owner
+        key = stores.keys(topic).owner
         value = encode_owner(OwnerRecord(node=self.own.node, epoch=0))
         with suppress(IsterError):
             # Not the key of a process that has replaced this one: it has the same node.
-            tiers.metadata.transact([ValueIs(key, value), tiers.membership.is_here], [Delete(key)])
+            stores.metadata.transact(
+                [ValueIs(key, value), stores.membership.is_here], [Delete(key)]
+            )
 
     def renew_unlogged(self) -> list[str]:
         """Restores owner keys that have expired; returns the topics that another broker has."""
-        tiers = self._tiers
-        if tiers is None:
+        stores = self._stores
+        if stores is None:
             return []
-        lease = tiers.membership.lease
+        lease = stores.membership.lease
         is_replaced = self.members.is_replaced
         with self._lock:
             left = [
@@ -450,7 +452,7 @@ class Cluster:
             ]
         lost: list[str] = []
         for topic in left:
-            is_kept = self._put_owner(tiers, TopicName.parse(topic), lease)
+            is_kept = self._put_owner(stores, TopicName.parse(topic), lease)
             with self._lock:
                 if topic not in self._unlogged:
                     continue  # released meanwhile

@@ -40,7 +40,7 @@ from ister.errors import (
 from ister.format.records import decode_owner
 from ister.metadata.base import Absent, Compare, Delete, Put, ValueIs
 from ister.model import TopicName
-from ister.topic.stores import Tiers
+from ister.topic.stores import Stores
 
 _log = logging.getLogger("ister.broker.cluster")
 
@@ -52,15 +52,15 @@ _MOVES_KEPT: Final = 100
 class Leadership:
     """The leader's key. Thread-safe; its calls block."""
 
-    def __init__(self, tiers: Tiers, *, clock: Clock) -> None:
-        self._store = tiers.metadata
-        self._membership = tiers.membership
+    def __init__(self, stores: Stores, *, clock: Clock) -> None:
+        self._store = stores.metadata
+        self._membership = stores.membership
         self._clock = clock
-        self._key = f"{tiers.storage.metadata.root_prefix}/cluster/leader"
+        self._key = f"{stores.storage.metadata.root_prefix}/cluster/leader"
         self._value = msgspec.json.encode(
             {
-                "node": tiers.membership.node,
-                "instance": tiers.membership.instance,
+                "node": stores.membership.node,
+                "instance": stores.membership.instance,
                 "since": clock.now_ns() // 1_000_000_000,
             }
         )
@@ -134,7 +134,7 @@ class Leader:
 
     def __init__(
         self,
-        tiers: Tiers,
+        stores: Stores,
         members: Members,
         leadership: Leadership,
         assignments: Assignments,
@@ -142,8 +142,8 @@ class Leader:
         config: ClusterConfig,
         clock: Clock,
     ) -> None:
-        self._store = tiers.metadata
-        self._root = tiers.storage.metadata.root_prefix
+        self._store = stores.metadata
+        self._root = stores.storage.metadata.root_prefix
         self._members = members
         self._leadership = leadership
         self._assignments = assignments

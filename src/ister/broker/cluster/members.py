@@ -17,7 +17,7 @@ from ister.bucket.members import Load, Member, MemberState, encode_member, membe
 from ister.clock import Clock
 from ister.errors import IsterError
 from ister.metadata.base import Delete, Lease, Put
-from ister.topic.stores import Tiers
+from ister.topic.stores import Stores
 
 _log = logging.getLogger("ister.broker.cluster")
 
@@ -32,9 +32,9 @@ _LOAD_SECONDS: Final = 5.0
 class Members:
     """This broker's entry, and the list of all. Thread-safe; its calls block."""
 
-    def __init__(self, own: Member, tiers: Tiers | None, *, clock: Clock) -> None:
+    def __init__(self, own: Member, stores: Stores | None, *, clock: Clock) -> None:
         self.own = own
-        self._tiers = tiers
+        self._stores = stores
         self._clock = clock
         self._lock = threading.Lock()
         self._known: list[Member] = []
@@ -56,18 +56,18 @@ class Members:
             if own.state is not self.own.state:
                 self._known_at = float("-inf")
             self.own = own
-        tiers = self._tiers
-        if tiers is None:
+        stores = self._stores
+        if stores is None:
             return
-        key, value = self._key(tiers), encode_member(own)
-        lease = tiers.membership.lease
+        key, value = self._key(stores), encode_member(own)
+        lease = stores.membership.lease
         try:
-            found = tiers.metadata.get(key)
+            found = stores.metadata.get(key)
             # One that was written with an earlier lease ends with that.
             if found is None or found.value != value or self._lease is not lease:
                 # Do not overwrite the entry of a process that has replaced this one.
                 put = Put(key, value, lease)
-                tiers.metadata.transact([tiers.membership.is_here], [put])
+                stores.metadata.transact([stores.membership.is_here], [put])
                 self._lease = lease
         except IsterError as error:
             _log.warning(
@@ -77,12 +77,12 @@ class Members:
 
     def leave(self) -> None:
         """Removes this broker's entry."""
-        tiers = self._tiers
-        if tiers is None:
+        stores = self._stores
+        if stores is None:
             return
-        key = self._key(tiers)
+        key = self._key(stores)
         try:
-            tiers.metadata.transact([tiers.membership.is_here], [Delete(key)])
+            stores.metadata.transact([stores.membership.is_here], [Delete(key)])
         except IsterError as error:
             _log.warning(
                 "broker entry not removed; it is listed until its lease expires",
@@ -97,10 +97,10 @@ class Members:
         """
         own = self.own
         found = {} if self.is_replaced else {own.node: own}
-        tiers = self._tiers
-        if tiers is not None:
+        stores = self._stores
+        if stores is not None:
             # The own entry is read from memory: the store's may be older.
-            found = read_members(tiers.metadata, tiers.storage.metadata.root_prefix) | found
+            found = read_members(stores.metadata, stores.storage.metadata.root_prefix) | found
         members = sorted(found.values(), key=lambda one: one.node)
         now = self._clock.monotonic()
         with self._lock:
@@ -110,16 +110,16 @@ class Members:
 
     def _check_address(self, members: list[Member], now: float) -> None:
         """Warns of another broker with this one's address: clients find only one of the two."""
-        own, tiers = self.own, self._tiers
+        own, stores = self.own, self._stores
         same = [one.node for one in members if one.broker_url == own.broker_url]
         twin = next((node for node in same if node != own.node), None)
-        if twin is None or tiers is None:
+        if twin is None or stores is None:
             self._twin = None
         elif self._twin is None or self._twin[0] != twin:
             self._twin = (twin, now, False)
         # This broker's own entry from before its disk was lost ends with its lease.
         elif not self._twin[2] and now - self._twin[1] > (
-            _TWIN_TTLS * tiers.storage.metadata.lease_ttl_seconds
+            _TWIN_TTLS * stores.storage.metadata.lease_ttl_seconds
         ):
             self._twin = (twin, self._twin[1], True)
             _log.warning(
@@ -152,7 +152,7 @@ class Members:
     @property
     def is_replaced(self) -> bool:
         """Whether a copy of this broker's directory has replaced it."""
-        return self._tiers is not None and self._tiers.membership.replaced is not None
+        return self._stores is not None and self._stores.membership.replaced is not None
 
-    def _key(self, tiers: Tiers) -> str:
-        return member_key(tiers.storage.metadata.root_prefix, self.own.node)
+    def _key(self, stores: Stores) -> str:
+        return member_key(stores.storage.metadata.root_prefix, self.own.node)

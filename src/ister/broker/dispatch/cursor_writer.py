@@ -155,7 +155,7 @@ class CursorWriter:
             self._plan.written(offset, self._loop.time(), version=self._delivery.version)
 
     async def _save(self, cursor: int, saved: SavedState, *, force: bool = False) -> None:
-        tier = self._topic.tier
+        bucket = self._topic.bucket
         await asyncio.to_thread(
             self._store.save_cursor,
             self._parsed,
@@ -163,7 +163,7 @@ class CursorWriter:
             cursor=cursor,
             saved=saved,
             incarnation=self._incarnation,
-            owned=None if tier is None else tier.owned,
+            owned=None if bucket is None else bucket.owned,
             force=force,
         )
 

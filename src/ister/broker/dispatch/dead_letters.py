@@ -86,7 +86,7 @@ class LetterSigner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LetterStory:
+class LetterOrigin:
     """The origin of a dead letter, and the reason."""
 
     topic: str
@@ -101,12 +101,12 @@ class LetterStory:
     """Attributes of the message that did not fit, and are lost."""
 
 
-def read_story(record: StreamMessage) -> LetterStory | None:
+def read_origin(record: StreamMessage) -> LetterOrigin | None:
     """Reads the origin and reason of a dead letter; None if the message is not one."""
     known = record.attributes
     if _ORIGIN[0] not in known:
         return None
-    return LetterStory(
+    return LetterOrigin(
         topic=known[_ORIGIN[0]],
         subscription=known.get(_ORIGIN[1], ""),
         offset=_number(known.get(_ORIGIN[2])),

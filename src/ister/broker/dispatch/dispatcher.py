@@ -523,8 +523,8 @@ class Dispatcher:
 
     @property
     def _owned(self) -> OwnedTopic | None:
-        tier = self.topic.tier
-        return tier.owned if tier is not None else None
+        bucket = self.topic.bucket
+        return bucket.owned if bucket is not None else None
 
     # -- the pump ---------------------------------------------------------------------------
 

@@ -608,7 +608,7 @@ class Prefetcher:
 
 def _end_of_gap(topic: Topic, offset: int) -> int | None:
     """The first offset after a given-up range that has `offset`; None if no range is known."""
-    last = topic.tier.owned.last if topic.tier is not None else None
+    last = topic.bucket.owned.last if topic.bucket is not None else None
     gaps = topic.wal.gaps
     if last is not None and last.kept and not last.messages:
         gaps = (*gaps, (last.start, last.end))

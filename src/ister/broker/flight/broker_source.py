@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ister import kernels
-from ister.broker.publish.admission import StagedGate, lot_of_rows
+from ister.broker.publish.admission import StagedGate, admission_of_rows
 from ister.broker.security.guard import Caller, Guard, current_caller, entered
 from ister.broker.security.rights import Permission
 from ister.broker.topics.served_topic import ServedTopic
@@ -158,7 +158,7 @@ class BrokerSource:
         if served.sequenced is not topic:
             raise UnavailableError("the topic is being reopened; retry", topic=served.name)
         admission = self._topics.admission
-        admission.check(served, lot_of_rows(batch, producer), principal)
+        admission.check(served, admission_of_rows(batch, producer), principal)
         pause = partial(self._pause, is_gone)
         admission.wait(served, batch.num_rows, now=self._loop.time, pause=pause)
 

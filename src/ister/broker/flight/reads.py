@@ -73,16 +73,16 @@ def check_owner(topic: Topic, asked: PlanUpload | FramesTicket) -> None:
         FencedError: Another owner has the topic.
         UnavailableError: Another owner may have it.
     """
-    tier = topic.tier
-    epoch = tier.owned.epoch if tier is not None else 0
+    bucket = topic.bucket
+    epoch = bucket.owned.epoch if bucket is not None else 0
     if asked.epoch != epoch:
         raise ConflictError(
             f"this broker's files belong to owner epoch {epoch}, not {asked.epoch}",
             topic=topic.name,
             hint="send the request to the topic's owner, or read the topic's record again",
         )
-    if tier is not None:
-        tier.check_owner()
+    if bucket is not None:
+        bucket.check_owner()
 
 
 def check_range(topic: Topic, start: int, end: int) -> None:
@@ -105,9 +105,9 @@ def check_range(topic: Topic, start: int, end: int) -> None:
 def range_schema(topic: Topic, asked: RangeTicket) -> pa.Schema:
     """What an answer looks like; says whether messages were left out on purpose, or given up."""
     schema = arrow_schema(asked.columns)
-    tier, has_holes = topic.tier, overlaps(topic.wal.gaps, asked.start, asked.end)
-    if tier is not None and asked.start < min(asked.end, tier.owned.tiered):
-        described = tier.owned.catalog.descriptors(asked.start, asked.end)
+    bucket, has_holes = topic.bucket, overlaps(topic.wal.gaps, asked.start, asked.end)
+    if bucket is not None and asked.start < min(asked.end, bucket.owned.tiered):
+        described = bucket.owned.catalog.descriptors(asked.start, asked.end)
         has_holes = has_holes or any(one.kept for one, _ in described)
     return schema.with_metadata({HOLES: b"1"}) if has_holes else schema
 
@@ -202,4 +202,4 @@ def read_frames(
 
 
 def _incarnation(topic: Topic) -> str:
-    return topic.tier.owned.record.incarnation if topic.tier is not None else ""
+    return topic.bucket.owned.record.incarnation if topic.bucket is not None else ""

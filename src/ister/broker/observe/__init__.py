@@ -17,7 +17,7 @@ views           descriptions of topics, brokers and the pipeline
 cluster_view    descriptions of the cluster: brokers, load, moves, topics that wait
 other_brokers   asks other brokers to describe their topics
 subscriptions   descriptions of subscriptions
-holdings        counts each topic's files and objects
+storage_counts  counts each topic's files and objects
 totals          these counts for all topics
 browse          messages for people, decoded where possible
 query_threads   threads for all of this, apart from those that serve messages

@@ -489,7 +489,7 @@ class Api:
             await ask_other(views, error, services.TopicAdmin.UnloadTopic, asked)
             return {"done": f"{name} was unloaded by broker {error.member.broker_url}"}
         await topics.unload(name)
-        if topics.log.tiers is None or not is_reliable:
+        if topics.log.stores is None or not is_reliable:
             what = "it is closed until it is used again"
         elif len(await views.brokers()) > 1:
             what = "it is in the bucket, and assigned to another broker"

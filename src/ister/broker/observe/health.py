@@ -150,10 +150,10 @@ class BrokerHealth:
             found.append("the broker is shutting down")
         elif not self.has_started:
             found.append(self._recovering())
-        tiers = self._log.tiers
-        if tiers is not None and tiers.membership.replaced is not None:
+        stores = self._log.stores
+        if stores is not None and stores.membership.replaced is not None:
             found.append(_REPLACED)
-        elif tiers is not None and not tiers.membership.is_valid:
+        elif stores is not None and not stores.membership.is_valid:
             found.append("the lease in the metadata store has expired")
         used, limit = self.probe.open_files, self.probe.files_max
         if limit and used >= limit * _FILES_FULL_SHARE:
@@ -230,11 +230,11 @@ class BrokerHealth:
                 found.slow.append((seconds, topic))
             if core.state is not TopicState.OPEN:
                 found.by_state.setdefault(core.state.value, []).append(topic)
-            tier = core.tier
-            if tier is not None:
-                if tier.last_error is not None:
+            bucket = core.bucket
+            if bucket is not None:
+                if bucket.last_error is not None:
                     found.failing.append(topic)
-                lag = tier.lag_bytes
+                lag = bucket.lag_bytes
                 if lag > limit:
                     found.held.append(topic)
                 elif lag > limit * _LAG_LOW_SHARE or (
@@ -252,7 +252,7 @@ class BrokerHealth:
         yield self._check_metadata(names)
         if self.probe.usage is not None:
             yield self._check_metadata_size(self.probe.usage)
-        if self._log.tiers is not None:
+        if self._log.stores is not None:
             yield self._check_lease()
             yield self._check_uploads(survey.failing, names)
             yield self._check_lag(survey, names)
@@ -287,12 +287,12 @@ class BrokerHealth:
 
     def _check_metadata(self, names: bool) -> Check:
         probe, backend = self.probe, self._config.storage.metadata.backend.value
-        tiers = self._log.tiers
-        if probe.metadata_answers and tiers is not None and tiers.trust.reason is not None:
+        stores = self._log.stores
+        if probe.metadata_answers and stores is not None and stores.trust.reason is not None:
             return Check(
                 name="metadata",
                 state="bad",
-                words=f"{tiers.trust.reason}; nothing is deleted",
+                words=f"{stores.trust.reason}; nothing is deleted",
                 hint="`ister metadata check` shows what the bucket and the local files have, and "
                 "`ister metadata accept` continues from it",
             )
@@ -320,10 +320,10 @@ class BrokerHealth:
         return Check(name="metadata_size", state=state, words=words, hint=usage.advice)
 
     def _check_lease(self) -> Check:
-        tiers = self._log.tiers
-        if tiers is None or tiers.membership.is_valid:
+        stores = self._log.stores
+        if stores is None or stores.membership.is_valid:
             return Check(name="lease", state="ok", words="the lease is valid")
-        if tiers.membership.replaced is not None:
+        if stores.membership.replaced is not None:
             return Check(
                 name="lease",
                 state="bad",
@@ -608,8 +608,8 @@ def state_of(topic: ServedTopic) -> str:
 
 
 def _error_of(topic: ServedTopic) -> str | None:
-    tier = topic.topic.tier if topic.topic is not None else None
-    error = tier.last_error if tier is not None else None
+    bucket = topic.topic.bucket if topic.topic is not None else None
+    error = bucket.last_error if bucket is not None else None
     return error.message if error is not None else None
 
 

@@ -201,9 +201,9 @@ class HealthProbe:
             if at % _TOPICS_AT_ONCE == _TOPICS_AT_ONCE - 1:
                 await asyncio.sleep(0)
             core = topic.topic
-            if core is None or core.tier is None:
+            if core is None or core.bucket is None:
                 continue
-            is_failing = is_failing or core.tier.last_error is not None
+            is_failing = is_failing or core.bucket.last_error is not None
             end, tiered = core.synced, core.tiered
             lag = self._lags.get(topic.name)
             if end <= tiered:
@@ -227,7 +227,7 @@ class HealthProbe:
         Messages from before the start count from the start on.
         """
         core, lag = topic.topic, self._lags.get(topic.name)
-        if core is None or core.tier is None or lag is None or lag.topic is not topic:
+        if core is None or core.bucket is None or lag is None or lag.topic is not topic:
             return 0.0
         tiered = core.tiered
         since = next((at for end, at in lag.marks if end > tiered), None)

@@ -225,17 +225,17 @@ class PrometheusMetrics:
         weight = 0.0
         core, is_well = topic.topic, True
         if core is not None:
-            tier = core.tier
+            bucket = core.bucket
             counters["danube_wal_append_total", ()] = core.appended
             counters["danube_wal_append_bytes_total", ()] = core.appended_bytes
             is_well = core.state is TopicState.OPEN
-            if tier is not None:
+            if bucket is not None:
                 waiting = max(0, core.synced - core.tiered)
                 gauges["ister_upload_lag_messages", ()] = waiting
-                gauges["ister_upload_lag_bytes", ()] = tier.lag_bytes
+                gauges["ister_upload_lag_bytes", ()] = bucket.lag_bytes
                 gauges["ister_upload_lag_seconds", ()] = self._health.probe.lag_seconds(topic)
-                gauges["ister_upload_failures", ()] = tier.failures
-                is_well = is_well and not tier.failures
+                gauges["ister_upload_failures", ()] = bucket.failures
+                is_well = is_well and not bucket.failures
                 weight += waiting
         for one in subscriptions:
             labels = (one.name,)
@@ -383,11 +383,11 @@ class PrometheusMetrics:
         if health.tls is not None:
             expires_at = health.tls.material().value.expires_at
             families.set("ister_certificate_expiry_timestamp_seconds", expires_at)
-        tiers = self._log.tiers
-        if tiers is None:
+        stores = self._log.stores
+        if stores is None:
             return
-        left = tiers.membership.valid_until - self._clock.boottime()
-        families.set("ister_lease_valid", int(tiers.membership.is_valid))
+        left = stores.membership.valid_until - self._clock.boottime()
+        families.set("ister_lease_valid", int(stores.membership.is_valid))
         families.set("ister_lease_seconds", round(max(0.0, left), 3))
         is_wanted = self._config.storage.uploader.engine is Engine.SPARK
         families.set("ister_pipeline_wanted", int(is_wanted))
@@ -418,7 +418,7 @@ class PrometheusMetrics:
             families.set(name, _divided(values[source], divisor))
         families.set("danube_wal_flush_total", histograms["wal.writer_flush_latency_ms"].count)
         backend = self._config.storage.cloud.backend.value
-        provider = backend if self._log.tiers is not None else "none"
+        provider = backend if self._log.stores is not None else "none"
         for name, source, fixed in _LABELLED:
             told = tuple(provider if label == "provider" else label for label in fixed)
             families.set(name, values[source], told)

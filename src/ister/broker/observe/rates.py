@@ -361,8 +361,8 @@ def _add(totals: OpenTotals, topic: ServedTopic, now: float, spread: _Spread) ->
     core = topic.topic
     if core is not None:
         totals.messages += max(0, core.next_offset - core.earliest)
-        if core.tier is not None:
-            totals.upload_lag_bytes += core.tier.lag_bytes
+        if core.bucket is not None:
+            totals.upload_lag_bytes += core.bucket.lag_bytes
     totals.lag_messages += lag
     return lag
 

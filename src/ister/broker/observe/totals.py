@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ister import threads
-from ister.broker.observe.holdings import Holdings
 from ister.broker.observe.query_threads import QueryThreads
+from ister.broker.observe.storage_counts import StorageCounts
 from ister.broker.topics.served_topic import ServedTopic
 from ister.broker.topics.topics import Topics
 from ister.clock import Clock
@@ -45,10 +45,15 @@ class TotalsCache:
     """The totals of files and objects of all topics, some seconds old."""
 
     def __init__(
-        self, topics: Topics, holdings: Holdings, query_threads: QueryThreads, *, clock: Clock
+        self,
+        topics: Topics,
+        storage_counts: StorageCounts,
+        query_threads: QueryThreads,
+        *,
+        clock: Clock,
     ) -> None:
         self._topics = topics
-        self._holdings = holdings
+        self._storage_counts = storage_counts
         self._query_threads = query_threads
         self._clock = clock
         self._known: dict[str, StoredTotals] = {}
@@ -87,7 +92,7 @@ class TotalsCache:
         names = {topic.name for topic in self._topics.served}
         for name in [name for name in self._known if name not in names]:
             self._known.pop(name, None)
-            self._holdings.forget(name)
+            self._storage_counts.forget(name)
 
     def _count_some(self, topics: Iterable[ServedTopic]) -> None:
         for topic in topics:
@@ -101,10 +106,10 @@ class TotalsCache:
             return StoredTotals()
         found = replace(self._known.get(topic.name, StoredTotals()))
         try:
-            found.files, found.files_bytes = self._holdings.files(core)
-            if core.tier is not None:
-                counted = self._holdings.objects(
-                    topic.name, topic.incarnation, core.tier.owned.catalog
+            found.files, found.files_bytes = self._storage_counts.files(core)
+            if core.bucket is not None:
+                counted = self._storage_counts.objects(
+                    topic.name, topic.incarnation, core.bucket.owned.catalog
                 )
                 found.objects, found.objects_bytes = counted.objects, counted.size_bytes
         except IsterError as error:

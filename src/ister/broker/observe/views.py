@@ -1,7 +1,7 @@
 """Describes topics, brokers and the pipeline for the dashboard, the HTTP API and gRPC.
 
 A topic has the fields of `ister.topic.describe`. Does not own: permissions (callers ask the guard
-first), counting (`observe.holdings`), rates (`observe.rates`).
+first), counting (`observe.storage_counts`), rates (`observe.rates`).
 
 Runs on the broker's loop; disks and stores are read in threads. Describing changes nothing: a topic
 that was handed over stays so, and a topic of another broker is described from the stores.
@@ -21,16 +21,16 @@ from typing import Final
 
 from ister import __version__
 from ister.broker.observe.cluster_view import describe_brokers, describe_cluster
-from ister.broker.observe.holdings import (
-    FILES_SHOWN,
-    Holdings,
-    ObjectCount,
-    describe_objects,
-)
 from ister.broker.observe.other_brokers import OtherBrokers
 from ister.broker.observe.query_threads import QueryThreads
 from ister.broker.observe.rate_file import Interval
 from ister.broker.observe.rates import MINUTES, RateHistory
+from ister.broker.observe.storage_counts import (
+    FILES_SHOWN,
+    ObjectCount,
+    StorageCounts,
+    describe_objects,
+)
 from ister.broker.observe.subscriptions import describe_stored, describe_subscriptions
 from ister.broker.observe.totals import StoredTotals, TotalsCache
 from ister.broker.schemas.registry import SchemaRegistry
@@ -91,14 +91,14 @@ class Views:
         self.topics = topics
         self.history = history
         self.query_threads = query_threads
-        self.holdings = Holdings(clock=clock)
+        self.storage_counts = StorageCounts(clock=clock)
         self._schemas = schemas
         self._metadata = metadata
         self._health = health
         self._clock = clock
         self._started = clock.monotonic()
         self._config = topics.config
-        self._sums = TotalsCache(topics, self.holdings, query_threads, clock=clock)
+        self._sums = TotalsCache(topics, self.storage_counts, query_threads, clock=clock)
         self.control = ClusterControl(topics, clock=clock)
         self._others = OtherBrokers(topics)
         self._known: ClusterState | None = None
@@ -183,7 +183,7 @@ class Views:
                     error = silence = caught  # asking for each of many would take minutes
                 except IsterError as caught:
                     error = caught
-            if error is not None or self.topics.log.tiers is None:
+            if error is not None or self.topics.log.stores is None:
                 found.append(_empty_view(name, error))
         return found
 
@@ -219,12 +219,12 @@ class Views:
                 found.files = core.local_files()
 
         def read_objects() -> None:
-            if core is not None and core.tier is not None:
-                found.tiered = core.tier.owned.tiered
-                found.counted = self.holdings.objects(
+            if core is not None and core.bucket is not None:
+                found.tiered = core.bucket.owned.tiered
+                found.counted = self.storage_counts.objects(
                     topic.name,
                     topic.incarnation,
-                    core.tier.owned.catalog,
+                    core.bucket.owned.catalog,
                     tiered=found.tiered,
                     with_details=True,
                 )
@@ -260,8 +260,8 @@ class Views:
         now = asyncio.get_running_loop().time()
         marks = _watermarks(topic)
         described = sorted(topic.subscriptions.values(), key=lambda one: one.name)
-        tier = core.tier if core is not None else None
-        lag = marks.next - marks.tiered if tier is not None else 0
+        bucket = core.bucket if core is not None else None
+        lag = marks.next - marks.tiered if bucket is not None else 0
         return TopicView(
             topic=topic.name,
             is_here=True,
@@ -270,7 +270,7 @@ class Views:
             ack=core.ack.value if core is not None else None,
             codec=core.codec.value if core is not None else None,
             incarnation=topic.incarnation or None,
-            epoch=tier.owned.epoch if tier is not None else None,
+            epoch=bucket.owned.epoch if bucket is not None else None,
             state=core.state.value if core is not None else "open",
             owner={"node": own.node, "broker_url": own.broker_url},
             earliest=core.earliest if core is not None else marks.next,
@@ -278,7 +278,7 @@ class Views:
             cache=_cache(core),
             producers=topic.count_producers(now),
             rates=self.history.rates(topic.name).as_json(),
-            upload_lag=UploadLag(max(0, lag), tier.lag_bytes if tier is not None else 0),
+            upload_lag=UploadLag(max(0, lag), bucket.lag_bytes if bucket is not None else 0),
             subscriptions=describe_subscriptions(described[:subscriptions_max]),
             subscriptions_total=len(described),
             damage=_damage(core),
@@ -337,21 +337,23 @@ class Views:
     ) -> TopicView | None:
         """A topic as the stores describe it; None if they do not have it. In a thread."""
         text = str(name)
-        served, tiers = self.topics.records.topic(name), self.topics.log.tiers
+        served, stores = self.topics.records.topic(name), self.topics.log.stores
         is_reliable = served.is_reliable if served is not None else True
-        if is_reliable and tiers is None:
+        if is_reliable and stores is None:
             return None
         view = _empty_view(name, None, is_reliable=is_reliable)
         if why := self.topics.unopened.get(text):
             view.errors.append({"code": "UNAVAILABLE", "message": why, "hint": None})
         counted = ObjectCount(is_complete=True)
-        if is_reliable and tiers is not None:
-            catalog = tiers.catalog(name)
+        if is_reliable and stores is not None:
+            catalog = stores.catalog(name)
             record, owner, sealed = catalog.record(), catalog.owner(), catalog.sealed()
             if record is None or not record[0].is_open:
                 return None
             known = record[0]
-            counted = self.holdings.objects(text, known.incarnation, catalog, with_details=whole)
+            counted = self.storage_counts.objects(
+                text, known.incarnation, catalog, with_details=whole
+            )
             last = catalog.last()
             tiered = last.end if last is not None else 0
             end = max(tiered, sealed[0].next_offset if sealed is not None else 0)
@@ -513,7 +515,7 @@ class Views:
 
     async def stop(self) -> None:
         """Stops counting."""
-        self.holdings.end()
+        self.storage_counts.end()
         await self._sums.stop()
 
 
@@ -666,7 +668,7 @@ def _damage(core: Topic | None) -> list[JsonObject]:
 def _errors(core: Topic | None) -> list[JsonObject]:
     if core is None:
         return []
-    found = [core.failure, core.tier.last_error if core.tier is not None else None]
+    found = [core.failure, core.bucket.last_error if core.bucket is not None else None]
     if isinstance(core, ReadOnlyTopic):
         found.append(core.refused_error())
     return [{**error.to_dict()} for error in found if error is not None]

@@ -9,7 +9,7 @@ Owns: which checks there are, and their order. Does not own: each check (`polici
 `producer_names`, `ister.broker.schemas`), permissions (checked by the guard before), and the log's
 own limits, which also apply without a broker.
 
-All messages of a lot are checked before the first one is appended. A rate delays: a message waits
+All messages of a batch are checked before the first one is appended. A rate delays: a message waits
 on the broker's loop, rows wait in their thread.
 """
 
@@ -40,7 +40,7 @@ Record = tuple[int | None, int | None, bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lot:
+class AdmissionBatch:
     """Messages that are published together: what the checks need to know about them."""
 
     count: int
@@ -54,9 +54,9 @@ class Lot:
     """What is checked against the topic's schema."""
 
 
-def lot_of_message(message: StreamMessage) -> Lot:
-    """The lot of one message of a producer."""
-    return Lot(
+def admission_of_message(message: StreamMessage) -> AdmissionBatch:
+    """The batch of one message of a producer."""
+    return AdmissionBatch(
         count=1,
         producer=message.producer_name or None,
         largest=lambda: len(message.payload),
@@ -65,10 +65,10 @@ def lot_of_message(message: StreamMessage) -> Lot:
     )
 
 
-def lot_of_rows(batch: pa.RecordBatch | Payloads, producer: str | None) -> Lot:
-    """The lot of a batch of rows, which is valid Arrow and has a column `payload`."""
+def admission_of_rows(batch: pa.RecordBatch | Payloads, producer: str | None) -> AdmissionBatch:
+    """The batch of a record batch, which is valid Arrow and has a column `payload`."""
     if isinstance(batch, Payloads):
-        return Lot(
+        return AdmissionBatch(
             count=batch.num_rows,
             producer=producer,
             largest=lambda: max(batch.sizes()),
@@ -97,7 +97,7 @@ def lot_of_rows(batch: pa.RecordBatch | Payloads, producer: str | None) -> Lot:
                 payload = payload.encode()
             yield schema_id, version, payload or b""
 
-    return Lot(
+    return AdmissionBatch(
         count=batch.num_rows, producer=producer, largest=largest, names=names, records=records
     )
 
@@ -114,7 +114,7 @@ class Admission:
 
     # -- on the loop ------------------------------------------------------------------------
 
-    async def admit(self, topic: ServedTopic, lot: Lot, principal: str | None) -> None:
+    async def admit(self, topic: ServedTopic, batch: AdmissionBatch, principal: str | None) -> None:
         """Checks messages, and waits for the topic's rate.
 
         `principal` is the publisher; "" without authentication, None for the broker itself.
@@ -122,11 +122,11 @@ class Admission:
         Raises:
             As `check`, and CapacityError if the wait would be too long.
         """
-        if self.is_quick(topic, lot.producer, principal):
-            self.check(topic, lot, principal)
+        if self.is_quick(topic, batch.producer, principal):
+            self.check(topic, batch, principal)
         else:
-            await asyncio.to_thread(self.check, topic, lot, principal)
-        await _wait_on_loop(topic, lot.count)
+            await asyncio.to_thread(self.check, topic, batch, principal)
+        await _wait_on_loop(topic, batch.count)
 
     async def claim(self, topic: ServedTopic, name: str, principal: str) -> None:
         """Claims a producer name for a principal, before its first message.
@@ -155,7 +155,7 @@ class Admission:
             and self.is_quick(topic, producer or None, principal)
         )
 
-    def check(self, topic: ServedTopic, lot: Lot, principal: str | None) -> None:
+    def check(self, topic: ServedTopic, batch: AdmissionBatch, principal: str | None) -> None:
         """Refuses messages that must not enter the topic; ignores the rate. May block.
 
         Raises:
@@ -166,7 +166,7 @@ class Admission:
             UnavailableError: The metadata store does not respond.
         """
         size_max = topic.policies.max_message_size
-        if size_max and lot.count and (size := lot.largest()) > size_max:
+        if size_max and batch.count and (size := batch.largest()) > size_max:
             raise MessageTooLargeError(
                 f"message too large: {size} bytes",
                 topic=topic.name,
@@ -174,15 +174,15 @@ class Admission:
             )
         if principal is None:
             return
-        if lot.producer is not None:
-            topic.names.claim(lot.producer, principal)
+        if batch.producer is not None:
+            topic.names.claim(batch.producer, principal)
         else:
-            names = lot.names()
+            names = batch.names()
             for name in names:
                 check_producer_name(name)
             topic.names.check(names, principal)
         if self._schemas is not None and self.has_schema(topic):
-            for schema_id, version, payload in lot.records():
+            for schema_id, version, payload in batch.records():
                 self._schemas.check_message(
                     topic.name, schema_id=schema_id, schema_version=version, payload=payload
                 )
@@ -238,7 +238,7 @@ class StagedGate:
 
     def check(self, rows: pa.RecordBatch) -> None:
         """Checks the rows of a batch before the first one is appended."""
-        self.admission.check(self.topic, lot_of_rows(rows, None), self.principal)
+        self.admission.check(self.topic, admission_of_rows(rows, None), self.principal)
 
     def wait(self, count: int) -> None:
         """Waits for the topic's rate."""

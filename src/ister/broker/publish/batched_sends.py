@@ -231,9 +231,9 @@ class BatchedSends:
     def _finish(self, batch: _TopicBatch, error: IsterError | None) -> None:
         """Answers or refuses the calls; called in the thread that committed."""
         try:
-            tier = batch.topic.topic.tier if batch.topic.topic is not None else None
-            if error is None and tier is not None:
-                tier.check_owner()
+            bucket = batch.topic.topic.bucket if batch.topic.topic is not None else None
+            if error is None and bucket is not None:
+                bucket.check_owner()
         except IsterError as fenced:
             error = fenced
         try:

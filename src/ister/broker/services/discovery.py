@@ -125,14 +125,14 @@ class StorageService:
         return danube.ListSegmentDescriptorsResponse(segments=[_segment(one) for one in found])
 
     def _objects(self, name: TopicName, after: int) -> list[ObjectDescriptor]:
-        tiers = self._topics.log.tiers
-        if tiers is None:
+        stores = self._topics.log.stores
+        if stores is None:
             raise NotFoundError("this broker has no bucket", topic=str(name))
-        catalog = tiers.catalog(name)
+        catalog = stores.catalog(name)
         if catalog.record() is None:
             raise NotFoundError(f"topic {name} does not exist", topic=str(name))
         found = (one for one, _ in catalog.descriptors() if after == 0 or one.end > after + 1)
-        if tiers.storage.cloud.layout is Layout.OBJECTS:
+        if stores.storage.cloud.layout is Layout.OBJECTS:
             return list(found)
         segments = list(takewhile(lambda one: segment_name(one.object_id) is not None, found))
         if not segments:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Final
 
 from ister import threads
-from ister.broker.cluster.cluster import Wishes
+from ister.broker.cluster.cluster import AssignmentChanges
 from ister.broker.topics.topics import Topics
 from ister.bucket.members import Load, MemberState
 from ister.errors import IsterError, NotFoundError
@@ -146,7 +146,7 @@ class Assignee:
             return
         if has_changed or changed:
             topics = None if has_changed else changed
-            self._follow(await asyncio.to_thread(cluster.wishes, topics), now)
+            self._follow(await asyncio.to_thread(cluster.assignment_changes, topics), now)
 
     def _load(self, now: float) -> Load:
         used, at = self._cpu
@@ -168,13 +168,13 @@ class Assignee:
 
     # -- following --------------------------------------------------------------------------
 
-    def _follow(self, wishes: Wishes, now: float) -> None:
+    def _follow(self, changes: AssignmentChanges, now: float) -> None:
         """Starts to open and hand over topics as assigned, several at a time."""
         self._retry_at = {name: at for name, at in self._retry_at.items() if at > now}
-        for name in wishes.opens:
+        for name in changes.opens:
             if self._topics.find_open(name) is None:
                 self._begin(name, self._open(name))
-        for name, node in wishes.leaves.items():
+        for name, node in changes.leaves.items():
             self._begin(name, self._leave(name, node))
 
     def _begin(self, name: str, work: Coroutine[object, object, None]) -> None:

@@ -329,10 +329,10 @@ class ClusterControl:
 
         The others can be claimed: the bucket has everything. Examines at most `_WAITING_MAX`.
         """
-        tiers = self._topics.log.tiers
-        if tiers is None:
+        stores = self._topics.log.stores
+        if stores is None:
             return [], []
-        directory = TopicDirectory(tiers.metadata, tiers.storage.metadata.root_prefix)
+        directory = TopicDirectory(stores.metadata, stores.storage.metadata.root_prefix)
         records = {
             name: entry.record
             for name, entry in sorted(directory.read().items())
@@ -347,7 +347,7 @@ class ClusterControl:
             end = pointer.value.end if pointer is not None else 0
             if end is None:
                 try:
-                    last = tiers.catalog(TopicName.parse(name)).last()
+                    last = stores.catalog(TopicName.parse(name)).last()
                 except IsterError:
                     continue
                 end = last.end if last is not None else 0

@@ -37,10 +37,10 @@ from weakref import WeakValueDictionary
 
 from ister import failpoints
 from ister.broker.dispatch.dead_letters import (
+    LetterOrigin,
     LetterSigner,
-    LetterStory,
     own_attributes,
-    read_story,
+    read_origin,
     restore_message,
 )
 from ister.broker.observe.browse import LIMIT_MAX, Browser
@@ -116,12 +116,12 @@ class Selection:
             return False
         if not (self.reason or self.topic or self.subscription):
             return True
-        story = _story_of(message)
+        origin = _origin_of(message)
         return (
-            story is not None
-            and self.reason.lower() in story.reason.lower()
-            and self.topic in ("", story.topic)
-            and self.subscription in ("", story.subscription)
+            origin is not None
+            and self.reason.lower() in origin.reason.lower()
+            and self.topic in ("", origin.topic)
+            and self.subscription in ("", origin.subscription)
         )
 
 
@@ -218,9 +218,9 @@ class DeadLetterQueue:
         assert isinstance(messages, list)  # noqa: S101 - for mypy
         for view in messages:
             record = StreamMessage(attributes=view["attributes"])
-            story = read_story(record)
+            origin = read_origin(record)
             is_verified = view["offset"] in takes.verified
-            view["dead_letter"] = None if story is None else _story_json(story, is_verified)
+            view["dead_letter"] = None if origin is None else _origin_json(origin, is_verified)
             view["attributes"] = own_attributes(record)
         following = found["next"]
         is_done = not isinstance(following, int) or following >= end
@@ -455,17 +455,17 @@ def _record_of(message: Message) -> StreamMessage | None:
         return None
 
 
-def _story_of(message: Message) -> LetterStory | None:
+def _origin_of(message: Message) -> LetterOrigin | None:
     record = _record_of(message)
-    return None if record is None else read_story(record)
+    return None if record is None else read_origin(record)
 
 
 def _target_of(letter: Message, to: str, *, is_verified: bool) -> str | IsterError:
     """The topic that a letter is requeued to, or why there is none."""
     if _record_of(letter) is None:
         return CorruptDataError("the message cannot be decoded", offset=letter.offset)
-    story = _story_of(letter)
-    if not to and story is None:
+    origin = _origin_of(letter)
+    if not to and origin is None:
         return InvalidRequestError(
             "the message has no attribute x-original-topic",
             hint="it was not published as a dead letter; name a topic to requeue it to",
@@ -475,17 +475,17 @@ def _target_of(letter: Message, to: str, *, is_verified: bool) -> str | IsterErr
             "no broker of this cluster has written this dead letter",
             hint="its origin may be forged; drop it, or name a topic to requeue it to",
         )
-    return to or ("" if story is None else story.topic)
+    return to or ("" if origin is None else origin.topic)
 
 
 def _count(groups: dict[tuple[str, str], _Group], letter: Message, *, is_verified: bool) -> None:
     record = _record_of(letter)
-    story = None if record is None else read_story(record)
-    key = ("", "") if story is None else (story.topic, story.subscription)
+    origin = None if record is None else read_origin(record)
+    key = ("", "") if origin is None else (origin.topic, origin.subscription)
     group = groups.setdefault(key, _Group(first_offset=letter.offset))
     group.count += 1
     group.unverified += not is_verified
-    group.reasons[_OTHER if story is None else story.reason] += 1
+    group.reasons[_OTHER if origin is None else origin.reason] += 1
     if record is not None:
         at = record.publish_time
         group.oldest_ms = at if group.oldest_ms is None else min(at, group.oldest_ms)
@@ -505,14 +505,14 @@ def _group_json(key: tuple[str, str], group: _Group) -> JsonObject:
     }
 
 
-def _story_json(story: LetterStory, is_verified: bool) -> JsonObject:
+def _origin_json(origin: LetterOrigin, is_verified: bool) -> JsonObject:
     return {
-        "topic": story.topic,
-        "subscription": story.subscription,
-        "offset": story.offset,
-        "attempt": story.attempt,
-        "reason": story.reason,
-        "hops": story.hops,
-        "dropped_attributes": story.dropped_attributes,
+        "topic": origin.topic,
+        "subscription": origin.subscription,
+        "offset": origin.offset,
+        "attempt": origin.attempt,
+        "reason": origin.reason,
+        "hops": origin.hops,
+        "dropped_attributes": origin.dropped_attributes,
         "is_verified": is_verified,
     }

@@ -69,15 +69,15 @@ class TopicListing:
 
     def read_partitions(self, name: TopicName) -> Sequence[str]:
         """The topics behind a name, as the stores have them now. Blocks."""
-        tiers = self._log.tiers
-        if tiers is None:
+        stores = self._log.stores
+        if stores is None:
             return []
-        record = tiers.catalog(name).record()
+        record = stores.catalog(name).record()
         if (record is not None and record[0].is_open) or self._records.topic(name) is not None:
             return [str(name)]
-        root = tiers.storage.metadata.root_prefix
+        root = stores.storage.metadata.root_prefix
         numbers = {
-            *list_partitions(tiers.metadata, root, name),
+            *list_partitions(stores.metadata, root, name),
             *self._records.partitions_of(name),
         }
         return [f"/{name.namespace}/{partition_name(name.topic, one)}" for one in sorted(numbers)]

@@ -65,7 +65,7 @@ class TopicNames:
         known = await self._listing.cached(_LOOK_SECONDS)
         if name in known:
             return [name]
-        if self.log.tiers is None:
+        if self.log.stores is None:
             return known.partitions_of(name)
         # Another broker may have just created it. Danube's client does not retry if there are no
         # partitions, and a client that learns of some never publishes to the others.

@@ -370,7 +370,7 @@ class OpenTopics(TopicNames):
             self.cluster.claim_unlogged(name)
             return None, policies, self.store.load(name, "")
         topic = self._open_log(text, ack, codec, creates=new is not None)
-        owned = topic.tier.owned if topic.tier is not None else None
+        owned = topic.bucket.owned if topic.bucket is not None else None
         clipped: list[str] = []
         if topic.state is not TopicState.QUARANTINED and not isinstance(topic, ReadOnlyTopic):
             # Offsets beyond the end are assigned again. What cursors say about them must be removed
@@ -409,7 +409,7 @@ class OpenTopics(TopicNames):
     def _open_found(self, name: str) -> Topic:
         topic = self.log.topic(name)
         if (
-            topic.tier is not None
+            topic.bucket is not None
             or topic.wal.directory is None
             or topic.ack is not AckLevel.SYNCED
         ):
@@ -524,15 +524,15 @@ class OpenTopics(TopicNames):
         for topic in self.served:
             owner, core = owners.get(topic.name), topic.topic
             has_moved = owner is not None and owner.node != self.cluster.own.node
-            if core is None or core.tier is None or topic.is_read_only:
+            if core is None or core.bucket is None or topic.is_read_only:
                 if has_moved:
                     self.lose(topic.name)
             elif has_moved:
                 error = FencedError("another broker has the topic", topic=topic.name)
-                core.tier.owned.give_up(error)
+                core.bucket.owned.give_up(error)
             else:
                 # They would wait until the store answers.
-                core.aio.refuse_waits(core.tier.lapsed_error())
+                core.aio.refuse_waits(core.bucket.lapsed_error())
 
     async def _ask_others(self) -> tuple[Member | None, bool, dict[str, Member]]:
         """The stand-in, whether no other broker responds, and the owners of open topics."""

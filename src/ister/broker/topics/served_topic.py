@@ -28,7 +28,7 @@ from ister.broker.dispatch.fanout import Fanout
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.observe.counters import SubscriptionCounters, TopicCounters
 from ister.broker.policies import Policies, Rate
-from ister.broker.publish.admission import Admission, check_unlogged_size, lot_of_message
+from ister.broker.publish.admission import Admission, admission_of_message, check_unlogged_size
 from ister.broker.publish.producer_names import ProducerNames
 from ister.broker.publish.producers import Producers
 from ister.broker.rpc.principal_limits import PrincipalLimit
@@ -155,8 +155,8 @@ class ServedTopic:
             self._begin(subscription)
         if topic is not None:
             topic.active_floor = self._active_floor
-            if topic.tier is not None:
-                topic.tier.on_fenced = partial(_call_on, asyncio.get_running_loop(), self._lose)
+            if topic.bucket is not None:
+                topic.bucket.on_fenced = partial(_call_on, asyncio.get_running_loop(), self._lose)
 
     def _lose(self) -> None:
         # Consumers without messages would not notice, and wait here for what comes elsewhere.
@@ -196,8 +196,8 @@ class ServedTopic:
     @property
     def owned(self) -> OwnedTopic | None:
         """The claim on the topic, if there is a metadata store that knows about claims."""
-        tier = self.topic.tier if self.topic is not None else None
-        return tier.owned if tier is not None else None
+        bucket = self.topic.bucket if self.topic is not None else None
+        return bucket.owned if bucket is not None else None
 
     @property
     def is_usable(self) -> bool:
@@ -209,7 +209,7 @@ class ServedTopic:
             return True
         if topic.state in (TopicState.FAILED, TopicState.CLOSED):
             return False
-        return topic.tier is None or not topic.tier.owned.is_fenced
+        return topic.bucket is None or not topic.bucket.owned.is_fenced
 
     @property
     def next_offset(self) -> int:
@@ -257,7 +257,7 @@ class ServedTopic:
             As `Admission.admit`, `Topic.append`, `Topic.wait` and `SequencedTopic.append_record`.
         """
         size = len(message.payload)
-        await self._context.admission.admit(self, lot_of_message(message), principal)
+        await self._context.admission.admit(self, admission_of_message(message), principal)
         if self.topic is None:
             self._push(message)
             return 0
@@ -278,7 +278,7 @@ class ServedTopic:
         if self.topic is not None:
             await self.publish(message)
             return
-        await self._context.admission.admit(self, lot_of_message(message), None)
+        await self._context.admission.admit(self, admission_of_message(message), None)
         if not self._push(message):
             raise UnavailableError(
                 "the dead-letter topic is not reliable, and no consumer takes the message",

@@ -178,11 +178,11 @@ class Topics(OpenTopics):
             placement = await asyncio.to_thread(self.cluster.placement)
             to = placement.choose(name)
         assured: set[tuple[str, int]] = set()
-        tier = topic.topic.tier if topic.topic is not None else None
-        if tier is not None and not topic.is_read_only:
+        bucket = topic.topic.bucket if topic.topic is not None else None
+        if bucket is not None and not topic.is_read_only:
             # Before its streams end: it may take long, and clients do not notice.
             try:
-                assured = await asyncio.to_thread(tier.prepare_seal)
+                assured = await asyncio.to_thread(bucket.prepare_seal)
             except CorruptDataError:
                 if self._served.get(name) is not topic:
                     # Nothing is corrupt: it was deleted meanwhile.
@@ -321,10 +321,10 @@ class Topics(OpenTopics):
         return await asyncio.to_thread(self._find_lost_tail, TopicName.parse(name))
 
     def _find_lost_tail(self, name: TopicName) -> GivenUp:
-        tiers = self.log.tiers
-        if tiers is None:
+        stores = self.log.stores
+        if stores is None:
             raise ConflictError("this broker has no bucket to continue from", topic=str(name))
-        catalog = tiers.catalog(name)
+        catalog = stores.catalog(name)
         found, owner = catalog.record(), self.cluster.owner_node(name)
         if found is None or not found[0].is_open:
             if self.records.topic(name) is not None:

@@ -1,6 +1,6 @@
 """`ister pipeline export`: topics as tables.
 
-Owns: the command's arguments. Does not own: the job (`ister.spark.jobs.exporting`).
+Owns: the command's arguments. Does not own: the job (`ister.spark.jobs.export_job`).
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _run(options: argparse.Namespace) -> int:
 def _export(
     options: argparse.Namespace, spark: TaskRunner, place: JobLocation, bar: Bar
 ) -> JobReport:
-    from ister.spark.jobs.exporting import export  # noqa: PLC0415 - loads Spark
+    from ister.spark.jobs.export_job import export  # noqa: PLC0415 - loads Spark
 
     if options.interval is not None and options.interval <= 0:
         raise InvalidRequestError("--interval must be greater than 0")

@@ -1,7 +1,7 @@
 """`ister pipeline gc`: removes expired and orphaned objects from the bucket.
 
 Owns: arguments, and how the result is shown. Does not own: what is removed
-(`ister.spark.jobs.collecting`).
+(`ister.spark.jobs.gc_job`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _run(options: argparse.Namespace) -> int:
     reports: list[JobReport] = []
 
     def work(spark: TaskRunner, place: JobLocation, bar: Bar) -> JobReport:
-        from ister.spark.jobs.collecting import gc  # noqa: PLC0415 - loads Spark
+        from ister.spark.jobs.gc_job import gc  # noqa: PLC0415 - loads Spark
 
         reports.append(
             gc(

@@ -1,6 +1,6 @@
 """`ister pipeline replay SOURCE TARGET`: a topic into another one, through a function or SQL.
 
-Owns: the arguments, and how a sample is shown. Does not own: `ister.spark.jobs.replaying`.
+Owns: the arguments, and how a sample is shown. Does not own: `ister.spark.jobs.replay_job`.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _run(options: argparse.Namespace) -> int:
     shown: list[JobReport] = []
 
     def work(spark: TaskRunner, place: JobLocation, bar: Bar) -> JobReport:
-        from ister.spark.jobs.replaying import replay  # noqa: PLC0415
+        from ister.spark.jobs.replay_job import replay  # noqa: PLC0415
 
         report = replay(
             spark,

@@ -24,7 +24,7 @@ from typing import Final
 
 from ister.client.core.batches import Batch, as_payload, check_text, size_of
 from ister.client.core.network import Network
-from ister.client.core.sender import Doze, Sender
+from ister.client.core.sender import Sender, SleepState
 from ister.clock import Clock, SystemClock
 from ister.errors import (
     CapacityError,
@@ -344,7 +344,7 @@ class ProducerCore:
             if row + 1 >= options.max_batch_messages:
                 self._seal(sender)
                 self._rouse(sender)
-            elif sender.doze is Doze.IDLE:
+            elif sender.sleep_state is SleepState.IDLE:
                 self._rouse(sender)
         return batch, row
 
@@ -368,8 +368,8 @@ class ProducerCore:
             sender.open = None
 
     def _rouse(self, sender: Sender) -> None:
-        if sender.doze is not Doze.AWAKE:
-            sender.doze = Doze.AWAKE
+        if sender.sleep_state is not SleepState.AWAKE:
+            sender.sleep_state = SleepState.AWAKE
             self._post(sender.wake)
 
     async def wait_for_room(self) -> None:
@@ -396,28 +396,28 @@ class ProducerCore:
     # -- for senders --------------------------------------------------------------------------
 
     def next_batch(self, sender: Sender, *, is_waiting: bool) -> Batch | float | None:
-        """As `Settler.next_batch`."""
+        """As `SendListener.next_batch`."""
         with self._lock:
-            sender.doze = Doze.AWAKE
+            sender.sleep_state = SleepState.AWAKE
             if not sender.sealed and sender.open is not None:
                 left = sender.opened_at + self._linger - self._clock.monotonic()
                 if is_waiting and left > 0:
-                    sender.doze = Doze.LINGERING
+                    sender.sleep_state = SleepState.LINGERING
                     return left
                 self._seal(sender)
             if sender.sealed:
                 return sender.sealed.popleft()
-            sender.doze = Doze.IDLE
+            sender.sleep_state = SleepState.IDLE
             return None
 
     def placed(self, batch: Batch, first: int, rows: int, offset: int) -> None:
-        """As `Settler.placed`."""
+        """As `SendListener.placed`."""
         with self._lock:
             callbacks = batch.place(first, rows, offset)
         self._finish(batch, callbacks)
 
     def failed(self, batch: Batch, first: int, rows: int, error: IsterError) -> None:
-        """As `Settler.failed`."""
+        """As `SendListener.failed`."""
         with self._lock:
             callbacks = batch.fail(first, rows, error)
         self._finish(batch, callbacks)

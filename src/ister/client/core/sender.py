@@ -68,7 +68,7 @@ _IDLE_SECONDS: Final = 10.0
 _NANOSECONDS: Final = 1_000_000_000
 
 
-class Settler(Protocol):
+class SendListener(Protocol):
     """Receives the results of messages."""
 
     def placed(self, batch: Batch, first: int, rows: int, offset: int) -> None:
@@ -112,7 +112,7 @@ class _Item:
         )
 
 
-class Doze(Enum):
+class SleepState(Enum):
     """What a sender that sleeps is to be woken for."""
 
     AWAKE = auto()
@@ -127,7 +127,7 @@ class Sender:
 
     def __init__(
         self,
-        settler: Settler,
+        listener: SendListener,
         network: Network,
         *,
         topic: str,
@@ -142,8 +142,8 @@ class Sender:
         """The batch that is being filled; under the producer's lock, as the next three."""
         self.opened_at = 0.0
         self.sealed: deque[Batch] = deque()
-        self.doze = Doze.AWAKE
-        self._settler = settler
+        self.sleep_state = SleepState.AWAKE
+        self._listener = listener
         self._network = network
         self._producer = producer
         self._create = create
@@ -299,7 +299,7 @@ class Sender:
             except IsterError as failure:
                 await self._pause(failure)
         self._again.remove(item)
-        self._settler.failed(item.batch, item.first, 1, error)
+        self._listener.failed(item.batch, item.first, 1, error)
         later = [one for one in self._again if one.sequence > item.sequence]
         if item.is_doubtful or any(one.is_doubtful for one in later):
             self._begin_epoch()
@@ -330,10 +330,10 @@ class Sender:
         self._unanswered.clear()
         self._again.clear()
         for item in items:
-            self._settler.failed(item.batch, item.first, item.rows, error)
+            self._listener.failed(item.batch, item.first, item.rows, error)
         # Sealed but never sent: given up with the rest, so that the order is kept.
-        while isinstance(batch := self._settler.next_batch(self, is_waiting=False), Batch):
-            self._settler.failed(batch, 0, batch.rows, error)
+        while isinstance(batch := self._listener.next_batch(self, is_waiting=False), Batch):
+            self._listener.failed(batch, 0, batch.rows, error)
 
     # -- one stream -------------------------------------------------------------------------
 
@@ -436,7 +436,7 @@ class Sender:
             if self._again:
                 return self._again.popleft()
             self._wake.clear()
-            found = self._settler.next_batch(self, is_waiting=bool(self._unanswered))
+            found = self._listener.next_batch(self, is_waiting=bool(self._unanswered))
             if isinstance(found, Batch):
                 item = _Item(found, 0, found.rows, self._next_sequence)
                 self._next_sequence += found.rows
@@ -472,7 +472,7 @@ class Sender:
         self._epoch_step = 1
         self._retries.reset()
         if ack.end - ack.start == due.rows:
-            self._settler.placed(due.batch, due.first, due.rows, ack.start)
+            self._listener.placed(due.batch, due.first, due.rows, ack.start)
         else:
             # Known in parts, with others' messages between: smaller parts are asked for again.
             self._again.extendleft(reversed(due.halves()))

@@ -16,8 +16,8 @@ from ister.format.arrow.layout import (
     FRAME_BYTES_MIN,
     NULLABLE,
     VARIABLE,
+    BatchResource,
     Layout,
-    Room,
     layout_of,
 )
 from ister.format.arrow.loops import (
@@ -363,7 +363,7 @@ class _CompiledRows:
         self._taken_bytes += end - position
         return _Taken(end, next_offset, error)
 
-    def _make_room(self, room: Room, left_bytes: int) -> None:
+    def _make_room(self, room: BatchResource, left_bytes: int) -> None:
         """Enlarges the buffers of `room` to what `left_bytes` of frames need at most."""
         fields = self._fields.tolist()
         capacity = fields[room.used] + left_bytes // room.bytes_min + 1

@@ -80,7 +80,7 @@ _FILLING: Final = {
 }
 
 
-class Room(NamedTuple):
+class BatchResource(NamedTuple):
     """A limited resource of a batch, with its fields in the compiled loops."""
 
     block: int
@@ -98,7 +98,7 @@ class Slot(NamedTuple):
 
     field: int
     """The field that takes its address."""
-    room: Room
+    room: BatchResource
     bits: int
     """For each unit of `room`."""
     extra_bytes: int
@@ -126,7 +126,7 @@ class Layout:
     """The buffers that some columns need, and how large they are likely to get."""
 
     def __init__(self, schema: pa.Schema, codec: Codec) -> None:
-        rows = Room(_ROWS, at.ROWS, at.ROWS_MAX, FRAME_BYTES_MIN[codec])
+        rows = BatchResource(_ROWS, at.ROWS, at.ROWS_MAX, FRAME_BYTES_MIN[codec])
         self.rooms = {_ROWS: rows}
         self.slots: dict[int, Slot] = {}
         """By their fields."""
@@ -134,15 +134,15 @@ class Layout:
         self._filling = dict(_FILLING)
         self._plans: dict[int, Plan] = {}
 
-        def add_room(block: int, bytes_min: int) -> Room:
-            room = Room(block, block + at.DATA_BYTES, block + at.DATA_BYTES_MAX, bytes_min)
+        def add_room(block: int, bytes_min: int) -> BatchResource:
+            room = BatchResource(block, block + at.DATA_BYTES, block + at.DATA_BYTES_MAX, bytes_min)
             self.rooms[block] = room
             return room
 
-        def add_slot(field: int, room: Room, bits: int, extra_bytes: int = 0) -> None:
+        def add_slot(field: int, room: BatchResource, bits: int, extra_bytes: int = 0) -> None:
             self.slots[field] = Slot(field, room, bits, extra_bytes)
 
-        def add_variable(block: int, count: Room) -> None:
+        def add_variable(block: int, count: BatchResource) -> None:
             add_slot(block + at.OFFSETS, count, 32, 4)
             add_slot(block + at.DATA, add_room(block, 1), 8)
 

@@ -8,10 +8,10 @@ pipeline <job>`. All of them are safe to kill at any moment and to run again.
 tiering, tier_topics, upload_task            `tier`
 compaction, merge_task, latest_per_key       `compact`
 resorting                                    express runs, within `run`
-exporting, export_round, export_schema, export_task, export_commit    `export`
-collecting, collect_task                     `gc`
+export_job, export_round, export_schema, export_task, export_commit    `export`
+gc_job, collect_task                         `gc`
 scrubbing, topic_scrub, topic_survey, object_check, object_repair    `scrub`
-replaying, replay_plan, replay_run, replay_task, replay_sql, transforms    `replay`
+replay_job, replay_plan, replay_run, replay_task, replay_sql, transforms    `replay`
 service, pipeline_term, schedules            `run`: all of them as a service
 job, job_report, leases, progress, memory, stop_signals    what jobs share
 session, runners, tasks, balance             where and how their tasks run
@@ -26,11 +26,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from ister.spark.jobs.collecting import gc
     from ister.spark.jobs.compaction import compact
-    from ister.spark.jobs.exporting import export
+    from ister.spark.jobs.export_job import export
+    from ister.spark.jobs.gc_job import gc
     from ister.spark.jobs.job_report import JobReport
-    from ister.spark.jobs.replaying import replay
+    from ister.spark.jobs.replay_job import replay
     from ister.spark.jobs.scrubbing import scrub
     from ister.spark.jobs.service import run, run_once
     from ister.spark.jobs.session import open_session
@@ -53,10 +53,10 @@ __all__ = [
 _HOMES: Final = {
     "JobReport": "job_report",
     "compact": "compaction",
-    "export": "exporting",
-    "gc": "collecting",
+    "export": "export_job",
+    "gc": "gc_job",
     "open_session": "session",
-    "replay": "replaying",
+    "replay": "replay_job",
     "run": "service",
     "run_once": "service",
     "scrub": "scrubbing",

@@ -1,7 +1,7 @@
 """Checks for `gc` whether a topic may have anything to remove. Runs in a task.
 
 Owns: nothing; it only reads. Mistakes do no harm: the driver examines a busy topic again
-(`collecting`), and what a task misses stays until the next `gc`.
+(`gc_job`), and what a task misses stays until the next `gc`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ister.bucket.retention import plan_expiry
 from ister.format.records import decode_retired
 from ister.model import TopicName
 from ister.objectstore.base import ObjectInfo
-from ister.spark.location import Place
+from ister.spark.location import LogLocation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class GcItem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TopicLook:
+class GcResult:
     """The result of a check."""
 
     objects: int
@@ -41,7 +41,7 @@ class TopicLook:
     """Whether there may be something to remove."""
 
 
-def look_at_topic(place: Place, item: GcItem) -> TopicLook:
+def look_at_topic(place: LogLocation, item: GcItem) -> GcResult:
     """Checks whether a topic may have anything to remove.
 
     Raises:
@@ -79,7 +79,7 @@ def look_at_topic(place: Place, item: GcItem) -> TopicLook:
         for found in history.metadata.range(catalog.keys.retired(""))
     )
     is_busy = bool(expired) or staged or retired or not named.issuperset(old)
-    return TopicLook(objects=len(described), is_busy=is_busy)
+    return GcResult(objects=len(described), is_busy=is_busy)
 
 
 def _is_old(info: ObjectInfo, oldest: float) -> bool:

@@ -7,7 +7,7 @@ removed. Does not own: the plan (`export_round`), tables and their commits (`ist
 
 A topic that the table refuses, because it has some of the offsets or a file is missing, is left out
 and reported, and the others are committed without it. Files are removed only if they certainly are
-not in the table; see `exporting`.
+not in the table; see `export_job`.
 
 What a crash leaves: files that no commit names.
 """

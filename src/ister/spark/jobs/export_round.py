@@ -4,7 +4,7 @@
 
 Owns: the plan, the right to export a topic into a table, and when a table is committed: once its
 last task has finished, and before that if much is waiting. Does not own: what is in a commit
-(`export_commit`), tables (`ister.spark.tables`), what a task does (`export_task`). See `exporting`
+(`export_commit`), tables (`ister.spark.tables`), what a task does (`export_task`). See `export_job`
 for the guarantees.
 """
 
@@ -53,7 +53,7 @@ from ister.spark.tables.opening import TablePlace, dead_letters_name, open_table
 from ister.spark.tables.ranges import Ranges, count, intersect, normalise, show, subtract
 
 if TYPE_CHECKING:
-    from ister.spark.jobs.exporting import ExportSettings
+    from ister.spark.jobs.export_job import ExportSettings
 
 _log = logging.getLogger("ister.spark.jobs.export")
 

@@ -26,7 +26,7 @@ from ister.topic.schema_kinds import SchemaType
 from ister.topic.schema_records import read_topic_schema
 
 if TYPE_CHECKING:
-    from ister.spark.jobs.exporting import ExportSettings
+    from ister.spark.jobs.export_job import ExportSettings
 
 REGISTRY: Final = "registry"
 """The value of `schema` that stands for the registered schema of each topic."""

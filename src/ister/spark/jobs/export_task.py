@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ister.limits import MIB
-from ister.spark.location import Place
+from ister.spark.location import LogLocation
 from ister.spark.planner import Partition
 from ister.spark.read_task import ReadTask, TopicIdentity
 from ister.spark.tables.base import DataFile, Layout
@@ -71,7 +71,7 @@ class Exported:
     """Those that were in their table already among them."""
 
 
-def export_item(place: Place, item: ExportItem) -> Exported:
+def export_item(place: LogLocation, item: ExportItem) -> Exported:
     """Reads a range and writes its files.
 
     Raises:

@@ -45,14 +45,14 @@ from ister.spark.jobs.job_report import JobReport, error_as_fields, unexpected_a
 from ister.spark.jobs.leases import LeaseKeeper
 from ister.spark.jobs.progress import JobProgress, NoProgress
 from ister.spark.jobs.runners import SparkOrRunner, TaskRunner, runner_of
-from ister.spark.location import Place, find_place, place_of
-from ister.topic.history import History
+from ister.spark.location import LogLocation, find_place, place_of
+from ister.topic.history import BucketLog
 from ister.topic.stores import open_metadata, open_objects
 from ister.tracing import span
 
 _log = logging.getLogger("ister.spark.jobs")
 
-JobConfig: TypeAlias = str | Mapping[str, object] | Config | Place | None
+JobConfig: TypeAlias = str | Mapping[str, object] | Config | LogLocation | None
 """Where the log is: a config file, a data directory, or settings; None with a broker."""
 TopicNames: TypeAlias = str | Sequence[str] | None
 """Topic names and patterns, as a list or separated by commas; None for all topics."""
@@ -72,7 +72,7 @@ class Job:
         self,
         name: str,
         spark: TaskRunner,
-        place: Place,
+        place: LogLocation,
         store: MetadataStore,
         fence: Fence,
         *,
@@ -97,7 +97,7 @@ class Job:
         self.report = JobReport(name, started_at=clock.now_ns() // 1_000_000_000, dry_run=dry_run)
 
     @property
-    def history(self) -> History:
+    def history(self) -> BucketLog:
         """The log's bucket, and its metadata for reading."""
         return self.place.history()
 
@@ -216,7 +216,7 @@ def open_job(
         store.close()
 
 
-def find_job_place(config: JobConfig, broker: str | None) -> Place:
+def find_job_place(config: JobConfig, broker: str | None) -> LogLocation:
     """Returns the place that a job's arguments name; see `open_job`.
 
     Brokers that the arguments do not name are those of the setting `pipeline.broker`, if any.
@@ -229,7 +229,7 @@ def find_job_place(config: JobConfig, broker: str | None) -> Place:
         raise InvalidRequestError(
             "neither config nor broker is given", hint="pass config, broker, or both"
         )
-    if isinstance(config, Place):
+    if isinstance(config, LogLocation):
         place = replace(config, brokers=brokers or config.brokers)
     elif isinstance(config, Config):
         place = place_of(config, brokers)

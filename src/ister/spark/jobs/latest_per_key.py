@@ -46,10 +46,10 @@ from ister.model import TopicName
 from ister.objectstore.base import ObjectStore, ObjectWriter
 from ister.spark.jobs.job_report import ErrorFields, error_as_fields
 from ister.spark.jobs.runners import LocalRunner, TaskRunner, map_bundles
-from ister.spark.location import Place
+from ister.spark.location import LogLocation
 from ister.topic.columns import Decoders
 from ister.topic.dedup import find_sequenced
-from ister.topic.history import HistoryTopic
+from ister.topic.history import BucketTopic
 
 STAGED_PREFIX: Final = "compact-"
 """What the names begin with under which offsets are staged."""
@@ -134,7 +134,7 @@ class Latest:
 class _Search:
     """The parameters of every task."""
 
-    place: Place
+    place: LogLocation
     topics: tuple[KeyedTopic, ...]
     """Without their objects, of which each task gets its own."""
     tombstones_before_us: int
@@ -167,7 +167,7 @@ class Found:
 
 def find_latest(
     runner: TaskRunner,
-    place: Place,
+    place: LogLocation,
     topics: Sequence[KeyedTopic],
     *,
     tombstones_before_ms: int,
@@ -319,7 +319,7 @@ def _scan_object(
     """The highest offset of each key in an object, and how many messages have a key."""
     keyed_topic = search.topics[number]
     name = TopicName.parse(keyed_topic.name)
-    topic = HistoryTopic(search.place.history(), name, keyed_topic.incarnation)
+    topic = BucketTopic(search.place.history(), name, keyed_topic.incarnation)
     columns = ["offset", "routing_key"]
     earliest_us = (described.publish_time_min or 0) * 1000
     can_expire = earliest_us < search.tombstones_before_us

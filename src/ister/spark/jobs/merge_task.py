@@ -17,7 +17,7 @@ from ister.bucket.names import object_key
 from ister.errors import IsterError
 from ister.format.descriptor import ObjectDescriptor
 from ister.model import Layout, TopicName
-from ister.spark.location import Place
+from ister.spark.location import LogLocation
 from ister.spark.workers import compile_for
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class _MergeSettings:
     layout: Layout
 
 
-def merge(place: Place, format: str, zstd_level: int, item: MergeItem) -> ObjectDescriptor:
+def merge(place: LogLocation, format: str, zstd_level: int, item: MergeItem) -> ObjectDescriptor:
     """Makes one object of several; no descriptor names it yet.
 
     Raises:

@@ -58,9 +58,9 @@ from ister.format.frame import FrameBatch, NothingLeftError
 from ister.format.records import TopicRecord
 from ister.model import Codec, TopicName
 from ister.spark.jobs.object_check import ObjectChecker
-from ister.spark.location import Place
+from ister.spark.location import LogLocation
 from ister.spark.owners import connect
-from ister.topic.history import History
+from ister.topic.history import BucketLog
 from ister.topic.stores import upload_settings
 
 _log = logging.getLogger("ister.spark.jobs.object_repair")
@@ -117,7 +117,7 @@ def epoch_floor(record: TopicRecord, end: int) -> int:
     return max((item.epoch for item in record.lineage if item.start < end), default=0)
 
 
-def repair_range(place: Place, damaged: DamagedRange) -> RepairResult:
+def repair_range(place: LogLocation, damaged: DamagedRange) -> RepairResult:
     """Makes the objects that are missing.
 
     Raises:
@@ -215,7 +215,7 @@ class _Pinned(Catalog):
 
 
 @contextmanager
-def _sources(place: Place, damaged: DamagedRange) -> Iterator[list[_Source]]:
+def _sources(place: LogLocation, damaged: DamagedRange) -> Iterator[list[_Source]]:
     """Opens all sources that may have some of the range, the best ones first."""
     history, name = place.history(), TopicName.parse(damaged.topic)
     end = damaged.end if damaged.end is not None else 1 << 63
@@ -285,7 +285,7 @@ class _ObjectFrames:
         self._reader.close()
 
 
-def _object_source(history: History, keys: TopicKeys, described: ObjectDescriptor) -> _Source:
+def _object_source(history: BucketLog, keys: TopicKeys, described: ObjectDescriptor) -> _Source:
     reader = HistoryReader(
         _Pinned(keys, described),
         history.objects,
@@ -304,7 +304,7 @@ def _object_source(history: History, keys: TopicKeys, described: ObjectDescripto
 class _Repairer:
     """Makes the objects of one damaged range."""
 
-    def __init__(self, history: History, damaged: DamagedRange, sources: list[_Source]) -> None:
+    def __init__(self, history: BucketLog, damaged: DamagedRange, sources: list[_Source]) -> None:
         self._damaged = damaged
         self._sources = sources
         self._topic = TopicName.parse(damaged.topic)

@@ -50,7 +50,7 @@ from ister.spark.jobs.job import Job, open_job
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.memory import sample_memory
 from ister.spark.jobs.schedules import Schedule
-from ister.spark.location import Place
+from ister.spark.location import LogLocation
 from ister.spark.owners import read_watermarks
 
 if TYPE_CHECKING:
@@ -511,7 +511,7 @@ class PipelineTerm:
             self._reported = mark
 
 
-def measure_lag(place: Place, topics: Sequence[str]) -> int:
+def measure_lag(place: LogLocation, topics: Sequence[str]) -> int:
     """Counts the messages of topics that are synced and not in the bucket yet.
 
     Raises:

@@ -2,7 +2,7 @@
 
 Owns: the plan's life in the metadata store, the order of chunks, the report. Does not own: what a
 plan is (`replay_plan`), what tasks do (`replay_task`, `replay_sql`), how a batch is appended once
-(`ister.topic.batches`). See `replaying` for the guarantees.
+(`ister.topic.batches`). See `replay_job` for the guarantees.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from ister.spark.row_staging import Committer, remove_staged
 from ister.topic.batches import StagedBatch
 
 if TYPE_CHECKING:
+    from ister.spark.jobs.replay_job import ReplayRequest
     from ister.spark.jobs.replay_sql import SqlReplay
-    from ister.spark.jobs.replaying import ReplayRequest
 
 _log = logging.getLogger("ister.spark.jobs.replaying")
 

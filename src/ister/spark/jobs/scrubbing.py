@@ -38,7 +38,7 @@ from ister.spark.jobs.progress import JobProgress
 from ister.spark.jobs.runners import SparkOrRunner
 from ister.spark.jobs.tasks import run_tasks
 from ister.spark.jobs.topic_scrub import BadObject, CheckItem, MissingRange, TopicScrub
-from ister.spark.location import Place
+from ister.spark.location import LogLocation
 
 _log = logging.getLogger("ister.spark.jobs.scrubbing")
 
@@ -126,7 +126,7 @@ def _find_runs(job: Job) -> dict[TopicName, list[ObjectDescriptor]]:
     return found.by_topic
 
 
-def check_object(place: Place, item: CheckItem) -> Checked:
+def check_object(place: LogLocation, item: CheckItem) -> Checked:
     """Checks one object.
 
     Raises:

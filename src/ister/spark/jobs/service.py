@@ -46,7 +46,7 @@ from ister.spark.jobs.pipeline_term import (
 from ister.spark.jobs.progress import JobProgress
 from ister.spark.jobs.runners import SparkOrRunner, runner_of
 from ister.spark.jobs.stop_signals import stop_on_signals
-from ister.spark.location import Place
+from ister.spark.location import LogLocation
 
 if TYPE_CHECKING:
     from ister.spark.jobs.tier_topics import Cycle
@@ -199,7 +199,7 @@ def check_once(config: Config, jobs: Sequence[str]) -> list[SlowJob]:
     return made
 
 
-def _keys(place: Place) -> PipelineKeys:
+def _keys(place: LogLocation) -> PipelineKeys:
     return PipelineKeys(place.config.storage.metadata.root_prefix)
 
 
@@ -237,14 +237,14 @@ def _compact(job: Job, pipeline: PipelineConfig, topics: Sequence[str] | None) -
 
 
 def _export(job: Job, pipeline: PipelineConfig, topics: Sequence[str] | None) -> None:
-    from ister.spark.jobs.exporting import ExportSettings, export_topics  # noqa: PLC0415
+    from ister.spark.jobs.export_job import ExportSettings, export_topics  # noqa: PLC0415
 
     wanted = topics or pipeline.export.topics
     export_topics(job, ExportSettings.from_config(pipeline.export), topics=wanted)
 
 
 def _gc(job: Job, pipeline: PipelineConfig, topics: Sequence[str] | None) -> None:
-    from ister.spark.jobs.collecting import collect_topics  # noqa: PLC0415
+    from ister.spark.jobs.gc_job import collect_topics  # noqa: PLC0415
 
     wanted = topics or pipeline.gc.topics
     collect_topics(job, job.topics(wanted), is_everything="*" in wanted)
@@ -332,7 +332,7 @@ class Service:
     def __init__(
         self,
         spark: SparkOrRunner,
-        place: Place,
+        place: LogLocation,
         *,
         tier: TierCycle | None,
         jobs: Sequence[SlowJob],

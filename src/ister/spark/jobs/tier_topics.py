@@ -53,7 +53,7 @@ _ALL_TIERED: Final = "everything is in the bucket"
 
 
 @dataclass(slots=True)
-class Known:
+class CachedTopic:
     """What the driver caches of a topic between two cycles."""
 
     topic: str
@@ -102,7 +102,7 @@ class Cycle:
     """Number of topics that failed."""
 
 
-class TopicBook:
+class TierTopics:
     """The topics of one job. Used by one thread at a time."""
 
     def __init__(self, job: Job) -> None:
@@ -111,7 +111,7 @@ class TopicBook:
         self._place = job.place
         self._storage = job.place.config.storage
         self._clock = job.clock
-        self._topics: dict[str, Known] = {}
+        self._topics: dict[str, CachedTopic] = {}
         self._report = job.report
         self._says_all = True
         self._read_at = -float("inf")
@@ -139,7 +139,7 @@ class TopicBook:
         *,
         report: JobReport,
         interval_seconds: float | None,
-    ) -> list[tuple[Known, int]]:
+    ) -> list[tuple[CachedTopic, int]]:
         """Returns the topics that have something to upload, and up to which offset.
 
         Args:
@@ -154,12 +154,12 @@ class TopicBook:
             # Its error would otherwise stay in the report.
             self._forget_error(self._topics.pop(name))
         now = self._clock.monotonic()
-        known_topics = [self._topics.setdefault(name, Known(name)) for name in topics]
+        known_topics = [self._topics.setdefault(name, CachedTopic(name)) for name in topics]
         looked_at = [one for one in known_topics if self._says_all or now >= one.retry_at]
         examined = self._find_all(looked_at, now, cycle)
         spans = self._spans(examined, cycle)
         self._read_pointers([one for one in examined if one.topic in spans], spans)
-        wanted: list[tuple[Known, int]] = []
+        wanted: list[tuple[CachedTopic, int]] = []
         for known in examined:
             span = spans.get(known.topic)
             if span is None:
@@ -177,7 +177,9 @@ class TopicBook:
                 self.fail(known, error, cycle)
         return wanted
 
-    def _find_all(self, looked_at: Sequence[Known], now: float, cycle: Cycle) -> list[Known]:
+    def _find_all(
+        self, looked_at: Sequence[CachedTopic], now: float, cycle: Cycle
+    ) -> list[CachedTopic]:
         """Reads records and locates files; returns the topics whose durable offsets can be read."""
         directory = self.job.directory
         is_stale = any(known.is_stale for known in looked_at)
@@ -193,7 +195,7 @@ class TopicBook:
         self._locate_elsewhere([known for known in found if known.files is None], cycle)
         return [known for known in found if known.can_be_read]
 
-    def _find(self, known: Known, entries: Mapping[str, TopicEntry], cycle: Cycle) -> bool:
+    def _find(self, known: CachedTopic, entries: Mapping[str, TopicEntry], cycle: Cycle) -> bool:
         """Locates a topic's files; returns whether the topic exists and has a readable record."""
         entry = entries.get(known.topic)
         known.is_elsewhere = False
@@ -213,9 +215,9 @@ class TopicBook:
         known.record, known.is_stale = record, False
         return True
 
-    def _locate_elsewhere(self, away: Sequence[Known], cycle: Cycle) -> None:
+    def _locate_elsewhere(self, away: Sequence[CachedTopic], cycle: Cycle) -> None:
         """Finds the topics of which another machine may have messages that the bucket lacks."""
-        unsure: list[tuple[Known, TopicRecord]] = []
+        unsure: list[tuple[CachedTopic, TopicRecord]] = []
         for known in away:
             record = known.record
             if record is None or not record.lineage:
@@ -247,7 +249,7 @@ class TopicBook:
             except IsterError as error:
                 self.fail(known, error, cycle)
 
-    def _read_pointers(self, examined: Sequence[Known], spans: Mapping[str, _Span]) -> None:
+    def _read_pointers(self, examined: Sequence[CachedTopic], spans: Mapping[str, _Span]) -> None:
         """Reads where uploads start, if that is not known, for all topics at once."""
         unknown = [known for known in examined if self._says_all or known.begin is None]
         pointers = self.job.directory.pointers([known.topic for known in unknown])
@@ -260,7 +262,7 @@ class TopicBook:
                 is_empty = span.synced <= span.trimmed
                 known.begin = span.trimmed if is_empty else None
 
-    def _read_bucket(self, known: Known, span: _Span) -> int:
+    def _read_bucket(self, known: CachedTopic, span: _Span) -> int:
         """Returns where an upload of a topic starts."""
         last = self.job.catalog(known.topic).last()
         if last is not None:
@@ -271,7 +273,7 @@ class TopicBook:
             known.made_at = known.record.created_at if known.record is not None else 0
         return known.begin
 
-    def _is_due(self, known: Known, span: _Span, interval_seconds: float) -> bool:
+    def _is_due(self, known: CachedTopic, span: _Span, interval_seconds: float) -> bool:
         """Returns whether an upload is due: by time, by size, or because producers wait."""
         if known.record is not None and known.record.ack is AckLevel.TIERED:
             return True
@@ -288,11 +290,11 @@ class TopicBook:
 
     # -- durable offsets --------------------------------------------------------------------
 
-    def _spans(self, examined: Sequence[Known], cycle: Cycle) -> dict[str, _Span]:
+    def _spans(self, examined: Sequence[CachedTopic], cycle: Cycle) -> dict[str, _Span]:
         """Returns what is durable of each topic, if that is known."""
         spans: dict[str, _Span] = {}
-        late: list[tuple[Known, tuple[int, int]]] = []
-        remote: list[Known] = []
+        late: list[tuple[CachedTopic, tuple[int, int]]] = []
+        remote: list[CachedTopic] = []
         for known in examined:
             if known.files is None:
                 remote.append(known)
@@ -316,7 +318,9 @@ class TopicBook:
             spans.update(self._remote_spans(remote, cycle))
         return spans
 
-    def _catch_up(self, late: list[tuple[Known, tuple[int, int]]], spans: dict[str, _Span]) -> None:
+    def _catch_up(
+        self, late: list[tuple[CachedTopic, tuple[int, int]]], spans: dict[str, _Span]
+    ) -> None:
         """Waits until the owners' checkpoints show what was just synced, for all at once."""
         deadline = self._clock.monotonic() + _CATCH_UP_SECONDS
         while late:
@@ -333,7 +337,7 @@ class TopicBook:
                 return
             self._pause.wait(_POLL_SECONDS)
 
-    def _remote_spans(self, remote: Sequence[Known], cycle: Cycle) -> dict[str, _Span]:
+    def _remote_spans(self, remote: Sequence[CachedTopic], cycle: Cycle) -> dict[str, _Span]:
         spans: dict[str, _Span] = {}
         try:
             statuses, errors = read_watermarks(self._place, [known.topic for known in remote])
@@ -358,7 +362,7 @@ class TopicBook:
     # -- the report -------------------------------------------------------------------------
 
     def say(
-        self, known: Known, start: int | None = None, end: int | None = None, *, skipped: str
+        self, known: CachedTopic, start: int | None = None, end: int | None = None, *, skipped: str
     ) -> None:
         """Reports why nothing is done with a topic, unless the cycle covers only due topics."""
         self.record_success(known)
@@ -371,7 +375,9 @@ class TopicBook:
                 fields["end"] = end
             fields["skipped"] = skipped
 
-    def count(self, known: Known, start: int, end: int, size_bytes: int, cycle: Cycle) -> None:
+    def count(
+        self, known: CachedTopic, start: int, end: int, size_bytes: int, cycle: Cycle
+    ) -> None:
         """Counts an object that was made, or would be."""
         self._report.add(known.topic, messages=end - start, objects=1, bytes=size_bytes)
         fields = self._report.of(known.topic)
@@ -382,7 +388,7 @@ class TopicBook:
         cycle.messages += end - start
         cycle.bytes += size_bytes
 
-    def fail(self, known: Known, error: IsterError | ErrorFields, cycle: Cycle) -> None:
+    def fail(self, known: CachedTopic, error: IsterError | ErrorFields, cycle: Cycle) -> None:
         """Records a failure of a topic, which is retried after a pause."""
         cycle.failed += 1
         known.failures += 1
@@ -404,12 +410,12 @@ class TopicBook:
             extra={"topic": known.topic, "error": message},
         )
 
-    def record_success(self, known: Known) -> None:
+    def record_success(self, known: CachedTopic) -> None:
         """Clears the failures of a topic."""
         known.failures, known.retry_at = 0, -float("inf")
         self._forget_error(known)
 
-    def _forget_error(self, known: Known) -> None:
+    def _forget_error(self, known: CachedTopic) -> None:
         """Removes a topic's error: a report shows what fails now."""
         errors = self._report.errors
         errors[:] = [fields for fields in errors if fields is not known.error]

@@ -67,7 +67,7 @@ from ister.spark.jobs.progress import JobProgress
 from ister.spark.jobs.runners import SparkOrRunner
 from ister.spark.jobs.stop_signals import stop_on_signals
 from ister.spark.jobs.tasks import Done, run_tasks
-from ister.spark.jobs.tier_topics import Cycle, Known, TopicBook
+from ister.spark.jobs.tier_topics import CachedTopic, Cycle, TierTopics
 from ister.spark.jobs.upload_task import MadeObject, UploadItem, make_object
 from ister.spark.owners import ask
 from ister.topic.stores import upload_settings
@@ -93,7 +93,7 @@ _TICK_SECONDS: Final = 1.0
 class _Work:
     """The upload of one topic in a cycle."""
 
-    known: Known
+    known: CachedTopic
     goal: int
     """Everything below this offset is in the bucket at the end of the cycle."""
     fruitless: int = 0
@@ -133,7 +133,7 @@ class _Tiering:
         self._storage = job.place.config.storage
         self._settings = upload_settings(self._storage.uploader, self._storage.cloud.layout)
         self._clock = job.clock
-        self._book = TopicBook(job)
+        self._book = TierTopics(job)
 
     def cycle(
         self, topics: Sequence[str], *, report: JobReport, interval_seconds: float | None

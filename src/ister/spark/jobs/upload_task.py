@@ -25,7 +25,7 @@ from ister.errors import CorruptDataError
 from ister.format.descriptor import ObjectDescriptor
 from ister.model import TopicName
 from ister.spark.jobs.job_report import ErrorFields, error_as_fields
-from ister.spark.location import Place
+from ister.spark.location import LogLocation
 from ister.spark.owners import connect
 from ister.spark.workers import compile_for
 from ister.topic.stores import upload_settings
@@ -63,7 +63,7 @@ def _egress(bytes_per_second: float) -> EgressLimit:
     return EgressLimit(bytes_per_second, clock=SystemClock())
 
 
-def make_object(place: Place, item: UploadItem, *, task_count: int = 1) -> MadeObject:
+def make_object(place: LogLocation, item: UploadItem, *, task_count: int = 1) -> MadeObject:
     """Makes one object. May run twice.
 
     `task_count` tasks run in parallel, and share `uploader.max_bytes_per_second`.
@@ -111,7 +111,7 @@ def make_object(place: Place, item: UploadItem, *, task_count: int = 1) -> MadeO
 
 
 @contextmanager
-def _frames_of(place: Place, item: UploadItem) -> Iterator[FrameSource]:
+def _frames_of(place: LogLocation, item: UploadItem) -> Iterator[FrameSource]:
     """Opens the owner's files, if they are on this machine, or asks the owner for them."""
     source: FrameSource | None = None
     local = place.local_tail(item.topic, item.node, item.incarnation)

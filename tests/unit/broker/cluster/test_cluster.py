@@ -57,7 +57,7 @@ def test_a_lease_is_in_doubt_when_it_was_not_renewed_and_there_are_others(site, 
     assert a.cluster.is_in_doubt
     site.clock.advance(TTL / 2)
     assert not a.cluster.is_leased
-    a.log.tiers.membership.renew()
+    a.log.stores.membership.renew()
     assert not a.cluster.is_in_doubt
 
 
@@ -96,7 +96,7 @@ def test_a_replaced_broker_sends_clients_to_the_process_that_replaced_it(site, p
     key = f"/danube/cluster/brokers/{b.node}"
     site.metadata.put(key, msgspec.json.encode(copy))
     with pytest.raises(FencedError):
-        b.log.tiers.membership.renew()
+        b.log.stores.membership.renew()
     assert b.cluster.owner(NAME) == copy
     assert b.cluster.route(NAME, is_unlogged=lambda: False) == copy
     site.metadata.delete(key)
@@ -116,7 +116,7 @@ def test_a_broker_without_a_bucket_is_the_answer():
     assert cluster.owner_node(NAME) is None
     assert cluster.owners() == {}
     assert cluster.own_topics() is None
-    assert cluster.wishes().opens == ()
+    assert cluster.assignment_changes().opens == ()
     assert cluster.watch(print) is None
     assert not cluster.lead(has_changed=True)
     cluster.claim_unlogged(NAME)
@@ -329,48 +329,48 @@ def test_a_store_that_does_not_answer_is_reported(site, pair):
         pair[0].route("/ns/t")
 
 
-# -- wishes ---------------------------------------------------------------------------------
+# -- assignment changes ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("topics", [None, ["/ns/t"]], ids=["all", "one"])
 def test_wishes(pair, site, topics):
     a, b = pair
 
-    def wishes(broker):
-        found = broker.cluster.wishes(topics)
+    def changes_of(broker):
+        found = broker.cluster.assignment_changes(topics)
         return found.opens, found.leaves
 
-    assert wishes(a) == wishes(b) == ((), {})
+    assert changes_of(a) == changes_of(b) == ((), {})
     a.cluster.assign("/ns/t", b.node, "new")
-    assert wishes(a) == ((), {})
-    assert wishes(b) == (("/ns/t",), {})
+    assert changes_of(a) == ((), {})
+    assert changes_of(b) == (("/ns/t",), {})
     a.create("/ns/t")
-    assert wishes(a) == ((), {"/ns/t": b.node})
-    assert wishes(b) == ((), {})
+    assert changes_of(a) == ((), {"/ns/t": b.node})
+    assert changes_of(b) == ((), {})
     a.cluster.assign("/ns/t", a.node, "moved")
-    assert wishes(a) == wishes(b) == ((), {})
+    assert changes_of(a) == changes_of(b) == ((), {})
     # Not to a broker that takes none.
     a.cluster.assign("/ns/t", b.node, "moved")
     b.publish(MemberState.DRAINING)
     site.expire_lists()
-    assert wishes(a) == ((), {})
+    assert changes_of(a) == ((), {})
     a.cluster.assign("/ns/t", "gone", "moved")
-    assert wishes(a) == ((), {})
+    assert changes_of(a) == ((), {})
 
 
 def test_a_broker_that_drains_opens_nothing(site, pair):
     a, b = pair
     a.cluster.assign("/ns/t", b.node, "new")
     b.publish(MemberState.DRAINING)
-    assert b.cluster.wishes().opens == ()
+    assert b.cluster.assignment_changes().opens == ()
     b.publish(MemberState.STARTING)
-    assert b.cluster.wishes().opens == ("/ns/t",)
+    assert b.cluster.assignment_changes().opens == ("/ns/t",)
 
 
 def test_a_name_that_is_none_is_passed_over(site, pair):
     a, _ = pair
     a.cluster.assign("/not a name", a.node, "new")
-    assert a.cluster.wishes(["/not a name"]).opens == ()
+    assert a.cluster.assignment_changes(["/not a name"]).opens == ()
 
 
 def test_wishes_read_as_often_however_many_topics_there_are(site, pair):
@@ -381,8 +381,8 @@ def test_wishes_read_as_often_however_many_topics_there_are(site, pair):
             b.cluster.assign(f"/ns/t{number}", a.node, "new")
         a.cluster.members.recent()
         with site.counting() as calls:
-            assert len(a.cluster.wishes().opens) == count
-            a.cluster.wishes([f"/ns/t{number}" for number in range(21)])
+            assert len(a.cluster.assignment_changes().opens) == count
+            a.cluster.assignment_changes([f"/ns/t{number}" for number in range(21)])
         found.append(calls)
     # The owners and the assignments of all topics; so, too, for many changes.
     assert found == [{"range": 4}, {"range": 4}]
@@ -458,7 +458,7 @@ def test_an_owner_key_ends_with_the_lease_and_is_restored(site, pair):
     assert a.cluster.renew_unlogged() == []
     site.end_lease(a)
     assert b.cluster.owner_node(NAME) is None
-    a.log.tiers.membership.renew()
+    a.log.stores.membership.renew()
     assert a.cluster.renew_unlogged() == []
     assert b.cluster.owner_node(NAME) == a.node
     with site.counting() as calls:
@@ -471,7 +471,7 @@ def test_an_owner_key_that_another_broker_took_is_lost(site, pair):
     a.cluster.claim_unlogged(NAME)
     site.end_lease(a)
     b.cluster.claim_unlogged(NAME)
-    a.log.tiers.membership.renew()
+    a.log.stores.membership.renew()
     assert a.cluster.renew_unlogged() == ["/ns/t"]
     assert a.cluster.renew_unlogged() == []
     a.cluster.release_unlogged(NAME)
@@ -503,7 +503,7 @@ def test_a_claim_that_may_land_late_is_not_lost_to_another(site, pair):
     a.cluster.claim_unlogged(NAME)
     # Nor is a topic that this broker has.
     site.end_lease(a)
-    a.log.tiers.membership.renew()
+    a.log.stores.membership.renew()
     site.metadata.delay_next_change()
     with pytest.raises(UnavailableError, match="lost"):
         a.cluster.renew_unlogged()
@@ -521,7 +521,7 @@ def test_a_replaced_process_loses_its_topics_and_leaves_the_keys_of_its_copy(sit
     site.metadata.put(process, value)
     key = site.metadata.get(OWNER)
     with pytest.raises(FencedError):
-        a.log.tiers.membership.renew()
+        a.log.stores.membership.renew()
     # The copy has them, under its own lease.
     site.metadata.put(OWNER, key.value)
     a.cluster.release_unlogged(NAME)

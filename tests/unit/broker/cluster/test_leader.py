@@ -75,7 +75,7 @@ def test_a_broker_whose_lease_has_ended_cannot_take_the_key(site):
     a = site.start("a")
     site.end_lease(a)
     assert not a.cluster.leadership.step(may_lead=True)
-    a.log.tiers.membership.renew()
+    a.log.stores.membership.renew()
     assert a.cluster.leadership.step(may_lead=True)
 
 
@@ -151,7 +151,7 @@ def test_a_store_that_does_not_answer_is_reported(site):
 
 def ask(broker, *topics):
     cluster = broker.cluster
-    lease = broker.log.tiers.membership.lease
+    lease = broker.log.stores.membership.lease
     for topic in topics:
         cluster.assignments.request(topic, node=broker.node, lease=lease)
 
@@ -305,9 +305,9 @@ def test_a_broker_that_slept_keeps_its_topics(site):
     site.end_lease(b)
     a.round(has_changed=True)
     assert site.assignments()["/ns/t"] in (a.node, c.node)
-    b.log.tiers.membership.renew()
+    b.log.stores.membership.renew()
     b.publish()
-    assert b.cluster.wishes().leaves == {}
+    assert b.cluster.assignment_changes().leaves == {}
     a.round(has_changed=True)
     assert site.assignments() == {"/ns/t": b.node}
 
@@ -469,7 +469,7 @@ def uneven(site):
 
 def hand_over(site, a, b):
     """The moves that were asked for happen."""
-    moved = a.cluster.wishes().leaves
+    moved = a.cluster.assignment_changes().leaves
     for topic in moved:
         a.log.seal(topic)
         b.log.topic(topic)

@@ -42,7 +42,7 @@ def test_a_broker_that_leaves_is_not_listed(site):
 
 def test_an_entry_ends_with_the_lease(site):
     a, b = site.start("a"), site.start("b")
-    b.log.tiers.membership.lease.revoke()
+    b.log.stores.membership.lease.revoke()
     assert a.cluster.brokers() == [a.cluster.own]
 
 
@@ -81,7 +81,7 @@ def test_a_load_is_written_now_and_then(site):
 
 def test_an_entry_that_was_written_with_an_earlier_lease_is_written_again(site):
     a, b = site.start("a"), site.start("b")
-    membership = a.log.tiers.membership
+    membership = a.log.stores.membership
     earlier = membership.lease
     # The node's key is lost, so that the process joins again, with a lease of its own.
     site.metadata.delete(f"/danube/cluster/nodes/{a.node}/process")
@@ -108,7 +108,7 @@ def test_a_replaced_broker_lists_the_process_that_replaced_it(site):
     copy = a_member(b.node, broker_url="http://copy:1")
     site.metadata.put(entry_key(b), msgspec.json.encode(copy))
     with pytest.raises(FencedError):
-        b.log.tiers.membership.renew()
+        b.log.stores.membership.renew()
     assert b.cluster.members.is_replaced
     assert b.cluster.brokers() == [copy]
 

@@ -389,7 +389,7 @@ async def test_cursor_is_written_once_when_an_ack_and_the_timer_find_it_due():
     written = []
     delivery = SimpleNamespace(cursor=0, version=0, saved=dict)
     cursor = CursorWriter(
-        SimpleNamespace(name=NAME, tier=None),
+        SimpleNamespace(name=NAME, bucket=None),
         SimpleNamespace(name="s", incarnation="", cursor=0),
         delivery=delivery,
         store=SimpleNamespace(save_cursor=lambda *_, cursor, **__: written.append(cursor)),

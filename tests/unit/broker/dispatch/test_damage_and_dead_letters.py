@@ -117,7 +117,7 @@ def thin_out(topic, *kept):
     """Does what compaction does that keeps the latest of each key; these are the latest."""
     pa = pytest.importorskip("pyarrow")
     compute = pytest.importorskip("pyarrow.compute")
-    owned, objects = topic.tier.owned, topic.tier._tiers.objects
+    owned, objects = topic.bucket.owned, topic.bucket._stores.objects
     old = list(owned.catalog.descriptors())
     new = merge_objects(
         PARSED,

@@ -45,7 +45,7 @@ from tests.support.broker import a_record, broker_tasks, broker_timers, eventual
 from tests.support.cases import each
 from tests.support.dispatch import ack as acknowledge
 from tests.support.machine import Machine
-from tests.support.tiers import Site
+from tests.support.stores import Site
 
 NAME = "/default/t"
 QUICK = FailurePolicy(base_redelivery_delay_ms=0, max_redelivery_delay_ms=0, backoff=Backoff.FIXED)
@@ -752,13 +752,13 @@ async def in_a_bucket():
             rig.fill(30, size=500)
             rig.topic.upload()
             site.clock.advance(600)
-            log.tiers.membership.renew()
+            log.stores.membership.renew()
 
         def expire():
-            assert rig.topic.tier.trim() > 0
-            assert rig.topic.tier.expire() > 0
+            assert rig.topic.bucket.trim() > 0
+            assert rig.topic.bucket.expire() > 0
             assert rig.topic.earliest == 90
-            assert not rig.topic.tier.owned.is_fenced
+            assert not rig.topic.bucket.owned.is_fenced
 
         rig.expire = expire
         try:

@@ -11,7 +11,7 @@ from ister.broker.flight.reads import plan_upload, read_frames
 from ister.errors import ConflictError, FencedError, UnavailableError
 from ister.model import AckLevel
 from ister.wire.contract import FramesTicket, PlanUpload
-from tests.support.tiers import NAME, Pipeline, Site
+from tests.support.stores import NAME, Pipeline, Site
 
 TEXT = str(NAME)
 LEASE_SECONDS = 60
@@ -33,7 +33,7 @@ def owned_by_a(site):
     """A topic with ten messages in the bucket, and ten in the files of node a."""
     topic = site.open("a").topic(TEXT, create=True)
     append(topic, 0, 10, b"old")
-    topic.tier.upload()
+    topic.bucket.upload()
     append(topic, 10, 20, b"a")
     return topic
 
@@ -73,12 +73,12 @@ def test_broker_that_was_replaced_gives_nothing(site):
     It does not know yet that it was replaced, and its successor has given out the same offsets.
     """
     topic = owned_by_a(site)
-    before = topic.tier.owned.record
+    before = topic.bucket.owned.record
     site.clock.advance(LEASE_SECONDS)
     successor = site.open("b").topic(TEXT, take_over=True)
     append(successor, 10, 20, b"b")
     record = Pipeline(site).acting().record
-    assert not topic.tier.owned.is_fenced
+    assert not topic.bucket.owned.is_fenced
     assert record.incarnation == before.incarnation
     with pytest.raises(ConflictError, match="epoch"):
         plan_upload(topic, a_question(record))
@@ -91,7 +91,7 @@ def test_broker_that_was_replaced_gives_nothing(site):
         with pytest.raises(expected):
             frames_from(topic, before)
         with pytest.raises(FencedError):
-            topic.tier.owned.check()
+            topic.bucket.owned.check()
     assert [end for end, _ in plan_upload(successor, a_question(record)).objects] == [20]
     assert frames_from(successor, record)
 
@@ -99,7 +99,7 @@ def test_broker_that_was_replaced_gives_nothing(site):
 def test_frames_end_when_it_is_not_sure_who_the_owner_is(site, monkeypatch):
     monkeypatch.setattr(reads, "_FRAMES_BYTES", 1)
     topic = owned_by_a(site)
-    stream = read_frames(topic, a_ticket(topic.tier.owned.record), lambda: None)
+    stream = read_frames(topic, a_ticket(topic.bucket.owned.record), lambda: None)
     next(stream)
     next(stream)
     site.clock.advance(LEASE_SECONDS)
@@ -110,7 +110,7 @@ def test_frames_end_when_it_is_not_sure_who_the_owner_is(site, monkeypatch):
 @pytest.mark.parametrize("change", [-1, 1])
 def test_owner_of_another_epoch_is_not_this_one(site, change):
     topic = owned_by_a(site)
-    record = topic.tier.owned.record
+    record = topic.bucket.owned.record
     other = replace(record, epoch=record.epoch + change)
     with pytest.raises(ConflictError):
         plan_upload(topic, a_question(other))

@@ -353,7 +353,7 @@ async def test_a_topic_of_another_broker_says_where_it_is(tmp_path):
 async def test_requests_to_the_pipeline(tmp_path):
     async with an_api(tmp_path) as (broker, page):
         await filled(broker)
-        store = broker.topics.log.tiers.metadata
+        store = broker.topics.log.stores.metadata
         keys = PipelineKeys(broker.config.storage.metadata.root_prefix)
         status, refusal = await page.post("pipeline/requests", {"job": "scrub"})
         assert status == 409

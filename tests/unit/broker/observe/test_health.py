@@ -154,7 +154,7 @@ async def test_uploads_that_fail_are_bad_after_a_while(tmp_path, monkeypatch):
     async with a_broker(tmp_path) as (broker, _, _):
         topic, health = await a_topic(broker), broker.health
         assert found(health, "uploads").state == "ok"
-        topic.topic.tier.upload_error = UnavailableError("the bucket does not answer")
+        topic.topic.bucket.upload_error = UnavailableError("the bucket does not answer")
         await health.probe.record_lags()
         check = found(health, "uploads")
         assert check.state == "attention"
@@ -162,7 +162,7 @@ async def test_uploads_that_fail_are_bad_after_a_while(tmp_path, monkeypatch):
         assert "secret" not in found(health, "uploads", names=False).words
         health.probe.failing_since -= 3600
         assert found(health, "uploads").state == "bad"
-        topic.topic.tier.upload_error = None
+        topic.topic.bucket.upload_error = None
         await health.probe.record_lags()
         assert health.probe.failing_since is None
         assert found(health, "uploads").state == "ok"
@@ -173,7 +173,7 @@ async def test_upload_lag_is_said_by_bytes_and_by_time(tmp_path, monkeypatch):
         topic, health = await a_topic(broker), broker.health
         assert found(health, "upload_lag").state == "ok"
         storage = health._config.storage
-        lag = topic.topic.tier.lag_bytes
+        lag = topic.topic.bucket.lag_bytes
         assert lag > 0
 
         def set_limit(limit):
@@ -402,10 +402,10 @@ async def test_health_shows_a_clock_step_until_it_is_confirmed(tmp_path):
     async with a_broker(tmp_path) as (broker, _, _):
         health, log = broker.health, broker.topics.log
         assert found(health, "clock").state == "ok"
-        guard = log.tiers.node_clock._guard
+        guard = log.stores.node_clock._guard
         before = replace(guard._anchor, wall=guard._anchor.wall - 30 * 86_400)
         guard._trust(before)
-        await asyncio.to_thread(log.tiers.node_clock.check)
+        await asyncio.to_thread(log.stores.node_clock.check)
         check = found(health, "clock")
         assert check.state == "attention"
         assert "30 days ahead" in check.words

@@ -176,7 +176,7 @@ async def test_a_topic_of_another_broker(tmp_path):
 async def test_a_store_that_does_not_answer_leaves_what_is_in_memory(tmp_path, monkeypatch):
     async with a_broker(tmp_path) as (broker, _, _):
         await filled(broker)
-        store = broker.topics.log.tiers.metadata
+        store = broker.topics.log.stores.metadata
 
         def silent(*arguments, **more):
             raise UnavailableError("no answer")

@@ -11,7 +11,7 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 
 from ister.broker.flight.broker_source import BrokerSource
-from ister.broker.publish.admission import Admission, lot_of_message, lot_of_rows
+from ister.broker.publish.admission import Admission, admission_of_message, admission_of_rows
 from ister.bucket.names import staging_prefix
 from ister.errors import (
     InvalidRequestError,
@@ -85,7 +85,7 @@ class RpcServer:
 
     async def staged(self, *texts, principal="", producer="p", is_gone=lambda: False):
         """Rows in two files, as Spark's sink stages them."""
-        objects = self.topics.log.tiers.objects
+        objects = self.topics.log.stores.objects
         files = []
         for number, part in enumerate((texts[:1], texts[1:])):
             rows = pa.RecordBatch.from_pylist(
@@ -231,12 +231,15 @@ def test_topic_without_bounds_reads_staged_rows_once(tmp_path, monkeypatch):
 
 
 def test_lots_say_what_is_in_them():
-    message = lot_of_message(a_message(payload=b"abc", producer_name="p", schema_id=7))
+    message = admission_of_message(a_message(payload=b"abc", producer_name="p", schema_id=7))
     assert (message.count, message.producer, message.largest()) == (1, "p", 3)
     assert [record[0] for record in message.records()] == [7]
-    rows = lot_of_rows(
+    rows = admission_of_rows(
         pa.record_batch({"payload": ["a", "bcd"], "producer_name": ["x", None]}), None
     )
     assert (rows.count, rows.producer, rows.largest(), list(rows.names())) == (2, None, 3, ["x"])
     assert list(rows.records()) == [(None, None, b"a"), (None, None, b"bcd")]
-    assert lot_of_rows(pa.record_batch({"payload": pa.array([], pa.binary())}), "p").largest() == 0
+    assert (
+        admission_of_rows(pa.record_batch({"payload": pa.array([], pa.binary())}), "p").largest()
+        == 0
+    )

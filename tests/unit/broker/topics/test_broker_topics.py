@@ -497,7 +497,7 @@ async def test_a_topic_is_left_to_the_broker_that_it_was_handed_over_to(tmp_path
         other = Member(
             node="other", broker_url="http://o:1", connect_url="http://o:1", flight_url=""
         )
-        metadata = topics.log.tiers.metadata
+        metadata = topics.log.stores.metadata
         metadata.put("/danube/cluster/brokers/other", msgspec.json.encode(other))
         topics.cluster.members.expire()
         await topics.unload(NAME)
@@ -544,7 +544,7 @@ async def test_topic_about_which_the_stores_differ_is_refused_and_named_until_th
     async with some_topics(tmp_path) as topics:
         await make(topics, NAME)
     async with some_topics(tmp_path) as topics:
-        objects = topics.log.tiers.objects
+        objects = topics.log.stores.objects
         objects.put(later, b"{}")
         for _ in range(3):
             with pytest.raises(UnavailableError, match="epoch 99") as refused:

@@ -19,7 +19,7 @@ def add_brokers(topics, *nodes):
     for node in nodes:
         url = f"http://{node}:1"
         member = Member(node=node, broker_url=url, connect_url=url, flight_url="")
-        topics.log.tiers.metadata.put(
+        topics.log.stores.metadata.put(
             f"/danube/cluster/brokers/{node}", msgspec.json.encode(member)
         )
     topics.cluster.members.expire()
@@ -49,9 +49,9 @@ async def test_a_move_to_the_broker_that_has_the_topic_cancels_one_that_waits(tm
         await topics.move(NAME, own)
         assert topics.cluster.assigned_node(NAME) is None
         topics.cluster.assign(NAME, "b", "moved")
-        assert topics.cluster.wishes().leaves == {NAME: "b"}
+        assert topics.cluster.assignment_changes().leaves == {NAME: "b"}
         await topics.move(NAME, own)
-        assert topics.cluster.wishes().leaves == {}
+        assert topics.cluster.assignment_changes().leaves == {}
         assert topics.cluster.assigned_node(NAME) == own
 
 
@@ -68,7 +68,7 @@ async def test_a_topic_that_is_deleted_while_it_is_moved_is_not_called_corrupt(
                 del topics._served[NAME]
             raise CorruptDataError("no object holds the offset")
 
-        monkeypatch.setattr(topic.topic.tier, "prepare_seal", prepare_seal)
+        monkeypatch.setattr(topic.topic.bucket, "prepare_seal", prepare_seal)
         with pytest.raises(NotFoundError if is_deleted else CorruptDataError):
             await topics.unload(NAME, to="b")
 

@@ -23,7 +23,7 @@ async def filled(topics, *, count=5, uploads=True):
     await served.subscribe("slow", SubscriptionKind.SHARED, "one", (), "earliest")
     for number in range(count):
         await served.publish(a_record(b"%d" % number + b"." * 5000))
-    if uploads and served.topic.tier is not None:
+    if uploads and served.topic.bucket is not None:
         await asyncio.to_thread(served.topic.upload)
     return served
 

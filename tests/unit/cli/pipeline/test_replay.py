@@ -8,7 +8,7 @@ import pytest
 from ister.cli.pipeline import replay
 from ister.cli.pipeline.common import JobLocation
 from ister.errors import InvalidRequestError
-from ister.spark.jobs import replaying
+from ister.spark.jobs import replay_job
 from ister.spark.jobs.job_report import JobReport
 
 
@@ -27,7 +27,7 @@ def call(monkeypatch):
             work("spark", JobLocation(None, "b:1"), None)
             return 0
 
-        monkeypatch.setattr(replaying, "replay", fake_job)
+        monkeypatch.setattr(replay_job, "replay", fake_job)
         monkeypatch.setattr(replay, "run_job", fake_run)
         parser = argparse.ArgumentParser()
         replay.register(parser.add_subparsers())

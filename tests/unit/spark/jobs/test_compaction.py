@@ -76,11 +76,11 @@ class Stage:
 
     def rows(self, name=A):
         """What the bucket has of a topic."""
-        with ister.open_history(self.place.config) as history:
+        with ister.open_bucket(self.place.config) as history:
             return rows_in(history.topic(name).read_arrow().read_all())
 
     def descriptors(self, name=A):
-        with ister.open_history(self.place.config) as history:
+        with ister.open_bucket(self.place.config) as history:
             return [d for d, _ in history.topic(name).catalog.descriptors()]
 
     def ids(self, name=A):
@@ -88,7 +88,7 @@ class Stage:
 
     def stored(self, name=A):
         """The names of everything that the bucket has of a topic."""
-        with ister.open_history(self.place.config) as history:
+        with ister.open_bucket(self.place.config) as history:
             prefix = objects_prefix(TopicName.parse(name))
             return [info.key.removeprefix(prefix) for info in history.objects.list(prefix)]
 
@@ -98,7 +98,7 @@ class Stage:
     def everything(self):
         """All of the bucket and of the metadata, but for leases and revisions."""
         files = sorted(self.place.root.glob("objects/**/*"))
-        with ister.open_history(self.place.config) as history:
+        with ister.open_bucket(self.place.config) as history:
             keys = [(item.key, item.value) for item in history.metadata.range("/danube/")]
         return [(str(f), f.read_bytes()) for f in files if f.is_file()], keys
 
@@ -174,9 +174,9 @@ def test_merged_object_is_as_old_as_its_newest_part(stage):
     with stage.place.open() as log:
         topic = log.topic(A, create=True)
         upload(topic, 4)
-        for number, (described, revision) in enumerate(topic.tier.owned.catalog.descriptors()):
+        for number, (described, revision) in enumerate(topic.bucket.owned.catalog.descriptors()):
             aged = replace(described, created_at=1_700_000_000 + number)
-            assert topic.tier.owned.replace(described, aged, revision)
+            assert topic.bucket.owned.replace(described, aged, revision)
     stage.compact()
     assert [described.created_at for described in stage.descriptors()] == [1_700_000_003]
 
@@ -190,7 +190,7 @@ def test_messages_that_may_be_rows_of_an_open_batch_stay(stage, counted_from):
             for _ in range(40):
                 topic.append(b"x", routing_key="k")
             topic.upload()
-        owned = topic.tier.owned
+        owned = topic.bucket.owned
         record = WriterRecord(
             batch=7,
             is_done=False,
@@ -210,7 +210,7 @@ def test_messages_that_may_be_rows_of_an_open_batch_stay(stage, counted_from):
     said = topic_of(report).get("waits", "")
     assert ("batch 7 of the writer query" in said) == (counted_from < 120)
     with stage.place.open() as log:
-        owned = log.topic(A).tier.owned
+        owned = log.topic(A).bucket.owned
         owned.catalog.store.put(key, encode_writer(replace(record, is_done=True)))
     stage.compact(format="parquet", keep="latest-per-key", min_objects=100)
     assert len(stage.rows()) == 1
@@ -328,7 +328,7 @@ def test_owner_goes_on_while_its_newest_object_is_merged(stage):
         upload(topic, 4)
         assert stage.compact().ok
         upload(topic, 4, first=160)
-        topic.tier.trim()
+        topic.bucket.trim()
         assert stage.compact(format="parquet").ok
         rows = rows_of(topic)
         assert [row.offset for row in rows] == list(range(320))
@@ -378,7 +378,7 @@ def test_swap_is_refused_when_an_object_has_expired_meanwhile(stage):
     with stage.place.open() as log:
         topic = log.topic(A, create=True)
         upload(topic, 6)
-        topic.tier.trim()
+        topic.bucket.trim()
         rows = rows_of(topic)
 
         def expire():
@@ -402,7 +402,7 @@ def test_group_whose_objects_are_gone_is_planned_again(stage):
     with stage.place.open() as log:
         topic = log.topic(A, create=True)
         upload(topic, 6)
-        topic.tier.trim()
+        topic.bucket.trim()
 
         def expire():
             failpoints.disarm()
@@ -435,7 +435,7 @@ def test_objects_that_share_offsets_are_left_alone(stage):
     stage.fill(A, 4)
     first = stage.descriptors()[0]
     with stage.place.open() as log:
-        owned = log.topic(A).tier.owned
+        owned = log.topic(A).bucket.owned
         wider = replace(first, end=first.end + 1)
         key = owned.catalog.keys.descriptor(first.start)
         owned.transact([], [Put(key, encode_descriptor(wider))])
@@ -468,11 +468,11 @@ def test_job_without_its_lease_changes_nothing(stage):
     before = stage.descriptors()
 
     def lose():
-        with ister.open_history(stage.place.config) as history:
+        with ister.open_bucket(stage.place.config) as history:
             keys = [i.key for i in history.metadata.range("/danube/pipeline/jobs/")]
         assert keys
         with stage.place.open() as log:
-            log.tiers.metadata.transact([], [Delete(key) for key in keys])
+            log.stores.metadata.transact([], [Delete(key) for key in keys])
 
     failpoints.arm("pipeline.before_commit", lose)
     with pytest.raises(ister.IsterError, match="lease"):

@@ -6,8 +6,8 @@ import pytest
 
 import ister
 from ister.cli.main import main
-from ister.spark.jobs.collecting import gc
 from ister.spark.jobs.compaction import compact
+from ister.spark.jobs.gc_job import gc
 from ister.spark.jobs.scrubbing import scrub
 from tests.integration.spark_topics import SparkPlace, without_spark
 from tests.support.danube_files import (
@@ -39,11 +39,11 @@ class Stage:
 
     def rows(self):
         """The rows that a table of the topic has, without a broker."""
-        with ister.open_history(str(self.place.config)) as history:
+        with ister.open_bucket(str(self.place.config)) as history:
             return history.topic(TOPIC).read_arrow().read_all().to_pylist()
 
     def ids(self):
-        with ister.open_history(str(self.place.config)) as history:
+        with ister.open_bucket(str(self.place.config)) as history:
             return [d.object_id for d, _ in history.topic(TOPIC).catalog.descriptors()]
 
     def findings(self, **settings):

@@ -11,7 +11,7 @@ from ister import failpoints
 from ister.errors import ConflictError, FencedError, UnavailableError
 from ister.spark.jobs import export_commit, export_round
 from ister.spark.jobs.export_commit import TableCommitter
-from ister.spark.jobs.exporting import export
+from ister.spark.jobs.export_job import export
 from ister.spark.jobs.leases import LeaseKeeper
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.delta import DeltaTable

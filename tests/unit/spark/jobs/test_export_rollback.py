@@ -2,7 +2,7 @@
 
 import pytest
 
-from ister.spark.jobs.exporting import export
+from ister.spark.jobs.export_job import export
 from tests.integration.spark_topics import SparkPlace, expire_before, fill
 from tests.support.cases import each, making
 from tests.support.exports import (

@@ -49,7 +49,7 @@ def fill(place, name, messages, *, uploads=3):
 
 
 def search(place, names, *, before_hours=0, groups=None, run="compact-x"):
-    with ister.open_history(place.config) as history:
+    with ister.open_bucket(place.config) as history:
         topics = []
         for name in names:
             topic = history.topic(name)

@@ -19,7 +19,7 @@ from ister.model import Codec, MessageId, StreamMessage
 from ister.spark.jobs.object_check import ObjectChecker, ObjectProblem
 from tests.support.cases import case
 from tests.support.memory_store import MemoryObjectStore
-from tests.support.tiers import NAME
+from tests.support.stores import NAME
 
 PUBLISHED_MS = 1_700_000_000_000
 

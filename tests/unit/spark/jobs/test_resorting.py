@@ -67,7 +67,7 @@ def topic(log):
 
 def history_rows(place):
     """What the bucket has of the topic."""
-    with ister.open_history(place.config) as history:
+    with ister.open_bucket(place.config) as history:
         return rows_in(history.topic(A).read_arrow().read_all())
 
 

@@ -24,7 +24,7 @@ from ister.spark.jobs.object_repair import DamagedRange, epoch_floor, repair_ran
 from ister.spark.jobs.scrubbing import scrub
 from ister.spark.jobs.topic_survey import find_superfluous
 from ister.spark.location import place_of
-from ister.topic.history import History
+from ister.topic.history import BucketLog
 from ister.topic.stores import upload_settings
 from tests.integration.spark_topics import SparkPlace, fill, without_spark
 from tests.servers.flight import FlightTopics
@@ -453,7 +453,7 @@ def test_a_damaged_archive_is_made_again(spark, place, patient):
     rows = patient.rows()
     every = patient.descriptors()
     config = load_config(place.config)
-    with History(config) as history:
+    with BucketLog(config) as history:
         merged = merge_objects(
             patient.name,
             every[2:5],
@@ -488,7 +488,7 @@ def test_a_damaged_archive_is_made_again(spark, place, patient):
 def keep_some(place, patient, every, left_out, tag="0123abcd"):
     """The object that compaction makes of others, without the messages of some offsets."""
     config = load_config(place.config)
-    with History(config) as history:
+    with BucketLog(config) as history:
         return merge_objects(
             patient.name,
             every,
@@ -651,7 +651,7 @@ def test_a_live_owner_goes_on(spark, place, patient):
         assert scrub(spark, place.config, repair=True).ok
         fill(topic, 5, first=OBJECTS * EACH)
         topic.upload()
-        topic.tier.trim()
+        topic.bucket.trim()
         assert [message.payload for message in topic.read()][: len(rows)] == rows
     assert named(scrub(spark, place.config)) == []
 

@@ -26,7 +26,7 @@ from ister.spark.jobs.job_report import JobReport, error_as_fields
 from ister.spark.jobs.pipeline_term import measure_lag
 from ister.spark.jobs.stop_signals import stop_on_signals
 from ister.spark.jobs.tasks import Done
-from ister.spark.jobs.tier_topics import Cycle, TopicBook
+from ister.spark.jobs.tier_topics import Cycle, TierTopics
 from ister.spark.jobs.tiering import tier_cycle
 from tests.integration.spark_topics import SparkPlace, fill, without_spark
 from tests.servers.flight import FlightTopics
@@ -99,7 +99,7 @@ def a_job(place, **more):
 
 
 def descriptors(place, name=A):
-    with ister.open_history(place.config) as history:
+    with ister.open_bucket(place.config) as history:
         return [d for d, _ in history.topic(name).catalog.descriptors()]
 
 
@@ -154,7 +154,7 @@ def test_broker_that_was_replaced_is_no_source(place, tasks, monkeypatch):
     with place.open() as log, FlightTopics(log) as server:
         topic = log.topic(A, create=True)
         fill(topic, 20)
-        metadata = topic.tier._tiers.metadata
+        metadata = topic.bucket._stores.metadata
         mine = metadata.get(key).value
         # Another owner takes it, and this one has not noticed.
         metadata.put(key, encode_topic(replace(decode_topic(mine, key=key), epoch=2)))
@@ -234,7 +234,7 @@ def test_nothing_is_committed_behind_an_object_that_failed(place, tasks, order):
 
 
 def _known(job):
-    ((known, _),) = TopicBook(job).find_due([A], Cycle(), report=job.report, interval_seconds=None)
+    ((known, _),) = TierTopics(job).find_due([A], Cycle(), report=job.report, interval_seconds=None)
     return known
 
 
@@ -278,7 +278,7 @@ def test_owner_that_was_faster_with_a_part_is_followed_by_the_rest(place, tasks,
     with place.open() as log:
         topic = log.topic(A, create=True)
         fill(topic, 200)
-        uploader, done = topic.tier._uploader, []
+        uploader, done = topic.bucket._uploader, []
         upload = uploader.upload
 
         def two_objects(*arguments):
@@ -295,7 +295,7 @@ def test_owner_that_was_faster_with_a_part_is_followed_by_the_rest(place, tasks,
             if is_slow:
                 assert job.report.topics[A]["messages"] == 200 - done[-1].end
         assert len(done) == 2
-        assert topic.tier.follow() == 200
+        assert topic.bucket.follow() == 200
     check_chain(place, 200)
 
 

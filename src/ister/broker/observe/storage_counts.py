@@ -167,7 +167,7 @@ def describe_objects(counted: ObjectCount, tiered: int = 0) -> list[JsonObject]:
     return found
 
 
-class Holdings:
+class StorageCounts:
     """The counts of all topics. Thread-safe."""
 
     def __init__(self, *, clock: Clock) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 import ister
 from ister.errors import ConflictError, InvalidRequestError
-from ister.spark.jobs.replaying import ReplayRequest, replay
+from ister.spark.jobs.replay_job import ReplayRequest, replay
 from tests.integration.spark_topics import SparkPlace, without_spark
 from tests.support.cases import case, each
 from tests.support.spark_here import SparkHere
@@ -94,7 +94,7 @@ def test_the_same_replay_is_done_already(place, change):
 def test_finished_replay_leaves_no_record_of_its_writer(place):
     """The plan says that it is done."""
     again(place)
-    with ister.open_history(place.config) as history:
+    with ister.open_bucket(place.config) as history:
         catalog = history.topic(B).catalog
         assert catalog.store.range(catalog.keys.writer("")) == []
 

@@ -39,7 +39,7 @@ from ister.spark.jobs.progress import JobProgress
 from ister.spark.jobs.replay_run import ReplayRun, TaskFailedError
 from ister.spark.jobs.runners import SparkOrRunner
 from ister.spark.jobs.transforms import TransformSource, identify, parse_transform
-from ister.spark.location import Place
+from ister.spark.location import LogLocation
 from ister.topic.batches import check_writer_name
 
 _CHUNK_BYTES: Final = 64 * MIB
@@ -136,7 +136,7 @@ def replay(
 @contextmanager
 def _opened(
     spark: SparkOrRunner,
-    place: Place,
+    place: LogLocation,
     request: ReplayRequest,
     *,
     dry_run: bool,

@@ -425,8 +425,8 @@ class Site:
             log._background.stop()
         if log.room.memory is not None:
             log.room.memory.stop()
-        if log.tiers is not None and log.tiers._ahead is not None:
-            log.tiers._ahead.shutdown(wait=True)
+        if log.stores is not None and log.stores._ahead is not None:
+            log.stores._ahead.shutdown(wait=True)
         if disk is not None:
             self.disks[disk].kill()
 

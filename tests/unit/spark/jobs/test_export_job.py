@@ -22,9 +22,9 @@ from ister.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from ister.spark.jobs import export_round, exporting, leases
+from ister.spark.jobs import export_job, export_round, leases
 from ister.spark.jobs.export_commit import TableCommitter
-from ister.spark.jobs.exporting import ExportSettings, export
+from ister.spark.jobs.export_job import ExportSettings, export
 from ister.spark.jobs.job import Job, open_job
 from ister.spark.jobs.leases import LeaseKeeper
 from ister.spark.tables import parquet_directory
@@ -458,7 +458,7 @@ def test_an_export_whose_lease_has_ended_commits_nothing(spark, place, tmp_path,
     with open_job("export", spark, place.config) as job:
         failpoints.arm("pipeline.before_commit", job.fence.release)
         settings = ExportSettings(to=where(tmp_path, format), format=format_of(format))
-        exporting.export_topics(job, settings)
+        export_job.export_topics(job, settings)
         assert [error["code"] for error in job.report.errors] == ["ABORTED"]
     failpoints.disarm()
     assert offsets_in(tmp_path, format) == []
@@ -469,7 +469,7 @@ def test_an_export_whose_lease_has_ended_commits_nothing(spark, place, tmp_path,
 
 def format_of(name: str):
     """The format of a name."""
-    return exporting._parse_format(name)
+    return export_job._parse_format(name)
 
 
 def test_a_table_that_is_ahead_of_the_plan_refuses(spark, place, tmp_path, monkeypatch):
@@ -734,7 +734,7 @@ def test_the_command(monkeypatch):
     def fake(spark, config, **options):
         seen.update(options)
 
-    monkeypatch.setattr(exporting, "export", fake)
+    monkeypatch.setattr(export_job, "export", fake)
     options = _parse(
         *("--to", "lake.orders", "--format", "iceberg", "--schema", "s.json"),
         *("--catalog", "type=rest", "--catalog", "uri=http://x?a=b", "--from", "17"),
@@ -755,7 +755,7 @@ def test_the_command(monkeypatch):
     [("--catalog", "type"), ("--from", "yesterday"), ("--interval", "0"), ("--until", "3x")],
 )
 def test_wrong_arguments(monkeypatch, wrong):
-    monkeypatch.setattr(exporting, "export", lambda *_, **__: None)
+    monkeypatch.setattr(export_job, "export", lambda *_, **__: None)
     # Some are refused as wrong usage already.
     with pytest.raises((InvalidRequestError, SystemExit)):
         command._export(_parse("--to", "x", *wrong), None, command.JobLocation(None, None), None)
@@ -769,7 +769,7 @@ def test_a_signal_ends_an_export_that_goes_on(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(exporting, "export", fake)
+    monkeypatch.setattr(export_job, "export", fake)
     before = signal.getsignal(signal.SIGTERM)
     options = _parse("--to", "x", "--interval", "5")
     command._export(options, None, command.JobLocation(None, None), None)
@@ -780,11 +780,11 @@ def test_formats_are_those_of_the_config():
     assert ConflictError.code == "ABORTED"
     assert DataGapError.code == "DATA_LOSS"
     settings = ExportSettings.from_config(
-        exporting.ExportConfig(to="x", catalog={"type": "rest"}, format=format_of("iceberg"))
+        export_job.ExportConfig(to="x", catalog={"type": "rest"}, format=format_of("iceberg"))
     )
     assert (settings.to, settings.catalog) == ("x", {"type": "rest"})
     with pytest.raises(InvalidRequestError):
-        ExportSettings.from_config(exporting.ExportConfig())
+        ExportSettings.from_config(export_job.ExportConfig())
 
 
 def test_a_table_of_another_program_with_the_same_columns(spark, place, tmp_path):

@@ -52,7 +52,7 @@ from ister.errors import (
 from ister.fs.local import boot_id
 from ister.limits import MIB
 from ister.metadata.base import Put
-from ister.spark.jobs.collect_task import GcItem, TopicLook, look_at_topic
+from ister.spark.jobs.collect_task import GcItem, GcResult, look_at_topic
 from ister.spark.jobs.job import (
     Job,
     JobConfig,
@@ -283,7 +283,7 @@ class _Collection:
             job.progress.end()
         return sorted(busy)
 
-    def _take(self, done: Done[GcItem, TopicLook]) -> bool:
+    def _take(self, done: Done[GcItem, GcResult]) -> bool:
         """Records a task's result; returns whether the topic may have something to remove."""
         job, topic = self._job, done.item.topic
         if done.result is None:

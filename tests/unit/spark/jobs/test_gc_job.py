@@ -25,8 +25,8 @@ from ister.format.records import encode_current
 from ister.format.staged_file import StagedSegment, encode_footer
 from ister.metadata.base import Delete
 from ister.model import TopicName
-from ister.spark.jobs.collecting import collect_topics, gc
 from ister.spark.jobs.compaction import compact
+from ister.spark.jobs.gc_job import collect_topics, gc
 from ister.spark.jobs.job import open_job
 from tests.integration.spark_topics import SparkPlace, fill, rows_in, without_spark
 from tests.support.cases import case
@@ -92,7 +92,7 @@ class Stage:
             yield job.store
 
     def rows(self, name=A):
-        with ister.open_history(self.place.config) as history:
+        with ister.open_bucket(self.place.config) as history:
             return rows_in(history.topic(name).read_arrow().read_all())
 
     def stored(self, name=A):
@@ -103,7 +103,7 @@ class Stage:
     def named(self, name=A):
         """The objects that descriptors name, sorted; each has to be there."""
         prefix = TopicKeys("/danube", TopicName.parse(name)).objects
-        with ister.open_history(self.place.config) as history:
+        with ister.open_bucket(self.place.config) as history:
             found = [json.loads(item.value) for item in history.metadata.range(prefix)]
         described = [one for one in found if "object_id" in one]
         folder = self.place.root / "objects" / objects_prefix(TopicName.parse(name))
@@ -114,7 +114,7 @@ class Stage:
     def everything(self):
         """All of the bucket and of the metadata, but for the pipeline's keys."""
         files = sorted(self.place.root.glob("objects/**/*"))
-        with ister.open_history(self.place.config) as history:
+        with ister.open_bucket(self.place.config) as history:
             keys = [
                 (item.key, item.value)
                 for item in history.metadata.range("/danube/")
@@ -211,7 +211,7 @@ def test_object_that_the_catalog_has_forgotten_stays(stage):
 def test_object_stays_whose_successors_are_not_in_the_bucket(stage):
     """Goal: an older copy of the metadata names objects that are gone, and the merged one stays."""
     stage.fill()
-    with ister.open_history(stage.place.config) as history:
+    with ister.open_bucket(stage.place.config) as history:
         before = history.metadata.range("/danube/storage/")
     compact(SPARK, stage.place.config, target_mb=1, min_objects=2, grace_minutes=0)
     (merged,) = stage.named()
@@ -384,7 +384,7 @@ def test_topic_that_a_process_has_open_is_left_to_it(stage):
         assert report.more["open_topics"] == 1
         assert list(report.topics) == [B]
         assert len(stage.stored(A)) == 5
-        assert len(topic.tier.collect_orphans()) == 4
+        assert len(topic.bucket.collect_orphans()) == 4
     assert stage.stored(B) == stage.named(B)
 
 
@@ -410,7 +410,7 @@ def test_topic_that_is_opened_in_the_middle_is_left_alone(tmp_path, point):
         assert "opened the topic" in report.topics[A]["skipped"]
         gone = 1 if point == "tier.after_delete_object" else 0
         assert len(stage.stored()) == 5 - gone
-        assert len(logs[0].topic(A).tier.collect_orphans()) == 4 - gone
+        assert len(logs[0].topic(A).bucket.collect_orphans()) == 4 - gone
     finally:
         for log in logs:
             log.close()

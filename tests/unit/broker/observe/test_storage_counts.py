@@ -2,8 +2,8 @@
 
 import pytest
 
-from ister.broker.observe import holdings as module
-from ister.broker.observe.holdings import Holdings, describe_objects
+from ister.broker.observe import storage_counts as module
+from ister.broker.observe.storage_counts import StorageCounts, describe_objects
 from ister.bucket.catalog import Catalog
 from ister.bucket.names import TopicKeys, format_object_id
 from ister.clock import ManualClock
@@ -24,7 +24,7 @@ class Bucket:
         self.keys = TopicKeys("/ister", TopicName.parse(TOPIC))
         self.clock = ManualClock()
         self.catalog = Catalog(self.store, self.keys, clock=self.clock, metrics=Metrics())
-        self.holdings = Holdings(clock=self.clock)
+        self.storage_counts = StorageCounts(clock=self.clock)
 
     def put(self, start, end, size=100):
         described = ObjectDescriptor(
@@ -44,7 +44,7 @@ class Bucket:
 
     def count(self, *, after=2.0, details=True):
         self.clock.advance(after)
-        return self.holdings.objects(TOPIC, "i", self.catalog, with_details=details)
+        return self.storage_counts.objects(TOPIC, "i", self.catalog, with_details=details)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_another_topic_of_that_name_is_counted_anew(bucket):
     assert bucket.count().objects == 300
     bucket.store.delete_prefix(bucket.keys.objects)
     bucket.fill(1)
-    assert bucket.holdings.objects(TOPIC, "other", bucket.catalog).objects == 1
+    assert bucket.storage_counts.objects(TOPIC, "other", bucket.catalog).objects == 1
 
 
 def test_store_that_does_not_answer_is_not_asked_for_each_topic(bucket):
@@ -140,7 +140,7 @@ def test_store_that_does_not_answer_is_not_asked_for_each_topic(bucket):
     bucket.store.range = silent
     for _ in range(20):
         with pytest.raises(UnavailableError):
-            bucket.holdings.objects(TOPIC, "i", bucket.catalog)
+            bucket.storage_counts.objects(TOPIC, "i", bucket.catalog)
     assert len(asked) == 1
     del bucket.store.range
     assert bucket.count(after=10.0).objects == 1
