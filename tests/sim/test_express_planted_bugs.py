@@ -83,7 +83,7 @@ def acknowledged_when_the_object_was_put(patch: pytest.MonkeyPatch) -> None:
         error = real(self, batch)
         if error is None:
             for run in batch.made.runs:
-                batch.planned[run.owned.topic].bucket.take_run(run.descriptor)
+                batch.planned[run.owned.topic].uploads.take_run(run.descriptor)
         return error
 
     patch.setattr(Express, "put", put)
