@@ -34,13 +34,13 @@ from benchmarks.measurement import (
     take_turns,
     warm_page_cache,
 )
+from ister.base.limits import APPEND_CHUNK_BYTES, KIB, MIB
+from ister.base.model import AckLevel, Codec
 from ister.format.crc import Buffer, crc32
 from ister.format.frame import FRAME_HEADER_SIZE, pack_header
 from ister.format.message import BodyEncoder
 from ister.fs.base import File
 from ister.fs.local import LocalFileSystem
-from ister.limits import APPEND_CHUNK_BYTES, KIB, MIB
-from ister.model import AckLevel, Codec
 from ister.topic.log import Log
 from ister.topic.topic import Topic
 

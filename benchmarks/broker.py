@@ -31,8 +31,8 @@ from benchmarks.broker_servers import bare_server, broker
 from benchmarks.broker_slow import measure as measure_slow
 from benchmarks.http2_client import cpu_seconds
 from benchmarks.measurement import MESSAGE_BYTES, Run, median, payloads, quantile, stopwatch
+from ister.base.extras import missing_extra
 from ister.errors import UnavailableError
-from ister.extras import missing_extra
 from ister.wire import ister_api, stub
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import Final
 from benchmarks import http2
 from benchmarks.http2 import encode_headers, frame
 from benchmarks.measurement import Run, status_kib
-from ister import threads
-from ister.limits import KIB, MIB
+from ister.base import threads
+from ister.base.limits import KIB, MIB
 
 _INFLATED_BYTES: Final = 512 * MIB
 _CALLS: Final = 4

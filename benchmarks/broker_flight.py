@@ -36,11 +36,11 @@ from benchmarks.measurement import (
     warm_page_cache,
 )
 from ister import kernels
-from ister.allocator import keep_freed_buffers
+from ister.base.allocator import keep_freed_buffers
+from ister.base.limits import MIB
+from ister.base.model import AckLevel
 from ister.client.flight import FlightClient
 from ister.errors import UnavailableError
-from ister.limits import MIB
-from ister.model import AckLevel
 from ister.wire.contract import PutAck, PutBatch
 from ister.wire.flight_data import FlightData, encode_fields
 

@@ -20,17 +20,17 @@ from statistics import median
 from typing import Final
 
 from benchmarks.measurement import Run, stopwatch, take_turns
+from ister.base.clock import SystemClock
+from ister.base.metrics import Metrics
+from ister.base.model import Codec, TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.names import TopicKeys, format_object_id
-from ister.clock import SystemClock
 from ister.errors import UnavailableError
 from ister.format.descriptor import ObjectDescriptor, encode_descriptor
 from ister.format.records import encode_current
 from ister.metadata.base import MetadataStore, Put
 from ister.metadata.etcd import EtcdMetadata
 from ister.metadata.sqlite import SqliteMetadata
-from ister.metrics import Metrics
-from ister.model import Codec, TopicName
 
 _OBJECTS: Final = 20_000
 _SHARE: Final = 20

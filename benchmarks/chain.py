@@ -35,13 +35,13 @@ from benchmarks.measurement import (
     stopwatch,
 )
 from ister import kernels
+from ister.base.limits import MIB
+from ister.base.model import TopicName
 from ister.bucket.names import object_key
 from ister.config import CloudReaderConfig
 from ister.errors import InvariantError, UnavailableError, check
 from ister.format.crc import crc32
 from ister.format.frame import FRAME_HEADER_SIZE
-from ister.limits import MIB
-from ister.model import TopicName
 from ister.topic.bucket_link import TopicBucket
 from ister.topic.log import Log
 from ister.topic.message import Message

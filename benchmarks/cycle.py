@@ -26,13 +26,13 @@ from typing import Final
 import ister
 from benchmarks.catalog import find_etcd, start_etcd
 from benchmarks.measurement import Run, stopwatch
+from ister.base.model import TopicName
 from ister.bucket.names import TopicKeys
 from ister.bucket.pipeline import PipelineKeys
 from ister.config import Config, load_config
 from ister.errors import InvariantError
 from ister.format.records import OwnerRecord, decode_topic, encode_owner, encode_topic
 from ister.metadata.base import KeyValue, MetadataStore, Put
-from ister.model import TopicName
 from ister.spark.jobs.job import Job, open_job
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.runners import LocalRunner

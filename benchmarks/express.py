@@ -31,10 +31,10 @@ from typing import Any, Final
 
 from benchmarks.catalog import find_etcd, start_etcd
 from benchmarks.measurement import Run, median, quantile, status_kib, stopwatch
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
+from ister.base.limits import KIB, MIB
 from ister.config import Config, load_config
 from ister.errors import UnavailableError
-from ister.limits import KIB, MIB
 from ister.metadata.base import MetadataStore, Put
 from ister.objectstore.base import ObjectStore
 from ister.objectstore.slices import SlicedStore

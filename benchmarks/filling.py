@@ -13,7 +13,7 @@ import sys
 from typing import Final
 
 from benchmarks.measurement import MESSAGE_BYTES, TOPIC, open_log, payloads
-from ister.limits import MIB
+from ister.base.limits import MIB
 from ister.topic.topic import Topic
 
 _BATCH_BYTES: Final = MIB

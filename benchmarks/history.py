@@ -38,13 +38,13 @@ from benchmarks.measurement import (
 )
 from benchmarks.reading import count_messages, read_everything, touch_payloads
 from ister import kernels
+from ister.base.limits import MIB
+from ister.base.model import TopicName
 from ister.bucket.names import object_key
 from ister.config import CloudReaderConfig
 from ister.errors import InvariantError, UnavailableError, check
 from ister.format.crc import crc32
 from ister.format.descriptor import ObjectDescriptor
-from ister.limits import MIB
-from ister.model import TopicName
 from ister.topic.log import Log
 from ister.topic.topic import Topic
 

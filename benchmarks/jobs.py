@@ -32,9 +32,9 @@ from typing import Final, TextIO, cast
 
 from benchmarks.measurement import Run, file_paths, median, spread, take_turns, warm_page_cache
 from ister.api import open_bucket
+from ister.base.extras import missing_extra
+from ister.base.limits import GIB, KIB, MIB
 from ister.errors import InvariantError, check
-from ister.extras import missing_extra
-from ister.limits import GIB, KIB, MIB
 
 try:
     import pyarrow.parquet as pq

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.spark_process import read_processes
-from ister.limits import KIB
+from ister.base.limits import KIB
 
 _LOOK_SECONDS: Final = 0.1
 

@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Final, Literal, TypeVar
 
+from ister.base.limits import KIB, MIB
 from ister.config import load_config
 from ister.errors import CapacityError, UnavailableError
 from ister.fs.base import FileSystem
-from ister.limits import KIB, MIB
 from ister.topic.log import Log
 
 __all__ = [

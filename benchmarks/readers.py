@@ -27,8 +27,8 @@ from benchmarks.measurement import (
     status_kib,
 )
 from ister import kernels
+from ister.base.limits import KIB, MIB
 from ister.errors import UnavailableError, check
-from ister.limits import KIB, MIB
 
 _LOG_BYTES: Final = 2 * GIB
 _READERS: Final = 100

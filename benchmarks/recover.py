@@ -28,9 +28,9 @@ from benchmarks.measurement import (
     open_log,
     stopwatch,
 )
+from ister.base.limits import KIB, MIB
 from ister.errors import check
 from ister.fs.local import LocalFileSystem
-from ister.limits import KIB, MIB
 from ister.wal.directory import WalDirectory
 
 _LOG_BYTES: Final = 4 * GIB

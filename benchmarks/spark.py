@@ -41,11 +41,11 @@ from benchmarks.measurement import (
 from benchmarks.replay import read_bare
 from ister import kernels
 from ister.api import open_bucket
+from ister.base.extras import missing_extra
+from ister.base.limits import KIB, MIB
+from ister.base.model import Codec
 from ister.errors import UnavailableError, check
-from ister.extras import missing_extra
 from ister.format.crc import crc32
-from ister.limits import KIB, MIB
-from ister.model import Codec
 
 try:
     from pyspark.sql import SparkSession

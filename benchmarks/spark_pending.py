@@ -15,16 +15,16 @@ from typing import Final
 
 from benchmarks.measurement import Run, median, spread, take_turns
 from ister.api import open_bucket
+from ister.base.clock import SystemClock
+from ister.base.limits import MIB
+from ister.base.model import Codec, TopicName
 from ister.bucket.names import TopicKeys, format_object_id
-from ister.clock import SystemClock
 from ister.config import load_config
 from ister.errors import check
 from ister.format.descriptor import ObjectDescriptor, encode_descriptor
 from ister.format.records import encode_current
-from ister.limits import MIB
 from ister.metadata.base import Put
 from ister.metadata.sqlite import SqliteMetadata
-from ister.model import Codec, TopicName
 from ister.spark.options import ReadOptions
 from ister.spark.rows import row_schema
 from ister.spark.stream import StreamReader

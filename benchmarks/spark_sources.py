@@ -25,8 +25,8 @@ from pyspark.sql.types import StructType
 
 from benchmarks.measurement import PeakMemory, stopwatch
 from ister import kernels
+from ister.base.model import COLUMNS
 from ister.format.arrow.schema import arrow_schema
-from ister.model import COLUMNS
 from ister.spark.batch import BatchReader
 from ister.spark.compat import arrow_schema_of
 from ister.spark.options import ReadOptions, WriteOptions

@@ -22,9 +22,9 @@ import pyarrow as pa
 
 from benchmarks.measurement import Run, status_kib, stopwatch
 from benchmarks.spark_process import read_processes
+from ister.base.limits import KIB
 from ister.client.flight import FlightClient
 from ister.errors import UnavailableError, check
-from ister.limits import KIB
 
 _TOPICS: Final = 10
 _MESSAGES: Final = 100

@@ -44,9 +44,9 @@ from benchmarks.measurement import (
     warm_page_cache,
 )
 from ister import kernels
+from ister.base.limits import MIB
 from ister.config import UploaderConfig
 from ister.errors import UnavailableError, check
-from ister.limits import MIB
 from ister.topic.log import Log
 
 _BACKLOG_BYTES: Final = GIB

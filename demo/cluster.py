@@ -27,8 +27,8 @@ from demo.serving import BrokerProcess
 from demo.shop import TOPICS, Event, Shop, make_shop, parse_id
 from demo.show import Show
 from demo.story import Plan, Story
+from ister.base.clock import Clock
 from ister.client import AsyncClient, AsyncProducer, AsyncSentMessage
-from ister.clock import Clock
 from ister.errors import UnavailableError
 
 _BROKERS: Final = 3

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Final
 
 from demo.interrupts import SIGNALS
 from demo.terminal import open_stage, print_summary
+from ister.base.extras import missing_extra
 from ister.cli.interrupts import SignalHandler
 from ister.cli.output import print_error
 from ister.errors import DiskError, NotFoundError
-from ister.extras import missing_extra
 
 if TYPE_CHECKING:
     from demo.cluster import ClusterPlayer

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 import ister
 from demo.lake import READY_NAME
 from demo.shop import ORDERS, PAYMENTS
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
 from ister.errors import IsterError
 from ister.spark import jobs
 

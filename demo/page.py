@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
-from ister.limits import MIB
+from ister.base.limits import MIB
 
 _SMOOTHED: Final = 3
 """Samples over which a rate is taken."""

@@ -29,11 +29,11 @@ from demo.shop import ORDERS, TOPICS, Shop, make_shop, parse_id
 from demo.show import Show
 from demo.story import Plan, Story
 from demo.traffic import SUBSCRIPTIONS, Traffic
+from ister.base.clock import Clock
+from ister.base.limits import MIB
 from ister.client import Client
 from ister.client.flight import FlightClient
-from ister.clock import Clock
 from ister.errors import UnavailableError
-from ister.limits import MIB
 from ister.wire.contract import RangeTicket
 from ister.wire.views import TopicJson
 

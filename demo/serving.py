@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ister.base.limits import KIB, MIB
 from ister.errors import InvariantError, UnavailableError
-from ister.limits import KIB, MIB
 
 _SETTING: Final = re.compile(r"ISTER_\w+__|ISTER_CONFIG$|ISTER_FAILPOINTS$")
 _END_SECONDS: Final = 20.0

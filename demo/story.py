@@ -19,7 +19,7 @@ from typing import Any
 
 import ister
 from demo.show import Show
-from ister.clock import Clock, SystemClock
+from ister.base.clock import Clock, SystemClock
 from ister.errors import InvalidRequestError
 
 

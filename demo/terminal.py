@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TextIO
 
 from demo.show import Show
+from ister.base.clock import SystemClock
 from ister.cli.output import console, format_bytes, is_terminal
-from ister.clock import SystemClock
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ister import failpoints, threads
+from ister.base import failpoints, threads
 from ister.client.core import network
 from tests.doc_runner.summary import summarize
 from tests.support import skips

@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ister.base.metrics import LEFT_OUT, METRICS
 from ister.cli.main import make_parser
 from ister.cli.parser import Parser, walk_commands
 from ister.config.aliases import ALIASES
 from ister.config.reference import sections, settings
 from ister.errors import IsterError
-from ister.metrics import LEFT_OUT, METRICS
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
 _REFERENCE: Final = _ROOT / "docs" / "reference"

@@ -23,7 +23,8 @@ import threading
 import warnings
 from typing import TYPE_CHECKING
 
-from ister import logs
+from ister.base import logs
+from ister.base.model import AckLevel, Codec, TopicState, Watermarks
 from ister.errors import (
     AlreadyExistsError,
     CapacityError,
@@ -51,7 +52,6 @@ from ister.errors import (
     WaitsForDiskError,
     WaitTimeoutError,
 )
-from ister.model import AckLevel, Codec, TopicState, Watermarks
 
 if TYPE_CHECKING:
     from ister.api import open, open_bucket  # noqa: A004

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ister import failpoints, threads
+from ister.base import failpoints, threads
+from ister.base.extras import missing_extra
 from ister.config import load_config
 from ister.errors import IsterError
-from ister.extras import missing_extra
 from ister.topic.log import Log
 from ister.wal.signals import is_main_thread, make_shielded
 

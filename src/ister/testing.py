@@ -36,11 +36,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
-from ister import threads
+from ister.base import threads
+from ister.base.extras import missing_extra
 from ister.client import AsyncClient, Client
 from ister.config import Config, load_config
 from ister.errors import ConfigError, IsterError, UnavailableError
-from ister.extras import missing_extra
 
 if TYPE_CHECKING:
     from ister.broker.server import Broker, Listening

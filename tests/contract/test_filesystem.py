@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
 from ister.errors import DirectoryLockedError, DiskError, NotFoundError
 from ister.fs.local import LocalFileSystem, map_os_error
 from ister.fs.memory import MemoryFileSystem

@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("pyarrow")
 pytest.importorskip("pyspark")
 
+from ister.base.model import COLUMNS, Codec
 from ister.client.flight import FlightClient
 from ister.config import load_config
 from ister.errors import (
@@ -32,7 +33,6 @@ from ister.format.arrow.schema import HIDDEN
 from ister.format.descriptor import encode_descriptor
 from ister.format.frame import encode_frame, scan_frames
 from ister.format.message import encode_message
-from ister.model import COLUMNS, Codec
 from ister.spark import read_task
 from ister.spark.owners import Owner
 from ister.spark.planner import TopicRange, plan

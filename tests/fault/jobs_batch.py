@@ -19,11 +19,11 @@ from unittest.mock import patch
 
 import pyarrow as pa
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.model import TopicName
 from ister.bucket.names import staging_prefix
 from ister.format.manifest import StagedFile
 from ister.format.staged_rows import STAGED_SCHEMA, digest_rows, encode_block
-from ister.model import TopicName
 from ister.topic import batches
 from ister.topic.batches import AppendedBatch, StagedBatch
 from ister.topic.log import Log

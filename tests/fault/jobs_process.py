@@ -19,7 +19,7 @@ import time
 from pyspark.sql import SparkSession
 from spark_process import Driver
 
-from ister import failpoints as points
+from ister.base import failpoints as points
 from ister.errors import IsterError
 from ister.spark import jobs
 

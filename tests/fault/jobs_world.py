@@ -32,15 +32,15 @@ import yaml
 from deltalake import DeltaTable
 
 import ister
+from ister.base.clock import SystemClock
+from ister.base.model import TopicName
 from ister.bucket.identity import BUCKET_KEY
 from ister.bucket.names import STAGING_PREFIX, manifest_key, object_key, objects_prefix
 from ister.bucket.pipeline import PipelineKeys
 from ister.bucket.trust import TRUST_PREFIX
-from ister.clock import SystemClock
 from ister.config import load_config
 from ister.format.descriptor import FORMAT_FRAMES, ObjectDescriptor
 from ister.format.frame import scan_frames
-from ister.model import TopicName
 from ister.topic.history import BucketLog
 from ister.topic.log import Log
 from ister.topic.stores import open_metadata

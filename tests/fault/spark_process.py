@@ -37,7 +37,7 @@ import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from ister import failpoints
+from ister.base import failpoints
 from ister.spark import IsterDataSource
 from ister.spark.batch import BatchReader
 from ister.spark.options import ReadOptions, WriteOptions

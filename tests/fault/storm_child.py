@@ -20,7 +20,7 @@ import pyarrow as pa
 import ister
 import ister.topic.columns  # before the storm: an interrupted import is Python's own affair
 from ister import kernels
-from ister.model import StreamMessage
+from ister.base.model import StreamMessage
 
 CLOSE_EVERY = 400
 THREADS = ("ister-commit", "ister-timer", "ister-call")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ister import kernels
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
 from tests.servers.broker import BrokerProcess
 
 if any(importlib.util.find_spec(name) is None for name in ("numba", "isal")):

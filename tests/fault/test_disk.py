@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 import ister
+from ister.base.limits import STALL_RETRY_SECONDS
+from ister.base.model import TopicState
 from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import BodyEncoder
 from ister.fs import local
-from ister.limits import STALL_RETRY_SECONDS
-from ister.model import TopicState
 from ister.wal.directory import LOCK_NAME
 from tests.support.disks import (
     fill,

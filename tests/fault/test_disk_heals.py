@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import ister
+from ister.base.limits import MIB
+from ister.base.model import TopicState
 from ister.client import AsyncClient
 from ister.config import load_config
 from ister.errors import CapacityError, UnavailableError
-from ister.limits import MIB
-from ister.model import TopicState
 from ister.topic.disk import RESERVE_NAME
 from ister.topic.log import Log
 from tests.support.broker import a_broker, run

@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 import ister
-from ister import failpoints
-from ister.clock import SystemClock
+from ister.base import failpoints
+from ister.base.clock import SystemClock
+from ister.base.model import TopicName
 from ister.errors import (
     CapacityError,
     ConflictError,
@@ -27,7 +28,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.metadata.etcd import EtcdMetadata
-from ister.model import TopicName
 from ister.topic.log import Log
 from tests.servers.etcd import EtcdCluster
 from tests.support.oracle import History

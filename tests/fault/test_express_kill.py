@@ -14,8 +14,8 @@ import time
 import pytest
 
 import ister
+from ister.base.failpoints import FAILPOINTS
 from ister.bucket.names import EXPRESS_PREFIX
-from ister.failpoints import FAILPOINTS
 from tests.support.oracle import History
 from tests.support.scale import scaled
 from tests.support.tier_checks import check_catalog, memory_directory, read_bucket, tier_settings

@@ -269,7 +269,7 @@ def test_libraries_that_do_not_survive_a_fork_are_refused_and_do_not_hang(tmp_pa
         log.topic("/default/a", create=True).append(b"parent")
         pid = os.fork()
         if pid == 0:
-            from ister.clock import SystemClock
+            from ister.base.clock import SystemClock
             from ister.metadata.sqlite import SqliteMetadata
             from ister.objectstore.opendal_store import open_store
 

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 import ister
-from ister.limits import GIB, KIB, MIB
+from ister.base.limits import GIB, KIB, MIB
 from tests.fault.jobs_child import JobsChild
 from tests.fault.spark_cluster import SparkCluster
 from tests.servers.etcd import EtcdServer

@@ -19,10 +19,10 @@ import pyarrow as pa
 import pytest
 
 import ister
+from ister.base.clock import SystemClock
 from ister.bucket.fence import read_holder
 from ister.bucket.pipeline import PipelineKeys
 from ister.client.flight import FlightClient
-from ister.clock import SystemClock
 from ister.config import load_config
 from ister.topic.stores import open_metadata
 from tests.fault.spark_child import spark_environment

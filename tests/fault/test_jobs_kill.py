@@ -21,8 +21,8 @@ from collections import Counter
 
 import pytest
 
+from ister.base.failpoints import FAILPOINTS
 from ister.bucket.names import format_object_id
-from ister.failpoints import FAILPOINTS
 from ister.spark.jobs import compaction
 from ister.spark.jobs.compaction import compact
 from tests.fault.jobs_child import Drivers, JobsChild

@@ -17,10 +17,10 @@ import pytest
 import yaml
 
 import ister
+from ister.base.failpoints import FAILPOINTS
+from ister.base.model import TopicState
 from ister.config import load_config
-from ister.failpoints import FAILPOINTS
 from ister.format.frame import encode_frame, scan_frames
-from ister.model import TopicState
 from ister.topic.log import Log
 from ister.wal.directory import parse_log_name
 from tests.support.oracle import SURVIVES_KILL, History, payload_of, settings_of, verify
@@ -253,7 +253,7 @@ def test_repeated_kill_in_recovery_loses_nothing(tmp_path, request):
 _DELETE = """
 import sys
 import ister
-from ister import failpoints
+from ister.base import failpoints
 with ister.open({"storage": {"mode": "local_only", "wal": {"dir": sys.argv[1]}}}) as log:
     topic = log.topic("/default/t", create=True)
     for _ in range(30):
@@ -282,7 +282,7 @@ def test_killed_inside_of_a_deletion_the_topic_is_gone(tmp_path, point):
 
 _GIVE_UP = """
 import sys
-from ister import failpoints
+from ister.base import failpoints
 from ister.cli.main import main
 failpoints.arm_from_environment(sys.argv[1])
 sys.exit(main(["repair", "/default/t", "--give-up", "--yes", "--config", sys.argv[2]]))

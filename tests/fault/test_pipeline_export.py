@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ister.base.clock import SystemClock
 from ister.bucket.pipeline import PipelineKeys, request_job
-from ister.clock import SystemClock
 from ister.errors import ConflictError
 from tests.integration.spark_topics import SparkPlace
 from tests.support.exports import read_table, where

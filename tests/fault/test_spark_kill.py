@@ -14,7 +14,7 @@ from collections import Counter
 import pytest
 
 import ister
-from ister.failpoints import FAILPOINTS
+from ister.base.failpoints import FAILPOINTS
 from tests.fault.spark_child import SparkChild
 from tests.fault.spark_copy import B, Copy, payload_of
 from tests.support.processes import kill_all

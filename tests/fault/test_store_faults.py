@@ -14,7 +14,7 @@ from itertools import count
 import pytest
 
 import ister
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
 from ister.errors import (
     CapacityError,
     CorruptDataError,

@@ -14,7 +14,7 @@ import time
 import pytest
 
 import ister
-from ister.failpoints import FAILPOINTS
+from ister.base.failpoints import FAILPOINTS
 from tests.fault.test_kill import tear_tail
 from tests.support.oracle import History
 from tests.support.scale import nightly, scaled

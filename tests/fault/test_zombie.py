@@ -18,10 +18,10 @@ import time
 import pytest
 
 import ister
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.model import TopicName
 from ister.bucket.ownership import OwnedTopic
 from ister.errors import ConflictError, FencedError, NotFoundError, UnavailableError
-from ister.model import TopicName
 from ister.topic.log import Log
 from tests.servers.etcd import EtcdServer
 from tests.support.oracle import History

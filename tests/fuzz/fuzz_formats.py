@@ -21,6 +21,7 @@ except ImportError:
     sys.exit("atheris is not installed: pip install 'ister[fuzz]' (it has wheels for Linux only)")
 
 with atheris.instrument_imports(include=["ister.format"]):
+    from ister.base.model import Codec
     from ister.errors import UnsupportedVersionError
     from ister.format.bincode import BincodeError
     from ister.format.checkpoint import (
@@ -35,7 +36,6 @@ with atheris.instrument_imports(include=["ister.format"]):
     from ister.format.frame import FRAME_HEADER_SIZE, find_frame
     from ister.format.message import encode_message
     from ister.format.sparse_index import INDEX_ENTRY_SIZE, decode_index, encode_index
-    from ister.model import Codec
     from tests.support.builders import a_message, frames, golden, with_valid_crc
     from tests.support.invariants import check_body, check_frames
 

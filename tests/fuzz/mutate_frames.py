@@ -25,10 +25,10 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ister.base.limits import FRAME_BODY_BYTES_MAX
+from ister.base.model import Codec, StreamMessage
 from ister.format.frame import Corrupt, encode_frame
 from ister.format.message import decode_message, encode_message
-from ister.limits import FRAME_BODY_BYTES_MAX
-from ister.model import Codec, StreamMessage
 from tests.support.builders import VARINT_BOUNDARIES, a_message, frames
 from tests.support.invariants import check_body, check_frames
 

@@ -18,12 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from ister.base.model import StreamMessage, TopicName
 from ister.config import load_config
 from ister.errors import IsterError
 from ister.format.descriptor import ObjectDescriptor
 from ister.format.frame import scan_frames
 from ister.metadata.memory import MemoryMetadata
-from ister.model import StreamMessage, TopicName
 from tests.support.danube_storage import StartPosition, TopicStream, WalStorage, WalStorageFactory
 from tests.support.machine import PATIENCE_SECONDS, numbered
 from tests.support.memory_fs import MemoryFileSystem

@@ -30,11 +30,11 @@ from pyspark.sql.types import (
 )
 
 import ister
+from ister.base.model import Codec, MessageId, StreamMessage, TopicName
 from ister.bucket.names import STAGING_PREFIX, object_key
 from ister.bucket.retention import expire
 from ister.config import load_config
 from ister.format.descriptor import ObjectDescriptor
-from ister.model import Codec, MessageId, StreamMessage, TopicName
 from ister.spark import IsterDataSource
 from ister.spark.batch import BatchReader
 from ister.spark.compat import arrow_schema_of

@@ -6,14 +6,14 @@ was asked for, whatever the limit) and the bytes it sends.
 
 import pytest
 
+from ister.base.clock import SystemClock
+from ister.base.metrics import Metrics
 from ister.bucket.catalog import Catalog
 from ister.bucket.names import TopicKeys
-from ister.clock import SystemClock
 from ister.format.descriptor import encode_descriptor
 from ister.format.records import encode_current
 from ister.metadata.base import Put
 from ister.metadata.etcd import EtcdMetadata
-from ister.metrics import Metrics
 from tests.servers.etcd import EtcdServer
 from tests.support.stores import NAME, PREFIX, a_descriptor
 

@@ -18,6 +18,7 @@ pytest.importorskip("grpc")
 
 import grpc
 
+from ister.base.partitions import partition_of
 from ister.broker.security.minting import make_api_key
 from ister.client import AsyncClient, Client, TlsOptions
 from ister.client.core import network
@@ -37,7 +38,6 @@ from ister.errors import (
     UnavailableError,
     WaitTimeoutError,
 )
-from ister.partitions import partition_of
 from ister.subscription.policy import FailurePolicy, PoisonPolicy
 from ister.wire import danube_admin, stub
 from ister.wire.contract import RangeTicket

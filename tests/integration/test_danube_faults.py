@@ -14,8 +14,9 @@ from dataclasses import replace
 
 import pytest
 
-from ister import failpoints
-from ister.clock import ManualClock
+from ister.base import failpoints
+from ister.base.clock import ManualClock
+from ister.base.model import MessageId, TopicState
 from ister.config import load_config
 from ister.errors import (
     ClosedError,
@@ -29,7 +30,6 @@ from ister.errors import (
 from ister.format.checkpoint import UploaderCheckpoint
 from ister.format.frame import scan_frames
 from ister.fs.local import LocalFileSystem
-from ister.model import MessageId, TopicState
 from ister.wal.directory import WalDirectory
 from tests.integration.places import (
     TOPIC,

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("danube")
 
+from ister.base.model import Codec
 from ister.cli.main import main
 from ister.config import load_config
 from ister.format.message import decode_message
-from ister.model import Codec
 from ister.topic.log import Log
 from tests.servers.broker import BrokerProcess, broker_settings
 from tests.support.danube import SHARED, connect, offsets, run

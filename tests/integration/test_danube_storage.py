@@ -10,9 +10,9 @@ from itertools import product
 
 import pytest
 
+from ister.base.model import TopicState
 from ister.config import load_config
 from ister.errors import ConfigError, DiskError, NotFoundError
-from ister.model import TopicState
 from ister.wal.directory import WalDirectory
 from tests.integration.places import (
     PUBLISHED_MS,

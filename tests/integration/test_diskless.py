@@ -20,9 +20,9 @@ import yaml
 
 pytest.importorskip("danube")
 
+from ister.base.limits import KIB, MIB
 from ister.client import AsyncClient
 from ister.errors import InvalidRequestError
-from ister.limits import KIB, MIB
 from tests.servers.broker import BrokerProcess
 from tests.servers.etcd import EtcdServer
 from tests.servers.fault_proxy import Action, FaultProxy

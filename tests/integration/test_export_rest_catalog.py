@@ -8,7 +8,7 @@ import threading
 import pytest
 from pyiceberg.catalog import load_catalog
 
-from ister import failpoints
+from ister.base import failpoints
 from ister.spark.jobs import export
 from tests.integration.spark_topics import SparkPlace
 from tests.servers.fault_proxy import Action, FaultProxy

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from pyarrow import flight
 
 import ister
+from ister.base.model import AckLevel, Codec, TopicName
 from ister.broker.security.rights import Permission
 from ister.bucket.merge import merge_objects
 from ister.bucket.names import staging_prefix
@@ -40,7 +41,6 @@ from ister.errors import (
 from ister.format.arrow.schema import HIDDEN, arrow_schema
 from ister.format.manifest import StagedFile
 from ister.format.staged_rows import STAGED_SCHEMA, encode_block
-from ister.model import AckLevel, Codec, TopicName
 from ister.topic.batches import StagedBatch
 from ister.topic.log import Log
 from ister.wire.contract import Action, AppendStaged, RangeTicket, TopicStatus

@@ -11,12 +11,14 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 from pyarrow import flight
 
+from ister.base.clock import SystemClock
+from ister.base.metrics import Metrics
+from ister.base.model import Codec, TopicName
 from ister.broker.security.rights import Permission
 from ister.bucket.names import object_key
 from ister.bucket.object_maker import ObjectMaker
 from ister.client.flight import FlightClient
 from ister.client.frames import BrokerFrames
-from ister.clock import SystemClock
 from ister.config import load_config
 from ister.errors import (
     ConflictError,
@@ -28,8 +30,6 @@ from ister.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from ister.metrics import Metrics
-from ister.model import Codec, TopicName
 from ister.topic.log import Log
 from ister.topic.stores import upload_settings
 from ister.wire.contract import FRAMES_COLUMN, Action, FramesTicket, PlanUpload, UploadPlanned

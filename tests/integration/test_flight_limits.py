@@ -18,9 +18,9 @@ from pyarrow import flight
 
 from benchmarks.broker_abuse import gzip_bomb, resident_mib, send_call
 from ister import wire
+from ister.base.limits import MIB
 from ister.client.flight import FlightClient
 from ister.errors import InvalidRequestError, MessageTooLargeError
-from ister.limits import MIB
 from ister.wire import danube
 from ister.wire.contract import Action, PutBatch, PutOpen
 from ister.wire.errors import decode_error

@@ -8,11 +8,11 @@ import pytest
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 import ister
+from ister.base.clock import SystemClock
+from ister.base.model import TopicName
 from ister.bucket.names import EXPRESS_PREFIX, object_key
 from ister.bucket.ownership import OwnedTopic
-from ister.clock import SystemClock
 from ister.errors import CorruptDataError
-from ister.model import TopicName
 from ister.spark.compat import HAS_LIMITS
 from ister.spark.jobs import compact
 from tests.integration.places import flip_byte

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 import ister
+from ister.base.model import TopicName
 from ister.bucket.names import objects_prefix
-from ister.model import TopicName
 from ister.spark.jobs import compact, gc, run
 from tests.integration.spark_topics import SparkPlace, fill, rows_in, without_spark
 from tests.support.waiting import eventually

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from ister.base.clock import SystemClock
 from ister.bucket.fence import read_holder
 from ister.bucket.pipeline import PipelineKeys, request_job
-from ister.clock import SystemClock
 from ister.config import load_config
 from ister.spark.jobs.memory import sample_memory
 from ister.spark.jobs.pipeline_term import SlowJob

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import ister
+from ister.base.model import Codec
 from ister.bucket.pipeline import PipelineKeys
 from ister.errors import ConflictError, CorruptDataError, InvalidRequestError, NotFoundError
 from ister.format.checkpoint import decode_uploader_checkpoint
-from ister.model import Codec
 from ister.spark.jobs import tier, tier_topics
 from ister.spark.jobs.job import open_job
 from ister.spark.jobs.tiering import tier_cycle

@@ -26,7 +26,10 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import BinaryType, LongType, StructField, StructType
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.limits import KIB, MIB
+from ister.base.model import Codec
+from ister.base.partitions import partition_of
 from ister.errors import (
     CorruptDataError,
     DataGapError,
@@ -35,9 +38,6 @@ from ister.errors import (
     NotFoundError,
     UnavailableError,
 )
-from ister.limits import KIB, MIB
-from ister.model import Codec
-from ister.partitions import partition_of
 from ister.spark import register
 from ister.spark.compat import HAS_LIMITS, HAS_PUSHDOWN, SPARK_VERSION
 from tests.integration.places import flip_byte

@@ -18,7 +18,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 import ister
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
 from ister.spark.compat import HAS_LIMITS, SPARK_VERSION
 from ister.wire.contract import Action
 from tests.servers.flight import READ, FlightProcess, FlightTopics

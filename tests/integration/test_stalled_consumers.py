@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 from ister import wire
+from ister.base.limits import MIB
 from ister.client import AsyncClient
-from ister.limits import MIB
 from ister.wire import danube, ister_api
 from tests.servers.broker import BrokerProcess
 from tests.support.danube import run

@@ -19,8 +19,8 @@ pytest.importorskip("danube")
 import grpc
 
 import ister
+from ister.base.clock import SystemClock
 from ister.client import AsyncClient
-from ister.clock import SystemClock
 from ister.errors import ConflictError
 from ister.metadata.sqlite import SqliteMetadata
 from ister.wire import danube, danube_admin, ister_api

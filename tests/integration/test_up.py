@@ -10,12 +10,12 @@ from contextlib import contextmanager, suppress
 import pyarrow as pa
 import pytest
 
+from ister.base.clock import SystemClock
+from ister.base.limits import GIB, MIB
 from ister.bucket.fence import read_holder
 from ister.bucket.pipeline import PipelineKeys
 from ister.client.flight import FlightClient
-from ister.clock import SystemClock
 from ister.config import load_config
-from ister.limits import GIB, MIB
 from ister.topic.stores import open_metadata
 from tests.support.waiting import eventually
 

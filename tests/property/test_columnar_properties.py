@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 pa = pytest.importorskip("pyarrow")
 
 from ister import kernels  # noqa: E402
+from ister.base.model import COLUMNS, Codec, MessageId, StreamMessage  # noqa: E402
 from ister.errors import CorruptDataError, InvalidRequestError  # noqa: E402
 from ister.format.archive import ArchiveReader  # noqa: E402
 from ister.format.archive_writer import ArchiveWriter  # noqa: E402
@@ -22,7 +23,6 @@ from ister.format.arrow.encode import encode_frames, restore_frames  # noqa: E40
 from ister.format.arrow.schema import EVERY_FIELD, HIDDEN  # noqa: E402
 from ister.format.frame import FRAME_HEADER_SIZE, pack_header, scan_frames  # noqa: E402
 from ister.format.message import decode_message, encode_message  # noqa: E402
-from ister.model import COLUMNS, Codec, MessageId, StreamMessage  # noqa: E402
 from tests.support.builders import VARINT_BOUNDARIES, a_message, frames  # noqa: E402
 from tests.support.scale import scaled  # noqa: E402
 

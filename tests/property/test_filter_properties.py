@@ -6,10 +6,10 @@ from contextlib import suppress
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ister.base.message_filter import NOT_JSON, Condition, JsonPath, Pattern, parse_payload
 from ister.cli.messages_out import Received
 from ister.cli.templates import parse_template
 from ister.errors import InvalidRequestError
-from ister.message_filter import NOT_JSON, Condition, JsonPath, Pattern, parse_payload
 from tests.support.scale import scaled
 
 EXAMPLES = settings(max_examples=scaled(75, 150), deadline=None, print_blob=True)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ister.base.model import Codec, MessageId, StreamMessage
 from ister.errors import UnsupportedVersionError
 from ister.format.checkpoint import (
     RotatedFile,
@@ -26,7 +27,6 @@ from ister.format.message import (
     recognise,
 )
 from ister.format.sparse_index import IndexEntry, decode_index, encode_index
-from ister.model import Codec, MessageId, StreamMessage
 from tests.support.builders import a_message, bincode_body, frames, with_valid_crc
 from tests.support.invariants import check_body, check_frames
 from tests.support.message_strategies import (

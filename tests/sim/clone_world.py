@@ -27,9 +27,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import ister.bucket.membership
+from ister.base.clock import ManualClock
+from ister.base.model import TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.names import TopicKeys
-from ister.clock import ManualClock
 from ister.config import load_config
 from ister.errors import (
     CommitUnknownError,
@@ -42,7 +43,6 @@ from ister.errors import (
     WaitsForDiskError,
 )
 from ister.metadata.memory import MemoryMetadata
-from ister.model import TopicName
 from ister.topic.log import Log
 from ister.topic.topic import Topic
 from ister.wal.directory import WalDirectory

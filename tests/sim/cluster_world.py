@@ -39,9 +39,10 @@ from typing import Final
 
 import ister.broker.cluster.assignments
 import ister.bucket.membership
+from ister.base.clock import ManualClock
+from ister.base.model import TopicName
 from ister.broker.cluster.cluster import Cluster
 from ister.bucket.members import Load, Member, MemberState
-from ister.clock import ManualClock
 from ister.config import ClusterConfig, Config, RebalanceConfig, Strategy, load_config
 from ister.errors import (
     ClosedError,
@@ -54,7 +55,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.metadata.memory import MemoryMetadata
-from ister.model import TopicName
 from ister.topic.log import Log
 from ister.topic.topic import Topic
 from tests.sim.restores import REFUSALS, Restores

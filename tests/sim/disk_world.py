@@ -21,10 +21,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from ister.clock import ManualClock
+from ister.base.clock import ManualClock
+from ister.base.limits import KIB
 from ister.config import load_config
 from ister.errors import CapacityError, IsterError, UnavailableError
-from ister.limits import KIB
 from ister.metadata.memory import MemoryMetadata
 from ister.topic.log import Log
 from ister.topic.topic import Topic

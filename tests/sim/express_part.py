@@ -33,11 +33,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import ister.bucket.express
+from ister.base.clock_guard import STEP_SECONDS
+from ister.base.metrics import Metrics
+from ister.base.model import Codec, TopicName
 from ister.bucket.express import find_runs
 from ister.bucket.express_collection import collect_express
 from ister.bucket.names import EXPRESS_PREFIX, TopicKeys, manifest_key, object_key
 from ister.bucket.rebuild import find_topics, rebuild_topic
-from ister.clock_guard import STEP_SECONDS
 from ister.errors import (
     ClosedError,
     ConflictError,
@@ -51,8 +53,6 @@ from ister.format.frame import scan_frames
 from ister.format.records import decode_retired, decode_topic
 from ister.metadata.base import Operation, Put
 from ister.metadata.memory import MemoryMetadata
-from ister.metrics import Metrics
-from ister.model import Codec, TopicName
 from ister.objectstore.slices import with_slices
 from ister.topic.express import Express, ExpressBatch
 from ister.topic.message import MessageBatch

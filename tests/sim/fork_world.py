@@ -28,7 +28,7 @@ import threading
 from contextlib import ExitStack, suppress
 
 import ister
-from ister import forks
+from ister.base import forks
 from ister.errors import ClosedError, DirectoryLockedError
 from ister.fs.local import LocalFileSystem, _LocalLock
 from ister.metadata.sqlite import SqliteMetadata

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from ister.base.metrics import Metrics
 from ister.bucket.catalog import Catalog
 from ister.bucket.check import walk_frames
 from ister.bucket.claim import act_outside
@@ -30,7 +31,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.descriptor import ObjectDescriptor
-from ister.metrics import Metrics
 from ister.objectstore.slices import with_slices
 from ister.topic.local_tail import LocalTail
 from ister.topic.stores import upload_settings

@@ -39,8 +39,9 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+from ister.base.clock import Clock
+from ister.base.model import AckLevel, TopicName, TopicState
 from ister.bucket.names import TopicKeys
-from ister.clock import Clock
 from ister.errors import (
     ClosedError,
     ConflictError,
@@ -54,7 +55,6 @@ from ister.errors import (
 )
 from ister.format.records import TopicRecord, decode_topic
 from ister.metadata.memory import MemoryMetadata
-from ister.model import AckLevel, TopicName, TopicState
 from ister.topic.log import Log
 from ister.topic.metadata_trust import UNKNOWN, MetadataTrust
 from ister.topic.topic import Topic

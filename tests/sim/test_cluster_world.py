@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ister.base.model import TopicName
 from ister.broker.cluster import leader
 from ister.broker.cluster.assignments import Assignments
 from ister.broker.cluster.cluster import Cluster
@@ -14,7 +15,6 @@ from ister.broker.cluster.placement import Move, Placement
 from ister.bucket.ownership import OwnedTopic
 from ister.format.records import OwnerRecord, TopicRecord, encode_owner
 from ister.metadata.base import Absent, Put
-from ister.model import TopicName
 from ister.topic.bucket_link import TopicBucket, UploadResult
 from ister.topic.log import Log
 from tests.sim.cluster_world import run_seed

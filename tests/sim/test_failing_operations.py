@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from ister.base.model import TopicState
 from ister.errors import IsterError
-from ister.model import TopicState
 from ister.topic.log import Log
 from tests.sim.world import TOPICS, BrokenPromiseError, InlineSchedule, World, read_all
 from tests.support.memory_fs import FaultPlan

@@ -20,11 +20,11 @@ import ister.wal.reader
 import ister.wal.recovery
 import ister.wal.scan
 import ister.wal.writer
+from ister.base.model import TopicState
 from ister.errors import IsterError
 from ister.format.frame import NeedMore, scan_frames
 from ister.format.gaps import Gaps, encode_gaps
 from ister.fs.whole_files import write_file
-from ister.model import TopicState
 from ister.wal.checkpointer import Checkpointer
 from ister.wal.directory import WalDirectory
 from ister.wal.log import Wal

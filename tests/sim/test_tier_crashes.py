@@ -13,13 +13,13 @@ from contextlib import suppress
 
 import pytest
 
+from ister.base.clock import ManualClock
+from ister.base.model import TopicName
 from ister.bucket.names import object_key
-from ister.clock import ManualClock
 from ister.config import load_config
 from ister.errors import ConflictError, FencedError, NotFoundError, UnavailableError
 from ister.format.descriptor import ObjectDescriptor
 from ister.metadata.memory import MemoryMetadata
-from ister.model import TopicName
 from ister.topic.log import Log
 from ister.topic.topic import Topic
 from tests.sim.tier_world import POINTS, read_all, run_seed

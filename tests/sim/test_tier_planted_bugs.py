@@ -21,6 +21,8 @@ import ister.bucket.upload
 import ister.topic.bucket_link
 import ister.topic.opening
 import ister.topic.reconcile
+from ister.base.clock_guard import ClockGuard
+from ister.base.model import AckLevel
 from ister.bucket.catalog import Catalog
 from ister.bucket.claim import _Claimant
 from ister.bucket.membership import Membership
@@ -28,14 +30,12 @@ from ister.bucket.names import format_object_id, object_key, objects_prefix
 from ister.bucket.object_maker import ObjectSummary
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.upload import Uploader
-from ister.clock_guard import ClockGuard
 from ister.config import WalRetentionConfig
 from ister.errors import CommitUnknownError, ConflictError, UnavailableError
 from ister.format.descriptor import ObjectDescriptor
 from ister.format.records import TopicRecord
 from ister.metadata.base import Absent
 from ister.metadata.memory import MemoryMetadata
-from ister.model import AckLevel
 from ister.topic.bucket_link import TopicBucket
 from ister.topic.idle_mark import IdleMark
 from ister.topic.log import Log
@@ -162,7 +162,7 @@ def upload_of_what_is_not_synced(patch: pytest.MonkeyPatch) -> None:
         finally:
             self._wal.synced = synced
 
-    patch.setattr(ister.topic.bucket_link, "AckLevel", ister.model.AckLevel, raising=False)
+    patch.setattr(ister.topic.bucket_link, "AckLevel", ister.base.model.AckLevel, raising=False)
     patch.setattr(TopicBucket, "_upload", upload_written)
     patch.setattr(Topic, "upload", upload)
 

@@ -58,7 +58,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock import ManualClock
+from ister.base.clock_guard import STEP_SECONDS
+from ister.base.model import AckLevel, Codec, TopicName, TopicState
 from ister.bucket.names import (
     TOPICS_PREFIX,
     TopicKeys,
@@ -66,8 +69,6 @@ from ister.bucket.names import (
     objects_prefix,
     parse_object_id,
 )
-from ister.clock import ManualClock
-from ister.clock_guard import STEP_SECONDS
 from ister.config import Config, load_config
 from ister.errors import (
     CommitUnknownError,
@@ -101,7 +102,6 @@ from ister.format.records import (
 )
 from ister.metadata.base import Put
 from ister.metadata.memory import MemoryMetadata
-from ister.model import AckLevel, Codec, TopicName, TopicState
 from ister.topic.log import Log
 from ister.topic.message import MessageBatch
 from ister.topic.read_only import ReadOnlyTopic

@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ister.clock import ManualClock
+from ister.base.clock import ManualClock
+from ister.base.model import AckLevel, TopicState
 from ister.config import load_config
 from ister.errors import ClosedError, IsterError
-from ister.model import AckLevel, TopicState
 from ister.topic.log import Log
 from ister.topic.topic import Topic
 from ister.wal import signals

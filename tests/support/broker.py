@@ -20,16 +20,16 @@ from typing import Any, TypeVar
 import grpc
 
 from ister import wire
+from ister.base.clock import SystemClock
+from ister.base.model import MessageId, StreamMessage
 from ister.broker.cluster.cluster import Cluster
 from ister.broker.dispatch.outbox import Outbox
 from ister.broker.server import Broker, Listening
 from ister.broker.topics.topics import Topics
 from ister.bucket.members import Member
-from ister.clock import SystemClock
 from ister.config import Config, load_config
 from ister.metadata.base import MetadataStore
 from ister.metadata.memory import MemoryMetadata
-from ister.model import MessageId, StreamMessage
 from ister.topic.log import Log
 from tests.servers.broker import broker_settings
 from tests.support.waiting import PATIENCE_SECONDS, TEST_TASK, run

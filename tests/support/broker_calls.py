@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 
 from ister import wire
+from ister.base.model import TopicName
 from ister.errors import UnavailableError
-from ister.model import TopicName
 from ister.wire import danube, ister_api
 from tests.support.broker import Services, eventually
 

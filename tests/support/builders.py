@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from ister.base.model import Codec, MessageId, StreamMessage
 from ister.format.frame import encode_frame
-from ister.model import Codec, MessageId, StreamMessage
 
 _GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 
-from ister import failpoints
+from ister.base import failpoints
 from tests.support.waiting import run_test
 
 

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ister.base.model import TopicName
 from ister.broker.cluster.cluster import Cluster
 from ister.bucket.members import Load, Member, MemberState, encode_member, member_key
 from ister.config import ClusterConfig, RebalanceConfig, Strategy
 from ister.errors import CommitUnknownError
 from ister.metadata.base import Put
-from ister.model import TopicName
 from ister.topic.log import Log
 from tests.support.stores import Site
 

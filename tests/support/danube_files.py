@@ -8,7 +8,7 @@ import struct
 import zlib
 from pathlib import Path
 
-from ister.model import MessageId, StreamMessage
+from ister.base.model import MessageId, StreamMessage
 
 TOPIC = "/default/orders"
 BODY_OF_LAYOUT = {"0.5": "0.5", "0.6.2": "0.6", "0.9": "0.12"}

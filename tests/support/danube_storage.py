@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
+from ister.base.model import StreamMessage
 from ister.errors import InvalidRequestError
 from ister.format.records import Progress, decode_progress, encode_progress
 from ister.metadata.base import Absent, Put, RevisionIs
-from ister.model import StreamMessage
 from ister.topic.log import Log
 
 

@@ -16,14 +16,14 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 
+from ister.base.clock import SystemClock
+from ister.base.metrics import Metrics
+from ister.base.model import TopicName
 from ister.broker.dispatch.dead_letters import LetterSigner
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.policies import Rate
-from ister.clock import SystemClock
 from ister.metadata.memory import MemoryMetadata
-from ister.metrics import Metrics
-from ister.model import TopicName
 from ister.subscription.policy import Backoff, FailurePolicy, SubscriptionKind
 from ister.subscription.progress import ProgressPlan
 from ister.subscription.store import SubscriptionStore

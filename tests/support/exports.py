@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from deltalake import DeltaTable, write_deltalake
 from pyiceberg.catalog import load_catalog
 
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
 from ister.config import TableFormat, load_config
 from ister.spark.location import _close_all
 from ister.spark.tables.base import Addition, DataFile, Layout, Table, TopicAddition

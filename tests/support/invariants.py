@@ -3,6 +3,7 @@
 import struct
 import zlib
 
+from ister.base.model import Codec
 from ister.errors import CorruptDataError
 from ister.format.frame import Corrupt, Frame, Scan, decode_frame, scan_frames
 from ister.format.message import (
@@ -11,7 +12,6 @@ from ister.format.message import (
     encode_message,
     recognise,
 )
-from ister.model import Codec
 
 _HEADER = struct.Struct("<QII")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Self
 
-from ister.clock import Clock, ManualClock, SystemClock
+from ister.base.clock import Clock, ManualClock, SystemClock
 from ister.config import load_config
 from ister.errors import IsterError
 from ister.format.frame import scan_frames

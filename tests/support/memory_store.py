@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ister.clock import Clock, SystemClock
+from ister.base.clock import Clock, SystemClock
 from ister.errors import (
     AlreadyExistsError,
     ClosedError,

@@ -3,7 +3,7 @@
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from ister.model import Codec, MessageId, StreamMessage
+from ister.base.model import Codec, MessageId, StreamMessage
 from tests.support.builders import VARINT_BOUNDARIES
 from tests.support.scale import scaled
 

@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from ister.base.clock import SystemClock
+from ister.base.metrics import Metrics
+from ister.base.model import TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.names import TopicKeys, format_object_id, object_key
-from ister.clock import SystemClock
 from ister.config import load_config
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor, encode_descriptor
 from ister.metadata.base import MetadataStore
-from ister.metrics import Metrics
-from ister.model import TopicName
 from ister.topic.history import BucketLog
 from ister.topic.stores import open_metadata
 

@@ -12,11 +12,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
+from ister.base.clock import ManualClock
 from ister.broker.security.guard import Guard
 from ister.broker.security.minting import make_api_key, make_token
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import Binding, Scope
-from ister.clock import ManualClock
 from ister.config import load_config
 from ister.metadata.memory import MemoryMetadata
 

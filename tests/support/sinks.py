@@ -9,7 +9,7 @@ from functools import partial
 import pyarrow as pa
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
-from ister import failpoints
+from ister.base import failpoints
 from ister.spark import location, sink
 from ister.spark.options import WriteOptions
 from ister.spark.sink import StreamWriter

@@ -7,6 +7,10 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Self
 
+from ister.base.clock import Clock, ManualClock
+from ister.base.metrics import Metrics
+from ister.base.model import AckLevel, Codec, TopicName
+from ister.base.positions import EPOCH
 from ister.bucket.catalog import Catalog
 from ister.bucket.claim import NewTopic, act_outside, claim
 from ister.bucket.fence import Fence
@@ -17,7 +21,6 @@ from ister.bucket.object_maker import ObjectMaker, UploadSettings
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.pipeline import PipelineKeys
 from ister.bucket.upload import Uploader
-from ister.clock import Clock, ManualClock
 from ister.config import UploaderConfig, load_config
 from ister.errors import CorruptDataError, IsterError
 from ister.format.crc import crc32
@@ -27,9 +30,6 @@ from ister.format.message import encode_message
 from ister.format.records import Progress, encode_progress
 from ister.metadata.base import Put
 from ister.metadata.memory import MemoryMetadata
-from ister.metrics import Metrics
-from ister.model import AckLevel, Codec, TopicName
-from ister.positions import EPOCH
 from ister.topic.local_tail import LocalTail
 from ister.topic.log import Log
 from ister.topic.stores import upload_settings

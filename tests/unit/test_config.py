@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 import ister
+from ister.base.model import AckLevel, Codec, Layout
 from ister.config import (
     AuthMode,
     BufferFull,
@@ -29,7 +30,6 @@ from ister.config import (
 )
 from ister.config.reference import settings
 from ister.errors import ConfigError, InvalidRequestError
-from ister.model import AckLevel, Codec, Layout
 from tests.support.cases import each
 
 _DIR = "/home/wal"

@@ -7,14 +7,14 @@ import re
 import pytest
 import yaml
 
+from ister.base.clock import SystemClock
+from ister.base.limits import GIB, MIB
 from ister.cli.config_check import find_deeper_problems
 from ister.cli.main import main
-from ister.clock import SystemClock
 from ister.config import Origin, examine_config, load_config
 from ister.config.aliases import ALIASES
 from ister.config.reference import settings, value_of
 from ister.errors import ConfigError
-from ister.limits import GIB, MIB
 from ister.topic.stores import open_objects
 from tests.support.cases import each
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from ister.metrics import METRICS
+from ister.base.metrics import METRICS
 from tests.support.cases import each
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "danube-words.md"

@@ -24,10 +24,10 @@ import promql_parser
 import pytest
 import yaml
 
+from ister.base.metrics import METRICS
 from ister.broker.observe.prometheus import PrometheusMetrics
 from ister.cli.main import make_parser
 from ister.config import load_config
-from ister.metrics import METRICS
 from ister.subscription.policy import SubscriptionKind
 from tests.servers.broker import BrokerProcess
 from tests.servers.etcd import EtcdServer

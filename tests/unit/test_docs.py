@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import ister
+from ister.base.metrics import METRICS
 from ister.config.aliases import ALIASES as SETTING_ALIASES
 from ister.config.reference import settings
-from ister.metrics import METRICS
 from ister.spark.options import ALIASES, READ_OPTIONS, WRITE_OPTIONS
 
 ROOT = Path(__file__).parents[2]

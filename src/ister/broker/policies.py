@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Final
 
+from ister.base.limits import MESSAGE_SIZE_BYTES_MAX
 from ister.config import BrokerPoliciesConfig
 from ister.errors import InvalidRequestError
-from ister.limits import MESSAGE_SIZE_BYTES_MAX
 
 NAMES: Final = tuple(item.name for item in fields(BrokerPoliciesConfig))
 _NUMBER_MAX: Final = (1 << 31) - 1

@@ -24,7 +24,10 @@ from typing import Final
 import grpc
 from aiohttp import web
 
-from ister import __version__, failpoints, kernels
+from ister import __version__, kernels
+from ister.base import failpoints
+from ister.base.clock import Clock, SystemClock
+from ister.base.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
 from ister.broker.cluster.cluster import Cluster
 from ister.broker.cluster.peers import FORWARDED, Peers
 from ister.broker.flight.broker_source import BrokerSource, FlightAccess, FlightLimits
@@ -70,13 +73,11 @@ from ister.broker.topics.assignee import Assignee
 from ister.broker.topics.dead_letter_queue import DeadLetterQueue
 from ister.broker.topics.topics import Topics
 from ister.bucket.members import Load, Member, MemberState
-from ister.clock import Clock, SystemClock
 from ister.config import (
     BufferFull,
     Config,
 )
 from ister.errors import IsterError, UnavailableError
-from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
 from ister.metadata.base import MetadataStore
 from ister.topic.known_topics import RATES_NAME
 from ister.topic.log import Log

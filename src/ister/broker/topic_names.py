@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ister.partitions import parse_partition
+from ister.base.partitions import parse_partition
 
 
 class TopicNameIndex:

@@ -23,8 +23,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.model import TopicName
+from ister.base.partitions import PARTITION_INFIX, parse_partition
 from ister.bucket.names import TopicKeys
-from ister.clock import Clock
 from ister.errors import CorruptDataError
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor
 from ister.format.records import (
@@ -39,9 +42,6 @@ from ister.format.records import (
     decode_topic,
 )
 from ister.metadata.base import KeyValue, MetadataStore
-from ister.metrics import Metrics
-from ister.model import TopicName
-from ister.partitions import PARTITION_INFIX, parse_partition
 
 _log = logging.getLogger("ister.bucket.catalog")
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ister.base.extras import missing_extra
+from ister.base.limits import FRAME_BODY_BYTES_MAX
+from ister.base.model import Codec
 from ister.errors import CorruptDataError
-from ister.extras import missing_extra
 from ister.format.crc import crc32
 from ister.format.descriptor import FORMAT_PARQUET, ObjectDescriptor, format_checksum
 from ister.format.frame import (
@@ -24,8 +26,6 @@ from ister.format.frame import (
     scan_frames,
 )
 from ister.format.message import recognise
-from ister.limits import FRAME_BODY_BYTES_MAX
-from ister.model import Codec
 from ister.objectstore.base import ObjectStore
 
 if TYPE_CHECKING:

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Generic, NamedTuple, TypeVar
 
-from ister.clock import Clock
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.model import Codec
 from ister.format.crc import Buffer
 from ister.format.descriptor import FORMAT_FRAMES, FORMAT_PARQUET, ObjectDescriptor
-from ister.metrics import Metrics
-from ister.model import Codec
 from ister.objectstore.base import ObjectStore
 from ister.objectstore.measured import MeasuredReads
 

@@ -31,13 +31,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock import Clock
+from ister.base.limits import OWNER_LINEAGE_MAX
+from ister.base.metrics import Metrics
+from ister.base.model import AckLevel, Codec, TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.fence import Fence
 from ister.bucket.membership import Membership
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.terms import Term, refuse_older
-from ister.clock import Clock
 from ister.errors import (
     CommitUnknownError,
     ConflictError,
@@ -55,7 +58,6 @@ from ister.format.records import (
     encode_owner,
     encode_topic,
 )
-from ister.limits import OWNER_LINEAGE_MAX
 from ister.metadata.base import (
     Absent,
     Compare,
@@ -64,8 +66,6 @@ from ister.metadata.base import (
     Put,
     RevisionIs,
 )
-from ister.metrics import Metrics
-from ister.model import AckLevel, Codec, TopicName
 
 _ATTEMPTS: Final = 5
 

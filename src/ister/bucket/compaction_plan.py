@@ -32,6 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ister.base.limits import MIB
 from ister.errors import check
 from ister.format.descriptor import (
     FORMAT_EXPRESS,
@@ -39,7 +40,6 @@ from ister.format.descriptor import (
     FORMAT_PARQUET,
     ObjectDescriptor,
 )
-from ister.limits import MIB
 
 OBJECTS_MAX: Final = 100
 """Objects of a group: their descriptors are replaced in one transaction."""

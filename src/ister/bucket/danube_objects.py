@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NamedTuple
 
+from ister.base.limits import FRAME_BODY_BYTES_MAX, MIB
+from ister.base.model import Layout, TopicName
 from ister.bucket.names import (
     DanubeName,
     ObjectName,
@@ -48,8 +50,6 @@ from ister.format.frame import (
 from ister.format.frame_search import find_frame_behind
 from ister.format.message import recognise
 from ister.format.offset_ranges import merge_ranges, missing_from, overlaps
-from ister.limits import FRAME_BODY_BYTES_MAX, MIB
-from ister.model import Layout, TopicName
 from ister.objectstore.base import ObjectInfo, ObjectStore
 
 _CHUNK_BYTES: Final = 4 * MIB

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
+from ister.base.model import TopicName
 from ister.bucket.names import TopicKeys
 from ister.errors import CorruptDataError, TopicNameError
 from ister.format.records import (
@@ -35,7 +36,6 @@ from ister.format.records import (
     decode_topic,
 )
 from ister.metadata.base import KeyValue, MetadataStore
-from ister.model import TopicName
 
 _RECORDS: Final = "/topics"
 _OWNERS: Final = "/cluster/owners"

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from ister.clock import Clock
+from ister.base.clock import Clock
 
 _SLICE_SECONDS: Final = 0.25
 _LOOK_SECONDS: Final = 0.1

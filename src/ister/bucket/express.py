@@ -24,7 +24,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Final, NamedTuple
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.model import TopicName
 from ister.bucket.footers import read_end
 from ister.bucket.names import EXPRESS_PREFIX, express_key
 from ister.bucket.object_maker import ObjectSummary
@@ -46,7 +47,6 @@ from ister.format.express import FOOTER, ExpressRun, decode_footer, decode_topic
 from ister.format.frame import FrameBatch
 from ister.metadata.base import Compare, MetadataStore, Operation
 from ister.metadata.checks import holds
-from ister.model import TopicName
 from ister.objectstore.base import ObjectInfo, ObjectStore
 
 _log = logging.getLogger("ister.bucket.express")

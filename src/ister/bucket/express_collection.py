@@ -27,19 +27,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.model import TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.express import read_footer
 from ister.bucket.fence import Fence
 from ister.bucket.names import EXPRESS_PREFIX, TopicKeys
-from ister.clock import Clock
 from ister.errors import CorruptDataError, IsterError, NotFoundError, UnsupportedVersionError
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor, is_express_name
 from ister.format.express import ExpressRun
 from ister.format.records import TopicRecord, decode_node_process, decode_retired
 from ister.metadata.base import MetadataStore
-from ister.metrics import Metrics
-from ister.model import TopicName
 from ister.objectstore.base import ObjectInfo, ObjectStore
 
 _log = logging.getLogger("ister.bucket.express_collection")

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Self
 
-from ister.clock import Clock
+from ister.base.clock import Clock
 from ister.errors import (
     CommitUnknownError,
     ConflictError,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from ister.base.limits import KIB
 from ister.format.footer import TRAILER_BYTES, FooterKind, FooterPlace
-from ister.limits import KIB
 from ister.objectstore.base import ObjectInfo, ObjectStore
 
 _TAIL_BYTES: Final = 64 * KIB

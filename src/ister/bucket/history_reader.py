@@ -34,11 +34,14 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ister.base.clock import Clock
+from ister.base.limits import FRAME_BODY_BYTES_MAX, KIB
+from ister.base.metrics import Metrics
+from ister.base.model import Codec
 from ister.bucket.catalog import Catalog
 from ister.bucket.check import open_archive
 from ister.bucket.chunks import OBJECTS_AHEAD_MAX, FirstRange, ObjectsAhead, await_bytes
 from ister.bucket.names import manifest_key, object_key
-from ister.clock import Clock
 from ister.errors import CorruptDataError, DataGapError, IsterError, NotFoundError, check
 from ister.format.descriptor import FORMAT_PARQUET, KEPT_READABLE, ObjectDescriptor
 from ister.format.frame import (
@@ -54,9 +57,6 @@ from ister.format.frame import (
 )
 from ister.format.frame_search import FramePosition, find_frame_behind, search_frame
 from ister.format.message import decode_publish_times, first_at_or_after, recognise
-from ister.limits import FRAME_BODY_BYTES_MAX, KIB
-from ister.metrics import Metrics
-from ister.model import Codec
 from ister.objectstore.base import ObjectStore
 from ister.objectstore.measured import MeasuredReads
 

@@ -27,7 +27,8 @@ from typing import Final, cast
 
 import msgspec
 
-from ister import threads
+from ister.base import threads
+from ister.base.structs import known
 from ister.bucket.members import read_members
 from ister.bucket.names import TOPICS_PREFIX, object_key, parse_topic_of_key
 from ister.errors import (
@@ -42,7 +43,6 @@ from ister.errors import (
 from ister.format.descriptor import decode_descriptor
 from ister.metadata.base import Absent, Compare, MetadataStore, Put, RevisionIs
 from ister.objectstore.base import ObjectStore
-from ister.structs import known
 
 _log = logging.getLogger("ister.bucket.identity")
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ister.base.model import TopicName
 from ister.bucket.names import objects_prefix, segments_prefix, topic_prefix
-from ister.model import TopicName
 from ister.objectstore.base import ObjectInfo, ObjectStore
 
 

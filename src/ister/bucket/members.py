@@ -18,8 +18,8 @@ from enum import StrEnum
 
 import msgspec
 
+from ister.base.structs import known
 from ister.metadata.base import MetadataStore
-from ister.structs import known
 
 
 class MemberState(StrEnum):

@@ -35,9 +35,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, NoReturn, Protocol
 
-from ister import forks
+from ister.base import forks
+from ister.base.clock import Clock
+from ister.base.positions import format_time
 from ister.bucket.ownership import OwnedTopic
-from ister.clock import Clock
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -68,7 +69,6 @@ from ister.metadata.base import (
     RevisionIs,
     ValueIs,
 )
-from ister.positions import format_time
 
 _log = logging.getLogger("ister.bucket.membership")
 

@@ -26,7 +26,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.limits import FRAME_BODY_BYTES_MAX, MIB, OBJECT_INDEX_ENTRIES_MAX
+from ister.base.model import Codec, Layout, TopicName
 from ister.bucket.check import load_archives, open_archive, verify_content, verify_size
 from ister.bucket.names import format_object_id, object_key
 from ister.bucket.object_maker import ObjectSummary, complete_object
@@ -46,8 +48,6 @@ from ister.format.descriptor import (
 )
 from ister.format.frame import Corrupt, Frame, FrameBatch, decode_frame, scan_frames
 from ister.format.message import recognise
-from ister.limits import FRAME_BODY_BYTES_MAX, MIB, OBJECT_INDEX_ENTRIES_MAX
-from ister.model import Codec, Layout, TopicName
 from ister.objectstore.base import ObjectStore
 
 if TYPE_CHECKING:

@@ -41,9 +41,9 @@ import re
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from ister.base.model import Layout, TopicName
 from ister.errors import TopicNameError, check
 from ister.format.descriptor import FORMAT_FRAMES, FORMAT_PARQUET, is_express_name, parse_run_id
-from ister.model import Layout, TopicName
 
 TOPICS_PREFIX: Final = "storage/topics/"
 EXPRESS_PREFIX: Final = "storage/express/"

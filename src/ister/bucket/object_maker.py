@@ -21,11 +21,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock import Clock
+from ister.base.limits import MIB, OBJECT_INDEX_ENTRIES_MAX
+from ister.base.metrics import Metrics
+from ister.base.model import Codec, Layout, TopicName
 from ister.bucket.check import verify_content, verify_size
 from ister.bucket.egress import EgressLimit
 from ister.bucket.names import format_object_id, format_pending_id, object_key
-from ister.clock import Clock
 from ister.errors import (
     ClosedError,
     CorruptDataError,
@@ -39,9 +42,6 @@ from ister.format.crc import Buffer, crc32
 from ister.format.descriptor import ObjectDescriptor, format_checksum
 from ister.format.frame import FrameBatch
 from ister.format.message import decode_publish_times
-from ister.limits import MIB, OBJECT_INDEX_ENTRIES_MAX
-from ister.metrics import Metrics
-from ister.model import Codec, Layout, TopicName
 from ister.objectstore.base import ObjectStore, ObjectWriter
 
 _log = logging.getLogger("ister.bucket.object_maker")

@@ -23,7 +23,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
 from ister.bucket.listing import list_objects
 from ister.bucket.names import (
     ObjectName,
@@ -38,12 +40,10 @@ from ister.bucket.names import (
 )
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.writer_files import read_files
-from ister.clock import Clock
 from ister.errors import NotFoundError
 from ister.format.descriptor import parse_run_id
 from ister.format.records import decode_retired, decode_writer
 from ister.metadata.base import Delete, RevisionIs
-from ister.metrics import Metrics
 from ister.objectstore.base import ObjectInfo, ObjectStore
 
 _log = logging.getLogger("ister.bucket.orphans")

@@ -27,10 +27,11 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
 from ister.bucket.catalog import Catalog
 from ister.bucket.fence import Fence
-from ister.clock import Clock
 from ister.errors import (
     CapacityError,
     CommitUnknownError,
@@ -73,7 +74,6 @@ from ister.metadata.base import (
     Put,
     RevisionIs,
 )
-from ister.metrics import Metrics
 
 if TYPE_CHECKING:
     from ister.bucket.claim import ClaimCheck

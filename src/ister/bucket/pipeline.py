@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ister.base.clock import Clock
+from ister.base.model import JsonObject, TopicName
 from ister.bucket.fence import read_holder
-from ister.clock import Clock
 from ister.errors import (
     CommitUnknownError,
     ConflictError,
@@ -30,7 +31,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.metadata.base import Absent, Compare, Delete, MetadataStore, Put, RevisionIs
-from ister.model import JsonObject, TopicName
 
 _log = logging.getLogger("ister.bucket.pipeline")
 

@@ -35,6 +35,9 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from ister.base.clock import Clock
+from ister.base.limits import MIB
+from ister.base.model import AckLevel, Codec, Layout, TopicName
 from ister.bucket.check import load_archives, verify_content, verify_size, walk_frames
 from ister.bucket.danube_objects import Adoption
 from ister.bucket.listing import list_objects
@@ -55,7 +58,6 @@ from ister.bucket.names import (
 from ister.bucket.object_choice import choose_objects, overlap, ranges_of
 from ister.bucket.object_maker import ObjectSummary
 from ister.bucket.terms import is_of_lineage, newest_terms
-from ister.clock import Clock
 from ister.errors import (
     AlreadyExistsError,
     ConflictError,
@@ -75,9 +77,7 @@ from ister.format.descriptor import (
 )
 from ister.format.offset_ranges import is_within, merge_ranges
 from ister.format.records import TopicRecord, encode_current, encode_topic
-from ister.limits import MIB
 from ister.metadata.base import Absent, MetadataStore, Put
-from ister.model import AckLevel, Codec, Layout, TopicName
 from ister.objectstore.base import ObjectInfo, ObjectStore
 from ister.objectstore.slices import with_slices
 

@@ -38,7 +38,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.model import TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.check import verify_content
 from ister.bucket.compaction_plan import OBJECTS_MAX
@@ -56,7 +57,6 @@ from ister.errors import (
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor
 from ister.format.frame import FrameBatch
 from ister.metadata.base import Compare
-from ister.model import TopicName
 from ister.objectstore.base import ObjectStore
 
 _log = logging.getLogger("ister.bucket.resort")

@@ -19,16 +19,16 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock_guard import newest_arrivals
+from ister.base.limits import MIB
+from ister.base.metrics import Metrics
 from ister.bucket.names import object_key
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.rebuild import has_manifest, manifest_of, save_manifest
 from ister.bucket.writer_files import find_open_batch
-from ister.clock_guard import newest_arrivals
 from ister.errors import IsterError
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor
-from ister.limits import MIB
-from ister.metrics import Metrics
 from ister.objectstore.base import ObjectStore
 
 _log = logging.getLogger("ister.bucket.retention")

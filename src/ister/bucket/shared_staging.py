@@ -23,7 +23,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from ister import failpoints, threads
+from ister.base import failpoints, threads
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.model import TopicName
 from ister.bucket.footers import read_end
 from ister.bucket.names import (
     SHARED_STAGING_PREFIX,
@@ -33,13 +36,10 @@ from ister.bucket.names import (
 )
 from ister.bucket.orphans import GRACE_SECONDS_MIN, JOB_PREFIX, is_past
 from ister.bucket.writer_files import read_files
-from ister.clock import Clock
 from ister.errors import CorruptDataError, IsterError, NotFoundError, UnsupportedVersionError
 from ister.format.records import decode_writer
 from ister.format.staged_file import FOOTER, StagedSegment, decode_footer
 from ister.metadata.base import MetadataStore
-from ister.metrics import Metrics
-from ister.model import TopicName
 from ister.objectstore.base import ObjectInfo, ObjectStore
 
 _log = logging.getLogger("ister.bucket.shared_staging")

@@ -26,6 +26,8 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
+from ister.base.limits import MIB
+from ister.base.model import TopicName
 from ister.bucket.express import ExpressRuns
 from ister.bucket.names import (
     EXPRESS_PREFIX,
@@ -41,9 +43,7 @@ from ister.errors import CorruptDataError, NotFoundError, StoresDifferError
 from ister.format.descriptor import ObjectDescriptor
 from ister.format.express import ExpressRun
 from ister.format.records import TopicRecord, decode_pointer, decode_topic, encode_topic
-from ister.limits import MIB
 from ister.metadata.base import MetadataStore
-from ister.model import TopicName
 from ister.objectstore.base import ObjectStore
 
 _log = logging.getLogger("ister.bucket.terms")

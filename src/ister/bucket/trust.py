@@ -27,9 +27,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
-from ister.clock import Clock
+from ister.base.clock import Clock
+from ister.base.limits import KIB
 from ister.errors import CommitUnknownError, IsterError, NotFoundError
-from ister.limits import KIB
 from ister.metadata.base import Absent, MetadataStore, Put
 from ister.objectstore.base import ObjectStore
 

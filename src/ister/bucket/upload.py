@@ -24,18 +24,18 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.tracing import span
 from ister.bucket.egress import EgressLimit
 from ister.bucket.names import format_object_id
 from ister.bucket.object_maker import FrameSource, ObjectMaker, UploadSettings
 from ister.bucket.ownership import OwnedTopic
-from ister.clock import Clock
 from ister.errors import CorruptDataError, IsterError
 from ister.format.descriptor import ObjectDescriptor
 from ister.format.records import UploadSession
-from ister.metrics import Metrics
 from ister.objectstore.base import ObjectStore
-from ister.tracing import span
 
 __all__ = ["FrameSource", "UploadSettings", "Uploader"]
 

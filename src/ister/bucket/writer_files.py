@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ister.base.limits import MANIFEST_BYTES_MAX
 from ister.bucket.catalog import Catalog
 from ister.format.manifest import StagedFile, decode_manifest
 from ister.format.records import WriterRecord, decode_writer
-from ister.limits import MANIFEST_BYTES_MAX
 from ister.objectstore.base import ObjectStore
 
 

@@ -22,14 +22,14 @@ from dataclasses import asdict
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
+from ister.base.extras import missing_extra
+from ister.base.model import JsonObject, TopicName
+from ister.base.partitions import base_of_partition
 from ister.cli.connection import add_broker_arguments, connected, print_change
 from ister.cli.errors_out import answer, print_json
 from ister.cli.location import parse_topic
 from ister.cli.output import Subparsers, add_command, print_facts, print_table
 from ister.errors import ConfigError, NotFoundError
-from ister.extras import missing_extra
-from ister.model import JsonObject, TopicName
-from ister.partitions import base_of_partition
 
 if TYPE_CHECKING:
     from ister.client.rights import BindingDescription

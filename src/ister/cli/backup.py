@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
+from ister.base.clock import SystemClock
 from ister.cli.errors_out import answer, print_json
 from ister.cli.location import add_place_arguments, load_place
 from ister.cli.output import Subparsers, add_command, format_bytes
-from ister.clock import SystemClock
 from ister.topic.backup import back_up
 
 

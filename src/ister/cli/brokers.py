@@ -9,10 +9,10 @@ import argparse
 import sys
 from collections.abc import Callable
 
+from ister.base.model import JsonObject
 from ister.cli.connection import add_broker_arguments, connected, parse_seconds, print_change
 from ister.cli.errors_out import answer, print_json
 from ister.cli.output import Subparsers, add_command, print_table
-from ister.model import JsonObject
 
 
 def register(commands: Subparsers) -> None:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from ister.base.clock import SystemClock
 from ister.cli.config_check import (
     Connection,
     describe_places,
@@ -34,7 +35,6 @@ from ister.cli.output import (
     print_facts,
     print_table,
 )
-from ister.clock import SystemClock
 from ister.config import (
     Config,
     Examined,

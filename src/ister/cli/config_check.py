@@ -14,8 +14,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ister.base.clock import SystemClock
 from ister.cli.output import format_bytes
-from ister.clock import SystemClock
 from ister.config import (
     AuthMode,
     CloudBackend,

@@ -29,9 +29,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from ister.base.clock import SystemClock
+from ister.base.model import Start, TopicName
+from ister.base.positions import format_position, parse_position
 from ister.cli.contexts import CONTEXT_VARIABLE, Context, chosen_context
 from ister.cli.errors_out import print_json
-from ister.clock import SystemClock
 from ister.errors import (
     ConfigError,
     InvalidRequestError,
@@ -43,8 +45,6 @@ from ister.errors import (
     UnavailableError,
     UnsupportedOperationError,
 )
-from ister.model import Start, TopicName
-from ister.positions import format_position, parse_position
 
 if TYPE_CHECKING:
     from ister.client import Client, TlsOptions

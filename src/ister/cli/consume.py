@@ -21,6 +21,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from ister.base.clock import SystemClock
+from ister.base.model import AckLevel, Start
 from ister.cli.connection import (
     START_HELP,
     add_broker_arguments,
@@ -43,10 +45,8 @@ from ister.cli.message_options import (
 from ister.cli.messages_out import LineOutput, Received, StoppedError
 from ister.cli.output import Subparsers, add_command, print_error
 from ister.cli.templates import TEMPLATE_HELP
-from ister.clock import SystemClock
 from ister.config import StorageMode
 from ister.errors import InvalidRequestError, NotFoundError, WaitTimeoutError
-from ister.model import AckLevel, Start
 
 if TYPE_CHECKING:
     from ister.client import Client, Consumer, ReceivedMessage

@@ -28,10 +28,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Final
 
+from ister.base.model import JsonObject
 from ister.cli.errors_out import answer, print_json
 from ister.cli.output import Subparsers, add_command, print_error, print_facts, print_table
 from ister.errors import ConfigError, NotFoundError
-from ister.model import JsonObject
 
 CONTEXT_VARIABLE: Final = "ISTER_CONTEXT"
 

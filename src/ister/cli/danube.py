@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+from ister.base.clock import SystemClock
+from ister.base.model import JsonObject, TopicName
 from ister.cli.errors_out import answer, error_as_json, print_errors, print_json
 from ister.cli.location import (
     add_place_arguments,
@@ -24,9 +26,7 @@ from ister.cli.location import (
 )
 from ister.cli.output import Subparsers, add_command, print_table
 from ister.cli.stored_topics import describe_topic
-from ister.clock import SystemClock
 from ister.errors import ConflictError, IsterError, NotFoundError
-from ister.model import JsonObject, TopicName
 from ister.subscription.danube_metadata import Migration, find_subscriptions, parse_metadata
 from ister.topic.metadata_recovery import lock_log
 from ister.topic.stores import open_metadata

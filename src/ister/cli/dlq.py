@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from ister.base.clock import SystemClock
+from ister.base.message_filter import NOT_JSON, MessageFilter
+from ister.base.model import JsonObject
 from ister.cli.connection import (
     add_broker_arguments,
     broker_address,
@@ -40,10 +43,7 @@ from ister.cli.output import (
 )
 from ister.cli.table import plain
 from ister.cli.templates import TEMPLATE_HELP, parse_template
-from ister.clock import SystemClock
 from ister.errors import InvalidRequestError, IsterError, NotFoundError
-from ister.message_filter import NOT_JSON, MessageFilter
-from ister.model import JsonObject
 
 if TYPE_CHECKING:
     from ister.client import Client

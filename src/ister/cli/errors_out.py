@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
+from ister.base.model import JsonObject
 from ister.cli.output import print_error
 from ister.errors import DataGapError, InvariantError, IsterError
-from ister.model import JsonObject
 
 _TEXT_MAX: Final = 2000
 

@@ -15,6 +15,7 @@ import os
 import stat
 from dataclasses import asdict
 
+from ister.base.model import JsonObject
 from ister.cli import inspect_object, inspect_topic
 from ister.cli.output import Subparsers, add_command, print_error, print_table
 from ister.cli.survey_view import (
@@ -25,7 +26,6 @@ from ister.cli.survey_view import (
     print_frames,
 )
 from ister.errors import CorruptDataError, NotFoundError
-from ister.model import JsonObject
 from ister.topic.survey import (
     CHECKPOINT_NAME,
     UPLOADER_CHECKPOINT_NAME,

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Final
 
+from ister.base.clock import SystemClock
+from ister.base.model import JsonObject
 from ister.cli.errors_out import answer, print_json
 from ister.cli.location import add_place_arguments, has_place, load_place, open_bucket
 from ister.cli.output import Subparsers, add_command, print_error, print_table
@@ -25,10 +27,8 @@ from ister.cli.survey_view import (
     print_bad_ranges,
     print_frames,
 )
-from ister.clock import SystemClock
 from ister.config import CloudConfig
 from ister.errors import InvalidRequestError, NotFoundError
-from ister.model import JsonObject
 from ister.objectstore.base import ObjectStore
 from ister.topic.survey import File
 from ister.topic.survey_express import survey_express

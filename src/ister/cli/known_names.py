@@ -21,12 +21,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from ister.base.model import TopicName
+from ister.base.partitions import base_of_partition
 from ister.cli.connection import add_broker_arguments, connected, names_broker
 from ister.cli.contexts import load_contexts
 from ister.cli.location import DATA_DEFAULT, add_place_arguments, load_place, wal_root
 from ister.errors import InvariantError, IsterError, NotFoundError, TopicNameError
-from ister.model import TopicName
-from ister.partitions import base_of_partition
 
 if TYPE_CHECKING:
     from ister.client import Client

@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Final
 
+from ister.base.model import JsonObject, TopicName
 from ister.cli.connection import add_broker_arguments, connected
 from ister.cli.errors_out import answer, print_json
 from ister.cli.location import parse_topic
 from ister.cli.output import Subparsers, add_command, print_table
 from ister.errors import NotFoundError
-from ister.model import JsonObject, TopicName
 
 if TYPE_CHECKING:
     from ister.client import Client

@@ -13,12 +13,12 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Final
 
+from ister.base.model import TopicName
 from ister.errors import ConfigError, InvalidRequestError, NotFoundError, TopicNameError
-from ister.model import TopicName
 
 # Settings and stores are loaded when they are used: commands that talk to a broker need neither.
 if TYPE_CHECKING:
-    from ister.clock import Clock
+    from ister.base.clock import Clock
     from ister.config import Config, StorageConfig
     from ister.objectstore.base import ObjectStore
 

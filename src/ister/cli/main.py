@@ -18,7 +18,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final, cast
 
-from ister import __version__, logs
+from ister import __version__
+from ister.base import logs
 from ister.cli.errors_out import print_errors
 from ister.cli.output import Subparsers, add_command, print_error
 from ister.cli.parser import Parser

@@ -1,8 +1,8 @@
 """Options of commands that print messages: filters and output format.
 
 Owns: `--format`, `--delimiter`, `--null`, `--json`, and the filters `--key`, `--attribute`,
-`--where` and `--contains`. Does not own: what filters match (`ister.message_filter`), templates
-(`templates`), output (`messages_out`).
+`--where` and `--contains`. Does not own: what filters match (`ister.base.message_filter`),
+templates (`templates`), output (`messages_out`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
+from ister.base.message_filter import Condition, MessageFilter, Pattern, parse_attribute
 from ister.cli.messages_out import FORMATS, Received, formatter, printable
 from ister.cli.templates import is_template, parse_template
 from ister.errors import InvalidRequestError
-from ister.message_filter import Condition, MessageFilter, Pattern, parse_attribute
 
 _T = TypeVar("_T")
 

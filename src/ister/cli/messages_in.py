@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from ister.base.limits import KIB, MESSAGE_SIZE_BYTES_MAX
+from ister.base.model import JsonObject
 from ister.errors import InvalidRequestError, MessageTooLargeError
-from ister.limits import KIB, MESSAGE_SIZE_BYTES_MAX
-from ister.model import JsonObject
 
 _CHUNK_BYTES: Final = 256 * KIB
 # A message as JSON: base64 makes a third more, and attributes come on top.

@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from ister.base.model import JsonObject
+from ister.base.positions import format_time
 from ister.cli.interrupts import Interrupts
 from ister.errors import DiskError
-from ister.model import JsonObject
-from ister.positions import format_time
 
 FORMATS: Final = ("payload", "full", "hex")
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 
+from ister.base.clock import SystemClock
+from ister.base.model import JsonObject
 from ister.cli.errors_out import answer, error_as_json, print_errors, print_json
 from ister.cli.location import (
     add_place_arguments,
@@ -21,10 +23,8 @@ from ister.cli.location import (
     wal_root,
 )
 from ister.cli.output import Subparsers, add_command, confirm, print_table
-from ister.clock import SystemClock
 from ister.config import MetadataBackend
 from ister.errors import InvalidRequestError, IsterError
-from ister.model import JsonObject
 from ister.topic.metadata_trust import (
     INCOMPLETE,
     MISSING,

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol, TextIO, TypeAlias
 
+from ister.base.limits import KIB
 from ister.cli.table import format_cell, format_table, is_number_column, plain
-from ister.limits import KIB
 
 if TYPE_CHECKING:
     from rich.console import Console

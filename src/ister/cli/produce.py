@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
+from ister.base.clock import SystemClock
+from ister.base.model import AckLevel
 from ister.cli.connection import (
     add_broker_arguments,
     broker_address,
@@ -42,9 +44,7 @@ from ister.cli.output import (
     print_error,
     progress,
 )
-from ister.clock import SystemClock
 from ister.errors import CapacityError, InvalidRequestError, IsterError, NotFoundError
-from ister.model import AckLevel
 
 if TYPE_CHECKING:
     from ister.client import Client, Producer, SentMessage

@@ -10,6 +10,8 @@ import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
+from ister.base.clock import SystemClock
+from ister.base.model import JsonObject
 from ister.cli.errors_out import answer, error_as_json, print_errors, print_json
 from ister.cli.location import (
     add_place_arguments,
@@ -20,10 +22,8 @@ from ister.cli.location import (
     wal_root,
 )
 from ister.cli.output import Subparsers, add_command, print_table, progress
-from ister.clock import SystemClock
 from ister.config import MetadataBackend
 from ister.errors import InvalidRequestError, IsterError
-from ister.model import JsonObject
 from ister.topic.metadata_recovery import MetadataFound, Recovery, TopicRecovery, lock_log
 
 

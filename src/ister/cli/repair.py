@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 
+from ister.base.model import JsonObject, TopicName
 from ister.cli.errors_out import answer, error_as_json, print_errors, print_json
 from ister.cli.location import (
     add_place_arguments,
@@ -26,7 +27,6 @@ from ister.cli.location import (
 from ister.cli.output import Subparsers, add_command, confirm, print_table, progress
 from ister.config import Config, StorageConfig
 from ister.errors import DirectoryLockedError, InvalidRequestError, IsterError
-from ister.model import JsonObject, TopicName
 from ister.topic.giving_up import GivenUp
 from ister.topic.log import Log
 from ister.topic.offline_repair import (

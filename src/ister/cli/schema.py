@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
+from ister.base.model import JsonObject
+from ister.base.positions import format_time
 from ister.cli.connection import add_broker_arguments, connected, parse_count, print_change
 from ister.cli.errors_out import answer, print_json
 from ister.cli.output import Subparsers, add_command, print_facts, print_table
 from ister.cli.table import plain
 from ister.errors import ConfigError, InvalidRequestError
-from ister.model import JsonObject
-from ister.positions import format_time
 from ister.topic.schema_kinds import CompatibilityMode, SchemaType
 
 if TYPE_CHECKING:

@@ -22,14 +22,14 @@ from contextlib import suppress
 from enum import Enum
 from functools import partial
 
-from ister import failpoints, logs, tracing
-from ister.allocator import keep_freed_buffers
+from ister.base import failpoints, logs, tracing
+from ister.base.allocator import keep_freed_buffers
+from ister.base.extras import missing_extra
 from ister.cli.location import CONFIG_VARIABLE, DATA_DEFAULT
 from ister.cli.output import Subparsers, add_command, console, is_terminal
 from ister.cli.pipeline.child_process import RUNNING, PipelineBeside, find_obstacle, make_command
 from ister.config import Config, StorageConfig, StorageMode, load_config
 from ister.errors import ConfigError, UnavailableError
-from ister.extras import missing_extra
 
 _log = logging.getLogger("ister.cli.serve")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ister.base.clock import SystemClock
+from ister.base.model import TopicName
 from ister.broker.topics.broker_records import BrokerRecords
 from ister.cli.errors_out import error_as_json
-from ister.clock import SystemClock
 from ister.config import StorageConfig
 from ister.metadata.base import MetadataStore
-from ister.model import TopicName
 from ister.subscription.store import SubscriptionStore
 from ister.topic.describe import SubscriptionView
 from ister.topic.offline import OfflineTopic, Served, read_topic, read_topics

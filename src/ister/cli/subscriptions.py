@@ -13,6 +13,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ister.base.model import JsonObject
 from ister.cli.connection import (
     START_HELP,
     add_broker_arguments,
@@ -28,7 +29,6 @@ from ister.cli.lag import register_lag
 from ister.cli.location import add_topic_argument, parse_topic
 from ister.cli.output import Subparsers, add_command, confirm, print_facts, print_table
 from ister.errors import NotFoundError
-from ister.model import JsonObject
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy
 from ister.wire.views import SubscriptionJson
 

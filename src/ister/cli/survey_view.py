@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
+from ister.base.positions import format_time
 from ister.cli.output import print_table
-from ister.positions import format_time
 from ister.topic.survey import FileSurvey, Kind, Listing
 
 _LISTED_FRAMES_DEFAULT: Final = 1000

@@ -1,7 +1,7 @@
 r"""Templates of `--format`: a message as a line of fields and text.
 
 Owns: the fields, and the syntax of templates. Does not own: delimiters and output (`messages_out`),
-paths in JSON (`ister.message_filter`).
+paths in JSON (`ister.base.message_filter`).
 
     '{offset} {key} {payload}'      '{timestamp}\t{payload.user.id}'      '{attributes.kind}'
 
@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
+from ister.base.message_filter import NOT_JSON, JsonPath, parse_payload
+from ister.base.positions import format_time
 from ister.cli.messages_out import Received, as_fields, format_attributes
 from ister.errors import InvalidRequestError
-from ister.message_filter import NOT_JSON, JsonPath, parse_payload
-from ister.positions import format_time
 
 _ATTRIBUTE: Final = "attributes."
 _PAYLOAD: Final = "payload"

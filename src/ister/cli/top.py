@@ -25,6 +25,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from ister.base.clock import Clock, SystemClock
+from ister.base.model import JsonObject
+from ister.base.positions import format_time
 from ister.cli.connection import (
     add_broker_arguments,
     broker_address,
@@ -43,10 +46,7 @@ from ister.cli.output import (
     is_terminal,
 )
 from ister.cli.table import format_table
-from ister.clock import Clock, SystemClock
 from ister.errors import IsterError, UnavailableError
-from ister.model import JsonObject
-from ister.positions import format_time
 
 if TYPE_CHECKING:
     from rich.text import Text

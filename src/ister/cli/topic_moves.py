@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import sys
 
+from ister.base.model import JsonObject
 from ister.cli.connection import add_broker_arguments, broker_address, connected, print_change
 from ister.cli.errors_out import answer, print_json
 from ister.cli.location import add_topic_argument
 from ister.cli.output import Subparsers, add_command, confirm
-from ister.model import JsonObject
 
 
 def register_moves(kinds: Subparsers) -> None:

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, cast
 
+from ister.base.clock import SystemClock
+from ister.base.model import Start
+from ister.base.positions import to_milliseconds
 from ister.cli.connection import ReaderAddress, explained, locate_readers, open_reader
 from ister.cli.interrupts import Interrupts
 from ister.cli.messages_out import Received
-from ister.clock import SystemClock
 from ister.errors import InvalidRequestError, IsterError, OffsetOutOfRangeError, UnavailableError
-from ister.model import Start
-from ister.positions import to_milliseconds
 from ister.wire.contract import RangeTicket, TopicStatus
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from ister.base.model import AckLevel, Codec, JsonObject
 from ister.cli.connection import (
     add_broker_arguments,
     broker_address,
@@ -50,7 +51,6 @@ from ister.cli.subscriptions import print_subscriptions
 from ister.cli.tier_map import draw_spans
 from ister.cli.topic_moves import register_moves
 from ister.errors import IsterError, NotFoundError, UnavailableError
-from ister.model import AckLevel, Codec, JsonObject
 from ister.wire.views import TopicJson
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from ister.base.serializers import JsonSerializer, Serializer
     from ister.client.admin import SubscriptionDescription, TopicDescription
     from ister.client.aio import AsyncClient, AsyncConsumer, AsyncProducer, AsyncSentMessage
     from ister.client.dead_letters import LetterFilter
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from ister.client.rights import BindingDescription, RoleDescription
     from ister.client.schemas import RegisteredSchema, Schema, SchemaVersion, SubjectDescription
     from ister.client.sync import Client, Consumer, Producer, SentMessage
-    from ister.serializers import JsonSerializer, Serializer
     from ister.topic.table import AsyncTopicTable, TopicTable
 
 __all__ = [
@@ -67,7 +67,7 @@ _HOMES: Final = {
     "BindingDescription": "ister.client.rights",
     "Client": "ister.client.sync",
     "Consumer": "ister.client.sync",
-    "JsonSerializer": "ister.serializers",
+    "JsonSerializer": "ister.base.serializers",
     "LetterFilter": "ister.client.dead_letters",
     "Producer": "ister.client.sync",
     "ReceivedMessage": "ister.client.messages",
@@ -77,7 +77,7 @@ _HOMES: Final = {
     "SchemaVersion": "ister.client.schemas",
     "SendOptions": "ister.client.aio",
     "SentMessage": "ister.client.sync",
-    "Serializer": "ister.serializers",
+    "Serializer": "ister.base.serializers",
     "SubjectDescription": "ister.client.schemas",
     "SubscriptionDescription": "ister.client.admin",
     "TlsOptions": "ister.client.options",

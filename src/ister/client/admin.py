@@ -18,14 +18,14 @@ from datetime import datetime
 from typing import Final, ParamSpec, TypeVar
 
 from ister import wire
+from ister.base.model import AckLevel, Codec, Start, TopicName
+from ister.base.notebook import render_table
+from ister.base.positions import to_milliseconds
 from ister.client.cluster_admin import ClusterCalls
 from ister.client.dead_letters import DeadLetterCalls
 from ister.client.rights import RightsCalls
 from ister.client.schemas import SchemaCalls
 from ister.errors import AlreadyExistsError, InvalidRequestError, IsterError, NotFoundError
-from ister.model import AckLevel, Codec, Start, TopicName
-from ister.notebook import render_table
-from ister.positions import to_milliseconds
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy
 from ister.wire.views import TopicJson
 

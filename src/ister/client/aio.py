@@ -23,6 +23,9 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self, TypedDict, Unpack
 
+from ister.base.limits import MIB
+from ister.base.model import AckLevel, Start
+from ister.base.serializers import JSON, AnySerializer
 from ister.client.admin import AdminCalls
 from ister.client.core.batches import Batch
 from ister.client.core.consumer import ConsumerCore, ConsumerOptions
@@ -32,9 +35,6 @@ from ister.client.messages import ReceivedMessage
 from ister.client.options import TlsOptions, Token
 from ister.client.tables import ArrowRead
 from ister.errors import ClosedError, InvalidRequestError, IsterError, WaitTimeoutError
-from ister.limits import MIB
-from ister.model import AckLevel, Start
-from ister.serializers import JSON, AnySerializer
 from ister.subscription.policy import SubscriptionKind
 from ister.topic.arguments import as_timeout
 from ister.topic.table import AsyncTopicTable, TopicTable

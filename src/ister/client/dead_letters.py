@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from ister import wire
+from ister.base.model import JsonObject
 from ister.client.core.network import Network
-from ister.model import JsonObject
 from ister.wire.views import DeadLetterCountJson, DeadLetterJson, ResolvedJson
 
 # A broker works on a call for some seconds, and may wait for uploads of the last messages.

@@ -24,7 +24,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
-from ister import forks, threads
+from ister.base import forks, threads
+from ister.base.extras import missing_extra
+from ister.base.model import AckLevel, Codec, JsonObject
 from ister.client.options import shown_address
 from ister.client.publisher import Publisher
 from ister.client.tls_probe import find_tls_mismatch
@@ -38,9 +40,7 @@ from ister.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from ister.extras import missing_extra
 from ister.format.frame import FrameBatch, scan_frames
-from ister.model import AckLevel, Codec, JsonObject
 from ister.wire.contract import (
     FRAMES_COLUMN,
     HOLES,
@@ -151,7 +151,7 @@ class FlightClient:
         forks.register(self)
 
     def _after_fork(self, error: ClosedError) -> None:
-        """Abandons the parent's connection without closing it; see `ister.forks`."""
+        """Abandons the parent's connection without closing it; see `ister.base.forks`."""
         forks.leak(self._client)
         self._fork_error = error
 

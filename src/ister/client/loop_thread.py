@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Final, TypeVar
 
-from ister import forks, threads
-from ister.clock import SystemClock
+from ister.base import forks, threads
+from ister.base.clock import SystemClock
 from ister.errors import ClosedError, InvalidRequestError
 
 STEP_SECONDS: Final = 0.5

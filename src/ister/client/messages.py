@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from ister.client.core.receiver import Receiver
     from ister.wire import ister_api
 
-from ister.positions import EPOCH
-from ister.serializers import JSON, TEXT, Json, Serializer, decode_payload_by
+from ister.base.positions import EPOCH
+from ister.base.serializers import JSON, TEXT, Json, Serializer, decode_payload_by
 
 
 class ReceivedMessage:

@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypeAlias
 
-from ister import forks, threads
+from ister.base import forks, threads
+from ister.base.limits import MIB
 from ister.errors import (
     ClosedError,
     CorruptDataError,
@@ -28,7 +29,6 @@ from ister.errors import (
     UnavailableError,
     WaitTimeoutError,
 )
-from ister.limits import MIB
 from ister.wire.contract import PutAck, PutBatch
 from ister.wire.errors import carries_error, decode_error
 

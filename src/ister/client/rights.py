@@ -10,9 +10,9 @@ import hashlib
 from dataclasses import dataclass
 
 from ister import wire
+from ister.base.model import TopicName
 from ister.client.core.network import Network
 from ister.errors import InvalidRequestError, NotFoundError
-from ister.model import TopicName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

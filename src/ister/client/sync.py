@@ -23,7 +23,10 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack, cast
 
-from ister import forks
+from ister.base import forks
+from ister.base.clock import SystemClock
+from ister.base.model import Start
+from ister.base.serializers import JSON
 from ister.client.admin import AdminCalls
 from ister.client.aio import (
     AsyncClient,
@@ -41,10 +44,7 @@ from ister.client.loop_thread import STEP_SECONDS, LoopThread, wait_in_steps
 from ister.client.messages import ReceivedMessage
 from ister.client.options import TlsOptions, Token
 from ister.client.tables import ArrowRead
-from ister.clock import SystemClock
 from ister.errors import ClosedError, IsterError, WaitTimeoutError
-from ister.model import Start
-from ister.serializers import JSON
 from ister.topic.arguments import as_timeout
 from ister.topic.table import TopicTable
 
@@ -430,7 +430,7 @@ class Client:
         forks.register(self)
 
     def _after_fork(self, _error: ClosedError) -> None:
-        """Closes a forked child's copy; see `ister.forks`."""
+        """Closes a forked child's copy; see `ister.base.forks`."""
         forks.reset_locks(self._lock)
         self._is_closed = True
         self._open = set()

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, cast
 
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
+from ister.base.model import AckLevel, Start
+from ister.base.positions import to_milliseconds
+from ister.base.retry import backoff_seconds, can_retry
 from ister.errors import InvalidRequestError, IsterError, OffsetOutOfRangeError
-from ister.model import AckLevel, Start
-from ister.positions import to_milliseconds
-from ister.retry import backoff_seconds, can_retry
 from ister.topic.arguments import as_offset
 from ister.wire.contract import RangeTicket, TopicStatus
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ister.base.limits import KIB, MESSAGE_SIZE_BYTES_MAX, MIB
 from ister.config.settings import setting
-from ister.limits import KIB, MESSAGE_SIZE_BYTES_MAX, MIB
 
 
 class ClientAuth(StrEnum):

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
+from ister.base.limits import KIB, NAME_PART_CHARACTERS_MAX
+from ister.base.model import AckLevel
 from ister.config.storage import (
     CloudBackend,
     Engine,
@@ -17,8 +19,6 @@ from ister.config.storage import (
 from ister.config.tree import Config
 from ister.config.yaml_tree import Tree
 from ister.errors import ConfigError
-from ister.limits import KIB, NAME_PART_CHARACTERS_MAX
-from ister.model import AckLevel
 
 _BACKENDS_WITH_A_PLACE: Final = (CloudBackend.FS, CloudBackend.LOCAL, CloudBackend.MEMORY)
 """Backends whose objects are beside `wal.dir` unless `root` is set."""

@@ -16,9 +16,9 @@ from typing import Final
 
 import yaml
 
+from ister.base.limits import KIB
 from ister.config.settings import Section, Setting, children, to_plain
 from ister.config.tree import Config
-from ister.limits import KIB
 
 _MASK: Final = "***"
 _OPTIONS_SHOWN: Final = frozenset({"endpoint", "region"})

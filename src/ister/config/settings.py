@@ -21,7 +21,7 @@ from typing import Annotated, Final, TypedDict, TypeVar, get_args, get_origin, g
 
 from msgspec import Meta
 
-from ister.limits import GIB, KIB, MIB
+from ister.base.limits import GIB, KIB, MIB
 
 VARIABLE_PREFIX: Final = "ISTER_"
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ister.base.limits import GIB, KIB, MESSAGE_SIZE_BYTES_DEFAULT, MESSAGE_SIZE_BYTES_MAX, MIB
+from ister.base.model import AckLevel, Codec, Layout
 from ister.config.settings import setting
-from ister.limits import GIB, KIB, MESSAGE_SIZE_BYTES_DEFAULT, MESSAGE_SIZE_BYTES_MAX, MIB
-from ister.model import AckLevel, Codec, Layout
 
 
 class StorageMode(StrEnum):

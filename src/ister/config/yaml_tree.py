@@ -17,8 +17,8 @@ from typing import Final, TypeAlias
 
 import yaml
 
+from ister.base.limits import MIB
 from ister.errors import ConfigError
-from ister.limits import MIB
 
 Tree: TypeAlias = Mapping[str, object]
 """Values, lists and trees by key."""

@@ -38,6 +38,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ister.base.limits import KIB, OBJECT_INDEX_ENTRIES_MAX
+from ister.base.model import Codec
 from ister.errors import CorruptDataError, UnsupportedVersionError
 from ister.format.arrow.encode import RestoredFrames, restore_frames
 from ister.format.arrow.schema import EVERY_FIELD, arrow_schema, make_batch
@@ -47,8 +49,6 @@ from ister.format.descriptor import (
     ObjectDescriptor,
     format_checksum,
 )
-from ister.limits import KIB, OBJECT_INDEX_ENTRIES_MAX
-from ister.model import Codec
 
 ARCHIVE_VERSION: Final = 1
 _MAGIC: Final = b"PAR1"

@@ -10,6 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ister.base.limits import MIB, OBJECT_INDEX_ENTRIES_MAX
+from ister.base.model import Codec
 from ister.errors import InvalidRequestError
 from ister.format.archive import (
     ARCHIVE_VERSION,
@@ -24,8 +26,6 @@ from ister.format.arrow.loops import TIME_US_CLAMPED
 from ister.format.arrow.schema import EVERY_FIELD, arrow_schema
 from ister.format.crc import Buffer, crc32
 from ister.format.frame import FrameBatch
-from ister.limits import MIB, OBJECT_INDEX_ENTRIES_MAX
-from ister.model import Codec
 
 ROW_GROUP_BYTES: Final = 8 * MIB
 """The least size of a row group's messages before compression, about."""

@@ -17,11 +17,11 @@ from __future__ import annotations
 import struct
 from typing import Final, NamedTuple
 
+from ister.base.model import Codec
 from ister.errors import CorruptDataError
 from ister.format import message
 from ister.format.bincode import BincodeError, BodyReader, FixintReader, VarintReader
 from ister.format.message import Suffix
-from ister.model import Codec
 
 NO_IDENTITY: Final = b"\xff" * 16
 """Bytes that no identity begins with."""

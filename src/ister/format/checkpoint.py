@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
+from ister.base.model import Codec
 from ister.errors import UnsupportedVersionError
 from ister.format.bincode import (
     BincodeError,
@@ -35,7 +36,6 @@ from ister.format.bincode import (
     Writer,
 )
 from ister.format.crc import crc32
-from ister.model import Codec
 
 _MAGIC: Final = b"ISTC"
 _VERSION: Final = 1

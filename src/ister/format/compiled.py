@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Final, cast
 
 from ister import kernels
+from ister.base.limits import FRAME_BODY_BYTES_MAX
 from ister.format.crc import Buffer
-from ister.limits import FRAME_BODY_BYTES_MAX
 
 if TYPE_CHECKING:
     from ister.format.arrow.loops import IntArray

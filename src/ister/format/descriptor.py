@@ -42,9 +42,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from ister.base.limits import DESCRIPTOR_BYTES_MAX, OBJECT_INDEX_ENTRIES_MAX
+from ister.base.model import Codec
 from ister.errors import CorruptDataError, UnsupportedVersionError, check
-from ister.limits import DESCRIPTOR_BYTES_MAX, OBJECT_INDEX_ENTRIES_MAX
-from ister.model import Codec
 
 FORMAT_FRAMES: Final = "dnb1"
 """Frames; see `ister.format.frame`."""

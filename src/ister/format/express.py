@@ -19,6 +19,8 @@ import json
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from ister.base.limits import EXPRESS_FOOTER_BYTES_MAX
+from ister.base.model import TopicName
 from ister.errors import CorruptDataError, TopicNameError
 from ister.format.descriptor import (
     FORMAT_EXPRESS,
@@ -28,8 +30,6 @@ from ister.format.descriptor import (
     parse_run_id,
 )
 from ister.format.footer import FooterKind, FooterPlace
-from ister.limits import EXPRESS_FOOTER_BYTES_MAX
-from ister.model import TopicName
 
 MAGIC: Final = b"ISTERDNX"
 VERSION: Final = 1

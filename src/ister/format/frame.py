@@ -25,11 +25,11 @@ from enum import StrEnum
 from typing import Final, NamedTuple, TypeAlias
 
 from ister import kernels
+from ister.base.limits import FRAME_BODY_BYTES_MAX, KIB
+from ister.base.model import Codec
 from ister.errors import InvariantError, MessageTooLargeError, check
 from ister.format import compiled
 from ister.format.crc import Buffer, crc32
-from ister.limits import FRAME_BODY_BYTES_MAX, KIB
-from ister.model import Codec
 
 _HEADER = struct.Struct("<QII")
 _unpack_header = _HEADER.unpack_from

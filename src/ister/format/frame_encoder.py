@@ -23,14 +23,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from ister import kernels
+from ister.base.limits import KIB
+from ister.base.model import Codec
 from ister.errors import check
 from ister.format import compiled
 from ister.format.bincode import encode_varint, varint_form
 from ister.format.crc import crc32
 from ister.format.frame import FRAME_HEADER_SIZE, pack_header
 from ister.format.message import encode_prefix
-from ister.limits import KIB
-from ister.model import Codec
 
 _U64: Final = struct.Struct("<Q")
 # The compiled loop counts in signed 64-bit integers; what lies beyond is left to Python.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias
 
+from ister.base.limits import MIB, RECOVERY_CHUNK_BYTES
 from ister.format.frame import FRAME_HEADER_SIZE, Frame, NeedMore, decode_frame, find_frame
-from ister.limits import MIB, RECOVERY_CHUNK_BYTES
 
 Read: TypeAlias = Callable[[int, int], bytes]
 """(position, size) → bytes; fewer at the end."""

@@ -25,6 +25,8 @@ from collections.abc import Callable, Mapping
 from operator import index
 from typing import Final, NamedTuple, TypeVar
 
+from ister.base.limits import SUFFIX_CACHE_ENTRIES_MAX
+from ister.base.model import Codec, MessageId, StreamMessage
 from ister.errors import CorruptDataError, InvalidRequestError
 from ister.format import compiled
 from ister.format.bincode import (
@@ -40,8 +42,6 @@ from ister.format.bincode import (
 )
 from ister.format.crc import Buffer
 from ister.format.frame import FRAME_HEADER_SIZE
-from ister.limits import SUFFIX_CACHE_ENTRIES_MAX
-from ister.model import Codec, MessageId, StreamMessage
 
 _U64: Final = struct.Struct("<Q")
 # Parts of a body that are kept for the next one are no larger than this.

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import msgspec
 
+from ister.base.model import AckLevel, Codec
+from ister.base.structs import known
 from ister.errors import CorruptDataError
 from ister.format.manifest import StagedFile, decode_manifest, manifest_fields
-from ister.model import AckLevel, Codec
-from ister.structs import known
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -79,7 +79,7 @@ def publish_times(
     for frame in range(count):
         position = starts[frame] + 16
         limit = starts[frame + 1] if frame + 1 < count else end
-        # Two ids, two texts, the offset, the payload, and then the time: see `ister.model`.
+        # Two ids, two texts, the offset, the payload, and then the time: see `ister.base.model`.
         for item in range(7):
             if is_varint:
                 if position >= limit:

@@ -18,8 +18,8 @@ import struct
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from ister.base.limits import INDEX_ENTRIES_MAX
 from ister.format.crc import Buffer, crc32
-from ister.limits import INDEX_ENTRIES_MAX
 
 _BODY: Final = struct.Struct("<QQQ4s")
 _CRC: Final = struct.Struct("<I")

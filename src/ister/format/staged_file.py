@@ -16,10 +16,10 @@ import json
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from ister.base.limits import STAGED_FOOTER_BYTES_MAX
+from ister.base.model import TopicName
 from ister.errors import CorruptDataError, TopicNameError
 from ister.format.footer import FooterKind, FooterPlace
-from ister.limits import STAGED_FOOTER_BYTES_MAX
-from ister.model import TopicName
 
 FOOTER: Final = FooterKind(b"ISTERSTG", 1, STAGED_FOOTER_BYTES_MAX, "a staged file")
 

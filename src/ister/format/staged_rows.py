@@ -22,10 +22,10 @@ from typing import Final
 
 import pyarrow as pa
 
+from ister.base.model import COLUMNS
 from ister.errors import CorruptDataError
 from ister.format.arrow.schema import arrow_schema
 from ister.format.crc import Buffer, crc32
-from ister.model import COLUMNS
 
 STAGED_COLUMNS: Final = tuple(name for name in COLUMNS if name not in ("topic", "offset"))
 STAGED_SCHEMA: Final[pa.Schema] = arrow_schema(STAGED_COLUMNS)

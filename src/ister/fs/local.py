@@ -16,7 +16,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ister import forks
+from ister.base import forks
 from ister.errors import (
     CapacityError,
     ClosedError,

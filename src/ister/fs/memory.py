@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ister.clock import Clock, SystemClock
+from ister.base.clock import Clock, SystemClock
 from ister.errors import DirectoryLockedError, DiskError, NotFoundError
 from ister.format.crc import Buffer
 from ister.fs.base import DiskUsage, File, FileLock

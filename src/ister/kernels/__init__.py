@@ -40,10 +40,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Final
 
-from ister import forks, threads
+from ister.base import forks, threads
+from ister.base.limits import COMPILE_AFTER_BYTES
 from ister.errors import DirectoryLockedError, IsterError
 from ister.fs.local import LocalFileSystem
-from ister.limits import COMPILE_AFTER_BYTES
 
 __all__ = [
     "CACHE_VARIABLE",

@@ -38,8 +38,9 @@ from concurrent.futures import CancelledError as FutureCancelledError
 from contextlib import suppress
 from typing import Final, TypeVar
 
-from ister import forks, threads
-from ister.clock import Clock
+from ister.base import forks, threads
+from ister.base.clock import Clock
+from ister.base.retry import backoff_seconds
 from ister.config import EtcdTlsConfig
 from ister.errors import (
     CapacityError,
@@ -83,7 +84,6 @@ from ister.metadata.etcd_errors import (
 )
 from ister.metadata.etcd_usage import read_usage
 from ister.metadata.leases import HeldLease, number_of
-from ister.retry import backoff_seconds
 
 _log = logging.getLogger("ister.metadata.etcd")
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
-from ister.clock import Clock
+from ister.base.clock import Clock
 from ister.config import EtcdTlsConfig
 from ister.errors import ConfigError
 from ister.metadata.etcd_errors import NotConnectedError, StreamEndedError, judge, map_refusal

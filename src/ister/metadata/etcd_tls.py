@@ -1,6 +1,6 @@
 """TLS to etcd: the certificates of `storage.metadata.tls`, and reasons for failed handshakes.
 
-Does not own: reading the files again when they change (`ister.certificates`).
+Does not own: reading the files again when they change (`ister.base.certificates`).
 
 gRPC says little about a failed handshake, so it is repeated with `ssl`, which gives the reason.
 """
@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
-from ister.certificates import CertificateFiles, Loaded
-from ister.clock import Clock
+from ister.base.certificates import CertificateFiles, Loaded
+from ister.base.clock import Clock
 from ister.config import EtcdTlsConfig
 from ister.errors import ConfigError
 

@@ -29,8 +29,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from ister import threads
-from ister.clock import Clock, SystemClock
+from ister.base import threads
+from ister.base.clock import Clock, SystemClock
 from ister.errors import ClosedError, CommitUnknownError, NotFoundError
 from ister.metadata.base import (
     Compare,

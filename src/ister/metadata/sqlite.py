@@ -41,8 +41,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Final, TypeVar
 
-from ister import forks, threads
-from ister.clock import Clock
+from ister.base import forks, threads
+from ister.base.clock import Clock
 from ister.errors import (
     CapacityError,
     ClosedError,

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager, suppress
 from typing import Final
 from urllib.parse import quote
 
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
 from ister.errors import (
     CapacityError,
     ConfigError,

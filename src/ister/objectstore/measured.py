@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ister.clock import Clock
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
 from ister.format.crc import Buffer
-from ister.metrics import Metrics
 from ister.objectstore.base import ObjectStore
 
 _Bytes = TypeVar("_Bytes", bound=Buffer)

@@ -41,8 +41,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from ister import forks
-from ister.clock import Clock
+from ister.base import forks
+from ister.base.clock import Clock
+from ister.base.retry import RetryPolicy
 from ister.errors import (
     AlreadyExistsError,
     ClosedError,
@@ -66,7 +67,6 @@ from ister.objectstore.keys import check_key, check_prefix, check_range
 from ister.objectstore.opendal_writer import OpendalWriter
 from ister.objectstore.staged_files import StagedFiles
 from ister.objectstore.store_errors import error_kind, map_store_error
-from ister.retry import RetryPolicy
 
 if TYPE_CHECKING:
     import opendal
@@ -133,7 +133,7 @@ class OpendalStore:
         forks.register(self)
 
     def _after_fork(self, error: ClosedError) -> None:
-        """Abandons the parent's connections and threads in a forked child; see `ister.forks`."""
+        """Abandons the parent's connections and threads in a child; see `ister.base.forks`."""
         forks.reset_locks(self._closed, self._probe_lock)
         forks.leak(self._operator, self._writing)
         self._syncers = None

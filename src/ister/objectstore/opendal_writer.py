@@ -7,9 +7,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
+from ister.base.limits import MIB
 from ister.errors import ClosedError, IsterError, NotFoundError, UnavailableError
 from ister.format.crc import Buffer
-from ister.limits import MIB
 from ister.objectstore.staged_files import StagedFiles
 
 if TYPE_CHECKING:

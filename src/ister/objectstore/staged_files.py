@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
+from ister.base.limits import KIB
 from ister.errors import (
     AlreadyExistsError,
     DiskError,
@@ -39,7 +40,6 @@ from ister.format.crc import Buffer
 from ister.fs.base import FileSystem
 from ister.fs.local import DIRECTORY_MODE, map_os_error
 from ister.fs.whole_files import write_file
-from ister.limits import KIB
 from ister.objectstore.base import ObjectInfo
 from ister.objectstore.keys import STAGING_FOLDER
 

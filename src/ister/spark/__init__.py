@@ -38,7 +38,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, cast
 
-from ister.extras import missing_extra
+from ister.base.extras import missing_extra
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

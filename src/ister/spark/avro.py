@@ -45,8 +45,8 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from ister.base.extras import missing_extra
 from ister.errors import CorruptDataError, InvalidRequestError
-from ister.extras import missing_extra
 from ister.spark.compat import arrow_type_of
 
 AvroSchema: TypeAlias = Any  # nested dicts, lists and names, as fastavro and JSON have them

@@ -20,9 +20,9 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructField, StructType
 
+from ister.base.limits import MIB
+from ister.base.retry import retry_unavailable
 from ister.errors import DataGapError, InvalidRequestError, NotFoundError
-from ister.limits import MIB
-from ister.retry import retry_unavailable
 from ister.spark.compat import arrow_schema_of
 from ister.spark.location import find_place
 from ister.spark.offset_resolver import Head, OffsetResolver

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ister.base.positions import lag_of
 from ister.errors import InvalidRequestError
-from ister.positions import lag_of
 from ister.spark.offsets import StreamOffset
 
 if TYPE_CHECKING:

@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from ister import forks
+from ister.base import forks
+from ister.base.model import JsonObject, TopicName
+from ister.base.retry import retry_unavailable
 from ister.client.flight import FlightClient
 from ister.config import CloudBackend, Config, MetadataBackend, load_config
 from ister.errors import ConfigError, IsterError, UnavailableError
-from ister.model import JsonObject, TopicName
-from ister.retry import retry_unavailable
 from ister.topic.history import BucketLog
 from ister.topic.local_tail import LocalTail
 

@@ -28,6 +28,9 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ister.base.limits import KIB
+from ister.base.model import AckLevel, TopicName
+from ister.base.partitions import base_of_partition, partition_name
 from ister.bucket.directory import TopicDirectory
 from ister.bucket.membership import is_node_running
 from ister.bucket.names import TopicKeys
@@ -43,10 +46,7 @@ from ister.errors import (
 )
 from ister.format.descriptor import decode_descriptor
 from ister.format.records import TopicRecord
-from ister.limits import KIB
 from ister.metadata.base import MetadataStore
-from ister.model import AckLevel, TopicName
-from ister.partitions import base_of_partition, partition_name
 from ister.spark.location import LogLocation
 from ister.spark.offsets import TopicHead
 from ister.spark.option_values import OffsetWord

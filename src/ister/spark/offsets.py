@@ -42,6 +42,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, NoReturn, Self
 
+from ister.base.model import TopicName
 from ister.errors import (
     ConflictError,
     DataGapError,
@@ -50,7 +51,6 @@ from ister.errors import (
     UnsupportedVersionError,
     check,
 )
-from ister.model import TopicName
 
 _VERSION: Final = 1
 _PACKED_VERSION: Final = 2

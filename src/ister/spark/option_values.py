@@ -20,12 +20,12 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import Final, Generic, Literal, TypeAlias, TypeVar
 
+from ister.base.limits import KIB
+from ister.base.model import COLUMNS, TopicName
+from ister.base.partitions import base_of_partition, parse_partition, partition_name
+from ister.base.positions import EPOCH, parse_time
 from ister.client.flight import parse_brokers
 from ister.errors import InvalidRequestError, TopicNameError
-from ister.limits import KIB
-from ister.model import COLUMNS, TopicName
-from ister.partitions import base_of_partition, parse_partition, partition_name
-from ister.positions import EPOCH, parse_time
 
 SPLIT_BYTES_MIN: Final = 64 * KIB
 """Below this, the cost of a task dominates."""

@@ -21,10 +21,10 @@ from enum import StrEnum
 from functools import partial
 from typing import Final, Literal, Self, TypeVar
 
+from ister.base.model import COLUMNS, AckLevel, Codec
+from ister.base.partitions import base_of_partition, partition_name
 from ister.bucket.orphans import JOB_PREFIX, REPLAY_PREFIX
 from ister.errors import InvalidRequestError
-from ister.model import COLUMNS, AckLevel, Codec
-from ister.partitions import base_of_partition, partition_name
 from ister.spark.option_values import (
     HEADERS,
     PAYLOAD_ERROR,

@@ -20,14 +20,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
-from ister import forks
+from ister.base import forks
+from ister.base.clock import SystemClock
+from ister.base.model import TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.directory import read_owners
 from ister.bucket.members import Member, MemberState, read_members
 from ister.bucket.membership import is_node_running
 from ister.bucket.names import TopicKeys
 from ister.client.flight import FlightClient
-from ister.clock import SystemClock
 from ister.errors import (
     FencedError,
     IsterError,
@@ -36,7 +37,6 @@ from ister.errors import (
     UnavailableError,
     WaitsForDiskError,
 )
-from ister.model import TopicName
 from ister.spark.location import LogLocation, client_of
 from ister.wire.contract import TopicStatus
 

@@ -26,8 +26,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know it by
 from pyspark.sql.types import BinaryType, DataType, StringType, StructField, StructType
 
+from ister.base.model import COLUMNS
 from ister.errors import InvalidRequestError
-from ister.model import COLUMNS
 from ister.spark.avro import (
     REASON,
     VALUE,

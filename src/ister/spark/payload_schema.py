@@ -28,9 +28,9 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from ister.base.partitions import base_of_partition
+from ister.base.retry import retry_unavailable
 from ister.errors import InvalidRequestError, NotFoundError
-from ister.partitions import base_of_partition
-from ister.retry import retry_unavailable
 from ister.spark.ddl import parse_struct
 from ister.spark.location import LogLocation, find_place
 from ister.spark.offset_resolver import OffsetResolver

@@ -44,11 +44,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Self, TypeAlias
 
+from ister.base.limits import KIB, MIB
 from ister.bucket.chunks import ObjectPart
 from ister.bucket.compaction_plan import weigh
 from ister.errors import DataGapError, check
 from ister.format.descriptor import FORMAT_FRAMES, FORMAT_PARQUET, ObjectDescriptor
-from ister.limits import KIB, MIB
 
 SPLIT_BYTES_DEFAULT: Final = 64 * MIB
 """About what a partition weighs."""

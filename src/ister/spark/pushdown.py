@@ -22,7 +22,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from ister.positions import EPOCH
+from ister.base.positions import EPOCH
 from ister.spark.batch import BatchReader
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.options import ReadOptions

@@ -29,9 +29,10 @@ from typing import Final, TypeAlias
 
 import pyarrow as pa
 
+from ister.base.clock import SystemClock
+from ister.base.model import TopicName
 from ister.bucket.chunks import ObjectPart, ObjectsAhead
 from ister.client.flight import FlightClient
-from ister.clock import SystemClock
 from ister.errors import (
     ConflictError,
     CorruptDataError,
@@ -43,7 +44,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.crc import Buffer
-from ister.model import TopicName
 from ister.spark.location import LogLocation, client_of
 from ister.spark.owners import ask_first, check_has, find_owner, is_down
 from ister.spark.planner import Partition, Slice

@@ -34,9 +34,13 @@ from typing import Final, Self, TypeVar
 
 import pyarrow as pa
 
+from ister.base.clock import SystemClock
+from ister.base.limits import MIB
+from ister.base.model import AckLevel, Codec
+from ister.base.partitions import parse_partition
+from ister.base.retry import retry_unavailable
 from ister.bucket.names import shared_staging_prefix
 from ister.bucket.shared_staging import StagingMark
-from ister.clock import SystemClock
 from ister.config import Config, Engine
 from ister.errors import (
     ConflictError,
@@ -50,11 +54,7 @@ from ister.format.arrow.encode import check_rows
 from ister.format.manifest import StagedFile
 from ister.format.staged_file import StagedSegment, encode_footer
 from ister.format.staged_rows import DIGEST_MODULUS, digest_rows, encode_block, join_batches
-from ister.limits import MIB
-from ister.model import AckLevel, Codec
 from ister.objectstore.base import ObjectStore, ObjectWriter
-from ister.partitions import parse_partition
-from ister.retry import retry_unavailable
 from ister.spark.location import LogLocation
 from ister.spark.owners import ask, ask_any, group_by_owner, has_brokers
 from ister.topic.batches import AppendedBatch, StagedBatch

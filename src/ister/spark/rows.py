@@ -29,9 +29,9 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from ister.base.model import COLUMNS
 from ister.errors import InvalidRequestError
 from ister.format.staged_rows import STAGED_COLUMNS, STAGED_SCHEMA
-from ister.model import COLUMNS
 from ister.spark.option_values import FOREIGN_COLUMNS, HEADERS, PAYLOAD_ERROR, READABLE_COLUMNS
 from ister.spark.options import PayloadErrors, PayloadFormat, ReadOptions
 

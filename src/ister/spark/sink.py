@@ -33,10 +33,10 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
+from ister.base.model import TopicName
 from ister.bucket.orphans import JOB_PREFIX
 from ister.errors import InvalidRequestError
 from ister.format.manifest import StagedFile
-from ister.model import TopicName
 from ister.spark.compat import DataSourceStreamArrowWriter
 from ister.spark.location import LogLocation, find_place
 from ister.spark.options import ReplayedBatch, WriteOptions

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
+from ister.base.extras import missing_extra
 from ister.errors import IsterError, UnsupportedOperationError
-from ister.extras import missing_extra
 from ister.spark.compat import HAS_PUSHDOWN, require_spark
 from ister.spark.options import (
     ALIASES,

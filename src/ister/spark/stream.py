@@ -42,7 +42,8 @@ from typing import Final
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
+from ister.base.retry import retry_unavailable
 from ister.errors import (
     ConflictError,
     DataGapError,
@@ -51,7 +52,6 @@ from ister.errors import (
     UnavailableError,
     UnsupportedOperationError,
 )
-from ister.retry import retry_unavailable
 from ister.spark.batch import REACH_REMEDY, START_REMEDY, TopicReader
 from ister.spark.compat import (
     SPARK_VERSION,

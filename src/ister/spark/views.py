@@ -21,9 +21,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
+from ister.base.partitions import base_of_partition
+from ister.base.retry import retry_unavailable
 from ister.errors import ConflictError, InvalidRequestError
-from ister.partitions import base_of_partition
-from ister.retry import retry_unavailable
 from ister.spark.location import find_place
 from ister.spark.options import ReadOptions
 

@@ -6,7 +6,7 @@ knows its work in advance, and compiles them first.
 PySpark runs a full garbage collection after each task, plan and commit of a reused worker, over a
 few hundred thousand objects of our libraries: a tenth of a second for nothing.
 
-A worker processes one chunk after the other, and keeps memory for a few (`ister.allocator`).
+A worker processes one chunk after the other, and keeps memory for a few (`ister.base.allocator`).
 Arrow's own allocator ignores that setting and returns freed buffers to the kernel, so in a worker
 Arrow uses the C library's: an export takes a tenth less processor time, and less memory.
 """
@@ -20,8 +20,8 @@ from typing import Final
 import pyarrow as pa
 
 from ister import kernels
-from ister.allocator import keep_freed_buffers
-from ister.limits import MIB
+from ister.base.allocator import keep_freed_buffers
+from ister.base.limits import MIB
 
 _MODULES_MIN: Final = 50
 _COMPILED_BYTES_MIN: Final = 4 * MIB

@@ -26,10 +26,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.model import JsonObject, TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.directory import list_topics
 from ister.bucket.names import TopicKeys, segment_name
-from ister.clock import Clock
 from ister.errors import (
     DataGapError,
     InvalidRequestError,
@@ -38,8 +40,6 @@ from ister.errors import (
 )
 from ister.format.descriptor import ObjectDescriptor
 from ister.metadata.base import MetadataStore
-from ister.metrics import Metrics
-from ister.model import JsonObject, TopicName
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy, SubscriptionKind
 from ister.subscription.store import StoredSubscription, SubscriptionStore
 

@@ -17,8 +17,8 @@ from typing import Final, Self
 
 import msgspec
 
+from ister.base.structs import known
 from ister.errors import CapacityError, CorruptDataError, InvariantError, check
-from ister.structs import known
 
 RANGES_MAX: Final = 10_000
 """Ranges above the floor that acknowledgements of messages not held here may make."""

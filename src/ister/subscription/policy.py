@@ -13,8 +13,8 @@ from typing import Any, Final, Self, cast
 
 import msgspec
 
+from ister.base.model import TopicName
 from ister.errors import InvalidRequestError
-from ister.model import TopicName
 
 _REDELIVERIES_MAX: Final = 1_000_000
 # A month. Longer is a mistake in the unit.

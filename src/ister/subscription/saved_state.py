@@ -13,8 +13,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from ister.base.structs import known
 from ister.errors import CorruptDataError
-from ister.structs import known
 from ister.subscription.floor import AckFloor
 
 _log = logging.getLogger("ister.subscription.saved_state")

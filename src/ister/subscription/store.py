@@ -43,10 +43,12 @@ from typing import Final
 
 import msgspec
 
+from ister.base.clock import Clock
+from ister.base.model import TopicName
+from ister.base.structs import known
 from ister.bucket.cursors import DELIVERY, clip_progress
 from ister.bucket.names import TopicKeys
 from ister.bucket.ownership import OwnedTopic
-from ister.clock import Clock
 from ister.errors import (
     AlreadyExistsError,
     CapacityError,
@@ -68,8 +70,6 @@ from ister.metadata.base import (
     Put,
     RevisionIs,
 )
-from ister.model import TopicName
-from ister.structs import known
 from ister.subscription.policy import FailurePolicy, SubscriptionKind
 from ister.subscription.receipts import new_key
 from ister.subscription.saved_state import SavedState

@@ -17,6 +17,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
+from ister.base.model import AckLevel, Start
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -25,7 +26,6 @@ from ister.errors import (
     IsterError,
     WaitTimeoutError,
 )
-from ister.model import AckLevel, Start
 from ister.topic.append import MessageFields
 from ister.topic.arguments import as_bytes, as_number, as_payloads, as_timeout
 from ister.topic.message import Message

@@ -17,16 +17,16 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
-from ister.clock import Clock
+from ister.base.clock import Clock
+from ister.base.extras import missing_extra
+from ister.base.limits import APPEND_CHUNK_BYTES, ENVELOPE_SIZE_BYTES_MAX, SUFFIX_CACHE_ENTRIES_MAX
+from ister.base.metrics import Metrics
+from ister.base.model import Codec, MessageId, StreamMessage
+from ister.base.positions import to_milliseconds
 from ister.errors import InvalidRequestError, MessageTooLargeError
-from ister.extras import missing_extra
 from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import BodyEncoder, RecordEncoder
 from ister.format.payloads import FEW_ROWS, Payloads
-from ister.limits import APPEND_CHUNK_BYTES, ENVELOPE_SIZE_BYTES_MAX, SUFFIX_CACHE_ENTRIES_MAX
-from ister.metrics import Metrics
-from ister.model import Codec, MessageId, StreamMessage
-from ister.positions import to_milliseconds
 from ister.topic.arguments import as_bytes, as_number, as_payloads
 from ister.topic.cache import Cache
 from ister.wal.log import Wal

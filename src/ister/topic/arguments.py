@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterable
 from operator import index
 
+from ister.base.model import AckLevel, Codec
 from ister.errors import InvalidRequestError
-from ister.model import AckLevel, Codec
 
 
 def as_bytes(payload: object) -> bytes:

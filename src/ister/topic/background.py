@@ -28,9 +28,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from ister import threads
+from ister.base import threads
+from ister.base.clock import Clock
 from ister.bucket.pipeline import PipelineKeys, PipelineWatch
-from ister.clock import Clock
 from ister.config import Engine, StorageConfig
 from ister.errors import ClosedError, ConflictError, FencedError, IsterError
 from ister.topic.bucket_link import TopicBucket

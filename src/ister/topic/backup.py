@@ -25,12 +25,15 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ister.base.clock import Clock
+from ister.base.limits import CHECKPOINT_BYTES_MAX, MIB
+from ister.base.metrics import Metrics
+from ister.base.model import TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.directory import list_records
 from ister.bucket.names import TopicKeys, object_key
 from ister.bucket.terms import newest_terms
 from ister.bucket.trust import TRUST_PREFIX
-from ister.clock import Clock
 from ister.config import CloudBackend, Config, MetadataBackend, StorageMode
 from ister.errors import (
     AlreadyExistsError,
@@ -43,9 +46,6 @@ from ister.errors import (
 from ister.fs.base import File
 from ister.fs.local import LocalFileSystem
 from ister.fs.whole_files import read_file, write_file
-from ister.limits import CHECKPOINT_BYTES_MAX, MIB
-from ister.metrics import Metrics
-from ister.model import TopicName
 from ister.objectstore.base import ObjectStore
 from ister.topic.heads import read_local
 from ister.topic.node import INSTANCES_NAME, NODE_NAME, read_node_id

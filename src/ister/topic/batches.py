@@ -52,12 +52,14 @@ from typing import Final, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock import Clock
+from ister.base.limits import KIB, MIB
+from ister.base.model import AckLevel, Codec, TopicName
 from ister.bucket.names import shared_staging_prefix, staging_prefix
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.shared_staging import StagedNeeds
 from ister.bucket.writer_files import read_files
-from ister.clock import Clock
 from ister.errors import (
     CommitUnknownError,
     ConflictError,
@@ -76,9 +78,7 @@ from ister.format.staged_rows import (
     join_batches,
     parse_block_size,
 )
-from ister.limits import KIB, MIB
 from ister.metadata.base import Absent, Compare, Delete, Put, RevisionIs
-from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.base import ObjectStore
 from ister.topic.topic import Topic
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from ister.base.model import Codec
 from ister.format.frame import FRAME_HEADER_SIZE, frame_starts
-from ister.model import Codec
 from ister.topic.message import Message, make_message
 from ister.wal.buffer import Chunk
 

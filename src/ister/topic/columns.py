@@ -28,9 +28,11 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.model import Codec
 from ister.bucket.chunks import FirstRange, ObjectPart, ObjectsAhead, await_bytes, fetch_chunks
 from ister.bucket.history_reader import HistoryReader
-from ister.clock import Clock
 from ister.errors import CorruptDataError, NotFoundError
 from ister.format.archive import ArchivedRows, ArchiveReader, Fetched
 from ister.format.arrow.decode import ColumnarDecoder, FrameFeed
@@ -39,8 +41,6 @@ from ister.format.arrow.text import Projection
 from ister.format.crc import Buffer
 from ister.format.descriptor import FORMAT_PARQUET
 from ister.format.frame import FrameBatch, NothingLeftError
-from ister.metrics import Metrics
-from ister.model import Codec
 from ister.objectstore.base import ObjectStore
 from ister.objectstore.measured import MeasuredReads
 from ister.topic.reader import Reader

@@ -42,9 +42,9 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from ister.base.model import AckLevel, StreamMessage, TopicState
 from ister.errors import CapacityError, ConflictError, InvalidRequestError
 from ister.format.payloads import Payloads
-from ister.model import AckLevel, StreamMessage, TopicState
 from ister.topic.read_only import ReadOnlyTopic
 from ister.topic.topic import Topic
 

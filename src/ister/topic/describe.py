@@ -14,9 +14,9 @@ from typing import Final, cast
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ister.base.model import JsonObject, Watermarks
+from ister.base.partitions import base_of_partition
 from ister.format.descriptor import ObjectDescriptor, count_messages, encode_descriptor
-from ister.model import JsonObject, Watermarks
-from ister.partitions import base_of_partition
 from ister.wire.views import TopicJson
 
 __all__ = [

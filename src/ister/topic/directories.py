@@ -16,14 +16,14 @@ import warnings
 from contextlib import suppress
 from typing import Final, Protocol
 
-from ister import failpoints
-from ister.clock import Clock
+from ister.base import failpoints
+from ister.base.clock import Clock
+from ister.base.model import TopicName
 from ister.config import StorageConfig, StorageMode
 from ister.errors import IsterError, NotFoundError, TopicNameError
 from ister.fs.base import FileLock, FileSystem
 from ister.fs.local import LocalFileSystem
 from ister.fs.memory import MemoryFileSystem
-from ister.model import TopicName
 from ister.wal.directory import LOCK_NAME, WalDirectory
 
 _MEMORY_ROOT: Final = "/memory"

@@ -34,7 +34,9 @@ from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
-from ister import threads
+from ister.base import threads
+from ister.base.limits import KIB, MIB
+from ister.base.metrics import Metrics
 from ister.config import CloudBackend, DiskConfig, MetadataBackend, StorageConfig
 from ister.errors import (
     CapacityError,
@@ -47,8 +49,6 @@ from ister.errors import (
 from ister.fs.base import FileSystem
 from ister.fs.local import LocalFileSystem
 from ister.fs.whole_files import file_size
-from ister.limits import KIB, MIB
-from ister.metrics import Metrics
 
 if TYPE_CHECKING:
     from ister.topic.topic import Topic

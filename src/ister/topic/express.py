@@ -32,7 +32,8 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Final
 
-from ister import threads
+from ister.base import threads
+from ister.base.retry import backoff_seconds
 from ister.bucket.express import ExpressObject, Run, commit_runs
 from ister.bucket.express_collection import ExpressCollection, collect_express
 from ister.bucket.names import express_name
@@ -45,7 +46,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.metadata.base import Compare
-from ister.retry import backoff_seconds
 from ister.topic.stores import Stores
 from ister.topic.uploads import PlannedRun, TopicUploads
 

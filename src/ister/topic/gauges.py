@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from ister.metrics import BY_NAME, Metrics
+from ister.base.metrics import BY_NAME, Metrics
 from ister.topic.node_clock import NodeClock
 from ister.topic.room import SpaceGuards
 from ister.topic.stores import Stores

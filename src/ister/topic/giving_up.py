@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.model import TopicState
 from ister.bucket.check import load_archives, verify_content
 from ister.bucket.history_reader import HistoryReader, ReaderSettings
 from ister.bucket.merge import Writer, write_object
@@ -34,7 +35,6 @@ from ister.errors import CorruptDataError, InvalidRequestError, NotFoundError
 from ister.format.descriptor import FORMAT_PARQUET, KEPT_READABLE, ObjectDescriptor
 from ister.format.frame import FrameBatch, NothingLeftError
 from ister.format.offset_ranges import merge_ranges, missing_from
-from ister.model import TopicState
 from ister.topic.reconcile import set_aside
 from ister.topic.repair import abandoned, held
 from ister.topic.stores import Stores, upload_settings

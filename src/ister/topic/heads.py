@@ -21,16 +21,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from ister.base.clock import Clock
+from ister.base.limits import MIB
 from ister.bucket.claim import Head, LocalFiles
 from ister.bucket.terms import Term
-from ister.clock import Clock
 from ister.errors import IsterError, NotFoundError
 from ister.format.checkpoint import WalState
 from ister.format.crc import crc32
 from ister.format.frame import Corrupt
 from ister.fs.base import FileSystem
 from ister.fs.whole_files import read_file, write_file
-from ister.limits import MIB
 from ister.topic.topic import Topic
 from ister.wal.directory import WalDirectory
 from ister.wal.recovery import Damage, Recovered

@@ -21,14 +21,19 @@ from typing import Final, Self
 
 import pyarrow as pa
 
-from ister import forks
+from ister.base import forks
+from ister.base.clock import Clock, SystemClock
+from ister.base.metrics import Metrics
+from ister.base.model import Start, TopicName
+from ister.base.notebook import render_table
+from ister.base.partitions import partition_name
+from ister.base.positions import to_milliseconds
 from ister.bucket.catalog import Catalog, list_partitions
 from ister.bucket.chunks import OBJECTS_AHEAD_MAX, FirstRange, ObjectPart, ObjectsAhead
 from ister.bucket.directory import list_topics
 from ister.bucket.history_reader import HistoryReader, ReaderSettings
 from ister.bucket.membership import is_node_running
 from ister.bucket.names import TopicKeys, object_key
-from ister.clock import Clock, SystemClock
 from ister.config import CloudBackend, Config, OnDamage
 from ister.errors import (
     ClosedError,
@@ -43,14 +48,9 @@ from ister.format.crc import Buffer
 from ister.format.descriptor import ObjectDescriptor
 from ister.format.records import TopicRecord, decode_topic
 from ister.metadata.base import MetadataStore
-from ister.metrics import Metrics
-from ister.model import Start, TopicName
-from ister.notebook import render_table
 from ister.objectstore.base import ObjectStore
 from ister.objectstore.measured import MeasuredReads
 from ister.objectstore.slices import with_slices
-from ister.partitions import partition_name
-from ister.positions import to_milliseconds
 from ister.topic.arguments import as_offset
 from ister.topic.columns import Decoders, Rows, read_part, read_range
 from ister.topic.stores import open_metadata, open_objects
@@ -202,7 +202,7 @@ class BucketLog:
             objects.close()
 
     def _after_fork(self, error: ClosedError) -> None:
-        """Makes a forked child's copy unusable; see `ister.forks`."""
+        """Makes a forked child's copy unusable; see `ister.base.forks`."""
         forks.reset_locks(self._lock)
         self._fork_error = error
         self._ahead = self._metadata = self._objects = None

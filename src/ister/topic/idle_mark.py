@@ -18,9 +18,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from ister.base.model import AckLevel, TopicState
 from ister.bucket.ownership import OwnedTopic
 from ister.errors import CapacityError
-from ister.model import AckLevel, TopicState
 from ister.wal.log import Wal
 
 _HOLD = "idle"

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Final
 
+from ister.base.model import TopicName
+from ister.base.partitions import base_of_partition, partition_name
 from ister.bucket.catalog import list_partitions
 from ister.bucket.directory import list_records
 from ister.errors import AlreadyExistsError, IsterError, TopicNameError
 from ister.fs.base import FileSystem
-from ister.model import TopicName
-from ister.partitions import base_of_partition, partition_name
 from ister.topic.directories import TopicDirectories
 from ister.topic.disk import RESERVE_NAME
 from ister.topic.heads import HEADS_NAME

@@ -21,7 +21,10 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
-from ister.clock import Clock
+from ister.base.clock import Clock
+from ister.base.limits import CHECKPOINT_INTERVAL_SECONDS, KIB
+from ister.base.metrics import Metrics
+from ister.base.model import TopicName
 from ister.errors import (
     CorruptDataError,
     IsterError,
@@ -33,9 +36,6 @@ from ister.format.checkpoint import UploaderCheckpoint
 from ister.format.frame import FrameBatch
 from ister.fs.base import FileSystem
 from ister.fs.local import LocalFileSystem
-from ister.limits import CHECKPOINT_INTERVAL_SECONDS, KIB
-from ister.metrics import Metrics
-from ister.model import TopicName
 from ister.topic.node import read_node_id
 from ister.wal.directory import WalDirectory
 from ister.wal.reader import WalReader

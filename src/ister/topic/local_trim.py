@@ -12,11 +12,11 @@ import logging
 import threading
 from collections.abc import Callable
 
-from ister import threads
-from ister.clock import Clock
+from ister.base import threads
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
 from ister.config import WalRetentionConfig
 from ister.errors import ClosedError, IsterError
-from ister.metrics import Metrics
 from ister.topic.node_clock import NodeClock
 from ister.topic.retention import list_files, plan_trim
 from ister.topic.topic import Topic

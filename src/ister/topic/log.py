@@ -16,10 +16,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 from weakref import WeakMethod, WeakValueDictionary
 
-from ister import failpoints, forks
+from ister.base import failpoints, forks
+from ister.base.clock import Clock, SystemClock
+from ister.base.clock_guard import ClockStep
+from ister.base.metrics import Metrics
+from ister.base.model import AckLevel, Codec, TopicName
+from ister.base.partitions import base_of_partition
+from ister.base.tracing import span
 from ister.bucket.claim import Head
-from ister.clock import Clock, SystemClock
-from ister.clock_guard import ClockStep
 from ister.config import Config, StorageMode
 from ister.errors import (
     ClosedError,
@@ -30,10 +34,7 @@ from ister.errors import (
 )
 from ister.fs.base import FileSystem
 from ister.metadata.base import MetadataStore
-from ister.metrics import Metrics
-from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.base import ObjectStore
-from ister.partitions import base_of_partition
 from ister.topic.append import load_batches
 from ister.topic.arguments import check_ack, parse_ack, parse_codec
 from ister.topic.background import Background
@@ -53,7 +54,6 @@ from ister.topic.room import SpaceGuards
 from ister.topic.stores import Stores, open_stores
 from ister.topic.table import render_topics
 from ister.topic.topic import Topic
-from ister.tracing import span
 from ister.wal.scheduler import Scheduler, Threads
 from ister.wal.signals import check_wait, shielded
 
@@ -722,7 +722,7 @@ class Log:
             raise failure
 
     def _after_fork(self, error: ClosedError) -> None:
-        """Makes a forked child's copy unusable; see `ister.forks`."""
+        """Makes a forked child's copy unusable; see `ister.base.forks`."""
         forks.reset_locks(self._lock, self._ending)
         self._fork_error = error
         self._is_closed = True

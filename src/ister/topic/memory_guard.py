@@ -25,10 +25,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from ister import threads
+from ister.base import threads
+from ister.base.metrics import Metrics
 from ister.errors import CapacityError, ClosedError, FencedError, IsterError
 from ister.fs.memory import MemoryFileSystem
-from ister.metrics import Metrics
 
 if TYPE_CHECKING:
     from ister.topic.topic import Topic

@@ -15,12 +15,12 @@ from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 from typing import overload
 
+from ister.base.model import Codec, StreamMessage
+from ister.base.positions import EPOCH
+from ister.base.serializers import JSON, TEXT, Json, Serializer, decode_payload_by
 from ister.errors import InvalidRequestError
 from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import decode_message, decode_payload
-from ister.model import Codec, StreamMessage
-from ister.positions import EPOCH
-from ister.serializers import JSON, TEXT, Json, Serializer, decode_payload_by
 
 
 class Message:

@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Final
 
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.model import TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.express import find_runs
 from ister.bucket.identity import BucketIdentity
 from ister.bucket.names import TOPICS_PREFIX, TopicKeys
 from ister.bucket.rebuild import TopicReport, find_topics, rebuild_topic
-from ister.clock import Clock
 from ister.config import MetadataBackend, MetadataConfig, StorageConfig
 from ister.errors import (
     CorruptDataError,
@@ -37,8 +39,6 @@ from ister.format.descriptor import ObjectDescriptor, count_messages
 from ister.fs.local import LocalFileSystem
 from ister.metadata.base import MetadataStore
 from ister.metadata.memory import MemoryMetadata
-from ister.metrics import Metrics
-from ister.model import TopicName
 from ister.objectstore.base import ObjectStore
 from ister.topic.stores import open_metadata
 from ister.wal.directory import LOCK_NAME

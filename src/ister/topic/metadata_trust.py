@@ -25,6 +25,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.model import AckLevel, TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.directory import list_records
 from ister.bucket.express import ExpressRuns, find_runs
@@ -50,7 +53,6 @@ from ister.bucket.terms import (
     process_of_claim,
 )
 from ister.bucket.trust import Trust
-from ister.clock import Clock
 from ister.errors import (
     ConflictError,
     CorruptDataError,
@@ -70,8 +72,6 @@ from ister.metadata.base import (
     Put,
     RevisionIs,
 )
-from ister.metrics import Metrics
-from ister.model import AckLevel, TopicName
 from ister.objectstore.base import ObjectInfo, ObjectStore
 from ister.objectstore.slices import with_slices
 from ister.topic.heads import read_local

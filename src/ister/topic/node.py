@@ -17,10 +17,10 @@ import re
 import secrets
 from typing import Final
 
+from ister.base.limits import KIB
 from ister.errors import NotFoundError
 from ister.fs.base import FileSystem
 from ister.fs.whole_files import read_file, replace_file
-from ister.limits import KIB
 
 _log = logging.getLogger("ister.topic.node")
 

@@ -1,7 +1,7 @@
 """Detects steps of this node's clock, across restarts.
 
-Owns: the guard (`ister.clock_guard`) and its mark, the file `.clock` beside the directories of the
-topics. Does not own: what is suspended while the clock is not trusted.
+Owns: the guard (`ister.base.clock_guard`) and its mark, the file `.clock` beside the directories
+of the topics. Does not own: what is suspended while the clock is not trusted.
 
 The mark is saved at the start, once a minute while `check` is called, when the result changes, and
 at the end. It is replaced atomically: a crash leaves the old or the new one. If it cannot be saved
@@ -14,14 +14,14 @@ import logging
 import threading
 from typing import Final
 
-from ister.clock import Clock
-from ister.clock_guard import ClockGuard, ClockMark, ClockStep
+from ister.base.clock import Clock
+from ister.base.clock_guard import ClockGuard, ClockMark, ClockStep
+from ister.base.limits import KIB
 from ister.config import StorageConfig
 from ister.errors import IsterError, NotFoundError
 from ister.fs.base import FileSystem
 from ister.fs.local import boot_id
 from ister.fs.whole_files import read_file, replace_file
-from ister.limits import KIB
 
 _log = logging.getLogger("ister.topic.node_clock")
 

@@ -20,10 +20,13 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Final, Protocol
 
+from ister.base.clock import SystemClock
+from ister.base.metrics import Metrics
+from ister.base.model import JsonObject, TopicName, Watermarks
+from ister.base.positions import lag_of
 from ister.bucket.catalog import Catalog, Subscription
 from ister.bucket.directory import list_topics
 from ister.bucket.names import TopicKeys
-from ister.clock import SystemClock
 from ister.config import CloudBackend, MetadataBackend, StorageConfig
 from ister.errors import CorruptDataError, IsterError, NotFoundError, UnsupportedVersionError
 from ister.format.checkpoint import WalState
@@ -33,9 +36,6 @@ from ister.format.records import OwnerRecord, SealedState, TopicRecord
 from ister.fs.base import File
 from ister.fs.local import LocalFileSystem
 from ister.metadata.base import MetadataStore
-from ister.metrics import Metrics
-from ister.model import JsonObject, TopicName, Watermarks
-from ister.positions import lag_of
 from ister.topic.describe import (
     SubscriptionView,
     TopicView,

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from ister import threads
+from ister.base import threads
+from ister.base.clock import SystemClock
+from ister.base.model import TopicName, TopicState
 from ister.bucket.catalog import Catalog
 from ister.bucket.names import TopicKeys
-from ister.clock import SystemClock
 from ister.config import MetadataBackend
 from ister.errors import (
     CorruptDataError,
@@ -26,7 +27,6 @@ from ister.errors import (
     WaitsForDiskError,
 )
 from ister.fs.local import LocalFileSystem
-from ister.model import TopicName, TopicState
 from ister.topic.giving_up import GivenUp
 from ister.topic.log import Log
 from ister.topic.stores import Stores, metadata_of, open_metadata

@@ -11,12 +11,14 @@ import logging
 from contextlib import suppress
 from functools import partial
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.model import AckLevel, Codec, TopicName
 from ister.bucket.claim import ClaimCheck, NewTopic
 from ister.bucket.cursors import clip_progress
 from ister.bucket.fence import MemberFence
 from ister.bucket.ownership import OwnedTopic
-from ister.clock import Clock
 from ister.config import BufferFull, StorageConfig, StorageMode
 from ister.errors import (
     ConflictError,
@@ -29,8 +31,6 @@ from ister.errors import (
 )
 from ister.format.records import TopicRecord
 from ister.fs.base import FileSystem
-from ister.metrics import Metrics
-from ister.model import AckLevel, Codec, TopicName
 from ister.topic.bucket_link import TopicBucket
 from ister.topic.cache import Cache
 from ister.topic.directories import TopicDirectories

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from ister.clock import Clock
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
 from ister.format.frame import FrameBatch
-from ister.metrics import Metrics
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
 

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Unpack
 from zlib import crc32
 
+from ister.base.model import AckLevel
+from ister.base.partitions import partition_of
 from ister.errors import InvalidRequestError
-from ister.model import AckLevel
-from ister.partitions import partition_of
 from ister.topic.append import MessageFields
 from ister.topic.arguments import as_timeout
 from ister.topic.table import render_topics

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.model import TopicName
 from ister.bucket.fence import MemberFence
 from ister.bucket.ownership import OwnedTopic
-from ister.clock import Clock
 from ister.errors import FencedError, UnavailableError, WaitsForDiskError
-from ister.metrics import Metrics
-from ister.model import TopicName
 from ister.topic.bucket_link import TopicBucket
 from ister.topic.cache import Cache
 from ister.topic.stores import Stores

@@ -27,9 +27,11 @@ from itertools import accumulate
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from ister import forks
+from ister.base import forks
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.model import AckLevel
 from ister.bucket.history_reader import HistoryReader
-from ister.clock import Clock
 from ister.errors import (
     ClosedError,
     CorruptDataError,
@@ -41,8 +43,6 @@ from ister.errors import (
     check,
 )
 from ister.format.frame import FrameBatch, NothingLeftError, encode_frame
-from ister.metrics import Metrics
-from ister.model import AckLevel
 from ister.topic.arguments import as_number, as_timeout
 from ister.topic.message import Message, MessageBatch
 from ister.wal.log import Wal

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from ister import failpoints
+from ister.base import failpoints
 from ister.bucket.claim import ClaimCheck
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.rebuild import secure_objects

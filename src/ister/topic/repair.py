@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 
+from ister.base.model import TopicState
 from ister.errors import (
     CorruptDataError,
     DataGapError,
@@ -22,7 +23,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.frame import FrameBatch, NothingLeftError
-from ister.model import TopicState
 from ister.topic.bucket_link import TopicBucket
 from ister.topic.reconcile import divergence
 from ister.topic.stores import Stores

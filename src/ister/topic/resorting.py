@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from ister.base.retry import backoff_seconds
 from ister.bucket.compaction_plan import OBJECTS_MAX
 from ister.bucket.express_collection import stays_by_age
 from ister.bucket.names import object_key
@@ -32,7 +33,6 @@ from ister.errors import ClosedError, CorruptDataError, IsterError, NotFoundErro
 from ister.format.crc import crc32
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor, format_checksum
 from ister.format.frame import FrameBatch
-from ister.retry import backoff_seconds
 from ister.topic.stores import Stores, upload_settings
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Protocol
 
-from ister.clock_guard import newest_arrivals
+from ister.base.clock_guard import newest_arrivals
+from ister.base.limits import MIB
 from ister.config import WalRetentionConfig
 from ister.errors import NotFoundError
-from ister.limits import MIB
 from ister.wal.log import Wal
 
 _MINUTE_MS = 60_000

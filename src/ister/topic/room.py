@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ister.base.metrics import Metrics
 from ister.config import StorageConfig
 from ister.fs.base import FileSystem
 from ister.fs.memory import MemoryFileSystem
-from ister.metrics import Metrics
 from ister.topic.disk import DiskGuard
 from ister.topic.memory_guard import MemoryGuard
 

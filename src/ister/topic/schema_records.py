@@ -22,11 +22,11 @@ from urllib.parse import quote
 import msgspec
 from msgspec.structs import replace
 
+from ister.base.model import TopicName
+from ister.base.partitions import base_of_partition
+from ister.base.structs import known
 from ister.errors import CorruptDataError, InvalidRequestError
 from ister.metadata.base import MetadataStore
-from ister.model import TopicName
-from ister.partitions import base_of_partition
-from ister.structs import known
 from ister.topic.schema_kinds import CompatibilityMode, SchemaType, ValidationPolicy
 
 _SUBJECT_CHARACTERS_MAX: Final = 255

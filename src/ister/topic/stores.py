@@ -16,7 +16,10 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Final, TypeVar
 
-from ister import failpoints, threads
+from ister.base import failpoints, threads
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.model import Layout, TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.chunks import OBJECTS_AHEAD_MAX
 from ister.bucket.claim import (
@@ -67,7 +70,6 @@ from ister.bucket.terms import (
 )
 from ister.bucket.trust import Trust
 from ister.bucket.upload import Uploader
-from ister.clock import Clock
 from ister.config import (
     CloudBackend,
     Finalize,
@@ -91,8 +93,6 @@ from ister.errors import (
 from ister.format.descriptor import ObjectDescriptor
 from ister.format.records import TopicRecord
 from ister.metadata.base import MetadataStore
-from ister.metrics import Metrics
-from ister.model import Layout, TopicName
 from ister.objectstore.base import Capabilities, ObjectStore
 from ister.objectstore.slices import with_slices
 from ister.topic.node import Node

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
+from ister.base.limits import CHECKPOINT_BYTES_MAX
+from ister.base.model import Codec
 from ister.bucket.names import ObjectName
 from ister.errors import CorruptDataError, NotFoundError, UnsupportedVersionError
 from ister.format.checkpoint import (
@@ -38,8 +40,6 @@ from ister.format.message import decode_message, decode_publish_time, recognise
 from ister.fs.base import File
 from ister.fs.local import LocalFileSystem
 from ister.fs.whole_files import read_file
-from ister.limits import CHECKPOINT_BYTES_MAX
-from ister.model import Codec
 from ister.wal.directory import (
     CHECKPOINT_NAME,
     LOCK_NAME,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple, NoReturn
 
+from ister.base.extras import missing_extra
 from ister.bucket.names import (
     EXPRESS_PREFIX,
     TOPICS_PREFIX,
@@ -19,7 +20,6 @@ from ister.bucket.names import (
     parse_topic_of_key,
 )
 from ister.errors import InvalidRequestError, NotFoundError, UnsupportedOperationError
-from ister.extras import missing_extra
 from ister.format.crc import Buffer
 from ister.format.descriptor import (
     FORMAT_FRAMES,

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
-from ister.extras import missing_library
-from ister.notebook import render_table
+from ister.base.extras import missing_library
+from ister.base.notebook import render_table
 
 if TYPE_CHECKING:
     import duckdb

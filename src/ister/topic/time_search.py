@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ister.clock import Clock
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.model import AckLevel
 from ister.errors import CapacityError, CorruptDataError, NotFoundError
-from ister.metrics import Metrics
-from ister.model import AckLevel
 from ister.topic.bucket_link import TopicBucket
 from ister.topic.cache import Cache
 from ister.wal.log import Wal

@@ -18,8 +18,11 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar, Unpack
 
-from ister import forks
-from ister.clock import Clock
+from ister.base import forks
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.model import AckLevel, Codec, Start, TopicState, Watermarks
+from ister.base.positions import to_milliseconds
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -31,9 +34,6 @@ from ister.errors import (
     OffsetOutOfRangeError,
     WaitTimeoutError,
 )
-from ister.metrics import Metrics
-from ister.model import AckLevel, Codec, Start, TopicState, Watermarks
-from ister.positions import to_milliseconds
 from ister.topic.aio import AsyncTopic
 from ister.topic.append import Appender, MessageFields, load_batches, load_columns
 from ister.topic.arguments import as_offset, as_timeout, check_ack, parse_ack
@@ -124,7 +124,7 @@ class Topic:
         forks.register(self)
 
     def _after_fork(self, error: ClosedError) -> None:
-        """Makes a forked child's copy unusable; see `ister.forks`."""
+        """Makes a forked child's copy unusable; see `ister.base.forks`."""
         forks.reset_locks(self._readers_lock, self._batching)
         self.wal.after_fork(error)
         for reader in list(self._readers):

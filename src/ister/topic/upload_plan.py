@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from ister.clock import Clock, SystemClock
+from ister.base.clock import Clock, SystemClock
+from ister.base.limits import KIB
+from ister.base.metrics import Metrics
+from ister.base.model import Codec
 from ister.errors import CorruptDataError, DataGapError, NotFoundError, OffsetOutOfRangeError
 from ister.format.frame import FrameBatch
-from ister.limits import KIB
-from ister.metrics import Metrics
-from ister.model import Codec
 from ister.topic.topic import Topic
 from ister.wal.reader import ReadableLog, WalReader
 

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from ister.base.model import AckLevel
+from ister.base.retry import backoff_seconds
 from ister.bucket.express import ExpressObject
 from ister.bucket.history_reader import HistoryReader
 from ister.bucket.ownership import OwnedTopic
@@ -38,8 +40,6 @@ from ister.errors import (
 from ister.format.checkpoint import UploaderCheckpoint
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor
 from ister.format.frame import FrameBatch
-from ister.model import AckLevel
-from ister.retry import backoff_seconds
 from ister.topic.idle_mark import IdleMark
 from ister.topic.pace import PacedReader
 from ister.topic.resorting import RunSorter

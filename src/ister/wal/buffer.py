@@ -27,11 +27,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ister.base.limits import APPEND_CHUNK_BYTES
 from ister.errors import check
 from ister.format.crc import Buffer, crc32
 from ister.format.frame import FRAME_HEADER_SIZE, pack_header
 from ister.format.frame_encoder import FrameEncoder
-from ister.limits import APPEND_CHUNK_BYTES
 
 
 @dataclass(slots=True)

@@ -20,11 +20,11 @@ import threading
 from dataclasses import replace
 from typing import NamedTuple
 
-from ister.clock import Clock
+from ister.base.clock import Clock
+from ister.base.limits import CHECKPOINT_BYTES_BEHIND_MAX, CHECKPOINT_INTERVAL_SECONDS
+from ister.base.metrics import Metrics
 from ister.errors import IsterError
 from ister.format.checkpoint import RotatedFile, WalCheckpoint, WalState
-from ister.limits import CHECKPOINT_BYTES_BEHIND_MAX, CHECKPOINT_INTERVAL_SECONDS
-from ister.metrics import Metrics
 from ister.wal.directory import format_log_name
 from ister.wal.recovery import Recovered, WalFile
 from ister.wal.settings import WalSettings

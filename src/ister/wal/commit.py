@@ -26,8 +26,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ister.errors import CapacityError, IsterError, WaitTimeoutError, check
-from ister.limits import (
+from ister.base.limits import (
     APPEND_CHUNK_BYTES,
     IDLE_FILE_SECONDS,
     LAZY_WRITE_SECONDS,
@@ -36,7 +35,8 @@ from ister.limits import (
     STALL_RETRY_SECONDS,
     WRITE_BYTES_MAX,
 )
-from ister.model import AckLevel, TopicState
+from ister.base.model import AckLevel, TopicState
+from ister.errors import CapacityError, IsterError, WaitTimeoutError, check
 from ister.wal.buffer import Chunk
 from ister.wal.state import LogState
 from ister.wal.waiters import ThreadWaiter, Waiter

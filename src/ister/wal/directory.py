@@ -26,7 +26,8 @@ import re
 from contextlib import suppress
 from typing import Final
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.limits import CHECKPOINT_BYTES_MAX, INDEX_ENTRIES_MAX
 from ister.errors import NotFoundError
 from ister.format.checkpoint import (
     UploaderCheckpoint,
@@ -40,7 +41,6 @@ from ister.format.gaps import Gaps, decode_gaps, encode_gaps
 from ister.format.sparse_index import INDEX_ENTRY_SIZE, IndexEntry, decode_index, encode_index
 from ister.fs.base import File, FileSystem
 from ister.fs.whole_files import file_size, read_file, replace_file, write_file
-from ister.limits import CHECKPOINT_BYTES_MAX, INDEX_ENTRIES_MAX
 
 CHECKPOINT_NAME: Final = "wal.ckpt"
 UPLOADER_CHECKPOINT_NAME: Final = "uploader.ckpt"

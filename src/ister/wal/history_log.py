@@ -6,9 +6,9 @@ of what the bucket has; readers wait for that to rise. A crash leaves nothing: i
 
 from __future__ import annotations
 
-from ister.clock import Clock
-from ister.metrics import Metrics
-from ister.model import AckLevel
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.model import AckLevel
 from ister.wal.log import Wal
 from ister.wal.recovery import Recovered
 from ister.wal.settings import WalSettings

@@ -11,8 +11,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from operator import attrgetter
 
+from ister.base.limits import INDEX_STRIDE_BYTES
 from ister.format.sparse_index import IndexEntry
-from ister.limits import INDEX_STRIDE_BYTES
 
 
 class SparseIndex:

@@ -24,9 +24,9 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from ister import failpoints, forks
+from ister.base import failpoints, forks
+from ister.base.model import TopicState
 from ister.errors import CapacityError, ClosedError, DiskError, IsterError
-from ister.model import TopicState
 from ister.wal.checkpointer import Checkpointer
 from ister.wal.commit import GroupCommit
 from ister.wal.signals import check_wait, shielded

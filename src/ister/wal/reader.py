@@ -21,7 +21,10 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Protocol
 
-from ister.clock import Clock
+from ister.base.clock import Clock
+from ister.base.limits import FRAME_BODY_BYTES_MAX, KIB
+from ister.base.metrics import Metrics
+from ister.base.model import Codec
 from ister.errors import CorruptDataError, NotFoundError, OffsetOutOfRangeError, check
 from ister.format.frame import (
     FRAME_HEADER_SIZE,
@@ -39,9 +42,6 @@ from ister.format.message import (
     first_at_or_after,
 )
 from ister.fs.base import File
-from ister.limits import FRAME_BODY_BYTES_MAX, KIB
-from ister.metrics import Metrics
-from ister.model import Codec
 from ister.wal.directory import WalDirectory
 from ister.wal.index import SparseIndex
 from ister.wal.recovery import WalFile, build_index

@@ -38,7 +38,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.limits import RECOVERY_CHUNK_BYTES
+from ister.base.model import Codec
 from ister.errors import CorruptDataError, DiskError, IsterError, NotFoundError
 from ister.format.checkpoint import WalState
 from ister.format.frame import (
@@ -52,8 +54,6 @@ from ister.format.frame_search import search_frame
 from ister.format.gaps import Gaps
 from ister.format.message import decode_publish_time, recognise
 from ister.fs.base import File
-from ister.limits import RECOVERY_CHUNK_BYTES
-from ister.model import Codec
 from ister.wal.directory import WalDirectory, format_log_name
 from ister.wal.index import SparseIndex
 from ister.wal.scan import FileScan, describe_stop, scan_file

@@ -20,8 +20,10 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 
-from ister import failpoints
-from ister.clock import Clock
+from ister.base import failpoints
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.model import Codec
 from ister.errors import CorruptDataError, IsterError
 from ister.format.body_parts import NO_IDENTITY, decode_identity, split
 from ister.format.checkpoint import WalCheckpoint, WalState
@@ -31,8 +33,6 @@ from ister.format.gaps import Gaps
 from ister.format.message import recognise
 from ister.format.offset_ranges import is_within, merge_ranges, missing_from
 from ister.fs.base import File
-from ister.metrics import Metrics
-from ister.model import Codec
 from ister.wal.directory import WalDirectory, format_log_name
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ister.base.limits import RECOVERY_CHUNK_BYTES
 from ister.format.frame import FRAME_HEADER_SIZE, Corrupt, NeedMore, Scan, scan_frames
 from ister.fs.base import File
-from ister.limits import RECOVERY_CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from ister import threads as background
-from ister.clock import Clock
+from ister.base import threads as background
+from ister.base.clock import Clock
 from ister.errors import IsterError
 from ister.wal.commit import GroupCommit
 from ister.wal.signals import is_main_thread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from ister.model import AckLevel, Codec
+from ister.base.model import AckLevel, Codec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from ister import forks, threads
+from ister.base import forks, threads
 from ister.errors import ClosedError, InvalidRequestError
 
 _T = TypeVar("_T")

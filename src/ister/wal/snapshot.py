@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ister.base.model import Codec
 from ister.errors import NotFoundError
-from ister.model import Codec
 from ister.wal.directory import WalDirectory
 from ister.wal.recovery import WalFile
 from ister.wal.writer import WalWriter

@@ -12,7 +12,10 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ister.clock import Clock
+from ister.base.clock import Clock
+from ister.base.limits import SLOW_SYNC_SECONDS, SLOW_SYNC_SHOWN_SECONDS, STALL_RETRY_SECONDS
+from ister.base.metrics import Metrics
+from ister.base.model import AckLevel, TopicState
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -22,9 +25,6 @@ from ister.errors import (
     check,
 )
 from ister.format.frame_encoder import FrameEncoder
-from ister.limits import SLOW_SYNC_SECONDS, SLOW_SYNC_SHOWN_SECONDS, STALL_RETRY_SECONDS
-from ister.metrics import Metrics
-from ister.model import AckLevel, TopicState
 from ister.wal.buffer import AppendBuffer, Chunk, VolatileBuffer
 from ister.wal.checkpointer import Checkpointer
 from ister.wal.directory import WalDirectory

@@ -22,12 +22,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ister import failpoints
-from ister.clock import Clock
+from ister.base import failpoints
+from ister.base.clock import Clock
+from ister.base.limits import INDEX_ENTRIES_MAX, STALL_RETRY_SECONDS
+from ister.base.metrics import Metrics
 from ister.errors import CapacityError, DiskError, IsterError, check
 from ister.fs.base import File
-from ister.limits import INDEX_ENTRIES_MAX, STALL_RETRY_SECONDS
-from ister.metrics import Metrics
 from ister.wal.arrivals import Arrivals
 from ister.wal.buffer import Chunk
 from ister.wal.directory import WalDirectory, format_log_name

@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self, Typ
 
 import msgspec
 
+from ister.base.limits import KIB, MIB
+from ister.base.model import AckLevel, Codec, TopicName
+from ister.base.structs import known
 from ister.bucket.names import shared_staging_prefix, staging_prefix
 from ister.errors import InvalidRequestError, IsterError, UnsupportedVersionError
 from ister.format.manifest import StagedFile
-from ister.limits import KIB, MIB
-from ister.model import AckLevel, Codec, TopicName
-from ister.structs import known
 
 if TYPE_CHECKING:
     from ister.topic.batches import AppendedBatch, StagedBatch

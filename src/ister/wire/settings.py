@@ -9,10 +9,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from ister.base.model import JsonObject
 from ister.config import CloudBackend, Config, MetadataBackend
 from ister.config.settings import Section, Setting, children
 from ister.errors import InvalidRequestError
-from ister.model import JsonObject
 from ister.wire.contract import dump, parse
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NotRequired, Required, TypedDict
 
-from ister.model import JsonObject
+from ister.base.model import JsonObject
 
 
 class BrokerJson(TypedDict):

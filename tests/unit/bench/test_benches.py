@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from benchmarks import broker_engines, chain, history, jobs, spark, upload
+from ister.base.limits import MIB
 from ister.cli.main import main
-from ister.limits import MIB
 from tests.support.cases import each
 from tests.support.scale import nightly
 

@@ -23,8 +23,8 @@ from benchmarks.measurement import (
     take_turns,
 )
 from benchmarks.spark_sources import NullSource, make_rows
+from ister.base.limits import KIB, MIB
 from ister.errors import InvariantError, UnavailableError
-from ister.limits import KIB, MIB
 from ister.spark import location
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.source import IsterDataSource

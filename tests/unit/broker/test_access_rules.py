@@ -10,6 +10,7 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from ister import wire
+from ister.base.metrics import Metrics
 from ister.broker.cluster.peers import FORWARDED
 from ister.broker.rpc.principal_limits import PrincipalLimit
 from ister.broker.security.principal import PrincipalKind
@@ -19,7 +20,6 @@ from ister.broker.topics import open_topics
 from ister.client import Client
 from ister.client.flight import FlightClient
 from ister.errors import AlreadyExistsError, CapacityError, IsterError, PermissionDeniedError
-from ister.metrics import Metrics
 from ister.wire import danube, danube_admin, ister_api
 from ister.wire.contract import RangeTicket
 from tests.support.broker import a_broker, a_record, eventually

@@ -8,13 +8,13 @@ import grpc
 import pytest
 
 from ister import wire
+from ister.base.clock import SystemClock
 from ister.broker.cluster.peers import FORWARDED
 from ister.broker.security.cluster_secret import read_secret
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import Binding, Scope
 from ister.client import AsyncClient
 from ister.client.core import receiver
-from ister.clock import SystemClock
 from ister.errors import UnavailableError
 from ister.metadata.memory import MemoryMetadata
 from ister.wire import danube, danube_admin, ister_api

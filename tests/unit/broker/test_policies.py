@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
+from ister.base.limits import MESSAGE_SIZE_BYTES_MAX
 from ister.broker.policies import NAMES, Policies, Rate, parse_overrides
 from ister.config import BrokerPoliciesConfig
 from ister.errors import InvalidRequestError
-from ister.limits import MESSAGE_SIZE_BYTES_MAX
 from tests.support.cases import each
 
 

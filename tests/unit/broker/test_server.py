@@ -10,7 +10,8 @@ import aiohttp
 import grpc
 import pytest
 
-from ister import failpoints, kernels
+from ister import kernels
+from ister.base import failpoints
 from ister.broker.server import Broker, Listening
 from ister.broker.topics.topics import Topics
 from ister.errors import ConfigError, DirectoryLockedError, UnavailableError

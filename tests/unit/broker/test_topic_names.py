@@ -1,8 +1,8 @@
 """The names that a broker knows: partitions of each, and what making a topic costs."""
 
-from ister import partitions
+from ister.base import partitions
+from ister.base.partitions import parse_partition
 from ister.broker.topic_names import TopicNameIndex
-from ister.partitions import parse_partition
 from tests.support.broker import some_topics
 
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from ister.base.model import AckLevel, Codec, TopicName
 from ister.bucket.catalog import Subscription
 from ister.bucket.directory import list_topics
 from ister.bucket.names import TopicKeys
@@ -18,7 +19,6 @@ from ister.format.records import (
     encode_sealed,
     encode_topic,
 )
-from ister.model import AckLevel, Codec, TopicName
 from tests.support.stores import NAME, PREFIX, Cluster, a_descriptor
 
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ister.base.clock import ManualClock
+from ister.base.metrics import Metrics
+from ister.base.model import Codec
 from ister.bucket.chunks import FirstRange, ObjectPart, ObjectsAhead, fetch_chunks
-from ister.clock import ManualClock
 from ister.errors import NotFoundError, UnavailableError
-from ister.metrics import Metrics
-from ister.model import Codec
 from tests.support.cases import each
 from tests.support.machine import PATIENCE_SECONDS
 from tests.support.memory_store import MemoryObjectStore

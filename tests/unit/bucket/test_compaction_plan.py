@@ -7,6 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ister.base.limits import MIB
+from ister.base.model import Codec
 from ister.bucket.compaction_plan import (
     OBJECTS_MAX,
     MergeGroup,
@@ -16,8 +18,6 @@ from ister.bucket.compaction_plan import (
 )
 from ister.errors import InvariantError
 from ister.format.descriptor import ObjectDescriptor
-from ister.limits import MIB
-from ister.model import Codec
 from tests.support.cases import each
 
 TARGET = 1000

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ister.base.model import TopicName
 from ister.bucket.directory import TopicDirectory, list_topics, read_owners, read_records
 from ister.bucket.names import TopicKeys
 from ister.format.records import (
@@ -14,7 +15,6 @@ from ister.format.records import (
     encode_sealed,
     encode_topic,
 )
-from ister.model import TopicName
 from tests.support.stores import PREFIX, Cluster, a_descriptor
 
 

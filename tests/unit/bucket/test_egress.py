@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import ister
+from ister.base.clock import ManualClock, SystemClock
+from ister.base.limits import KIB, MIB
 from ister.bucket.egress import EgressLimit
-from ister.clock import ManualClock, SystemClock
-from ister.limits import KIB, MIB
 from tests.support.machine import eventually, numbered, payloads
 from tests.support.stores import NAME, Site
 

@@ -4,6 +4,7 @@ from contextlib import suppress
 
 import pytest
 
+from ister.base.model import AckLevel, TopicName
 from ister.bucket.express import (
     TOPICS_PER_TRANSACTION,
     ExpressObject,
@@ -25,7 +26,6 @@ from ister.errors import (
 )
 from ister.format.descriptor import FORMAT_EXPRESS
 from ister.format.express import FOOTER
-from ister.model import AckLevel, TopicName
 from ister.objectstore.slices import SlicedStore
 from tests.support.stores import TTL_SECONDS, Cluster, Frames, read_all
 

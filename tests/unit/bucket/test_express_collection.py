@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ister.base.model import AckLevel, Codec
 from ister.bucket.express import commit_runs
 from ister.bucket.express_collection import collect_express, is_needed
 from ister.bucket.fence import Fence
@@ -12,7 +13,6 @@ from ister.bucket.object_maker import ObjectMaker, UploadSettings
 from ister.errors import ConflictError, CorruptDataError
 from ister.format.descriptor import FORMAT_EXPRESS
 from ister.format.records import TopicRecord
-from ister.model import AckLevel, Codec
 from tests.support.cases import each
 from tests.support.stores import PREFIX, TTL_SECONDS, Cluster, a_descriptor
 from tests.unit.bucket.test_express import FRAMES, Node, topic_name

@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 import ister
+from ister.base.clock import SystemClock
 from ister.bucket import identity
 from ister.bucket.identity import BUCKET_KEY, BucketIdentity, check_bucket
 from ister.bucket.members import Member, encode_member, member_key
 from ister.cli.main import main
-from ister.clock import SystemClock
 from ister.errors import ConflictError, CorruptDataError, UnavailableError
 from ister.metadata.memory import MemoryMetadata
 from ister.topic import stores

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
+from ister.base.limits import KIB
+from ister.base.model import AckLevel
 from ister.bucket.claim import act_outside
 from ister.bucket.fence import Fence
 from ister.bucket.merge import merge_objects
@@ -13,8 +15,6 @@ from ister.bucket.object_maker import ObjectMaker, UploadSettings
 from ister.bucket.orphans import collect_orphans
 from ister.bucket.pipeline import PipelineKeys
 from ister.errors import CorruptDataError
-from ister.limits import KIB
-from ister.model import AckLevel
 from ister.topic import bucket_link as topic_tier
 from tests.support.cases import each
 from tests.support.stores import (

@@ -6,6 +6,7 @@ copies of each other; a clock that moves by hand, so that waiting for a lease ta
 
 import pytest
 
+from ister.base.model import TopicName
 from ister.bucket.membership import Membership
 from ister.errors import (
     CapacityError,
@@ -14,7 +15,6 @@ from ister.errors import (
     FencedError,
     UnavailableError,
 )
-from ister.model import TopicName
 from tests.support.stores import PREFIX, TTL_SECONDS, Cluster, Directory
 
 NODE = "a"

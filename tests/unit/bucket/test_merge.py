@@ -11,7 +11,8 @@ pa = pytest.importorskip("pyarrow")
 
 import pyarrow.compute as pc  # noqa: E402
 
-from ister import failpoints  # noqa: E402
+from ister.base import failpoints  # noqa: E402
+from ister.base.model import Codec, Layout  # noqa: E402
 from ister.bucket.check import verify_content  # noqa: E402
 from ister.bucket.history_reader import NothingLeftError  # noqa: E402
 from ister.bucket.merge import merge_objects  # noqa: E402
@@ -36,7 +37,6 @@ from ister.errors import (  # noqa: E402
     UnavailableError,
 )
 from ister.format.descriptor import KEPT_LATEST, encode_descriptor  # noqa: E402
-from ister.model import Codec, Layout  # noqa: E402
 from tests.support.stores import KIB, NAME, NOW_MS, Cluster, Frames, frames_of, read_all  # noqa: E402
 
 SETTINGS = UploadSettings(

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ister.base.model import Layout, TopicName
 from ister.bucket.names import (
     STAGING_PREFIX,
     TOPICS_PREFIX,
@@ -25,7 +26,6 @@ from ister.bucket.names import (
     staging_prefix,
 )
 from ister.errors import InvariantError
-from ister.model import Layout, TopicName
 from tests.support.cases import each
 
 NAME = TopicName(namespace="default", topic="orders")

@@ -2,11 +2,11 @@
 
 import pytest
 
+from ister.base.model import Layout, TopicName
 from ister.bucket.names import format_object_id, format_pending_id, manifest_key, object_key
 from ister.bucket.orphans import collect_orphans
 from ister.errors import FencedError, NotFoundError, UnavailableError
 from ister.format.records import RetiredObjects, UploadSession, encode_retired
-from ister.model import Layout, TopicName
 from tests.support.stores import NAME, NOW_MS, Cluster, Frames, a_descriptor
 
 GRACE = 3600

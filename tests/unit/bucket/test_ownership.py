@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from ister.base.limits import OWNER_LINEAGE_MAX
+from ister.base.model import AckLevel, Codec
 from ister.bucket.ownership import resume_delete
 from ister.errors import (
     CommitUnknownError,
@@ -16,8 +18,6 @@ from ister.errors import (
     WaitsForDiskError,
 )
 from ister.format.records import Lineage, UploadSession, decode_topic, encode_topic
-from ister.limits import OWNER_LINEAGE_MAX
-from ister.model import AckLevel, Codec
 from tests.support.cases import each
 from tests.support.stores import NOW_MS, TTL_SECONDS, Cluster, a_descriptor
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ister.base.clock import ManualClock
 from ister.bucket.fence import Fence
 from ister.bucket.pipeline import (
     REQUEST_SECONDS_MAX,
@@ -12,7 +13,6 @@ from ister.bucket.pipeline import (
     request_job,
     take_request,
 )
-from ister.clock import ManualClock
 from ister.config import load_config
 from ister.errors import CommitUnknownError, ConflictError, InvalidRequestError, TopicNameError
 from ister.metadata.memory import MemoryMetadata

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ister.base.model import AckLevel, Codec, TopicName
 from ister.bucket.merge import merge_objects
 from ister.bucket.names import ObjectName, manifest_key, object_key
 from ister.bucket.object_maker import UploadSettings
@@ -21,7 +22,6 @@ from ister.bucket.rebuild import (
     save_manifest,
 )
 from ister.errors import AlreadyExistsError, ConflictError, CorruptDataError, NotFoundError
-from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.base import ObjectInfo
 from tests.support.stores import KIB, NAME, Cluster, Frames, frames_of, read_all
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ister.base.model import Codec
 from ister.bucket.compaction_plan import OBJECTS_MAX
 from ister.bucket.object_maker import UploadSettings
 from ister.bucket.resort import find_first_run, plan_resort
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
-from ister.model import Codec
 from tests.support.stores import Cluster, a_descriptor
 
 BYTES_MAX = 10_000

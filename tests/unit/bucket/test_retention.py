@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from ister.base.limits import MIB
 from ister.bucket.retention import expire, plan_expiry
 from ister.errors import FencedError, UnavailableError
-from ister.limits import MIB
 from tests.support.cases import each
 from tests.support.stores import NOW_MS, Cluster, Frames, a_descriptor
 

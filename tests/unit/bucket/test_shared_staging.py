@@ -2,6 +2,7 @@
 
 import pytest
 
+from ister.base.model import TopicName
 from ister.bucket import shared_staging
 from ister.bucket.names import TopicKeys, shared_staging_prefix, staging_prefix
 from ister.bucket.orphans import JOB_PREFIX
@@ -10,7 +11,6 @@ from ister.errors import CorruptDataError, UnavailableError
 from ister.format.manifest import StagedFile, encode_manifest
 from ister.format.records import WriterRecord, encode_writer
 from ister.format.staged_file import FOOTER, StagedSegment, encode_footer
-from ister.model import TopicName
 from tests.support.machine import eventually
 from tests.support.stores import PREFIX, Cluster
 

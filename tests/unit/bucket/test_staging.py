@@ -2,12 +2,12 @@
 
 import pytest
 
+from ister.base.model import TopicName
 from ister.bucket.names import object_key, staging_prefix
 from ister.bucket.orphans import JOB_PREFIX, sweep_staging
 from ister.errors import CorruptDataError, FencedError, UnavailableError, UnsupportedVersionError
 from ister.format.manifest import StagedFile, encode_manifest
 from ister.format.records import WriterRecord, decode_writer, encode_writer
-from ister.model import TopicName
 from tests.support.stores import NAME, TTL_SECONDS, Cluster
 
 GRACE = 3600

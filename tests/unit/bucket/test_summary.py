@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ister.base.limits import MIB, OBJECT_INDEX_ENTRIES_MAX
+from ister.base.model import Codec
 from ister.bucket.object_maker import ObjectSummary
 from ister.errors import InvariantError
-from ister.limits import MIB, OBJECT_INDEX_ENTRIES_MAX
-from ister.model import Codec
 from tests.support.builders import frames as raw_frames
 from tests.support.cases import each
 from tests.support.stores import NOW_MS, Frames, a_batch

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 import ister
+from ister.base.clock import SystemClock
+from ister.base.model import TopicState
 from ister.cli.main import main
-from ister.clock import SystemClock
 from ister.config import load_config
-from ister.model import TopicState
 from ister.topic import backup
 from ister.topic.log import Log
 from tests.support.cases import each

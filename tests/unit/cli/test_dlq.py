@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("grpc")
 
+from ister.base.message_filter import MessageFilter
 from ister.cli.dlq import _letter_text, _matching
 from ister.client.dead_letters import LetterFilter
-from ister.message_filter import MessageFilter
 
 
 class Queue:

@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 import ister
+from ister.base.limits import RECOVERY_CHUNK_BYTES
+from ister.base.model import Codec
 from ister.cli.main import main
 from ister.config import load_config
 from ister.format.frame import encode_frame, scan_frames
-from ister.limits import RECOVERY_CHUNK_BYTES
-from ister.model import Codec
 from ister.topic.express import Express
 from ister.topic.log import Log
 from tests.servers.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, rclone_server

@@ -6,9 +6,9 @@ import shutil
 import pytest
 import yaml
 
+from ister.base.model import TopicName
 from ister.cli.main import main
 from ister.config import load_config
-from ister.model import TopicName
 from ister.topic.log import Log
 from tests.support.stores import save_cursor
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 
 import ister
+from ister.base.limits import RECOVERY_CHUNK_BYTES
 from ister.cli.main import main
 from ister.format.frame import encode_frame
-from ister.limits import RECOVERY_CHUNK_BYTES
 
 TOPIC = "/default/orders"
 COUNT = 30

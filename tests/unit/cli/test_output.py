@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from ister.base.limits import GIB, KIB, MIB
 from ister.cli import output
 from ister.cli.output import (
     confirm,
@@ -20,7 +21,6 @@ from ister.cli.output import (
     progress,
 )
 from ister.cli.table import format_table
-from ister.limits import GIB, KIB, MIB
 
 ROWS = [("/default/orders", 12, 3.5, None, True), ("/shop/[a]", 7, 1234.5, "x", False)]
 HEADERS = ("topic", "count", "rate", "note", "met")

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from ister.base.model import Layout
 from ister.bucket.names import format_object_id
 from ister.cli.main import main
 from ister.config import load_config
 from ister.errors import CorruptDataError
-from ister.model import Layout
 from ister.topic.log import Log
 from tests.support.danube_files import (
     TOPIC,

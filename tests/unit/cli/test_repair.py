@@ -8,14 +8,14 @@ import sys
 import pytest
 import yaml
 
+from ister.base.clock import SystemClock
+from ister.base.model import TopicName, TopicState
 from ister.bucket.names import TopicKeys
 from ister.cli import repair as command
 from ister.cli.main import main
-from ister.clock import SystemClock
 from ister.config import load_config
 from ister.errors import ConflictError, UnavailableError
 from ister.format.records import Progress, encode_progress
-from ister.model import TopicName, TopicState
 from ister.topic.log import Log
 from ister.topic.offline_repair import TopicRepair
 from ister.topic.stores import metadata_of, open_metadata

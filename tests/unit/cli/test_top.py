@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from ister.base.clock import ManualClock
 from ister.cli.main import make_parser
 from ister.cli.top import SORTS, View, measure, sort_loads
-from ister.clock import ManualClock
 from ister.errors import UnavailableError
 
 PARSER = make_parser()

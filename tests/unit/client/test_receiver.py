@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("pyarrow")
 pytest.importorskip("grpc")
 
-from ister import retry
+from ister.base import retry
 from ister.client.core.consumer import ConsumerCore, ConsumerOptions
 from ister.client.core.network import Route
 from ister.errors import (

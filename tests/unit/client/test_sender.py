@@ -8,12 +8,13 @@ import pytest
 pytest.importorskip("pyarrow")
 pytest.importorskip("grpc")
 
-from ister import retry
+from ister.base import retry
+from ister.base.clock import ManualClock
+from ister.base.retry import AsyncRetry
 from ister.client.core import network as network_module
 from ister.client.core import sender as sender_module
 from ister.client.core.network import Network
 from ister.client.core.producer import ProducerCore, ProducerOptions
-from ister.clock import ManualClock
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -23,7 +24,6 @@ from ister.errors import (
     UnavailableError,
     WaitTimeoutError,
 )
-from ister.retry import AsyncRetry
 from ister.topic.dedup import Sequences
 from ister.wire.contract import PutAck
 from tests.support.waiting import eventually_async

@@ -8,6 +8,7 @@ pytest.importorskip("pyarrow")
 
 import pyarrow as pa
 
+from ister.base.model import AckLevel, Codec
 from ister.client.tables import ArrowRead
 from ister.errors import (
     ConflictError,
@@ -16,7 +17,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.arrow.schema import arrow_schema
-from ister.model import AckLevel, Codec
 from ister.wire.contract import TopicStatus
 
 TOPIC = "/default/t"

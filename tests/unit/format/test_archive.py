@@ -13,6 +13,12 @@ pa = pytest.importorskip("pyarrow")
 import pyarrow.compute as pc  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
+from ister.base.limits import OBJECT_INDEX_ENTRIES_MAX  # noqa: E402
+from ister.base.model import (  # noqa: E402
+    COLUMNS,
+    Codec,
+    MessageId,
+)
 from ister.errors import (  # noqa: E402
     CorruptDataError,
     InvalidRequestError,
@@ -26,12 +32,6 @@ from ister.format.arrow.schema import EVERY_FIELD, arrow_schema  # noqa: E402
 from ister.format.crc import crc32  # noqa: E402
 from ister.format.frame import FrameBatch, scan_frames  # noqa: E402
 from ister.format.message import encode_message  # noqa: E402
-from ister.limits import OBJECT_INDEX_ENTRIES_MAX  # noqa: E402
-from ister.model import (  # noqa: E402
-    COLUMNS,
-    Codec,
-    MessageId,
-)
 from tests.support.builders import a_message, frames, golden, with_bit_flipped  # noqa: E402
 from tests.support.cases import each  # noqa: E402
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ister.base.model import Codec
 from ister.errors import UnsupportedVersionError
 from ister.format.bincode import BincodeError, VarintWriter, encode_varint
 from ister.format.checkpoint import (
@@ -20,7 +21,6 @@ from ister.format.checkpoint import (
     encode_wal_body,
     encode_wal_checkpoint,
 )
-from ister.model import Codec
 from tests.support.builders import (
     VARINT_BOUNDARIES,
     measured_allocation,

@@ -14,6 +14,13 @@ import pytest
 pa = pytest.importorskip("pyarrow")
 
 from ister import kernels  # noqa: E402
+from ister.base.limits import ENVELOPE_SIZE_BYTES_MAX, FRAME_BODY_BYTES_MAX, KIB, MIB  # noqa: E402
+from ister.base.model import (  # noqa: E402
+    COLUMNS,
+    Codec,
+    MessageId,
+    StreamMessage,
+)
 from ister.errors import (  # noqa: E402
     ConfigError,
     CorruptDataError,
@@ -32,13 +39,6 @@ from ister.format.frame import (  # noqa: E402
     scan_frames,
 )
 from ister.format.message import decode_message, encode_message  # noqa: E402
-from ister.limits import ENVELOPE_SIZE_BYTES_MAX, FRAME_BODY_BYTES_MAX, KIB, MIB  # noqa: E402
-from ister.model import (  # noqa: E402
-    COLUMNS,
-    Codec,
-    MessageId,
-    StreamMessage,
-)
 from tests.support.builders import a_message, bincode_integer, frames, golden  # noqa: E402
 from tests.support.cases import each  # noqa: E402
 from tests.support.danube_files import a_danube_message, danube_frames  # noqa: E402
@@ -1180,7 +1180,7 @@ def test_what_is_required_and_not_there_is_a_setting_to_fix(monkeypatch):
 def test_module_needs_no_numba_until_it_decodes():
     in_a_process(
         "import sys, ister.format.arrow.decode as c, ister.format.arrow.encode\n"
-        "from ister.model import Codec\n"
+        "from ister.base.model import Codec\n"
         "c.ColumnarDecoder('/a/b', Codec.BINCODE2, is_compiled=False)\n"
         "assert 'numba' not in sys.modules"
     )
@@ -1194,7 +1194,7 @@ from ister import kernels
 from ister.format.arrow.decode import ColumnarDecoder
 from ister.format.frame import pack_header
 from ister.format.message import decode_message, encode_message
-from ister.model import Codec
+from ister.base.model import Codec
 
 if not kernels.load():
     raise SystemExit
@@ -1263,7 +1263,7 @@ import random
 import pyarrow as pa
 from ister import kernels
 from ister.format.arrow.encode import encode_frames
-from ister.model import Codec
+from ister.base.model import Codec
 
 if not kernels.load():
     raise SystemExit

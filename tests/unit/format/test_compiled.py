@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from ister import kernels
+from ister.base.limits import COMPILE_AFTER_BYTES
 from ister.format.frame import encode_frame, scan_frames
-from ister.limits import COMPILE_AFTER_BYTES
 
 FIRST = 1_000
 

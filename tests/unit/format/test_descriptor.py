@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ister.base.limits import DESCRIPTOR_BYTES_MAX, OBJECT_INDEX_ENTRIES_MAX
+from ister.base.model import Codec
 from ister.errors import CorruptDataError, InvariantError, UnsupportedVersionError
 from ister.format.descriptor import (
     ObjectDescriptor,
@@ -16,8 +18,6 @@ from ister.format.descriptor import (
     encode_descriptor,
     format_checksum,
 )
-from ister.limits import DESCRIPTOR_BYTES_MAX, OBJECT_INDEX_ENTRIES_MAX
-from ister.model import Codec
 from tests.support.cases import each
 
 _GOLDEN = Path(__file__).resolve().parents[2] / "golden"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ister.base.model import Codec, TopicName
 from ister.errors import CorruptDataError, UnsupportedVersionError
 from ister.format.crc import crc32
 from ister.format.descriptor import (
@@ -23,7 +24,6 @@ from ister.format.express import (
     encode_footer,
 )
 from ister.format.footer import TRAILER_BYTES
-from ister.model import Codec, TopicName
 from tests.support.cases import each
 
 OBJECT = "0123456789abcdef/fedcba9876543210/00000000000000000007.dnbx"

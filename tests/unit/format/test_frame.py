@@ -5,6 +5,7 @@ import zlib
 
 import pytest
 
+from ister.base.limits import FRAME_BODY_BYTES_MAX
 from ister.errors import MessageTooLargeError
 from ister.format.frame import (
     FRAME_HEADER_SIZE,
@@ -17,7 +18,6 @@ from ister.format.frame import (
     find_frame,
     scan_frames,
 )
-from ister.limits import FRAME_BODY_BYTES_MAX
 from tests.support.builders import frames, measured_allocation, with_bit_flipped, with_bytes_at
 from tests.support.cases import each
 

@@ -3,12 +3,12 @@
 import pytest
 
 from ister import kernels
+from ister.base.limits import KIB
+from ister.base.model import Codec
 from ister.format import frame_encoder
 from ister.format.frame import encode_frame
 from ister.format.frame_encoder import FrameEncoder
 from ister.format.message import BodyEncoder
-from ister.limits import KIB
-from ister.model import Codec
 
 TOPIC = "/default/ä"
 

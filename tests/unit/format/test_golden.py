@@ -7,6 +7,7 @@ import zlib
 
 import pytest
 
+from ister.base.model import Codec
 from ister.format.checkpoint import (
     RotatedFile,
     UploaderCheckpoint,
@@ -22,7 +23,6 @@ from ister.format.checkpoint import (
 from ister.format.frame import Frame, decode_frame, encode_frame
 from ister.format.message import decode_message, encode_message, recognise
 from ister.format.sparse_index import IndexEntry, decode_index, encode_index
-from ister.model import Codec
 from tests.support.builders import a_message, golden
 from tests.support.cases import each
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from ister.base.model import Codec, MessageId, StreamMessage
 from ister.errors import CorruptDataError, InvalidRequestError
 from ister.format.bincode import BincodeError, encode_varint
 from ister.format.body_parts import decode_suffix, split
@@ -16,7 +17,6 @@ from ister.format.message import (
     encode_message,
     recognise,
 )
-from ister.model import Codec, MessageId, StreamMessage
 from tests.support.builders import (
     VARINT_BOUNDARIES,
     a_message,

@@ -9,11 +9,11 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 
 from ister import kernels
+from ister.base.limits import MIB
+from ister.base.model import Codec
 from ister.errors import InvalidRequestError, MessageTooLargeError
 from ister.format.arrow.encode import encode_frames
 from ister.format.payloads import FEW_ROWS, Payloads
-from ister.limits import MIB
-from ister.model import Codec
 from tests.support.cases import each
 
 COUNTS = [1, FEW_ROWS, FEW_ROWS + 1, 1000]

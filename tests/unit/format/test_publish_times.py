@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ister import kernels
+from ister.base.model import Codec
 from ister.format import compiled
 from ister.format.frame import encode_frame
 from ister.format.message import decode_publish_times
-from ister.model import Codec
 from tests.support.builders import VARINT_BOUNDARIES, a_message, bincode_body
 from tests.support.cases import each
 

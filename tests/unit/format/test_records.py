@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ister.base.model import AckLevel, Codec
 from ister.errors import CorruptDataError
 from ister.format.manifest import StagedFile
 from ister.format.records import (
@@ -35,7 +36,6 @@ from ister.format.records import (
     encode_topic,
     encode_writer,
 )
-from ister.model import AckLevel, Codec
 from tests.support.cases import each
 
 _GOLDEN = Path(__file__).resolve().parents[2] / "golden"

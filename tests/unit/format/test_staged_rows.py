@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ister.base.model import COLUMNS
 from ister.errors import CorruptDataError, UnsupportedVersionError
 from ister.format.crc import crc32
 from ister.format.manifest import StagedFile, decode_manifest, encode_manifest
@@ -20,7 +21,6 @@ from ister.format.staged_rows import (
     encode_block,
     parse_block_size,
 )
-from ister.model import COLUMNS
 from tests.support.builders import with_bit_flipped
 from tests.support.cases import each
 

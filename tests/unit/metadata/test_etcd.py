@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ister.clock import ManualClock, SystemClock
+from ister.base.clock import ManualClock, SystemClock
 from ister.errors import (
     CapacityError,
     CommitUnknownError,

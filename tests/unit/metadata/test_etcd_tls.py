@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ister.clock import ManualClock, SystemClock
+from ister.base.clock import ManualClock, SystemClock
 from ister.config import EtcdTlsConfig, load_config
 from ister.errors import ConfigError, UnavailableError
 from ister.metadata import etcd_endpoint

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ister.clock import ManualClock
+from ister.base.clock import ManualClock
 from ister.errors import CommitUnknownError, NotFoundError, UnavailableError
 from ister.metadata.base import Absent, Delete, Put, ValueIs
 from ister.metadata.memory import MemoryMetadata

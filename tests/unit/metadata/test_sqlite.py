@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ister.clock import ManualClock, SystemClock
+from ister.base.clock import ManualClock, SystemClock
 from ister.errors import (
     CapacityError,
     CommitUnknownError,
@@ -228,7 +228,7 @@ def test_database_of_another_program_is_refused(path, open_store):
 
 _PREAMBLE = """
 import sys
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
 from ister.metadata.base import Put, RevisionIs
 from ister.metadata.sqlite import SqliteMetadata
 store = SqliteMetadata(sys.argv[1], clock=SystemClock(), busy_timeout_seconds=30)

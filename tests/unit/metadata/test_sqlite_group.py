@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
 from ister.errors import CapacityError, CommitUnknownError, NotFoundError, UnavailableError
 from ister.metadata import sqlite
 from ister.metadata.base import Absent, Put

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ister.clock import ManualClock, SystemClock
+from ister.base.clock import ManualClock, SystemClock
+from ister.base.limits import KIB
 from ister.errors import (
     AlreadyExistsError,
     CapacityError,
@@ -19,7 +20,6 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.fs.local import LocalFileSystem
-from ister.limits import KIB
 from ister.objectstore.opendal_store import open_store
 from ister.objectstore.staged_files import StagedFiles
 
@@ -194,7 +194,7 @@ def test_killed_writer_leaves_a_part_that_age_removes(tmp_path):
     """Goal: what a dead process leaves is found. Method: a real one that ends in mid-object."""
     program = f"""
 import os
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
 from ister.objectstore.opendal_store import open_store
 store = open_store("fs", {str(tmp_path)!r}, {{}}, clock=SystemClock())
 writer = store.open_writer("a/b", chunk_bytes=1 << 20, concurrent_parts=2)
@@ -220,7 +220,7 @@ def test_create_is_exclusive_between_processes(tmp_path):
     """Goal: one winner. Method: processes that wait for a file and then create the same keys."""
     program = f"""
 import os, sys, time
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
 from ister.errors import AlreadyExistsError
 from ister.objectstore.opendal_store import open_store
 store = open_store("fs", {str(tmp_path / "objects")!r}, {{}}, clock=SystemClock())
@@ -271,7 +271,7 @@ def test_full_disk_is_a_lack_of_capacity():
     """Goal: ENOSPC keeps its meaning. Method: a file size limit, in a process of its own."""
     program = """
 import resource, signal, sys, tempfile
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
 from ister.errors import CapacityError
 from ister.objectstore.opendal_store import open_store
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

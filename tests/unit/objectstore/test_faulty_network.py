@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
 from ister.errors import (
     AlreadyExistsError,
     NotFoundError,

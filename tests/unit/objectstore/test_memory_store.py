@@ -2,7 +2,7 @@
 
 import pytest
 
-from ister.clock import ManualClock
+from ister.base.clock import ManualClock
 from ister.errors import NotFoundError, UnavailableError, UnsupportedOperationError
 from tests.support.cases import each
 from tests.support.memory_fs import SimulatedCrash

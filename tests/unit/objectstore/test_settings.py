@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
 from ister.errors import ConfigError, IsterError, PermissionDeniedError
 from ister.objectstore.backends import hidden_values, parse_backend
 from ister.objectstore.opendal_store import open_store

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ister.clock import ManualClock
+from ister.base.clock import ManualClock
 from ister.errors import CorruptDataError, NotFoundError, UnsupportedOperationError
 from ister.objectstore.slices import SlicedStore, with_slices
 from tests.support.cases import each

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ister.base.limits import GIB, KIB, MIB
+from ister.base.model import COLUMNS, AckLevel, Codec
 from ister.errors import InvalidRequestError, TopicNameError
-from ister.limits import GIB, KIB, MIB
-from ister.model import COLUMNS, AckLevel, Codec
 from ister.spark.options import (
     READ_OPTIONS,
     WRITE_OPTIONS,

@@ -6,11 +6,12 @@ from functools import partial
 import pytest
 
 import ister
+from ister.base.clock import SystemClock
+from ister.base.model import COLUMNS
 from ister.bucket.catalog import Catalog
 from ister.bucket.members import member_key
 from ister.cli.main import main
 from ister.client.flight import FlightClient, parse_brokers
-from ister.clock import SystemClock
 from ister.errors import (
     ClosedError,
     ConflictError,
@@ -20,7 +21,6 @@ from ister.errors import (
     WaitsForDiskError,
 )
 from ister.metadata.sqlite import SqliteMetadata
-from ister.model import COLUMNS
 from ister.spark import IsterDataSource, location, owners, read_task
 from ister.spark.batch import BatchReader
 from ister.spark.compat import ReadAllAvailable

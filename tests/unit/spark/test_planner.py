@@ -14,11 +14,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from ister.base.limits import KIB, MIB
+from ister.base.model import Codec
 from ister.bucket.chunks import ObjectPart
 from ister.errors import DataGapError, InvariantError
 from ister.format.descriptor import ObjectDescriptor
-from ister.limits import KIB, MIB
-from ister.model import Codec
 from ister.spark.planner import (
     SLOTS_ASSUMED,
     TailSlice,

@@ -6,9 +6,9 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.types import LongType, StructField, StructType
 
+from ister.base.limits import MIB
 from ister.bucket.chunks import OBJECTS_AHEAD_MAX, ObjectPart
 from ister.config import load_config
-from ister.limits import MIB
 from ister.spark import read_task, workers
 from ister.spark.batch import PlannedPartition, read_rows
 from ister.spark.location import place_of

@@ -21,8 +21,8 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from ister.base.clock import SystemClock
 from ister.broker.schemas.registry import SchemaRegistry
-from ister.clock import SystemClock
 from ister.config import load_config
 from ister.errors import InvalidRequestError, IsterError, NotFoundError, UnsupportedOperationError
 from ister.spark import location

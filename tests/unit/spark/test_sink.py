@@ -13,7 +13,8 @@ import pytest
 from pyspark.sql.types import StringType, StructField, StructType
 
 import ister
-from ister import failpoints, retry
+from ister.base import failpoints, retry
+from ister.base.partitions import partition_of
 from ister.errors import (
     ConflictError,
     DirectoryLockedError,
@@ -21,7 +22,6 @@ from ister.errors import (
     NotFoundError,
     UnavailableError,
 )
-from ister.partitions import partition_of
 from ister.spark import location, row_staging
 from ister.spark.options import WriteOptions
 from ister.spark.sink import BatchWriter, StreamWriter

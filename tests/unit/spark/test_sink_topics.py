@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType, TimestampType
 
-from ister import failpoints, retry
+from ister.base import failpoints, retry
 from ister.bucket.shared_staging import read_segments
 from ister.errors import InvalidRequestError, MessageTooLargeError, UnavailableError
 from ister.spark import location, row_staging

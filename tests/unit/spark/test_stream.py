@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import ister
-from ister import retry
-from ister.clock import SystemClock
+from ister.base import retry
+from ister.base.clock import SystemClock
 from ister.errors import (
     ConflictError,
     DataGapError,

@@ -11,7 +11,7 @@ from functools import partial
 import pyarrow as pa
 import pytest
 
-from ister.limits import MIB
+from ister.base.limits import MIB
 from ister.spark import workers
 
 CHUNK_BYTES = 12 * MIB

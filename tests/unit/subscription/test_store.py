@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from ister.base.model import TopicName
 from ister.bucket.cursors import clip_progress
 from ister.errors import (
     AlreadyExistsError,
@@ -21,7 +22,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.records import Progress, decode_progress, encode_progress
-from ister.model import TopicName
 from ister.subscription import store as module
 from ister.subscription.delivery import Delivery
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from ister.base.model import AckLevel
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -15,7 +16,6 @@ from ister.errors import (
     OffsetOutOfRangeError,
     WaitTimeoutError,
 )
-from ister.model import AckLevel
 from tests.support.machine import Calls, Gate, Task, numbered, payloads
 
 SMALL = {"cache_capacity": 4, "rotate_max_bytes": 4096}

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 import ister
 from ister import kernels
-from ister.clock import ManualClock
+from ister.base.clock import ManualClock
+from ister.base.limits import INDEX_STRIDE_BYTES, MIB
+from ister.base.model import AckLevel, Codec, TopicState
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -21,8 +23,6 @@ from ister.errors import (
     MessageTooLargeError,
 )
 from ister.format.payloads import Payloads
-from ister.limits import INDEX_STRIDE_BYTES, MIB
-from ister.model import AckLevel, Codec, TopicState
 from tests.support.machine import NAME, Gate, Machine, NoThreads, Task, numbered, payloads
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 import ister
+from ister.base.model import MessageId, StreamMessage
 from ister.errors import InvalidRequestError
-from ister.model import MessageId, StreamMessage
 from ister.topic.arguments import as_bytes, as_number, as_offset, as_timeout
 from tests.support.cases import each
 

@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
-from ister import threads
-from ister.clock import SystemClock
+from ister.base import threads
+from ister.base.clock import SystemClock
+from ister.base.model import AckLevel
 from ister.errors import FencedError, UnavailableError
-from ister.model import AckLevel
 from tests.support.machine import Task, TurningClock, eventually, numbered, payloads, waiting
 from tests.support.stores import NAME, TTL_SECONDS, Site
 

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.model import AckLevel, Layout
 from ister.bucket.merge import merge_objects
 from ister.bucket.names import TopicKeys, staging_prefix
 from ister.bucket.writer_files import find_open_batch, read_files
@@ -38,7 +39,6 @@ from ister.format.staged_rows import (
     encode_block,
     parse_block_size,
 )
-from ister.model import AckLevel, Layout
 from ister.topic import batches
 from ister.topic.batches import StagedBatch, check_writer_name
 from ister.topic.history import BucketLog

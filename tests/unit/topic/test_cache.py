@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ister.base.model import Codec
 from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import encode_message
-from ister.model import Codec
 from ister.topic.cache import Cache
 from ister.wal.buffer import Chunk
 from tests.support.builders import a_message, frames

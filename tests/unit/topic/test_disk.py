@@ -2,13 +2,13 @@
 
 import pytest
 
+from ister.base.limits import GIB, KIB, MIB
+from ister.base.metrics import Metrics
 from ister.config import load_config
 from ister.errors import CapacityError
 from ister.fs.base import DiskUsage
 from ister.fs.local import LocalFileSystem
-from ister.limits import GIB, KIB, MIB
 from ister.metadata.sqlite import SqliteMetadata
-from ister.metrics import Metrics
 from ister.topic.disk import RESERVE_NAME, DiskGuard
 from tests.support.cases import each
 from tests.support.machine import ManualClock

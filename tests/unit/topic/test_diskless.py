@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
+from ister.base.limits import KIB, MIB
+from ister.base.model import AckLevel
 from ister.errors import CapacityError, ConflictError, InvalidRequestError, UnavailableError
-from ister.limits import KIB, MIB
-from ister.model import AckLevel
 from tests.support.cases import each
 from tests.support.machine import NoThreads, Task, eventually, numbered, payloads
 from tests.support.stores import NAME, TTL_SECONDS, Site

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
 from ister.errors import ConflictError
 from ister.topic.bucket_link import TopicBucket
 from tests.support.machine import Task, eventually, numbered, payloads

@@ -7,13 +7,13 @@ from itertools import cycle
 
 import pytest
 
-from ister import threads
+from ister.base import threads
+from ister.base.model import TopicName
 from ister.bucket.express import find_runs
 from ister.bucket.names import EXPRESS_PREFIX
 from ister.bucket.rebuild import find_topics, load_manifest
 from ister.errors import ConflictError, CorruptDataError, FencedError, UnavailableError
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
-from ister.model import TopicName
 from ister.topic.express import Express
 from ister.topic.stores import Stores
 from tests.support.memory_fs import SimulatedCrash

@@ -224,7 +224,7 @@ def test_the_end_of_pools_is_seen_while_they_wait_for_their_threads(tmp_path):
     script = """
         import threading, time
         from concurrent.futures import ThreadPoolExecutor
-        from ister import threads
+        from ister.base import threads
 
         pool, other = ThreadPoolExecutor(), ThreadPoolExecutor()
 

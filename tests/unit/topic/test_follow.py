@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.model import AckLevel
 from ister.errors import ClosedError, FencedError, UnavailableError
-from ister.model import AckLevel
 from tests.support.cases import each
 from tests.support.machine import ROOT, Task, eventually, numbered, payloads, waiting
 from tests.support.stores import NAME, Pipeline, Site

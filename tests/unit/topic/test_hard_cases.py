@@ -8,9 +8,10 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 import ister.topic.opening as topic_opening
+from ister.base.clock import SystemClock
+from ister.base.model import TopicState
 from ister.bucket.catalog import Catalog
 from ister.bucket.names import format_object_id
-from ister.clock import SystemClock
 from ister.errors import (
     ClosedError,
     CommitUnknownError,
@@ -19,7 +20,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.records import decode_progress, encode_topic
-from ister.model import TopicState
 from ister.topic.background import Background
 from tests.support.machine import ROOT, eventually, payloads
 from tests.support.memory_fs import SimulatedCrash

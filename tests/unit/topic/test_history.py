@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import ister
 from ister import api
+from ister.base.model import COLUMNS, Codec
 from ister.bucket.chunks import OBJECTS_AHEAD_MAX, ObjectPart
 from ister.bucket.names import object_key
 from ister.config import load_config
@@ -26,7 +27,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.arrow.schema import HIDDEN
-from ister.model import COLUMNS, Codec
 from ister.topic.columns import Decoders
 from ister.topic.history import BucketLog, BucketTopic
 from tests.support.cases import each

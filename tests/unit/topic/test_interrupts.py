@@ -20,10 +20,10 @@ import pyarrow as pa
 import pytest
 
 import ister
+from ister.base.limits import APPEND_CHUNK_BYTES
+from ister.base.model import Codec, StreamMessage, TopicState
 from ister.errors import InvalidRequestError
 from ister.format.message import BodyEncoder
-from ister.limits import APPEND_CHUNK_BYTES
-from ister.model import Codec, StreamMessage, TopicState
 from tests.support.machine import NAME, PATIENCE_SECONDS, NoThreads, Task, eventually
 from tests.support.scale import IS_NIGHTLY
 

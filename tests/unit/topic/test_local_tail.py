@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import ister
-from ister.clock import ManualClock, SystemClock
+from ister.base.clock import ManualClock, SystemClock
+from ister.base.metrics import Metrics
+from ister.base.model import TopicName
 from ister.errors import (
     CorruptDataError,
     NotFoundError,
@@ -21,8 +23,6 @@ from ister.errors import (
 from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import decode_message
 from ister.fs.local import LocalFileSystem
-from ister.metrics import Metrics
-from ister.model import TopicName
 from ister.topic.local_tail import LocalTail
 from ister.topic.node import NODE_NAME
 from ister.wal.directory import WalDirectory

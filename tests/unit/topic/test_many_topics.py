@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
 from ister.errors import DiskError, NotFoundError, TopicNameError
 from ister.fs.local import LocalFileSystem
 from ister.objectstore.staged_files import StagedFiles

@@ -9,6 +9,7 @@ pa = pytest.importorskip("pyarrow")
 
 import pyarrow.compute as pc  # noqa: E402
 
+from ister.base.model import COLUMNS  # noqa: E402
 from ister.bucket.chunks import ObjectPart  # noqa: E402
 from ister.bucket.merge import merge_objects  # noqa: E402
 from ister.bucket.names import TopicKeys  # noqa: E402
@@ -16,7 +17,6 @@ from ister.bucket.object_maker import UploadSettings  # noqa: E402
 from ister.config import load_config  # noqa: E402
 from ister.format.arrow.schema import HIDDEN  # noqa: E402
 from ister.format.descriptor import encode_descriptor  # noqa: E402
-from ister.model import COLUMNS  # noqa: E402
 from ister.spark.planner import TopicRange, plan  # noqa: E402
 from ister.topic.columns import Decoders  # noqa: E402
 from ister.topic.history import BucketLog  # noqa: E402

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 
 import ister
+from ister.base.limits import INDEX_STRIDE_BYTES
 from ister.errors import UnavailableError
 from ister.format.payloads import Payloads
-from ister.limits import INDEX_STRIDE_BYTES
 from ister.topic.reader import TAIL_SAMPLE
 from tests.support.builders import a_message
 from tests.support.machine import eventually, numbered, payloads

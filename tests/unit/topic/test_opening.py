@@ -5,10 +5,11 @@ import random
 
 import pytest
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock import ManualClock
+from ister.base.model import TopicState
 from ister.bucket.names import TopicKeys, object_key, terms_prefix
 from ister.bucket.rebuild import find_topics, rebuild_topic
-from ister.clock import ManualClock
 from ister.errors import (
     CapacityError,
     ConflictError,
@@ -17,7 +18,6 @@ from ister.errors import (
     WaitsForDiskError,
 )
 from ister.format.frame import scan_frames
-from ister.model import TopicState
 from ister.topic.node import INSTANCES_NAME
 from ister.topic.reconcile import (
     finish_set_aside,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from ister.clock import ManualClock
-from ister.limits import KIB
-from ister.metrics import Metrics
+from ister.base.clock import ManualClock
+from ister.base.limits import KIB
+from ister.base.metrics import Metrics
 from ister.topic.pace import PacedReader
 from tests.support.machine import NoThreads, Task, eventually, numbered, waiting
 from tests.support.stores import NAME, Site

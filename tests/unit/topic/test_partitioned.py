@@ -6,8 +6,8 @@ import pyarrow as pa
 import pytest
 
 import ister
+from ister.base.partitions import partition_of
 from ister.errors import AlreadyExistsError, InvalidRequestError, NotFoundError
-from ister.partitions import partition_of
 from ister.topic.partitioned import split_rows
 from tests.support.machine import payloads
 

@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ister
+from ister.base.extras import missing_extra
+from ister.base.model import COLUMNS, Codec, MessageId, StreamMessage
 from ister.bucket.names import object_key
 from ister.errors import (
     ClosedError,
@@ -21,10 +23,8 @@ from ister.errors import (
     UnavailableError,
     WaitTimeoutError,
 )
-from ister.extras import missing_extra
 from ister.format.arrow.schema import HIDDEN, arrow_schema
 from ister.format.frame import scan_frames
-from ister.model import COLUMNS, Codec, MessageId, StreamMessage
 from ister.topic import append as append_module
 from tests.support.cases import each
 from tests.support.machine import NoThreads, Task, numbered

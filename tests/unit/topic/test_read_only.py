@@ -6,6 +6,8 @@ from datetime import UTC, datetime, timedelta
 import pyarrow as pa
 import pytest
 
+from ister.base.metrics import Metrics
+from ister.base.model import AckLevel, StreamMessage, Watermarks
 from ister.broker.dispatch.dead_letters import LetterSigner
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.dispatch.memory_budget import Budget
@@ -22,8 +24,6 @@ from ister.errors import (
     OffsetOutOfRangeError,
     UnavailableError,
 )
-from ister.metrics import Metrics
-from ister.model import AckLevel, StreamMessage, Watermarks
 from ister.subscription.policy import SubscriptionKind
 from ister.subscription.progress import ProgressPlan
 from ister.subscription.store import SubscriptionStore

@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.model import TopicState
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -17,7 +18,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.frame import scan_frames
-from ister.model import TopicState
 from ister.topic.repair import Repaired
 from tests.support.machine import ROOT, NoThreads, Task, numbered, payloads
 from tests.support.memory_fs import SimulatedCrash

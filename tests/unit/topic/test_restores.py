@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from ister.base.model import TopicName, TopicState
 from ister.errors import (
     ConflictError,
     CorruptDataError,
@@ -16,7 +17,6 @@ from ister.errors import (
     WaitsForDiskError,
 )
 from ister.fs.whole_files import write_file
-from ister.model import TopicName, TopicState
 from ister.topic import stores
 from ister.topic.log import Log
 from ister.topic.metadata_trust import MetadataTrust

@@ -5,8 +5,8 @@ from itertools import takewhile
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from ister.base.limits import MIB
 from ister.config import WalRetentionConfig
-from ister.limits import MIB
 from ister.topic.retention import RetentionFile, plan_trim
 from tests.support.cases import each
 

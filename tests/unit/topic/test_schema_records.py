@@ -2,8 +2,8 @@
 
 import pytest
 
+from ister.base.model import TopicName
 from ister.errors import CorruptDataError, InvalidRequestError
-from ister.model import TopicName
 from ister.topic.schema_kinds import CompatibilityMode, SchemaType, ValidationPolicy
 from ister.topic.schema_records import (
     SchemaKeys,

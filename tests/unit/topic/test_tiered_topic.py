@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.model import AckLevel, Codec, TopicState
 from ister.bucket.rebuild import load_manifest
 from ister.errors import (
     CapacityError,
@@ -23,7 +24,6 @@ from ister.errors import (
 )
 from ister.format.frame import scan_frames
 from ister.format.records import Progress, encode_progress
-from ister.model import AckLevel, Codec, TopicState
 from ister.topic.bucket_link import RepairedObjects
 from tests.support.machine import ROOT, NoThreads, Task, eventually, numbered, payloads, waiting
 from tests.support.memory_fs import SimulatedCrash

@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.model import AckLevel, Codec, TopicState
 from ister.bucket.names import manifest_key, object_key
 from ister.bucket.rebuild import load_manifest
 from ister.errors import ClosedError, ConflictError, FencedError, NotFoundError, UnavailableError
-from ister.model import AckLevel, Codec, TopicState
 from ister.objectstore.base import Capabilities
 from ister.topic.bucket_link import RepairedObjects
 from ister.topic.node import NODE_NAME, Node

@@ -9,6 +9,8 @@ from datetime import UTC, datetime, timedelta, timezone
 import pytest
 
 import ister
+from ister.base.limits import ENVELOPE_SIZE_BYTES_MAX
+from ister.base.model import AckLevel, Codec, MessageId, StreamMessage, TopicState
 from ister.errors import (
     ClosedError,
     ConflictError,
@@ -21,8 +23,6 @@ from ister.errors import (
     TopicNameError,
     WaitTimeoutError,
 )
-from ister.limits import ENVELOPE_SIZE_BYTES_MAX
-from ister.model import AckLevel, Codec, MessageId, StreamMessage, TopicState
 from tests.support.cases import each
 from tests.support.machine import (
     NAME,

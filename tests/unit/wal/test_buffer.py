@@ -3,11 +3,11 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ister.base.limits import APPEND_CHUNK_BYTES
+from ister.base.model import Codec
 from ister.format.frame import scan_frames
 from ister.format.frame_encoder import FrameEncoder
 from ister.format.message import BodyEncoder
-from ister.limits import APPEND_CHUNK_BYTES
-from ister.model import Codec
 from ister.wal.buffer import AppendBuffer, Chunk, VolatileBuffer
 from tests.support.builders import frames
 

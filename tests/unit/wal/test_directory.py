@@ -2,7 +2,8 @@
 
 import pytest
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.model import TopicState
 from ister.errors import UnsupportedVersionError
 from ister.format.checkpoint import (
     UploaderCheckpoint,
@@ -10,7 +11,6 @@ from ister.format.checkpoint import (
     WalState,
     encode_uploader_checkpoint,
 )
-from ister.model import TopicState
 from ister.wal.directory import UPLOADER_CHECKPOINT_NAME, WalDirectory
 from ister.wal.recovery import recover
 from tests.support.machine import NAME, ROOT, numbered, payloads

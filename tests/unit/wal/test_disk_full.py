@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 
 import pytest
 
+from ister.base.model import AckLevel, TopicState
 from ister.errors import CapacityError, ClosedError, DiskError
-from ister.model import AckLevel, TopicState
 from tests.support.machine import Calls, Task, eventually, numbered, payloads, waiting
 
 _FULL = {

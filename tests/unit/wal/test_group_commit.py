@@ -6,15 +6,15 @@ import time
 
 import pytest
 
-from ister.clock import ManualClock
-from ister.errors import ClosedError, DiskError, WaitTimeoutError
-from ister.limits import (
+from ister.base.clock import ManualClock
+from ister.base.limits import (
     CHECKPOINT_INTERVAL_SECONDS,
     LAZY_WRITE_SECONDS,
     SLOW_SYNC_SECONDS,
     SLOW_SYNC_SHOWN_SECONDS,
 )
-from ister.model import AckLevel, TopicState
+from ister.base.model import AckLevel, TopicState
+from ister.errors import ClosedError, DiskError, WaitTimeoutError
 from ister.wal.waiters import Waiter
 from tests.support.machine import (
     PATIENCE_SECONDS,

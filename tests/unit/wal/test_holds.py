@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from ister.base.model import AckLevel, TopicState
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -11,7 +12,6 @@ from ister.errors import (
     UnavailableError,
     WaitTimeoutError,
 )
-from ister.model import AckLevel, TopicState
 from tests.support.machine import ManualClock, Task, eventually, numbered, payloads, waiting
 
 

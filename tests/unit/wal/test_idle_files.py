@@ -2,7 +2,7 @@
 
 import threading
 
-from ister.limits import IDLE_FILE_SECONDS
+from ister.base.limits import IDLE_FILE_SECONDS
 from tests.support.machine import Calls, ManualClock, eventually
 
 

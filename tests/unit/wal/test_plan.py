@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ister.clock import ManualClock
+from ister.base.clock import ManualClock
 from ister.errors import CorruptDataError, InvariantError, OffsetOutOfRangeError
 from ister.format.frame import encode_frame
 from ister.wal.reader import WalReader

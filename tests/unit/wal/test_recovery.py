@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from ister.base.model import AckLevel, Codec, TopicState
 from ister.errors import (
     CapacityError,
     CorruptDataError,
@@ -13,7 +14,6 @@ from ister.errors import (
     UnsupportedVersionError,
 )
 from ister.format.checkpoint import decode_wal_checkpoint
-from ister.model import AckLevel, Codec, TopicState
 from ister.wal import index
 from tests.support.builders import with_valid_crc
 from tests.support.cases import each

@@ -7,11 +7,11 @@ from operator import methodcaller
 
 import pytest
 
+from ister.base.metrics import Metrics
+from ister.base.model import TopicState
 from ister.config import load_config
 from ister.errors import CapacityError, CorruptDataError, DiskError, OffsetOutOfRangeError
 from ister.format.frame import scan_frames
-from ister.metrics import Metrics
-from ister.model import TopicState
 from ister.topic.log import Log
 from ister.wal.directory import WalDirectory
 from ister.wal.repair import rewrite_log

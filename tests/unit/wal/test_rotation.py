@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.model import TopicState
 from ister.errors import ClosedError, DiskError
-from ister.model import TopicState
 from tests.support.machine import NAME, ROOT, Calls, ManualClock, numbered, payloads
 
 PATH = f"{ROOT}{NAME}"

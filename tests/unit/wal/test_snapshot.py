@@ -2,12 +2,12 @@
 
 import pytest
 
-from ister.clock import ManualClock, SystemClock
+from ister.base.clock import ManualClock, SystemClock
+from ister.base.metrics import Metrics
+from ister.base.model import Codec
 from ister.errors import NotFoundError, OffsetOutOfRangeError, UnsupportedVersionError
 from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import decode_message
-from ister.metrics import Metrics
-from ister.model import Codec
 from ister.wal.directory import CHECKPOINT_NAME, WalDirectory
 from ister.wal.reader import WalReader
 from ister.wal.snapshot import load_snapshot

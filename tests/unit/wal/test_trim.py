@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
+from ister.base.model import TopicState
 from ister.errors import DiskError, OffsetOutOfRangeError
-from ister.model import TopicState
 from tests.support.cases import each
 from tests.support.machine import NAME, ROOT, Calls, Machine, NoThreads, numbered, payloads
 from tests.support.memory_fs import SimulatedCrash

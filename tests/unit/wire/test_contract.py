@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pyarrow")
 
+from ister.base.model import AckLevel, Codec
 from ister.config import load_config
 from ister.errors import InvalidRequestError, TopicNameError, UnsupportedVersionError
 from ister.format.manifest import StagedFile, decode_manifest, encode_manifest
-from ister.model import AckLevel, Codec
 from ister.topic.batches import AppendedBatch, StagedBatch
 from ister.wire.contract import (
     AppendStaged,

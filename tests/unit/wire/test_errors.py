@@ -11,6 +11,7 @@ pytest.importorskip("grpc")
 import grpc
 
 from ister import errors
+from ister.base.retry import can_retry
 from ister.broker.rpc.handlers import status_of
 from ister.errors import (
     CapacityError,
@@ -28,7 +29,6 @@ from ister.errors import (
     WaitsForDiskError,
     WaitTimeoutError,
 )
-from ister.retry import can_retry
 from ister.wire.errors import (
     ANSWERED,
     carries_error,

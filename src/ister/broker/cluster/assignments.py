@@ -18,6 +18,7 @@ from typing import Final
 
 import msgspec
 
+from ister.base.structs import known
 from ister.metadata.base import (
     Absent,
     Compare,
@@ -28,7 +29,6 @@ from ister.metadata.base import (
     Put,
     RevisionIs,
 )
-from ister.structs import known
 
 # A compare and two operations for each topic; etcd takes 128 of each.
 _TOPICS_PER_TRANSACTION: Final = 40

@@ -22,13 +22,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from ister.base.clock import Clock
+from ister.base.model import TopicName
 from ister.broker.cluster.assignments import Assignment, Assignments
 from ister.broker.cluster.leader import Leader, Leadership, takes
 from ister.broker.cluster.members import Members
 from ister.broker.cluster.placement import Placement, rendezvous
 from ister.bucket.directory import read_owners, read_records
 from ister.bucket.members import Member, MemberState
-from ister.clock import Clock
 from ister.config import ClusterConfig
 from ister.errors import (
     CommitUnknownError,
@@ -39,7 +40,6 @@ from ister.errors import (
 )
 from ister.format.records import OwnerRecord, encode_owner
 from ister.metadata.base import Absent, Delete, Lease, Put, ValueIs, Watch
-from ister.model import TopicName
 from ister.topic.stores import Stores
 
 _log = logging.getLogger("ister.broker.cluster")

@@ -23,13 +23,14 @@ from typing import Final
 
 import msgspec
 
+from ister.base.clock import Clock
+from ister.base.model import TopicName
 from ister.broker.cluster.assignments import NEW, OWNER_DOWN, Assignment, Assignments
 from ister.broker.cluster.members import Members
 from ister.broker.cluster.placement import Move, Placement, plan_moves
 from ister.bucket.directory import read_owners, read_records
 from ister.bucket.members import Member, MemberState
 from ister.bucket.names import TopicKeys
-from ister.clock import Clock
 from ister.config import ClusterConfig
 from ister.errors import (
     CommitUnknownError,
@@ -39,7 +40,6 @@ from ister.errors import (
 )
 from ister.format.records import decode_owner
 from ister.metadata.base import Absent, Compare, Delete, Put, ValueIs
-from ister.model import TopicName
 from ister.topic.stores import Stores
 
 _log = logging.getLogger("ister.broker.cluster")

@@ -13,8 +13,8 @@ import threading
 from dataclasses import replace
 from typing import Final
 
+from ister.base.clock import Clock
 from ister.bucket.members import Load, Member, MemberState, encode_member, member_key, read_members
-from ister.clock import Clock
 from ister.errors import IsterError
 from ister.metadata.base import Delete, Lease, Put
 from ister.topic.stores import Stores

@@ -27,14 +27,14 @@ import grpc
 import msgspec
 from google.protobuf.message import Message
 
+from ister.base.model import AckLevel, Codec, StreamMessage
+from ister.base.structs import make_decoder
 from ister.broker.rpc.handlers import Refused
 from ister.broker.security.guard import current_caller
 from ister.broker.security.tls import ServerTls
 from ister.bucket.members import Member
 from ister.errors import CorruptDataError, IsterError, UnavailableError
 from ister.format.message import encode_message
-from ister.model import AckLevel, Codec, StreamMessage
-from ister.structs import make_decoder
 from ister.wire import Rpc, danube_admin, ister_api, services
 from ister.wire.errors import error_of, is_answer
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Final
 
+from ister.base.limits import MIB
 from ister.bucket.members import Load, Member
 from ister.config import Strategy
-from ister.limits import MIB
 
 _RELIEF: Final = 0.8
 """A rebalance stops when the variation is below this share of the threshold (hysteresis), so that

@@ -15,9 +15,9 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from ister import failpoints, threads
+from ister.base import failpoints, threads
+from ister.base.model import TopicName
 from ister.errors import FencedError, IsterError
-from ister.model import TopicName
 from ister.subscription.delivery import Delivery
 from ister.subscription.progress import ProgressPlan
 from ister.subscription.saved_state import SavedState

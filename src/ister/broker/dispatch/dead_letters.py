@@ -22,8 +22,8 @@ import json
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ister.base.model import MessageId, StreamMessage
 from ister.errors import CorruptDataError
-from ister.model import MessageId, StreamMessage
 from ister.subscription.entries import DeadLetter
 from ister.topic.message import Message
 

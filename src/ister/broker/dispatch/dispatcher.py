@@ -22,7 +22,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from ister import failpoints, threads
+from ister.base import failpoints, threads
+from ister.base.metrics import Metrics
+from ister.base.model import StreamMessage, TopicName
+from ister.base.positions import lag_of
 from ister.broker.dispatch.cursor_writer import CursorWriter
 from ister.broker.dispatch.dead_letters import LetterSigner, has_used_up_hops, make_letter
 from ister.broker.dispatch.memory_budget import Budget
@@ -41,9 +44,6 @@ from ister.errors import (
     MessageTooLargeError,
     UnavailableError,
 )
-from ister.metrics import Metrics
-from ister.model import StreamMessage, TopicName
-from ister.positions import lag_of
 from ister.subscription.delivery import Delivery
 from ister.subscription.entries import AckResult, DeadLetter, Drop, Instruction, Send
 from ister.subscription.policy import FailurePolicy, SubscriptionKind

@@ -16,11 +16,11 @@ from __future__ import annotations
 from struct import Struct
 from typing import Final, NamedTuple
 
+from ister.base.limits import KIB
+from ister.base.model import Codec, StreamMessage
 from ister.broker.topics.consumer_ids import ConsumerIdentity
 from ister.errors import CorruptDataError
 from ister.format.body_parts import NO_IDENTITY, decode_identity, decode_suffix, split
-from ister.limits import KIB
-from ister.model import Codec, StreamMessage
 from ister.subscription.receipts import Receipts
 from ister.topic.message import Message, stored_body
 from ister.wire import danube

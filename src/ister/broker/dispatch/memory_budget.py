@@ -27,8 +27,8 @@ import os
 from collections.abc import Callable
 from typing import Final
 
+from ister.base.limits import MIB
 from ister.broker.dispatch.write_queue import WriteQueue
-from ister.limits import MIB
 
 _PART_OF_MACHINE: Final = 8
 _BYTES_MIN: Final = 64 * MIB

@@ -27,7 +27,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from ister import threads
+from ister.base import threads
+from ister.base.limits import KIB, MIB
 from ister.broker.dispatch.encoder import key_of
 from ister.broker.dispatch.frame_sizes import FrameSizes
 from ister.broker.dispatch.memory_budget import Budget
@@ -43,7 +44,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.frame import FRAME_HEADER_SIZE
-from ister.limits import KIB, MIB
 from ister.subscription.delivery import Delivery
 from ister.subscription.policy import SubscriptionKind
 from ister.topic.aio import AsyncReader

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from ister.limits import MIB
+from ister.base.limits import MIB
 
 _log = logging.getLogger("ister.broker.dispatch.write_queue")
 

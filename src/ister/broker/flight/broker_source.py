@@ -15,6 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ister import kernels
+from ister.base.limits import LOAD_SECONDS, MANY_ROWS, MIB
+from ister.base.model import AckLevel, Codec
 from ister.broker.publish.admission import StagedGate, admission_of_rows
 from ister.broker.security.guard import Caller, Guard, current_caller, entered
 from ister.broker.security.rights import Permission
@@ -23,8 +25,6 @@ from ister.broker.topics.time_searches import TimeSearches
 from ister.broker.topics.topics import Topics
 from ister.config import Config
 from ister.errors import InvalidRequestError, UnauthenticatedError, UnavailableError
-from ister.limits import LOAD_SECONDS, MANY_ROWS, MIB
-from ister.model import AckLevel, Codec
 from ister.topic.dedup import SequencedTopic
 
 if TYPE_CHECKING:

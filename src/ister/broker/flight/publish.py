@@ -31,14 +31,14 @@ from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 import pyarrow as pa
 
 from ister import kernels
+from ister.base.limits import KIB, MANY_ROWS, MIB
+from ister.base.model import COLUMNS
+from ister.base.tracing import span
 from ister.broker.flight.broker_source import FlightLimits
 from ister.broker.flight.failures import as_ister_error
 from ister.errors import InvalidRequestError, IsterError, MessageTooLargeError
 from ister.format.payloads import Payloads
-from ister.limits import KIB, MANY_ROWS, MIB
-from ister.model import COLUMNS
 from ister.topic.dedup import Appended, SequencedTopic, check_producer
-from ister.tracing import span
 from ister.wire.contract import PutAck, PutBatch, PutOpen
 from ister.wire.errors import encode_error
 

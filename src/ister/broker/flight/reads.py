@@ -13,10 +13,10 @@ from typing import Final
 import pyarrow as pa
 
 from ister import kernels
+from ister.base.limits import LOAD_SECONDS, MANY_ROWS, MIB
 from ister.errors import ConflictError, OffsetOutOfRangeError, UnavailableError
 from ister.format.arrow.schema import arrow_schema
 from ister.format.offset_ranges import overlaps
-from ister.limits import LOAD_SECONDS, MANY_ROWS, MIB
 from ister.topic.topic import Topic
 from ister.topic.upload_plan import plan_topic
 from ister.topic.upload_plan import read_frames as read_stored

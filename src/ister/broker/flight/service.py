@@ -28,6 +28,7 @@ from typing import Final, TypedDict, TypeVar
 import grpc
 import pyarrow as pa
 
+from ister.base.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
 from ister.broker.flight.broker_source import (
     BrokerSource,
     FlightAccess,
@@ -58,7 +59,6 @@ from ister.errors import (
     UnavailableError,
     UnsupportedOperationError,
 )
-from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
 from ister.topic.dedup import SequencedTopic
 from ister.wire.contract import (
     Action,

@@ -46,6 +46,10 @@ from aiohttp import web
 from google.protobuf.message import Message
 from multidict import MultiMapping
 
+from ister.base.clock import Clock
+from ister.base.message_filter import MessageFilter
+from ister.base.model import JsonObject, Start, TopicName
+from ister.base.positions import parse_position, to_milliseconds
 from ister.broker.observe.browse import DOWNLOAD_MAX, LIMIT_DEFAULT, LIMIT_MAX, Browser
 from ister.broker.observe.cluster_api import ClusterApi, ask_other
 from ister.broker.observe.dead_letter_api import DeadLetterApi
@@ -61,7 +65,6 @@ from ister.broker.services.dead_letters import DeadLetterCalls
 from ister.broker.topics.open_topics import ElsewhereError
 from ister.broker.topics.served_topic import ServedTopic
 from ister.bucket.pipeline import PipelineKeys, request_job
-from ister.clock import Clock
 from ister.config import AuthMode, BrokerConfig
 from ister.errors import (
     CapacityError,
@@ -76,10 +79,7 @@ from ister.errors import (
     UnavailableError,
     UnsupportedOperationError,
 )
-from ister.message_filter import MessageFilter
 from ister.metadata.base import MetadataStore
-from ister.model import JsonObject, Start, TopicName
-from ister.positions import parse_position, to_milliseconds
 from ister.wire import Rpc, danube_admin, ister_api, services
 from ister.wire.errors import BROKER_FAILED, http_error
 from ister.wire.views import PipelineJson, TopicJson

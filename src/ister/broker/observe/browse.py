@@ -1,7 +1,7 @@
 """Shows some messages of a topic to people, from any position, decoded where possible.
 
 Owns: where to begin, how many come, how each is shown. Does not own: reading (`ister.topic`),
-which messages a filter matches (`ister.message_filter`), schemas (`ister.broker.schemas`),
+which messages a filter matches (`ister.base.message_filter`), schemas (`ister.broker.schemas`),
 permissions (callers ask the guard first).
 
 Browsing moves no cursor and acknowledges nothing. Messages, bytes, time and concurrent requests are
@@ -21,12 +21,15 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from ister.base.clock import Clock
+from ister.base.limits import KIB, MIB
+from ister.base.message_filter import NOT_JSON, MessageFilter
+from ister.base.model import JsonObject, Start, StreamMessage
 from ister.broker.observe.query_threads import QueryThreads
 from ister.broker.schemas.decoding import DECODED_BYTES_MAX, decode_payload, parse_json
 from ister.broker.schemas.definition import Definition
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.topics.topics import Topics
-from ister.clock import Clock
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -37,9 +40,6 @@ from ister.errors import (
     OffsetOutOfRangeError,
     UnavailableError,
 )
-from ister.limits import KIB, MIB
-from ister.message_filter import NOT_JSON, MessageFilter
-from ister.model import JsonObject, Start, StreamMessage
 from ister.topic.message import Message
 from ister.topic.topic import Topic
 from ister.wire.errors import http_error

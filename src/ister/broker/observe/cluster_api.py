@@ -20,6 +20,7 @@ from typing import TypeVar
 from aiohttp import web
 from google.protobuf.message import Message
 
+from ister.base.model import JsonObject
 from ister.broker.cluster.peers import may_forward
 from ister.broker.observe.cluster_view import (
     describe_drain,
@@ -32,7 +33,6 @@ from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.topics.open_topics import ElsewhereError
 from ister.errors import InvalidRequestError
-from ister.model import JsonObject
 from ister.wire import Rpc, ister_api, services
 from ister.wire.views import ClusterJson
 

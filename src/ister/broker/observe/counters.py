@@ -1,6 +1,6 @@
 """Counters of a topic, of a subscription, of an RPC method.
 
-Owns: what is counted. Does not own: names and labels (`ister.metrics`), output
+Owns: what is counted. Does not own: names and labels (`ister.base.metrics`), output
 (`ister.broker.observe.prometheus`), rates (`ister.broker.observe.rates`).
 
 Counters are plain numbers on plain objects, because every message is counted here. Messages are
@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from ister.base.metrics import Histogram, bounds_of
 from ister.format.payloads import FEW_ROWS, Payloads
-from ister.metrics import Histogram, bounds_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -21,13 +21,13 @@ from typing import Final, Protocol
 
 from aiohttp import web
 
+from ister.base.model import JsonObject
 from ister.broker.observe.cluster_api import ask_other
 from ister.broker.observe.requests import read_body, topic_of
 from ister.broker.observe.views import Views
 from ister.broker.services.dead_letters import DeadLetterCalls
 from ister.broker.topics.open_topics import ElsewhereError
 from ister.errors import InvalidRequestError
-from ister.model import JsonObject
 from ister.wire import Rpc, ister_api, services
 
 _OFFSET_MAX: Final = (1 << 63) - 1

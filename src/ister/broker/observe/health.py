@@ -19,18 +19,18 @@ from dataclasses import asdict, dataclass
 from operator import itemgetter
 from typing import Final, Literal
 
-from ister import threads
+from ister.base import threads
+from ister.base.clock import Clock
+from ister.base.limits import GIB, MIB
+from ister.base.model import JsonObject, TopicState
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.flight.service import FlightService
 from ister.broker.observe.probe import HealthProbe
 from ister.broker.security.tls import ServerTls
 from ister.broker.topics.served_topic import ServedTopic
 from ister.broker.topics.topics import Topics
-from ister.clock import Clock
 from ister.config import Config, Engine, StorageMode
-from ister.limits import GIB, MIB
 from ister.metadata.base import StoreUsage
-from ister.model import JsonObject, TopicState
 from ister.topic.log import Log
 from ister.topic.memory_guard import MemoryGuard
 

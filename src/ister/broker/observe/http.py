@@ -24,7 +24,7 @@ from typing import Final
 
 from aiohttp import web
 
-from ister import threads
+from ister.base import threads
 from ister.broker.observe.api import Api
 from ister.broker.observe.dashboard import OPEN_PATHS as PAGE_PATHS
 from ister.broker.observe.dashboard import add_pages

@@ -15,11 +15,11 @@ import logging
 from collections.abc import Iterable
 from typing import Final
 
+from ister.base.model import TopicName
 from ister.broker.cluster.peers import may_forward
 from ister.broker.topics.topics import Topics
 from ister.bucket.members import Member
 from ister.errors import IsterError
-from ister.model import TopicName
 from ister.wire import ister_api, services
 from ister.wire.views import TopicJson
 

@@ -16,11 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from ister import threads
+from ister.base import threads
+from ister.base.clock import Clock
 from ister.broker.topics.served_topic import ServedTopic
 from ister.broker.topics.topics import Topics
 from ister.bucket.pipeline import PipelineKeys
-from ister.clock import Clock
 from ister.config import Config
 from ister.errors import IsterError
 from ister.metadata.base import MetadataStore, StoreUsage

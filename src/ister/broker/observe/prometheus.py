@@ -1,7 +1,7 @@
 """`/metrics`: everything that is counted, in Prometheus' text form (version 0.0.4).
 
 Owns: names, labels, escaping, how many series there may be. Does not own: what is counted
-(`observe.counters`, `ister.metrics`), how the broker is (`observe.health`).
+(`observe.counters`, `ister.base.metrics`), how the broker is (`observe.health`).
 
     on the loop    a part of the topics at a time: numbers are copied
     in a thread    topics with their own series, figures of the log and the process, the text
@@ -28,17 +28,17 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import ister
-from ister import threads
+from ister.base import threads
+from ister.base.clock import Clock
+from ister.base.metrics import BY_NAME, METRICS, Histogram, Metric
+from ister.base.model import TopicState
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.observe.counters import Calls
 from ister.broker.observe.health import STATES, BrokerHealth, state_of
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.guard import Guard
 from ister.broker.topics.served_topic import ServedTopic
-from ister.clock import Clock
 from ister.config import Config, Engine, MetadataBackend
-from ister.metrics import BY_NAME, METRICS, Histogram, Metric
-from ister.model import TopicState
 from ister.topic.log import Log
 
 TOPICS_MAX: Final = 1000

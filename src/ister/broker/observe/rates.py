@@ -21,15 +21,15 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Final
 
-from ister import threads
+from ister.base import threads
+from ister.base.clock import Clock
+from ister.base.model import JsonObject
+from ister.base.partitions import base_of_partition
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.observe.rate_file import DAY, HOUR, Interval, RateFile
 from ister.broker.topics.served_topic import ServedTopic
 from ister.broker.topics.topics import Topics
-from ister.clock import Clock
 from ister.errors import InvalidRequestError
-from ister.model import JsonObject
-from ister.partitions import base_of_partition
 
 _log = logging.getLogger("ister.broker.observe.rates")
 

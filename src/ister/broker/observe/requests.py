@@ -9,9 +9,9 @@ from typing import Final
 
 from aiohttp import web
 
+from ister.base.limits import KIB
+from ister.base.model import JsonObject
 from ister.errors import CapacityError, InvalidRequestError
-from ister.limits import KIB
-from ister.model import JsonObject
 
 _BODY_BYTES_MAX: Final = 64 * KIB
 _CHUNK_BYTES: Final = 256 * KIB

@@ -17,11 +17,11 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from ister.base.clock import Clock
+from ister.base.model import JsonObject
 from ister.bucket.catalog import Catalog
-from ister.clock import Clock
 from ister.errors import UnavailableError
 from ister.format.descriptor import ObjectDescriptor, count_messages
-from ister.model import JsonObject
 from ister.topic.describe import describe_descriptor
 from ister.topic.topic import Topic
 

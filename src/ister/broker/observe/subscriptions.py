@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from ister.base.positions import lag_of
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.topics.served_topic import AnySubscription
-from ister.positions import lag_of
 from ister.subscription.policy import SubscriptionKind
 from ister.subscription.store import StoredSubscription
 from ister.topic.describe import SubscriptionView

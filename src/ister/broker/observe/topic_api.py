@@ -23,6 +23,9 @@ from typing import Final, Protocol, TypeVar
 from aiohttp import web
 from google.protobuf.message import Message
 
+from ister.base.clock import Clock
+from ister.base.model import JsonObject, MessageId, StreamMessage, TopicName
+from ister.base.partitions import partition_of
 from ister.broker.observe.cluster_api import ask_other
 from ister.broker.observe.requests import read_body, topic_of
 from ister.broker.observe.views import Views
@@ -32,10 +35,7 @@ from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.services.admin import decode_policy, encode_policy
 from ister.broker.topics.open_topics import ElsewhereError
-from ister.clock import Clock
 from ister.errors import AlreadyExistsError, InvalidRequestError
-from ister.model import JsonObject, MessageId, StreamMessage, TopicName
-from ister.partitions import partition_of
 from ister.subscription.policy import FailurePolicy
 from ister.wire import Rpc, danube_admin, ister_api, services
 

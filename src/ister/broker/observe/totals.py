@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ister import threads
+from ister.base import threads
+from ister.base.clock import Clock
 from ister.broker.observe.query_threads import QueryThreads
 from ister.broker.observe.storage_counts import StorageCounts
 from ister.broker.topics.served_topic import ServedTopic
 from ister.broker.topics.topics import Topics
-from ister.clock import Clock
 from ister.errors import IsterError
 from ister.topic.describe import TopicView
 

@@ -20,6 +20,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from ister import __version__
+from ister.base.clock import Clock
+from ister.base.limits import MIB
+from ister.base.model import JsonObject, TopicName, Watermarks
+from ister.base.partitions import base_of_partition
 from ister.broker.observe.cluster_view import describe_brokers, describe_cluster
 from ister.broker.observe.other_brokers import OtherBrokers
 from ister.broker.observe.query_threads import QueryThreads
@@ -39,13 +43,9 @@ from ister.broker.topics.cluster_control import ClusterControl, ClusterState
 from ister.broker.topics.served_topic import ServedTopic
 from ister.broker.topics.topics import Topics
 from ister.bucket.members import Member
-from ister.clock import Clock
 from ister.config import StorageMode
 from ister.errors import CorruptDataError, IsterError, NotFoundError, UnavailableError
-from ister.limits import MIB
 from ister.metadata.base import MetadataStore
-from ister.model import JsonObject, TopicName, Watermarks
-from ister.partitions import base_of_partition
 from ister.topic.describe import (
     TopicView,
     UploadLag,

@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from ister.base.limits import ENVELOPE_SIZE_BYTES_MAX
+from ister.base.model import StreamMessage
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.errors import CapacityError, MessageTooLargeError, UnavailableError
 from ister.format.payloads import Payloads
-from ister.limits import ENVELOPE_SIZE_BYTES_MAX
-from ister.model import StreamMessage
 from ister.topic.dedup import check_producer_name
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from ister import failpoints, threads
+from ister.base import failpoints, threads
+from ister.base.model import AckLevel
 from ister.broker.dispatch.encoder import encode_answer
 from ister.broker.rpc.batch_calls import BatchCall, Blocking
 from ister.broker.rpc.handlers import status_of
@@ -33,7 +34,6 @@ from ister.broker.security.rights import Permission
 from ister.broker.topics.served_topic import ServedTopic
 from ister.broker.topics.topics import Topics
 from ister.errors import CapacityError, ClosedError, IsterError
-from ister.model import AckLevel
 from ister.topic.append import RecordParts
 from ister.topic.topic import Topic
 from ister.wire import danube

@@ -28,10 +28,10 @@ import threading
 from collections.abc import Iterable
 from typing import Final
 
+from ister.base.clock import Clock
+from ister.base.model import TopicName
 from ister.broker.topics.broker_records import BrokerRecords, NameRecord
-from ister.clock import Clock
 from ister.errors import IsterError, PermissionDeniedError
-from ister.model import TopicName
 
 _log = logging.getLogger("ister.broker.publish.producer_names")
 

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 
-from ister import tracing
+from ister.base import tracing
 from ister.broker.observe.counters import CallCounters, Calls
 from ister.broker.rpc.batch_calls import BatchCall, Blocking
 from ister.broker.rpc.handlers import (

@@ -31,8 +31,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from ister import threads
-from ister.clock import Clock, SystemClock
+from ister.base import threads
+from ister.base.clock import Clock, SystemClock
 
 _FILES: Final = "/proc/self/fd"
 _THREAD: Final = "ister-rpc-connections"

@@ -31,7 +31,7 @@ from typing import Final, cast
 
 import grpc
 
-from ister import threads
+from ister.base import threads
 from ister.broker.rpc.batch_calls import BatchCall
 from ister.broker.rpc.handlers import CallGate, explained
 from ister.broker.rpc.methods import BatchForm, Handler, Method, check_size

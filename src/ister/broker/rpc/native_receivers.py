@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
-from ister import threads
+from ister.base import threads
 
 Event = TypeVar("Event")
 

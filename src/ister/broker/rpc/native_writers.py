@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Final
 
-from ister import threads
+from ister.base import threads
 
 _THREAD: Final = "ister-stream-writer"
 _BLOCKING_THREADS: Final = 4

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ister.base.metrics import Metrics
 from ister.errors import CapacityError, IsterError
-from ister.metrics import Metrics
 
 
 class PrincipalLimit:

@@ -18,6 +18,7 @@ from typing import Final
 
 import grpc
 
+from ister.base.limits import KIB
 from ister.broker.rpc.forward_socket import SocketFile
 from ister.broker.rpc.grpcio_engine import add_methods
 from ister.broker.rpc.handlers import CallGate
@@ -28,7 +29,6 @@ from ister.broker.security.grpc_guard import GrpcGuard
 from ister.broker.security.tls import ServerTls, is_loopback
 from ister.config import BrokerConfig, BrokerLimitsConfig, GrpcEngine
 from ister.errors import ConfigError, UnavailableError
-from ister.limits import KIB
 
 # A connection without calls for so long is closed; the client's next call opens another.
 _IDLE_MS: Final = 60_000

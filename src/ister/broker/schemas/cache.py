@@ -13,11 +13,11 @@ import threading
 from collections import OrderedDict
 from typing import Final
 
-from ister import threads
+from ister.base import threads
+from ister.base.clock import Clock
 from ister.broker.schemas.definition import Definition
 from ister.broker.schemas.definitions import read_definition
 from ister.broker.schemas.subjects import SubjectStore
-from ister.clock import Clock
 from ister.errors import CorruptDataError, IsterError
 from ister.metadata.base import KeyValue, MetadataStore
 from ister.topic.schema_records import SchemaKeys, SubjectRecord, TopicConfig

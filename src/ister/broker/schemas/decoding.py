@@ -22,12 +22,12 @@ from typing import Final, NoReturn
 import fastavro
 from google.protobuf import json_format
 
+from ister.base.limits import KIB
 from ister.broker.schemas.avro import AvroDefinition
 from ister.broker.schemas.definition import Definition, Json
 from ister.broker.schemas.primitives import NumberDefinition
 from ister.broker.schemas.protobuf import ProtobufDefinition
 from ister.errors import InvalidRequestError
-from ister.limits import KIB
 from ister.topic.schema_kinds import SchemaType
 
 DECODED_BYTES_MAX: Final = 256 * KIB

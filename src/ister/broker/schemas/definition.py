@@ -13,8 +13,8 @@ import hashlib
 import json
 from typing import Any, Final, NoReturn, Protocol, Self, TypeAlias
 
+from ister.base.limits import KIB
 from ister.errors import InvalidRequestError
-from ister.limits import KIB
 from ister.topic.schema_kinds import SchemaType
 
 Json: TypeAlias = Any  # any JSON value; schemas are checked while they are walked

@@ -25,11 +25,12 @@ from typing import Final, NamedTuple, Self, TypeAlias
 
 from msgspec.structs import replace
 
+from ister.base.clock import Clock
+from ister.base.model import TopicName
 from ister.broker.schemas.cache import SchemaCache, version_number
 from ister.broker.schemas.definition import Definition
 from ister.broker.schemas.definitions import find_incompatibilities, read_definition
 from ister.broker.schemas.subjects import Registered, SubjectStore, until_done
-from ister.clock import Clock
 from ister.errors import (
     ConflictError,
     CorruptDataError,
@@ -38,7 +39,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.metadata.base import Absent, Compare, MetadataStore, Put, RevisionIs
-from ister.model import TopicName
 from ister.topic.schema_kinds import CompatibilityMode, SchemaType, ValidationPolicy
 from ister.topic.schema_records import (
     SchemaKeys,

@@ -27,7 +27,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
-from ister import threads
+from ister.base import threads
+from ister.base.clock import Clock
+from ister.base.limits import NAME_PART_CHARACTERS_MAX
+from ister.base.model import TopicName
+from ister.base.partitions import base_of_partition
 from ister.broker.security.principal import Principal, PrincipalKind, parse_principal_kind
 from ister.broker.security.rights import (
     SYSTEM_ROLES,
@@ -37,7 +41,6 @@ from ister.broker.security.rights import (
     Scope,
     resource_path,
 )
-from ister.clock import Clock
 from ister.config import AuthConfig
 from ister.errors import (
     AlreadyExistsError,
@@ -51,7 +54,6 @@ from ister.errors import (
     TopicNameError,
     UnavailableError,
 )
-from ister.limits import NAME_PART_CHARACTERS_MAX
 from ister.metadata.base import (
     Absent,
     Compare,
@@ -62,8 +64,6 @@ from ister.metadata.base import (
     RevisionIs,
     Watch,
 )
-from ister.model import TopicName
-from ister.partitions import base_of_partition
 
 _log = logging.getLogger("ister.broker.security.access")
 

@@ -22,15 +22,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from ister.base.clock import Clock
+from ister.base.positions import format_time, parse_time
 from ister.broker.security.principal import (
     Principal,
     PrincipalKind,
     check_principal_name,
     parse_principal_kind,
 )
-from ister.clock import Clock
 from ister.errors import ConfigError, InvalidRequestError
-from ister.positions import format_time, parse_time
 
 _log = logging.getLogger("ister.broker.security.api_keys")
 

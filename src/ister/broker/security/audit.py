@@ -27,10 +27,10 @@ from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from typing import Final
 
+from ister.base.clock import Clock
+from ister.base.positions import format_time
 from ister.broker.security.principal import Principal
-from ister.clock import Clock
 from ister.errors import ConfigError
-from ister.positions import format_time
 
 _log = logging.getLogger("ister.audit")
 

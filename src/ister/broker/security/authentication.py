@@ -29,6 +29,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from cryptography.x509.oid import NameOID
 
+from ister.base.clock import Clock
+from ister.base.model import JsonObject
 from ister.broker.security.api_keys import API_KEY_PREFIX, ApiKeyFile
 from ister.broker.security.principal import (
     ANONYMOUS,
@@ -37,10 +39,8 @@ from ister.broker.security.principal import (
     check_principal_name,
     parse_principal_kind,
 )
-from ister.clock import Clock
 from ister.config import AuthConfig, AuthMode, JwtConfig
 from ister.errors import ConfigError, InvalidRequestError, UnauthenticatedError
-from ister.model import JsonObject
 
 _PublicKey: TypeAlias = (
     rsa.RSAPublicKey | ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey | ed448.Ed448PublicKey

@@ -28,16 +28,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final, Protocol, Self
 
+from ister.base.clock import Clock
+from ister.base.model import TopicName
 from ister.broker.security.access import AccessControl
 from ister.broker.security.audit import AuditLog, Outcome
 from ister.broker.security.authentication import CREDENTIAL_HEADERS, Authenticator
 from ister.broker.security.principal import ANONYMOUS, Principal
 from ister.broker.security.rights import MANAGE_PERMISSIONS, Permission
-from ister.clock import Clock
 from ister.config import AuthMode, ClientAuth, Config
 from ister.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from ister.metadata.base import MetadataStore
-from ister.model import TopicName
 
 VERIFY_SECONDS: Final = 1.0
 """How often a stream's caller is judged again."""

@@ -13,10 +13,10 @@ from typing import Final
 import jwt
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 
+from ister.base.clock import Clock, SystemClock
 from ister.broker.security.api_keys import API_KEY_PREFIX, ApiKey, digest_of_key, format_line
 from ister.broker.security.authentication import JWT_ALGORITHMS
 from ister.broker.security.principal import PrincipalKind, check_principal_name
-from ister.clock import Clock, SystemClock
 from ister.errors import InvalidRequestError
 
 _KEY_BYTES: Final = 32

@@ -18,14 +18,14 @@ from typing import Final, Self
 
 import msgspec
 
+from ister.base.model import TopicName
+from ister.base.structs import known
 from ister.broker.security.principal import (
     PrincipalKind,
     check_principal_name,
     parse_principal_kind,
 )
 from ister.errors import CorruptDataError, InvalidRequestError
-from ister.model import TopicName
-from ister.structs import known
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,120}")
 _ROLES_PER_BINDING_MAX: Final = 64

@@ -1,7 +1,7 @@
 """Certificates of the broker's ports, and which addresses need them.
 
 Owns: checking the files of `broker.tls`. Does not own: reading the files again when they change
-(`ister.certificates`).
+(`ister.base.certificates`).
 
 New files are used from the next handshake on; open connections stay. A resumed session is not
 verified again, so sessions are resumed only for a short time and with the same files: for a second
@@ -27,11 +27,11 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from ister.certificates import CertificateFiles, Loaded
-from ister.clock import Clock
+from ister.base.certificates import CertificateFiles, Loaded
+from ister.base.clock import Clock
+from ister.base.positions import format_time
 from ister.config import AuthMode, BrokerConfig, ClientAuth, TlsConfig
 from ister.errors import ConfigError
-from ister.positions import format_time
 
 _log = logging.getLogger("ister.broker.security.tls")
 

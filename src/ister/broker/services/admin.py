@@ -17,6 +17,8 @@ from typing import Final, Protocol
 
 import grpc
 
+from ister.base.model import TopicName
+from ister.base.partitions import base_of_partition
 from ister.broker.cluster.peers import is_forwarded
 from ister.broker.rpc.handlers import Refused
 from ister.broker.schemas.registry import SchemaRegistry
@@ -32,8 +34,6 @@ from ister.errors import (
     NotFoundError,
     UnavailableError,
 )
-from ister.model import TopicName
-from ister.partitions import base_of_partition
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy
 from ister.wire import danube_admin
 

@@ -15,6 +15,8 @@ from typing import Final, NamedTuple
 import grpc
 from google.protobuf.message import DecodeError
 
+from ister.base.limits import KIB, MIB
+from ister.base.model import StreamMessage
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.dispatch.encoder import DeliveredEncoder, encode, encode_answer
 from ister.broker.dispatch.fanout import Fanout
@@ -34,8 +36,6 @@ from ister.errors import (
     IsterError,
     NotFoundError,
 )
-from ister.limits import KIB, MIB
-from ister.model import StreamMessage
 from ister.subscription.policy import SubscriptionKind
 from ister.topic.message import Message
 from ister.wire import danube

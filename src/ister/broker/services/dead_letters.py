@@ -14,12 +14,12 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+from ister.base.model import JsonObject, TopicName
 from ister.broker.observe.browse import LIMIT_DEFAULT
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.topics.dead_letter_queue import DeadLetterQueue, Selection
 from ister.errors import InvalidRequestError
-from ister.model import JsonObject, TopicName
 from ister.wire import ister_api
 
 _RANGES_MAX: Final = 1_000

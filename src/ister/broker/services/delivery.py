@@ -13,6 +13,8 @@ from typing import Final
 
 import grpc
 
+from ister.base.model import StreamMessage
+from ister.base.positions import parse_position
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.dispatch.encoder import varint
 from ister.broker.dispatch.outbox import Outbox, Sent
@@ -23,8 +25,6 @@ from ister.broker.security.rights import Permission
 from ister.broker.topics.consumer_ids import ConsumerIdentity
 from ister.broker.topics.topics import Topics
 from ister.errors import ConflictError, InvalidRequestError
-from ister.model import StreamMessage
-from ister.positions import parse_position
 from ister.subscription.policy import SubscriptionKind
 from ister.wire import ister_api
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from itertools import takewhile
 
+from ister.base.model import Layout, TopicName
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.topics.open_topics import ElsewhereError
@@ -12,7 +13,6 @@ from ister.broker.topics.topics import Topics
 from ister.bucket.names import segment_name
 from ister.errors import InvalidRequestError, NotFoundError, UnsupportedOperationError
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor
-from ister.model import Layout, TopicName
 from ister.wire import danube
 
 

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from ister import __version__
+from ister.base.model import AckLevel, Codec, Start, TopicName
+from ister.base.partitions import base_of_partition
+from ister.base.positions import time_of
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.observe.cluster_view import (
     describe_balance,
@@ -22,9 +25,6 @@ from ister.broker.security.rights import Permission
 from ister.broker.topics.served_topic import AnySubscription, ServedTopic
 from ister.broker.topics.topics import Topics
 from ister.errors import InvalidRequestError
-from ister.model import AckLevel, Codec, Start, TopicName
-from ister.partitions import base_of_partition
-from ister.positions import time_of
 from ister.wire import ister_api
 
 _PAGE_DEFAULT: Final = 100

@@ -6,12 +6,12 @@ import asyncio
 
 import msgspec
 
+from ister.base.model import Codec
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.topics.topics import Topics
 from ister.errors import CorruptDataError, InvalidRequestError, PermissionDeniedError
 from ister.format.message import decode_message
-from ister.model import Codec
 from ister.wire import ister_api
 
 

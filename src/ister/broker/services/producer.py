@@ -14,6 +14,8 @@ from typing import Final
 
 import grpc
 
+from ister.base.limits import KIB
+from ister.base.model import MessageId, StreamMessage
 from ister.broker.publish.batched_sends import SEQUENCE_ATTRIBUTE, BatchedSends
 from ister.broker.publish.producers import producer_id
 from ister.broker.rpc.handlers import Refused, status_of
@@ -30,8 +32,6 @@ from ister.errors import (
     MessageTooLargeError,
     NotFoundError,
 )
-from ister.limits import KIB
-from ister.model import MessageId, StreamMessage
 from ister.topic.dedup import check_producer_name
 from ister.topic.read_only import ReadOnlyTopic
 from ister.wire import danube

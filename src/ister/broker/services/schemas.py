@@ -15,13 +15,13 @@ from contextlib import contextmanager
 
 import grpc
 
+from ister.base.model import TopicName
 from ister.broker.rpc.handlers import Refused
 from ister.broker.schemas.registry import SchemaRegistry, StoredSchema
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.topics.topics import Topics
 from ister.errors import ConflictError, NotFoundError, TopicNameError
-from ister.model import TopicName
 from ister.topic.schema_kinds import ValidationPolicy, parse_mode, parse_policy
 from ister.wire import danube_schema
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Final
 
-from ister import threads
+from ister.base import threads
 from ister.broker.cluster.cluster import AssignmentChanges
 from ister.broker.topics.topics import Topics
 from ister.bucket.members import Load, MemberState

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import quote, unquote
 
+from ister.base.model import TopicName
+from ister.base.partitions import PARTITION_INFIX, parse_partition
 from ister.broker.policies import NAMES
 from ister.errors import AlreadyExistsError, CommitUnknownError, ConflictError, NotFoundError
 from ister.metadata.base import Absent, Compare, KeyValue, MetadataStore, Put, RevisionIs
-from ister.model import TopicName
-from ister.partitions import PARTITION_INFIX, parse_partition
 
 _ATTEMPTS: Final = 5
 

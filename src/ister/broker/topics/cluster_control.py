@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ister.base.clock import Clock
+from ister.base.model import TopicName
 from ister.broker.cluster.placement import Balance, Move, measure
 from ister.broker.topics.open_topics import ElsewhereError
 from ister.broker.topics.topics import GivenUp, Topics
 from ister.bucket.directory import TopicDirectory
 from ister.bucket.members import Member, MemberState
-from ister.clock import Clock
 from ister.config import Strategy
 from ister.errors import ConflictError, IsterError, NotFoundError, UnavailableError
-from ister.model import TopicName
 
 _AT_ONCE: Final = 8
 # How long another broker may take for a forwarded call: it may have to hand over all its topics.

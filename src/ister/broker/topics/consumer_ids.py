@@ -13,10 +13,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from ister.base.limits import KIB
+from ister.base.model import TopicName
+from ister.base.partitions import parse_partition
 from ister.errors import InvalidRequestError
-from ister.limits import KIB
-from ister.model import TopicName
-from ister.partitions import parse_partition
 from ister.subscription.store import StoredConsumer, StoredSubscription
 
 _TOLD_SECONDS: Final = 0.05

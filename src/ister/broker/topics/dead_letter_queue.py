@@ -35,7 +35,10 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 from weakref import WeakValueDictionary
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock import Clock
+from ister.base.limits import MIB
+from ister.base.model import JsonObject, StreamMessage
 from ister.broker.dispatch.dead_letters import (
     LetterOrigin,
     LetterSigner,
@@ -51,7 +54,6 @@ from ister.broker.topics.tasks import run_to_completion
 from ister.broker.topics.topics import Topics
 from ister.bucket.cursors import DELIVERY
 from ister.bucket.names import TopicKeys
-from ister.clock import Clock
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -63,9 +65,7 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.records import Progress, decode_progress, encode_progress
-from ister.limits import MIB
 from ister.metadata.base import Absent, Compare, MetadataStore, Put, RevisionIs
-from ister.model import JsonObject, StreamMessage
 from ister.subscription.floor import RANGES_MAX, AckFloor
 from ister.topic.message import Message
 from ister.topic.topic import Topic

@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from ister.base.model import TopicName
+from ister.base.partitions import partition_name
 from ister.broker.topic_names import TopicNameIndex
 from ister.broker.topics.broker_records import BrokerRecords
 from ister.bucket.catalog import list_partitions
-from ister.model import TopicName
-from ister.partitions import partition_name
 from ister.topic.log import Log
 
 _CHANGES_MAX: Final = 10_000

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+from ister.base.model import TopicName
 from ister.broker.policies import Policies
 from ister.broker.topics.broker_records import BrokerRecords, ServedRecord
 from ister.broker.topics.listing import TopicListing
 from ister.broker.topics.served_topic import ServedTopic
 from ister.config import Config
 from ister.errors import AlreadyExistsError, ConflictError, NotFoundError
-from ister.model import TopicName
 from ister.topic.log import Log
 
 _BUILT_IN_NAMESPACES: Final = ("default", "system")

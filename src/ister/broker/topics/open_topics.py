@@ -24,7 +24,11 @@ from collections.abc import Callable
 from typing import Final
 from weakref import WeakValueDictionary
 
-from ister import threads
+from ister.base import threads
+from ister.base.clock import Clock
+from ister.base.limits import MIB
+from ister.base.model import AckLevel, Codec, StreamMessage, TopicName, TopicState
+from ister.base.partitions import PARTITIONS_MAX, parse_partition, partition_name
 from ister.broker.cluster.cluster import Cluster
 from ister.broker.cluster.peers import Peers
 from ister.broker.dispatch.dead_letters import LetterSigner
@@ -40,7 +44,6 @@ from ister.broker.topics.served_topic import ServedTopic, TopicContext
 from ister.broker.topics.tasks import run_to_completion
 from ister.broker.topics.time_searches import TimeSearches
 from ister.bucket.members import Member
-from ister.clock import Clock
 from ister.config import Config
 from ister.errors import (
     AlreadyExistsError,
@@ -56,10 +59,7 @@ from ister.errors import (
     WaitsForDiskError,
     WaitTimeoutError,
 )
-from ister.limits import MIB
 from ister.metadata.base import MetadataStore
-from ister.model import AckLevel, Codec, StreamMessage, TopicName, TopicState
-from ister.partitions import PARTITIONS_MAX, parse_partition, partition_name
 from ister.subscription.store import StoredSubscription, SubscriptionStore
 from ister.topic.dedup import SequencedTopics
 from ister.topic.log import Log

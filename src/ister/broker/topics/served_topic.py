@@ -21,7 +21,10 @@ from datetime import datetime
 from functools import partial
 from typing import Final, TypeAlias
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock import Clock
+from ister.base.metrics import Metrics
+from ister.base.model import Start, StreamMessage, TopicName, TopicState
 from ister.broker.dispatch.dead_letters import LetterSigner
 from ister.broker.dispatch.dispatcher import Dispatcher, PublishDeadLetter
 from ister.broker.dispatch.fanout import Fanout
@@ -43,7 +46,6 @@ from ister.broker.topics.consumer_ids import (
 from ister.broker.topics.tasks import run_to_completion
 from ister.broker.topics.time_searches import TimeSearches
 from ister.bucket.ownership import OwnedTopic
-from ister.clock import Clock
 from ister.config import DispatchConfig
 from ister.errors import (
     CapacityError,
@@ -54,8 +56,6 @@ from ister.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from ister.metrics import Metrics
-from ister.model import Start, StreamMessage, TopicName, TopicState
 from ister.subscription.policy import FailurePolicy, SubscriptionKind
 from ister.subscription.progress import ProgressPlan
 from ister.subscription.store import (

@@ -21,13 +21,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
 from typing import Final, TypeVar
 
+from ister.base.clock import Clock, SystemClock
+from ister.base.limits import MIB
+from ister.base.metrics import Metrics
+from ister.base.model import Start
 from ister.broker.security.guard import current_principal
 from ister.broker.security.principal import ANONYMOUS
-from ister.clock import Clock, SystemClock
 from ister.errors import CapacityError, InvalidRequestError, UnavailableError
-from ister.limits import MIB
-from ister.metrics import Metrics
-from ister.model import Start
 from ister.topic.topic import Topic
 
 _THREADS: Final = 2

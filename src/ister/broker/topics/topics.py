@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from ister.base.model import AckLevel, Codec, TopicName
+from ister.base.partitions import PARTITIONS_MAX, parse_partition, partition_name
 from ister.broker.policies import Policies
 from ister.broker.topics.open_topics import ElsewhereError, OpenTopics
 from ister.broker.topics.tasks import finish, run_to_completion
@@ -31,8 +33,6 @@ from ister.errors import (
     TopicNameError,
     UnavailableError,
 )
-from ister.model import AckLevel, Codec, TopicName
-from ister.partitions import PARTITIONS_MAX, parse_partition, partition_name
 from ister.topic.read_only import ReadOnlyTopic
 
 _log = logging.getLogger("ister.broker.topics.topics")

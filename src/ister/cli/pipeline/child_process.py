@@ -31,10 +31,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import IO, Final
 
-from ister import logs, threads
+from ister.base import logs, threads
+from ister.base.retry import backoff_seconds
 from ister.config import CloudBackend, Config, MetadataBackend
 from ister.errors import ConfigError
-from ister.retry import backoff_seconds
 
 _log = logging.getLogger("ister.cli.pipeline")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final
 
-from ister import tracing
+from ister.base import tracing
 from ister.cli.errors_out import answer, print_json
 from ister.cli.location import add_place_arguments, has_place, load_place
 from ister.cli.output import ProgressBar, format_bytes, print_error, print_table, progress

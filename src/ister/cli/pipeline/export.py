@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
+from ister.base.model import Start
 from ister.cli.connection import START_HELP, parse_seconds, parse_start
 from ister.cli.interrupts import SignalHandler
 from ister.cli.output import Subparsers, add_command
 from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
 from ister.config import TableFormat
 from ister.errors import InvalidRequestError
-from ister.model import Start
 
 if TYPE_CHECKING:
     from ister.spark.jobs.job_report import JobReport

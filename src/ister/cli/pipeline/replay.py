@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Final, cast
 
+from ister.base.model import JsonObject
 from ister.cli.connection import FIXED_START_HELP, parse_fixed_start
 from ister.cli.output import Subparsers, add_command, print_table
 from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
 from ister.errors import InvalidRequestError
-from ister.model import JsonObject
 
 if TYPE_CHECKING:
     from ister.spark.jobs.job_report import JobReport

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from ister import logs, threads
+from ister.base import logs, threads
 from ister.cli.connection import parse_seconds
 from ister.cli.errors_out import answer, print_json
 from ister.cli.output import Subparsers, add_command, print_table

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
+from ister.base.clock import Clock, SystemClock
+from ister.base.positions import format_time
 from ister.cli.errors_out import answer, print_json
 from ister.cli.location import add_place_arguments, load_place
 from ister.cli.output import Subparsers, add_command, format_bytes, format_span, print_table
-from ister.clock import Clock, SystemClock
 from ister.errors import InvalidRequestError, NotFoundError
-from ister.positions import format_time
 from ister.topic.pipeline_status import JOBS, describe_absence, no_status, read_status
 from ister.topic.stores import open_metadata
 from ister.wire.views import PipelineJson, PipelineRequestJson, PipelineStatusJson

@@ -20,6 +20,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from ister import wire
+from ister.base.limits import MIB
+from ister.base.model import Start
+from ister.base.positions import format_position
+from ister.base.serializers import AnySerializer, find_serializer
 from ister.client.core.batches import check_text
 from ister.client.core.network import Network
 from ister.client.core.receiver import Receiver, ReceiverOptions
@@ -32,10 +36,6 @@ from ister.errors import (
     NotFoundError,
     WaitTimeoutError,
 )
-from ister.limits import MIB
-from ister.model import Start
-from ister.positions import format_position
-from ister.serializers import AnySerializer, find_serializer
 from ister.subscription.policy import SubscriptionKind
 from ister.topic.arguments import as_timeout
 

@@ -17,7 +17,11 @@ import os
 from collections.abc import Awaitable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from ister import forks, threads, wire
+from ister import wire
+from ister.base import forks, threads
+from ister.base.extras import missing_extra
+from ister.base.model import TopicName
+from ister.base.retry import AsyncRetry, can_retry
 from ister.client.options import (
     TlsOptions,
     Token,
@@ -35,9 +39,6 @@ from ister.errors import (
     NotFoundError,
     UnavailableError,
 )
-from ister.extras import missing_extra
-from ister.model import TopicName
-from ister.retry import AsyncRetry, can_retry
 from ister.topic.arguments import as_timeout
 from ister.wire.errors import error_of
 
@@ -145,7 +146,7 @@ class Network:
         forks.register(self)
 
     def _after_fork(self, error: ClosedError) -> None:
-        """Abandons the parent's connections without closing them; see `ister.forks`."""
+        """Abandons the parent's connections without closing them; see `ister.base.forks`."""
         forks.leak(*self._channels.values())
         self._channels = {}
         self._fork_error, self._is_closed = error, True

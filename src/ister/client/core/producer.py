@@ -22,10 +22,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ister.base.clock import Clock, SystemClock
+from ister.base.limits import MIB
+from ister.base.model import AckLevel
+from ister.base.partitions import partition_name, partition_of
+from ister.base.serializers import AnySerializer, find_serializer
 from ister.client.core.batches import Batch, as_payload, check_text, size_of
 from ister.client.core.network import Network
 from ister.client.core.sender import Sender, SleepState
-from ister.clock import Clock, SystemClock
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -34,10 +38,6 @@ from ister.errors import (
     NotFoundError,
     WaitTimeoutError,
 )
-from ister.limits import MIB
-from ister.model import AckLevel
-from ister.partitions import partition_name, partition_of
-from ister.serializers import AnySerializer, find_serializer
 from ister.topic.arguments import as_number, as_timeout, parse_ack
 
 _log = logging.getLogger("ister.client.core.producer")

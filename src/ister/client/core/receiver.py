@@ -39,6 +39,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from ister import wire
+from ister.base.retry import AsyncRetry
+from ister.base.serializers import Json, Serializer
 from ister.client.core.network import Network, Route
 from ister.client.messages import ReceivedMessage
 from ister.errors import (
@@ -48,8 +50,6 @@ from ister.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from ister.retry import AsyncRetry
-from ister.serializers import Json, Serializer
 
 if TYPE_CHECKING:
     _Call = wire.Stream[wire.ister_api.ConsumeRequest]

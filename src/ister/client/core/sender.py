@@ -30,10 +30,12 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, Protocol
 
+from ister.base.clock import Clock
+from ister.base.model import AckLevel
+from ister.base.retry import AsyncRetry, can_retry
 from ister.client.core.batches import Batch
 from ister.client.core.network import Network
 from ister.client.core.put_stream import PutStream
-from ister.clock import Clock
 from ister.errors import (
     ConflictError,
     CorruptDataError,
@@ -44,8 +46,6 @@ from ister.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from ister.model import AckLevel
-from ister.retry import AsyncRetry, can_retry
 from ister.topic.dedup import EPOCH_MAX, EPOCH_STEP_MAX
 from ister.wire.contract import PutAck, PutOpen
 from ister.wire.errors import LOST_STATUS

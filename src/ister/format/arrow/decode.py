@@ -9,6 +9,8 @@ from typing import Final, NamedTuple, Protocol
 import pyarrow as pa
 
 from ister import kernels
+from ister.base.limits import FRAME_BODY_BYTES_MAX, KIB
+from ister.base.model import Codec, StreamMessage
 from ister.errors import CorruptDataError, InvalidRequestError, InvariantError
 from ister.format.arrow import loops as at
 from ister.format.arrow.layout import (
@@ -46,8 +48,6 @@ from ister.format.frame import (
     scan_frames,
 )
 from ister.format.message import decode_message
-from ister.limits import FRAME_BODY_BYTES_MAX, KIB
-from ister.model import Codec, StreamMessage
 
 # Memory that a batch may leave unused, besides an eighth of its content; with more it is copied.
 _SLACK_BYTES: Final = 16 * KIB

@@ -9,6 +9,8 @@ from typing import Any, Final
 import pyarrow as pa
 
 from ister import kernels
+from ister.base.limits import ENVELOPE_SIZE_BYTES_MAX, FRAME_BODY_BYTES_MAX, MIB
+from ister.base.model import COLUMNS, Codec, MessageId, StreamMessage
 from ister.errors import (
     CorruptDataError,
     InvalidRequestError,
@@ -31,8 +33,6 @@ from ister.format.bincode import FixintWriter, VarintWriter
 from ister.format.frame import encode_frame
 from ister.format.message import encode_message
 from ister.format.payloads import Payloads
-from ister.limits import ENVELOPE_SIZE_BYTES_MAX, FRAME_BODY_BYTES_MAX, MIB
-from ister.model import COLUMNS, Codec, MessageId, StreamMessage
 
 # Rows that become Python objects at a time.
 _PYTHON_ROWS: Final = 1024

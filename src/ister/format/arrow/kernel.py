@@ -38,9 +38,9 @@ from ister.format.arrow.kernel_parts import (
 )
 # fmt: on
 # isort: on
+from ister.base.model import Codec, StreamMessage
 from ister.format.frame import encode_frame
 from ister.format.message import encode_message
-from ister.model import Codec, StreamMessage
 
 if sys.maxsize < 1 << 32 or sys.byteorder != "little":  # pragma: no cover - no such machine here
     raise ImportError("the compiled loops need a little-endian machine of 64 bits")

@@ -16,10 +16,10 @@ from typing import Final, NamedTuple
 
 import pyarrow as pa
 
+from ister.base.limits import FRAME_BODY_BYTES_MAX
+from ister.base.model import Codec
 from ister.format.arrow import loops as at
 from ister.format.arrow.loops import IntArray, loops
-from ister.limits import FRAME_BODY_BYTES_MAX
-from ister.model import Codec
 
 FRAME_BYTES_MIN: Final = {Codec.BINCODE1: 16 + 73, Codec.BINCODE2: 16 + 10}
 """The size of a frame whose message is empty."""

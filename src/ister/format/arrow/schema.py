@@ -7,9 +7,9 @@ from typing import Final
 
 import pyarrow as pa
 
+from ister.base.limits import GIB
+from ister.base.model import COLUMNS
 from ister.errors import InvalidRequestError
-from ister.limits import GIB
-from ister.model import COLUMNS
 
 HIDDEN: Final = ("request_id", "producer_id")
 """Columns that Danube's protocol needs; present only if requested by name."""

@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ister.base.model import COLUMNS
 from ister.errors import InvalidRequestError
 from ister.format.arrow.schema import repeated_column
 from ister.format.frame import FRAME_HEADER_SIZE
-from ister.model import COLUMNS
 
 NUMBERS_BYTES_MAX: Final = FRAME_HEADER_SIZE + 11 * 9 + 4
 """The numbers of a frame: its header, eleven integers and four tags."""

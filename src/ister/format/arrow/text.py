@@ -11,9 +11,9 @@ from typing import Final
 
 import pyarrow as pa
 
+from ister.base.model import COLUMNS
 from ister.errors import InvalidRequestError
 from ister.format.arrow.schema import arrow_schema, as_names, make_batch, repeated_column
-from ister.model import COLUMNS
 
 TEXT: Final = "text"
 """The payload as a string; null where it is not UTF-8. Present only if requested by name."""

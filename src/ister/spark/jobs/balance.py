@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
+from ister.base.limits import GIB
 from ister.errors import InvariantError, IsterError
-from ister.limits import GIB
 from ister.spark.jobs.job_report import error_as_fields
 from ister.spark.jobs.runners import SparkOrRunner, runner_of
 from ister.spark.jobs.tasks import Done, run_tasks

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ister.base.model import TopicName
 from ister.bucket.listing import list_objects
 from ister.bucket.names import object_id_of, staging_prefix
 from ister.bucket.orphans import JOB_PREFIX
 from ister.bucket.retention import plan_expiry
 from ister.format.records import decode_retired
-from ister.model import TopicName
 from ister.objectstore.base import ObjectInfo
 from ister.spark.location import LogLocation
 

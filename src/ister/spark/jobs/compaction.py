@@ -42,7 +42,9 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Protocol
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.limits import MIB
+from ister.base.model import TopicName
 from ister.bucket.compaction_plan import MergeGroup, PlanSettings, plan_compaction
 from ister.bucket.express_collection import stays_by_age
 from ister.bucket.names import object_key, staging_prefix
@@ -59,8 +61,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.descriptor import FORMAT_PARQUET, ObjectDescriptor
-from ister.limits import MIB
-from ister.model import TopicName
 from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
 from ister.spark.jobs.job_report import ErrorFields, JobReport, error_as_fields
 from ister.spark.jobs.merge_task import MergeItem, merge

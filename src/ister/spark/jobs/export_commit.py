@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ister import failpoints
+from ister.base import failpoints
 from ister.bucket.fence import Fence
 from ister.errors import CommitUnknownError, ConflictError, InvariantError, IsterError
 from ister.spark.jobs.export_schema import PayloadSchema

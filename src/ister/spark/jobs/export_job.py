@@ -39,9 +39,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final, Self
 
+from ister.base.positions import to_milliseconds
 from ister.config import ExportConfig, TableFormat
 from ister.errors import FencedError, InvalidRequestError, IsterError
-from ister.positions import to_milliseconds
 from ister.spark.jobs.export_round import ExportRound
 from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
 from ister.spark.jobs.job_report import JobReport

@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.limits import GIB, MIB
+from ister.base.positions import to_milliseconds
+from ister.base.retry import retry_unavailable
 from ister.bucket.fence import Fence
 from ister.errors import (
     ConflictError,
@@ -29,9 +32,6 @@ from ister.errors import (
     IsterError,
     OffsetOutOfRangeError,
 )
-from ister.limits import GIB, MIB
-from ister.positions import to_milliseconds
-from ister.retry import retry_unavailable
 from ister.spark.jobs.export_commit import (
     LETTERS_MARK,
     Destination,

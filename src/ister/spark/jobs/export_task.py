@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ister.limits import MIB
+from ister.base.limits import MIB
 from ister.spark.location import LogLocation
 from ister.spark.planner import Partition
 from ister.spark.read_task import ReadTask, TopicIdentity

@@ -5,7 +5,7 @@
 
 Owns: which topics, and in which order. Does not own: what expires (`ister.bucket.retention`), what
 is garbage (`ister.bucket.orphans`, `ister.bucket.express_collection`), whether the clock is trusted
-(`ister.clock_guard`), the check of a topic (`collect_task`).
+(`ister.base.clock_guard`), the check of a topic (`collect_task`).
 
 The owner of a topic does all of this itself. One `gc` runs at a time, by a leased key; collecting
 express objects has a second key, which brokers take as well.
@@ -33,14 +33,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock_guard import ClockGuard, ClockMark, ClockStep
+from ister.base.limits import MIB
 from ister.bucket.express_collection import collect_express
 from ister.bucket.orphans import GRACE_SECONDS_MIN, collect_unowned, sweep_staging
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.pipeline import PipelineKeys
 from ister.bucket.retention import expire, list_known, plan_expiry
 from ister.bucket.shared_staging import collect_shared_staging
-from ister.clock_guard import ClockGuard, ClockMark, ClockStep
 from ister.errors import (
     ConflictError,
     FencedError,
@@ -50,7 +51,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.fs.local import boot_id
-from ister.limits import MIB
 from ister.metadata.base import Put
 from ister.spark.jobs.collect_task import GcItem, GcResult, look_at_topic
 from ister.spark.jobs.job import (

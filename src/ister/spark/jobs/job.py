@@ -24,7 +24,12 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Final, TypeAlias
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock import Clock, SystemClock
+from ister.base.limits import KIB
+from ister.base.metrics import Metrics
+from ister.base.model import TopicName
+from ister.base.tracing import span
 from ister.bucket.catalog import Catalog
 from ister.bucket.claim import act_outside
 from ister.bucket.directory import TopicDirectory
@@ -34,13 +39,9 @@ from ister.bucket.names import TopicKeys
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.pipeline import PipelineKeys
 from ister.client.flight import parse_brokers
-from ister.clock import Clock, SystemClock
 from ister.config import Config, load_config
 from ister.errors import InvalidRequestError, InvariantError, IsterError, NotFoundError
-from ister.limits import KIB
 from ister.metadata.base import MetadataStore
-from ister.metrics import Metrics
-from ister.model import TopicName
 from ister.spark.jobs.job_report import JobReport, error_as_fields, unexpected_as_fields
 from ister.spark.jobs.leases import LeaseKeeper
 from ister.spark.jobs.progress import JobProgress, NoProgress
@@ -48,7 +49,6 @@ from ister.spark.jobs.runners import SparkOrRunner, TaskRunner, runner_of
 from ister.spark.location import LogLocation, find_place, place_of
 from ister.topic.history import BucketLog
 from ister.topic.stores import open_metadata, open_objects
-from ister.tracing import span
 
 _log = logging.getLogger("ister.spark.jobs")
 

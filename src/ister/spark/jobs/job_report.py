@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+from ister.base.model import JsonObject
 from ister.errors import InvariantError, IsterError
-from ister.model import JsonObject
 
 ErrorFields: TypeAlias = dict[str, str | int | None]
 """An error as a report has it: code, message, topic, offset, path, hint."""

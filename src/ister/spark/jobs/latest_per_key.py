@@ -37,12 +37,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ister.base.limits import MIB
+from ister.base.model import TopicName
 from ister.bucket.chunks import ObjectPart
 from ister.bucket.names import staging_prefix
 from ister.errors import CorruptDataError, InvariantError, IsterError
 from ister.format.descriptor import ObjectDescriptor
-from ister.limits import MIB
-from ister.model import TopicName
 from ister.objectstore.base import ObjectStore, ObjectWriter
 from ister.spark.jobs.job_report import ErrorFields, error_as_fields
 from ister.spark.jobs.runners import LocalRunner, TaskRunner, map_bundles

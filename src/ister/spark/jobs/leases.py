@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Final, Self
 
-from ister import threads
+from ister.base import threads
+from ister.base.clock import Clock
 from ister.bucket.fence import Fence, read_holder
-from ister.clock import Clock
 from ister.errors import ConflictError, FencedError, IsterError
 from ister.metadata.base import MetadataStore
 

@@ -12,11 +12,11 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ister.base.model import Layout, TopicName
 from ister.bucket.merge import merge_objects
 from ister.bucket.names import object_key
 from ister.errors import IsterError
 from ister.format.descriptor import ObjectDescriptor
-from ister.model import Layout, TopicName
 from ister.spark.location import LogLocation
 from ister.spark.workers import compile_for
 

@@ -26,11 +26,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ister.base.clock import Clock
+from ister.base.limits import KIB
+from ister.base.metrics import Metrics
+from ister.base.model import Codec, TopicName
 from ister.bucket.check import load_archives, walk_frames
 from ister.bucket.chunks import ObjectPart, fetch_chunks
 from ister.bucket.names import object_key, parse_object_id
 from ister.bucket.object_maker import ObjectSummary
-from ister.clock import Clock
 from ister.errors import CorruptDataError, DiskError, NotFoundError
 from ister.format.arrow.decode import ColumnarDecoder, DecodedFrames
 from ister.format.crc import Buffer, crc32
@@ -50,9 +53,6 @@ from ister.format.frame import (
 )
 from ister.format.frame_search import find_frame_behind
 from ister.format.message import decode_message, decode_publish_times, recognise
-from ister.limits import KIB
-from ister.metrics import Metrics
-from ister.model import Codec, TopicName
 from ister.objectstore.base import ObjectInfo, ObjectStore
 
 _PROBLEMS_MAX: Final = 16

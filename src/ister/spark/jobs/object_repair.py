@@ -31,13 +31,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ister.base.clock import Clock
+from ister.base.model import Codec, TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.history_reader import HistoryReader, ReaderSettings
 from ister.bucket.names import ObjectName, TopicKeys, format_object_id, object_key, parse_object_id
 from ister.bucket.object_maker import FrameSource, ObjectMaker
 from ister.bucket.rebuild import describe_object
 from ister.client.frames import BrokerFrames
-from ister.clock import Clock
 from ister.errors import (
     ConflictError,
     CorruptDataError,
@@ -56,7 +57,6 @@ from ister.format.descriptor import (
 )
 from ister.format.frame import FrameBatch, NothingLeftError
 from ister.format.records import TopicRecord
-from ister.model import Codec, TopicName
 from ister.spark.jobs.object_check import ObjectChecker
 from ister.spark.location import LogLocation
 from ister.spark.owners import connect

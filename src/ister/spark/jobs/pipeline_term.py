@@ -33,7 +33,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ister import threads
+from ister.base import threads
+from ister.base.retry import backoff_seconds
 from ister.bucket.directory import TopicDirectory
 from ister.bucket.pipeline import (
     REQUEST_SECONDS_MAX,
@@ -45,7 +46,6 @@ from ister.bucket.pipeline import (
 )
 from ister.errors import FencedError, InvariantError, IsterError, UnavailableError
 from ister.metadata.base import Put
-from ister.retry import backoff_seconds
 from ister.spark.jobs.job import Job, open_job
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.memory import sample_memory

@@ -26,12 +26,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from ister.base.clock import SystemClock
+from ister.base.limits import MIB
+from ister.base.model import TopicName
 from ister.bucket.orphans import REPLAY_PREFIX
 from ister.bucket.pipeline import PipelineKeys
-from ister.clock import SystemClock
 from ister.errors import ConflictError, InvalidRequestError, InvariantError, IsterError
-from ister.limits import MIB
-from ister.model import TopicName
 from ister.spark.jobs import replay_plan
 from ister.spark.jobs.job import Job, JobConfig, find_job_place, open_job
 from ister.spark.jobs.job_report import JobReport

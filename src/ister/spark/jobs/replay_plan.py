@@ -22,16 +22,16 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
+from ister.base.positions import to_milliseconds
+from ister.base.structs import known
 from ister.errors import (
     CorruptDataError,
     InvalidRequestError,
     UnsupportedVersionError,
 )
-from ister.positions import to_milliseconds
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.option_values import OffsetWord
 from ister.spark.planner import TopicRange, plan
-from ister.structs import known
 from ister.topic.arguments import as_offset
 
 Where = int | datetime | str | None

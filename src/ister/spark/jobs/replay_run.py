@@ -19,7 +19,11 @@ from typing import TYPE_CHECKING, Final, Required, TypedDict
 
 import pyarrow as pa
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.limits import MIB
+from ister.base.model import COLUMNS, TopicName
+from ister.base.positions import format_time
+from ister.base.retry import backoff_seconds, retry_unavailable
 from ister.bucket.names import TopicKeys
 from ister.bucket.orphans import REPLAY_PREFIX
 from ister.errors import (
@@ -34,11 +38,7 @@ from ister.errors import (
 )
 from ister.format.manifest import StagedFile
 from ister.format.records import decode_writer
-from ister.limits import MIB
 from ister.metadata.base import Absent, Put
-from ister.model import COLUMNS, TopicName
-from ister.positions import format_time
-from ister.retry import backoff_seconds, retry_unavailable
 from ister.spark.jobs import replay_plan
 from ister.spark.jobs.job import Job
 from ister.spark.jobs.job_report import ErrorFields

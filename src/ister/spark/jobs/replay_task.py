@@ -11,8 +11,8 @@ from typing import Final
 
 import pyarrow as pa
 
+from ister.base.limits import MIB
 from ister.format.manifest import StagedFile
-from ister.limits import MIB
 from ister.spark.jobs.transforms import Transform
 from ister.spark.planner import Partition
 from ister.spark.read_task import ReadTask, TopicIdentity

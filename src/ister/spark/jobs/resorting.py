@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
+from ister.base.clock import Clock
+from ister.base.model import AckLevel, TopicName
 from ister.bucket.compaction_plan import MergeGroup
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.resort import find_first_run, plan_resort
-from ister.clock import Clock
 from ister.config import UploaderConfig
 from ister.errors import CorruptDataError
 from ister.format.descriptor import ObjectDescriptor
 from ister.format.records import decode_topic
-from ister.model import AckLevel, TopicName
 from ister.spark.jobs.compaction import CompactSettings, compact_topics
 from ister.spark.jobs.job import Job
 from ister.topic.stores import upload_settings

@@ -26,8 +26,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
-from ister import threads
-from ister.clock import Clock, SystemClock
+from ister.base import threads
+from ister.base.clock import Clock, SystemClock
 from ister.errors import ConfigError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class TaskRunner(ABC):
         _log.debug("tasks of this process cannot be cancelled")
 
     def start_thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
-        """Starts a thread that may run tasks; see `ister.threads.start`."""
+        """Starts a thread that may run tasks; see `ister.base.threads.start`."""
         return threads.start(name, work)
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import random
 from typing import Final
 
-from ister.clock import Clock
-from ister.retry import backoff_seconds
+from ister.base.clock import Clock
+from ister.base.retry import backoff_seconds
 
 _RETRY_SECONDS: Final = 30.0
 # A job that became due while no pipeline ran does not start at once.

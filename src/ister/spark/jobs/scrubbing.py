@@ -24,11 +24,11 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Final
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.limits import KIB, MIB
+from ister.base.model import TopicName
 from ister.bucket.express import find_runs
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor
-from ister.limits import KIB, MIB
-from ister.model import TopicName
 from ister.spark.jobs.balance import run_balanced
 from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
 from ister.spark.jobs.job_report import JobReport

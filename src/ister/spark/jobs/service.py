@@ -22,9 +22,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ister import logs
+from ister.base import logs
+from ister.base.clock import Clock, SystemClock
+from ister.base.retry import backoff_seconds
 from ister.bucket.pipeline import PipelineKeys
-from ister.clock import Clock, SystemClock
 from ister.config import Config, Engine, PipelineConfig
 from ister.errors import (
     ConflictError,
@@ -33,7 +34,6 @@ from ister.errors import (
     IsterError,
     UnavailableError,
 )
-from ister.retry import backoff_seconds
 from ister.spark.jobs.job import Job, JobConfig, find_job_place, open_job
 from ister.spark.jobs.job_report import ErrorFields, JobReport, unexpected_as_fields
 from ister.spark.jobs.pipeline_term import (

@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from ister import threads
+from ister.base import threads
+from ister.base.extras import missing_extra
 from ister.errors import ConfigError, UnavailableError
-from ister.extras import missing_extra
 from ister.spark.jobs.stop_signals import hold_signals
 
 if TYPE_CHECKING:

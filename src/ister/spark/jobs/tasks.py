@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Generic, TypeVar
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.limits import KIB, MIB
 from ister.errors import InvariantError, IsterError
-from ister.limits import KIB, MIB
 from ister.spark.jobs.job_report import ErrorFields, error_as_fields
 from ister.spark.jobs.runners import SparkOrRunner, TaskRunner, runner_of
 from ister.spark.workers import keep_buffers, spare_collector

@@ -23,6 +23,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from ister.base.limits import CHECKPOINT_INTERVAL_SECONDS, KIB
+from ister.base.model import AckLevel
+from ister.base.retry import backoff_seconds
 from ister.bucket.directory import TopicEntry
 from ister.bucket.membership import is_node_running
 from ister.errors import (
@@ -33,9 +36,6 @@ from ister.errors import (
     WaitsForDiskError,
 )
 from ister.format.records import TopicRecord
-from ister.limits import CHECKPOINT_INTERVAL_SECONDS, KIB
-from ister.model import AckLevel
-from ister.retry import backoff_seconds
 from ister.spark.jobs.job import Job
 from ister.spark.jobs.job_report import ErrorFields, JobReport
 from ister.spark.owners import read_watermarks, waits_for_disk

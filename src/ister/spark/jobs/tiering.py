@@ -37,7 +37,10 @@ from functools import partial
 from operator import attrgetter
 from typing import Final
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.limits import GIB, MIB
+from ister.base.model import TopicName
+from ister.base.tracing import span
 from ister.bucket.check import verify_size
 from ister.bucket.names import object_key
 from ister.bucket.ownership import OwnedTopic
@@ -52,8 +55,6 @@ from ister.errors import (
 )
 from ister.format.checkpoint import UploaderCheckpoint
 from ister.format.descriptor import ObjectDescriptor
-from ister.limits import GIB, MIB
-from ister.model import TopicName
 from ister.spark.jobs.job import (
     Job,
     JobConfig,
@@ -72,7 +73,6 @@ from ister.spark.jobs.upload_task import MadeObject, UploadItem, make_object
 from ister.spark.owners import ask
 from ister.topic.stores import upload_settings
 from ister.topic.upload_plan import PlannedObject, UploadPlan, plan_objects
-from ister.tracing import span
 from ister.wire.contract import PlanUpload
 from ister.wire.errors import decode_error
 

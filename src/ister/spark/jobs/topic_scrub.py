@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.model import TopicName
 from ister.bucket.names import object_key, parse_object_id
 from ister.bucket.ownership import OwnedTopic
 from ister.errors import ConflictError, CorruptDataError, InvariantError, IsterError
 from ister.format.descriptor import ObjectDescriptor, encode_descriptor
 from ister.metadata.base import Delete, Put, RevisionIs
-from ister.model import TopicName
 from ister.spark.jobs.job import Job
 from ister.spark.jobs.job_report import ErrorFields
 from ister.spark.jobs.object_check import Checked

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final, TypedDict
 
+from ister.base.clock import Clock
 from ister.bucket.catalog import Catalog
 from ister.bucket.listing import list_objects
 from ister.bucket.names import (
@@ -29,7 +30,6 @@ from ister.bucket.names import (
     staging_prefix,
 )
 from ister.bucket.writer_files import read_files
-from ister.clock import Clock
 from ister.errors import CorruptDataError, NotFoundError, UnsupportedVersionError
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor
 from ister.format.records import (

@@ -39,9 +39,9 @@ from typing import Any, Final, TypeAlias
 
 import pyarrow as pa
 
+from ister.base.model import COLUMNS
 from ister.errors import InvalidRequestError, IsterError, MessageTooLargeError, NotFoundError
 from ister.format.staged_rows import STAGED_COLUMNS, STAGED_SCHEMA
-from ister.model import COLUMNS
 from ister.spark.row_staging import check_staged
 from ister.spark.rows import to_staged
 

@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
+from ister.base.clock import SystemClock
+from ister.base.model import TopicName
 from ister.bucket.egress import EgressLimit
 from ister.bucket.object_maker import FrameSource, ObjectMaker
 from ister.client.frames import BrokerFrames
-from ister.clock import SystemClock
 from ister.errors import CorruptDataError
 from ister.format.descriptor import ObjectDescriptor
-from ister.model import TopicName
 from ister.spark.jobs.job_report import ErrorFields, error_as_fields
 from ister.spark.location import LogLocation
 from ister.spark.owners import connect

@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
-from ister import failpoints
-from ister.clock import Clock
+from ister.base import failpoints
+from ister.base.clock import Clock
+from ister.base.extras import missing_extra
+from ister.base.limits import MIB
 from ister.errors import ConflictError, IsterError, NotFoundError, UnavailableError
-from ister.extras import missing_extra
-from ister.limits import MIB
 from ister.objectstore.backends import hidden_values
 from ister.objectstore.store_errors import redact
 from ister.spark.tables.base import PUBLISH_DATE, Addition, DataFile, Layout

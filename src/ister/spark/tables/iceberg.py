@@ -36,7 +36,8 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.extras import missing_extra
 from ister.errors import (
     ConfigError,
     ConflictError,
@@ -45,7 +46,6 @@ from ister.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from ister.extras import missing_extra
 from ister.objectstore.backends import hidden_values
 from ister.objectstore.store_errors import redact
 from ister.spark.tables.base import PUBLISH_DATE, Addition, Layout

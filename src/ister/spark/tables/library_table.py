@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from ister.base.retry import backoff_seconds
 from ister.errors import CommitUnknownError, IsterError, UnavailableError
-from ister.retry import backoff_seconds
 from ister.spark.tables.base import DataFile
 from ister.spark.tables.targets import FileTarget
 

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from ister.clock import Clock
+from ister.base.clock import Clock
+from ister.base.model import TopicName
 from ister.config import CloudBackend, Config, TableFormat
 from ister.errors import InvalidRequestError
-from ister.model import TopicName
 from ister.objectstore.store_errors import redact
 from ister.spark.tables.base import Table
 from ister.spark.tables.delta import DeltaTable

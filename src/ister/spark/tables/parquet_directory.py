@@ -41,8 +41,10 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ister import failpoints
-from ister.clock import Clock
+from ister.base import failpoints
+from ister.base.clock import Clock
+from ister.base.limits import MIB
+from ister.base.structs import known
 from ister.errors import (
     AlreadyExistsError,
     CommitUnknownError,
@@ -54,14 +56,12 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.fs.local import LocalFileSystem
-from ister.limits import MIB
 from ister.objectstore.base import ObjectInfo, ObjectStore
 from ister.spark.tables.base import PUBLISH_DATE, Addition, DataFile, Layout
 from ister.spark.tables.columns import fit
 from ister.spark.tables.proof import prove_files
 from ister.spark.tables.ranges import Coverage
 from ister.spark.tables.targets import FileTarget, Storage, StoreTarget
-from ister.structs import known
 
 _log = logging.getLogger("ister.spark.tables")
 

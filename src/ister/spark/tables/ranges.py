@@ -18,8 +18,8 @@ from typing import Final, Self, TypeAlias, TypeVar
 
 import msgspec
 
+from ister.base.structs import known
 from ister.errors import ConflictError, CorruptDataError, UnsupportedVersionError
-from ister.structs import known
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 

@@ -20,13 +20,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final, Protocol
 from urllib.parse import unquote, urlparse
 
-from ister import forks
-from ister.clock import SystemClock
+from ister.base import forks
+from ister.base.clock import SystemClock
+from ister.base.extras import missing_extra
+from ister.base.limits import MIB
 from ister.config import CloudBackend, CloudConfig
 from ister.errors import ConfigError, InvalidRequestError, UnavailableError
-from ister.extras import missing_extra
 from ister.format.crc import Buffer
-from ister.limits import MIB
 from ister.objectstore.base import ObjectStore, ObjectWriter
 
 if TYPE_CHECKING:

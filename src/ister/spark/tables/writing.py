@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ister.base.limits import MIB
 from ister.errors import IsterError
-from ister.limits import MIB
 from ister.spark.tables.base import PUBLISH_DATE, DataFile, Layout
 from ister.spark.tables.columns import cast_column, dates_of
 from ister.spark.tables.targets import FileOutput, FileTarget

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
+from ister.base.clock import ManualClock
 from ister.broker.cluster.members import Members
 from ister.bucket.members import Load, MemberState
-from ister.clock import ManualClock
 from ister.errors import FencedError, UnavailableError
 from tests.support.cluster import TTL, a_member
 

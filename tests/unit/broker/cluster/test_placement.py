@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ister.base.limits import MIB
 from ister.broker.cluster.placement import Placement, measure, plan_moves, rendezvous, score
 from ister.bucket.members import Load, MemberState
 from ister.config import Strategy
-from ister.limits import MIB
 from tests.support.cases import each
 from tests.support.cluster import a_member
 

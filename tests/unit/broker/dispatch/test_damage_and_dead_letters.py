@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from ister.base.limits import ENVELOPE_SIZE_BYTES_MAX
+from ister.base.model import Layout
 from ister.broker.dispatch import dispatcher
 from ister.broker.dispatch import prefetch as reading
 from ister.broker.flight.reads import range_schema, read_range
 from ister.bucket.merge import merge_objects
-from ister.limits import ENVELOPE_SIZE_BYTES_MAX
-from ister.model import Layout
 from ister.subscription.policy import FailurePolicy
 from ister.topic.log import Log
 from ister.wire import danube_admin

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 import pytest
 
+from ister.base.limits import MIB
 from ister.broker.dispatch import prefetch as reading
-from ister.limits import MIB
 from ister.subscription.policy import FailurePolicy
 from ister.wire import ister_api
 from tests.support.broker import a_broker, eventually

@@ -12,7 +12,10 @@ from dataclasses import replace
 
 import pytest
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock import SystemClock
+from ister.base.metrics import Metrics
+from ister.base.model import TopicName
 from ister.broker.dispatch import cursor_writer
 from ister.broker.dispatch import dispatcher as module
 from ister.broker.dispatch import prefetch as bytes_side
@@ -22,7 +25,6 @@ from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.dispatch.outbox import OUTBOX_MESSAGES
 from ister.broker.observe.subscriptions import describe_stored
 from ister.broker.policies import Rate
-from ister.clock import SystemClock
 from ister.config import load_config
 from ister.errors import (
     ClosedError,
@@ -34,8 +36,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.metadata.memory import MemoryMetadata
-from ister.metrics import Metrics
-from ister.model import TopicName
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy, SubscriptionKind
 from ister.subscription.progress import ProgressPlan
 from ister.subscription.store import SubscriptionStore

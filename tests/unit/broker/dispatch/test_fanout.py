@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
+from ister.base.metrics import Metrics
 from ister.broker.dispatch.fanout import Fanout
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.dispatch.outbox import OUTBOX_MESSAGES
 from ister.errors import ClosedError, ConflictError, UnavailableError
-from ister.metrics import Metrics
 from ister.subscription.policy import SubscriptionKind
 from ister.subscription.store import StoredSubscription
 from tests.support.broker import a_record, broker_timers, eventually, take

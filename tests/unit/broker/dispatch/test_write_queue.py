@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from ister.base.limits import MIB
 from ister.broker.dispatch import write_queue as module
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.dispatch.write_queue import STALLED, StreamMemory
-from ister.limits import MIB
 from tests.support.broker import eventually
 
 BUDGET = 16 * MIB

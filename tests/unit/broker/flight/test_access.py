@@ -11,13 +11,13 @@ import grpc
 import pyarrow as pa
 from pyarrow import flight
 
+from ister.base.clock import SystemClock
 from ister.broker.flight.broker_source import FlightAccess
 from ister.broker.flight.failures import explain
 from ister.broker.flight.service import SERVICE
 from ister.broker.security import grpc_guard
 from ister.broker.security.grpc_guard import GrpcGuard
 from ister.broker.security.tls import ServerTls
-from ister.clock import SystemClock
 from ister.config import ClientAuth, TlsConfig, load_config
 from ister.errors import PermissionDeniedError, UnauthenticatedError
 from ister.topic.log import Log

@@ -13,9 +13,9 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 
 from ister import kernels
+from ister.base.limits import MIB
 from ister.broker.flight.ipc import PlainRows, read_batch, read_schema
 from ister.errors import InvalidRequestError, MessageTooLargeError
-from ister.limits import MIB
 from ister.wire.flight_data import FlightData, encode_data, encode_fields
 
 BATCH = pa.record_batch(

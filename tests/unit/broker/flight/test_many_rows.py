@@ -6,9 +6,9 @@ import pyarrow as pa
 import pytest
 
 from ister import kernels
+from ister.base.limits import LOAD_SECONDS, MANY_ROWS
 from ister.broker.flight.broker_source import BrokerSource
 from ister.broker.flight.reads import read_range
-from ister.limits import LOAD_SECONDS, MANY_ROWS
 from ister.wire.contract import RangeTicket
 
 TOPIC = "/default/orders"

@@ -14,7 +14,9 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 from pyarrow import flight
 
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.limits import MIB
+from ister.base.model import AckLevel
 from ister.broker.flight import publish as publish_module
 from ister.broker.flight.broker_source import FlightLimits
 from ister.broker.flight.publish import check_schema
@@ -33,8 +35,6 @@ from ister.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from ister.limits import MIB
-from ister.model import AckLevel
 from ister.topic.append import Appender
 from ister.topic.log import Log
 from ister.wire.contract import PutAck, PutBatch, PutOpen

@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
+from ister.base.model import AckLevel
 from ister.broker.flight import reads
 from ister.broker.flight.reads import plan_upload, read_frames
 from ister.errors import ConflictError, FencedError, UnavailableError
-from ister.model import AckLevel
 from ister.wire.contract import FramesTicket, PlanUpload
 from tests.support.stores import NAME, Pipeline, Site
 

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import fastavro
 import pytest
 
+from ister.base.clock import SystemClock
+from ister.base.model import TopicName
 from ister.broker.observe.api import Api, _is_own_host, _is_same, _own_hosts, status_of
 from ister.broker.observe.rate_file import SIZE_BYTES
 from ister.bucket.fence import Fence
 from ister.bucket.pipeline import PipelineKeys, read_requests
-from ister.clock import SystemClock
 from ister.config import load_config
 from ister.errors import (
     CapacityError,
@@ -25,7 +26,6 @@ from ister.errors import (
     NotFoundError,
     UnavailableError,
 )
-from ister.model import TopicName
 from ister.subscription.policy import SubscriptionKind
 from tests.support.broker import a_record
 from tests.support.http_api import ACTION, Callers, T, an_api, filled

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from ister.base.clock import SystemClock
+from ister.base.limits import GIB, MIB
+from ister.base.model import AckLevel, TopicState
 from ister.broker.observe.health import STATES, Check, Subject, worst
 from ister.broker.observe.probe import Disk, HealthProbe
 from ister.bucket.pipeline import PipelineKeys
-from ister.clock import SystemClock
 from ister.config import DiskConfig, load_config
 from ister.errors import UnavailableError
-from ister.limits import GIB, MIB
 from ister.metadata.base import Put, StoreUsage
 from ister.metadata.memory import MemoryMetadata
-from ister.model import AckLevel, TopicState
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from tests.support.broker import a_broker, a_record, eventually
 

@@ -12,10 +12,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from ister.base.clock import ManualClock, SystemClock
 from ister.broker.observe.http import Connections, make_application
 from ister.broker.security.guard import Guard
 from ister.broker.security.tls import ServerTls
-from ister.clock import ManualClock, SystemClock
 from ister.config import ClientAuth, TlsConfig, load_config
 from ister.metadata.memory import MemoryMetadata
 from tests.support.broker import run

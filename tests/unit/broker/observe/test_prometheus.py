@@ -6,10 +6,10 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ister.base.metrics import BY_NAME, LEFT_OUT, METRICS, Histogram
+from ister.base.model import TopicState
 from ister.broker.observe.prometheus import OTHER, Family, PrometheusMetrics, format_families
 from ister.client import Client
-from ister.metrics import BY_NAME, LEFT_OUT, METRICS, Histogram
-from ister.model import TopicState
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from ister.topic.schema_kinds import ValidationPolicy
 from ister.wire import danube, danube_admin

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from ister.base.clock import ManualClock
 from ister.broker.observe.rate_file import DAY, HOUR
 from ister.broker.observe.rates import EVERY_SECONDS, POINTS, RateHistory, parse_window
 from ister.broker.policies import Policies
-from ister.clock import ManualClock
 from ister.errors import InvalidRequestError
 from tests.support.broker import a_record, some_topics
 from tests.support.cases import each

@@ -2,16 +2,16 @@
 
 import pytest
 
+from ister.base.clock import ManualClock
+from ister.base.metrics import Metrics
+from ister.base.model import TopicName
 from ister.broker.observe import storage_counts as module
 from ister.broker.observe.storage_counts import StorageCounts, describe_objects
 from ister.bucket.catalog import Catalog
 from ister.bucket.names import TopicKeys, format_object_id
-from ister.clock import ManualClock
 from ister.errors import UnavailableError
 from ister.format.descriptor import ObjectDescriptor, encode_descriptor
 from ister.metadata.memory import MemoryMetadata
-from ister.metrics import Metrics
-from ister.model import TopicName
 
 TOPIC = "/default/t"
 

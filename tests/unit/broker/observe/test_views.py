@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from ister.base.model import TopicName
 from ister.broker.observe.subscriptions import describe_subscription
 from ister.errors import NotFoundError, TopicNameError, UnavailableError
-from ister.model import TopicName
 from ister.subscription.policy import FailurePolicy, SubscriptionKind
 from ister.wire import ister_api
 from tests.support.broker import a_broker, a_record, eventually

@@ -2,12 +2,12 @@
 
 import pytest
 
+from ister.base.clock import ManualClock, SystemClock
+from ister.base.model import TopicName
 from ister.broker.publish.producer_names import ProducerNames
 from ister.broker.topics.broker_records import BrokerRecords
-from ister.clock import ManualClock, SystemClock
 from ister.errors import PermissionDeniedError, UnavailableError
 from ister.metadata.memory import MemoryMetadata
-from ister.model import TopicName
 
 TOPIC = TopicName.parse("/default/orders")
 SHOP, OTHER = "service:shop", "service:other"

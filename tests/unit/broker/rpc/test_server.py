@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from benchmarks.broker_servers import broker as serve
-from ister import threads
+from ister.base import threads
 from ister.broker.dispatch.encoder import encode_answer
 from ister.broker.publish.producers import producer_id
 from ister.broker.rpc.native_engine import NativeEngine

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from ister.base.clock import ManualClock, SystemClock
 from ister.broker.schemas.registry import SchemaRegistry
-from ister.clock import ManualClock, SystemClock
 from ister.errors import (
     CommitUnknownError,
     ConflictError,

@@ -5,11 +5,11 @@ import asyncio
 import grpc
 import pytest
 
+from ister.base.clock import SystemClock
 from ister.broker.rpc.handlers import Refused
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.rights import Permission
 from ister.broker.services.schemas import SchemaService
-from ister.clock import SystemClock
 from ister.errors import NotFoundError, PermissionDeniedError
 from ister.metadata.memory import MemoryMetadata
 from ister.wire import danube_schema

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
+from ister.base.clock import ManualClock, SystemClock
 from ister.broker.security.access import STALE_SECONDS_MAX, AccessControl
 from ister.broker.security.principal import ANONYMOUS, Principal, PrincipalKind
 from ister.broker.security.rights import SYSTEM_ROLES, Binding, Permission, Role, Scope
-from ister.clock import ManualClock, SystemClock
 from ister.config import AuthConfig
 from ister.errors import (
     AlreadyExistsError,

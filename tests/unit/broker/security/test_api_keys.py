@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
+from ister.base.clock import ManualClock
 from ister.broker.security.api_keys import ApiKeyFile, format_line, parse_line
 from ister.broker.security.minting import make_api_key
 from ister.broker.security.principal import PrincipalKind
-from ister.clock import ManualClock
 from ister.errors import ConfigError, InvalidRequestError
 from tests.support.cases import each
 

@@ -5,9 +5,9 @@ import logging
 
 import pytest
 
+from ister.base.clock import ManualClock
 from ister.broker.security.audit import AuditLog, Outcome
 from ister.broker.security.principal import Principal, PrincipalKind
-from ister.clock import ManualClock
 from ister.errors import ConfigError
 from tests.support.cases import each
 

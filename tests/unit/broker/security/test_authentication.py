@@ -11,9 +11,9 @@ from datetime import timedelta
 import jwt
 import pytest
 
+from ister.base.clock import ManualClock
 from ister.broker.security.authentication import Authenticator, collect_headers, read_certificate
 from ister.broker.security.minting import make_api_key, make_token
-from ister.clock import ManualClock
 from ister.config import AuthConfig, AuthMode, JwtConfig
 from ister.errors import ConfigError, UnauthenticatedError
 from tests.support.cases import each

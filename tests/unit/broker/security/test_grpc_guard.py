@@ -7,6 +7,8 @@ import time
 import grpc
 import pytest
 
+from ister.base.clock import SystemClock
+from ister.base.metrics import Metrics
 from ister.broker.rpc.handlers import status_of
 from ister.broker.rpc.principal_limits import PrincipalLimit
 from ister.broker.security import grpc_guard
@@ -15,10 +17,8 @@ from ister.broker.security.grpc_guard import GrpcGuard
 from ister.broker.security.guard import current_caller, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.security.tls import ServerTls
-from ister.clock import SystemClock
 from ister.config import ClientAuth, TlsConfig
 from ister.errors import IsterError
-from ister.metrics import Metrics
 from tests.support.certificates import LOCAL_NAMES, Authority
 from tests.support.security import GuardRig
 
@@ -416,7 +416,7 @@ def secure(address, *, authority=SERVERS, client=None):
 
 async def test_new_certificates_are_taken_by_new_connections(rig, tls, tmp_path, monkeypatch):
     """The server's certificate and the clients' authority change; streams that stand go on."""
-    monkeypatch.setattr("ister.certificates._RELOAD_SECONDS", 0.0)
+    monkeypatch.setattr("ister.base.certificates._RELOAD_SECONDS", 0.0)
     servers, clients = Authority("new servers"), Authority("new clients")
 
     async with serving(rig.guard, tls=tls) as (_, address):

@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
+from ister.base.clock import SystemClock
 from ister.broker.security.guard import entered
 from ister.broker.security.rights import Permission
 from ister.broker.security.tls import ServerTls
-from ister.clock import SystemClock
 from ister.config import load_config
 from ister.errors import IsterError
 from tests.support.certificates import LOCAL_NAMES, Authority

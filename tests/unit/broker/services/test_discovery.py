@@ -9,8 +9,8 @@ import zlib
 import grpc
 import pytest
 
+from ister.base.model import Codec
 from ister.format.message import decode_message
-from ister.model import Codec
 from ister.wire import danube
 from tests.support.broker import a_broker, a_record
 from tests.support.cases import each

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ister.base.model import TopicName
 from ister.broker.topics.broker_records import BrokerRecords, ServedRecord
 from ister.errors import (
     AlreadyExistsError,
@@ -13,7 +14,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.metadata.memory import MemoryMetadata
-from ister.model import TopicName
 
 NAME = TopicName.parse("/default/t")
 OTHER = TopicName.parse("/default/t2")

@@ -6,11 +6,12 @@ from contextlib import suppress
 import msgspec
 import pytest
 
+from ister.base.clock import SystemClock
+from ister.base.model import TopicName, TopicState
 from ister.broker.topics.consumer_ids import consumer_id
 from ister.broker.topics.open_topics import ElsewhereError
 from ister.bucket.members import Member
 from ister.bucket.names import term_key
-from ister.clock import SystemClock
 from ister.errors import (
     AlreadyExistsError,
     CapacityError,
@@ -23,7 +24,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.metadata.memory import MemoryMetadata
-from ister.model import TopicName, TopicState
 from ister.subscription.policy import SubscriptionKind
 from tests.support.broker import a_record, eventually, some_topics, take
 from tests.support.cases import each

@@ -2,8 +2,8 @@
 
 import asyncio
 
+from ister.base.model import TopicName
 from ister.broker.topics.consumer_ids import ConsumerIdentity, ConsumerIds, consumer_id
-from ister.model import TopicName
 from ister.subscription.policy import SubscriptionKind
 from ister.subscription.store import StoredConsumer, StoredSubscription
 

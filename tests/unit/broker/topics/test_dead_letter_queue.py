@@ -8,7 +8,8 @@ import aiohttp
 import grpc
 import pytest
 
-from ister import failpoints, wire
+from ister import wire
+from ister.base import failpoints
 from ister.broker.dispatch.dead_letters import LetterSigner
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import Binding, Scope

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from ister.base.clock import SystemClock
+from ister.base.model import TopicState
 from ister.broker.topics import consumer_ids
 from ister.broker.topics import served_topic as module
-from ister.clock import SystemClock
 from ister.errors import (
     CapacityError,
     ConflictError,
@@ -18,7 +19,6 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.metadata.memory import MemoryMetadata
-from ister.model import TopicState
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from tests.support.broker import a_record, eventually, run, some_topics, take
 from tests.support.cases import each

@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
+from ister.base.limits import KIB, MIB
+from ister.base.metrics import Metrics
+from ister.base.positions import time_of
 from ister.broker.topics.time_searches import TimeSearches
 from ister.errors import CapacityError, InvalidRequestError, NotFoundError, UnavailableError
-from ister.limits import KIB, MIB
-from ister.metrics import Metrics
-from ister.positions import time_of
 from ister.subscription.policy import SubscriptionKind
 from ister.wire import ister_api
 from tests.support.broker import a_broker, eventually

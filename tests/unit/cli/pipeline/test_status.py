@@ -7,11 +7,11 @@ from contextlib import redirect_stdout
 
 import pytest
 
+from ister.base.clock import ManualClock, SystemClock
 from ister.bucket.fence import Fence
 from ister.bucket.pipeline import PipelineKeys
 from ister.cli.pipeline import status
 from ister.cli.pipeline.status import print_status
-from ister.clock import ManualClock, SystemClock
 from ister.config import load_config
 from ister.errors import InvalidRequestError
 from ister.topic.stores import open_metadata

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 
+from ister.base.limits import GIB
 from ister.errors import InvariantError, NotFoundError
-from ister.limits import GIB
 from ister.spark.jobs.balance import balance, run_balanced
 from tests.support.cases import case
 from tests.support.spark_here import SparkHere

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 
 import ister
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.model import Codec, StreamMessage, TopicName
 from ister.bucket.names import object_key, objects_prefix
 from ister.bucket.ownership import OwnedTopic
 from ister.errors import (
@@ -22,7 +23,6 @@ from ister.errors import (
 from ister.format.descriptor import encode_descriptor
 from ister.format.records import WriterRecord, encode_writer
 from ister.metadata.base import Delete, Put
-from ister.model import Codec, StreamMessage, TopicName
 from ister.spark.jobs import compaction
 from ister.spark.jobs.compaction import CompactSettings, compact
 from ister.spark.jobs.job_report import error_as_fields

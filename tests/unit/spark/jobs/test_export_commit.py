@@ -7,7 +7,7 @@ import pytest
 from deltalake import DeltaTable as DeltaLibrary
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
-from ister import failpoints
+from ister.base import failpoints
 from ister.errors import ConflictError, FencedError, UnavailableError
 from ister.spark.jobs import export_commit, export_round
 from ister.spark.jobs.export_commit import TableCommitter

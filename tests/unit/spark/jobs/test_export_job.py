@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pyarrow as pa
 import pytest
 
-from ister import failpoints
+from ister.base import failpoints
 from ister.bucket.fence import Fence
 from ister.cli.pipeline import export as command
 from ister.errors import (

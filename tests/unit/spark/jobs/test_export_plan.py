@@ -2,9 +2,9 @@
 
 import pytest
 
+from ister.base.limits import MIB
+from ister.base.model import Codec
 from ister.format.descriptor import ObjectDescriptor
-from ister.limits import MIB
-from ister.model import Codec
 from ister.spark.jobs.export_round import _divide_evenly
 from ister.spark.planner import TopicRange
 

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 import pytest
 
 import ister
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock import ManualClock, SystemClock
+from ister.base.model import TopicName
 from ister.bucket.names import (
     TopicKeys,
     objects_prefix,
@@ -19,12 +21,10 @@ from ister.bucket.names import (
     staging_prefix,
 )
 from ister.bucket.pipeline import PipelineKeys
-from ister.clock import ManualClock, SystemClock
 from ister.errors import ConflictError, IsterError, NotFoundError
 from ister.format.records import encode_current
 from ister.format.staged_file import StagedSegment, encode_footer
 from ister.metadata.base import Delete
-from ister.model import TopicName
 from ister.spark.jobs.compaction import compact
 from ister.spark.jobs.gc_job import collect_topics, gc
 from ister.spark.jobs.job import open_job

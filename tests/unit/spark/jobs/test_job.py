@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from ister.base.clock import ManualClock, SystemClock
 from ister.bucket.fence import Fence
 from ister.bucket.pipeline import PipelineKeys
-from ister.clock import ManualClock, SystemClock
 from ister.config import load_config
 from ister.errors import ConflictError, FencedError, NotFoundError
 from ister.metadata.memory import MemoryMetadata

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from ister.base.clock import SystemClock
+from ister.base.metrics import Metrics
+from ister.base.model import Codec, MessageId, StreamMessage
 from ister.bucket.merge import merge_objects
 from ister.bucket.names import object_key, parse_object_id
 from ister.bucket.object_maker import UploadSettings
 from ister.bucket.rebuild import describe_object
-from ister.clock import SystemClock
 from ister.errors import DiskError, UnavailableError
 from ister.format.frame import encode_frame
 from ister.format.message import encode_message
-from ister.metrics import Metrics
-from ister.model import Codec, MessageId, StreamMessage
 from ister.spark.jobs.object_check import ObjectChecker, ObjectProblem
 from tests.support.cases import case
 from tests.support.memory_store import MemoryObjectStore

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 import ister
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock import SystemClock
+from ister.base.model import TopicName
 from ister.bucket.names import EXPRESS_PREFIX, object_key, parse_object_id
-from ister.clock import SystemClock
 from ister.config import load_config
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
-from ister.model import TopicName
 from ister.spark.jobs.compaction import compact
 from ister.spark.jobs.job import open_job
 from ister.spark.jobs.resorting import resort_topics

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ister.clock import ManualClock
+from ister.base.clock import ManualClock
 from ister.spark.jobs.schedules import Schedule
 
 HOUR = 3600.0

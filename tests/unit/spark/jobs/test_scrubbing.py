@@ -11,7 +11,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-from ister import failpoints
+from ister.base import failpoints
 from ister.bucket.merge import merge_objects
 from ister.bucket.names import format_object_id
 from ister.config import load_config

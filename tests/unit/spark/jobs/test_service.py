@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from ister.base.clock import SystemClock
 from ister.bucket.fence import Fence, read_holder
 from ister.bucket.pipeline import PipelineKeys, read_requests, request_job
-from ister.clock import SystemClock
 from ister.config import Engine, load_config
 from ister.errors import ConflictError, FencedError, InvalidRequestError, UnavailableError
 from ister.metadata.base import Put

@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
+from ister.base.limits import GIB
 from ister.errors import (
     ConfigError,
     InvalidRequestError,
     InvariantError,
     NotFoundError,
 )
-from ister.limits import GIB
 from ister.spark.jobs import tasks
 from ister.spark.jobs.runners import (
     LocalRunner,
@@ -134,7 +134,7 @@ def test_one_process_is_armed_once(tmp_path, monkeypatch):
     monkeypatch.setenv("ISTER_TASK_FAILPOINTS", "pipeline.before_task=raise")
     monkeypatch.setenv("ISTER_TASK_ONCE", str(tmp_path / "once"))
     armed = []
-    monkeypatch.setattr("ister.failpoints.arm_from_environment", armed.append)
+    monkeypatch.setattr("ister.base.failpoints.arm_from_environment", armed.append)
     for _ in range(2):
         tasks._run_bundle(half, pickle.dumps([2]))
     assert armed == ["pipeline.before_task=raise"]

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import pytest
 
 import ister
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.clock import ManualClock, SystemClock
+from ister.base.model import TopicName
 from ister.bucket.egress import EgressLimit
 from ister.bucket.names import TopicKeys
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.pipeline import PipelineKeys
-from ister.clock import ManualClock, SystemClock
 from ister.errors import FencedError, IsterError, UnavailableError
 from ister.format.records import decode_topic, encode_current, encode_topic
 from ister.metadata.sqlite import SqliteMetadata
-from ister.model import TopicName
 from ister.spark.jobs import tiering, upload_task
 from ister.spark.jobs.job import open_job
 from ister.spark.jobs.job_report import JobReport, error_as_fields

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ister.clock import SystemClock
+from ister.base.clock import SystemClock
 from ister.config import TableFormat, load_config
 from ister.errors import InvalidRequestError
 from ister.spark.tables.delta import DeltaTable

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ister import failpoints
-from ister.clock import ManualClock
+from ister.base import failpoints
+from ister.base.clock import ManualClock
 from ister.errors import (
     CapacityError,
     CommitUnknownError,

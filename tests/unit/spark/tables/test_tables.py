@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from ister import failpoints
+from ister.base import failpoints
 from ister.errors import ConflictError, CorruptDataError, FencedError, NotFoundError
 from ister.spark.tables.columns import ENVELOPE, LETTERS
 from tests.support.cases import each, making, product

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ister.logs import JsonFormatter, TextFormatter, configure
+from ister.base.logs import JsonFormatter, TextFormatter, configure
 
 
 @pytest.fixture

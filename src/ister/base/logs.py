@@ -17,7 +17,7 @@ import logging
 import sys
 from typing import Final, TextIO
 
-from ister.positions import format_time
+from ister.base.positions import format_time
 
 PIPELINE_STARTED: Final = "pipeline started"
 PIPELINE_STANDBY: Final = "standing by"

@@ -9,8 +9,8 @@ from typing import Annotated
 import msgspec
 import pytest
 
+from ister.base.serializers import JSON, TEXT, JsonSerializer, find_serializer
 from ister.errors import InvalidRequestError
-from ister.serializers import JSON, TEXT, JsonSerializer, find_serializer
 from tests.support.cases import each
 
 

@@ -11,7 +11,7 @@ _ROUNDS = 50
 _BUFFER_BYTES = 1 << 20
 _PROGRAM = f"""
 import resource, sys
-from ister.allocator import keep_freed_buffers
+from ister.base.allocator import keep_freed_buffers
 
 if sys.argv[1] == "keep":
     keep_freed_buffers()

@@ -15,8 +15,8 @@ from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
 
+from ister.base.structs import make_decoder
 from ister.errors import InvalidRequestError
-from ister.structs import make_decoder
 
 _Value = TypeVar("_Value")
 Json: TypeAlias = Any  # as `json.loads` returns: only the program knows what its messages have

@@ -15,9 +15,9 @@ import re
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from ister.clock import Clock
+from ister.base.clock import Clock
+from ister.base.model import Start
 from ister.errors import InvalidRequestError
-from ister.model import Start
 
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 PUBLISH_TIME_MS_MAX: Final = (datetime.max.replace(tzinfo=UTC) - EPOCH) // timedelta(milliseconds=1)

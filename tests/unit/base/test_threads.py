@@ -6,10 +6,10 @@ import threading
 import pytest
 
 import ister
-from ister import threads
-from ister.clock import SystemClock
+from ister.base import threads
+from ister.base.clock import SystemClock
+from ister.base.model import TopicState
 from ister.errors import ClosedError
-from ister.model import TopicState
 from ister.topic.background import Background
 from ister.wal.checkpointer import Checkpointer
 from ister.wal.log import Wal

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import ister
-from ister import failpoints
+from ister.base import failpoints
+from ister.base.failpoints import FAILPOINTS, arm, arm_from_environment, disarm, reach
 from ister.errors import InvalidRequestError
-from ister.failpoints import FAILPOINTS, arm, arm_from_environment, disarm, reach
 from ister.format.checkpoint import UploaderCheckpoint, WalState
 from ister.wal.directory import WalDirectory
 from tests.support.cases import each

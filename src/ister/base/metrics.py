@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ister import forks
+from ister.base import forks
 from ister.errors import ClosedError, check
 
 # Names whose unit is not at their end, or that do not say what they count.

@@ -14,7 +14,7 @@ import ctypes
 from contextlib import suppress
 from typing import Final
 
-from ister.limits import MIB
+from ister.base.limits import MIB
 
 # Numbers of glibc's <malloc.h>.
 _M_TRIM_THRESHOLD: Final = -1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ister.partitions import base_of_partition, hash_key, partition_of
+from ister.base.partitions import base_of_partition, hash_key, partition_of
 from tests.support.cases import each
 
 

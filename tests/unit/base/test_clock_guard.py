@@ -2,8 +2,8 @@
 
 import pytest
 
-from ister.clock import ManualClock
-from ister.clock_guard import OFF_SECONDS_MAX, STEP_SECONDS, ClockGuard, ClockMark
+from ister.base.clock import ManualClock
+from ister.base.clock_guard import OFF_SECONDS_MAX, STEP_SECONDS, ClockGuard, ClockMark
 from tests.support.cases import each
 
 DAY = 86_400

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from ister.errors import InvalidRequestError
-from ister.message_filter import (
+from ister.base.message_filter import (
     NOT_JSON,
     Condition,
     JsonPath,
@@ -13,6 +12,7 @@ from ister.message_filter import (
     Pattern,
     parse_payload,
 )
+from ister.errors import InvalidRequestError
 
 ORDER = {
     "user": {"id": 7, "name": "Ana", "first name": "A"},

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import ister
+from ister.base.metrics import BY_NAME, LEFT_OUT, METRICS, Histogram, Metrics, bounds_of
 from ister.errors import InvariantError
-from ister.metrics import BY_NAME, LEFT_OUT, METRICS, Histogram, Metrics, bounds_of
 from tests.support.machine import NAME, numbered
 
 _SOURCE = Path(ister.__file__).resolve().parent

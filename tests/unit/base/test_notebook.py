@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("pyarrow")
 
 import ister
+from ister.base.notebook import render_table
 from ister.client.admin import SubscriptionDescription, TopicDescription
-from ister.notebook import render_table
 
 
 def test_everything_is_escaped():

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from ister.clock import Clock, SystemClock
+from ister.base.clock import Clock, SystemClock
 from ister.errors import FencedError, IsterError, UnavailableError
 
 _log = logging.getLogger("ister.retry")

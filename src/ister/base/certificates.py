@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, TypeAlias, TypeVar
 
-from ister.clock import Clock
+from ister.base.clock import Clock
 from ister.errors import ConfigError
 
 _RELOAD_SECONDS: Final = 1.0

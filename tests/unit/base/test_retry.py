@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from ister import retry
-from ister.clock import ManualClock
+from ister.base import retry
+from ister.base.clock import ManualClock
+from ister.base.retry import AsyncRetry, RetryPolicy, backoff_seconds, retry_unavailable
 from ister.errors import (
     AlreadyExistsError,
     CapacityError,
@@ -17,7 +18,6 @@ from ister.errors import (
     UnavailableError,
     UnsupportedOperationError,
 )
-from ister.retry import AsyncRetry, RetryPolicy, backoff_seconds, retry_unavailable
 
 
 class Call:

@@ -4,9 +4,8 @@ from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 
-from ister.clock import ManualClock
-from ister.errors import InvalidRequestError
-from ister.positions import (
+from ister.base.clock import ManualClock
+from ister.base.positions import (
     EPOCH,
     PUBLISH_TIME_MS_MAX,
     format_position,
@@ -16,6 +15,7 @@ from ister.positions import (
     time_of,
     to_milliseconds,
 )
+from ister.errors import InvalidRequestError
 
 NOON = datetime(2026, 1, 31, 12, 30, 15, 250_000, tzinfo=UTC)
 ELSEWHERE = NOON.astimezone(timezone(timedelta(hours=-9, minutes=-30)))

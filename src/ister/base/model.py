@@ -17,8 +17,8 @@ from datetime import datetime
 from enum import Enum, StrEnum
 from typing import Final, Literal, Self, TypeAlias
 
+from ister.base.limits import NAME_PART_CHARACTERS_MAX
 from ister.errors import TopicNameError, check
-from ister.limits import NAME_PART_CHARACTERS_MAX
 
 _NAME_PART = re.compile(r"[A-Za-z0-9_-]+")
 # `cur` is the name of the pointer key that stands beside the descriptors of a topic.

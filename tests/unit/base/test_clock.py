@@ -2,7 +2,7 @@
 
 import time
 
-from ister.clock import ManualClock, SystemClock
+from ister.base.clock import ManualClock, SystemClock
 
 
 def test_system_clock_is_the_machines():

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
+from ister.base.limits import NAME_PART_CHARACTERS_MAX
+from ister.base.model import AckLevel, Codec, TopicName, Watermarks
 from ister.errors import InvariantError, TopicNameError
-from ister.limits import NAME_PART_CHARACTERS_MAX
-from ister.model import AckLevel, Codec, TopicName, Watermarks
 from tests.support.cases import each
 
 _LONG = "a" * NAME_PART_CHARACTERS_MAX

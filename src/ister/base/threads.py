@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ister import forks
-from ister.clock import SystemClock
+from ister.base import forks
+from ister.base.clock import SystemClock
 from ister.errors import InvalidRequestError
 
 _log = logging.getLogger("ister.threads")

@@ -8,7 +8,7 @@ _PROGRAM = """
 import sys, threading
 from dataclasses import make_dataclass
 import msgspec
-from ister.structs import known
+from ister.base.structs import known
 
 sys.setswitchinterval(1e-6)
 for number in range(30):

@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ister.clock import Clock
+from ister.base.clock import Clock
 
 STEP_SECONDS: Final = 30.0
 """A larger difference between the wall clock and boottime is a step."""
