@@ -1,11 +1,11 @@
 """`gc`: removes expired and orphaned objects of topics that no process has open.
 
-    metadata: topics without an owner ─► tasks: check ─► driver: expire, collect, sweep
-                                                     └─► once for all: parts, express objects
+    metadata: topics without an owner ─► each: expire, collect, sweep
+                                      ─► once for all: parts, express objects
 
 Owns: which topics, and in which order. Does not own: what expires (`ister.bucket.retention`), what
 is garbage (`ister.bucket.orphans`, `ister.bucket.express_collection`), whether the clock is trusted
-(`ister.base.clock_guard`), the check of a topic (`collect_task`).
+(`ister.base.clock_guard`). Runs on the driver: it reads metadata and lists, and starts no task.
 
 The owner of a topic does all of this itself. One `gc` runs at a time, by a leased key; collecting
 express objects has a second key, which brokers take as well.
@@ -17,7 +17,6 @@ Invariants:
   and `gc` leaves the topic alone;
 - an object is removed only if no descriptor names it, its grace period is over, and each of its
   offsets has expired or is in a named object that is in the bucket;
-- a task removes nothing: the driver examines a topic again if a task finds something to remove;
 - nothing is deleted by age while the clock is not trusted, which is an error of the job. The clock
   is compared with a mark in the metadata store, which covers every machine that runs `gc`.
 
@@ -30,12 +29,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
-from typing import Final
 
 from ister.base import failpoints
 from ister.base.clock_guard import ClockGuard, ClockMark, ClockStep
-from ister.base.limits import MIB
 from ister.bucket.express_collection import collect_express
 from ister.bucket.orphans import GRACE_SECONDS_MIN, collect_unowned, sweep_staging
 from ister.bucket.ownership import OwnedTopic
@@ -52,7 +48,6 @@ from ister.errors import (
 )
 from ister.fs.local import boot_id
 from ister.metadata.base import Put
-from ister.spark.jobs.collect_task import GcItem, GcResult, look_at_topic
 from ister.spark.jobs.job import (
     Job,
     JobConfig,
@@ -64,13 +59,9 @@ from ister.spark.jobs.job import (
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.progress import JobProgress
 from ister.spark.jobs.runners import SparkOrRunner
-from ister.spark.jobs.tasks import Done, run_tasks
 from ister.topic.node_clock import longest_seconds
 
 _log = logging.getLogger("ister.spark.jobs.collecting")
-
-# About what the check of a topic costs: tasks get some dozens of topics each.
-_LOOK_WEIGHT: Final = MIB
 
 
 def gc(
@@ -198,7 +189,7 @@ class _Collection:
             self._grace_seconds = max(self._grace_seconds, GRACE_SECONDS_MIN)
 
     def run(self, topics: Sequence[str], *, is_everything: bool) -> None:
-        """Checks all topics, and collects in those with something to remove."""
+        """Collects in all topics without an owner, and what belongs to no topic."""
         job = self._job
         step = self._clock.check()
         if step is not None:
@@ -211,17 +202,17 @@ class _Collection:
                 )
             )
         unowned = self._find_unowned(topics)
-        busy = self._look(unowned, is_trusted=step is None)
         failpoints.reach("pipeline.after_plan")
-        job.progress.begin("collecting", len(busy), "topics")
+        job.progress.begin("collecting", len(unowned), "topics")
         try:
-            for topic in busy:
+            for topic in unowned:
                 job.check()
                 try:
                     self._collect(topic)
                 except (FencedError, InvariantError):
                     raise
                 except IsterError as error:
+                    job.report.of(topic)
                     job.report.fail(error, topic)
                 job.progress.advance(1, topic)
         finally:
@@ -231,8 +222,6 @@ class _Collection:
             self._collect_parts()
             self._collect_express()
             self._collect_shared_staging()
-
-    # -- looking ----------------------------------------------------------------------------
 
     def _find_unowned(self, topics: Sequence[str]) -> list[str]:
         """Returns the topics that no process has open; the others are left to their owners."""
@@ -251,50 +240,6 @@ class _Collection:
             1 for name in topics if name in entries and entries[name].owner is not None
         )
         return unowned
-
-    def _look(self, topics: Sequence[str], *, is_trusted: bool) -> list[str]:
-        """Checks topics in tasks; returns those that may have something to remove."""
-        job, retention = self._job, self._retention
-        now_ms = job.clock.now_ns() // 1_000_000
-        items = [
-            GcItem(
-                topic=topic,
-                now_ms=now_ms,
-                grace_seconds=self._grace_seconds if is_trusted else None,
-                time_minutes=retention.time_minutes if is_trusted else None,
-                size_mb=retention.size_mb,
-            )
-            for topic in topics
-        ]
-        busy: list[str] = []
-        job.progress.begin("looking", len(items), "topics")
-        try:
-            for done in run_tasks(
-                job.spark,
-                items,
-                partial(look_at_topic, job.place),
-                weigh=lambda item: _LOOK_WEIGHT,
-                name="ister gc",
-            ):
-                if self._take(done):
-                    busy.append(done.item.topic)
-                job.progress.advance(1, done.item.topic)
-        finally:
-            job.progress.end()
-        return sorted(busy)
-
-    def _take(self, done: Done[GcItem, GcResult]) -> bool:
-        """Records a task's result; returns whether the topic may have something to remove."""
-        job, topic = self._job, done.item.topic
-        if done.result is None:
-            error = done.error or {}
-            if error.get("code") == NotFoundError.code and job.catalog(topic).record() is None:
-                return False  # deleted meanwhile
-            job.report.of(topic)
-            job.report.fail(error, topic)
-            return False
-        job.report.add(topic, objects=done.result.objects, expired=0, orphans=0, staged=0)
-        return done.result.is_busy
 
     # -- collecting -------------------------------------------------------------------------
 
@@ -321,8 +266,6 @@ class _Collection:
 
     def _expire(self, topic: str, owned: OwnedTopic) -> None:
         job, retention = self._job, self._retention
-        if retention.time_minutes is None and retention.size_mb is None:
-            return
         known = list_known(owned)
         if known is None:
             raise ConflictError(
@@ -330,6 +273,7 @@ class _Collection:
                 topic=topic,
                 hint="the next `gc` tries again",
             )
+        job.report.add(topic, objects=len(known), expired=0, orphans=0, staged=0)
         planned = plan_expiry(
             known,
             now_ms=job.clock.now_ns() // 1_000_000,

@@ -25,11 +25,10 @@ from functools import cache, partial
 from typing import Final
 
 from ister.base import failpoints
-from ister.base.limits import KIB, MIB
+from ister.base.limits import GIB, KIB, MIB
 from ister.base.model import TopicName
 from ister.bucket.express import find_runs
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor
-from ister.spark.jobs.balance import run_balanced
 from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.object_check import Checked, ObjectChecker
@@ -47,6 +46,8 @@ _ROUNDS: Final = 3
 # How many descriptors, with their indexes, the driver holds at a time.
 _ITEMS_MAX: Final = 2048
 _ITEM_BYTES_MIN: Final = 256 * KIB
+# Nothing waits for a commit, and in the time that a task costs a slot checks a hundred megabytes.
+_BUNDLE_BYTES: Final = 4 * GIB
 # Every chunk costs some Python code, which takes as long as checking half a megabyte. So chunks are
 # larger than those of readers.
 _CHUNK_BYTES_MIN: Final = 8 * MIB
@@ -168,11 +169,12 @@ def _check(job: Job, scrubs: Sequence[TopicScrub]) -> None:
 
 def _check_batch(job: Job, scrubs: Mapping[str, TopicScrub], batch: list[CheckItem]) -> None:
     job.check()
-    for done in run_balanced(
+    for done in run_tasks(
         job.spark,
         batch,
         partial(check_object, job.place),
         weigh=lambda item: max(item.size_bytes, _ITEM_BYTES_MIN),
+        bundle_bytes=_BUNDLE_BYTES,
         name="ister scrub",
     ):
         item = done.item

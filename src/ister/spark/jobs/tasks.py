@@ -35,8 +35,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _BUNDLE_WEIGHT: Final = 64 * MIB
-# A wave costs a Spark job, some tenths of a second: worth it from this much work on.
-_WAVE_WEIGHT: Final = 256 * MIB
+# A wave costs a Spark job, some tenths of a second: worth it from so many bundles a slot on.
+_WAVE_BUNDLES: Final = 4
 _WAVES_MAX: Final = 8
 _WAVES_AT_ONCE: Final = 2
 # PySpark broadcasts a function of 1 MiB; below that, a task gets it with its stage.
@@ -59,6 +59,7 @@ def run_tasks(
     work: Callable[[Item], Result],
     *,
     weigh: Callable[[Item], int] = lambda item: _BUNDLE_WEIGHT,
+    bundle_bytes: int = _BUNDLE_WEIGHT,
     name: str = "ister",
 ) -> Iterator[Done[Item, Result]]:
     """Runs `work(item)` for every item on the executors.
@@ -68,6 +69,7 @@ def run_tasks(
         items: The work; pickled.
         work: A function that can be pickled.
         weigh: Returns about how many bytes an item processes.
+        bundle_bytes: About how many bytes one task processes.
         name: The name in Spark's UI.
 
     Yields:
@@ -81,9 +83,11 @@ def run_tasks(
         return
     runner = runner_of(spark)
     parallel = runner.slots
-    bundles = _bundle(items, weigh, parallel)
-    weight = sum(max(weigh(item), 1) for item in items)
-    count = min(max(weight // (parallel * _WAVE_WEIGHT), 1), _WAVES_MAX)
+    weights = [max(weigh(item), 1) for item in items]
+    # Enough bundles to keep all slots busy.
+    target = max(min(bundle_bytes, sum(weights) // (2 * parallel)), 1)
+    bundles = _bundle(items, weights, target)
+    count = min(max(sum(weights) // (parallel * _WAVE_BUNDLES * bundle_bytes), 1), _WAVES_MAX)
     waves = _divide(bundles, size=max(parallel, -(-len(bundles) // count)), parallel=parallel)
     run = partial(_run_wave, runner, work, name)
     with ThreadPoolExecutor(_WAVES_AT_ONCE, thread_name_prefix="ister-wave") as pool:
@@ -96,10 +100,8 @@ def run_tasks(
                 future.cancel()
 
 
-def _bundle(items: Sequence[Item], weigh: Callable[[Item], int], parallel: int) -> list[list[Item]]:
-    """Groups items, in order, into enough bundles to keep all slots busy."""
-    weights = [max(weigh(item), 1) for item in items]
-    target = max(min(_BUNDLE_WEIGHT, sum(weights) // (2 * parallel)), 1)
+def _bundle(items: Sequence[Item], weights: Sequence[int], target: int) -> list[list[Item]]:
+    """Groups items, in order, into bundles of about the same weight."""
     bundles: list[list[Item]] = []
     room = 0
     for item, weight in zip(items, weights, strict=True):

@@ -82,6 +82,16 @@ def test_a_heavy_job_has_several_waves_of_many_tasks():
     assert sum(len(wave) for wave in runner.sent) == 400
 
 
+@pytest.mark.parametrize(("gib", "tasks"), [(0, 4), (8, 4), (16, 4), (32, 8)])
+def test_there_are_few_tasks_until_there_is_much_to_do(gib, tasks):
+    runner, weight = Waves(), -(-gib * GIB // 16)
+    found = list(
+        run_tasks(runner, list(range(16)), str, weigh=lambda item: weight, bundle_bytes=4 * GIB)
+    )
+    assert [done.item for done in found] == list(range(16))
+    assert sum(map(len, runner.sent)) == tasks, "two for each of two slots, or one for four GiB"
+
+
 def test_tasks_of_this_process_run_side_by_side():
     both = threading.Barrier(2, timeout=30)
 
