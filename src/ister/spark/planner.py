@@ -14,19 +14,18 @@ An object is cut at entries of its index only, which are where frames begin: a t
 the middle of an object finds a frame there, and two tasks do not read the same bytes. An object in
 Parquet is cut between row groups. What is not tiered has no index and is cut by offsets.
 
-Partitions are sized by weight: the bytes that a task has to decode (those of Parquet before
-compression), and a fixed number of bytes for every slice but the first, because opening an object
-takes time, too. A topic that is heavier than one partition is divided in its order into
-partitions of its own. Its last one and all small topics are spread over the other partitions, the
-heaviest first, each into the lightest partition.
+Partitions are filled one after the other, in the order of the ranges, each with an even share of
+the weight that is left: the bytes that a task has to decode (those of Parquet before compression),
+and a fixed number of bytes for every slice but the first, because opening an object takes time,
+too. One rule says where a partition ends: at the index entry that is nearest to its share.
 
 Spark gives a Python data source neither the number of cores (the planner's process has no session)
 nor preferred locations (`PythonInputPartition` has none up to 4.3), so partitions are not placed.
 
 Invariants:
-- Every offset of every range is in exactly one slice; slices of a topic ascend over the partitions.
-- A partition has at most the target's weight (a part of an object an eighth more), or is one index
-  block, or one message of a tail, that cannot be cut.
+- Every offset of every range is in exactly one slice; slices keep the order of the ranges.
+- A partition weighs an eighth more than the target at most, or is one index block, or one message
+  of a tail, that cannot be cut.
 - There are at most three times as many partitions as the weight of all ranges needs, and one more;
   at least `min_partitions` where the indexes allow it.
 - The same input gives the same partitions: a replayed micro-batch is planned as it was before.
@@ -38,8 +37,8 @@ A crash loses nothing here: a plan is computed again.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Self, TypeAlias
@@ -67,14 +66,12 @@ _SLOT_BYTES_MIN: Final = 16 * MIB
 """Less than this is not divided among slots: a task of this size runs about as long as starting it
 takes."""
 
-_TARGET_BYTES_MIN: Final = 64 * KIB
-"""`minPartitions` alone makes no smaller target: below this, a task's own cost is all there is."""
-
 _BOUNDARY_BYTES_MIN: Final = 1 * MIB
 """The least distance of a slice's `boundaries`: a request for less is mostly latency."""
 
 _PLAY: Final = 8
-"""Parts of an object may be larger than the target by this part of it."""
+"""Partitions may be larger than the target by this part of it: entries seldom lie where a share
+ends, and two that are each a little over the target would otherwise become three."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +140,8 @@ def plan(
 ) -> list[Partition]:
     """Divides what is to be read into partitions of about the same weight.
 
-    Objects larger than the target are cut at index entries, tails by offsets; what is small goes
-    together. The target is `split_bytes`, or less where that gives too few partitions.
+    Objects are cut at index entries, tails by offsets; what is small goes together. The target is
+    `split_bytes`, or less where that gives too few partitions.
 
     Args:
         ranges: One for each topic, or several that ascend.
@@ -156,25 +153,24 @@ def plan(
     Raises:
         DataGapError: Offsets of a range are in none of its objects; names the first such gap.
     """
-    topics: dict[str, list[_Piece]] = {}
-    for item in ranges:
-        topics.setdefault(item.topic, []).extend(_pieces(item, _in_order(item.descriptors)))
-    scale = _Scale.of(topics.values(), split_bytes, min_partitions=min_partitions, slots=slots)
-    groups: list[_Group] = []
-    shared: list[_Group] = []
-    for pieces in topics.values():
-        divided = _divide_topic(pieces, scale)
-        groups += divided[:-1]
-        shared += divided[-1:]
-    least = (min_partitions or 1) - len(groups)
-    groups += _spread(shared, scale, least)
-    if min_partitions is not None and len(groups) < min_partitions:
-        groups = _divide(groups, min_partitions, scale)
+    pieces = [piece for item in ranges for piece in _pieces(item, _in_order(item.descriptors))]
+    target = max(split_bytes, 1)
+    opening = min(_OPEN_BYTES, target // _OPENS_MAX)
+    if slots is not None:
+        total = sum(piece.weight + opening for piece in pieces)
+        target = min(target, max(-(-total // max(slots, 1)), _SLOT_BYTES_MIN))
+    least = min_partitions or 1
+    groups = _fill(pieces, target, opening, least)
+    count = least
+    while len(groups) < least and any(len(one) > 1 or one[0].is_divisible for one in groups):
+        # Heavy blocks that cannot be cut have taken the shares of others.
+        count *= 2
+        groups = _fill(pieces, target, opening, count)
     return [
         Partition(
             number=number,
             slices=tuple(piece.to_slice() for piece in group),
-            weight=scale.weigh(group),
+            weight=_weigh(group, opening),
         )
         for number, group in enumerate(groups)
     ]
@@ -301,69 +297,34 @@ class _ObjectPiece:
     def _object_weight(self) -> int:
         return max(weigh(self.descriptor, FORMAT_FRAMES), 1)
 
-    def _to_bytes(self, weight: int) -> int:
-        """Converts a weight to a number of its bytes; at least one."""
+    def to_bytes(self, weight: int) -> int:
+        """Converts a weight to a number of its bytes."""
         if self.descriptor.format != FORMAT_PARQUET:
-            return max(weight, 1)
-        return max(weight * self.descriptor.size_bytes // self._object_weight, 1)
+            return weight
+        return weight * self.descriptor.size_bytes // self._object_weight
 
     @property
     def is_divisible(self) -> bool:
         return self.last - self.first > 1
 
-    def split(self, weight: int) -> Iterator[_ObjectPiece]:
-        """Parts of about even size near the weight or below it; one block is never cut."""
-        target = self._to_bytes(weight)
-        # Entries seldom lie where even parts would end. Without some play, two parts that are each
-        # a little over the target would become three.
-        most = target + target // _PLAY
-        parts, rest = -(-self.bytes // target), self
-        while parts > 1 and rest.is_divisible:
-            part, rest = rest._cut(-(-rest.bytes // parts), most=most)
-            yield part
-            parts = max(-(-rest.bytes // most), min(parts - 1, -(-rest.bytes // target)))
-        yield rest
+    def cut(self, size: int, *, most: int, least: int) -> tuple[_Piece | None, _Piece | None]:
+        """Two parts, the first up to the entry nearest to `size` bytes; None for an empty one.
 
-    def cut(self, weight: int) -> tuple[_ObjectPiece, _ObjectPiece]:
-        """Two parts, the first of about this weight."""
-        return self._cut(self._to_bytes(weight), most=self.bytes)
-
-    def _cut(self, wanted: int, *, most: int) -> tuple[_ObjectPiece, _ObjectPiece]:
-        """Two parts, the first of about `wanted` bytes, and of no more than `most` if possible."""
+        The first has at most `most` bytes, but `least` blocks.
+        """
         positions = self.index.positions
-        begin = positions[self.first]
-        at = bisect_left(positions, begin + wanted, self.first + 1, self.last)
-        if at == self.last or (
-            at > self.first + 1
-            and (
-                positions[at] > begin + most
-                or begin + wanted - positions[at - 1] <= positions[at] - begin - wanted
-            )
+        begin, lowest = positions[self.first], self.first + least
+        at = bisect_left(positions, begin + size, lowest, self.last)
+        if at > lowest and (
+            positions[at] > begin + most
+            or begin + size - positions[at - 1] <= positions[at] - begin - size
         ):
             at -= 1
         middle = self.index.offsets[at]
-        return replace(self, last=at, end=middle), replace(self, first=at, start=middle)
-
-    def followed_by(self, other: _Piece) -> _Piece | None:
-        """Returns both as one, if `other` continues in the same object where this one ends."""
-        if (
-            isinstance(other, _ObjectPiece)
-            and other.descriptor is self.descriptor
-            and other.topic == self.topic
-            and other.first == self.last
-            and other.start == self.end
-        ):
-            return replace(self, last=other.last, end=other.end)
-        return None
-
-    def end_within(self, share: int) -> int:
-        """The offset of the last entry within `share` bytes; `start` if there is none."""
-        positions = self.index.positions
-        at = bisect_right(positions, positions[self.first] + share, self.first, self.last + 1) - 1
-        return min(self.end, self.index.offsets[at]) if at > self.first else self.start
-
-    def end_of_first(self) -> int:
-        return min(self.end, self.index.offsets[self.first + 1])
+        return (
+            replace(self, last=at, end=min(middle, self.end)) if at > self.first else None,
+            replace(self, first=at, start=max(middle, self.start)) if at < self.last else None,
+        )
 
     def to_slice(self) -> ObjectPart:
         return ObjectPart(
@@ -404,24 +365,23 @@ class _TailPiece:
     def weight(self) -> int:
         return self.bytes
 
+    def to_bytes(self, weight: int) -> int:
+        """Converts a weight to a number of its bytes."""
+        return weight
+
     @property
     def is_divisible(self) -> bool:
         return self.end - self.start > 1
 
-    def split(self, weight: int) -> Iterator[_TailPiece]:
-        """Even parts by offsets, of at most this weight where a message is not larger."""
+    def cut(self, size: int, *, most: int, least: int) -> tuple[_Piece | None, _Piece | None]:
+        """Two parts, the first of as many messages as take `size` bytes, on average."""
+        del most  # messages are small
         count = self.end - self.start
-        most = max(count * weight // self.bytes, 1) if self.bytes else count
-        parts = -(-count // most)
-        for part in range(parts):
-            yield self._part(count * part // parts, count * (part + 1) // parts)
-
-    def cut(self, weight: int) -> tuple[_TailPiece, _TailPiece]:
-        """Two parts, the first of about this weight."""
-        count = self.end - self.start
-        messages = count * weight // self.bytes if self.bytes else count // 2
-        messages = min(max(messages, 1), count - 1)
-        return self._part(0, messages), self._part(messages, count)
+        taken = min(max(count * size // self.bytes, least), count)
+        return (
+            self._part(0, taken) if taken else None,
+            self._part(taken, count) if taken < count else None,
+        )
 
     def _part(self, first: int, last: int) -> _TailPiece:
         """Some of the messages, counted from the first; the sizes of all parts add up."""
@@ -429,27 +389,11 @@ class _TailPiece:
         size = self.bytes * last // count - self.bytes * first // count
         return replace(self, start=self.start + first, end=self.start + last, bytes=size)
 
-    def followed_by(self, other: _Piece) -> _Piece | None:
-        """Returns both as one, if `other` continues in the same tail where this one ends."""
-        if isinstance(other, _TailPiece) and other.topic == self.topic and other.start == self.end:
-            return replace(self, end=other.end, bytes=self.bytes + other.bytes)
-        return None
-
-    def end_within(self, share: int) -> int:
-        """The offset up to which messages take `share` bytes, on average."""
-        if share >= self.bytes:
-            return self.end
-        return self.start + (self.end - self.start) * share // self.bytes
-
-    def end_of_first(self) -> int:
-        return self.start + 1
-
     def to_slice(self) -> TailSlice:
         return TailSlice(topic=self.topic, start=self.start, end=self.end, bytes=self.bytes)
 
 
 _Piece: TypeAlias = _ObjectPiece | _TailPiece
-_Group: TypeAlias = list[_Piece]
 
 
 def _in_order(descriptors: Iterable[ObjectDescriptor]) -> list[ObjectDescriptor]:
@@ -485,7 +429,9 @@ def _pieces(item: TopicRange, descriptors: Iterable[ObjectDescriptor]) -> Iterat
     if offset < objects_end:
         raise _gap(item, offset, objects_end)
     if objects_end < item.end:
-        yield _TailPiece(item.topic, objects_end, item.end, item.tail_bytes)
+        # A message takes at least a byte, also where there is no estimate.
+        size = max(item.tail_bytes, item.end - objects_end)
+        yield _TailPiece(item.topic, objects_end, item.end, size)
 
 
 def _gap(item: TopicRange, start: int, end: int) -> DataGapError:
@@ -497,131 +443,39 @@ def _gap(item: TopicRange, start: int, end: int) -> DataGapError:
 # -- partitions -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """The weight that partitions may have, and what opening an object adds to it."""
-
-    target: int
-    """The most that a partition should weigh."""
-    opening: int
-    """What a slice weighs besides its bytes, but for the first of a partition."""
-
-    @classmethod
-    def of(
-        cls,
-        topics: Iterable[Sequence[_Piece]],
-        split_bytes: int,
-        *,
-        min_partitions: int | None,
-        slots: int | None,
-    ) -> Self:
-        target = max(split_bytes, 1)
-        opening = min(_OPEN_BYTES, target // _OPENS_MAX)
-        total = sum(piece.weight + opening for pieces in topics for piece in pieces)
-        for count, least in ((slots, _SLOT_BYTES_MIN), (min_partitions, _TARGET_BYTES_MIN)):
-            if count is not None and count > 1:
-                target = min(target, max(-(-total // count), least))
-        return cls(target, opening)
-
-    def weigh(self, group: Sequence[_Piece]) -> int:
-        return sum(piece.weight for piece in group) + self.opening * (len(group) - 1)
+def _weigh(group: Sequence[_Piece], opening: int) -> int:
+    return sum(piece.weight for piece in group) + opening * (len(group) - 1)
 
 
-def _divide_topic(pieces: Sequence[_Piece], scale: _Scale) -> list[_Group]:
-    """The pieces of a topic in order, as the fewest groups that the target allows, or about that.
-
-    Groups have about the same weight; one that is heavier than the target is a single part.
-    """
-    parts = [part for piece in pieces for part in piece.split(scale.target)]
-    total = sum(part.weight + scale.opening for part in parts)
-    count = -(-total // (scale.target + scale.opening))
-    groups: list[_Group] = []
-    weight = before = 0
-    for part in parts:
-        # The first groups end near even shares of the whole; the others, if any, when full.
-        is_wanted = 2 * before + part.weight <= 2 * (total * len(groups) // max(count, 1))
-        joined = groups[-1][-1].followed_by(part) if groups else None
-        opening = scale.opening if joined is None else 0
-        if groups and is_wanted and weight + opening + part.weight <= scale.target:
-            if joined is None:
-                groups[-1].append(part)
-            else:
-                groups[-1][-1] = joined
-            weight += opening + part.weight
-        else:
-            groups.append([part])
-            weight = part.weight
-        before += scale.opening + part.weight
+def _fill(pieces: Iterable[_Piece], target: int, opening: int, least: int) -> list[list[_Piece]]:
+    """Puts pieces into about `least` groups of even weight, or more if the target is less."""
+    waiting = deque(pieces)
+    left = sum(piece.weight for piece in waiting)
+    most = target + target // _PLAY
+    groups: list[list[_Piece]] = []
+    while waiting:
+        opens = opening * len(waiting)
+        count = max(least - len(groups), -(-(left + opens) // (target + opening)), 1)
+        share = -(-(left + max(opens - opening * count, 0)) // count)
+        group: list[_Piece] = []
+        weight = 0
+        while waiting:
+            piece = waiting.popleft()
+            before = weight + opening if group else 0
+            part, rest = piece.cut(
+                piece.to_bytes(share - before),
+                most=piece.to_bytes(most - before),
+                least=0 if group else 1,
+            )
+            if part is not None:
+                group.append(part)
+                weight = before + part.weight
+                left -= part.weight
+            if rest is not None:
+                waiting.appendleft(rest)
+                break
+        groups.append(group)
     return groups
-
-
-def _spread(groups: Sequence[_Group], scale: _Scale, least: int) -> list[_Group]:
-    """Puts groups together: at least `least` if there are so many, none heavier than the target.
-
-    The heaviest first, each to the lightest: if some are small, all get about the same weight.
-    """
-    weights = [scale.weigh(group) for group in groups]
-    room = scale.target + scale.opening
-    fewest = -(-(sum(weights) + scale.opening * len(groups)) // room)
-    count = min(max(fewest, least, 1), len(groups))
-    members: list[list[int]] = [[] for _ in range(count)]
-    lightest = [(0, number) for number in range(count)]
-    for at in sorted(range(len(groups)), key=lambda at: (-weights[at], at)):
-        weight, number = heapq.heappop(lightest)
-        if weight and weight + weights[at] + scale.opening > room:
-            heapq.heappush(lightest, (weight, number))
-            weight, number = 0, len(members)
-            members.append([])
-        members[number].append(at)
-        # A tail may have no known size, and still fills a partition that has nothing yet.
-        heapq.heappush(lightest, (weight + max(weights[at] + scale.opening, 1), number))
-    return [
-        [piece for at in sorted(together) for piece in groups[at]]
-        for together in sorted(map(sorted, members))
-    ]
-
-
-def _divide(groups: list[_Group], count: int, scale: _Scale) -> list[_Group]:
-    """Halves the heaviest groups until there are `count`, or none can be cut."""
-    # A key is a group's way down the tree of halves, so sorting puts groups back into their order.
-    indivisible: list[tuple[tuple[int, ...], _Group]] = []
-    waiting: list[tuple[int, tuple[int, ...], _Group]] = [
-        (-scale.weigh(group), (number,), group) for number, group in enumerate(groups)
-    ]
-    heapq.heapify(waiting)
-    while waiting and len(waiting) + len(indivisible) < count:
-        _, key, group = heapq.heappop(waiting)
-        halves = _halve(group, scale)
-        if halves is None:
-            indivisible.append((key, group))
-            continue
-        for side, half in enumerate(halves):
-            heapq.heappush(waiting, (-scale.weigh(half), (*key, side), half))
-    keyed = indivisible + [(key, group) for _, key, group in waiting]
-    return [group for _, group in sorted(keyed, key=lambda entry: entry[0])]
-
-
-def _halve(group: _Group, scale: _Scale) -> tuple[_Group, _Group] | None:
-    """A group in two about equal ones, cut between pieces or inside of one; None if neither."""
-    total = scale.weigh(group)
-    # Twice the distance from the middle, to stay with whole numbers; which piece; its two parts.
-    best: tuple[int, int, tuple[_Piece, _Piece] | None] | None = None
-    before = 0
-    for at, piece in enumerate(group):
-        if at > 0 and (best is None or abs(2 * before - total) < best[0]):
-            best = abs(2 * before - total), at, None
-        if piece.is_divisible and before <= total // 2 <= before + piece.weight:
-            parts = piece.cut(total // 2 - before)
-            distance = abs(2 * (before + parts[0].weight) - total)
-            if best is None or distance < best[0]:
-                best = distance, at, parts
-        before += piece.weight + scale.opening
-    if best is None:
-        return None
-    _, at, cut = best
-    if cut is None:
-        return group[:at], group[at:]
-    return [*group[:at], cut[0]], [cut[1], *group[at + 1 :]]
 
 
 # -- limits ---------------------------------------------------------------------------------
@@ -674,7 +528,8 @@ class _Pending:
         """How far it goes: at least to the end of the first block."""
         if self._first is None or self._end > self._first.start:
             return self._end
-        return self._first.end_of_first()
+        block, _ = self._first.cut(0, most=0, least=1)
+        return self._first.end if block is None else block.end
 
     def estimate(self) -> int:
         """Estimates the bytes that are left; objects after the next one by their messages."""
@@ -690,8 +545,8 @@ class _Pending:
         self.unused += share
         while (piece := self._piece) is not None:
             if piece.bytes > self.unused:
-                within = piece.end_within(self.unused)
-                self._end = within if within > piece.start else self._end
+                within, _ = piece.cut(self.unused, most=self.unused, least=0)
+                self._end = self._end if within is None else within.end
                 return
             self.unused -= piece.bytes
             self._end = piece.end
