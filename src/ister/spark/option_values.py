@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
@@ -54,19 +54,8 @@ _DURATION_MS_MAX: Final = 30 * 86_400_000
 _DIGITS: Final = re.compile(r"[0-9]{1,18}")
 _PARTITION: Final = re.compile(r"0|[1-9][0-9]{0,5}")
 _SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
-_SIZE: Final = re.compile(r"([0-9]{1,18})\s*(?:([kmgt]?)(?:i?b)?)", re.IGNORECASE)
-_SIZE_UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 # Numbers that are times before 1973 in milliseconds, and after 1973 in seconds.
 _SECONDS_MEANT: Final = range(10**8, 10**11)
-_DURATION: Final = re.compile(r"([0-9]{1,15})\s*(ms|s|m|min|h|d)?", re.IGNORECASE)
-_DURATION_UNITS: Final = {
-    "ms": 1,
-    "s": 1000,
-    "m": 60_000,
-    "min": 60_000,
-    "h": 3_600_000,
-    "d": 86_400_000,
-}
 _SUBSCRIPTION: Final = re.compile(r"[A-Za-z0-9_-]{1,120}")
 
 _Word = TypeVar("_Word", bound=StrEnum)
@@ -98,11 +87,20 @@ class ByTopic(Generic[_Value]):
         for topic, number in self.by_partition:
             yield partition_name(topic, number)
 
-    def topics(self) -> Iterator[str]:
-        """Yields the topics as the JSON names them."""
-        yield from self.by_topic
-        for topic, _ in self.by_partition:
-            yield topic
+    def check_named(self, option: str, topics: Collection[str]) -> None:
+        """Checks that JSON names no other topics than the option `topic`, if that is given.
+
+        Raises:
+            InvalidRequestError: It does.
+        """
+        for topic in (*self.by_topic, *(name for name, _ in self.by_partition)):
+            # The name of a partitioned topic stands for its partitions.
+            if topics and topic not in topics and base_of_partition(topic) not in topics:
+                raise InvalidRequestError(
+                    f"{option} names a topic that is not in the option topic",
+                    topic=topic,
+                    hint=f"the option topic names {', '.join(topics)}",
+                )
 
     def check_known(self, option: str, topics: Iterable[str]) -> None:
         """Checks that all named topics and partitions were found.
@@ -130,13 +128,13 @@ class ByTopic(Generic[_Value]):
 class OffsetsOption(ByTopic["int | OffsetWord"]):
     """`startingOffsets` or `endingOffsets`."""
 
-    otherwise: OffsetWord
-    """For topics that the JSON does not name."""
+    otherwise: OffsetWord | None = None
+    """For topics that the JSON does not name; None until `options` has set the default."""
 
     def of(self, topic: str) -> int | OffsetWord:
         """Returns the value for a topic, or for the topic that it is a partition of."""
         found = self.find(topic)
-        return self.otherwise if found is None else found
+        return found if found is not None else self.otherwise or "earliest"
 
 
 TimesOption: TypeAlias = ByTopic[int]
@@ -150,18 +148,6 @@ def refuse_twice(name: str, items: Iterable[str]) -> None:
         if item in seen:
             raise InvalidRequestError(f"{name} names {item} twice")
         seen.add(item)
-
-
-def refuse_word(
-    name: str, value: int | OffsetWord, refused: OffsetWord | None, *, topic: str | None = None
-) -> None:
-    """Raises an error for `earliest` or `latest` where it makes a batch empty."""
-    if refused is not None and value == refused:
-        raise InvalidRequestError(
-            f"{name} of a batch cannot be {refused}",
-            topic=topic,
-            hint="the batch would be empty; use an offset, or omit the option",
-        )
 
 
 def check_order(starting: OffsetsOption, ending: OffsetsOption) -> None:
@@ -179,9 +165,11 @@ def as_text(_: str, text: str) -> str:
     return text
 
 
-def as_offset_word(text: str) -> OffsetWord | None:
-    """An end of a topic; None if the text is not the name of one."""
-    return _WORDS.get(text.lower())
+def as_topics(name: str, text: str) -> tuple[str, ...]:
+    """Names of topics, separated by commas."""
+    names = tuple(as_topic(name, item) for item in text.split(","))
+    refuse_twice(name, names)
+    return names
 
 
 def as_topic(name: str, text: str) -> str:
@@ -215,33 +203,61 @@ def as_flag(name: str, text: str) -> bool:
     return flag
 
 
-def as_count(name: str, text: str) -> int:
-    """A number from 1 on."""
-    count = int(text) if _DIGITS.fullmatch(text) else 0
-    if not 1 <= count <= _COUNT_MAX:
-        raise InvalidRequestError(
-            f"{name} is {text!r}", hint=f"a whole number from 1 to {_COUNT_MAX}"
-        )
-    return count
+def _quantity(
+    pattern: str, units: Mapping[str, int], least: int, most: int, hint: str
+) -> Callable[[str, str], int]:
+    """A whole number and perhaps a unit, within bounds."""
+    form = re.compile(pattern, re.IGNORECASE)
+
+    def convert(name: str, text: str) -> int:
+        match = form.fullmatch(text)
+        found = int(match[1]) * units[(match[2] or "").lower()] if match else least - 1
+        if not least <= found <= most:
+            raise InvalidRequestError(f"{name} is {text!r}", hint=hint)
+        return found
+
+    return convert
 
 
-def as_size(name: str, text: str) -> int:
-    """A number of bytes."""
-    match = _SIZE.fullmatch(text)
-    size = int(match[1]) * _SIZE_UNITS[match[2].lower()] if match else 0
-    if not 1 <= size <= _OFFSET_MAX:
-        raise InvalidRequestError(
-            f"{name} is {text!r}", hint="a number of bytes, such as 1048576, 512k or 64MiB"
-        )
-    return size
+_SIZE: Final = r"([0-9]{1,18})\s*(?:([kmgt]?)(?:i?b)?)"
+_SIZE_UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_DURATION_UNITS: Final = {
+    "": 1,
+    "ms": 1,
+    "s": 1000,
+    "m": 60_000,
+    "min": 60_000,
+    "h": 3_600_000,
+    "d": 86_400_000,
+}
 
+as_count: Final = _quantity(
+    "([0-9]{1,18})()", {"": 1}, 1, _COUNT_MAX, f"a whole number from 1 to {_COUNT_MAX}"
+)
+"""A number from 1 on."""
 
-def as_split_bytes(name: str, text: str) -> int:
-    """A number of bytes that is enough for a task."""
-    size = as_size(name, text)
-    if size < SPLIT_BYTES_MIN:
-        raise InvalidRequestError(f"{name} is {size}", hint=f"use at least {SPLIT_BYTES_MIN} bytes")
-    return size
+as_size: Final = _quantity(
+    _SIZE, _SIZE_UNITS, 1, _OFFSET_MAX, "a number of bytes, such as 1048576, 512k or 64MiB"
+)
+"""A number of bytes."""
+
+as_split_bytes: Final = _quantity(
+    _SIZE,
+    _SIZE_UNITS,
+    SPLIT_BYTES_MIN,
+    _OFFSET_MAX,
+    f"at least {SPLIT_BYTES_MIN} bytes, such as 512k or 64MiB",
+)
+"""A number of bytes that is enough for a task."""
+
+as_duration_ms: Final = _quantity(
+    r"([0-9]{1,15})\s*(ms|s|m|min|h|d)?",
+    _DURATION_UNITS,
+    0,
+    _DURATION_MS_MAX,
+    "a time such as 0s, 500ms, 30s, 15m or 1h, at most 30d",
+)
+"""A duration such as `15m`, in milliseconds, which are also the default unit as in Spark."""
 
 
 def as_seconds(name: str, text: str) -> float:
@@ -337,23 +353,15 @@ def as_time_ms(name: str, text: str) -> int:
     return time_ms
 
 
-def as_duration_ms(name: str, text: str) -> int:
-    """A duration such as `15m`, in milliseconds, which are also the default unit as in Spark."""
-    match = _DURATION.fullmatch(text)
-    found = int(match[1]) * _DURATION_UNITS[(match[2] or "ms").lower()] if match else -1
-    if not 0 <= found <= _DURATION_MS_MAX:
-        raise InvalidRequestError(
-            f"{name} is {text!r}", hint="a time such as 0s, 500ms, 30s, 15m or 1h, at most 30d"
-        )
-    return found
-
-
 # -- JSON by topic --------------------------------------------------------------------------------
 
 
-def as_offsets(name: str, text: str) -> ByTopic[int | OffsetWord]:
-    """Offsets by topic, or by topic and partition."""
-    return _as_values(name, text, _as_offset, hint=_OFFSETS_HINT)
+def as_offsets(name: str, text: str) -> OffsetsOption:
+    """`earliest`, `latest`, or offsets by topic, or by topic and partition."""
+    if (word := _WORDS.get(text.lower())) is not None:
+        return OffsetsOption(otherwise=word)
+    found = _as_values(name, text, _as_offset, hint=_OFFSETS_HINT)
+    return OffsetsOption(by_topic=found.by_topic, by_partition=found.by_partition)
 
 
 def as_times(name: str, text: str) -> TimesOption:
