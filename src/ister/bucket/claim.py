@@ -29,7 +29,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from ister.base import failpoints
 from ister.base.clock import Clock
@@ -66,8 +66,7 @@ from ister.metadata.base import (
     Put,
     RevisionIs,
 )
-
-_ATTEMPTS: Final = 5
+from ister.metadata.transact import ATTEMPTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +215,7 @@ def claim(
     """
     claimant = _Claimant(catalog, membership, new, take_over, clock, metrics)
     view = seen.view if seen is not None else ClaimView.read(catalog)
-    for _ in range(_ATTEMPTS):
+    for _ in range(ATTEMPTS):
         owned = claimant.attempt(view, seen)
         if owned is not None:
             return owned

@@ -7,6 +7,7 @@ writes it.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -14,14 +15,13 @@ from ister.bucket.ownership import OwnedTopic
 from ister.errors import CommitUnknownError, ConflictError, CorruptDataError
 from ister.format.records import decode_progress, encode_progress
 from ister.metadata.base import Compare, MetadataStore, Put, RevisionIs
+from ister.metadata.transact import transact
 
 _log = logging.getLogger("ister.bucket.cursors")
 
 DELIVERY: Final = "delivery"
 """The field beside a broker's cursor for what is acknowledged out of order above it. The first
 offset after all that it speaks of is in its `end`."""
-
-_ATTEMPTS: Final = 5
 
 
 def clip_progress(
@@ -33,7 +33,8 @@ def clip_progress(
     cursor that stayed ahead would skip the new messages; so would acknowledgements out of order.
     """
     clipped: list[str] = []
-    for _ in range(_ATTEMPTS):
+
+    def attempt() -> list[str] | None:
         is_done = True
         for found in store.range(prefix):
             if not found.key.endswith("/progress"):
@@ -50,17 +51,16 @@ def clip_progress(
                     more[DELIVERY] = {}
                 clean = replace(known, offset=min(known.offset, next_offset), more=more)
                 value = encode_progress(clean)
-                compare = RevisionIs(found.key, found.revision)
-                try:
+                is_changed = False
+                with suppress(CommitUnknownError):  # the next attempt reads what has become of it
+                    compare = RevisionIs(found.key, found.revision)
                     is_changed = _transact(store, owned, compare, Put(found.key, value))
-                except CommitUnknownError:
-                    is_changed = False  # the next round reads what has become of it
                 if is_changed:
                     clipped.append(found.key)
                 is_done = is_done and is_changed
-        if is_done:
-            return clipped
-    raise ConflictError("the cursors keep changing", path=prefix)
+        return clipped if is_done else None
+
+    return transact(attempt, ConflictError("the cursors keep changing", path=prefix))
 
 
 def _reaches(delivery: object, next_offset: int) -> bool:

@@ -20,11 +20,10 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Self
 
 from ister.base.clock import Clock
 from ister.errors import (
-    CommitUnknownError,
     ConflictError,
     CorruptDataError,
     FencedError,
@@ -33,8 +32,7 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.metadata.base import Absent, Compare, Delete, Lease, MetadataStore, Put, RevisionIs
-
-_ATTEMPTS: Final = 5
+from ister.metadata.transact import transact, unchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,23 +191,21 @@ class MemberFence(Fence):
             UnavailableError: The metadata store does not answer, or the lease has ended.
         """
         value = _encode(node, {"token": secrets.token_hex(8)}, clock)
-        for _ in range(_ATTEMPTS):
+
+        def attempt() -> int | None:
             found = store.get(key)
             if found is not None and found.value == value:
-                return cls(store, key, lease, found.revision, id=node, clock=clock)
+                return found.revision
             holder = read_holder(store, key) if found is not None else None
             if holder is not None and holder.id != node:
                 raise ConflictError(f"node {holder.id} holds the key", path=key)
-            unchanged = Absent(key) if found is None else RevisionIs(key, found.revision)
-            try:
-                revision = store.transact([unchanged, is_here], [Put(key, value, lease)])
-            except CommitUnknownError:
-                continue  # the next round sees what has become of it
-            except NotFoundError as error:
-                raise UnavailableError("the lease of this process has ended") from error
-            if revision is not None:
-                return cls(store, key, lease, revision, id=node, clock=clock)
-        raise UnavailableError("the key could not be taken", path=key)
+            return store.transact([unchanged(key, found), is_here], [Put(key, value, lease)])
+
+        try:
+            revision = transact(attempt, UnavailableError("the key could not be taken", path=key))
+        except NotFoundError as error:
+            raise UnavailableError("the lease of this process has ended") from error
+        return cls(store, key, lease, revision, id=node, clock=clock)
 
     def release(self) -> None:
         """Removes the key; the lease stays. May be called twice; raises nothing."""
@@ -235,14 +231,12 @@ def _encode(id: str, about: Mapping[str, object], clock: Clock) -> bytes:
 
 def _put(store: MetadataStore, key: str, value: bytes, lease: Lease) -> int | None:
     """Sets a key that does not exist; None if it does."""
-    for _ in range(_ATTEMPTS):
-        try:
-            revision = store.transact([Absent(key)], [Put(key, value, lease)])
-        except CommitUnknownError:
-            continue  # the next round sees what has become of it
+
+    def attempt() -> tuple[int | None] | None:
+        revision = store.transact([Absent(key)], [Put(key, value, lease)])
         if revision is not None:
-            return revision
+            return (revision,)
         found = store.get(key)
-        if found is not None:
-            return found.revision if found.value == value else None
-    raise UnavailableError("it is not known who has the key", path=key)
+        return None if found is None else (found.revision if found.value == value else None,)
+
+    return transact(attempt, UnavailableError("it is not known who has the key", path=key))[0]

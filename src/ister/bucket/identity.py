@@ -41,7 +41,8 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.format.descriptor import decode_descriptor
-from ister.metadata.base import Absent, Compare, MetadataStore, Put, RevisionIs
+from ister.metadata.base import Absent, Compare, MetadataStore, Put
+from ister.metadata.transact import transact, unchanged
 from ister.objectstore.base import ObjectStore
 
 _log = logging.getLogger("ister.bucket.identity")
@@ -49,7 +50,6 @@ _log = logging.getLogger("ister.bucket.identity")
 BUCKET_KEY: Final = "storage/bucket.json"
 
 _OBJECT_BYTES_MAX: Final = 4096
-_ATTEMPTS: Final = 5
 # How many of the objects that the metadata store names are looked up, one for each topic.
 _SAMPLES: Final = 10
 _PAGE_KEYS: Final = 1000
@@ -146,25 +146,31 @@ class BucketIdentity:
             found = self._read_object()
         # Not the recorded id: that one belongs to another bucket.
         wanted = found.id if found is not None else secrets.token_hex(16)
-        for _ in range(_ATTEMPTS):
+
+        def attempt() -> BucketRecord | None:
             old = self._metadata.get(self._key)
-            unchanged = Absent(self._key) if old is None else RevisionIs(self._key, old.revision)
-            if recorded := self._try_record(wanted, unchanged):
-                if found is None:
-                    self._objects.put(BUCKET_KEY, _encode(BucketRecord(wanted)))
-                return recorded
-        raise ConflictError("the bucket's id keeps changing", path=self._key)
+            return self._try_record(wanted, unchanged(self._key, old))
+
+        recorded = transact(attempt, self._conflict())
+        if found is None:
+            self._objects.put(BUCKET_KEY, _encode(BucketRecord(wanted)))
+        return recorded
 
     # -- the metadata store -----------------------------------------------------------------
 
     def _record(self, bucket_id: str) -> BucketRecord:
         """Records an id, unless another process has recorded one; returns the recorded one."""
-        for _ in range(_ATTEMPTS):
+
+        def attempt() -> BucketRecord | None:
             if recorded := self._try_record(bucket_id, Absent(self._key)):
                 return recorded
-            if (found := self._metadata.get(self._key)) is not None:
-                return _decode(found.value, self._key)
-        raise ConflictError("the bucket's id keeps changing", path=self._key)
+            found = self._metadata.get(self._key)
+            return None if found is None else _decode(found.value, self._key)
+
+        return transact(attempt, self._conflict())
+
+    def _conflict(self) -> ConflictError:
+        return ConflictError("the bucket's id keeps changing", path=self._key)
 
     def _try_record(self, bucket_id: str, unchanged: Compare) -> BucketRecord | None:
         record = BucketRecord(bucket_id, self.location)

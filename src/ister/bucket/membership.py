@@ -59,7 +59,6 @@ from ister.format.records import (
     encode_node_process,
 )
 from ister.metadata.base import (
-    Absent,
     Compare,
     KeyValue,
     Lease,
@@ -69,10 +68,10 @@ from ister.metadata.base import (
     RevisionIs,
     ValueIs,
 )
+from ister.metadata.transact import ATTEMPTS, unchanged
 
 _log = logging.getLogger("ister.bucket.membership")
 
-_ATTEMPTS: Final = 5
 _LOOK_SECONDS: Final = 0.2
 # A live holder renews three times per lease; a store may be late to expire one.
 _PATIENCE: Final = 1.5
@@ -240,7 +239,7 @@ class Membership:
 
         def take(lease: Lease) -> bool:
             nonlocal found, latest
-            compares = [_unchanged(self._key, found), _unchanged(self._latest_key, latest)]
+            compares = [unchanged(self._key, found), unchanged(self._latest_key, latest)]
             operations: list[Operation] = [Put(self._key, self._value, lease)]
             if remembers:
                 operations.append(Put(self._latest_key, self._encode_latest()))
@@ -259,7 +258,7 @@ class Membership:
         """Grants a lease and calls `take` with it until that succeeds, a few times at most."""
         lease = self._store.grant_lease(self._ttl)
         try:
-            if any(take(lease) for _ in range(_ATTEMPTS)):
+            if any(take(lease) for _ in range(ATTEMPTS)):
                 return lease
         except NotFoundError as error:
             raise UnavailableError("a new lease has ended at once") from error
@@ -268,7 +267,7 @@ class Membership:
             raise
         lease.revoke()
         raise UnavailableError(
-            f"the key of the node {self.node} changed during {_ATTEMPTS} attempts to take it"
+            f"the key of the node {self.node} changed during {ATTEMPTS} attempts to take it"
         )
 
     def _wait_for_turn(self, known: list[str]) -> tuple[KeyValue | None, KeyValue | None]:
@@ -440,7 +439,7 @@ class Membership:
             found, latest = self._look(), self._store.get(self._latest_key)
             if _is_older(self._directory.instances(), latest):
                 self._lose("a process with a copy of this directory has used the node meanwhile")
-            compares = [_unchanged(self._key, found), _unchanged(self._latest_key, latest)]
+            compares = [unchanged(self._key, found), unchanged(self._latest_key, latest)]
             with suppress(CommitUnknownError):
                 put = Put(self._key, self._value, lease)
                 return self._store.transact(compares, [put]) is not None
@@ -531,10 +530,6 @@ def _is_older(known: list[str], latest: KeyValue | None) -> bool:
     if latest is None or not known:
         return False
     return decode_latest(latest.value, key=latest.key).instance not in known
-
-
-def _unchanged(key: str, found: KeyValue | None) -> Compare:
-    return Absent(key) if found is None else RevisionIs(key, found.revision)
 
 
 def _describe(process: NodeProcess) -> str:

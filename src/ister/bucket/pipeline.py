@@ -31,6 +31,7 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.metadata.base import Absent, Compare, Delete, MetadataStore, Put, RevisionIs
+from ister.metadata.transact import transact
 
 _log = logging.getLogger("ister.bucket.pipeline")
 
@@ -113,7 +114,6 @@ REQUEST_SECONDS_MAX: Final = 3600
 
 _TOPICS_MAX: Final = 1000
 _BY_CHARACTERS_MAX: Final = 256
-_REQUEST_ATTEMPTS: Final = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +183,8 @@ def request_job(
             f"{job}` does this job alone, now",
         )
     key, now = keys.request(job), clock.now_ns() // 1_000_000_000
-    for _ in range(_REQUEST_ATTEMPTS):
+
+    def attempt() -> PipelineRequest | None:
         found = _read_request(store, keys, job)
         wanted = None if topics is None else tuple(sorted(set(topics)))
         compare: Compare = Absent(key)
@@ -196,19 +197,15 @@ def request_job(
             "by": by[:_BY_CHARACTERS_MAX],
             "topics": None if wanted is None else list(wanted),
         }
-        try:
-            revision = store.transact([compare], [Put(key, json.dumps(request).encode())])
-        except CommitUnknownError:
-            continue  # repeating the request is harmless
-        if revision is not None:
-            return PipelineRequest(
-                job=job,
-                requested_at=now,
-                by=by[:_BY_CHARACTERS_MAX],
-                topics=wanted,
-                revision=revision,
-            )
-    raise UnavailableError("the request could not be stored", path=key)
+        revision = store.transact([compare], [Put(key, json.dumps(request).encode())])
+        if revision is None:
+            return None
+        return PipelineRequest(
+            job=job, requested_at=now, by=by[:_BY_CHARACTERS_MAX], topics=wanted, revision=revision
+        )
+
+    # A lost answer is harmless: the request is repeated.
+    return transact(attempt, UnavailableError("the request could not be stored", path=key))
 
 
 def read_requests(store: MetadataStore, keys: PipelineKeys) -> list[PipelineRequest]:

@@ -9,18 +9,15 @@ since they were read, so that a deleted topic gets none.
 
 from __future__ import annotations
 
-from typing import Final
-
 from ister.bucket.catalog import Catalog
-from ister.errors import CommitUnknownError, ConflictError, NotFoundError
+from ister.errors import ConflictError, NotFoundError
 from ister.format.records import Progress, decode_progress, encode_progress
-from ister.metadata.base import Absent, Compare, MetadataStore, Put, RevisionIs
+from ister.metadata.base import MetadataStore, Put, RevisionIs
+from ister.metadata.transact import transact, unchanged
 from ister.spark.location import LogLocation
 from ister.spark.offsets import StreamOffset
 from ister.topic.history import BucketTopic
 from ister.topic.stores import open_metadata
-
-_ATTEMPTS: Final = 5
 
 
 def hold_cursors(place: LogLocation, subscription: str, progress: StreamOffset) -> None:
@@ -48,10 +45,11 @@ def _hold(
 ) -> None:
     catalog: Catalog = topic.catalog
     key = catalog.keys.progress(subscription)
-    for _ in range(_ATTEMPTS):
+
+    def attempt() -> bool | None:
         record = catalog.record()
         if record is None or record[0].incarnation != incarnation or not record[0].is_open:
-            return
+            return True
         if store.get(f"{catalog.keys.subscriptions}{subscription}/options") is not None:
             raise ConflictError(
                 f"{subscription!r} is a subscription of a broker's consumers",
@@ -60,16 +58,15 @@ def _hold(
             )
         found = store.get(key)
         known = decode_progress(found.value, key=key) if found is not None else None
+        reached = offset
         if known is not None and known.incarnation == incarnation:
-            offset = max(offset, known.offset)
+            reached = max(offset, known.offset)
         more = known.more if known is not None else {}
         now_ms = topic.clock.now_ns() // 1_000_000
-        wanted = Progress(offset=offset, timestamp=now_ms, incarnation=incarnation, more=more)
-        compare: Compare = Absent(key) if found is None else RevisionIs(key, found.revision)
+        wanted = Progress(offset=reached, timestamp=now_ms, incarnation=incarnation, more=more)
         same_topic = RevisionIs(catalog.keys.record, record[1])
-        try:
-            if store.transact([compare, same_topic], [Put(key, encode_progress(wanted))]):
-                return
-        except CommitUnknownError:
-            continue  # the next round reads the result
-    raise ConflictError("the cursor keeps changing", path=key)
+        compares = [unchanged(key, found), same_topic]
+        revision = store.transact(compares, [Put(key, encode_progress(wanted))])
+        return None if revision is None else True
+
+    transact(attempt, ConflictError("the cursor keeps changing", path=key))

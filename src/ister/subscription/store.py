@@ -52,7 +52,6 @@ from ister.bucket.ownership import OwnedTopic
 from ister.errors import (
     AlreadyExistsError,
     CapacityError,
-    CommitUnknownError,
     ConflictError,
     CorruptDataError,
     InvalidRequestError,
@@ -61,15 +60,14 @@ from ister.errors import (
 )
 from ister.format.records import Progress, decode_progress, encode_progress
 from ister.metadata.base import (
-    Absent,
     Compare,
     Delete,
     KeyValue,
     MetadataStore,
     Operation,
     Put,
-    RevisionIs,
 )
+from ister.metadata.transact import transact, unchanged
 from ister.subscription.policy import FailurePolicy, SubscriptionKind
 from ister.subscription.receipts import new_key
 from ister.subscription.saved_state import SavedState
@@ -80,7 +78,6 @@ SUBSCRIPTION_NAME_CHARACTERS_MAX: Final = 120
 """As many as a part of a topic's name has."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
-_ATTEMPTS: Final = 5
 # Progress records may have 100 KiB and more.
 _PAGE: Final = 64
 # Planned settings of a topic are one value in the metadata store.
@@ -268,7 +265,8 @@ class SubscriptionStore:
         """
         keys = self._keys(topic)
         options_key, key = _options_key(keys, name), _planned_key(keys)
-        for _ in range(_ATTEMPTS):
+
+        def attempt() -> bool | None:
             options, found = self._metadata.get(options_key), self._metadata.get(key)
             if options is not None and _decode_options(options).incarnation == incarnation:
                 raise AlreadyExistsError(
@@ -286,13 +284,13 @@ class SubscriptionStore:
                 known.failure_policy = dict(settings.policy.to_json())
             if settings.window is not None:
                 known.max_unacked_messages = settings.window
-            if self._transact(
+            return self._transact(
                 owned,
-                [_unchanged(options_key, options), _unchanged(key, found)],
+                [unchanged(options_key, options), unchanged(key, found)],
                 [Put(key, msgspec.json.encode(planned))],
-            ):
-                return
-        raise ConflictError("the planned settings keep changing", path=key)
+            )
+
+        transact(attempt, ConflictError("the planned settings keep changing", path=key))
 
     def create(
         self,
@@ -328,7 +326,8 @@ class SubscriptionStore:
             receipt_key=new_key(),
             created_by=created_by,
         )
-        for _ in range(_ATTEMPTS):
+
+        def attempt() -> StoredSubscription | None:
             options, progress = self._metadata.get(options_key), self._metadata.get(progress_key)
             if options is not None:
                 known = _decode_options(options)
@@ -340,14 +339,14 @@ class SubscriptionStore:
             planned = _decode_planned(planned_key, found, incarnation)
             settings = planned.subscriptions.pop(name, None)
             known_settings = _settings(planned_key, settings) or PlannedSettings()
-            made = replace(
+            new = replace(
                 made,
                 policy=policy or known_settings.policy or FailurePolicy(),
                 window=known_settings.window if window is None else window,
             )
             operations: list[Operation] = [
-                Put(options_key, _encode_options(made, {})),
-                Put(progress_key, self._encode(made.cursor, None, incarnation)),
+                Put(options_key, _encode_options(new, {})),
+                Put(progress_key, self._encode(new.cursor, None, incarnation)),
             ]
             if settings is not None:
                 operations.append(
@@ -358,15 +357,15 @@ class SubscriptionStore:
             is_done = self._transact(
                 owned,
                 [
-                    _unchanged(options_key, options),
-                    _unchanged(progress_key, progress),
-                    _unchanged(planned_key, found),
+                    unchanged(options_key, options),
+                    unchanged(progress_key, progress),
+                    unchanged(planned_key, found),
                 ],
                 operations,
             )
-            if is_done:
-                return made
-        raise ConflictError("the subscription keeps changing", path=options_key)
+            return new if is_done else None
+
+        return transact(attempt, _conflict(options_key))
 
     def save_options(
         self, topic: TopicName, stored: StoredSubscription, *, owned: OwnedTopic | None
@@ -377,15 +376,16 @@ class SubscriptionStore:
             NotFoundError: There is no such subscription (any more).
         """
         key = _options_key(self._keys(topic), stored.name)
-        for _ in range(_ATTEMPTS):
+
+        def attempt() -> bool | None:
             options = self._metadata.get(key)
             fields = self._require(topic, stored.name, options, stored.incarnation)
             data = _encode_options(stored, fields)
             if options is not None and options.value == data:
-                return
-            if self._transact(owned, [_unchanged(key, options)], [Put(key, data)]):
-                return
-        raise ConflictError("the subscription keeps changing", path=key)
+                return True
+            return self._transact(owned, [unchanged(key, options)], [Put(key, data)])
+
+        transact(attempt, _conflict(key))
 
     def renew_key(
         self, topic: TopicName, stored: StoredSubscription, *, owned: OwnedTopic | None
@@ -420,20 +420,21 @@ class SubscriptionStore:
         """
         keys = self._keys(topic)
         options_key, key = _options_key(keys, name), keys.progress(name)
-        for _ in range(_ATTEMPTS):
+
+        def attempt() -> int | None:
             progress = self._metadata.get(key)
             known = _read_progress(progress, incarnation)
-            compares = [_unchanged(key, progress)]
+            compares = [unchanged(key, progress)]
             if known is None or DELIVERY not in known.more:
                 # Damaged, or not ours: then it has to be a subscription by its options.
                 options = self._metadata.get(options_key)
                 self._require(topic, name, options, incarnation)
-                compares.append(_unchanged(options_key, options))
+                compares.append(unchanged(options_key, options))
             wanted = cursor if known is None or force else max(cursor, known.offset)
             value = self._encode(wanted, saved, incarnation, known)
-            if self._transact(owned, compares, [Put(key, value)]):
-                return wanted
-        raise ConflictError("the cursor keeps changing", path=key)
+            return wanted if self._transact(owned, compares, [Put(key, value)]) else None
+
+        return transact(attempt, ConflictError("the cursor keeps changing", path=key))
 
     def clip(self, topic: TopicName, end: int, *, owned: OwnedTopic | None) -> list[str]:
         """Removes offsets at or above a topic's end; as `clip_progress`."""
@@ -444,26 +445,26 @@ class SubscriptionStore:
         keys = self._keys(topic)
         options_key, progress_key = _options_key(keys, name), keys.progress(name)
         was_there = False
-        for _ in range(_ATTEMPTS):
+
+        def attempt() -> bool | None:
+            nonlocal was_there
             options, progress = self._metadata.get(options_key), self._metadata.get(progress_key)
             if options is None:
                 return was_there
             was_there = True
-            compares = [_unchanged(options_key, options), _unchanged(progress_key, progress)]
-            if self._transact(owned, compares, [Delete(options_key), Delete(progress_key)]):
-                return True
-        raise ConflictError("the subscription keeps changing", path=options_key)
+            compares = [unchanged(options_key, options), unchanged(progress_key, progress)]
+            return self._transact(owned, compares, [Delete(options_key), Delete(progress_key)])
+
+        return transact(attempt, _conflict(options_key))
 
     def delete_all(self, topic: TopicName) -> None:
         """Removes every subscription and every cursor of a topic that is deleted."""
         prefix = self._keys(topic).subscriptions
-        for _ in range(_ATTEMPTS):
-            try:
-                self._metadata.delete_prefix(prefix)
-            except CommitUnknownError:
-                continue  # doing it twice is harmless
-            return
-        raise ConflictError("the subscriptions cannot be removed", path=prefix)
+        # Doing it twice is harmless.
+        transact(
+            lambda: self._metadata.delete_prefix(prefix),
+            ConflictError("the subscriptions cannot be removed", path=prefix),
+        )
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -475,14 +476,11 @@ class SubscriptionStore:
 
     def _transact(
         self, owned: OwnedTopic | None, compares: list[Compare], operations: list[Operation]
-    ) -> bool:
-        """Whether it was done for sure; if not, the caller reads what has become of it."""
-        try:
-            if owned is not None:
-                return owned.transact(compares, operations)
-            return self._metadata.transact(compares, operations) is not None
-        except CommitUnknownError:
-            return False
+    ) -> bool | None:
+        """True if it was done; None if a compare failed."""
+        if owned is not None:
+            return owned.transact(compares, operations) or None
+        return None if self._metadata.transact(compares, operations) is None else True
 
     def _encode(
         self,
@@ -522,8 +520,8 @@ def _planned_key(keys: TopicKeys) -> str:
     return f"{keys.subscriptions}planned"
 
 
-def _unchanged(key: str, found: KeyValue | None) -> Compare:
-    return Absent(key) if found is None else RevisionIs(key, found.revision)
+def _conflict(key: str) -> ConflictError:
+    return ConflictError("the subscription keeps changing", path=key)
 
 
 def _check_is_free(progress: KeyValue, incarnation: str) -> None:

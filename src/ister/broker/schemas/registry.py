@@ -30,7 +30,7 @@ from ister.base.model import TopicName
 from ister.broker.schemas.cache import SchemaCache, version_number
 from ister.broker.schemas.definition import Definition
 from ister.broker.schemas.definitions import find_incompatibilities, read_definition
-from ister.broker.schemas.subjects import Registered, SubjectStore, until_done
+from ister.broker.schemas.subjects import Registered, SubjectStore, change_record
 from ister.errors import (
     ConflictError,
     CorruptDataError,
@@ -38,7 +38,8 @@ from ister.errors import (
     NotFoundError,
     UnavailableError,
 )
-from ister.metadata.base import Absent, Compare, MetadataStore, Put, RevisionIs
+from ister.metadata.base import MetadataStore, Put
+from ister.metadata.transact import unchanged
 from ister.topic.schema_kinds import CompatibilityMode, SchemaType, ValidationPolicy
 from ister.topic.schema_records import (
     SchemaKeys,
@@ -524,11 +525,10 @@ class SchemaRegistry:
             wanted = change(known)
             if wanted == known:
                 return wanted
-            compare: Compare = Absent(key) if found is None else RevisionIs(key, found.revision)
-            done = self._metadata.transact([compare], [Put(key, wanted.to_json())])
+            done = self._metadata.transact([unchanged(key, found)], [Put(key, wanted.to_json())])
             return None if done is None else wanted
 
-        config = until_done(f"the schema setting of {topic}", attempt)
+        config = change_record(f"the schema setting of {topic}", attempt)
         self._cache.set_config(str(name), config)
         return config
 

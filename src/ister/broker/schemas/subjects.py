@@ -21,12 +21,12 @@ from msgspec.structs import replace
 
 from ister.broker.schemas.definition import Definition
 from ister.errors import (
-    CommitUnknownError,
     ConflictError,
     CorruptDataError,
     NotFoundError,
 )
 from ister.metadata.base import Absent, Compare, Delete, MetadataStore, Operation, Put, RevisionIs
+from ister.metadata.transact import transact
 from ister.topic.schema_kinds import CompatibilityMode
 from ister.topic.schema_records import (
     SchemaKeys,
@@ -37,32 +37,16 @@ from ister.topic.schema_records import (
 )
 
 _ATTEMPTS: Final = 100
-"""An attempt fails only if another change succeeded meanwhile."""
+"""Many brokers may change one subject at a time."""
 _VERSIONS_MAX: Final = 1000
 """The most versions of a subject, which are listed in one record."""
 
 _Answer = TypeVar("_Answer")
 
 
-def until_done(what: str, attempt: Callable[[], _Answer | None]) -> _Answer:
-    """Repeats a change until it returns a value; None means that another change came first.
-
-    Raises:
-        CommitUnknownError: The outcome of two attempts is unknown.
-        ConflictError: Other changes keep coming first.
-    """
-    lost: CommitUnknownError | None = None
-    for _ in range(_ATTEMPTS):
-        try:
-            answer = attempt()
-        except CommitUnknownError as error:
-            if lost is not None:
-                raise
-            lost = error  # the next attempt reads the outcome
-            continue
-        if answer is not None:
-            return answer
-    raise ConflictError(f"{what} keeps changing")
+def change_record(what: str, attempt: Callable[[], _Answer | None]) -> _Answer:
+    """Calls `transact` with as many attempts as a record that many brokers change needs."""
+    return transact(attempt, ConflictError(f"{what} keeps changing"), attempts=_ATTEMPTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +162,7 @@ class SubjectStore:
             )
             return _registered(record, entry, is_new=True) if is_done else None
 
-        return until_done(f"schema subject {subject!r}", attempt)
+        return change_record(f"schema subject {subject!r}", attempt)
 
     def set_mode(self, subject: str, mode: CompatibilityMode) -> SubjectRecord:
         """Sets the compatibility that new versions need.
@@ -277,7 +261,7 @@ class SubjectStore:
             )
             return wanted if is_done else None
 
-        return until_done(f"schema subject {subject!r}", attempt)
+        return change_record(f"schema subject {subject!r}", attempt)
 
     def _change(self, compares: list[Compare], operations: list[Operation]) -> bool:
         return self._metadata.transact(compares, operations) is not None

@@ -64,6 +64,7 @@ from ister.metadata.base import (
     RevisionIs,
     Watch,
 )
+from ister.metadata.transact import transact
 
 _log = logging.getLogger("ister.broker.security.access")
 
@@ -375,7 +376,9 @@ class AccessControl:
     def _change(self, plan: Callable[[_State], Sequence[Operation]]) -> bool:
         """Applies `plan` to the stored state; retries when another writer was faster."""
         is_unknown = False
-        for _ in range(_ATTEMPTS):
+
+        def attempt() -> bool | None:
+            nonlocal is_unknown
             state = self._reload()
             try:
                 operations = plan(state)
@@ -394,11 +397,14 @@ class AccessControl:
                 revision = self._metadata.transact([compare], [Put(key, number), *operations])
             except CommitUnknownError:
                 is_unknown = True
-                continue
-            if revision is not None:
-                self._reload()
-                return True
-        raise ConflictError("roles and bindings keep changing", hint="try it again")
+                raise
+            if revision is None:
+                return None
+            self._reload()
+            return True
+
+        error = ConflictError("roles and bindings keep changing", hint="try it again")
+        return transact(attempt, error, attempts=_ATTEMPTS)
 
     def _reload(self) -> _State:
         # One at a time, so that an older view never replaces a newer one.

@@ -17,16 +17,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
 from urllib.parse import quote, unquote
 
 from ister.base.model import TopicName
 from ister.base.partitions import PARTITION_INFIX, parse_partition
 from ister.broker.policies import NAMES
-from ister.errors import AlreadyExistsError, CommitUnknownError, ConflictError, NotFoundError
-from ister.metadata.base import Absent, Compare, KeyValue, MetadataStore, Put, RevisionIs
-
-_ATTEMPTS: Final = 5
+from ister.errors import AlreadyExistsError, ConflictError, NotFoundError
+from ister.metadata.base import Absent, KeyValue, MetadataStore, Put
+from ister.metadata.transact import transact, unchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,18 +193,15 @@ class BrokerRecords:
     # -- changes ----------------------------------------------------------------------------
 
     def _change(self, key: str, change: Callable[[KeyValue | None], bytes | None]) -> None:
-        for _ in range(_ATTEMPTS):
+        def attempt() -> bool | None:
             found = self._metadata.get(key)
             value = change(found)
             if value is None:
-                return
-            compare: Compare = Absent(key) if found is None else RevisionIs(key, found.revision)
-            try:
-                if self._metadata.transact([compare], [Put(key, value)]) is not None:
-                    return
-            except CommitUnknownError:
-                continue  # the next round reads what has become of it
-        raise ConflictError("the record keeps changing", path=key)
+                return True
+            revision = self._metadata.transact([unchanged(key, found)], [Put(key, value)])
+            return None if revision is None else True
+
+        transact(attempt, ConflictError("the record keeps changing", path=key))
 
 
 def _encode_topic(record: ServedRecord) -> bytes:

@@ -57,7 +57,6 @@ from ister.bucket.names import TopicKeys
 from ister.errors import (
     CapacityError,
     ClosedError,
-    CommitUnknownError,
     ConflictError,
     CorruptDataError,
     InvalidRequestError,
@@ -66,6 +65,7 @@ from ister.errors import (
 )
 from ister.format.records import Progress, decode_progress, encode_progress
 from ister.metadata.base import Absent, Compare, MetadataStore, Put, RevisionIs
+from ister.metadata.transact import transact
 from ister.subscription.floor import RANGES_MAX, AckFloor
 from ister.topic.message import Message
 from ister.topic.topic import Topic
@@ -82,7 +82,6 @@ _BATCH_BYTES: Final = 8 * MIB
 _LETTERS_MAX: Final = 1_000
 _COUNTED_MAX: Final = 100_000
 _SECONDS: Final = 5.0
-_ATTEMPTS: Final = 5
 _REASONS_MAX: Final = 5
 _OTHER: Final = "not a dead letter"
 
@@ -404,7 +403,8 @@ class DeadLetterQueue:
 
     def _save(self, topic: ServedTopic, core: Topic, offsets: Sequence[int]) -> AckFloor:
         """Records letters as resolved; returns all that are."""
-        for _ in range(_ATTEMPTS):
+
+        def attempt() -> AckFloor | None:
             floor, compare = self._read(topic, core)
             for offset in offsets:
                 floor.ack(offset, None)
@@ -415,17 +415,14 @@ class DeadLetterQueue:
                 more={DELIVERY: floor.to_json()},
             )
             change = Put(self._key(topic), encode_progress(progress))
-            owned = topic.owned
-            try:
-                if owned is not None:
-                    is_done = owned.transact([compare], [change])
-                else:
-                    is_done = self._metadata.transact([compare], [change]) is not None
-            except CommitUnknownError:
-                continue  # the next round reads what has become of it
-            if is_done:
-                return floor
-        raise ConflictError("the record of resolved dead letters keeps changing", topic=topic.name)
+            if (owned := topic.owned) is not None:
+                is_done = owned.transact([compare], [change])
+            else:
+                is_done = self._metadata.transact([compare], [change]) is not None
+            return floor if is_done else None
+
+        error = "the record of resolved dead letters keeps changing"
+        return transact(attempt, ConflictError(error, topic=topic.name))
 
 
 class _Pending:
