@@ -35,7 +35,7 @@ from ister.format.records import OwnerRecord, decode_topic, encode_owner, encode
 from ister.metadata.base import KeyValue, MetadataStore, Put
 from ister.spark.jobs.job import Job, open_job
 from ister.spark.jobs.job_report import JobReport
-from ister.spark.jobs.runners import LocalRunner
+from ister.spark.jobs.tasks import LocalRunner
 from ister.spark.jobs.tiering import tier_cycle
 
 _TOPICS: Final = 10_000

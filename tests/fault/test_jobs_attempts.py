@@ -17,7 +17,7 @@ from tests.support.spark_here import SparkHere
 from tests.support.tier_checks import memory_directory
 from tests.support.writer_child import new_seed, say_replay
 
-KINDS = ("tier", "tier by copy", "scrub", "gc")
+KINDS = ("tier", "tier by copy", "scrub")
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ _TASK: dict[str, tuple[str, ...]] = {
     "export to parquet": _RUN,
     "export to iceberg": _RUN,
     "export to delta": _RUN,
-    "gc": _RUN,
+    "gc": (),
     "scrub": _RUN + _MAKE,
     "replay": _RUN,
 }

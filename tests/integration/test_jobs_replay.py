@@ -173,30 +173,20 @@ def test_range_that_is_not_there(spark, place):
 
 
 @pytest.mark.nightly
-def test_query_by_message_runs_in_chunks_and_keeps_the_order(spark, place):
+def test_query_sees_the_whole_range_and_keeps_the_order(spark, place):
     place.fill(A, 200, uploaded=120)
     query = "SELECT *, upper(text) AS payload FROM (SELECT * EXCEPT (payload) FROM messages)"
     query += " WHERE offset % 3 = 0"
-    report = replay(spark, place.config, source=A, target=B, sql=query, chunk_bytes=8_000)
-    fields = done(report)
-    assert fields["chunks"] > 1
+    arguments = {"source": A, "target": B, "sql": query, "chunk_bytes": CHUNK_BYTES}
+    assert done(replay(spark, place.config, **arguments))["chunks"] == 1
     assert numbers(place.payloads(B)) == list(range(0, 200, 3))
     with place.open() as log:
         assert next(iter(log.topic(B).read())).attributes == {"n": "0"}
     assert place.staged_files() == []
-    assert (
-        replay(spark, place.config, source=A, target=B, sql=query, chunk_bytes=8_000).more["state"]
-        == "already done"
-    )
-
-
-@pytest.mark.nightly
-def test_query_over_all_messages_sees_the_whole_range(spark, place):
-    place.fill(A, 200, uploaded=120)
-    query = "SELECT CAST(count(*) AS string) AS payload FROM messages"
-    report = replay(spark, place.config, source=A, target=B, sql=query, chunk_bytes=CHUNK_BYTES)
-    assert done(report)["chunks"] == 1
-    assert place.payloads(B) == [b"200"]
+    assert replay(spark, place.config, **arguments).more["state"] == "already done"
+    count = "SELECT CAST(count(*) AS string) AS payload FROM messages"
+    done(replay(spark, place.config, source=A, target="/default/c", sql=count))
+    assert place.payloads("/default/c") == [b"200"]
 
 
 @pytest.mark.nightly

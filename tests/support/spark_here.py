@@ -6,7 +6,7 @@ What works here travels to an executor.
 import pickle
 from collections.abc import Sequence
 
-from ister.spark.jobs.runners import LocalRunner, Work
+from ister.spark.jobs.tasks import LocalRunner, Work
 
 
 class SparkHere(LocalRunner):

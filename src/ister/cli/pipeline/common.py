@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from ister.spark.jobs.job_report import JobReport
-    from ister.spark.jobs.runners import TaskRunner
+    from ister.spark.jobs.tasks import TaskRunner
 
 _NOTE_MAX: Final = 60
 _SHOWN_TOPICS_MAX: Final = 60
@@ -163,7 +163,7 @@ def open_runner(
         is_short: See `open_session`.
         is_eager: Whether to start Spark at once.
     """
-    from ister.spark.jobs.runners import LocalRunner, SparkRunner  # noqa: PLC0415 - loads Arrow
+    from ister.spark.jobs.tasks import LocalRunner, SparkRunner  # noqa: PLC0415 - loads Arrow
 
     config = place.config
     master = options.master or (config.pipeline.master if config is not None else "local[*]")

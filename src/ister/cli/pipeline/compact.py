@@ -16,7 +16,7 @@ from ister.cli.pipeline.common import add_job_arguments, run_job
 if TYPE_CHECKING:
     from ister.cli.pipeline.common import Bar, JobLocation
     from ister.spark.jobs.job_report import JobReport
-    from ister.spark.jobs.runners import TaskRunner
+    from ister.spark.jobs.tasks import TaskRunner
 
 COLUMNS: Final = (
     ("topic", "topic"),

@@ -23,7 +23,7 @@ from ister.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from ister.spark.jobs.job_report import JobReport
-    from ister.spark.jobs.runners import TaskRunner
+    from ister.spark.jobs.tasks import TaskRunner
 
 _NOTES: Final = """\
 Each offset is exported once: the table's own commits say which it has, so the command may be

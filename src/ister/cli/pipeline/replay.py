@@ -16,8 +16,8 @@ from ister.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from ister.spark.jobs.job_report import JobReport
-    from ister.spark.jobs.replay_run import SampleJson
-    from ister.spark.jobs.runners import TaskRunner
+    from ister.spark.jobs.replay_job import SampleJson
+    from ister.spark.jobs.tasks import TaskRunner
 
 _COLUMNS: Final = (
     ("topic", "TOPIC"),
@@ -48,9 +48,9 @@ exactly once:
   replays apart that are the same otherwise, or does one again.
 
 SQL:
-  It sees the view messages: the connector's columns, and text, the payload as text. Queries
-  that look at several messages at once (aggregates, joins, windows) see the whole range at once,
-  and their rows come in the order of Spark's partitions.
+  It sees the whole range as the view messages: the connector's columns, and text, the payload as
+  text. Its rows come in the order of Spark's partitions, which is that of the messages unless it
+  sorts, groups or joins them. They are appended in one commit.
 """
 
 

@@ -35,7 +35,7 @@ from ister.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from ister.spark.jobs.job_report import JobReport
-    from ister.spark.jobs.runners import TaskRunner
+    from ister.spark.jobs.tasks import TaskRunner
 
 _CONF: Final = {
     # Spark keeps its history for its web pages, which are not used here, and releases what tasks

@@ -14,7 +14,7 @@ from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_j
 
 if TYPE_CHECKING:
     from ister.spark.jobs.job_report import JobReport
-    from ister.spark.jobs.runners import TaskRunner
+    from ister.spark.jobs.tasks import TaskRunner
     from ister.spark.jobs.topic_survey import FindingJson
 
 

@@ -9,12 +9,12 @@ tiering, tier_topics, upload_task            `tier`
 compaction, merge_task, latest_per_key       `compact`
 resorting                                    express runs, within `run`
 export_job, export_round, export_schema, export_task, export_commit    `export`
-gc_job, collect_task                         `gc`
+gc_job                                       `gc`
 scrubbing, topic_scrub, topic_survey, object_check, object_repair    `scrub`
-replay_job, replay_plan, replay_run, replay_task, replay_sql, transforms    `replay`
-service, pipeline_term, schedules            `run`: all of them as a service
-job, job_report, leases, progress, memory, stop_signals    what jobs share
-session, runners, tasks, balance             where and how their tasks run
+replay_job, replay_plan, replay_sql, transforms    `replay`
+service, pipeline_term, schedules, memory    `run`: all of them as a service
+job, job_report, leases, tasks               what jobs share: lease, report, and their tasks
+session, stop_signals                        the Spark session of a command
 
     from ister.spark import jobs
     report = jobs.tier(spark, "ister.yml")

@@ -62,11 +62,9 @@ from ister.errors import (
 )
 from ister.format.descriptor import FORMAT_PARQUET, ObjectDescriptor
 from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
-from ister.spark.jobs.job_report import ErrorFields, JobReport, error_as_fields
+from ister.spark.jobs.job_report import ErrorFields, JobProgress, JobReport, error_as_fields
 from ister.spark.jobs.merge_task import MergeItem, merge
-from ister.spark.jobs.progress import JobProgress
-from ister.spark.jobs.runners import SparkOrRunner
-from ister.spark.jobs.tasks import Done, run_tasks
+from ister.spark.jobs.tasks import Done, SparkOrRunner, run_tasks
 
 if TYPE_CHECKING:
     from ister.spark.jobs.latest_per_key import KeyedTopic, Latest

@@ -44,9 +44,8 @@ from ister.config import ExportConfig, TableFormat
 from ister.errors import FencedError, InvalidRequestError, IsterError
 from ister.spark.jobs.export_round import ExportRound
 from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
-from ister.spark.jobs.job_report import JobReport
-from ister.spark.jobs.progress import JobProgress
-from ister.spark.jobs.runners import SparkOrRunner
+from ister.spark.jobs.job_report import JobProgress, JobReport
+from ister.spark.jobs.tasks import SparkOrRunner
 
 _log = logging.getLogger("ister.spark.jobs.export")
 

@@ -56,9 +56,8 @@ from ister.spark.jobs.job import (
     open_job,
     parse_topics,
 )
-from ister.spark.jobs.job_report import JobReport
-from ister.spark.jobs.progress import JobProgress
-from ister.spark.jobs.runners import SparkOrRunner
+from ister.spark.jobs.job_report import JobProgress, JobReport
+from ister.spark.jobs.tasks import SparkOrRunner
 from ister.topic.node_clock import longest_seconds
 
 _log = logging.getLogger("ister.spark.jobs.collecting")

@@ -42,10 +42,15 @@ from ister.client.flight import parse_brokers
 from ister.config import Config, load_config
 from ister.errors import InvalidRequestError, InvariantError, IsterError, NotFoundError
 from ister.metadata.base import MetadataStore
-from ister.spark.jobs.job_report import JobReport, error_as_fields, unexpected_as_fields
+from ister.spark.jobs.job_report import (
+    JobProgress,
+    JobReport,
+    NoProgress,
+    error_as_fields,
+    unexpected_as_fields,
+)
 from ister.spark.jobs.leases import LeaseKeeper
-from ister.spark.jobs.progress import JobProgress, NoProgress
-from ister.spark.jobs.runners import SparkOrRunner, TaskRunner, runner_of
+from ister.spark.jobs.tasks import SparkOrRunner, TaskRunner, runner_of
 from ister.spark.location import LogLocation, find_place, place_of
 from ister.topic.history import BucketLog
 from ister.topic.stores import open_metadata, open_objects

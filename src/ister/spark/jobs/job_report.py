@@ -2,7 +2,8 @@
 
     {ok, job, started_at, seconds, dry_run, topics: [{topic, …}], errors: [{code, message, …}]}
 
-Owns: the shape. Does not own: what each job says about a topic (numbers, texts, lists of them).
+Owns: the shape, and what receives a job's progress. Does not own: what each job says about a topic
+(numbers, texts, lists of them).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from ister.base.model import JsonObject
 from ister.errors import InvariantError, IsterError
@@ -112,3 +113,32 @@ class JobReport:
 
 def _as_int(value: object) -> int:
     return value if isinstance(value, int) else 0
+
+
+class JobProgress(Protocol):
+    """Receives the progress of a job. Called on the job's own thread."""
+
+    def begin(self, what: str, total: int, unit: str) -> None:
+        """Starts a phase; `unit` is `bytes`, `objects`, `messages` or the like."""
+        ...
+
+    def advance(self, amount: int, note: str = "") -> None:
+        """Adds to what is done; `note` says what was done last."""
+        ...
+
+    def end(self) -> None:
+        """Ends the phase, whether it succeeded or not."""
+        ...
+
+
+class NoProgress:
+    """Shows no progress."""
+
+    def begin(self, what: str, total: int, unit: str) -> None:
+        """Does nothing."""
+
+    def advance(self, amount: int, note: str = "") -> None:
+        """Does nothing."""
+
+    def end(self) -> None:
+        """Does nothing."""

@@ -45,7 +45,7 @@ from ister.errors import CorruptDataError, InvariantError, IsterError
 from ister.format.descriptor import ObjectDescriptor
 from ister.objectstore.base import ObjectStore, ObjectWriter
 from ister.spark.jobs.job_report import ErrorFields, error_as_fields
-from ister.spark.jobs.runners import LocalRunner, TaskRunner, map_bundles
+from ister.spark.jobs.tasks import LocalRunner, TaskRunner, map_tasks
 from ister.spark.location import LogLocation
 from ister.topic.columns import Decoders
 from ister.topic.dedup import find_sequenced
@@ -228,7 +228,7 @@ def _search_on_spark(
     groups = sum(len(topic.groups) for topic in topics)
     files = max(1, min(groups, 4 * runner.slots))
     with runner.described("ister compact: keys") as spark:
-        found = map_bundles(spark, partial(_scan, search), _bundle(topics), _FOUND)
+        found = map_tasks(spark, partial(_scan, search), _bundle(topics), _FOUND)
         rows = (
             found.groupBy("topic", "key", "at")
             .agg(F.max("code").alias("code"))

@@ -30,12 +30,10 @@ from ister.base.model import TopicName
 from ister.bucket.express import find_runs
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor
 from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
-from ister.spark.jobs.job_report import JobReport
+from ister.spark.jobs.job_report import JobProgress, JobReport
 from ister.spark.jobs.object_check import Checked, ObjectChecker
 from ister.spark.jobs.object_repair import DamagedRange, RepairResult, repair_range
-from ister.spark.jobs.progress import JobProgress
-from ister.spark.jobs.runners import SparkOrRunner
-from ister.spark.jobs.tasks import run_tasks
+from ister.spark.jobs.tasks import SparkOrRunner, run_tasks
 from ister.spark.jobs.topic_scrub import BadObject, CheckItem, MissingRange, TopicScrub
 from ister.spark.location import LogLocation
 
@@ -174,7 +172,7 @@ def _check_batch(job: Job, scrubs: Mapping[str, TopicScrub], batch: list[CheckIt
         batch,
         partial(check_object, job.place),
         weigh=lambda item: max(item.size_bytes, _ITEM_BYTES_MIN),
-        bundle_bytes=_BUNDLE_BYTES,
+        task_bytes=_BUNDLE_BYTES,
         name="ister scrub",
     ):
         item = done.item

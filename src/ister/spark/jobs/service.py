@@ -35,7 +35,7 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.spark.jobs.job import Job, JobConfig, find_job_place, open_job
-from ister.spark.jobs.job_report import ErrorFields, JobReport, unexpected_as_fields
+from ister.spark.jobs.job_report import ErrorFields, JobProgress, JobReport, unexpected_as_fields
 from ister.spark.jobs.pipeline_term import (
     PipelineTerm,
     SlowJob,
@@ -43,9 +43,8 @@ from ister.spark.jobs.pipeline_term import (
     TierCycle,
     TierTotals,
 )
-from ister.spark.jobs.progress import JobProgress
-from ister.spark.jobs.runners import SparkOrRunner, runner_of
 from ister.spark.jobs.stop_signals import stop_on_signals
+from ister.spark.jobs.tasks import SparkOrRunner, runner_of
 from ister.spark.location import LogLocation
 
 if TYPE_CHECKING:

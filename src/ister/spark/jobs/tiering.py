@@ -63,11 +63,9 @@ from ister.spark.jobs.job import (
     open_job,
     parse_topics,
 )
-from ister.spark.jobs.job_report import ErrorFields, JobReport, error_as_fields
-from ister.spark.jobs.progress import JobProgress
-from ister.spark.jobs.runners import SparkOrRunner
+from ister.spark.jobs.job_report import ErrorFields, JobProgress, JobReport, error_as_fields
 from ister.spark.jobs.stop_signals import stop_on_signals
-from ister.spark.jobs.tasks import Done, run_tasks
+from ister.spark.jobs.tasks import Done, SparkOrRunner, run_tasks
 from ister.spark.jobs.tier_topics import CachedTopic, Cycle, TierTopics
 from ister.spark.jobs.upload_task import MadeObject, UploadItem, make_object
 from ister.spark.owners import ask

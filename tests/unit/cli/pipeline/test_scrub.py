@@ -21,7 +21,7 @@ def place(tmp_path, monkeypatch):
             fill(topic, 10, first=number * 10)
             topic.upload()
 
-    monkeypatch.setattr("ister.spark.jobs.runners.SparkRunner", lambda open_spark: SparkHere())
+    monkeypatch.setattr("ister.spark.jobs.tasks.SparkRunner", lambda open_spark: SparkHere())
     with without_spark():
         yield place
 

@@ -81,7 +81,7 @@ def test_job_with_nothing_to_do_starts_no_spark(place, capsys):
 
 @pytest.fixture
 def here(place, monkeypatch):
-    monkeypatch.setattr("ister.spark.jobs.runners.SparkRunner", lambda open_spark: SparkHere())
+    monkeypatch.setattr("ister.spark.jobs.tasks.SparkRunner", lambda open_spark: SparkHere())
     return place
 
 

@@ -1,4 +1,4 @@
-"""A job's frame: which topics are meant, its lease, its report, how work is divided."""
+"""A job's frame: which topics are meant, its lease and its report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ister.metadata.memory import MemoryMetadata
 from ister.spark.jobs import job as jobs
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.leases import LeaseKeeper
-from ister.spark.jobs.tasks import _bundle
 from ister.topic.stores import open_metadata
 from tests.integration.spark_topics import SparkPlace
 from tests.support.cases import case
@@ -128,15 +127,3 @@ def test_error_that_a_job_has_told_itself_is_told_once():
     report.fail(error)
     jobs._record_end(report, error)
     assert len(report.errors) == 1
-
-
-def test_bundles_have_every_item_once_in_order():
-    for weights in [[1], [10] * 7, [5 << 20] * 300, [1 << 30, 1, 1], [0, 0]]:
-        for parallel in [1, 2, 16]:
-            with case(weights, parallel):
-                items = list(enumerate(weights))
-                bundles = _bundle(items, lambda item: item[1], parallel)
-                assert [item for bundle in bundles for item in bundle] == items
-                assert all(bundles)
-                if len(items) >= 2 * parallel and len(set(weights)) == 1 and weights[0]:
-                    assert len(bundles) >= 2 * parallel

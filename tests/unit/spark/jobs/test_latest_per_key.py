@@ -22,7 +22,7 @@ from ister.spark.jobs.latest_per_key import (
     _stage,
     find_latest,
 )
-from ister.spark.jobs.runners import LocalRunner
+from ister.spark.jobs.tasks import LocalRunner
 from ister.spark.location import find_place
 from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace, without_spark
 

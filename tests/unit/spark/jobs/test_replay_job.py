@@ -38,7 +38,7 @@ def request(**more):
         "sample": 1,
         "chunk_bytes": 1,
     }
-    return ReplayRequest.of(**{**fields, **more})
+    return ReplayRequest(**{**fields, **more})
 
 
 def test_queries_that_differ_are_different_replays():

@@ -1,11 +1,10 @@
 """A replay's name, its range and its chunks."""
 
-import json
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from ister.errors import (
     CorruptDataError,
@@ -17,12 +16,7 @@ from ister.errors import (
 from ister.spark.jobs import replay_plan
 from ister.spark.jobs.replay_plan import (
     ReplayPlan,
-    asked_range,
     cut_chunks,
-    decode_plan,
-    encode_plan,
-    find_differences,
-    finish,
     name_replay,
     resolve_range,
 )
@@ -39,8 +33,9 @@ PLAN = ReplayPlan(
     transform="m:f",
     start=10,
     end=40,
-    boundaries=(10, 25, 39, 40),
-    bytes=3000,
+    sizes=(15, 14, 1),
+    size_bytes=3000,
+    asked=("earliest", "latest"),
 )
 REQUEST = {
     "source": A,
@@ -144,48 +139,47 @@ def test_ranges_that_are_none():
 
 
 def test_chunks_are_the_range_without_a_gap():
-    boundaries = cut_chunks(tail_of(100, 1100, 100_000), chunk_bytes=9_000)
-    assert (boundaries[0], boundaries[-1]) == (100, 1100)
-    assert list(boundaries) == sorted(set(boundaries))
-    assert 11 <= len(boundaries) - 1 <= 13
-    assert cut_chunks(tail_of(100, 1100, 100_000), chunk_bytes=9_000) == boundaries
-
-
-def test_chunk_that_cannot_be_divided_and_no_chunk():
-    assert cut_chunks(tail_of(5, 50, 10_000), chunk_bytes=1, is_whole=True) == (5, 50)
+    sizes = cut_chunks(tail_of(100, 1100, 100_000), chunk_bytes=9_000)
+    assert sum(sizes) == 1000
+    assert min(sizes) > 0
+    assert 11 <= len(sizes) <= 13
+    assert cut_chunks(tail_of(100, 1100, 100_000), chunk_bytes=9_000) == sizes
+    assert cut_chunks(tail_of(5, 50, 10_000), chunk_bytes=None) == (45,)
     assert cut_chunks(tail_of(5, 5, 0), chunk_bytes=1) == ()
 
 
 def test_plan_does_not_outgrow_the_metadata_store(monkeypatch):
     monkeypatch.setattr(replay_plan, "_CHUNKS_MAX", 10)
-    boundaries = cut_chunks(tail_of(0, 95, 95), chunk_bytes=1)
-    assert len(boundaries) - 1 <= 10
-    assert (boundaries[0], boundaries[-1]) == (0, 95)
+    sizes = cut_chunks(tail_of(0, 95, 95), chunk_bytes=1)
+    assert len(sizes) <= 10
+    assert sum(sizes) == 95
+
+
+def test_chunks_of_a_plan():
+    assert PLAN.chunks == [(10, 25), (25, 39), (39, 40)]
+    assert PLAN.finish(incarnation="t", messages=7).chunks == []
 
 
 # -- the plan's JSON ----------------------------------------------------------------------------
 
 
+WRITTEN = (
+    b'{"version":1,"source":"/default/a","incarnation":"i","target":"/default/b",'
+    b'"transform":"m:f","start_offset":10,"next_offset":40,"chunks":[15,14,1],"bytes":3000,'
+    b'"done":null,"messages":0,"asked":["earliest","latest"]}'
+)
+
+
 def test_plan_is_read_as_it_was_written():
-    for plan in [
-        PLAN,
-        replace(PLAN, asked=("earliest", "40")),
-        finish(PLAN, incarnation="t", messages=7),
-        replace(PLAN, boundaries=()),
-    ]:
+    """A replay goes on after an update."""
+    assert PLAN.encode() == WRITTEN
+    for plan in [PLAN, PLAN.finish(incarnation="t", messages=7), replace(PLAN, sizes=())]:
         with case(plan):
-            assert decode_plan(encode_plan(plan), key="k") == plan
-
-
-def test_plan_that_does_not_say_what_was_asked_for():
-    data = json.loads(encode_plan(PLAN))
-    del data["asked"]
-    assert decode_plan(json.dumps(data).encode(), key="k") == PLAN
+            assert ReplayPlan.decode(plan.encode(), key="k") == plan
 
 
 # -- the same name ------------------------------------------------------------------------------
 
-ASKED = replace(PLAN, asked=asked_range(None, "latest"))
 SAME = {"source": A, "incarnation": "i", "transform": "m:f", "start": None, "end": None}
 
 
@@ -204,23 +198,9 @@ def test_what_another_request_of_the_same_name_wants():
         ({"start": "latest"}, "not latest"),
     ]:
         with case(change, told):
-            found = find_differences(ASKED, **{**SAME, **change})
+            found = PLAN.find_differences(**{**SAME, **change})
             assert len(found) == (told is not None)
             assert told is None or told in found[0]
-
-
-def test_older_plan_is_compared_by_what_it_says():
-    assert find_differences(PLAN, **SAME) == []
-    assert find_differences(PLAN, **{**SAME, "start": NOON}) == []
-    assert find_differences(PLAN, **{**SAME, "start": 11, "end": 41}) == [
-        "it starts at 10, not 11",
-        "it ends at 40, not 41",
-    ]
-
-
-def test_chunks_of_a_plan():
-    assert PLAN.chunks == [(10, 25), (25, 39), (39, 40)]
-    assert finish(PLAN, incarnation="t", messages=7).chunks == []
 
 
 def test_plan_that_was_damaged():
@@ -234,13 +214,13 @@ def test_plan_that_was_damaged():
         (b"{", b""),
     ]:
         with case(old, new):
-            data = encode_plan(PLAN)
+            data = WRITTEN
             assert old in data
             with pytest.raises(CorruptDataError, match="plan") as failure:
-                decode_plan(data.replace(old, new, 1), key="the key")
+                ReplayPlan.decode(data.replace(old, new, 1), key="the key")
             assert failure.value.path == "the key"
 
 
 def test_plan_of_a_newer_version():
     with pytest.raises(UnsupportedVersionError):
-        decode_plan(encode_plan(PLAN).replace(b'"version":1', b'"version":2'), key="k")
+        ReplayPlan.decode(WRITTEN.replace(b'"version":1', b'"version":2'), key="k")

@@ -1,4 +1,4 @@
-"""Tasks without Spark: results and errors of items, waves, and what every task is sent."""
+"""Tasks without Spark: results and errors of items, Spark jobs, and what every task is sent."""
 
 import os
 import pickle
@@ -14,13 +14,13 @@ from ister.errors import (
     NotFoundError,
 )
 from ister.spark.jobs import tasks
-from ister.spark.jobs.runners import (
+from ister.spark.jobs.tasks import (
     LocalRunner,
     SparkRunner,
     raise_for_other_python,
+    run_tasks,
     runner_of,
 )
-from ister.spark.jobs.tasks import run_tasks
 from tests.support.spark_here import SparkHere
 
 
@@ -34,8 +34,8 @@ def break_down(item):
     raise InvariantError("a bug")
 
 
-class Waves(SparkHere):
-    """Records what every wave sends."""
+class SparkJobs(SparkHere):
+    """Records what every Spark job sends."""
 
     def __init__(self):
         super().__init__()
@@ -62,31 +62,31 @@ def test_bug_fails_the_job():
         list(run_tasks(SparkHere(), [1], break_down))
 
 
-def test_large_items_make_small_waves_but_never_idle_slots(monkeypatch):
+def test_large_items_make_small_spark_jobs_but_never_idle_slots(monkeypatch):
     """Goal: what all tasks are sent together does not grow with the square of the items."""
-    runner = Waves()
+    runner = SparkJobs()
     items = [bytes(300_000)] * 20
     found = list(run_tasks(runner, items, len, weigh=lambda item: GIB))
     assert [done.result for done in found] == [300_000] * 20
-    assert sum(len(wave) for wave in runner.sent) == 20
-    assert all(len(wave) == runner.slots for wave in runner.sent)
-    small = Waves()
+    assert sum(len(part) for part in runner.sent) == 20
+    assert all(len(part) == runner.slots for part in runner.sent)
+    small = SparkJobs()
     list(run_tasks(small, list(range(20)), str, weigh=lambda item: 1))
     assert len(small.sent) == 1
 
 
-def test_a_heavy_job_has_several_waves_of_many_tasks():
-    runner = Waves()
+def test_much_work_is_several_spark_jobs_of_many_tasks():
+    runner = SparkJobs()
     list(run_tasks(runner, list(range(400)), str, weigh=lambda item: GIB))
-    assert len(runner.sent) == tasks._WAVES_MAX
-    assert sum(len(wave) for wave in runner.sent) == 400
+    assert len(runner.sent) == tasks._SPARK_JOBS_MAX
+    assert sum(len(part) for part in runner.sent) == 400
 
 
 @pytest.mark.parametrize(("gib", "tasks"), [(0, 4), (8, 4), (16, 4), (32, 8)])
 def test_there_are_few_tasks_until_there_is_much_to_do(gib, tasks):
-    runner, weight = Waves(), -(-gib * GIB // 16)
+    runner, weight = SparkJobs(), -(-gib * GIB // 16)
     found = list(
-        run_tasks(runner, list(range(16)), str, weigh=lambda item: weight, bundle_bytes=4 * GIB)
+        run_tasks(runner, list(range(16)), str, weigh=lambda item: weight, task_bytes=4 * GIB)
     )
     assert [done.item for done in found] == list(range(16))
     assert sum(map(len, runner.sent)) == tasks, "two for each of two slots, or one for four GiB"
@@ -146,6 +146,6 @@ def test_one_process_is_armed_once(tmp_path, monkeypatch):
     armed = []
     monkeypatch.setattr("ister.base.failpoints.arm_from_environment", armed.append)
     for _ in range(2):
-        tasks._run_bundle(half, pickle.dumps([2]))
+        tasks._run_task(half, pickle.dumps([2]))
     assert armed == ["pipeline.before_task=raise"]
     assert os.path.exists(tmp_path / "once")
