@@ -759,7 +759,7 @@ def test_outage_blocks_producers_at_the_limit_where_they_asked_for_it(place):
     )
     place.proxy.add(Action.RESET, count=None)
     place.send(60, size=1000)
-    eventually(lambda: topic.wal._holds, "appends are held back")
+    eventually(lambda: topic.wal.gate.holds, "appends are held back")
     blocked = Timed(lambda: place.send(1, size=1000))
     assert not blocked.join(1.0), "an append went through"
     verify_topic(place.history, topic)

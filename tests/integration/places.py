@@ -69,7 +69,7 @@ class _Nodes:
             for reader in topic.readers:
                 reader.close()
             with suppress(IsterError):
-                topic.wal._writer.close_file()
+                topic.wal.writer.close_file()
         stores = log.stores
         if stores._ahead is not None:
             stores._ahead.shutdown(wait=True, cancel_futures=True)

@@ -34,6 +34,7 @@ from ister.fs.local import LocalFileSystem, _LocalLock
 from ister.metadata.sqlite import SqliteMetadata
 from ister.topic.reader import Reader
 from ister.topic.topic import Topic
+from ister.wal.gate import AppendGate
 from ister.wal.log import Wal
 
 HANG_SECONDS = 60
@@ -80,15 +81,15 @@ def child_writes_the_buffer() -> None:
 
     def after_fork(self, error):
         forks.reset_locks(*locks_of(self))
-        self._fork_error = error
-        self._refuse(self._closed_error)
+        self.gate._fork_error = error
+        self.gate.refuse(self.gate.closed_error)
 
     Wal.after_fork = after_fork
 
 
 def child_reads() -> None:
     Reader._after_fork = lambda self: forks.reset_locks(self._reading)
-    Wal.check_process = lambda self: None
+    AppendGate.check_process = lambda self: None
 
 
 def child_uses_the_metadata() -> None:
@@ -116,7 +117,7 @@ PLANTED = {
 
 
 def locks_of(wal):
-    return (wal.lock, wal._commit_lock, wal._sync_lock, wal._checkpointer._lock)
+    return (wal.lock, wal.committer.commit_lock, wal.committer.sync_lock, wal._checkpointer._lock)
 
 
 class World:
@@ -193,8 +194,8 @@ class World:
                 if topic.bucket is not None:
                     held.enter_context(topic.bucket._uploading)
                 wal = topic.wal
-                held.enter_context(wal._commit_lock)
-                held.enter_context(wal._sync_lock)
+                held.enter_context(wal.committer.commit_lock)
+                held.enter_context(wal.committer.sync_lock)
                 held.enter_context(wal._checkpointer._lock)
             if self.log.stores is not None:
                 held.enter_context(self.log.stores.metadata._writer_lock)

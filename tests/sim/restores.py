@@ -747,7 +747,7 @@ def _numbers_below(directory: _Directory, *, aside: bool = True) -> Iterator[int
 def _read(topic: Topic, offset: int) -> bytes | IsterError:
     """A message by its offset, or why it cannot be read."""
     try:
-        with topic._open_reader(offset, topic.wal.next, topic.wal.local_level) as reader:
+        with topic._open_reader(offset, topic.wal.next, topic.wal.levels.local_level) as reader:
             messages = reader.poll(1)
     except IsterError as error:
         return error

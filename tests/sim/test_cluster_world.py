@@ -82,7 +82,7 @@ def test_brokers_without_disks_lose_nothing_and_settle() -> None:
 def messages_are_acknowledged_before_the_commit(patch: pytest.MonkeyPatch) -> None:
     def upload(self: TopicBucket, **_: object) -> UploadResult:
         start = self._wal.tiered or 0
-        self._wal.advance_tiered(self._wal.synced)
+        self._wal.levels.advance_tiered(self._wal.synced)
         return UploadResult(start=start, end=self._wal.synced)
 
     patch.setattr(TopicBucket, "upload", upload)

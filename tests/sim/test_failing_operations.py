@@ -76,7 +76,7 @@ def prove_alive(world: World, log: Log, name: str) -> None:
     except IsterError:
         # Stalled or failed a moment ago: once more, as the error's text says.
         world.clock.advance(1.0)
-        topic.wal.run()
+        topic.wal.committer.run()
         topic = log.topic(name)
         world.append(topic, promises)
         topic.flush()

@@ -26,7 +26,9 @@ from ister.format.frame import NeedMore, scan_frames
 from ister.format.gaps import Gaps, encode_gaps
 from ister.fs.whole_files import write_file
 from ister.wal.checkpointer import Checkpointer
+from ister.wal.commit import Committer
 from ister.wal.directory import WalDirectory
+from ister.wal.levels import Levels
 from ister.wal.log import Wal
 from ister.wal.recovery import Recovered, _Recovery
 from ister.wal.scan import FileScan
@@ -150,38 +152,38 @@ def torn_tail_is_not_cut(patch: pytest.MonkeyPatch) -> None:
 
 
 def rotation_before_the_old_file_is_synced(patch: pytest.MonkeyPatch) -> None:
-    real = Wal._sync
+    real = Committer._sync
 
-    def rotate_without(self: Wal, writer: WalWriter) -> None:
+    def rotate_without(self: Committer, writer: WalWriter) -> None:
         if writer.rotation_is_due():
             writer.synced_position = writer.position
-            self.synced = self.written
+            self.levels.synced = self.levels.written
             return
         real(self, writer)
 
-    patch.setattr(Wal, "_sync", rotate_without)
+    patch.setattr(Committer, "_sync", rotate_without)
 
 
 def readers_see_what_is_not_synced(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Wal, "visible", property(lambda self: self.written))
+    patch.setattr(Levels, "visible", property(lambda self: self.written))
 
 
 def waiters_are_told_when_written(patch: pytest.MonkeyPatch) -> None:
     """`synced` is answered after write(2)."""
-    real = Wal._write_buffer
+    real = Committer._write_buffer
 
-    def write_buffer(self: Wal, writer: WalWriter) -> None:
+    def write_buffer(self: Committer, writer: WalWriter) -> None:
         real(self, writer)
-        self.synced = self.written
+        self.levels.synced = self.levels.written
 
-    patch.setattr(Wal, "_write_buffer", write_buffer)
+    patch.setattr(Committer, "_write_buffer", write_buffer)
 
 
 def trim_takes_the_last_proof_of_the_next_offset(patch: pytest.MonkeyPatch) -> None:
     """The oldest files go although their successor has no synced frame yet."""
 
     def trim(self: Wal, before: int) -> int:
-        writer = self._writer
+        writer = self.writer
         files = writer.files
         if len(files) < 2:
             return 0

@@ -47,7 +47,7 @@ from ister.topic.stores import Stores
 from ister.topic.topic import Topic
 from ister.topic.uploads import UploadResult
 from ister.wal.directory import WalDirectory
-from ister.wal.state import LogState
+from ister.wal.levels import Levels
 from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.test_tier_crashes import collect_late
 from tests.sim.tier_world import run_seed
@@ -116,7 +116,7 @@ def tiered_is_told_before_the_commit(patch: pytest.MonkeyPatch) -> None:
     real = TopicBucket._upload
 
     def upload(self: TopicBucket, is_crowded, **options):
-        self._wal.advance_tiered(self._wal.synced)
+        self._wal.levels.advance_tiered(self._wal.synced)
         return real(self, is_crowded, **options)
 
     patch.setattr(TopicBucket, "_upload", upload)
@@ -156,11 +156,12 @@ def upload_of_what_is_not_synced(patch: pytest.MonkeyPatch) -> None:
     real = TopicBucket._upload
 
     def upload_written(self: TopicBucket, is_crowded, **options):
-        synced, self._wal.synced = self._wal.synced, self._wal.written
+        levels = self._wal.levels
+        synced, levels.synced = levels.synced, levels.written
         try:
             return real(self, is_crowded, **options)
         finally:
-            self._wal.synced = synced
+            levels.synced = synced
 
     patch.setattr(ister.topic.bucket_link, "AckLevel", ister.base.model.AckLevel, raising=False)
     patch.setattr(TopicBucket, "_upload", upload_written)
@@ -445,10 +446,10 @@ def a_take_over_forgets_the_cursors(patch: pytest.MonkeyPatch) -> None:
 def readers_see_what_is_not_tiered(patch: pytest.MonkeyPatch) -> None:
     """As before topics with the level `tiered` could move by themselves."""
 
-    def visible(self: LogState) -> int:
+    def visible(self: Levels) -> int:
         return self.watermark(self.local_level)
 
-    patch.setattr(LogState, "visible", property(visible))
+    patch.setattr(Levels, "visible", property(visible))
 
 
 def a_mark_outlives_the_next_append(patch: pytest.MonkeyPatch) -> None:
@@ -456,7 +457,7 @@ def a_mark_outlives_the_next_append(patch: pytest.MonkeyPatch) -> None:
 
     def clear(self: IdleMark) -> None:
         self.is_set = False
-        self._wal.unhold("idle")
+        self._wal.gate.unhold("idle")
 
     patch.setattr(IdleMark, "clear", clear)
 

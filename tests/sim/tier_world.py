@@ -1880,7 +1880,7 @@ def read_all(topic: Topic) -> dict[int, bytes]:
     """Everything that the topic holds now."""
     found: dict[int, bytes] = {}
     # Also what readers do not see yet.
-    with topic._open_reader("earliest", topic.wal.next, topic.wal.local_level) as reader:
+    with topic._open_reader("earliest", topic.wal.next, topic.wal.levels.local_level) as reader:
         while messages := reader.poll():
             for message in messages:
                 if message.offset in found:

@@ -30,7 +30,7 @@ from ister.errors import ClosedError, IsterError
 from ister.topic.log import Log
 from ister.topic.topic import Topic
 from ister.wal import signals
-from ister.wal.log import Wal
+from ister.wal.commit import Committer
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
 
 TOPICS = ("/ns/a", "/ns/b")
@@ -65,23 +65,23 @@ class InlineSchedule:
     """Runs logs when the simulation says so, on its one thread."""
 
     def __init__(self) -> None:
-        self.queue: list[Wal] = []
-        self.upkeep: list[Wal] = []
-        self.alarms: list[tuple[Wal, float]] = []
+        self.queue: list[Committer] = []
+        self.upkeep: list[Committer] = []
+        self.alarms: list[tuple[Committer, float]] = []
 
-    def submit(self, log: Wal) -> None:
+    def submit(self, log: Committer) -> None:
         self.queue.append(log)
 
-    def submit_at(self, log: Wal, when: float) -> None:
+    def submit_at(self, log: Committer, when: float) -> None:
         self.alarms.append((log, when))
 
-    def submit_upkeep(self, log: Wal) -> None:
+    def submit_upkeep(self, log: Committer) -> None:
         self.upkeep.append(log)
 
     def is_interruptible(self) -> bool:
         return False
 
-    def forget(self, log: Wal) -> None:
+    def forget(self, log: Committer) -> None:
         """Nothing is kept."""
 
     def stop(self) -> None:
@@ -321,7 +321,7 @@ class World:
         topic.wal.trim(before)
 
     def release(self, topic: Topic, promises: Promises) -> None:
-        topic.wal.release_file()
+        topic.wal.committer.release_file()
 
     def rotate(self, topic: Topic, promises: Promises) -> None:
         topic.rotate()

@@ -258,7 +258,7 @@ def numbered(count: int, *, first: int = 0, size: int = 0) -> list[bytes]:
 
 def waiting(topic: Topic, level: str) -> int:
     """How many waiters a topic has at a level."""
-    return len(topic.wal._waiters[level]._heap)
+    return len(topic.wal.levels.waiters[level]._heap)
 
 
 __all__ = [

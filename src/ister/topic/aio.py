@@ -124,7 +124,7 @@ class AsyncTopic:
             with suppress(RuntimeError):  # the loop has been closed, and its tasks with it
                 loop.call_soon_threadsafe(finish)
 
-        if not self._topic.wal.notify_room(on_room):
+        if not self._topic.wal.gate.notify_room(on_room):
             return False
         await room
         return True
@@ -209,8 +209,8 @@ class AsyncTopic:
         upto = wal.next if end is None else min(end, wal.next)
         if upto > wal.visible:
             try:
-                await self._passed(upto - 1, wal.local_level, timeout)
-                await self._passed(upto - 1, wal.visible_level, timeout, is_patient=True)
+                await self._passed(upto - 1, wal.levels.local_level, timeout)
+                await self._passed(upto - 1, wal.levels.visible_level, timeout, is_patient=True)
             except (CapacityError, ClosedError, DiskError, FencedError):
                 upto = max(wal.visible, reader.core.next_offset)
         reader.core.limit(upto)
@@ -304,7 +304,7 @@ class AsyncReader:
 
     def _visible(self) -> asyncio.Future[None]:
         """A future that is done once the next message is visible, or the reader is closed."""
-        hub = self._edge.hub(self._wal.visible_level, is_patient=True)
+        hub = self._edge.hub(self._wal.levels.visible_level, is_patient=True)
         waiting = hub.passed(self.core.next_offset)
         if waiting is None:
             waiting = hub.loop.create_future()
@@ -314,7 +314,7 @@ class AsyncReader:
 
     def _seconds_visible(self) -> float:
         """Seconds since the log reported messages as visible."""
-        hub = self._edge.hub(self._wal.visible_level, is_patient=True)
+        hub = self._edge.hub(self._wal.levels.visible_level, is_patient=True)
         return hub.loop.time() - hub.passed_at
 
     def close(self) -> None:
@@ -372,7 +372,7 @@ class _Hub:
         return future
 
     def _watermark(self) -> int:
-        return self._wal.watermark(self._level)
+        return self._wal.levels.watermark(self._level)
 
     def _enlist(self) -> None:
         """Registers a callback for the lowest offset that a task waits for."""

@@ -89,8 +89,6 @@ class Appender:
         self._acquire = wal.lock.acquire
         self._release = wal.lock.release
         self._is_held: Callable[[], bool] = wal.lock._is_owned  # type: ignore[attr-defined]  # noqa: SLF001
-        wal.on_repaired = lambda: cache.mend(wal.buffer.sealed_end, wal.buffer.sealed)
-        wal.buffer.on_sealed = cache.append
         self._encoder = BodyEncoder(topic_name=self.name, codec=wal.settings.codec)
         self._encode = self._encoder.encode
         self.records = RecordEncoder(wal.settings.codec)
@@ -129,11 +127,11 @@ class Appender:
             suffix = self._suffix(producer_name, attributes, routing_key, schema_id, schema_version)
         time_ms = started // 1_000_000 if publish_time is None else to_milliseconds(publish_time)
         if self._is_held():
-            self.wal.check_reentry()
+            self.wal.gate.check_reentry()
         try:
             self._acquire()  # `with` costs twice as much
             if buffer.is_changing:
-                self.wal.repair()
+                self.wal.committer.repair()
             if buffer.is_refusing or buffer.appended_bytes + size > buffer.admit_limit:
                 self.wal.admit(size)
             buffer.is_changing = True
@@ -146,7 +144,7 @@ class Appender:
                 self._release()
             except RuntimeError:
                 pass  # this thread does not hold it
-            self.wal.clean_up_interrupt()
+            self.wal.committer.clean_up_interrupt()
             raise
         if not offset & _SAMPLE_MASK:
             self._observe(started)
@@ -197,10 +195,10 @@ class Appender:
         buffer = self._buffer
         started = self._now_ns()
         if self._is_held():
-            self.wal.check_reentry()
+            self.wal.gate.check_reentry()
         try:
             self._acquire()
-            self.wal.repair()
+            self.wal.committer.repair()
             self.wal.admit(size_bytes)
             buffer.is_changing = True
             first = buffer.next
@@ -212,7 +210,7 @@ class Appender:
                 self._release()
             except RuntimeError:
                 pass
-            self.wal.clean_up_interrupt()
+            self.wal.committer.clean_up_interrupt()
             raise
         self._observe(started)
         return range(first, first + count)

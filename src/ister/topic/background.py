@@ -230,9 +230,9 @@ class Background:
             if topic.bucket is None:
                 continue
             if topic.bucket.owned.is_leased:
-                topic.wal.unhold("lease")
+                topic.wal.gate.unhold("lease")
             else:
-                topic.wal.hold("lease", topic.bucket.refused_error, waits=False)
+                topic.wal.gate.hold("lease", topic.bucket.refused_error, waits=False)
 
     # -- uploads and retention --------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class Background:
             hint="the main thread has to close the log, or to wait for the threads that use it",
         )
         for topic in self._topics():
-            topic.wal.end_tiering(error)
+            topic.wal.levels.end_tiering(error)
 
     def _hand_out(self, now: float) -> None:
         self._stores.node_clock.check()

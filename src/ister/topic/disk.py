@@ -295,15 +295,13 @@ class DiskGuard:
     def add(self, topic: Topic) -> None:
         """Includes a topic that was opened."""
         with self._lock:
-            topic.wal.on_disk_full = self.free_reserve
-            topic.wal.may_retry = self.may_write
             self._apply(topic)
 
     def _apply(self, topic: Topic) -> None:
         if self._is_low:
-            topic.wal.hold("disk", partial(self.error, topic.name), waits=False)
+            topic.wal.gate.hold("disk", partial(self.error, topic.name), waits=False)
         else:
-            topic.wal.unhold("disk")
+            topic.wal.gate.unhold("disk")
 
     def error(self, topic: str | None = None) -> CapacityError:
         """The error of appends while a disk is low."""
@@ -334,7 +332,7 @@ class DiskGuard:
 
     def report_slow_syncs(self) -> None:
         """Logs the slowest sync when the first one becomes slow, and when none is any more."""
-        slow = [(topic.wal.slow_sync_seconds, topic) for topic in self._topics()]
+        slow = [(topic.wal.committer.slow_sync_seconds, topic) for topic in self._topics()]
         seconds, slowest = max(slow, key=itemgetter(0), default=(0.0, None))
         if bool(seconds) is self._is_slow:
             return

@@ -17,7 +17,7 @@ _OF_TOPIC: Final[dict[str, Callable[[Topic], int]]] = {
     "wal.cache.size": lambda topic: len(topic.cache),
     "wal.cache.bytes": lambda topic: topic.cache.size_bytes,
     "wal.cache.evictions": lambda topic: topic.cache.evictions,
-    "wal.open_files": lambda topic: int(topic.wal.has_open_file),
+    "wal.open_files": lambda topic: int(topic.wal.committer.has_open_file),
     "wal.file_bytes": lambda topic: topic.wal.file_bytes,
     "uploader.lag_bytes": lambda topic: topic.bucket.lag_bytes if topic.bucket is not None else 0,
     "wal_reader.active_readers": lambda topic: len(topic.readers),

@@ -70,11 +70,11 @@ class IdleMark:
                 return False
             if owned.is_fenced or not owned.is_leased:
                 return False
-            wal.hold(_HOLD, self._held_error, waits=True, on_append=self._on_append)
+            wal.gate.hold(_HOLD, self._held_error, waits=True, on_append=self._on_append)
             # An append may have been accepted before the hold; from here on none is.
             end = wal.next
             if end != wal.tiered:
-                wal.unhold(_HOLD)
+                wal.gate.unhold(_HOLD)
                 return False
             self.is_set = True
             owned.set_acked_end(end)
@@ -91,7 +91,7 @@ class IdleMark:
             if self.is_set:
                 self._owned.set_acked_end(None)
                 self.is_set = False
-                self._wal.unhold(_HOLD)
+                self._wal.gate.unhold(_HOLD)
 
     def _on_append(self) -> None:
         self.on_append()

@@ -161,6 +161,7 @@ class Log:
             stores=self._stores,
             known=self._known,
             heads=self._heads,
+            room=self.room,
             scheduler=self._scheduler,
             clock=self._clock,
             metrics=self.metrics,
@@ -481,7 +482,7 @@ class Log:
     def _seal(self, name: str, assured: set[tuple[str, int]] | None) -> int:
         with self._exclusively(name) as topic:
             bucket, stores = topic.bucket, self._stores
-            topic.wal.hold(
+            topic.wal.gate.hold(
                 "sealing",
                 lambda: ClosedError("the topic is being handed over", topic=topic.name),
                 waits=False,
@@ -544,7 +545,7 @@ class Log:
 
     def _unlist(self, topic: Topic) -> None:
         """Forgets a topic that was closed."""
-        self._scheduler.forget(topic.wal)
+        self._scheduler.forget(topic.wal.committer)
         if self._background is not None:
             self._background.remove(topic)
         with self._lock:
@@ -684,7 +685,7 @@ class Log:
         """
         check_wait()
         for topic in self._open_topics():
-            topic.wal.check_reentry()
+            topic.wal.gate.check_reentry()
         close = self._close_once
         shielded(close, "ister-call") if self._scheduler.is_interruptible() else close()
 

@@ -158,9 +158,9 @@ class MemoryGuard:
 
     def _apply(self, topic: Topic) -> None:
         if self._is_full:
-            topic.wal.hold("memory", partial(self.error, topic.name), waits=True)
+            topic.wal.gate.hold("memory", partial(self.error, topic.name), waits=True)
         else:
-            topic.wal.unhold("memory")
+            topic.wal.gate.unhold("memory")
 
     def error(self, topic: str | None = None) -> CapacityError:
         """The error of appends while the memory is used up."""

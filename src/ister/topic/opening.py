@@ -38,16 +38,38 @@ from ister.topic.heads import Heads, compare_with_head, read_local
 from ister.topic.known_topics import KnownTopics
 from ister.topic.read_only import ReadOnlyTier, ReadOnlyTopic
 from ister.topic.reconcile import finish_set_aside, measure_backlog, recover_tiered, set_aside
+from ister.topic.room import SpaceGuards
 from ister.topic.stores import Stores
 from ister.topic.topic import Topic
 from ister.wal.directory import WalDirectory
-from ister.wal.history_log import ReadOnlyLog
-from ister.wal.log import Wal
+from ister.wal.log import ReadOnlyLog, Wal
 from ister.wal.recovery import Recovered, UntrustedTailError, recover
 from ister.wal.scheduler import Threads
 from ister.wal.settings import WalSettings
 
 _log = logging.getLogger("ister.topic.opening")
+
+
+class _Events:
+    """Passes on what a log reports: to its cache, its disk's guard, and the bucket's side."""
+
+    def __init__(self, cache: Cache, room: SpaceGuards) -> None:
+        self.on_sealed = cache.append
+        self.on_repaired = cache.mend
+        self.on_disk_full = room.free_reserve
+        self.may_retry = room.may_write
+        self.bucket: TopicBucket | None = None
+        """What uploads the log's messages, once it is there."""
+
+    def on_synced(self) -> None:
+        """Has the bucket's side take what was synced."""
+        if self.bucket is not None:
+            self.bucket.on_synced()
+
+    def on_tier_wanted(self) -> None:
+        """Has an upload begin soon."""
+        if self.bucket is not None:
+            self.bucket.want_upload()
 
 
 class TopicOpener:
@@ -62,11 +84,13 @@ class TopicOpener:
         stores: Stores | None,
         known: KnownTopics,
         heads: Heads,
+        room: SpaceGuards,
         scheduler: Threads,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
         self._storage = storage
+        self._room = room
         self._heads = heads
         self._fs = fs
         self._directories = directories
@@ -107,9 +131,10 @@ class TopicOpener:
             if not create:
                 raise _not_found(text)
             self._known.check_new(name)
-            return self._make_topic(
+            topic, _ = self._make_topic(
                 text, None, Recovered(), ack or AckLevel.MEMORY, codec or storage.codec
             )
+            return topic
         directory = directories.of(name)
         is_new = not self._fs.exists(directory.path)
         if is_new:
@@ -128,7 +153,7 @@ class TopicOpener:
         state = recovered.state
         if state is not None:
             ack = ack if is_new else AckLevel(state.ack)
-        topic = self._make_topic(
+        topic, _ = self._make_topic(
             text,
             directory,
             recovered,
@@ -250,7 +275,7 @@ class TopicOpener:
             self._untrusted_from[text] = error.synced
             raise
         self._untrusted_from.pop(text, None)
-        topic = self._make_topic(
+        topic, events = self._make_topic(
             text,
             directory,
             recovered,
@@ -265,7 +290,7 @@ class TopicOpener:
                 stores.metadata, prefix, recovered.next_offset, owned=owned
             ):
                 _log.warning("cursors put back to the end", extra={"topic": text, "keys": clipped})
-        topic.bucket = TopicBucket(
+        topic.bucket = events.bucket = TopicBucket(
             wal=topic.wal,
             owned=owned,
             stores=stores,
@@ -328,16 +353,18 @@ class TopicOpener:
         self, stores: Stores, owned: OwnedTopic, fence: MemberFence, waits: WaitsForDiskError
     ) -> ReadOnlyTopic:
         record, end = owned.record, owned.tiered
+        cache = self._cache(end, record.codec)
         wal = ReadOnlyLog(
             end=end,
             settings=self._settings(owned.topic, record.ack, record.codec, record),
+            listener=_Events(cache, self._room),
             schedule=self._scheduler,
             clock=self._clock,
             metrics=self._metrics,
         )
         return ReadOnlyTopic(
             wal=wal,
-            cache=self._cache(end, record.codec),
+            cache=cache,
             bucket=ReadOnlyTier(wal=wal, owned=owned, stores=stores, fence=fence),
             waits=waits,
             fence=fence,
@@ -356,23 +383,27 @@ class TopicOpener:
         codec: Codec,
         *,
         record: TopicRecord | None = None,
-    ) -> Topic:
+    ) -> tuple[Topic, _Events]:
+        cache = self._cache(recovered.next_offset, codec)
+        events = _Events(cache, self._room)
         wal = Wal(
             directory=directory,
             recovered=recovered,
             settings=self._settings(name, ack, codec, record),
+            listener=events,
             schedule=self._scheduler,
             clock=self._clock,
             metrics=self._metrics,
         )
-        return Topic(
+        topic = Topic(
             wal=wal,
-            cache=self._cache(recovered.next_offset, codec),
+            cache=cache,
             max_message_size=self._storage.max_message_size,
             stream_chunk_size=self._storage.wal.stream_chunk_size,
             clock=self._clock,
             metrics=self._metrics,
         )
+        return topic, events
 
     def _settings(
         self, name: str, ack: AckLevel, codec: Codec, record: TopicRecord | None

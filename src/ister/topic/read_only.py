@@ -30,8 +30,8 @@ from ister.topic.cache import Cache
 from ister.topic.stores import Stores
 from ister.topic.topic import Topic
 from ister.topic.uploads import UploadResult
-from ister.wal.history_log import ReadOnlyLog
-from ister.wal.log import Wal
+from ister.wal.commit import Committer
+from ister.wal.log import ReadOnlyLog
 
 
 class ReadOnlyTier(TopicBucket):
@@ -88,7 +88,7 @@ class ReadOnlyTopics:
     """The read-only topics of one log; the caller opens and closes one of a name at a time."""
 
     def __init__(
-        self, open_topic: Callable[[TopicName], ReadOnlyTopic], forget: Callable[[Wal], None]
+        self, open_topic: Callable[[TopicName], ReadOnlyTopic], forget: Callable[[Committer], None]
     ) -> None:
         """Opens topics by `open_topic`; `forget` is called with the log of each closed one."""
         self._open = open_topic
@@ -108,7 +108,7 @@ class ReadOnlyTopics:
         topic = self._topics.pop(name, None)
         if topic is not None:
             topic.close_quietly()
-            self._forget(topic.wal)
+            self._forget(topic.wal.committer)
 
     def close_all(self) -> None:
         """Closes all of them."""
@@ -146,7 +146,7 @@ class ReadOnlyTopic(Topic):
         self._link = bucket
         self._fence = fence
         fence.on_gone = bucket.owned.give_up
-        wal.hold("read-only", self.refused_error, waits=False)
+        wal.gate.hold("read-only", self.refused_error, waits=False)
 
     def refused_error(self) -> UnavailableError:
         """The error of appends: why the topic takes none."""

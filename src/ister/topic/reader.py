@@ -221,7 +221,7 @@ class Reader:
             found: What the call had read, if anything.
         """
         try:
-            self._wal.clean_up_interrupt()
+            self._wal.committer.clean_up_interrupt()
         finally:
             if found or not isinstance(error, IsterError):
                 self.next_offset = start
@@ -335,13 +335,13 @@ class Reader:
     @property
     def level(self) -> AckLevel:
         """The level that a message has to reach before it comes out."""
-        return self._level or self._wal.visible_level
+        return self._level or self._wal.levels.visible_level
 
     @property
     def visible(self) -> int:
         """The first offset that does not come out yet."""
         level = self._level
-        return self._wal.visible if level is None else self._wal.watermark(level)
+        return self._wal.visible if level is None else self._wal.levels.watermark(level)
 
     @property
     def is_closed(self) -> bool:
@@ -418,7 +418,7 @@ class Reader:
         cache = self._cache
         if start < cache.start:
             return []
-        self._wal.check_reentry()
+        self._wal.gate.check_reentry()
         with self._wal.lock:
             self._wal.fill_cache(end)
             messages = cache.read(start, end, bytes_max=max_bytes)
@@ -591,7 +591,7 @@ class Reader:
         self._drop_if_idle()
 
     def _closed_error(self) -> ClosedError:
-        self._wal.check_process()
+        self._wal.gate.check_process()
         return ClosedError("the reader is closed", topic=self._wal.settings.topic)
 
     def _after_fork(self) -> None:

@@ -159,7 +159,7 @@ def _frames(batch: FrameBatch) -> Iterator[bytes]:
 @contextmanager
 def held(topic: Topic) -> Iterator[None]:
     """Refuses appends meanwhile; what was accepted before is synced."""
-    topic.wal.hold(
+    topic.wal.gate.hold(
         "repair",
         lambda: UnavailableError("the topic is being repaired", topic=topic.name),
         waits=False,
@@ -169,7 +169,7 @@ def held(topic: Topic) -> Iterator[None]:
             topic.flush()
         yield
     finally:
-        topic.wal.unhold("repair")
+        topic.wal.gate.unhold("repair")
 
 
 @contextmanager

@@ -59,6 +59,10 @@ class SpaceGuards:
         """Frees the reserve of the log's disk; returns whether there was one."""
         return self.disk is not None and self.disk.free_reserve()
 
+    def may_write(self) -> bool:
+        """Whether a write that failed on a full disk may be retried."""
+        return self.disk is None or self.disk.may_write()
+
     def add(self, topic: Topic) -> None:
         """Includes a topic that was opened."""
         for guard in self._guards:

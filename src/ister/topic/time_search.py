@@ -31,11 +31,11 @@ def searchable_end(wal: Wal) -> int:
     """The end of what can be searched by time, once everything appended so far is there."""
     if wal.is_volatile:
         return wal.next
-    last, level = wal.next - 1, wal.local_level
+    last, level = wal.next - 1, wal.levels.local_level
     with suppress(CapacityError):  # on a full disk, what is there already has to do
         if last >= 0:
             wal.wait(last, level if level is AckLevel.SYNCED else AckLevel.WRITTEN)
-    return min(last + 1, wal.watermark(level), wal.written)
+    return min(last + 1, wal.levels.watermark(level), wal.written)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -425,7 +425,7 @@ class Topic:
             UnavailableError: It is not sure that this process still owns the topic.
             ClosedError: The topic was closed before.
         """
-        self.wal.check_process()
+        self.wal.gate.check_process()
         timeout = as_timeout(timeout)
         level = self.resolve_level(level)
         if isinstance(offset, bool) or not isinstance(offset, int):
@@ -491,14 +491,16 @@ class Topic:
             As `append` and `wait`.
         """
         # Before the append, which would otherwise wake a thread to commit.
-        has_turn = self.wal.take_turn()
+        has_turn = self.wal.committer.take_turn()
         try:
             last = append()
-            is_done = has_turn and last is not None and self.wal.commit_in_turn(last, self.ack)
+            is_done = (
+                has_turn and last is not None and self.wal.committer.commit_in_turn(last, self.ack)
+            )
             return last, is_done
         finally:
             if has_turn:
-                self.wal.end_turn()
+                self.wal.committer.end_turn()
 
     def flush(self, timeout: float | None = None) -> int:
         """Makes everything appended so far durable: synced, or tiered in a log without files.
@@ -509,7 +511,7 @@ class Topic:
         Raises:
             As `wait`; in a log without files, and without a timeout, as `upload`.
         """
-        self.wal.check_process()
+        self.wal.gate.check_process()
         timeout = as_timeout(timeout)
         self._sync_all(timeout)
         last = self.wal.next - 1
@@ -561,7 +563,7 @@ class Topic:
             raise InvalidRequestError(
                 "this log has no object store", hint="open it with storage.mode 'wal_cloud'"
             )
-        self.wal.check_process()
+        self.wal.gate.check_process()
         self._sync_all()
         return self.wal.run_shielded(self.bucket.upload)
 
@@ -583,7 +585,7 @@ class Topic:
         return self._open_reader(start, end, None)
 
     def _open_reader(self, start: Start, end: int | None, level: AckLevel | None) -> Reader:
-        self.wal.check_process()
+        self.wal.gate.check_process()
         if self.state is TopicState.CLOSED:
             raise ClosedError("the topic is closed", topic=self.name)
         offset = self.resolve_start(start)
@@ -717,7 +719,7 @@ class Topic:
         Raises:
             As `read`.
         """
-        return self._bounded(self._open_reader(start, end, self.wal.local_level), end, None)
+        return self._bounded(self._open_reader(start, end, self.wal.levels.local_level), end, None)
 
     def scan_arrow(
         self, start: Start, *, end: int | None = None, columns: Sequence[str]
@@ -737,7 +739,7 @@ class Topic:
             OffsetOutOfRangeError: It is an offset that is not there.
             As `read`, for a time that has to be looked for.
         """
-        self.wal.check_process()
+        self.wal.gate.check_process()
         if isinstance(start, str) and start in ("earliest", "latest"):
             return self.earliest if start == "earliest" else self.wal.next
         if isinstance(start, datetime):
@@ -773,7 +775,7 @@ class Topic:
         Raises:
             As `read`.
         """
-        self.wal.check_process()
+        self.wal.gate.check_process()
         search = TimeSearch(
             wal=self.wal,
             cache=self.cache,

@@ -175,9 +175,7 @@ class TopicUploads:
         """Re-sorts the topic's runs in express objects."""
         owned.on_fenced = self._on_fenced
         owned.on_regained = self._on_regained
-        wal.on_tier_wanted = self._on_wanted
-        wal.on_synced = self._on_synced
-        wal.advance_tiered(min(owned.tiered, wal.synced))
+        wal.levels.advance_tiered(min(owned.tiered, wal.synced))
 
     # -- what it is -------------------------------------------------------------------------
 
@@ -193,7 +191,7 @@ class TopicUploads:
         """About how many synced bytes are not in the bucket yet."""
         if self._wal.synced <= (self._wal.tiered or 0):
             return 0
-        return max(0, self._lag_base + self._wal.synced_bytes_total - self._lag_mark)
+        return max(0, self._lag_base + self._wal.committer.synced_bytes_total - self._lag_mark)
 
     @property
     def is_diskless(self) -> bool:
@@ -246,21 +244,23 @@ class TopicUploads:
         return FencedError("another owner has the topic", topic=self.owned.topic)
 
     def _on_fenced(self, error: FencedError) -> None:
-        self._wal.hold("fenced", self._fenced_error, waits=False)
-        self._wal.end_tiering(error)
+        self._wal.gate.hold("fenced", self._fenced_error, waits=False)
+        self._wal.levels.end_tiering(error)
         self.on_fenced()
 
     def _on_regained(self) -> None:
-        self._wal.unhold("lease")
+        self._wal.gate.unhold("lease")
 
-    def _on_wanted(self) -> None:
+    def want_upload(self) -> None:
+        """Has an upload begin soon; must not block."""
         if self.is_express:
             self.on_express()
             return
         self.is_wanted = True
         self.on_wanted()
 
-    def _on_synced(self) -> None:
+    def on_synced(self) -> None:
+        """Has what was synced uploaded in time; must not block."""
         if self.is_express:
             self.on_express()
         if not self.is_listed:
@@ -415,11 +415,11 @@ class TopicUploads:
 
     def _upload(self, is_crowded: Callable[[], bool], *, is_paced: bool) -> UploadResult:
         wal = self._wal
-        mark, synced = wal.synced_bytes_total, wal.synced
+        mark, synced = wal.committer.synced_bytes_total, wal.synced
         # A commit that seemed to have failed may have happened, or a pipeline has committed.
         self.owned.refresh()
         self._record_pipeline_uploads()
-        wal.advance_tiered(min(self.owned.tiered, synced))
+        wal.levels.advance_tiered(min(self.owned.tiered, synced))
         first = start = self._next_start()
         objects: list[ObjectDescriptor] = []
         source = self._paced_source() if is_paced else self._source()
@@ -538,8 +538,8 @@ class TopicUploads:
             self._runs_end = 0
 
     def _advance(self, end: int) -> None:
-        self._wal.advance_tiered(end)
-        mark = self._wal.synced_bytes_total
+        self._wal.levels.advance_tiered(end)
+        mark = self._wal.committer.synced_bytes_total
         if self._wal.tiered == self._wal.synced:
             self._lag_base, self._lag_mark = 0, mark
             self.is_wanted = False
@@ -606,9 +606,9 @@ class TopicUploads:
         self._behind_since = None
         self.upload_error = None
         self._lag_base -= size_bytes
-        self._wal.advance_tiered(min(last.end, self._wal.synced))
+        self._wal.levels.advance_tiered(min(last.end, self._wal.synced))
         if self._wal.tiered == self._wal.synced:
-            self._lag_base, self._lag_mark = 0, self._wal.synced_bytes_total
+            self._lag_base, self._lag_mark = 0, self._wal.committer.synced_bytes_total
             self.is_wanted = False
         self.apply_pressure()
         source = self._source()
@@ -631,7 +631,7 @@ class TopicUploads:
         return start
 
     def _record_object(self, described: ObjectDescriptor, place: tuple[int, int]) -> None:
-        self._wal.advance_tiered(described.end)
+        self._wal.levels.advance_tiered(described.end)
         self._lag_base -= described.size_bytes
         self.apply_pressure()
         self._save_checkpoint(described, place)
@@ -690,7 +690,7 @@ class TopicUploads:
     def _may_pause(self) -> bool:
         """Whether an upload may pause in favour of producers."""
         return not (
-            self._wal.is_tiered_wanted
+            self._wal.levels.is_tiered_wanted
             or self._is_held
             or self.lag_bytes > self._stores.storage.uploader.max_lag_bytes // 4
             or self._stores.is_disk_low()
@@ -703,11 +703,11 @@ class TopicUploads:
             lag = self.lag_bytes
             if lag > limit and not self._is_held:
                 self._is_held = True
-                self._wal.hold("lag", self._lag_error, waits=True)
-                self._on_wanted()
+                self._wal.gate.hold("lag", self._lag_error, waits=True)
+                self.want_upload()
             elif lag <= limit * _RELIEF and self._is_held:
                 self._is_held = False
-                self._wal.unhold("lag")
+                self._wal.gate.unhold("lag")
 
     def _lag_error(self) -> CapacityError:
         reason = f": {self.upload_error.message}" if self.upload_error is not None else ""

@@ -1,8 +1,8 @@
 """The write-ahead log: messages become durable in local files. Step 1 of a message.
 
-log             the log of one topic: append, trim, rotate, close
-history_log     a log without files, whose messages are in the bucket
-state           its watermarks, buffer and waiters, and whether appends are accepted
+log             the log of one topic: append, wait, trim, rotate, close
+gate            whether it accepts appends, and what holds them back
+levels          its watermarks, and who waits for them
 commit          group commit: which thread writes and syncs, and when
 buffer          messages from `append` until they are written
 writer          the one writer of the files: write, sync, rotation

@@ -82,6 +82,8 @@ class AppendBuffer:
         "_encoder",
         "_envelope",
         "_is_encoded",
+        "_on_attention",
+        "_on_sealed",
         "_parts",
         "_suffix",
         "_tail",
@@ -94,8 +96,6 @@ class AppendBuffer:
         "is_refusing",
         "lock",
         "next",
-        "on_attention",
-        "on_sealed",
         "written_bytes",
     )
 
@@ -105,8 +105,18 @@ class AppendBuffer:
         next_offset: int,
         bytes_max: int,
         on_attention: Callable[[], None],
+        on_sealed: Callable[[Chunk], None],
         encoder: FrameEncoder,
     ) -> None:
+        """Begins empty.
+
+        Args:
+            next_offset: The offset of the first append.
+            bytes_max: How many bytes may wait to be written.
+            on_attention: Called with `lock` held when `attention_at` is reached.
+            on_sealed: Called with each chunk after it was sealed; may keep it.
+            encoder: Makes frames of messages.
+        """
         self.lock = threading.RLock()
         """Guards the buffer, the offsets and the waiters. Held for microseconds.
 
@@ -128,9 +138,8 @@ class AppendBuffer:
         """`push` calls `on_attention` when `appended_bytes` has reached this."""
         self.chunk_base = 0
         """`appended_bytes` when the open chunk was begun."""
-        self.on_attention = on_attention
-        self.on_sealed: Callable[[Chunk], None] = lambda chunk: None
-        """Called with each chunk after it was sealed; may keep it."""
+        self._on_attention = on_attention
+        self._on_sealed = on_sealed
         self._bytes_max = bytes_max
         self._encoder = encoder
         # What the messages of one size and millisecond have in common. No time is below 0.
@@ -162,7 +171,7 @@ class AppendBuffer:
         self.next = offset + 1
         self.appended_bytes = appended = self.appended_bytes + size + self._envelope
         if appended >= self.attention_at:
-            self.on_attention()
+            self._on_attention()
         return offset
 
     def _prepare(self, offset: int, size: int, publish_time_ms: int, suffix: bytes) -> None:
@@ -206,7 +215,7 @@ class AppendBuffer:
         self.next = offset + 1
         self.appended_bytes = appended = self.appended_bytes + size + FRAME_HEADER_SIZE
         if appended >= self.attention_at:
-            self.on_attention()
+            self._on_attention()
 
     def push_many(self, bodies: Sequence[bytes], publish_time_ms: int) -> None:
         """Appends messages from offset `next` on, atomically."""
@@ -234,7 +243,7 @@ class AppendBuffer:
                 chunks.append(Chunk(first, offset, end - base, end, publish_time_ms, parts))
             self._accept(chunks)
         if self.appended_bytes >= self.attention_at:
-            self.on_attention()
+            self._on_attention()
 
     def push_frames(self, batches: Sequence[tuple[bytes, int, int]]) -> None:
         """Appends encoded frames from offset `next` on, atomically.
@@ -249,7 +258,7 @@ class AppendBuffer:
         if chunks:
             self._accept(chunks)
         if self.appended_bytes >= self.attention_at:
-            self.on_attention()
+            self._on_attention()
 
     def _accept(self, chunks: list[Chunk]) -> None:
         """Appends chunks, the first of which begins at `next`."""
@@ -258,7 +267,7 @@ class AppendBuffer:
         self.next = self._chunk_first = chunks[-1].end_offset
         self.appended_bytes = self.chunk_base = chunks[-1].end_bytes
         for chunk in chunks:
-            self.on_sealed(chunk)
+            self._on_sealed(chunk)
 
     def rebuild(self) -> None:
         """Derives all other fields from the frames again, after an interrupted append."""
@@ -346,7 +355,7 @@ class AppendBuffer:
         self.chunk_base = self.appended_bytes
         self._chunk_time_max = 0
         self._tail_time = -1
-        self.on_sealed(chunk)
+        self._on_sealed(chunk)
 
 
 class VolatileBuffer(AppendBuffer):

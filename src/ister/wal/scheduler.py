@@ -21,15 +21,14 @@ from typing import Protocol
 from ister.base import threads as background
 from ister.base.clock import Clock
 from ister.errors import IsterError
-from ister.wal.commit import GroupCommit
+from ister.wal.commit import Committer, LogScheduler
 from ister.wal.signals import is_main_thread
-from ister.wal.state import LogScheduler
 
 
 class Threads(LogScheduler, Protocol):
     """What a log of topics needs of its background threads."""
 
-    def forget(self, log: GroupCommit) -> None:
+    def forget(self, log: Committer) -> None:
         """Drops a closed log."""
         ...
 
@@ -39,17 +38,17 @@ class Threads(LogScheduler, Protocol):
 
 
 class Scheduler:
-    """Runs logs on `threads` threads; see `ister.wal.state.LogScheduler`."""
+    """Runs logs on `threads` threads; see `ister.wal.commit.LogScheduler`."""
 
     def __init__(self, *, threads: int, clock: Clock, open_files_max: int) -> None:
         self._clock = clock
         self._open_files_max = open_files_max
-        self._queue: SimpleQueue[GroupCommit | None] = SimpleQueue()
-        self._slow: SimpleQueue[GroupCommit | None] = SimpleQueue()
-        self._upkeep: SimpleQueue[GroupCommit | None] = SimpleQueue()
-        self._alarms: SimpleQueue[tuple[float, GroupCommit] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Committer | None] = SimpleQueue()
+        self._slow: SimpleQueue[Committer | None] = SimpleQueue()
+        self._upkeep: SimpleQueue[Committer | None] = SimpleQueue()
+        self._alarms: SimpleQueue[tuple[float, Committer] | None] = SimpleQueue()
         # Logs that may hold a file, in the order in which they were last run.
-        self._holders: dict[GroupCommit, None] = {}
+        self._holders: dict[Committer, None] = {}
         # Reentrant: a finalizer may commit while this thread holds it.
         self._holders_lock = threading.RLock()
         self._threads = [background.start("ister-timer", self._tick)]
@@ -60,15 +59,15 @@ class Scheduler:
                 background.start(f"ister-upkeep-{number}", self._maintain),
             ]
 
-    def submit(self, log: GroupCommit) -> None:
+    def submit(self, log: Committer) -> None:
         """Has `log.run()` called soon."""
         (self._slow if log.slow_sync_seconds else self._queue).put(log)
 
-    def submit_upkeep(self, log: GroupCommit) -> None:
+    def submit_upkeep(self, log: Committer) -> None:
         """Has `log.run_upkeep()` called soon, by a thread that does not call `run`."""
         self._upkeep.put(log)
 
-    def submit_at(self, log: GroupCommit, when: float) -> None:
+    def submit_at(self, log: Committer, when: float) -> None:
         """Has `log.on_timer(when)` called at `when`."""
         self._alarms.put((when, log))
 
@@ -76,7 +75,7 @@ class Scheduler:
         """Whether this is the main thread, in which Python runs signal handlers."""
         return is_main_thread()
 
-    def forget(self, log: GroupCommit) -> None:
+    def forget(self, log: Committer) -> None:
         """Drops a closed log."""
         with self._holders_lock:
             self._holders.pop(log, None)
@@ -90,7 +89,7 @@ class Scheduler:
         for thread in self._threads:
             thread.join()
 
-    def _commit(self, queue: SimpleQueue[GroupCommit | None]) -> None:
+    def _commit(self, queue: SimpleQueue[Committer | None]) -> None:
         while (log := queue.get()) is not None:
             try:
                 log.run()
@@ -106,7 +105,7 @@ class Scheduler:
                 self._stop_log("ister-upkeep", log, error)
 
     @staticmethod
-    def _stop_log(thread: str, log: GroupCommit, error: Exception) -> None:
+    def _stop_log(thread: str, log: Committer, error: Exception) -> None:
         """Stops a log after an unexpected exception; the thread continues with other logs.
 
         Logs handle the errors that they expect, so this is a bug. The state of the log's commits is
@@ -116,7 +115,7 @@ class Scheduler:
         with background.guard(thread, topic=log.settings.topic):
             log.stop(error)
 
-    def _limit_open_files(self, log: GroupCommit) -> None:
+    def _limit_open_files(self, log: Committer) -> None:
         """Closes the files of those that have been idle longest, beyond the limit."""
         with self._holders_lock:
             self._holders.pop(log, None)
@@ -135,9 +134,9 @@ class Scheduler:
                     self._holders.pop(holder, None)
 
     def _tick(self) -> None:
-        heap: list[tuple[float, int, GroupCommit]] = []
+        heap: list[tuple[float, int, Committer]] = []
         # A log asks for the same time again after each earlier alarm: once is enough.
-        armed: set[tuple[float, GroupCommit]] = set()
+        armed: set[tuple[float, Committer]] = set()
         order = count()
         while True:
             try:

@@ -12,7 +12,7 @@ from ister.base.model import TopicState
 from ister.errors import ClosedError
 from ister.topic.background import Background
 from ister.wal.checkpointer import Checkpointer
-from ister.wal.log import Wal
+from ister.wal.commit import Committer
 
 WAIT_SECONDS = 60
 
@@ -81,23 +81,24 @@ def test_a_commit_that_fails_unexpectedly_stops_that_topic_and_no_other(
 
             monkeypatch.setattr(Checkpointer, "due_at", due_at)
         elif where == "on_timer":
-            real = Wal.on_timer
+            real = Committer.on_timer
 
             def on_timer(self, when):
-                if self is bad.wal:
+                if self is bad.wal.committer:
                     raise ValueError("planted")
                 real(self, when)
 
-            monkeypatch.setattr(Wal, "on_timer", on_timer)
+            monkeypatch.setattr(Committer, "on_timer", on_timer)
         else:
-            real = Wal.has_open_file
+            real = Committer.has_open_file
 
             def has_open_file(self):
-                if self is bad.wal and threading.current_thread().name.startswith("ister-commit"):
+                name = threading.current_thread().name
+                if self is bad.wal.committer and name.startswith("ister-commit"):
                     raise ValueError("planted")
                 return real.fget(self)
 
-            monkeypatch.setattr(Wal, "has_open_file", property(has_open_file))
+            monkeypatch.setattr(Committer, "has_open_file", property(has_open_file))
         bad.append(b"x")
         wait_for(lambda: bad.state is TopicState.FAILED)
         with pytest.raises(ClosedError, match="planted"):

@@ -387,7 +387,7 @@ def _lag():
 )
 def test_held_append_leaves_the_loop_free_and_goes_on(machine, append, result):
     topic = machine.topic()
-    topic.wal.hold("lag", _lag, waits=True)
+    topic.wal.gate.hold("lag", _lag, waits=True)
 
     async def work():
         task = asyncio.create_task(append(topic))
@@ -395,7 +395,7 @@ def test_held_append_leaves_the_loop_free_and_goes_on(machine, append, result):
             await asyncio.sleep(0)
         assert not task.done()
         assert topic.watermarks.next == 0
-        await asyncio.to_thread(topic.wal.unhold, "lag")
+        await asyncio.to_thread(topic.wal.gate.unhold, "lag")
         assert await task == result
 
     _run(work())
@@ -403,7 +403,7 @@ def test_held_append_leaves_the_loop_free_and_goes_on(machine, append, result):
 
 def test_held_append_on_the_loop_itself_is_refused_and_says_what_waits(machine):
     topic = machine.topic()
-    topic.wal.hold("lag", _lag, waits=True)
+    topic.wal.gate.hold("lag", _lag, waits=True)
 
     async def work():
         with pytest.raises(CapacityError, match="too much") as refused:
@@ -416,13 +416,13 @@ def test_held_append_on_the_loop_itself_is_refused_and_says_what_waits(machine):
 
 def test_cancelled_held_append_has_appended_nothing(machine):
     topic = machine.topic()
-    topic.wal.hold("lag", _lag, waits=True)
+    topic.wal.gate.hold("lag", _lag, waits=True)
 
     async def work():
         cancelled, stays = (asyncio.create_task(topic.aio.append(b"%d" % n)) for n in range(2))
-        await _until(lambda: len(topic.wal._room_callbacks) == 2)
+        await _until(lambda: len(topic.wal.gate.callbacks) == 2)
         cancelled.cancel()
-        topic.wal.unhold("lag")
+        topic.wal.gate.unhold("lag")
         assert await stays == 0
         assert [m.payload async for m in topic.aio.read()] == [b"1"]
 
@@ -431,11 +431,11 @@ def test_cancelled_held_append_has_appended_nothing(machine):
 
 def test_held_append_ends_with_its_topic(machine):
     topic = machine.topic()
-    topic.wal.hold("lag", _lag, waits=True)
+    topic.wal.gate.hold("lag", _lag, waits=True)
 
     async def work():
         task = asyncio.create_task(topic.aio.append(b"x"))
-        await _until(lambda: topic.wal._room_callbacks)
+        await _until(lambda: topic.wal.gate.callbacks)
         await asyncio.to_thread(topic.close)
         with pytest.raises(ClosedError):
             await task
@@ -445,7 +445,7 @@ def test_held_append_ends_with_its_topic(machine):
 
 def test_hold_that_refuses_reaches_an_async_append(machine):
     topic = machine.topic()
-    topic.wal.hold("disk", _lag, waits=False)
+    topic.wal.gate.hold("disk", _lag, waits=False)
 
     async def work():
         with pytest.raises(CapacityError):

@@ -199,12 +199,12 @@ def test_lease_keeper_survives_an_exception_that_nobody_expected(site):
         raise RuntimeError("unexpected")
 
     site.metadata.before = fail
-    eventually(lambda: topic.wal._holds, "appends are held")
+    eventually(lambda: topic.wal.gate.holds, "appends are held")
     with pytest.raises(UnavailableError, match="may have another owner"):
         topic.append(b"x")
     assert ("ister-lease", False) in [(f.thread, f.has_ended) for f in threads.failures()]
     site.metadata.before = lambda kind, key: None
-    eventually(lambda: not topic.wal._holds, "appends go on")
+    eventually(lambda: not topic.wal.gate.holds, "appends go on")
     topic.wait(topic.append(b"x"), "synced")
     threads.forget()
 
@@ -214,13 +214,13 @@ def test_lease_that_cannot_be_renewed_holds_appends_and_lets_go_later(site):
     topic = log.topic(TEXT, create=True)
     topic.append(b"x")
     site.metadata.before = silent
-    eventually(lambda: topic.wal._holds, "appends are held")
+    eventually(lambda: topic.wal.gate.holds, "appends are held")
     with pytest.raises(UnavailableError, match="may have another owner"):
         topic.append(b"y")
     with pytest.raises(UnavailableError, match="may have another owner"):
         topic.wait(0, "synced")
     site.metadata.before = lambda kind, key: None
-    eventually(lambda: not topic.wal._holds, "appends go on")
+    eventually(lambda: not topic.wal.gate.holds, "appends go on")
     topic.wait(topic.append(b"y"), "synced")
     assert site.catalog().owner()[0].epoch == 1
 
@@ -249,7 +249,7 @@ def test_append_of_an_owner_that_was_replaced_is_told_so_although_its_lease_laps
         topic = site.open("a").topic(TEXT, create=True)
         topic.append(b"x")
         topic.upload()
-        topic.wal.hold("lease", topic.bucket.refused_error, waits=False)
+        topic.wal.gate.hold("lease", topic.bucket.refused_error, waits=False)
         with pytest.raises(UnavailableError):
             topic.append(b"y")
         site.clock.advance(2 * TTL_SECONDS)

@@ -289,9 +289,9 @@ def test_append_that_must_not_wait_appends_the_same_or_nothing(machine, monkeypa
     topic.prepare()
     with topic._lock:
         assert topic.try_append_arrow(numbered(0, 3), **send) is None, "somebody else appends"
-    plain.wal.hold("lag", lambda: CapacityError("too much"), waits=False)
+    plain.wal.gate.hold("lag", lambda: CapacityError("too much"), waits=False)
     assert topic.try_append_arrow(numbered(0, 3), **send) is None, "nothing is taken now"
-    plain.wal.unhold("lag")
+    plain.wal.gate.unhold("lag")
     with monkeypatch.context() as patch:
         patch.setattr(type(plain.appender), "has_room", lambda *_: False)
         assert topic.try_append_arrow(numbered(0, 3), **send) is None, "the buffer is full"

@@ -56,7 +56,7 @@ def in_thread(work):
 def test_finalizer_in_a_thread_that_commits_is_refused(tmp_path, monkeypatch):
     with ister.open(tmp_path) as log:
         topic = log.topic("/default/t", create=True)
-        writer, errors = topic.wal._writer, []
+        writer, errors = topic.wal.writer, []
         sync = writer.sync
 
         def collect_and_sync(position):

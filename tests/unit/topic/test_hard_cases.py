@@ -364,7 +364,7 @@ def test_append_during_a_repair_is_refused_or_there_afterwards(live_site):
     topic.upload()
     fill(topic, [b"n%03d" % number for number in range(20)])
     overwrite(live_site, 300, b"\xaa")
-    unhold, acked = topic.wal.unhold, []
+    unhold, acked = topic.wal.gate.unhold, []
 
     def unhold_and_append(name):
         unhold(name)
@@ -376,7 +376,7 @@ def test_append_during_a_repair_is_refused_or_there_afterwards(live_site):
         acked.append(offset)
 
     ister_errors = (UnavailableError, ClosedError)
-    topic.wal.unhold = unhold_and_append
+    topic.wal.gate.unhold = unhold_and_append
     report = log.repair(TEXT)
     assert (report.local_frames, report.errors) == (20, ())
     topic = log.topic(TEXT)
@@ -520,7 +520,7 @@ def test_tender_does_not_spin_while_producers_are_held(live_site, monkeypatch):
 
     live_site.objects.before = down
     fill(topic, [b"x" * 100] * 20)
-    eventually(lambda: "lag" in topic.wal._holds)
+    eventually(lambda: "lag" in topic.wal.gate.holds)
     before = len(rounds)
     time.sleep(1)
     assert len(rounds) - before < 50

@@ -41,7 +41,7 @@ def acked_end(site):
 def held(topic):
     """A thread whose append waits for the mark to go."""
     task = Task(topic.append, b"x")
-    eventually(lambda: len(topic.wal._room_waiters) == 1)
+    eventually(lambda: len(topic.wal.gate.waiting) == 1)
     return task
 
 
@@ -68,7 +68,7 @@ def test_mark_is_in_the_record_and_holds_appends_until_it_is_removed(site):
 def test_append_wakes_whoever_removes_the_mark(site):
     _, topic = idle(site)
     mark, woken = topic.bucket.idle_mark, []
-    mark.on_append = lambda: woken.append(topic.wal.holds_lock)
+    mark.on_append = lambda: woken.append(topic.wal.gate.holds_lock)
     mark.set()
     assert not woken
     task = held(topic)
@@ -107,13 +107,13 @@ def test_topic_with_a_message_that_is_not_uploaded_gets_no_mark(site):
 
 def test_append_that_comes_just_before_the_hold_prevents_the_mark(site, monkeypatch):
     _, topic = idle(site)
-    hold = topic.wal.hold
+    hold = topic.wal.gate.hold
 
     def late(name, *more, **options):
         topic.append(b"just before")
         hold(name, *more, **options)
 
-    monkeypatch.setattr(topic.wal, "hold", late)
+    monkeypatch.setattr(topic.wal.gate, "hold", late)
     assert not topic.bucket.idle_mark.set()
     assert acked_end(site) is None
     assert topic.append(b"y") == 6

@@ -146,7 +146,7 @@ class Checks:
     def check(self, offered, where):
         """Everything that was offered is in, or nothing; and the topic goes on."""
         topic, cache = self.topic, self.topic.cache
-        assert not topic.wal.holds_lock, where
+        assert not topic.wal.gate.holds_lock, where
         probe = b"probe %d" % self.number
         offset = topic.append(probe)
         self.show()
@@ -262,7 +262,7 @@ def test_wait_that_is_interrupted_anywhere_leaves_the_topic_whole(machine, timeo
         assert topic.watermarks.synced > offset, where
         checks.check(offered, where)
     checks.check_files("in the end")
-    assert not topic.wal._room_waiters
+    assert not topic.wal.gate.waiting
     Task(topic.close).result()
 
 
@@ -292,7 +292,7 @@ def check_reader(topic, sent, max_messages):
                     with injector:
                         batch = reader.next_batch(max_messages, timeout=PATIENCE_SECONDS)
                 except Interrupt:
-                    assert not topic.wal.holds_lock, injector.where
+                    assert not topic.wal.gate.holds_lock, injector.where
                     continue
                 assert batch, injector.where
                 got += [(m.offset, m.payload) for m in batch]
@@ -331,7 +331,7 @@ def test_read_of_an_open_chunk_that_is_interrupted_anywhere_loses_nothing(machin
                 batch = reader.next_batch()
             except Interrupt:
                 batch = []
-        assert not topic.wal.holds_lock, injector.where
+        assert not topic.wal.gate.holds_lock, injector.where
         batch = batch or reader.next_batch()
         assert [m.payload for m in batch] == [b"%d" % at], injector.where
     Task(topic.close).result()
@@ -467,10 +467,10 @@ def test_cache_gives_no_older_body_for_a_new_offset(machine):
     topic.append(b"4")
 
     def interrupt(_chunk):
-        topic.wal.buffer.on_sealed = topic.cache.append
+        topic.wal.buffer._on_sealed = topic.cache.append
         raise Interrupt
 
-    topic.wal.buffer.on_sealed = interrupt
+    topic.wal.buffer._on_sealed = interrupt
     with pytest.raises(Interrupt):
         list(topic.read(start=2))
     topic.append(b"5")

@@ -573,7 +573,7 @@ def test_nothing_is_written_into_the_owners_directory(place, is_open):
     fill(topic, 100)
     if is_open:
         topic.wal.save_checkpoint()
-        topic.wal.release_file(sync=True)
+        topic.wal.committer.release_file(sync=True)
     else:
         place.log.close()
     removed = [path for path in place.directory.iterdir() if path.suffix == ".idx"]

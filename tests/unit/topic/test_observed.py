@@ -81,7 +81,7 @@ def test_replay_from_behind_the_cache_reads_no_cached_message_from_a_file(site):
     log = site.open("a", cache_capacity=624)
     topic = log.topic(str(NAME), create=True)
     fill(topic, 1000, size=1000)
-    first, size = topic.cache.start, topic.wal.synced_bytes_total
+    first, size = topic.cache.start, topic.wal.committer.synced_bytes_total
     assert first == 376
     with topic.reader(0) as reader:
         assert sum(len(batch) for batch in iter(reader.poll, [])) == 1000
@@ -121,7 +121,7 @@ def test_latency_at_the_tail_is_measured_for_one_wait_in_sixteen():
         reading = threading.Thread(target=follow)
         reading.start()
         for number in range(2 * TAIL_SAMPLE):
-            eventually(lambda: bool(topic.wal._waiters[topic.wal.visible_level]))
+            eventually(lambda: bool(topic.wal.levels.waiters[topic.wal.levels.visible_level]))
             topic.append(b"%d" % number)
             eventually(lambda number=number: len(taken) > number)
         reading.join()

@@ -324,7 +324,7 @@ def test_lease_of_the_log_does_not_stop_it(site):
     topic = log.read_only_topic(TEXT)
     log._background._hold_or_let_go()
     assert topic not in log._background._added
-    assert set(topic.wal._holds) == {"read-only"}
+    assert set(topic.wal.gate.holds) == {"read-only"}
     assert payloads(topic.read()) == numbered(10)
 
 

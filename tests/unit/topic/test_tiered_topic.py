@@ -210,7 +210,7 @@ def test_reader_of_a_tiered_topic_waits_for_the_upload_and_does_not_cause_it(sit
     following = Task(lambda: payloads(topic.reader().next_batch()))
     eventually(lambda: waiting(topic, AckLevel.TIERED) == 2)
     assert not topic.bucket.is_wanted
-    assert not topic.wal.is_tiered_wanted
+    assert not topic.wal.levels.is_tiered_wanted
     assert reading.is_running
     assert following.is_running
     topic.upload()
@@ -703,7 +703,7 @@ def test_producers_wait_while_too_much_waits_for_its_upload(site):
     assert topic.bucket.lag_bytes > 5000
     topic.bucket.apply_pressure()
     task = Task(topic.append, b"10")
-    eventually(lambda: len(topic.wal._room_waiters) == 1)
+    eventually(lambda: len(topic.wal.gate.waiting) == 1)
     assert topic.bucket.is_wanted
     topic.bucket.upload()
     assert topic.bucket.lag_bytes == 0
@@ -800,7 +800,7 @@ def test_held_append_ends_when_the_owner_was_replaced(site):
     fill(topic, 10, size=600)
     topic.bucket.apply_pressure()
     task = Task(topic.append, b"x")
-    eventually(lambda: len(topic.wal._room_waiters) == 1)
+    eventually(lambda: len(topic.wal.gate.waiting) == 1)
     site.clock.advance(TTL_SECONDS + 1)
     a_topic(site, "b", take_over=True)
     with pytest.raises(FencedError):

@@ -640,7 +640,7 @@ def test_reader_holds_one_open_file_and_gives_it_back(machine):
     for payload in numbered(60, size=300):
         topic.append(payload)
         topic.flush()
-    topic.wal.release_file()
+    topic.wal.committer.release_file()
     assert machine.fs.open_files == 0
     readers = [topic.reader() for _ in range(3)]
     most = 0
@@ -760,7 +760,7 @@ def test_close_during_a_read_of_a_file_leaves_no_handle(machine):
     topic = machine.topic(**SMALL)
     topic.append_many(numbered(30, size=300))
     topic.flush()
-    topic.wal.release_file()
+    topic.wal.committer.release_file()
     reader = topic.reader()
     machine.fs.before = gate = Gate("open_read")
     reading = Task(reader.next_batch)
@@ -768,7 +768,7 @@ def test_close_during_a_read_of_a_file_leaves_no_handle(machine):
     reader.close()
     gate.open()
     reading.join(5)
-    eventually(lambda: not topic.wal.has_open_file or topic.wal.release_file())
+    eventually(lambda: not topic.wal.committer.has_open_file or topic.wal.committer.release_file())
     assert machine.fs.open_files == 0
 
 

@@ -42,7 +42,7 @@ def test_full_buffer_blocks_until_there_is_room(machine):
     topic, gate, writer = _filled(machine, "block")
     next_offset = topic.watermarks.next
     blocked = [Task(topic.append, PAYLOAD) for _ in range(3)]
-    eventually(lambda: len(topic.wal._room_waiters) == 3)
+    eventually(lambda: len(topic.wal.gate.waiting) == 3)
     assert topic.watermarks.next == next_offset
     gate.open()
     writer.result()
@@ -53,7 +53,7 @@ def test_full_buffer_blocks_until_there_is_room(machine):
 def test_blocked_appender_is_told_when_the_topic_is_closed(machine):
     topic, gate, writer = _filled(machine, "block")
     blocked = Task(topic.append, PAYLOAD)
-    eventually(lambda: len(topic.wal._room_waiters) == 1)
+    eventually(lambda: len(topic.wal.gate.waiting) == 1)
     closer = Task(topic.close)
     assert isinstance(blocked.error(), ClosedError)
     gate.open()

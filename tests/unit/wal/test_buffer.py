@@ -26,10 +26,14 @@ class Attention:
         self.calls += 1
 
 
-def a_buffer(kind=AppendBuffer, *, next_offset=0, bytes_max=1 << 20):
+def a_buffer(kind=AppendBuffer, *, next_offset=0, bytes_max=1 << 20, on_sealed=lambda chunk: None):
     attention = Attention()
     buffer = kind(
-        next_offset=next_offset, bytes_max=bytes_max, on_attention=attention, encoder=ENCODER
+        next_offset=next_offset,
+        bytes_max=bytes_max,
+        on_attention=attention,
+        on_sealed=on_sealed,
+        encoder=ENCODER,
     )
     buffer.attention_at = 1 << 60
     return buffer, attention
@@ -88,6 +92,7 @@ def test_whoever_is_called_sees_the_frames():
         next_offset=0,
         bytes_max=1 << 20,
         on_attention=lambda: seen.append(buffer.take()),
+        on_sealed=lambda chunk: None,
         encoder=ENCODER,
     )
     buffer.push_frames([(frames(0, [b"a", b"b"]), 2, 0)])
@@ -176,9 +181,8 @@ def test_chunks_are_the_frames_in_order_whichever_way_they_came(steps):
 
 
 def test_log_in_memory_passes_chunks_on_and_keeps_none():
-    buffer, _ = a_buffer(VolatileBuffer, next_offset=5, bytes_max=1)
     sealed = []
-    buffer.on_sealed = sealed.append
+    buffer, _ = a_buffer(VolatileBuffer, next_offset=5, bytes_max=1, on_sealed=sealed.append)
     data = frames(5, [b"a", b"b"])
     buffer.push_frames([(data, 2, 9)])
     buffer.push_message(b"c", 9, BODIES.suffix())
@@ -191,9 +195,8 @@ def test_log_in_memory_passes_chunks_on_and_keeps_none():
 
 
 def test_each_chunk_is_passed_on_once_and_in_order():
-    buffer, _ = a_buffer(bytes_max=1 << 30)
     sealed = []
-    buffer.on_sealed = sealed.append
+    buffer, _ = a_buffer(bytes_max=1 << 30, on_sealed=sealed.append)
     suffix = BODIES.suffix()
     buffer.push_message(b"a", 1, suffix)
     buffer.push(1, b"b", 1)

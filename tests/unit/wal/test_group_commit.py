@@ -44,18 +44,18 @@ def test_try_commit_is_refused_while_another_thread_commits(machine):
     topic = machine.topic(scheduler=NoThreads())
     wal = topic.wal
     machine.fs.before = gate = Gate("sync")
-    first = Task(wal.try_commit, topic.append(b"first"), SYNCED)
+    first = Task(wal.committer.try_commit, topic.append(b"first"), SYNCED)
     gate.wait_reached()
     offset = topic.append(b"second")
     told: list[object] = []
     waiter = Waiter(offset, told.append)
-    assert not wal.try_commit(offset, SYNCED)
+    assert not wal.committer.try_commit(offset, SYNCED)
     assert wal.enlist(waiter, SYNCED)
     gate.open()
     assert first.result() is True
-    assert wal.try_commit(offset, SYNCED)
+    assert wal.committer.try_commit(offset, SYNCED)
     assert told == [None]
-    assert wal.try_commit(offset, SYNCED)
+    assert wal.committer.try_commit(offset, SYNCED)
     assert gate.count("sync", ".log") == 2
 
 
@@ -72,7 +72,7 @@ def test_alarms_do_not_repeat_while_a_commit_runs(machine):
     times: list[float] = []
     topic = machine.topic(scheduler=Alarms())
     machine.fs.before = gate = Gate("sync")
-    first = Task(topic.wal.try_commit, topic.append(b"first"), SYNCED)
+    first = Task(topic.wal.committer.try_commit, topic.append(b"first"), SYNCED)
     gate.wait_reached()
     topic.append(b"second")
     fired = 0
@@ -80,8 +80,8 @@ def test_alarms_do_not_repeat_while_a_commit_runs(machine):
         when = times.pop(0)
         if when < time.monotonic() + 10 * LAZY_WRITE_SECONDS:
             fired += 1
-            topic.wal.on_timer(when)
-            topic.wal.run()
+            topic.wal.committer.on_timer(when)
+            topic.wal.committer.run()
     gate.open()
     assert first.result() is True
     assert fired <= 2
@@ -135,17 +135,17 @@ def test_slow_disks_of_some_topics_do_not_hold_up_the_others(machine, ack):
         clock.advance(5)
         tasks = [Task(topic.wait, topic.append(b"slow"), "synced", 1e6) for topic in slow]
         for topic in slow:
-            eventually(topic.wal._sync_lock.locked)
+            eventually(topic.wal.committer.sync_lock.locked)
         for _ in range(2 * SLOW_THREADS):
             for topic in slow:
                 topic.append(b"more")
                 clock.advance(1)
-                topic.wal.on_timer(topic.wal._timer_at)
+                topic.wal.committer.on_timer(topic.wal.committer._timer_at)
             fast.wait(fast.append(b"x"), "synced", PATIENCE_SECONDS)
         before = gate.count("sync", "/fast/wal.ckpt.tmp")
         clock.advance(5)
         fast.wait(fast.append(b"x"), "synced", PATIENCE_SECONDS)
-        fast.wal.on_timer(fast.wal._timer_at)
+        fast.wal.committer.on_timer(fast.wal.committer._timer_at)
         eventually(lambda: gate.count("sync", "/fast/wal.ckpt.tmp") > before)
         assert all(task.is_running for task in tasks)
     finally:
@@ -233,16 +233,16 @@ def test_slow_disk_is_logged_once_with_topic_path_and_seconds(machine, caplog):
     waiting_call = Task(lambda: topic.wait(topic.append(b"a")))
     gate.wait_reached()
     guard.report_slow_syncs()
-    assert topic.wal.slow_sync_seconds == 0
+    assert topic.wal.committer.slow_sync_seconds == 0
     clock.advance(3)
     for _ in range(3):
         guard.report_slow_syncs()
-    assert topic.wal.slow_sync_seconds == 3
+    assert topic.wal.committer.slow_sync_seconds == 3
     gate.open()
     waiting_call.result()
     clock.advance(SLOW_SYNC_SHOWN_SECONDS - 1)
     guard.report_slow_syncs()
-    assert topic.wal.slow_sync_seconds == 3
+    assert topic.wal.committer.slow_sync_seconds == 3
     [told] = [record for record in caplog.records if record.name == "ister.topic.disk"]
     assert (told.levelname, told.topic, told.seconds) == ("WARNING", topic.name, 3.0)
     assert told.path == topic.wal.directory.path
@@ -251,7 +251,7 @@ def test_slow_disk_is_logged_once_with_topic_path_and_seconds(machine, caplog):
         guard.report_slow_syncs()
         guard.report_slow_syncs()
     assert [record.message for record in caplog.records[-2:]][-1] == "disk is fast again"
-    assert topic.wal.slow_sync_seconds == 0
+    assert topic.wal.committer.slow_sync_seconds == 0
 
 
 class Yields(ManualClock):
@@ -285,7 +285,7 @@ def test_threads_that_were_woken_together_share_the_next_sync(machine):
         topic.wal.enlist(Waiter(topic.append(b"more"), told.append), SYNCED)
     gate.open()
     first.result()
-    assert topic.wal.try_commit(4, SYNCED)
+    assert topic.wal.committer.try_commit(4, SYNCED)
     assert told == [None] * 4
     assert clock.count == 0
     clock.appends = [lambda: topic.append(b"woken")] * 2

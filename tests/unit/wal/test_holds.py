@@ -25,60 +25,60 @@ def reason(text="not now"):
 @pytest.mark.parametrize("many", [False, True], ids=["append", "append_many"])
 def test_hold_that_does_not_wait_refuses_with_its_reason(machine, many):
     topic = machine.topic()
-    topic.wal.hold("lease", lambda: UnavailableError("the lease"), waits=False)
+    topic.wal.gate.hold("lease", lambda: UnavailableError("the lease"), waits=False)
     with pytest.raises(UnavailableError, match="the lease"):
         topic.append_many([b"x"]) if many else topic.append(b"x")
     assert topic.watermarks.next == 0
-    topic.wal.unhold("lease")
+    topic.wal.gate.unhold("lease")
     assert topic.append(b"x") == 0
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["append", "append_many"])
 def test_hold_that_waits_keeps_appends_until_it_ends(machine, many):
     topic = machine.topic()
-    topic.wal.hold("lag", reason(), waits=True)
+    topic.wal.gate.hold("lag", reason(), waits=True)
     task = Task(topic.append_many, [b"x"]) if many else Task(topic.append, b"x")
-    eventually(lambda: len(topic.wal._room_waiters) == 1)
+    eventually(lambda: len(topic.wal.gate.waiting) == 1)
     assert topic.watermarks.next == 0
-    topic.wal.unhold("lag")
+    topic.wal.gate.unhold("lag")
     assert task.result() in (0, range(1))
 
 
 def test_hold_that_waits_refuses_where_the_policy_is_to_refuse(machine):
     topic = machine.topic(buffer_full="refuse")
-    topic.wal.hold("lag", reason("too far behind"), waits=True)
+    topic.wal.gate.hold("lag", reason("too far behind"), waits=True)
     with pytest.raises(CapacityError, match="too far behind"):
         topic.append(b"x")
 
 
 def test_holds_of_two_names_end_apart(machine):
     topic = machine.topic()
-    topic.wal.hold("lag", reason("lag"), waits=False)
-    topic.wal.hold("lease", reason("lease"), waits=False)
-    topic.wal.unhold("lag")
+    topic.wal.gate.hold("lag", reason("lag"), waits=False)
+    topic.wal.gate.hold("lease", reason("lease"), waits=False)
+    topic.wal.gate.unhold("lag")
     with pytest.raises(CapacityError, match="lease"):
         topic.append(b"x")
-    topic.wal.unhold("nothing of that name")
+    topic.wal.gate.unhold("nothing of that name")
     with pytest.raises(CapacityError, match="lease"):
         topic.append(b"x")
-    topic.wal.unhold("lease")
+    topic.wal.gate.unhold("lease")
     assert topic.append(b"x") == 0
 
 
 def test_hold_of_the_same_name_replaces_the_first(machine):
     topic = machine.topic()
-    topic.wal.hold("lag", reason("old"), waits=False)
-    topic.wal.hold("lag", reason("new"), waits=False)
+    topic.wal.gate.hold("lag", reason("old"), waits=False)
+    topic.wal.gate.hold("lag", reason("new"), waits=False)
     with pytest.raises(CapacityError, match="new"):
         topic.append(b"x")
-    topic.wal.unhold("lag")
+    topic.wal.gate.unhold("lag")
     topic.append(b"x")
 
 
 def test_hold_that_refuses_is_not_hidden_by_one_that_waits(machine):
     topic = machine.topic()
-    topic.wal.hold("lag", reason("lag"), waits=True)
-    topic.wal.hold("fenced", reason("fenced"), waits=False)
+    topic.wal.gate.hold("lag", reason("lag"), waits=True)
+    topic.wal.gate.hold("fenced", reason("fenced"), waits=False)
     task = Task(topic.append, b"x")
     with pytest.raises(CapacityError, match="fenced"):
         task.result()
@@ -87,16 +87,16 @@ def test_hold_that_refuses_is_not_hidden_by_one_that_waits(machine):
 def test_hold_does_not_keep_what_was_accepted_from_becoming_durable(machine):
     topic = machine.topic()
     offset = topic.append(b"x")
-    topic.wal.hold("lag", reason(), waits=True)
+    topic.wal.gate.hold("lag", reason(), waits=True)
     topic.wait(offset, "synced")
     assert payloads(topic.read()) == [b"x"]
 
 
 def test_close_ends_the_wait_of_a_held_append(machine):
     topic = machine.topic()
-    topic.wal.hold("lag", reason(), waits=True)
+    topic.wal.gate.hold("lag", reason(), waits=True)
     task = Task(topic.append, b"x")
-    eventually(lambda: len(topic.wal._room_waiters) == 1)
+    eventually(lambda: len(topic.wal.gate.waiting) == 1)
     topic.close()
     assert isinstance(task.error(), ClosedError)
 
@@ -104,9 +104,9 @@ def test_close_ends_the_wait_of_a_held_append(machine):
 def held(topic, **hold):
     """A thread whose append is kept back, and a message before it that nobody waits for."""
     topic.append(b"before")
-    topic.wal.hold("lag", reason(), waits=True, **hold)
+    topic.wal.gate.hold("lag", reason(), waits=True, **hold)
     task = Task(topic.append, b"x")
-    eventually(lambda: len(topic.wal._room_waiters) == 1)
+    eventually(lambda: len(topic.wal.gate.waiting) == 1)
     return task
 
 
@@ -115,12 +115,12 @@ def test_held_append_makes_nobody_commit(machine):
     task = held(topic)
     topic.flush()
     commits = []
-    commit = topic.wal._commit
-    topic.wal._commit = lambda **how: (commits.append(how), commit(**how))
-    Task(topic.wal.run).result()
-    assert not topic.wal._is_scheduled
+    commit = topic.wal.committer.commit
+    topic.wal.committer.commit = lambda **how: (commits.append(how), commit(**how))
+    Task(topic.wal.committer.run).result()
+    assert not topic.wal.committer._is_scheduled
     assert commits == []
-    topic.wal.unhold("lag")
+    topic.wal.gate.unhold("lag")
     assert task.result() == 1
 
 
@@ -130,12 +130,12 @@ def test_held_append_does_not_keep_trim_and_other_topics_waiting(machine):
     for payload in numbered(30, size=1000):
         topic.wait(topic.append(payload))
     task = held(topic)
-    Task(topic.wal.run)
+    Task(topic.wal.committer.run)
     assert Task(topic.wal.trim, 20).result() > 0
     for payload in numbered(200):
         Task(other.wait, other.append(payload)).result()
     assert task.is_running
-    topic.wal.unhold("lag")
+    topic.wal.gate.unhold("lag")
     assert task.result() == 31
 
 
@@ -143,7 +143,7 @@ def test_what_is_in_the_buffer_is_written_while_appends_are_held(machine):
     topic = machine.topic(fsync_interval_ms=1)
     task = held(topic)
     eventually(lambda: topic.watermarks.synced == 1)
-    topic.wal.unhold("lag")
+    topic.wal.gate.unhold("lag")
     assert task.result() == 1
 
 
@@ -151,27 +151,27 @@ def test_hold_outlives_a_full_disk(machine):
     topic = machine.topic(fsync_interval_ms=1)
     topic.append(b"x")
     topic.flush()
-    topic.wal.hold("lease", reason("lease"), waits=False)
-    topic.wal.unhold("lease")
+    topic.wal.gate.hold("lease", reason("lease"), waits=False)
+    topic.wal.gate.unhold("lease")
     machine.fs.write_limit_bytes = machine.used_bytes()
     offset = topic.append(b"y" * 5000)
     with pytest.raises(CapacityError):
         topic.wait(offset, "synced")
     assert topic.state is TopicState.STALLED
-    topic.wal.hold("lease", reason("lease"), waits=False)
+    topic.wal.gate.hold("lease", reason("lease"), waits=False)
     machine.fs.write_limit_bytes = None
     eventually(lambda: topic.state is TopicState.OPEN)
     with pytest.raises(CapacityError, match="lease"):
         topic.append(b"z")
-    topic.wal.unhold("lease")
+    topic.wal.gate.unhold("lease")
     topic.append(b"z")
 
 
 def test_end_of_a_hold_does_not_open_a_log_that_is_closed(machine):
     topic = machine.topic()
-    topic.wal.hold("lag", reason(), waits=False)
+    topic.wal.gate.hold("lag", reason(), waits=False)
     topic.close()
-    topic.wal.unhold("lag")
+    topic.wal.gate.unhold("lag")
     with pytest.raises(ClosedError):
         topic.append(b"x")
 
@@ -189,33 +189,33 @@ def topic(machine):
 
 def test_log_that_was_told_nothing_has_nothing_tiered(topic):
     assert topic.wal.tiered is None
-    assert topic.wal.watermark(AckLevel.TIERED) == 0
+    assert topic.wal.levels.watermark(AckLevel.TIERED) == 0
 
 
 def test_tiered_only_ever_rises(topic):
     for told, known in ((0, 0), (4, 4), (2, 4), (4, 4), (10, 10)):
-        topic.wal.advance_tiered(told)
+        topic.wal.levels.advance_tiered(told)
         assert topic.wal.tiered == known
 
 
 def test_more_than_is_synced_cannot_be_tiered(topic):
     with pytest.raises(InvariantError):
-        topic.wal.advance_tiered(11)
+        topic.wal.levels.advance_tiered(11)
 
 
 def test_waiter_is_told_when_its_message_is_tiered_and_not_before(topic):
     tasks = [Task(topic.wal.wait, offset, AckLevel.TIERED) for offset in (0, 4, 9)]
     eventually(lambda: waiting(topic, AckLevel.TIERED) == 3)
-    topic.wal.advance_tiered(5)
+    topic.wal.levels.advance_tiered(5)
     for task in tasks[:2]:
         task.result()
     assert tasks[2].is_running
-    topic.wal.advance_tiered(10)
+    topic.wal.levels.advance_tiered(10)
     tasks[2].result()
 
 
 def test_what_is_tiered_already_is_not_waited_for(topic):
-    topic.wal.advance_tiered(5)
+    topic.wal.levels.advance_tiered(5)
     topic.wal.wait(4, AckLevel.TIERED)
 
 
@@ -226,19 +226,19 @@ def test_wait_for_tiered_syncs_first_and_asks_for_an_upload(machine):
     def upload():
         asked.append(topic.wal.synced)
 
-    topic.wal.on_tier_wanted = upload
+    topic.wal._listener.on_tier_wanted = upload
     offset = topic.append(b"x")
     task = Task(topic.wal.wait, offset, AckLevel.TIERED)
     eventually(lambda: asked)
     assert asked == [1]
-    topic.wal.advance_tiered(1)
+    topic.wal.levels.advance_tiered(1)
     task.result()
 
 
 def test_wait_for_tiered_gives_up_after_its_time(topic):
     with pytest.raises(WaitTimeoutError, match="tiered"):
         topic.wal.wait(3, AckLevel.TIERED, 0.02)
-    topic.wal.advance_tiered(10)
+    topic.wal.levels.advance_tiered(10)
     topic.wal.wait(3, AckLevel.TIERED, 0.02)
 
 
@@ -250,20 +250,20 @@ def test_close_ends_the_wait_for_tiered(topic):
 
 
 def test_watermarks_are_those_of_one_moment(topic):
-    topic.wal.advance_tiered(4)
+    topic.wal.levels.advance_tiered(4)
     marks = topic.watermarks
     assert (marks.trimmed, marks.tiered, marks.synced, marks.next) == (0, 4, 10, 10)
 
 
 def test_synced_bytes_are_counted(machine):
     topic = machine.topic(clock=ManualClock())
-    assert topic.wal.synced_bytes_total == 0
+    assert topic.wal.committer.synced_bytes_total == 0
     topic.append_many(numbered(10))
     topic.flush()
-    first = topic.wal.synced_bytes_total
+    first = topic.wal.committer.synced_bytes_total
     assert first == len(machine.read("/data/default/orders/wal.log"))
     topic.flush()
-    assert topic.wal.synced_bytes_total == first
+    assert topic.wal.committer.synced_bytes_total == first
 
 
 def test_synced_bytes_are_counted_over_rotations(machine):
@@ -273,14 +273,14 @@ def test_synced_bytes_are_counted_over_rotations(machine):
     directory = topic.wal.directory
     total = sum(len(machine.read(directory.log_path(file.seq))) for file in topic.wal.files)
     assert len(topic.wal.files) > 3
-    assert topic.wal.synced_bytes_total == total
+    assert topic.wal.committer.synced_bytes_total == total
 
 
 def test_async_wait_for_tiered_is_told(topic):
     async def scenario():
         waits = asyncio.create_task(topic.aio._passed(4, AckLevel.TIERED, None))
         await asyncio.sleep(0)
-        await asyncio.to_thread(topic.wal.advance_tiered, 5)
+        await asyncio.to_thread(topic.wal.levels.advance_tiered, 5)
         await asyncio.wait_for(waits, 60)
 
     asyncio.run(scenario())

@@ -14,10 +14,10 @@ def test_idle_topic_holds_no_open_file(machine):
     clock = ManualClock()
     topic = machine.topic(clock=clock)
     topic.wait(topic.append(b"a"))
-    assert topic.wal.has_open_file
+    assert topic.wal.committer.has_open_file
     clock.advance(IDLE_FILE_SECONDS + 1)
-    topic.wal.on_timer(topic.wal._timer_at)
-    eventually(lambda: not topic.wal.has_open_file)
+    topic.wal.committer.on_timer(topic.wal.committer._timer_at)
+    eventually(lambda: not topic.wal.committer.has_open_file)
     eventually(lambda: machine.fs.open_files == 0)
     topic.wait(topic.append(b"b"))
     assert topic.watermarks.synced == 2

@@ -34,8 +34,8 @@ def _fail(kind, number=errno.EIO):
 
 
 def _run(topic):
-    topic.wal.run()
-    topic.wal.run_upkeep()
+    topic.wal.committer.run()
+    topic.wal.committer.run_upkeep()
 
 
 def test_checkpoint_is_saved_although_a_producer_commits_all_the_time(machine):
@@ -44,7 +44,7 @@ def test_checkpoint_is_saved_although_a_producer_commits_all_the_time(machine):
     topic = machine.topic(clock=clock, scheduler=NoThreads())
     topic.wait(topic.append(b"a"))
     clock.advance(5)
-    with topic.wal._commit_lock:
+    with topic.wal.committer.commit_lock:
         _run(topic)
     assert _saved(machine).synced == 1
 
@@ -77,9 +77,9 @@ def test_failed_sync_is_noted_after_a_failed_write_too(machine):
     wal = topic.wal
     topic.wait(topic.append(b"a"))
     topic.wait(topic.append(b"b"), "written")
-    wal._lazy_sync = (wal.written, wal.writer.position, wal.writer.seq)
+    wal.committer._lazy_sync = (wal.written, wal.writer.position, wal.writer.seq)
     machine.fs.before = gate = Gate("sync", fail=_broken("write", "sync"))
-    upkeep = Task(wal.run_upkeep)
+    upkeep = Task(wal.committer.run_upkeep)
     gate.wait_reached()
     with pytest.raises(DiskError):
         topic.wait(topic.append(b"c"), "written")
@@ -90,7 +90,7 @@ def test_failed_sync_is_noted_after_a_failed_write_too(machine):
     assert wal.has_failed_sync
     assert isinstance(wal.failure, SyncFailedError)
     assert _saved(machine).is_poisoned
-    assert not wal.has_open_file
+    assert not wal.committer.has_open_file
 
 
 def test_waiter_that_enlists_as_the_watermark_moves_is_told(machine):
@@ -98,20 +98,20 @@ def test_waiter_that_enlists_as_the_watermark_moves_is_told(machine):
     topic = machine.topic(scheduler=NoThreads())
     offset = topic.append(b"a")
     waiter = ThreadWaiter(offset)
-    waiters = topic.wal._waiters[AckLevel.WRITTEN]
+    waiters = topic.wal.levels.waiters[AckLevel.WRITTEN]
     real_add = type(waiters).add
 
     class Racing(type(waiters)):
         __slots__ = ()
 
         def add(self, waiter):
-            topic.wal.written = offset + 1
+            topic.wal.levels.written = offset + 1
             real_add(self, waiter)
 
-    topic.wal._waiters[AckLevel.WRITTEN] = Racing()
+    topic.wal.levels.waiters[AckLevel.WRITTEN] = Racing()
     assert topic.wal.enlist(waiter, AckLevel.WRITTEN) is False
     assert waiter.is_done
-    topic.wal.written = offset
+    topic.wal.levels.written = offset
 
 
 def test_error_that_nobody_was_told_of_is_raised_by_close(machine):

@@ -226,7 +226,7 @@ class BrokerHealth:
             core = topic.topic
             if core is None:
                 continue
-            if seconds := core.wal.slow_sync_seconds:
+            if seconds := core.wal.committer.slow_sync_seconds:
                 found.slow.append((seconds, topic))
             if core.state is not TopicState.OPEN:
                 found.by_state.setdefault(core.state.value, []).append(topic)

@@ -176,7 +176,7 @@ def test_batches_before_one_that_is_refused_are_answered_and_none_behind_it_is_t
 def test_small_batch_for_a_topic_that_is_held_waits_and_the_others_go_on(client, log, topic):
     """Goal: the loop waits for nothing. Method: a topic that takes nothing, and one that does."""
     log.topic("/default/other", create=True)
-    topic.wal.hold("lag", lambda: CapacityError("too much"), waits=True)
+    topic.wal.gate.hold("lag", lambda: CapacityError("too much"), waits=True)
     held = threading.Thread(target=publish, args=(client, [range(3)]))
     held.start()
     try:
@@ -185,7 +185,7 @@ def test_small_batch_for_a_topic_that_is_held_waits_and_the_others_go_on(client,
                 publisher.write(rows(0, 3))
         assert topic.watermarks.next == 0
     finally:
-        topic.wal.unhold("lag")
+        topic.wal.gate.unhold("lag")
         held.join(SECONDS)
     assert numbers_in(topic) == [0, 1, 2]
 

@@ -206,7 +206,7 @@ async def test_age_of_what_waits_for_its_upload_goes_by_when_it_came(tmp_path):
         clock.pass_time(5)
         assert watch.lag_seconds(topic) == pytest.approx(15)
         # The first message is in the bucket, the second one is not.
-        topic.topic.wal.advance_tiered(1)
+        topic.topic.wal.levels.advance_tiered(1)
         assert watch.lag_seconds(topic) == pytest.approx(5)
         for _ in range(500):
             clock.pass_time(1)
@@ -214,7 +214,7 @@ async def test_age_of_what_waits_for_its_upload_goes_by_when_it_came(tmp_path):
             await watch.record_lags()
         assert len(watch._lags[NAME].marks) <= 65
         assert watch.lag_seconds(topic) == pytest.approx(505)
-        topic.topic.wal.advance_tiered(topic.topic.wal.synced)
+        topic.topic.wal.levels.advance_tiered(topic.topic.wal.synced)
         assert watch.lag_seconds(topic) == 0
         await watch.record_lags()
         assert watch._lags == {}
@@ -352,7 +352,7 @@ async def test_slow_syncs_are_said(tmp_path):
         topic = await a_topic(broker)
         wal = topic.topic.wal
         assert found(broker.health, "syncs").state == "ok"
-        wal._slow_sync = (wal._clock.monotonic(), 2.5)
+        wal.committer._slow_sync = (wal.committer._clock.monotonic(), 2.5)
         check = found(broker.health, "syncs")
         assert check.state == "attention"
         assert check.words == (
@@ -361,7 +361,7 @@ async def test_slow_syncs_are_said(tmp_path):
         assert check.subjects == (Subject(topic=NAME),)
         check = found(broker.health, "syncs", names=False)
         assert check.words == "the log's disk is slow: a sync took 2.5 s: 1 topic"
-        wal._slow_sync = (wal._clock.monotonic(), 20.0)
+        wal.committer._slow_sync = (wal.committer._clock.monotonic(), 20.0)
         assert found(broker.health, "syncs").state == "bad"
 
 
