@@ -41,6 +41,7 @@ from ister.base.partitions import parse_partition
 from ister.base.retry import retry_unavailable
 from ister.bucket.names import shared_staging_prefix
 from ister.bucket.shared_staging import StagingMark
+from ister.client.flight import FlightClient
 from ister.config import Config, Engine
 from ister.errors import (
     ConflictError,
@@ -49,6 +50,7 @@ from ister.errors import (
     IsterError,
     MessageTooLargeError,
     NotFoundError,
+    UnavailableError,
 )
 from ister.format.arrow.encode import check_rows
 from ister.format.manifest import StagedFile
@@ -61,6 +63,7 @@ from ister.topic.batches import AppendedBatch, StagedBatch
 from ister.topic.bucket_link import TopicBucket
 from ister.topic.log import Log
 from ister.topic.topic import Topic
+from ister.wire.contract import TopicStatus
 
 _log = logging.getLogger("ister.spark.row_staging")
 
@@ -272,6 +275,9 @@ def remove_staged(store: ObjectStore, keys: Iterable[str]) -> None:
 
 # How many calls fit in the time of a commit, even if none is answered.
 _CALLS_MIN: Final = 3
+# A broker that has just started has no compiled loops, and may take minutes for a large batch.
+_GROWING_TIMES_MAX: Final = 10
+_LOOK_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +291,8 @@ class Committer:
     codec: Codec | None = None
     timeout_seconds: float
     """How long to wait for the log's lock, or for a topic's broker: calls are repeated, each with
-    a third of that time, so that one that is lost with its broker does not use it up."""
+    a third of that time, so that one that is lost with its broker does not use it up. It begins
+    anew, up to ten times, if the topic has grown meanwhile: its broker is slow, not away."""
     fails_on_other: bool = False
     """Whether a batch fails that is in its topic with other rows; else a warning says so."""
 
@@ -403,11 +410,26 @@ class Committer:
         groups = retry_unavailable(lambda: group_by_owner(self.place, staged), seconds=seconds)
 
         def append(topic: str, check: Callable[[], None]) -> AppendedBatch:
-            def attempt() -> AppendedBatch:
-                check()
-                # A broker that has the topic now finishes a batch that was begun at another one.
-                return self._append(topic, staged[topic])
+            begin: int | None = None
 
+            def attempt() -> AppendedBatch:
+                nonlocal begin
+                check()
+                try:
+                    # A broker that has the topic now finishes a batch that another one has begun.
+                    return self._append(topic, staged[topic])
+                except UnavailableError:
+                    begin = self._find_end(topic) if begin is None else begin
+                    raise
+
+            for _ in range(_GROWING_TIMES_MAX - 1):
+                try:
+                    return retry_unavailable(attempt, seconds=seconds)
+                except UnavailableError:
+                    end = self._find_end(topic)
+                    if begin is None or end is None or end <= begin:
+                        raise
+                    begin = end
             return retry_unavailable(attempt, seconds=seconds)
 
         return _commit_at_once(groups, append)
@@ -425,6 +447,17 @@ class Committer:
                 timeout_seconds=self.timeout_seconds / _CALLS_MIN,
             ),
         )
+
+    def _find_end(self, topic: str) -> int | None:
+        """The offset after the topic's newest message; None if no broker says so."""
+
+        def read(client: FlightClient) -> TopicStatus:
+            return client.watermarks([topic], timeout_seconds=_LOOK_SECONDS)[topic]
+
+        try:
+            return ask(self.place, topic, read).next
+        except IsterError:
+            return None
 
     def _commit_here(self, staged: Mapping[str, StagedBatch]) -> dict[str, AppendedBatch]:
         threads = self.place.config.storage.uploader.threads

@@ -13,12 +13,14 @@ import pytest
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType, TimestampType
 
 from ister.base import failpoints, retry
+from ister.base.clock import ManualClock
 from ister.bucket.shared_staging import read_segments
 from ister.errors import InvalidRequestError, MessageTooLargeError, UnavailableError
 from ister.spark import location, row_staging
 from ister.spark.row_staging import _commit_at_once
 from ister.topic import batches
 from tests.servers.flight import FlightTopics
+from tests.support.cases import each
 from tests.support.cluster import enter
 from tests.support.machine import PATIENCE_SECONDS, Task, eventually, payloads
 from tests.support.sinks import BY_TOPIC, CrashError, Sink, crash_at, in_both_places, place_for
@@ -329,22 +331,41 @@ def test_failed_commit_of_one_topic_is_not_hidden_by_others(home, monkeypatch):
         assert {topic: there.texts(topic) for topic in WANTED} == WANTED
 
 
-def test_a_call_that_is_lost_leaves_time_for_others(monkeypatch):
-    """Goal: a broker that restarts in the middle of a commit does not end the query."""
-    now = 0.0
-    given = []
+class SlowBroker:
+    """Answers the last of some calls; the others take their time and are lost."""
 
-    def append_staged(topic, batch, *, timeout_seconds, **settings):
-        nonlocal now
-        given.append(timeout_seconds)
-        if len(given) == 1:  # the broker is gone, and nothing says so
-            now += timeout_seconds
+    def __init__(self, *, lost, grows, clock):
+        self.lost, self.grows, self.clock = lost, grows, clock
+        self.given = []
+
+    def append_staged(self, topic, batch, *, timeout_seconds, **settings):
+        self.given.append(timeout_seconds)
+        if len(self.given) <= self.lost:
+            self.clock.advance(timeout_seconds)
             raise UnavailableError("no answer in time")
         return "appended"
 
-    client = SimpleNamespace(append_staged=append_staged)
-    monkeypatch.setattr(retry, "SystemClock", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(row_staging, "ask", lambda place, topic, call: call(client))
+    def watermarks(self, topics, *, timeout_seconds):
+        return {topic: SimpleNamespace(next=len(self.given) * self.grows) for topic in topics}
+
+
+@each(
+    "lost, grows, calls",
+    [
+        # The broker is gone, and nothing says so.
+        pytest.param(1, 0, 2, id="a call is lost"),
+        pytest.param(9, 0, 3, id="the topic does not grow"),
+        pytest.param(9, 1, 10, id="it has no compiled loops"),
+        pytest.param(99, 1, 30, id="other producers let it grow"),
+    ],
+)
+def test_lost_call_leaves_time_for_others_and_growth_for_more(monkeypatch, lost, grows, calls):
+    """Goal: a broker that restarts in the middle of a commit does not end the query."""
+    clock = ManualClock()
+    broker = SlowBroker(lost=lost, grows=grows, clock=clock)
+    monkeypatch.setattr(retry, "SystemClock", clock)
+    monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(row_staging, "ask", lambda place, topic, call: call(broker))
     monkeypatch.setattr(row_staging, "has_brokers", lambda place: True)
     monkeypatch.setattr(row_staging, "group_by_owner", lambda place, topics: [list(topics)])
     monkeypatch.setattr(row_staging.Committer, "_remove_files", lambda self, staged: None)
@@ -357,8 +378,12 @@ def test_a_call_that_is_lost_leaves_time_for_others(monkeypatch):
     )
     monkeypatch.setattr(row_staging.Committer, "_check_same", lambda self, staged, appended: None)
     batch = batches.StagedBatch(writer="w", batch=1, files=())
-    assert committer.commit({A: batch}) == {A: "appended"}
-    assert given == [20.0, 20.0]
+    if calls <= lost:
+        with pytest.raises(UnavailableError):
+            committer.commit({A: batch})
+    else:
+        assert committer.commit({A: batch}) == {A: "appended"}
+    assert broker.given == [20.0] * calls
 
 
 @in_both_places()
