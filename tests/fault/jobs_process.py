@@ -20,6 +20,7 @@ from pyspark.sql import SparkSession
 from spark_process import Driver
 
 from ister.base import failpoints as points
+from ister.bucket import orphans
 from ister.errors import IsterError
 from ister.spark import jobs
 
@@ -75,6 +76,8 @@ def main() -> int:
     # Java has this process's standard output as well, and is not part of the conversation.
     voice = os.dup(1)
     os.dup2(2, 1)
+    # What a compaction has replaced may go at once, so that worlds see nothing needs it.
+    orphans.GRACE_SECONDS_MIN = 0
     builder = SparkSession.builder
     for name, value in json.loads(sys.argv[1]).items():
         builder = builder.config(name, value)

@@ -13,6 +13,7 @@ from ister.base.model import TopicName
 from ister.bucket.names import objects_prefix
 from ister.spark.jobs import compact, gc, run
 from tests.integration.spark_topics import SparkPlace, fill, rows_in, without_spark
+from tests.support.grace import without_least_grace
 from tests.support.waiting import eventually
 
 NAMES = [f"/default/topic-{number}" for number in range(6)]
@@ -29,7 +30,8 @@ def place(tmp_path, spark):
                 for number in range(4):
                     fill(topic, 20, first=number * 20)
                     topic.upload()
-        done = compact(spark, place.config, target_mb=1, min_objects=2, grace_minutes=0)
+        with without_least_grace():
+            done = compact(spark, place.config, target_mb=1, min_objects=2, grace_minutes=0)
         assert done.ok, done.errors
         yield place
 

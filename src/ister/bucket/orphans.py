@@ -272,12 +272,18 @@ def _is_covered(owned: OwnedTopic, name: ObjectName) -> bool:
 
 
 GRACE_SECONDS_MIN: Final = 3600
-"""How long staged files, and files that jobs make, are kept whatever the grace period is: nothing
-in the metadata store names them before their commit."""
+"""How long staged files, and files that jobs make or replace, are kept whatever the grace period
+is: nothing in the metadata store names them before their commit, and readers may have planned to
+read what was replaced."""
 JOB_PREFIX: Final = "job-"
 """Prefix of the names of writers that write one batch, which is never asked for again."""
 REPLAY_PREFIX: Final = "replay-"
 """Prefix of the names of writers that are replays."""
+
+
+def at_least(grace_seconds: float) -> float:
+    """Returns a grace period, or `GRACE_SECONDS_MIN` if that is longer."""
+    return max(grace_seconds, GRACE_SECONDS_MIN)
 
 
 def sweep_staging(
@@ -302,7 +308,7 @@ def sweep_staging(
     """
     keys = owned.catalog.keys
     now = clock.now_ns() / 1e9
-    grace_seconds = max(grace_seconds, GRACE_SECONDS_MIN)
+    grace_seconds = at_least(grace_seconds)
     needed: set[str] = set()
     for found in owned.catalog.store.range(keys.writer("")):
         record = decode_writer(found.value, key=found.key)

@@ -34,7 +34,7 @@ from ister.bucket.names import (
     parse_writer_of_key,
     shared_staging_prefix,
 )
-from ister.bucket.orphans import GRACE_SECONDS_MIN, JOB_PREFIX, is_past
+from ister.bucket.orphans import JOB_PREFIX, at_least, is_past
 from ister.bucket.writer_files import read_files
 from ister.errors import CorruptDataError, IsterError, NotFoundError, UnsupportedVersionError
 from ister.format.records import decode_writer
@@ -171,7 +171,7 @@ def collect_shared_staging(
     """Removes old staged files that no unfinished batch of any topic needs.
 
     A file whose footer cannot be read is kept: its topics are not known. The grace period is at
-    least `GRACE_SECONDS_MIN`, and counts from the youngest file of the same batch.
+    least `orphans.GRACE_SECONDS_MIN`, and counts from the youngest file of the same batch.
 
     Returns:
         The keys of the removed files.
@@ -179,7 +179,7 @@ def collect_shared_staging(
     Raises:
         UnavailableError: A store does not answer; files that were not checked stay.
     """
-    oldest = clock.now_ns() / 1e9 - max(grace_seconds, GRACE_SECONDS_MIN)
+    oldest = clock.now_ns() / 1e9 - at_least(grace_seconds)
     needs = StagedNeeds(objects, metadata, root_prefix, jobs_before=oldest)
     removed: list[str] = []
     listed = list(objects.list(SHARED_STAGING_PREFIX))

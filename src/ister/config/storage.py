@@ -352,7 +352,8 @@ class CloudConfig:
         1440,
         low=0,
         says="Age at which objects that belong to no topic are deleted. Staged rows are kept for "
-        "at least an hour, and so are all such objects while jobs run.",
+        "at least an hour, and so are objects that a compaction has replaced, and all such objects "
+        "while jobs run.",
     )
     given_as: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
     """The aliases that settings were given by, for errors of the store; not a setting."""

@@ -20,7 +20,7 @@ from typing import Final
 
 from ister.bucket.check import verify_content, verify_size
 from ister.bucket.names import object_key
-from ister.bucket.orphans import GRACE_SECONDS_MIN, collect_orphans, sweep_staging
+from ister.bucket.orphans import at_least, collect_orphans, sweep_staging
 from ister.bucket.pipeline import PipelineKeys
 from ister.bucket.retention import expire, keep_findable, list_known, plan_expiry
 from ister.bucket.writer_files import find_open_batch
@@ -456,12 +456,12 @@ class TopicBucket(TopicUploads):
                 return []
             objects = self._stores.objects
             storage = self._stores.storage
-            grace_seconds = storage.cloud.orphan_grace_minutes * 60
+            grace_seconds: float = storage.cloud.orphan_grace_minutes * 60
             keys = PipelineKeys(storage.metadata.root_prefix)
             has_jobs = partial(keys.has_jobs, self._stores.metadata)
             if has_jobs():
                 # Its objects have no descriptors until it commits them.
-                grace_seconds = max(grace_seconds, GRACE_SECONDS_MIN)
+                grace_seconds = at_least(grace_seconds)
             keep_findable(self.owned, objects)
             return [
                 *collect_orphans(

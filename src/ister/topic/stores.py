@@ -50,6 +50,7 @@ from ister.bucket.names import (
     topic_prefix,
 )
 from ister.bucket.object_maker import ObjectMaker, UploadSettings
+from ister.bucket.orphans import at_least
 from ister.bucket.ownership import OwnedTopic, resume_delete
 from ister.bucket.rebuild import (
     find_continuation,
@@ -102,7 +103,6 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger("ister.topic.stores")
 
-_STALE_SECONDS_MIN: Final = 3600
 # How long a start, and the opening of a topic that does not need the bucket, wait for it.
 _PATIENCE_SECONDS: Final = 5.0
 _ASK_AGAIN_SECONDS: Final = 30.0
@@ -709,7 +709,7 @@ class Stores:
                 return
             # Another process may be writing: only parts that are old enough are left over.
             grace = self.storage.cloud.orphan_grace_minutes * 60
-            self.objects.remove_stale_parts(max(grace, _STALE_SECONDS_MIN))
+            self.objects.remove_stale_parts(at_least(grace))
         except ClosedError:
             return  # the log was closed meanwhile
         except IsterError as error:

@@ -86,8 +86,8 @@ def register(jobs: Subparsers) -> None:
         "--grace-minutes",
         metavar="MINUTES",
         type=parse_seconds,
-        help="keep merged objects for this long for readers that still use them (default: "
-        "storage.cloud.orphan_grace_minutes of the config)",
+        help="keep merged objects for this long, at least an hour, for readers that still use them "
+        "(default: storage.cloud.orphan_grace_minutes of the config)",
     )
     parser.add_argument(
         "--tombstone-hours",

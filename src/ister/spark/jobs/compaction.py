@@ -23,7 +23,7 @@ Invariants:
 Runs of express objects are merged in any case; `resorting` does only that.
 
 Readers continue: a reader looks up the object of an offset again when one is gone, and old objects
-stay for `grace_minutes`.
+stay for `grace_minutes`, at least an hour.
 
 What a crash leaves: topics with some groups merged, objects that no descriptor names, and staged
 offsets. The latter two are removed when they are old enough, by the topic's owner, or by `gc` if
@@ -48,6 +48,7 @@ from ister.base.model import TopicName
 from ister.bucket.compaction_plan import MergeGroup, PlanSettings, plan_compaction
 from ister.bucket.express_collection import stays_by_age
 from ister.bucket.names import object_key, staging_prefix
+from ister.bucket.orphans import at_least
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.writer_files import OpenBatch, find_open_batch
 from ister.config import Keep, ObjectFormat
@@ -169,7 +170,7 @@ def compact(
         target_mb: Approximate size of merged objects, in MiB of messages (Parquet files are
             smaller); objects of half that size are left alone.
         min_objects: Minimum number of neighbours to merge.
-        grace_minutes: How long old objects stay for readers; by default
+        grace_minutes: How long old objects stay for readers, at least an hour; by default
             `storage.cloud.orphan_grace_minutes`.
         tombstone_hours: With `latest-per-key`: the newest message of a key is removed, too, if its
             payload is empty and it was published longer ago than this.
@@ -278,7 +279,7 @@ class _Compaction:
         storage = job.place.config.storage
         self._orphan_grace_seconds = storage.cloud.orphan_grace_minutes * 60
         grace_minutes = settings.grace_minutes
-        self._grace_seconds = (
+        self._grace_seconds = at_least(
             self._orphan_grace_seconds if grace_minutes is None else grace_minutes * 60
         )
         self._merge = partial(merge, job.place, str(settings.format), settings.zstd_level)

@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from ister.base import failpoints
 from ister.base.clock_guard import ClockGuard, ClockMark, ClockStep
 from ister.bucket.express_collection import collect_express
-from ister.bucket.orphans import GRACE_SECONDS_MIN, collect_unowned, sweep_staging
+from ister.bucket.orphans import at_least, collect_unowned, sweep_staging
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.pipeline import PipelineKeys
 from ister.bucket.retention import expire, list_known, plan_expiry
@@ -185,7 +185,7 @@ class _Collection:
         self._grace_seconds: float = storage.cloud.orphan_grace_minutes * 60
         if job.keys.has_jobs(job.store, besides=job.fence.key):
             # Their objects have no descriptors until they are committed.
-            self._grace_seconds = max(self._grace_seconds, GRACE_SECONDS_MIN)
+            self._grace_seconds = at_least(self._grace_seconds)
 
     def run(self, topics: Sequence[str], *, is_everything: bool) -> None:
         """Collects in all topics without an owner, and what belongs to no topic."""
@@ -316,7 +316,7 @@ class _Collection:
         if job.dry_run:
             return  # the store cannot list them without removing them
         try:
-            removed = self._objects.remove_stale_parts(max(self._grace_seconds, GRACE_SECONDS_MIN))
+            removed = self._objects.remove_stale_parts(at_least(self._grace_seconds))
         except IsterError as error:
             job.report.fail(error)
         else:

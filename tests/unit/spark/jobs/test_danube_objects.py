@@ -17,6 +17,7 @@ from tests.support.danube_files import (
     danube_frames,
     messages_of,
 )
+from tests.support.grace import without_least_grace
 from tests.support.spark_here import SparkHere
 
 LAYOUTS = pytest.mark.parametrize("layout", ["0.5", "0.6.2", "0.9"])
@@ -79,7 +80,8 @@ def test_compaction_replaces_danubes_objects_and_collection_removes_them(stage, 
     before = stage.records()
     config = str(stage.place.config)
     settings = {"target_mb": 1, "min_objects": 2, "grace_minutes": 0}
-    compact(SPARK, config, format=format, **settings)
+    with without_least_grace():
+        compact(SPARK, config, format=format, **settings)
     (merged,) = stage.ids()
     assert merged.startswith("segments/data-0-1" if format == "dnb1" else "data-0-39-")
     assert stage.records() == before

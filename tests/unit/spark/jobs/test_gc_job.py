@@ -30,6 +30,7 @@ from ister.spark.jobs.gc_job import collect_topics, gc
 from ister.spark.jobs.job import open_job
 from tests.integration.spark_topics import SparkPlace, fill, rows_in, without_spark
 from tests.support.cases import case
+from tests.support.grace import without_least_grace
 from tests.support.spark_here import SparkHere
 
 A, B = "/default/a", "/default/b"
@@ -64,11 +65,15 @@ class Stage:
     def merge(self, name=A):
         """Four objects that one has replaced: garbage."""
         self.fill(name)
+        with without_least_grace():
+            self.compact(topics=name)
+        assert len(self.stored(name)) == 5
+
+    def compact(self, **more):
         done = compact(
-            SPARK, self.place.config, topics=name, target_mb=1, min_objects=2, grace_minutes=0
+            SPARK, self.place.config, target_mb=1, min_objects=2, grace_minutes=0, **more
         )
         assert done.ok
-        assert len(self.stored(name)) == 5
 
     def gc(self, **more):
         return gc(SPARK, self.place.config, **more)
@@ -175,6 +180,16 @@ def test_objects_stay_for_their_grace(tmp_path):
     assert stage.stored() == stage.named()
 
 
+def test_replaced_objects_stay_for_an_hour_whatever_the_grace(stage):
+    """Readers may have planned to read them."""
+    stage.fill()
+    stage.compact()
+    stage.clock.advance(HOUR - 60)
+    assert stage.gc_at().topics[A]["orphans"] == 0
+    stage.clock.advance(120)
+    assert stage.gc_at().topics[A]["orphans"] == 4
+
+
 def test_young_objects_stay_while_other_jobs_run(stage):
     stage.merge()
     with open_job("compact", SPARK, stage.place.config):
@@ -213,7 +228,8 @@ def test_object_stays_whose_successors_are_not_in_the_bucket(stage):
     stage.fill()
     with ister.open_bucket(stage.place.config) as history:
         before = history.metadata.range("/danube/storage/")
-    compact(SPARK, stage.place.config, target_mb=1, min_objects=2, grace_minutes=0)
+    with without_least_grace():
+        stage.compact()
     (merged,) = stage.named()
     assert stage.gc().topics[A]["orphans"] == 4
     with stage.metadata() as store:
