@@ -7,272 +7,49 @@ from itertools import pairwise
 import pytest
 
 import ister
-from ister.base.model import AckLevel, Codec, Layout
+from ister.base.model import AckLevel
 from ister.config import (
-    AuthMode,
-    BufferFull,
-    ClientAuth,
-    CloudBackend,
     Engine,
-    Finalize,
-    GrpcEngine,
-    Keep,
-    MetadataBackend,
-    ObjectFormat,
-    OnDamage,
     Origin,
     StorageMode,
-    Strategy,
-    TableFormat,
-    Verify,
     examine_config,
     load_config,
 )
 from ister.config.reference import settings
+from ister.config.settings import to_plain
 from ister.errors import ConfigError, InvalidRequestError
 from tests.support.cases import each
 
 _DIR = "/home/wal"
 
-# key: (default, another value as written, the same as kept)
-_KEYS = {
-    "broker.host": ("127.0.0.1", "x", "x"),
-    "broker.ports.grpc": (6_650, 0, 0),
-    "broker.ports.flight": (6_651, 0, 0),
-    "broker.ports.http": (9_040, 0, 0),
-    "broker.advertised.broker_url": (None, "x", "x"),
-    "broker.advertised.connect_url": (None, "x", "x"),
-    "broker.advertised.flight_url": (None, "x", "x"),
-    "broker.cluster.zone": (None, "x", "x"),
-    "broker.cluster.strategy": (Strategy.FAIR, "balanced", Strategy.BALANCED),
-    "broker.cluster.rebalance.enabled": (False, True, True),
-    "broker.cluster.rebalance.threshold_percent": (30, 1, 1),
-    "broker.cluster.rebalance.interval_seconds": (60, 1, 1),
-    "broker.cluster.rebalance.cooldown_seconds": (600, 0, 0),
-    "broker.cluster.rebalance.max_moves": (5, 1, 1),
-    "broker.cluster.failover.give_up_tail_after_seconds": (None, 1, 1),
-    "broker.auto_create_topics": (True, False, False),
-    "broker.bootstrap_namespaces": (("default",), ["a", "b"], ("a", "b")),
-    "broker.allow_insecure": (False, True, True),
-    "broker.drain_seconds": (8, 1, 1),
-    "broker.consumer_grace_seconds": (3600, 1, 1),
-    "broker.tls.cert_file": (None, "x", "x"),
-    "broker.tls.key_file": (None, "x", "x"),
-    "broker.tls.ca_file": (None, "x", "x"),
-    "broker.grpc.engine": (GrpcEngine.GRPCIO, "native", GrpcEngine.NATIVE),
-    "broker.tls.client_auth": (ClientAuth.NONE, "required", ClientAuth.REQUIRED),
-    "broker.auth.mode": (AuthMode.NONE, "token", AuthMode.TOKEN),
-    "broker.auth.jwt.algorithm": (None, "x", "x"),
-    "broker.auth.jwt.secret": (None, "x", "x"),
-    "broker.auth.jwt.public_key_file": (None, "x", "x"),
-    "broker.auth.jwt.issuer": (None, "x", "x"),
-    "broker.auth.jwt.audience": (None, "x", "x"),
-    "broker.auth.jwt.leeway_seconds": (30, 0, 0),
-    "broker.auth.api_keys_file": (None, "x", "x"),
-    "broker.auth.mtls_principal": (False, True, True),
-    "broker.auth.super_admins": ((), ["a", "b"], ("a", "b")),
-    "broker.auth.audit_file": (None, "x", "x"),
-    "broker.policies.max_producers_per_topic": (0, 1, 1),
-    "broker.policies.max_subscriptions_per_topic": (0, 1, 1),
-    "broker.policies.max_consumers_per_topic": (0, 1, 1),
-    "broker.policies.max_consumers_per_subscription": (0, 1, 1),
-    "broker.policies.max_publish_rate": (0, 1, 1),
-    "broker.policies.max_subscription_dispatch_rate": (0, 1, 1),
-    "broker.policies.max_message_size": (0, 1, 1),
-    "broker.limits.max_streams_per_connection": (1024, 1, 1),
-    "broker.limits.max_connections": (2_048, 1, 1),
-    "broker.limits.max_subscriptions_per_principal": (10_000, 1, 1),
-    "broker.limits.max_consumers_per_principal": (1_024, 1, 1),
-    "broker.limits.max_streams_per_principal": (2_048, 1, 1),
-    "broker.limits.max_flight_streams": (1024, 1, 1),
-    "broker.limits.max_flight_streams_per_principal": (256, 1, 1),
-    "broker.limits.max_requests_in_flight": (1024, 1, 1),
-    "broker.limits.max_topics": (100_000, 1, 1),
-    "broker.limits.max_grpc_message_bytes": (4_194_304, 65_536, 65_536),
-    "dispatch.max_unacked_messages": (1_000, 1, 1),
-    "dispatch.memory_budget_mb": (None, 64, 64),
-    "dispatch.progress_flush_interval_seconds": (5, 1, 1),
-    "dispatch.progress_min_offset_delta": (1_000, 1, 1),
-    "pipeline.master": ("local[*]", "spark://h:7077", "spark://h:7077"),
-    "pipeline.conf": ({}, {"spark.x": 1}, {"spark.x": "1"}),
-    "pipeline.broker": (None, "h:6651", "h:6651"),
-    "pipeline.compact.every_minutes": (60, 1, 1),
-    "pipeline.compact.topics": (("*",), ["a", "b"], ("a", "b")),
-    "pipeline.compact.format": (ObjectFormat.DNB1, "parquet", ObjectFormat.PARQUET),
-    "pipeline.compact.keep": (Keep.ALL, "latest-per-key", Keep.LATEST_PER_KEY),
-    "pipeline.compact.target_mb": (128, 1, 1),
-    "pipeline.compact.min_objects": (4, 2, 2),
-    "pipeline.export.every_minutes": (15, 1, 1),
-    "pipeline.export.topics": (("*",), ["a", "b"], ("a", "b")),
-    "pipeline.export.format": (TableFormat.PARQUET, "delta", TableFormat.DELTA),
-    "pipeline.export.to": (None, "x", "x"),
-    "pipeline.export.schema": (None, "x", "x"),
-    "pipeline.export.catalog": ({}, {"type": "rest"}, {"type": "rest"}),
-    "pipeline.gc.every_minutes": (60, 1, 1),
-    "pipeline.gc.topics": (("*",), ["a", "b"], ("a", "b")),
-    "pipeline.scrub.every_minutes": (1440, 1, 1),
-    "pipeline.scrub.topics": (("*",), ["a", "b"], ("a", "b")),
-    "pipeline.scrub.repair": (False, True, True),
-    "storage.mode": (StorageMode.WAL_CLOUD, "local_only", StorageMode.LOCAL_ONLY),
-    "storage.ack": (AckLevel.SYNCED, "written", AckLevel.WRITTEN),
-    "storage.codec": (Codec.BINCODE2, "bincode1", Codec.BINCODE1),
-    "storage.max_message_size": (10_485_760, 100, 100),
-    "storage.wal.dir": (_DIR, "/x", "/x"),
-    "storage.wal.cache_capacity": (1024, 7, 7),
-    "storage.wal.cache_max_bytes": (16_777_216, 2048, 2048),
-    "storage.wal.fsync_interval_ms": (5000, 10, 10),
-    "storage.wal.fsync_max_batch_bytes": (10_485_760, 1, 1),
-    "storage.wal.rotate_max_bytes": (536_870_912, 4096, 4096),
-    "storage.wal.rotate_max_seconds": (3600, 60, 60),
-    "storage.wal.stream_chunk_size": (4_194_304, 65_536, 65_536),
-    "storage.wal.buffer_max_bytes": (67_108_864, 65_536, 65_536),
-    "storage.wal.buffer_full": (BufferFull.BLOCK, "refuse", BufferFull.REFUSE),
-    "storage.wal.writer_threads": (4, 1, 1),
-    "storage.wal.max_open_files": (256, 1, 1),
-    "storage.wal.retention.check_interval_minutes": (5, 7, 7),
-    "storage.wal.retention.time_minutes": (1440, 60, 60),
-    "storage.wal.retention.size_mb": (10_240, 1, 1),
-    "storage.wal.retention.min_minutes": (None, 0, 0),
-    "storage.wal.retention.min_bytes": (None, 1, 1),
-    "storage.wal.retention.active_subscription_grace_seconds": (300, 0, 0),
-    "storage.wal.retention.verify": (Verify.CONTENT, "size", Verify.SIZE),
-    "storage.bucket.memory_max_bytes": (256 * 1024**2, 1024**2, 1024**2),
-    "storage.uploader.engine": (Engine.AUTO, "none", Engine.NONE),
-    "storage.uploader.interval_seconds": (10, 1, 1),
-    "storage.uploader.max_batch_bytes": (8_388_608, 1, 1),
-    "storage.uploader.max_object_bytes": (134_217_728, 4096, 4096),
-    "storage.uploader.max_object_seconds": (300, 1, 1),
-    "storage.uploader.max_bytes_per_second": (None, 65_536, 65_536),
-    "storage.uploader.finalize": (Finalize.DIRECT, "copy", Finalize.COPY),
-    "storage.uploader.stream_chunk_size": (8_388_608, 65_536, 65_536),
-    "storage.uploader.concurrent_parts": (4, 1, 1),
-    "storage.uploader.index_every_messages": (1000, 1, 1),
-    "storage.uploader.threads": (4, 1, 1),
-    "storage.uploader.max_lag_bytes": (8 * 1024**3, 1, 1),
-    "storage.uploader.express.all_topics": (False, True, True),
-    "storage.uploader.express.linger_ms": (250, 1, 1),
-    "storage.uploader.express.max_bytes": (8_388_608, 65_536, 65_536),
-    "storage.uploader.express.resort_seconds": (300, 60, 60),
-    "storage.cloud.backend": (CloudBackend.FS, "memory", CloudBackend.MEMORY),
-    "storage.cloud.root": ("/home/objects", "/y", "/y"),
-    "storage.cloud.options": ({}, {"region": "eu"}, {"region": "eu"}),
-    "storage.cloud.layout": (Layout.OBJECTS, "segments", Layout.SEGMENTS),
-    "storage.cloud.call_timeout_seconds": (60, 5, 5),
-    "storage.cloud.retention.time_minutes": (None, 60, 60),
-    "storage.cloud.retention.size_mb": (None, 1, 1),
-    "storage.cloud.orphan_grace_minutes": (1440, 0, 0),
-    "storage.cloud_reader.fetch_chunk_size": (4_194_304, 65_536, 65_536),
-    "storage.cloud_reader.enable_ranged_reads": (True, False, False),
-    "storage.cloud_reader.read_ahead": (True, False, False),
-    "storage.cloud_reader.on_damage": (OnDamage.ERROR, "skip", OnDamage.SKIP),
-    "storage.metadata.backend": (MetadataBackend.SQLITE, "memory", MetadataBackend.MEMORY),
-    "storage.metadata.path": ("/home/metadata.db", "/y.db", "/y.db"),
-    "storage.metadata.endpoints": ((), ["a:1", "b:2"], ("a:1", "b:2")),
-    "storage.metadata.username": (None, "ister", "ister"),
-    "storage.metadata.password": (None, "hidden", "hidden"),
-    "storage.metadata.tls.ca_file": (None, "/x/ca.pem", "/x/ca.pem"),
-    "storage.metadata.tls.cert_file": (None, "/x/me.pem", "/x/me.pem"),
-    "storage.metadata.tls.key_file": (None, "/x/me.key", "/x/me.key"),
-    "storage.metadata.root_prefix": ("/danube", "/other", "/other"),
-    "storage.metadata.lease_ttl_seconds": (15, 2, 2),
-    "storage.disk.min_free": (None, 0, 0),
-    "storage.disk.reserve": (None, 1, 1),
+# What each setting is, its default and its bounds are in docs/reference/config.md, which
+# tests/docs compares with the code.
+_SETTINGS = {setting.path: setting for setting in settings()}
+_NUMBERS = {path: setting for path, setting in _SETTINGS.items() if setting.kind == "number"}
+_BY_KIND = {"text": "x", "list": ["a", "b"], "mapping": {"region": "eu"}}
+# Where the rest of the settings has to agree with a value, or it has a form.
+_BY_PATH = {
+    "broker.auth.mode": "token",
+    "pipeline.conf": {"spark.x": "1"},
+    "storage.ack": "written",
+    "storage.cloud.backend": "memory",
+    "storage.metadata.backend": "memory",
+    "storage.metadata.root_prefix": "/other",
+    "storage.mode": "local_only",
 }
-_BOUNDS = {
-    "broker.ports.grpc": (0, 65_535),
-    "broker.ports.flight": (0, 65_535),
-    "broker.ports.http": (0, 65_535),
-    "broker.drain_seconds": (1, 3_600),
-    "broker.cluster.rebalance.threshold_percent": (1, 1_000),
-    "broker.cluster.rebalance.interval_seconds": (1, 86_400),
-    "broker.cluster.rebalance.cooldown_seconds": (0, 86_400),
-    "broker.cluster.rebalance.max_moves": (1, 1_000),
-    "broker.cluster.failover.give_up_tail_after_seconds": (1, 31 * 86_400),
-    "broker.consumer_grace_seconds": (1, 31 * 86_400),
-    "broker.auth.jwt.leeway_seconds": (0, 60),
-    "broker.policies.max_producers_per_topic": (0, None),
-    "broker.policies.max_subscriptions_per_topic": (0, None),
-    "broker.policies.max_consumers_per_topic": (0, None),
-    "broker.policies.max_consumers_per_subscription": (0, None),
-    "broker.policies.max_publish_rate": (0, None),
-    "broker.policies.max_subscription_dispatch_rate": (0, None),
-    "broker.policies.max_message_size": (0, 67_108_864),
-    "broker.limits.max_streams_per_connection": (1, 100_000),
-    "broker.limits.max_connections": (1, None),
-    "broker.limits.max_subscriptions_per_principal": (1, None),
-    "broker.limits.max_consumers_per_principal": (1, None),
-    "broker.limits.max_streams_per_principal": (1, None),
-    "broker.limits.max_flight_streams": (1, None),
-    "broker.limits.max_flight_streams_per_principal": (1, None),
-    "broker.limits.max_requests_in_flight": (1, None),
-    "broker.limits.max_topics": (1, None),
-    "broker.limits.max_grpc_message_bytes": (65_536, 64 * 1024 * 1024),
-    "dispatch.max_unacked_messages": (1, 100_000),
-    "dispatch.memory_budget_mb": (16, None),
-    "dispatch.progress_flush_interval_seconds": (1, 3_600),
-    "dispatch.progress_min_offset_delta": (1, None),
-    "pipeline.compact.every_minutes": (1, None),
-    "pipeline.compact.target_mb": (1, 2048),
-    "pipeline.compact.min_objects": (2, 100),
-    "pipeline.export.every_minutes": (1, None),
-    "pipeline.gc.every_minutes": (1, None),
-    "pipeline.scrub.every_minutes": (1, None),
-    "storage.max_message_size": (1, 64 * 1024 * 1024),
-    "storage.wal.cache_capacity": (1, 1 << 24),
-    "storage.wal.cache_max_bytes": (1024, None),
-    "storage.wal.fsync_interval_ms": (1, 3_600_000),
-    "storage.wal.fsync_max_batch_bytes": (1, None),
-    "storage.wal.rotate_max_bytes": (4096, None),
-    "storage.wal.rotate_max_seconds": (1, None),
-    "storage.wal.stream_chunk_size": (65_536, 64 * 1024 * 1024),
-    "storage.wal.buffer_max_bytes": (65_536, None),
-    "storage.wal.writer_threads": (1, 64),
-    "storage.wal.max_open_files": (1, None),
-    "storage.wal.retention.check_interval_minutes": (1, 100_000),
-    "storage.wal.retention.time_minutes": (0, None),
-    "storage.wal.retention.size_mb": (0, None),
-    "storage.wal.retention.min_minutes": (0, None),
-    "storage.wal.retention.min_bytes": (0, None),
-    "storage.wal.retention.active_subscription_grace_seconds": (0, None),
-    "storage.bucket.memory_max_bytes": (1024**2, None),
-    "storage.uploader.interval_seconds": (1, 86_400),
-    "storage.uploader.max_batch_bytes": (1, None),
-    "storage.uploader.max_object_bytes": (4096, None),
-    "storage.uploader.max_object_seconds": (1, None),
-    "storage.uploader.stream_chunk_size": (65_536, 512 * 1024 * 1024),
-    "storage.uploader.concurrent_parts": (1, 64),
-    "storage.uploader.index_every_messages": (1, None),
-    "storage.uploader.threads": (1, 64),
-    "storage.uploader.max_bytes_per_second": (65_536, None),
-    "storage.uploader.max_lag_bytes": (1, None),
-    "storage.uploader.express.linger_ms": (1, 60_000),
-    "storage.uploader.express.max_bytes": (65_536, 268_435_456),
-    "storage.uploader.express.resort_seconds": (1, 86_400),
-    "storage.cloud.call_timeout_seconds": (1, 3600),
-    "storage.cloud.retention.time_minutes": (1, None),
-    "storage.cloud.retention.size_mb": (1, None),
-    "storage.cloud.orphan_grace_minutes": (0, None),
-    "storage.cloud_reader.fetch_chunk_size": (65_536, 64 * 1024 * 1024),
-    "storage.metadata.lease_ttl_seconds": (2, 3600),
-    "storage.disk.min_free": (0, None),
-    "storage.disk.reserve": (0, None),
-}
-_OPTIONAL_NUMBERS = {
-    "broker.cluster.failover.give_up_tail_after_seconds",
-    "dispatch.memory_budget_mb",
-    "storage.uploader.max_bytes_per_second",
-    "pipeline.compact.every_minutes",
-    "pipeline.gc.every_minutes",
-    "pipeline.scrub.every_minutes",
-    "storage.wal.retention.time_minutes",
-    "storage.wal.retention.size_mb",
-    "storage.wal.retention.min_minutes",
-    "storage.wal.retention.min_bytes",
-    "storage.cloud.retention.time_minutes",
-    "storage.cloud.retention.size_mb",
-    "storage.disk.min_free",
-    "storage.disk.reserve",
-}
+
+
+def _another(setting):
+    """A value as it is written that is not the default."""
+    if setting.path in _BY_PATH:
+        return _BY_PATH[setting.path]
+    if setting.kind == "number":
+        return setting.low + (setting.low == setting.default)
+    if setting.kind == "switch":
+        return not setting.default
+    if setting.kind == "choice":
+        return next(choice for choice in setting.choices if choice != setting.default)
+    return _BY_KIND[setting.kind]
 
 
 def _tree(path, value):
@@ -297,35 +74,21 @@ def _get(config, path):
     return config
 
 
-def test_every_key_has_a_row_here():
-    assert {setting.path for setting in settings()} == set(_KEYS)
-    numbers = {path for path, row in _KEYS.items() if type(row[1]) is int}
-    assert numbers == set(_BOUNDS)
-    assert numbers > _OPTIONAL_NUMBERS
-
-
-@each(("path", "row"), _KEYS.items())
-def test_key_has_its_default_and_takes_a_value(path, row):
-    default, written, kept = row
-    assert _get(_load(), path) == default
-    found = _get(load_config(_tree(path, written), {}), path)
-    assert (found, type(found)) == (kept, type(kept))
-
-
-@each(("path", "row"), _KEYS.items())
-def test_key_is_overridden_by_the_environment(path, row):
-    _, written, kept = row
-    name = "ISTER_" + path.upper().replace(".", "__")
-    if isinstance(written, dict):
-        ((option, written),) = written.items()
-        name = f"{name}__{option.upper()}"
+@each("setting", _SETTINGS.values())
+def test_key_takes_a_value_from_a_tree_and_from_its_variable(setting):
+    written, name = _another(setting), "ISTER_" + setting.path.upper().replace(".", "__")
+    found = _get(load_config(_tree(setting.path, written), {}), setting.path)
+    assert (to_plain(found), isinstance(found, StrEnum)) == (written, setting.kind == "choice")
     text = ",".join(written) if isinstance(written, list) else str(written)
-    assert _get(_load(environment={name: text}), path) == kept
+    if isinstance(written, dict):
+        ((option, text),) = written.items()
+        name = f"{name}__{option.upper()}"
+    assert _get(_load(environment={name: text}), setting.path) == found
 
 
-@each(("path", "bounds"), _BOUNDS.items())
-def test_bounds_are_inclusive_and_named(path, bounds):
-    low, high = bounds
+@each("setting", _NUMBERS.values())
+def test_bounds_are_inclusive_and_named(setting):
+    path, low, high = setting.path, setting.low, setting.high
     for value in (low, high):
         if value is not None:
             assert _get(load_config(_tree(path, value), {}), path) == value
@@ -335,24 +98,24 @@ def test_bounds_are_inclusive_and_named(path, bounds):
                 load_config(_tree(path, value), {})
 
 
-@each("path", _BOUNDS)
+@each("path", _NUMBERS)
 @each("value", ["5", 5.0, True, [5], {"a": 1}])
 def test_number_of_another_kind_is_refused(path, value):
     with pytest.raises(ConfigError, match=f"{path} must be a whole number"):
         load_config(_tree(path, value), {})
 
 
-@each("path", _BOUNDS)
-def test_null_is_no_limit_where_a_number_is_optional_and_refused_elsewhere(path):
-    tree = _tree(path, None)
-    if path in _OPTIONAL_NUMBERS:
-        assert _get(load_config(tree, {}), path) is None
+@each("setting", _NUMBERS.values())
+def test_null_is_no_limit_where_a_number_is_optional_and_refused_elsewhere(setting):
+    tree = _tree(setting.path, None)
+    if setting.is_optional:
+        assert _get(load_config(tree, {}), setting.path) is None
     else:
-        with pytest.raises(ConfigError, match=f"{path} must be a whole number, not None"):
+        with pytest.raises(ConfigError, match=f"{setting.path} must be a whole number, not None"):
             load_config(tree, {})
 
 
-_SWITCHES = ["storage.cloud_reader.enable_ranged_reads", "storage.cloud_reader.read_ahead"]
+_SWITCHES = [path for path, setting in _SETTINGS.items() if setting.kind == "switch"]
 
 
 @each("path", _SWITCHES)
@@ -463,7 +226,7 @@ def test_password_of_another_kind_is_refused_without_showing_it(value):
 # -- choices and trees --------------------------------------------------------------------------
 
 
-_CHOICES = [path for path, row in _KEYS.items() if isinstance(row[0], StrEnum)]
+_CHOICES = [path for path, setting in _SETTINGS.items() if setting.kind == "choice"]
 
 
 @each("path", _CHOICES)
@@ -887,7 +650,7 @@ _PATHS = [
 
 
 def test_every_setting_that_sounds_like_a_path_is_one():
-    named = {path for path in _KEYS if re.search(r"(_file|\.dir|\.path)$", path)}
+    named = {path for path in _SETTINGS if re.search(r"(_file|\.dir|\.path)$", path)}
     assert named <= set(_PATHS)
 
 

@@ -40,6 +40,7 @@ def test_default_is_the_one_in_force(path):
     setting = SETTINGS[path]
     assert setting.default == value_of(Config(), path)
     assert setting.is_optional or setting.default is not None
+    assert setting.variable == "ISTER_" + path.replace(".", "__").upper()
     if setting.choices:
         assert setting.kind == "choice"
         assert setting.default in setting.choices
@@ -65,17 +66,6 @@ def test_default_is_the_one_in_force(path):
 )
 def test_default_and_bounds_in_words(path, shown, bounds):
     assert (SETTINGS[path].shown_default, SETTINGS[path].bounds) == (shown, bounds)
-
-
-@each("path", SETTINGS)
-def test_variable_overrides_it(path):
-    """Goal: the name that documents give is the one that is read."""
-    setting = SETTINGS[path]
-    assert setting.variable == "ISTER_" + path.replace(".", "__").upper()
-    tree = {"storage": {"wal": {"dir": "x"}}}
-    if setting.kind == "number":
-        config = load_config(tree, {setting.variable: str(setting.high or setting.low)})
-        assert value_of(config, path) == (setting.high or setting.low)
 
 
 def test_secrets_are_known_as_such():
