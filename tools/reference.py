@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from ister.base.metrics import LEFT_OUT, METRICS
+from ister.broker.observe.api import ROUTES
 from ister.cli.main import make_parser
 from ister.cli.parser import Parser, walk_commands
 from ister.config.aliases import ALIASES
 from ister.config.reference import sections, settings
 from ister.errors import IsterError
+from tools.broker_operations import operations
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
 _REFERENCE: Final = _ROOT / "docs" / "reference"
@@ -79,6 +81,14 @@ column."""
 _DEPRECATED_TEXT: Final = """\
 Both names are served in this release, with the same values in their units. The HELP text of the old
 one begins with `deprecated`. The next release has the new name alone."""
+
+_PERMISSIONS_TEXT: Final = """\
+What a caller needs, with `broker.auth.mode: token`. The HTTP paths lead to the operations beside
+them, which check, audit and forward to the broker that has the topic. A permission on a namespace
+holds for its topics, and one on the cluster for everything. Whoever may use or manage a topic may
+look it up. A subscription that is restricted can be used and changed by its principals alone.
+Flight asks for `consume` to read a topic, for `produce` to write to it, and for `lookup` to ask
+where it ends."""
 
 _PYTHON_TEXT: Final = """\
 The names on this page, and no others, are what programs may rely on. Every error is an
@@ -230,6 +240,29 @@ def metrics_page() -> str:
     lines += ["", "## Left out", "", "Metrics of Danube's broker that have no equivalent here:", ""]
     lines += ["| metric | why |", "|---|---|"]
     lines += [f"| `{name}` | {_cell(why)} |" for name, why in LEFT_OUT]
+    return _page(lines)
+
+
+# -- permissions -----------------------------------------------------------------------------
+
+
+def permissions_page() -> str:
+    """What every operation of the broker needs, by gRPC and by HTTP."""
+    paths: dict[str, list[str]] = {}
+    own = []
+    for route in ROUTES:
+        path = f"`{route.method} {route.path}`"
+        if isinstance(route.needs, str):
+            own.append(f"| {path} | {route.needs} |")
+        else:
+            paths.setdefault(route.needs.path[1:], []).append(path)
+    lines = ["# Permissions", "", _PERMISSIONS_TEXT, ""]
+    lines += ["| operation (gRPC) | HTTP | needs |", "|---|---|---|"]
+    lines += [
+        f"| `{path}` | {', '.join(paths.get(path, ()))} | {need.words} |"
+        for path, need in operations()
+    ]
+    lines += ["", "## HTTP alone", "", "| path | needs |", "|---|---|", *own]
     return _page(lines)
 
 
@@ -458,6 +491,7 @@ PAGES: Final[dict[str, Callable[[], str]]] = {
     "config.md": config_page,
     "cli.md": cli_page,
     "metrics.md": metrics_page,
+    "permissions.md": permissions_page,
     "python-api.md": python_page,
 }
 

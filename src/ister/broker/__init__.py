@@ -2,7 +2,8 @@
 
 server        the broker, from its start to its end
 rpc           the gRPC ports and their two engines
-services      a module per gRPC service
+services      a module per gRPC service: the operations, to which HTTP leads, too
+operations    what each operation needs
 flight        Arrow Flight: bulk publishing, ranges
 publish       from producers to the log: the fast path of SendMessage, checks
 topics        the topics that this broker serves

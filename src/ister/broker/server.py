@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -60,7 +59,7 @@ from ister.broker.services.admin import (
     TopicAdminService,
 )
 from ister.broker.services.consumer import ConsumerService
-from ister.broker.services.dead_letters import DeadLetterCalls, DeadLetterService
+from ister.broker.services.dead_letters import DeadLetterService
 from ister.broker.services.delivery import DeliveryService
 from ister.broker.services.discovery import DiscoveryService, HealthService, StorageService
 from ister.broker.services.forwarding import FORWARDING, forwarding, receiving
@@ -79,7 +78,6 @@ from ister.config import (
 )
 from ister.errors import IsterError, UnavailableError
 from ister.metadata.base import MetadataStore
-from ister.topic.known_topics import RATES_NAME
 from ister.topic.log import Log
 from ister.topic.stores import metadata_of, open_metadata
 
@@ -146,7 +144,7 @@ class Broker:
         self.health: BrokerHealth
         self.history: RateHistory
         self.views: Views
-        self.dead_letters: DeadLetterCalls
+        self.dead_letters: DeadLetterService
         self._topic_admin: TopicAdminService
         self._ister_admin: IsterAdminService
         self._api: Api
@@ -371,7 +369,7 @@ class Broker:
             "danube_admin.SecurityAdmin": SecurityAdmin(guard),
             "ister.Delivery": DeliveryService(topics, guard, slots),
             "ister.Admin": self._ister_admin,
-            "ister.DeadLetters": DeadLetterService(self.dead_letters),
+            "ister.DeadLetters": self.dead_letters,
             "ister.Peers": PeersService(topics, guard),
         }
         size_max = storage.max_message_size + ENVELOPE_SIZE_BYTES_MAX + 64 * KIB
@@ -410,9 +408,7 @@ class Broker:
     def _serve_api(self, metadata: MetadataStore) -> None:
         """Makes the HTTP port report topics, and starts sampling rates."""
         clock = self._clock
-        directory = self.config.storage.wal.dir if self._log.has_files else None
-        path = None if directory is None else os.path.join(os.path.abspath(directory), RATES_NAME)
-        self.history = RateHistory(self.topics, clock=clock, path=path)
+        self.history = RateHistory(self.topics, clock=clock)
         query_threads = QueryThreads()
         self.views = Views(
             self.topics,
@@ -425,7 +421,7 @@ class Broker:
         )
         browser = Browser(self.topics, self.schemas, query_threads, clock=clock)
         queue = DeadLetterQueue(self.topics, browser, query_threads, metadata, clock=clock)
-        self.dead_letters = DeadLetterCalls(queue, self.guard)
+        self.dead_letters = DeadLetterService(queue, self.guard)
         self._topic_admin = TopicAdminService(
             self.topics, self.guard, self.schemas, self.views.control
         )
@@ -433,11 +429,11 @@ class Broker:
         served = ApiContext(
             self.views,
             browser,
-            self.dead_letters,
             metadata,
-            services={
+            operations={
                 "danube_admin.TopicAdmin": self._topic_admin,
                 "ister.Admin": self._ister_admin,
+                "ister.DeadLetters": self.dead_letters,
             },
             clock=clock,
         )

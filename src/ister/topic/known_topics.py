@@ -24,7 +24,7 @@ from ister.topic.stores import Stores
 from ister.wal.directory import LOCK_NAME
 
 RATES_NAME: Final = ".rates"
-"""The file of a broker's charts (`ister.broker.observe.rate_file`)."""
+"""Charts of an earlier broker; not read."""
 _OWN_FILES: Final = (
     LOCK_NAME,
     NODE_NAME,

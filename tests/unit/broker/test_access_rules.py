@@ -18,10 +18,8 @@ from ister.broker.security.rights import Binding, Permission, Role, Scope
 from ister.broker.services.forwarding import FORWARDING
 from ister.broker.topics import open_topics
 from ister.client import Client
-from ister.client.flight import FlightClient
-from ister.errors import AlreadyExistsError, CapacityError, IsterError, PermissionDeniedError
+from ister.errors import AlreadyExistsError, CapacityError, PermissionDeniedError
 from ister.wire import danube, danube_admin, ister_api
-from ister.wire.contract import RangeTicket
 from tests.support.broker import a_broker, a_record, eventually
 from tests.support.cases import each
 from tests.support.security import auth_settings, sign
@@ -179,55 +177,6 @@ async def test_grpc_answers_those_without_rights_alike_whether_something_exists(
                         for names in (there, missing)
                     ]
                     assert answers[0] == answers[1], (who, service, method.name)
-
-
-async def test_http_and_flight_answer_those_without_rights_alike(tmp_path):
-    async with guarded(tmp_path) as (_broker, _services, listening):
-        headers = {"Authorization": f"Bearer {sign('nobody')}", "X-Ister-Action": "yes"}
-        base = f"http://127.0.0.1:{listening.http}"
-        async with aiohttp.ClientSession(base, headers=headers) as session:
-
-            async def answered(method, path, namespace, topic, **more):
-                path = path.format(namespace=namespace, topic=topic)
-                async with session.request(method, path, **more) as answer:
-                    text = await answer.text()
-                    return answer.status, text.replace(f"/{namespace}/{topic}", "name")
-
-            for method, path, more in (
-                ("GET", "/api/topics?namespace={namespace}", {}),
-                ("GET", "/api/topics/{namespace}/{topic}", {}),
-                ("GET", "/api/topics/{namespace}/{topic}/messages", {}),
-                ("POST", "/api/topics/{namespace}/{topic}/unload", {"json": {}}),
-                (
-                    "POST",
-                    "/api/topics/{namespace}/{topic}/subscriptions/s/seek",
-                    {"json": {"to": "earliest"}},
-                ),
-            ):
-                one = await answered(method, path, "shop", "orders", **more)
-                assert one == await answered(method, path, "nowhere", "nothing", **more), path
-
-        def by_flight():
-            with FlightClient(
-                f"grpc://127.0.0.1:{listening.flight}", token=sign("nobody")
-            ) as client:
-                for call in (
-                    lambda name: client.watermarks([name]),
-                    lambda name: client.find_time(name, 0, 0, 1),
-                    lambda name: list(
-                        client.read(RangeTicket(topic=name, start=0, end=1, incarnation=""))
-                    ),
-                ):
-                    texts = []
-                    for name in (TOPIC, "/nowhere/nothing"):
-                        with pytest.raises(IsterError) as refused:
-                            call(name)
-                        text = str(refused.value).replace(name, "name")
-                        texts.append((type(refused.value), text))
-                    assert texts[0] == texts[1]
-                    assert texts[0][0] is PermissionDeniedError
-
-        await asyncio.to_thread(by_flight)
 
 
 @both_engines

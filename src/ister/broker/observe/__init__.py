@@ -2,17 +2,14 @@
 
 http            the HTTP port
 api             the JSON API
-cluster_api     the part of it that is about the cluster
-topic_api       the part that changes topics and subscriptions, and publishes messages
-dead_letter_api the part of it that is about dead letters
+api_changes     the part of it that changes things
 requests        reads paths and bodies of its requests
 dashboard       the pages
 health          the checks of `/ready` and `/health`
 probe           probes of the metadata store, the disk and the machine
 prometheus      the text of `/metrics`
 counters        what is counted while messages pass
-rates           messages per second, over the last minutes
-rate_file       the same over the last hour and day, in a file
+rates           messages per second, over the last minutes, hour and day
 views           descriptions of topics, brokers and the pipeline
 cluster_view    descriptions of the cluster: brokers, load, moves, topics that wait
 other_brokers   asks other brokers to describe their topics

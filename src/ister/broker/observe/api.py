@@ -1,25 +1,8 @@
-"""The JSON API of the HTTP port, which the dashboard uses.
+"""The JSON API of the HTTP port, which the dashboard uses: `ROUTES` lists its paths.
 
-    GET  /api/overview                                   health, totals, rates of the broker
-    GET  /api/topics                                     topics in short, page by page
-    GET  /api/topics/{ns}/{topic}                        a topic with all fields
-    GET  /api/topics/{ns}/{topic}/messages               some of its messages
-    GET  /api/topics/{ns}/{topic}/dead-letters, /dead-letters/count
-    GET  /api/topics/{ns}/{topic}/messages/download      the same as lines of JSON
-    GET  /api/brokers, /api/cluster, /api/pipeline
-    POST /api/topics
-    POST /api/topics/{ns}/{topic}/delete, /publish, /policies
-    POST /api/topics/{ns}/{topic}/subscriptions/{s}/seek, /policy, /delete
-    POST /api/topics/{ns}/{topic}/dead-letters/requeue, /dead-letters/drop
-    POST /api/topics/{ns}/{topic}/unload, /move, /take-over
-    POST /api/brokers/{node}/drain, /activate
-    POST /api/cluster/rebalance
-    POST /api/pipeline/requests
-    POST /api/clock/confirm
-
-Owns: paths, parameters, status codes, and protection against requests from foreign web pages. Does
-not own: authentication (`http_guard`), content (`views`, `browse`), the cluster (`cluster_api`),
-dead letters (`dead_letter_api`), changes of topics (`topic_api`).
+Owns: paths, parameters of GET, status codes, and protection against requests from foreign web
+pages. Does not own: authentication (`http_guard`), content (`views`, `browse`), changes
+(`api_changes`), what an operation needs and does (`ister.broker.operations`).
 
 Errors are `{"code", "error", "hint"}`. Each call checks a permission: LOOKUP to read, CONSUME for
 messages, PRODUCE to publish, MANAGE_TOPIC and MANAGE_BROKER for changes.
@@ -33,11 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from datetime import datetime
-from typing import Final, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import grpc
@@ -48,23 +32,19 @@ from multidict import MultiMapping
 
 from ister.base.clock import Clock
 from ister.base.message_filter import MessageFilter
-from ister.base.model import JsonObject, Start, TopicName
-from ister.base.positions import parse_position, to_milliseconds
+from ister.base.model import JsonObject, TopicName
+from ister.base.positions import parse_position
+from ister.broker.cluster.peers import may_forward
+from ister.broker.observe.api_changes import Changes, parse_letters, plain_topic
 from ister.broker.observe.browse import DOWNLOAD_MAX, LIMIT_DEFAULT, LIMIT_MAX, Browser
-from ister.broker.observe.cluster_api import ClusterApi, ask_other
-from ister.broker.observe.dead_letter_api import DeadLetterApi
 from ister.broker.observe.rates import parse_window
-from ister.broker.observe.requests import Downloads, read_body, topic_of
-from ister.broker.observe.subscriptions import describe_subscription
-from ister.broker.observe.topic_api import TopicApi
+from ister.broker.observe.requests import Downloads, topic_of
 from ister.broker.observe.views import Views, list_topics
 from ister.broker.rpc.handlers import Refused
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
-from ister.broker.services.dead_letters import DeadLetterCalls
 from ister.broker.topics.open_topics import ElsewhereError
 from ister.broker.topics.served_topic import ServedTopic
-from ister.bucket.pipeline import PipelineKeys, request_job
 from ister.config import AuthMode, BrokerConfig
 from ister.errors import (
     CapacityError,
@@ -80,9 +60,9 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.metadata.base import MetadataStore
-from ister.wire import Rpc, danube_admin, ister_api, services
+from ister.wire import Rpc, ister_api, services
 from ister.wire.errors import BROKER_FAILED, http_error
-from ister.wire.views import PipelineJson, TopicJson
+from ister.wire.views import ClusterJson, PipelineJson, TopicJson
 
 _log = logging.getLogger("ister.broker.observe.api")
 
@@ -91,7 +71,6 @@ ACTION_HEADER: Final = "X-Ister-Action"
 
 _TOPICS_DEFAULT: Final = 100
 _TOPICS_MAX: Final = 500
-_TOPICS_ASKED_MAX: Final = 1001
 _PARTITIONS_SHOWN: Final = 200
 _SEARCH_CHARACTERS_MAX: Final = 256
 _HEADERS: Final = {
@@ -137,6 +116,63 @@ def status_of(error: IsterError) -> int:
     return 500
 
 
+_TOPIC: Final = "/api/topics/{namespace}/{topic}"
+_SUBSCRIPTION: Final = _TOPIC + "/subscriptions/{subscription}"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path of the API."""
+
+    method: str
+    path: str
+    handler: str
+    """GET: of `Api`; POST: of `Changes`."""
+    needs: Rpc[Any, Any] | str
+    """The operation that it leads to, with what that needs; or what the handler itself needs."""
+
+
+ROUTES: Final = (
+    Route("GET", "/api/overview", "overview", "`lookup` on any topic"),
+    Route("GET", "/api/topics", "topics", "`lookup` on each topic"),
+    Route("GET", _TOPIC, "topic", "`lookup` on the topic"),
+    Route("GET", f"{_TOPIC}/messages", "messages", "`consume` on the topic"),
+    Route("GET", f"{_TOPIC}/messages/download", "download", "`consume` on the topic"),
+    Route("GET", f"{_TOPIC}/dead-letters", "letters", services.DeadLetters.Show),
+    Route("GET", f"{_TOPIC}/dead-letters/count", "letter_count", services.DeadLetters.Count),
+    Route("GET", "/api/brokers", "brokers", "`lookup` on the cluster"),
+    Route("GET", "/api/cluster", "cluster", "`lookup` on the cluster"),
+    Route("GET", "/api/pipeline", "pipeline", "`lookup` on the cluster"),
+    Route("POST", "/api/topics", "create", services.Admin.CreateTopic),
+    Route("POST", f"{_TOPIC}/delete", "delete", services.TopicAdmin.DeleteTopic),
+    Route("POST", f"{_TOPIC}/publish", "publish", "`produce` on the topic"),
+    Route("POST", f"{_TOPIC}/policies", "set_policies", services.Admin.SetTopicPolicies),
+    Route("POST", f"{_TOPIC}/unload", "unload", services.TopicAdmin.UnloadTopic),
+    Route("POST", f"{_TOPIC}/move", "move", services.Admin.MoveTopic),
+    Route("POST", f"{_TOPIC}/take-over", "take_over", services.Admin.TakeOverTopic),
+    Route("POST", f"{_SUBSCRIPTION}/seek", "seek", services.Admin.Seek),
+    Route(
+        "POST",
+        f"{_SUBSCRIPTION}/policy",
+        "set_failure_policy",
+        services.TopicAdmin.SetSubscriptionFailurePolicy,
+    ),
+    Route("POST", f"{_SUBSCRIPTION}/delete", "unsubscribe", services.TopicAdmin.Unsubscribe),
+    Route("POST", f"{_TOPIC}/dead-letters/requeue", "requeue", services.DeadLetters.Requeue),
+    Route("POST", f"{_TOPIC}/dead-letters/drop", "drop", services.DeadLetters.Drop),
+    Route("POST", "/api/brokers/{node}/drain", "drain", services.Admin.DrainBroker),
+    Route("POST", "/api/brokers/{node}/activate", "activate", services.Admin.ActivateBroker),
+    Route("POST", "/api/cluster/rebalance", "rebalance", services.Admin.Rebalance),
+    Route(
+        "POST",
+        "/api/pipeline/requests",
+        "request_job",
+        "`manage_broker` on the cluster; for some topics, `manage_topic` on each",
+    ),
+    Route("POST", "/api/clock/confirm", "confirm_clock", "`manage_broker` on the cluster"),
+)
+
+
 class ApiContext:
     """What the API uses, once the broker has its topics."""
 
@@ -144,24 +180,29 @@ class ApiContext:
         self,
         views: Views,
         browser: Browser,
-        dead_letters: DeadLetterCalls,
         metadata: MetadataStore,
         *,
-        services: Mapping[str, object],
+        operations: Mapping[str, object],
         clock: Clock,
     ) -> None:
-        """`services` are those of gRPC that the API calls, by name."""
-        self._services = services
+        """`operations` are the services whose methods the API calls, by name."""
+        self._services = operations
         self.views = views
         self.browser = browser
-        self.dead_letters = dead_letters
         self.metadata = metadata
         self.clock = clock
 
     async def call(self, rpc: Rpc[_Request, _Response], request: _Request) -> _Response:
-        """Calls a service of this broker on behalf of the current caller."""
+        """Runs an operation for the current caller, here or at the broker that has to do it."""
         service, _, method = rpc.path[1:].partition("/")
-        answer: _Response = await getattr(self._services[service], method)(request, None)
+        try:
+            answer: _Response = await getattr(self._services[service], method)(request, None)
+        except ElsewhereError as error:
+            peers = self.views.topics.peers
+            if peers is None or not may_forward():
+                raise
+            topic, timeout = error.topic, error.timeout_seconds
+            return await peers.call(error.member, rpc, request, topic=topic, timeout=timeout)
         return answer
 
     async def stop(self) -> None:
@@ -177,9 +218,7 @@ class Api:
         self._guard = guard
         self._config = config
         self._served: ApiContext | None = None
-        self._cluster = ClusterApi(guard, lambda: self.served.views)
-        self._dead_letters = DeadLetterApi(lambda: self.served)
-        self._changes = TopicApi(guard, lambda: self.served)
+        self._changes = Changes(guard, lambda: self.served)
         self._downloads = Downloads()
         self._hosts = _own_hosts(config)
         self._is_open = config.auth.mode is AuthMode.NONE
@@ -203,40 +242,13 @@ class Api:
 
     def add_routes(self, application: web.Application) -> None:
         """Adds the API's paths."""
-        topic = "/api/topics/{namespace}/{topic}"
-        for path, handler in {
-            "/api/overview": self._overview,
-            "/api/topics": self._topics,
-            topic: self._topic,
-            f"{topic}/messages": self._messages,
-            f"{topic}/messages/download": self._download,
-            f"{topic}/dead-letters": self._dead_letters.show,
-            f"{topic}/dead-letters/count": self._dead_letters.count,
-            "/api/brokers": self._brokers,
-            "/api/cluster": self._cluster.cluster,
-            "/api/pipeline": self._pipeline,
-        }.items():
-            application.router.add_get(path, self._answering(handler), allow_head=False)
-        for path, handler in {
-            "/api/topics": self._changes.create,
-            f"{topic}/delete": self._changes.delete,
-            f"{topic}/publish": self._changes.publish,
-            f"{topic}/policies": self._changes.set_policies,
-            f"{topic}/subscriptions/{{subscription}}/seek": self._seek,
-            f"{topic}/subscriptions/{{subscription}}/policy": self._changes.set_failure_policy,
-            f"{topic}/subscriptions/{{subscription}}/delete": self._changes.unsubscribe,
-            f"{topic}/dead-letters/requeue": self._dead_letters.requeue,
-            f"{topic}/dead-letters/drop": self._dead_letters.drop,
-            f"{topic}/unload": self._unload,
-            f"{topic}/move": self._cluster.move,
-            f"{topic}/take-over": self._cluster.take_over,
-            "/api/brokers/{node}/drain": self._cluster.drain,
-            "/api/brokers/{node}/activate": self._cluster.activate,
-            "/api/cluster/rebalance": self._cluster.rebalance,
-            "/api/pipeline/requests": self._request_job,
-            "/api/clock/confirm": self._confirm_clock,
-        }.items():
-            application.router.add_post(path, self._answering(handler, is_action=True))
+        for route in ROUTES:
+            if route.method == "GET":
+                handler = self._answering(getattr(self, f"_{route.handler}"))
+                application.router.add_get(route.path, handler, allow_head=False)
+            else:
+                change = getattr(self._changes, route.handler)
+                application.router.add_post(route.path, self._answering(change, is_action=True))
         application.router.add_route("*", "/api/{rest:.*}", self._answering(self._not_found))
 
     # -- requests and answers ---------------------------------------------------------------
@@ -400,7 +412,7 @@ class Api:
         query = request.query
         self._check(Permission.CONSUME, topic=topic_of(request))
         return await self.served.browser.read(
-            await self._plain_topic(request),
+            await plain_topic(self.served.views, request),
             start=parse_position(query.get("start") or "latest"),
             end=_end(query),
             limit=_whole(query, "limit", LIMIT_DEFAULT, low=1, high=LIMIT_MAX),
@@ -414,7 +426,7 @@ class Api:
         query, name = request.query, topic_of(request)
         self._check(Permission.CONSUME, topic=name)
         found = await self.served.browser.download(
-            await self._plain_topic(request),
+            await plain_topic(self.served.views, request),
             start=parse_position(query.get("start") or "latest"),
             end=_end(query),
             limit=_whole(query, "limit", DOWNLOAD_MAX, low=1, high=DOWNLOAD_MAX),
@@ -432,121 +444,33 @@ class Api:
         self._check(Permission.LOOKUP)
         return {"brokers": await self.served.views.brokers()}
 
+    async def _cluster(self, request: web.Request) -> ClusterJson:
+        self._check(Permission.LOOKUP)
+        found, caller = await self.served.views.cluster(), current_principal()
+        found["rights"] = {
+            "brokers": self._guard.allows(caller, Permission.MANAGE_BROKER),
+            "topics": self._guard.allows(caller, Permission.MANAGE_TOPIC),
+        }
+        return found
+
+    async def _letters(self, request: web.Request) -> JsonObject:
+        return await self._ask_letters(services.DeadLetters.Show, request)
+
+    async def _letter_count(self, request: web.Request) -> JsonObject:
+        return await self._ask_letters(services.DeadLetters.Count, request)
+
+    async def _ask_letters(
+        self,
+        rpc: Rpc[ister_api.DeadLettersRequest, ister_api.Document],
+        request: web.Request,
+    ) -> JsonObject:
+        served, asked = self.served, parse_letters(topic_of(request), request.query)
+        found: JsonObject = json.loads((await served.call(rpc, asked)).json)
+        return found
+
     async def _pipeline(self, request: web.Request) -> PipelineJson:
         self._check(Permission.LOOKUP)
         return await self.served.views.pipeline()
-
-    # -- changes ----------------------------------------------------------------------------
-
-    async def _plain_topic(self, request: web.Request) -> str:
-        """The topic of a request that must name a single topic.
-
-        Raises:
-            InvalidRequestError: The topic is partitioned.
-        """
-        name, topics = topic_of(request), self.served.views.topics
-        if topics.find_open(name) is None:
-            partitions = await topics.partitions(name)
-            if partitions and partitions != [name]:
-                raise InvalidRequestError(
-                    f"{name} is a partitioned topic with {len(partitions)} partitions",
-                    topic=name,
-                    hint=f"name one of them, such as {partitions[0]}",
-                )
-        return name
-
-    async def _seek(self, request: web.Request) -> JsonObject:
-        self._check(Permission.MANAGE_TOPIC, topic=topic_of(request))
-        name, subscription = await self._plain_topic(request), request.match_info["subscription"]
-        start = _parse_to((await read_body(request)).get("to"))
-        views = self.served.views
-        try:
-            topic = await views.topics.get(name)
-        except ElsewhereError as error:
-            return await _seek_elsewhere(views, error, name, subscription, start)
-        found = topic.reliable_subscription(subscription)
-        self._guard.check_subscription(current_principal(), found, topic=name)
-        offset = await views.topics.searches.start_of(
-            found.topic, start, is_gone=lambda: request.transport is None
-        )
-        await found.seek(offset)
-        return {
-            "done": f"subscription {subscription} continues at offset {offset}",
-            "offset": offset,
-            "subscription": describe_subscription(found),
-        }
-
-    async def _unload(self, request: web.Request) -> JsonObject:
-        self._check(Permission.MANAGE_TOPIC, topic=topic_of(request))
-        name = await self._plain_topic(request)
-        await read_body(request)
-        views = self.served.views
-        topics = views.topics
-        try:
-            is_reliable = (await topics.get(name)).is_reliable
-        except ElsewhereError as error:
-            asked = danube_admin.TopicRequest(name=name)
-            await ask_other(views, error, services.TopicAdmin.UnloadTopic, asked)
-            return {"done": f"{name} was unloaded by broker {error.member.broker_url}"}
-        await topics.unload(name)
-        if topics.log.stores is None or not is_reliable:
-            what = "it is closed until it is used again"
-        elif len(await views.brokers()) > 1:
-            what = "it is in the bucket, and assigned to another broker"
-        else:
-            what = "it is in the bucket; this broker opens it again when it is used"
-        return {"done": f"{name} was unloaded: {what}"}
-
-    async def _confirm_clock(self, request: web.Request) -> JsonObject:
-        self._check(Permission.MANAGE_BROKER)
-        await read_body(request)
-        served = self.served
-        step = await served.views.query_threads.run(served.views.topics.log.confirm_clock)
-        if step is None:
-            return {"done": "nothing to confirm: the clock is trusted", "seconds": None}
-        return {
-            "done": "clock confirmed; deletion by age resumes",
-            "seconds": round(step.seconds),
-        }
-
-    async def _request_job(self, request: web.Request) -> JsonObject:
-        body = await read_body(request)
-        job, topics = body.get("job"), body.get("topics")
-        if topics is None:
-            self._check(Permission.MANAGE_BROKER)
-        elif not isinstance(topics, list) or not all(isinstance(one, str) for one in topics):
-            raise InvalidRequestError("topics must be a list of names, or null for all topics")
-        else:
-            topics = [str(TopicName.parse(topic)) for topic in topics[:_TOPICS_ASKED_MAX]]
-            for topic in topics:
-                self._check(Permission.MANAGE_TOPIC, topic=topic)
-        if not isinstance(job, str):
-            raise InvalidRequestError("job must be a name", hint='such as {"job": "compact"}')
-        served = self.served
-        storage = served.views.topics.config.storage
-        if not storage.mode.has_bucket:
-            raise ConflictError(
-                f"no pipeline: storage.mode is {storage.mode.value}, which has no bucket",
-                hint="set storage.mode to wal_cloud",
-            )
-        asked = await served.views.query_threads.run(
-            request_job,
-            served.metadata,
-            PipelineKeys(storage.metadata.root_prefix),
-            job,
-            by=str(current_principal()),
-            topics=topics,
-            clock=served.clock,
-        )
-        # Others may have requested topics that the caller may not see.
-        told = {**asked.as_json(), "topics": topics if asked.topics is not None else None}
-        which = "" if topics is None else f" of {', '.join(topics[:3])}"
-        more = len(topics or ()) - 3
-        which += f" and {more} more topics" if more > 0 else ""
-        return {
-            "done": f"requested {job}{which}; the pipeline starts it as soon as it can",
-            "request": {**told, "job": job, "state": "waiting"},
-        }
 
 
 def _recent(views: Views, names: list[str]) -> dict[str, list[float]]:
@@ -563,26 +487,6 @@ async def _describe_partitions(views: Views, listed: list[TopicJson]) -> None:
         if names:
             room -= len(names)
             one["topics"] = await views.topics_listed(names)
-
-
-async def _seek_elsewhere(
-    views: Views, error: ElsewhereError, name: str, subscription: str, start: Start
-) -> JsonObject:
-    """Moves the cursor of a subscription at the broker that has its topic."""
-    asked = ister_api.SeekRequest(topic=name, subscription=subscription)
-    if isinstance(start, int):
-        asked.offset = start
-    elif isinstance(start, datetime):
-        asked.publish_time_ms = to_milliseconds(start)
-    elif start == "earliest":
-        asked.earliest = True
-    else:
-        asked.latest = True
-    found = await ask_other(views, error, services.Admin.Seek, asked)
-    return {
-        "done": f"subscription {subscription} continues at offset {found.cursor}",
-        "offset": found.cursor,
-    }
 
 
 # -- parts of requests ----------------------------------------------------------------------
@@ -607,16 +511,6 @@ def _filter(query: MultiMapping[str]) -> MessageFilter:
         attributes=query.getall("attribute", []),
         where=query.getall("where", []),
         contains=query.get("contains", ""),
-    )
-
-
-def _parse_to(to: object) -> Start:
-    if isinstance(to, int) and not isinstance(to, bool) and 0 <= to < 1 << 63:
-        return to
-    if isinstance(to, str):
-        return parse_position(to)
-    raise InvalidRequestError(
-        "invalid `to`: use earliest, latest, an offset, or a time such as t:2026-01-31T12:00:00Z"
     )
 
 

@@ -1,22 +1,23 @@
 """Rates of all topics: their counters are sampled regularly, and the last minutes are kept.
 
-Owns: samples, the rates between two of them, the rings that keep them. Does not own:
-what is counted (`topics.served_topic`), how it is shown (`ister.broker.observe.views`), the last
-hour and day (`ister.broker.observe.rate_file`).
+Owns: samples, the rates between two of them, the rings that keep them, the means that are kept for
+an hour and a day. Does not own: what is counted (`topics.served_topic`), how it is shown
+(`ister.broker.observe.views`).
 
 A sample reads a few numbers of each topic that are in memory, and nothing else: no file, no store.
 Thousands of topics are sampled in parts, so that calls are answered in between. An unused topic has
 no ring, and costs a comparison.
 
-The last five minutes are in memory; after a restart, the points of the last hour stand in for them.
+Everything is in memory and starts empty: Prometheus is for longer, and for restarts. The hour and
+the day are kept of all topics together and of at most `TOPICS_MAX` topics; an active topic takes
+the place of the topic that was inactive for longest.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Final
@@ -26,18 +27,31 @@ from ister.base.clock import Clock
 from ister.base.model import JsonObject
 from ister.base.partitions import base_of_partition
 from ister.broker.dispatch.dispatcher import Dispatcher
-from ister.broker.observe.rate_file import DAY, HOUR, Interval, RateFile
 from ister.broker.topics.served_topic import ServedTopic
 from ister.broker.topics.topics import Topics
 from ister.errors import InvalidRequestError
-
-_log = logging.getLogger("ister.broker.observe.rates")
 
 EVERY_SECONDS: Final = 2.0
 """From one sample to the next."""
 POINTS: Final = 150
 """How many are kept: five minutes."""
-MINUTES: Final = Interval(round(EVERY_SECONDS), -1)
+TOPICS_MAX: Final = 256
+"""Topics whose hour and day are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The points of one window."""
+
+    seconds: int
+    """From one point to the next."""
+    points: int
+    """How many are kept."""
+
+
+MINUTES: Final = Interval(round(EVERY_SECONDS), POINTS)
+HOUR: Final = Interval(20, 180)
+DAY: Final = Interval(480, 180)
 WINDOWS: Final = {"5m": MINUTES, "1h": HOUR, "1d": DAY}
 """What can be shown: the last five minutes, hour or day."""
 
@@ -87,28 +101,82 @@ def parse_window(text: str) -> Interval:
 class _Ring:
     """The last points of one thing, in the order of time: each a fixed number of values."""
 
-    __slots__ = ("_at", "_count", "_values", "_width")
+    __slots__ = ("_at", "_count", "_points", "_values", "_width")
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, points: int = POINTS) -> None:
         self._width = width
-        self._values = array("d", bytes(8 * width * POINTS))
+        self._points = points
+        self._values = array("d", bytes(8 * width * points))
         self._at = 0
         self._count = 0
 
     def append(self, *values: float) -> None:
         start = self._at * self._width
         self._values[start : start + self._width] = array("d", values)
-        self._at = (self._at + 1) % POINTS
-        self._count = min(self._count + 1, POINTS)
+        self._at = (self._at + 1) % self._points
+        self._count = min(self._count + 1, self._points)
+
+    def replace_last(self, *values: float) -> None:
+        start = (self._at - 1) % self._points * self._width
+        self._values[start : start + self._width] = array("d", values)
 
     def last(self, count: int) -> list[list[float]]:
         """The last `count` points, or as many as there are."""
         width = self._width
         found = []
         for back in range(min(count, self._count), 0, -1):
-            start = (self._at - back) % POINTS * width
+            start = (self._at - back) % self._points * width
             found.append(list(self._values[start : start + width]))
         return found
+
+
+class _Means:
+    """Means of the last hour and day: of all topics together (None), and of some."""
+
+    def __init__(self) -> None:
+        # The topic that was inactive for longest comes first.
+        self._series: dict[str | None, dict[Interval, _Ring]] = {}
+
+    def add(self, name: str | None, now: float, values: Sequence[float]) -> None:
+        """Adds a sample to the current points."""
+        series = self._series.pop(name, None)
+        if series is None:
+            if name is not None and not self._has_room(now):
+                return
+            series = {one: _Ring(2 + len(values), one.points) for one in (HOUR, DAY)}
+        self._series[name] = series
+        for interval, ring in series.items():
+            time = int(now) // interval.seconds * interval.seconds
+            last = ring.last(1)
+            if not last or last[0][0] != time:
+                ring.append(time, 1, *values)
+                continue
+            count = last[0][1] + 1
+            means = [
+                mean + (value - mean) / count
+                for mean, value in zip(last[0][2:], values, strict=True)
+            ]
+            ring.replace_last(time, count, *means)
+
+    def _has_room(self, now: float) -> bool:
+        names = [name for name in self._series if name is not None]
+        if len(names) < TOPICS_MAX:
+            return True
+        if self._series[names[0]][HOUR].last(1)[0][0] > now - 2 * HOUR.seconds:
+            return False  # all of them are active
+        del self._series[names[0]]
+        return True
+
+    def read(
+        self, name: str | None, interval: Interval, now: float
+    ) -> list[tuple[float, list[float]]]:
+        """The points of a window up to now, oldest first: the time in seconds, and the means."""
+        series = self._series.get(name)
+        if series is None:
+            return []
+        oldest = (int(now) // interval.seconds - interval.points + 1) * interval.seconds
+        points = series[interval].last(interval.points)
+        return [(one[0], one[2:]) for one in points if one[0] >= oldest]
 
 
 class _Watched:
@@ -126,14 +194,11 @@ class _Watched:
 class RateHistory:
     """Samples topics and keeps their rates. Used on the broker's loop alone."""
 
-    def __init__(self, topics: Topics, *, clock: Clock, path: str | None = None) -> None:
-        """Begins without samples; `path` is the file that keeps the last hour and day."""
+    def __init__(self, topics: Topics, *, clock: Clock) -> None:
+        """Begins without samples."""
         self._topics = topics
         self._clock = clock
-        self._file = _open_file(path)
-        self._writing: asyncio.Task[None] | None = None
-        self._written_at = -float("inf")
-        self._is_writable = True
+        self._means = _Means()
         self._watched: dict[str, _Watched] = {}
         # now, messages in, messages out, bytes in, lag, upload lag, bytes out
         self._all = _Ring(7)
@@ -149,42 +214,19 @@ class RateHistory:
         self._looking = asyncio.get_running_loop().create_task(self._keep_looking())
 
     async def stop(self) -> None:
-        """Stops sampling, and writes the last points. May be called twice."""
+        """Stops sampling. May be called twice."""
         looking, self._looking = self._looking, None
         if looking is not None:
             looking.cancel()
             with suppress(asyncio.CancelledError):
                 await looking
-            if self._writing is not None:
-                await self._writing
-            await self._write()
 
     async def _keep_looking(self) -> None:
         while True:
             # A failure here costs the dashboard a chart; it must not end the broker.
             with threads.guard("ister-rates"):
                 await self.sample()
-                self._write_soon()
             await asyncio.sleep(EVERY_SECONDS)
-
-    def _write_soon(self) -> None:
-        """Has the points of each interval written; a slow disk delays no sample."""
-        now = self._clock.monotonic()
-        is_idle = self._writing is None or self._writing.done()
-        if is_idle and now - self._written_at >= HOUR.seconds:
-            self._written_at = now
-            self._writing = asyncio.get_running_loop().create_task(self._write())
-            threads.watch_task("ister-rates", self._writing)
-
-    async def _write(self) -> None:
-        try:
-            await asyncio.to_thread(self._file.write, self._file.take_changes())
-            self._is_writable = True
-        except OSError as error:
-            # Once: a full disk stays full for a while, and this is only for charts.
-            if self._is_writable:
-                _log.warning("rates cannot be written", extra={"error": str(error)})
-            self._is_writable = False
 
     async def sample(self) -> None:
         """Samples every topic once."""
@@ -214,7 +256,7 @@ class RateHistory:
                 totals.upload_lag_bytes,
             )
             self._all.append(now_ms, *values, sums[3] / seconds)
-            self._file.add(None, now_ms / 1000, values)
+            self._means.add(None, now_ms / 1000, values)
 
     def _sample_topic(
         self, topic: ServedTopic, now_ms: float, seconds: float, lag: int, sums: list[float]
@@ -243,7 +285,7 @@ class RateHistory:
         rates = _per_second(gained, seconds)
         watched.ring.append(now_ms, *rates, lag)
         if any(gained):
-            self._file.add(topic.name, now_ms / 1000, (rates[0], rates[2], rates[1], lag, 0.0))
+            self._means.add(topic.name, now_ms / 1000, (rates[0], rates[2], rates[1], lag, 0.0))
         if watched.idle_looks >= POINTS:
             # A constant rate needs no ring.
             watched.ring = None
@@ -273,13 +315,13 @@ class RateHistory:
 
     def _kept_points(self, name: str, window: Interval) -> list[list[float]]:
         now = self._clock.now_ns() / 1e9
-        known = dict(self._file.read(name, window, now))
+        known = dict(self._means.read(name, window, now))
         if not known:
             return []
         found: list[list[float]] = []
         lag = 0.0
         # A topic without a point while the broker ran was unused then.
-        for time, _ in self._file.read(None, window, now):
+        for time, _ in self._means.read(None, window, now):
             came, gone, _, lag, _ = known.get(time, (0.0, 0.0, 0.0, lag, 0.0))
             found.append([time * 1000, round(came, 2), round(gone, 2), round(lag)])
         return found
@@ -303,14 +345,11 @@ class RateHistory:
         `[unix_ms, messages in/s, messages out/s, bytes in/s, lag in messages, upload lag in bytes]`
         """
         now = self._clock.now_ns() / 1e9
-        newest = [] if window is not MINUTES else self._all.last(POINTS)
-        kept = self._file.read(None, HOUR if window is MINUTES else window, now)
         if window is MINUTES:
-            # Of the time before the broker was started.
-            begun = newest[0][0] / 1000 - HOUR.seconds if newest else now
-            kept = [one for one in kept if now - POINTS * EVERY_SECONDS <= one[0] < begun]
-        points = [[time * 1000.0, *values] for time, values in kept]
-        points += [one[:6] for one in newest]
+            points = [one[:6] for one in self._all.last(POINTS)]
+        else:
+            kept = self._means.read(None, window, now)
+            points = [[time * 1000.0, *values] for time, values in kept]
         return [
             [round(one[0]), *(round(value, 2) for value in one[1:4]), round(one[4]), round(one[5])]
             for one in points
@@ -333,14 +372,6 @@ class RateHistory:
 
 _Spread = dict[str, set[object]]
 """The producers of each partitioned topic: one publishes to several partitions."""
-
-
-def _open_file(path: str | None) -> RateFile:
-    try:
-        return RateFile(path)
-    except OSError as error:
-        _log.warning("rates cannot be read", extra={"error": str(error)})
-        return RateFile(None)
 
 
 def _add(totals: OpenTotals, topic: ServedTopic, now: float, spread: _Spread) -> int:

@@ -27,8 +27,7 @@ from ister.base.partitions import base_of_partition
 from ister.broker.observe.cluster_view import describe_brokers, describe_cluster
 from ister.broker.observe.other_brokers import OtherBrokers
 from ister.broker.observe.query_threads import QueryThreads
-from ister.broker.observe.rate_file import Interval
-from ister.broker.observe.rates import MINUTES, RateHistory
+from ister.broker.observe.rates import MINUTES, Interval, RateHistory
 from ister.broker.observe.storage_counts import (
     FILES_SHOWN,
     ObjectCount,

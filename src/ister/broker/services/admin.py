@@ -20,6 +20,7 @@ import grpc
 from ister.base.model import TopicName
 from ister.base.partitions import base_of_partition
 from ister.broker.cluster.peers import is_forwarded
+from ister.broker.operations import checks, conflicts_refused, needs
 from ister.broker.rpc.handlers import Refused
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.guard import Guard, current_principal
@@ -29,7 +30,6 @@ from ister.broker.topics.cluster_control import ClusterControl, broker_id, broke
 from ister.broker.topics.served_topic import ServedTopic
 from ister.broker.topics.topics import Topics
 from ister.errors import (
-    ConflictError,
     InvalidRequestError,
     NotFoundError,
     UnavailableError,
@@ -53,10 +53,10 @@ class _OfSubscription(Protocol):
 class _Service:
     def __init__(self, topics: Topics, guard: Guard) -> None:
         self._topics = topics
-        self._guard = guard
+        self.guard = guard
 
     def _check(self, permission: Permission, **on: str) -> None:
-        self._guard.check(current_principal(), permission, **on)
+        self.guard.check(current_principal(), permission, **on)
 
     async def _visible(self, namespace: str) -> list[str]:
         """The topics of a namespace that the caller may see.
@@ -68,10 +68,10 @@ class _Service:
         try:
             names = await self._topics.topics_of(namespace)
         except NotFoundError:
-            if self._guard.allows(caller, Permission.LOOKUP, namespace=namespace):
+            if self.guard.allows(caller, Permission.LOOKUP, namespace=namespace):
                 raise
             return []  # as of one that exists
-        return self._guard.visible(caller, names)
+        return self.guard.visible(caller, names)
 
 
 class BrokerAdminService(_Service):
@@ -81,11 +81,11 @@ class BrokerAdminService(_Service):
         super().__init__(topics, guard)
         self._control = control
 
+    @needs(Permission.MANAGE_BROKER)
     async def ListBrokers(
         self, request: danube_admin.Empty, context: object
     ) -> danube_admin.BrokerListResponse:
         """All brokers that are up."""
-        self._check(Permission.MANAGE_BROKER)
         brokers = await asyncio.to_thread(self._topics.cluster.brokers)
         leader: str | None = None
         with suppress(UnavailableError):
@@ -104,13 +104,14 @@ class BrokerAdminService(_Service):
             ]
         )
 
+    @needs(Permission.MANAGE_BROKER)
     async def GetLeaderBroker(
         self, request: danube_admin.Empty, context: object
     ) -> danube_admin.BrokerResponse:
         """The leader: the broker that assigns topics."""
-        self._check(Permission.MANAGE_BROKER)
         return danube_admin.BrokerResponse(leader=broker_id(await self._control.leader()))
 
+    @checks("`lookup` on each namespace")
     async def ListNamespaces(
         self, request: danube_admin.Empty, context: object
     ) -> danube_admin.NamespaceListResponse:
@@ -121,10 +122,11 @@ class BrokerAdminService(_Service):
             namespaces=[
                 name
                 for name in names
-                if self._guard.allows(caller, Permission.LOOKUP, namespace=name)
+                if self.guard.allows(caller, Permission.LOOKUP, namespace=name)
             ]
         )
 
+    @needs(Permission.MANAGE_BROKER)
     async def UnloadBroker(
         self, request: danube_admin.UnloadBrokerRequest, context: object
     ) -> danube_admin.UnloadBrokerResponse:
@@ -132,13 +134,12 @@ class BrokerAdminService(_Service):
 
         Without namespaces, it also takes no new ones until it is activated.
         """
-        self._check(Permission.MANAGE_BROKER)
         include, exclude = set(request.namespaces_include), set(request.namespaces_exclude)
 
         def is_wanted(name: TopicName) -> bool:
             return (not include or name.namespace in include) and name.namespace not in exclude
 
-        try:
+        with conflicts_refused():
             drained = await self._control.drain(
                 request.broker_id,
                 is_wanted=is_wanted if include or exclude else None,
@@ -146,8 +147,6 @@ class BrokerAdminService(_Service):
                 timeout=request.timeout_seconds or None,
                 dry_run=request.dry_run,
             )
-        except ConflictError as error:
-            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
         return danube_admin.UnloadBrokerResponse(
             started=not request.dry_run,
             total=drained.total,
@@ -157,19 +156,19 @@ class BrokerAdminService(_Service):
             failed_topics=drained.failed,
         )
 
+    @needs(Permission.MANAGE_BROKER)
     async def ActivateBroker(
         self, request: danube_admin.ActivateBrokerRequest, context: object
     ) -> danube_admin.ActivateBrokerResponse:
         """Makes a broker take topics again."""
-        self._check(Permission.MANAGE_BROKER)
         await self._control.activate(request.broker_id)
         return danube_admin.ActivateBrokerResponse(success=True)
 
+    @needs(Permission.MANAGE_BROKER)
     async def GetClusterBalance(
         self, request: danube_admin.ClusterBalanceRequest, context: object
     ) -> danube_admin.ClusterBalanceResponse:
         """How evenly the load is spread over the brokers that take topics."""
-        self._check(Permission.MANAGE_BROKER)
         balance, counts = await self._control.balance()
         margin = balance.mean * self._control.threshold
         return danube_admin.ClusterBalanceResponse(
@@ -192,11 +191,11 @@ class BrokerAdminService(_Service):
             assignment_strategy=self._control.strategy.value,
         )
 
+    @needs(Permission.MANAGE_BROKER)
     async def TriggerRebalance(
         self, request: danube_admin.RebalanceRequest, context: object
     ) -> danube_admin.RebalanceResponse:
         """Moves topics to even out the load, or only plans that."""
-        self._check(Permission.MANAGE_BROKER)
         moves = await self._control.rebalance(dry_run=request.dry_run, moves_max=request.max_moves)
         return danube_admin.RebalanceResponse(
             success=True,
@@ -225,6 +224,7 @@ class ClusterAdminService(_Service):
         super().__init__(topics, guard)
         self._control = control
 
+    @needs(Permission.MANAGE_CLUSTER)
     async def ClusterStatus(
         self, request: danube_admin.Empty, context: object
     ) -> danube_admin.ClusterStatusResponse:
@@ -244,6 +244,7 @@ class ClusterAdminService(_Service):
             raft_addr=self._topics.cluster.own.broker_url,
         )
 
+    @needs(Permission.MANAGE_CLUSTER)
     async def AddNode(
         self, request: danube_admin.AddNodeRequest, context: object
     ) -> danube_admin.AddNodeResponse:
@@ -251,6 +252,7 @@ class ClusterAdminService(_Service):
         is_done, text = await self._find(request.node_id)
         return danube_admin.AddNodeResponse(success=is_done, node_id=request.node_id, message=text)
 
+    @needs(Permission.MANAGE_CLUSTER)
     async def PromoteNode(
         self, request: danube_admin.PromoteNodeRequest, context: object
     ) -> danube_admin.PromoteNodeResponse:
@@ -258,6 +260,7 @@ class ClusterAdminService(_Service):
         is_done, text = await self._find(request.node_id)
         return danube_admin.PromoteNodeResponse(success=is_done, message=text)
 
+    @needs(Permission.MANAGE_CLUSTER)
     async def RemoveNode(
         self, request: danube_admin.RemoveNodeRequest, context: object
     ) -> danube_admin.RemoveNodeResponse:
@@ -271,7 +274,6 @@ class ClusterAdminService(_Service):
         return danube_admin.RemoveNodeResponse(success=not is_member, message=text)
 
     async def _members(self) -> list[int]:
-        self._check(Permission.MANAGE_CLUSTER)
         members = await asyncio.to_thread(self._topics.cluster.brokers)
         return sorted(broker_number(one.node) for one in members)
 
@@ -288,37 +290,36 @@ class ClusterAdminService(_Service):
 class NamespaceAdminService(_Service):
     """Serves what is asked about namespaces."""
 
+    @checks("`lookup` on each topic")
     async def GetNamespaceTopics(
         self, request: danube_admin.NamespaceRequest, context: object
     ) -> danube_admin.TopicListResponse:
         """The topics of a namespace that the caller may see."""
         return danube_admin.TopicListResponse(topics=await self._visible(request.name))
 
+    @needs(Permission.MANAGE_NAMESPACE, namespace="name")
     async def GetNamespacePolicies(
         self, request: danube_admin.NamespaceRequest, context: object
     ) -> danube_admin.PolicyResponse:
         """The policies of a namespace's topics."""
-        self._check(Permission.MANAGE_NAMESPACE, namespace=request.name)
         policies = await self._topics.namespace_policies(request.name)
         return danube_admin.PolicyResponse(policies=policies.to_json())
 
+    @needs(Permission.MANAGE_NAMESPACE, namespace="name")
     async def CreateNamespace(
         self, request: danube_admin.NamespaceRequest, context: object
     ) -> danube_admin.NamespaceResponse:
         """Creates a namespace."""
-        self._check(Permission.MANAGE_NAMESPACE, namespace=request.name)
         await self._topics.create_namespace(request.name)
         return danube_admin.NamespaceResponse(success=True)
 
+    @needs(Permission.MANAGE_NAMESPACE, namespace="name")
     async def DeleteNamespace(
         self, request: danube_admin.NamespaceRequest, context: object
     ) -> danube_admin.NamespaceResponse:
         """Removes a namespace without topics."""
-        self._check(Permission.MANAGE_NAMESPACE, namespace=request.name)
-        try:
+        with conflicts_refused():
             await self._topics.delete_namespace(request.name)
-        except ConflictError as error:
-            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
         return danube_admin.NamespaceResponse(success=True)
 
 
@@ -332,6 +333,7 @@ class TopicAdminService(_Service):
         self._schemas = schemas
         self._control = control
 
+    @checks("`lookup` on each topic")
     async def ListNamespaceTopics(
         self, request: danube_admin.NamespaceRequest, context: object
     ) -> danube_admin.TopicInfoListResponse:
@@ -340,6 +342,7 @@ class TopicAdminService(_Service):
         owners = await asyncio.to_thread(self._topics.cluster.owners)
         return await self._list(names, owners)
 
+    @checks("`lookup` on each topic")
     async def ListBrokerTopics(
         self, request: danube_admin.BrokerRequest, context: object
     ) -> danube_admin.TopicInfoListResponse:
@@ -350,7 +353,7 @@ class TopicAdminService(_Service):
         else:
             owners = await asyncio.to_thread(self._topics.cluster.owners)
             names = sorted(name for name, owner in owners.items() if owner == node)
-        return await self._list(self._guard.visible(current_principal(), names), owners)
+        return await self._list(self.guard.visible(current_principal(), names), owners)
 
     async def _list(
         self, names: list[str], owners: Mapping[str, str]
@@ -374,11 +377,11 @@ class TopicAdminService(_Service):
             )
         return danube_admin.TopicInfoListResponse(topics=infos)
 
+    @needs(Permission.MANAGE_TOPIC, topic="name")
     async def CreateTopic(
         self, request: danube_admin.NewTopicRequest, context: object
     ) -> danube_admin.TopicResponse:
         """Makes a topic."""
-        self._check(Permission.MANAGE_TOPIC, topic=request.name)
         await self._topics.get_or_create(
             request.name,
             is_reliable=request.dispatch_strategy == danube_admin.DispatchStrategy.Reliable,
@@ -388,11 +391,11 @@ class TopicAdminService(_Service):
         await self._bind(request, [request.name])
         return danube_admin.TopicResponse(success=True)
 
+    @needs(Permission.MANAGE_TOPIC, topic="base_name")
     async def CreatePartitionedTopic(
         self, request: danube_admin.PartitionedTopicRequest, context: object
     ) -> danube_admin.TopicResponse:
         """Makes a topic of so many partitions."""
-        self._check(Permission.MANAGE_TOPIC, topic=request.base_name)
         names = await self._topics.create_partitioned(
             request.base_name,
             request.partitions,
@@ -406,20 +409,15 @@ class TopicAdminService(_Service):
         request: danube_admin.NewTopicRequest | danube_admin.PartitionedTopicRequest,
         names: list[str],
     ) -> None:
-        if request.HasField("schema_subject") and request.schema_subject:
-            for name in names:
-                try:
-                    await asyncio.to_thread(
-                        self._schemas.bind_producer, name, request.schema_subject
-                    )
-                except ConflictError as error:
-                    raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
+        for name in names if request.schema_subject else ():
+            with conflicts_refused():
+                await asyncio.to_thread(self._schemas.bind_producer, name, request.schema_subject)
 
+    @needs(Permission.MANAGE_TOPIC, topic="name")
     async def DeleteTopic(
         self, request: danube_admin.TopicRequest, context: object
     ) -> danube_admin.TopicResponse:
         """Deletes a topic for good, with all its partitions; not a partition alone."""
-        self._check(Permission.MANAGE_TOPIC, topic=request.name)
         base = base_of_partition(request.name)
         # Another broker, which deletes all of them, has this one delete its own.
         if base is not None and not is_forwarded():
@@ -430,19 +428,19 @@ class TopicAdminService(_Service):
         await self._topics.delete(request.name)
         return danube_admin.TopicResponse(success=True)
 
+    @needs(Permission.MANAGE_TOPIC, topic="name")
     async def UnloadTopic(
         self, request: danube_admin.TopicRequest, context: object
     ) -> danube_admin.TopicResponse:
         """Hands a topic over, so that any broker may have it."""
-        self._check(Permission.MANAGE_TOPIC, topic=request.name)
         await self._topics.unload(request.name)
         return danube_admin.TopicResponse(success=True)
 
+    @needs(Permission.LOOKUP, topic="name")
     async def DescribeTopic(
         self, request: danube_admin.DescribeTopicRequest, context: object
     ) -> danube_admin.DescribeTopicResponse:
         """What a topic is."""
-        self._check(Permission.LOOKUP, topic=request.name)
         topic = await self._topics.get(request.name)
         described = danube_admin.DescribeTopicResponse(
             name=topic.name,
@@ -462,27 +460,26 @@ class TopicAdminService(_Service):
                 described.compatibility_mode = latest.compatibility_mode.upper()
         return described
 
+    @needs(Permission.LOOKUP, topic="name")
     async def ListSubscriptions(
         self, request: danube_admin.TopicRequest, context: object
     ) -> danube_admin.SubscriptionListResponse:
         """The names of a topic's subscriptions, each once."""
-        self._check(Permission.LOOKUP, topic=request.name)
         topic = await self._topics.get(request.name)
         return danube_admin.SubscriptionListResponse(subscriptions=sorted(topic.subscriptions))
 
+    @needs(Permission.MANAGE_TOPIC, topic="topic")
     async def Unsubscribe(
         self, request: danube_admin.SubscriptionRequest, context: object
     ) -> danube_admin.SubscriptionResponse:
         """Removes a subscription without consumers."""
-        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         topic = await self._topics.get(request.topic)
         self._check_use(topic, request.subscription)
-        try:
+        with conflicts_refused():
             await topic.unsubscribe(request.subscription)
-        except ConflictError as error:
-            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
         return danube_admin.SubscriptionResponse(success=True)
 
+    @needs(Permission.MANAGE_TOPIC, topic="topic")
     async def SetSubscriptionFailurePolicy(
         self, request: danube_admin.SetSubscriptionFailurePolicyRequest, context: object
     ) -> danube_admin.SubscriptionResponse:
@@ -490,7 +487,6 @@ class TopicAdminService(_Service):
 
         The policy of a subscription that does not exist is stored, and in force when it does.
         """
-        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         topic = await self._reliable(request)
         self._check_use(topic, request.subscription)
         policy = decode_policy(request.failure_policy)
@@ -502,11 +498,11 @@ class TopicAdminService(_Service):
         await topic.configure(request.subscription, policy=policy)
         return danube_admin.SubscriptionResponse(success=True)
 
+    @needs(Permission.LOOKUP, topic="topic")
     async def GetSubscriptionFailurePolicy(
         self, request: danube_admin.GetSubscriptionFailurePolicyRequest, context: object
     ) -> danube_admin.GetSubscriptionFailurePolicyResponse:
         """What happens to messages that fail."""
-        self._check(Permission.LOOKUP, topic=request.topic)
         settings = await (await self._reliable(request)).settings(request.subscription)
         return danube_admin.GetSubscriptionFailurePolicyResponse(
             failure_policy=encode_policy(settings.policy),
@@ -514,6 +510,7 @@ class TopicAdminService(_Service):
             subscription_type=KINDS.index(settings.kind) if settings.kind is not None else 0,
         )
 
+    @needs(Permission.MANAGE_TOPIC, topic="topic")
     async def SetSubscriptionDispatchConfig(
         self, request: danube_admin.SetSubscriptionDispatchConfigRequest, context: object
     ) -> danube_admin.SubscriptionResponse:
@@ -521,7 +518,6 @@ class TopicAdminService(_Service):
 
         That of a subscription that does not exist is stored, and in force when it does.
         """
-        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         topic = await self._reliable(request)
         self._check_use(topic, request.subscription)
         window = request.dispatch_config.max_unacked_messages
@@ -530,11 +526,11 @@ class TopicAdminService(_Service):
         await topic.configure(request.subscription, window=window)
         return danube_admin.SubscriptionResponse(success=True)
 
+    @needs(Permission.LOOKUP, topic="topic")
     async def GetSubscriptionDispatchConfig(
         self, request: danube_admin.GetSubscriptionDispatchConfigRequest, context: object
     ) -> danube_admin.GetSubscriptionDispatchConfigResponse:
         """How many messages a consumer may have unacknowledged."""
-        self._check(Permission.LOOKUP, topic=request.topic)
         settings = await (await self._reliable(request)).settings(request.subscription)
         return danube_admin.GetSubscriptionDispatchConfigResponse(
             dispatch_config=danube_admin.SubscriptionDispatchConfig(
@@ -546,7 +542,7 @@ class TopicAdminService(_Service):
         """Refuses a caller that may not use a subscription; one that does not exist is free."""
         found = topic.subscriptions.get(name)
         if found is not None:
-            self._guard.check_subscription(current_principal(), found, topic=topic.name)
+            self.guard.check_subscription(current_principal(), found, topic=topic.name)
 
     async def _reliable(self, request: _OfSubscription) -> ServedTopic:
         topic = await self._topics.get(request.topic)

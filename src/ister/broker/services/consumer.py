@@ -21,6 +21,7 @@ from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.dispatch.encoder import DeliveredEncoder, encode, encode_answer
 from ister.broker.dispatch.fanout import Fanout
 from ister.broker.dispatch.outbox import Outbox, Sent
+from ister.broker.operations import checks
 from ister.broker.rpc.batch_calls import BatchCall
 from ister.broker.rpc.handlers import ConsumerSlots, Refused
 from ister.broker.security.guard import Guard, current_principal, entered
@@ -86,15 +87,16 @@ class ConsumerService:
 
     def __init__(self, topics: Topics, guard: Guard, slots: ConsumerSlots) -> None:
         self._topics = topics
-        self._guard = guard
+        self.guard = guard
         self._slots = slots
 
+    @checks("`consume` on the topic")
     async def Subscribe(
         self, request: danube.ConsumerRequest, context: object
     ) -> danube.ConsumerResponse:
         """Registers a consumer; creates the subscription, but not the topic."""
         caller = current_principal()
-        self._guard.check(caller, Permission.CONSUME, topic=request.topic_name)
+        self.guard.check(caller, Permission.CONSUME, topic=request.topic_name)
         if not 0 <= request.subscription_type < len(KINDS):
             raise InvalidRequestError(f"there is no subscription type {request.subscription_type}")
         topic = await self._topics.get(request.topic_name)
@@ -105,7 +107,7 @@ class ConsumerService:
                 request.consumer_name,
                 tuple(request.key_filters),
                 created_by=str(caller),
-                check=partial(self._guard.check_subscription, caller, topic=topic.name),
+                check=partial(self.guard.check_subscription, caller, topic=topic.name),
             )
         except ConflictError as error:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
@@ -115,6 +117,7 @@ class ConsumerService:
             consumer_name=consumer.name,
         )
 
+    @checks("`consume` on the topic")
     async def ReceiveMessages(
         self,
         request: danube.ReceiveRequest,
@@ -124,10 +127,10 @@ class ConsumerService:
         try:
             caller = current_principal()
             consumer = self._known(request.consumer_id, caller)
-            self._guard.check(caller, Permission.CONSUME, topic=consumer.topic)
+            self.guard.check(caller, Permission.CONSUME, topic=consumer.topic)
             topic = await self._topics.get(consumer.topic)
             subscription = topic.arrive(consumer)
-            self._guard.check_subscription(caller, subscription, topic=consumer.topic)
+            self.guard.check_subscription(caller, subscription, topic=consumer.topic)
             self._slots.check(counted_as(caller))
             stream = _stream(subscription, consumer, self._topics.consumers)
         except IsterError as error:
@@ -150,15 +153,16 @@ class ConsumerService:
         Ids are hashes of names: another answer would reveal which consumers exist.
         """
         self._slots.check(counted_as(caller))
-        self._guard.check_anywhere(caller, Permission.CONSUME)
+        self.guard.check_anywhere(caller, Permission.CONSUME)
         consumer = self._topics.consumers.find(id)
-        may_know = consumer is not None and self._guard.allows(
+        may_know = consumer is not None and self.guard.allows(
             caller, Permission.CONSUME, topic=consumer.topic
         )
         if consumer is None or not may_know:
             raise NotFoundError("there is no consumer of that id", hint="subscribe again")
         return consumer
 
+    @checks("`consume` on the topic")
     async def Ack(self, request: danube.AckRequest, context: object) -> danube.AckResponse:
         """Takes an acknowledgement; it may be late or repeated."""
         subscription = await self._addressed(request)
@@ -214,6 +218,7 @@ class ConsumerService:
             self._topics.consumers.record_answer(consumer)
         return refusals
 
+    @checks("`consume` on the topic")
     async def Nack(self, request: danube.NackRequest, context: object) -> danube.NackResponse:
         """Takes a negative acknowledgement; ignored if another consumer has the message by now."""
         subscription = await self._addressed(request)
@@ -237,7 +242,7 @@ class ConsumerService:
         found = self._addressed_at_once(request)
         if found is None:
             name = request.msg_id.topic_name
-            self._guard.check(current_principal(), Permission.CONSUME, topic=name)
+            self.guard.check(current_principal(), Permission.CONSUME, topic=name)
             found = self._use(await self._topics.get(name), request.subscription_name)
         return found
 
@@ -251,13 +256,13 @@ class ConsumerService:
         topic = self._topics.find_open(name)
         if topic is None:
             return None
-        self._guard.check(current_principal(), Permission.CONSUME, topic=name)
+        self.guard.check(current_principal(), Permission.CONSUME, topic=name)
         return self._use(topic, request.subscription_name)
 
     def _use(self, topic: ServedTopic, name: str) -> AnySubscription:
         """Returns a subscription that the caller may use."""
         found = topic.subscription(name)
-        self._guard.check_subscription(current_principal(), found, topic=topic.name)
+        self.guard.check_subscription(current_principal(), found, topic=topic.name)
         return found
 
 

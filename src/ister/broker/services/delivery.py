@@ -18,6 +18,7 @@ from ister.base.positions import parse_position
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.dispatch.encoder import varint
 from ister.broker.dispatch.outbox import Outbox, Sent
+from ister.broker.operations import checks
 from ister.broker.rpc.handlers import ConsumerSlots, Refused
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.principal import counted_as
@@ -44,9 +45,10 @@ class DeliveryService:
 
     def __init__(self, topics: Topics, guard: Guard, slots: ConsumerSlots) -> None:
         self._topics = topics
-        self._guard = guard
+        self.guard = guard
         self._slots = slots
 
+    @checks("`consume` on the topic")
     async def Consume(
         self, requests: AsyncIterator[ister_api.ConsumeRequest], context: object
     ) -> AsyncGenerator[ister_api.ConsumeResponse | bytes, None]:
@@ -118,7 +120,7 @@ class DeliveryService:
 
     async def _open(self, request: ister_api.OpenConsumer) -> tuple[Dispatcher, ConsumerIdentity]:
         caller = current_principal()
-        await self._guard.check_stream(caller, Permission.CONSUME, topic=request.topic)
+        await self.guard.check_stream(caller, Permission.CONSUME, topic=request.topic)
         try:
             kind = SubscriptionKind(request.kind or SubscriptionKind.EXCLUSIVE)
         except ValueError as error:
@@ -139,7 +141,7 @@ class DeliveryService:
                 tuple(request.key_filters),
                 parse_position(request.start or "latest"),
                 created_by=str(caller),
-                check=partial(self._guard.check_subscription, caller, topic=topic.name),
+                check=partial(self.guard.check_subscription, caller, topic=topic.name),
             )
         except ConflictError as error:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error

@@ -6,6 +6,7 @@ import asyncio
 from itertools import takewhile
 
 from ister.base.model import Layout, TopicName
+from ister.broker.operations import checks, needs
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.topics.open_topics import ElsewhereError
@@ -21,13 +22,13 @@ class DiscoveryService:
 
     def __init__(self, topics: Topics, guard: Guard) -> None:
         self._topics = topics
-        self._guard = guard
+        self.guard = guard
 
+    @needs(Permission.LOOKUP, topic="topic")
     async def TopicLookup(
         self, request: danube.TopicLookupRequest, context: object
     ) -> danube.TopicLookupResponse:
         """Returns the broker that has a topic."""
-        self._guard.check(current_principal(), Permission.LOOKUP, topic=request.topic)
         try:
             found = await self._topics.locate(request.topic)
         except ElsewhereError as error:
@@ -45,11 +46,11 @@ class DiscoveryService:
             proxy=found.is_proxied,
         )
 
+    @needs(Permission.LOOKUP, topic="topic")
     async def TopicPartitions(
         self, request: danube.TopicLookupRequest, context: object
     ) -> danube.TopicPartitionsResponse:
         """The topics behind a name; none if there is no such topic."""
-        self._guard.check(current_principal(), Permission.LOOKUP, topic=request.topic)
         stand_in = self._topics.find_stand_in()
         if stand_in is not None:
             raise ElsewhereError(stand_in, request.topic)
@@ -63,8 +64,9 @@ class HealthService:
 
     def __init__(self, topics: Topics, guard: Guard) -> None:
         self._topics = topics
-        self._guard = guard
+        self.guard = guard
 
+    @checks("`lookup` on the topic: without it, it is unknown")
     async def HealthCheck(
         self, request: danube.HealthCheckRequest, context: object
     ) -> danube.HealthCheckResponse:
@@ -82,7 +84,7 @@ class HealthService:
         return danube.HealthCheckResponse(status=status.Value("OK" if is_known else "CLOSE"))
 
     def _may_know(self, topic: str) -> bool:
-        return self._guard.allows(current_principal(), Permission.LOOKUP, topic=topic)
+        return self.guard.allows(current_principal(), Permission.LOOKUP, topic=topic)
 
     def _has_producer(self, id: int) -> bool:
         topic = self._topics.find_open(self._topics.producers.get(id, ""))
@@ -108,8 +110,9 @@ class StorageService:
 
     def __init__(self, topics: Topics, guard: Guard) -> None:
         self._topics = topics
-        self._guard = guard
+        self.guard = guard
 
+    @needs(Permission.CONSUME, topic="topic")
     async def ListSegmentDescriptors(
         self, request: danube.ListSegmentDescriptorsRequest, context: object
     ) -> danube.ListSegmentDescriptorsResponse:
@@ -119,7 +122,6 @@ class StorageService:
         name in `segment_id`, up to the first offset that is in another object: a caller that
         remembers the last offset it read would otherwise skip those messages.
         """
-        self._guard.check(current_principal(), Permission.CONSUME, topic=request.topic)
         name = TopicName.parse(request.topic)
         found = await asyncio.to_thread(self._objects, name, request.after_offset)
         return danube.ListSegmentDescriptorsResponse(segments=[_segment(one) for one in found])

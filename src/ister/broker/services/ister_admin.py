@@ -18,6 +18,7 @@ from ister.broker.observe.cluster_view import (
     describe_rebalance,
 )
 from ister.broker.observe.views import Views, list_topics
+from ister.broker.operations import checks, needs
 from ister.broker.policies import parse_overrides
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.principal import spell_principal
@@ -39,12 +40,13 @@ class IsterAdminService:
 
     def __init__(self, topics: Topics, guard: Guard, views: Views) -> None:
         self._topics = topics
-        self._guard = guard
+        self.guard = guard
         self._views = views
 
     def _check(self, permission: Permission, **on: str) -> None:
-        self._guard.check(current_principal(), permission, **on)
+        self.guard.check(current_principal(), permission, **on)
 
+    @checks("nothing: whoever is authenticated may ask")
     async def Info(self, request: ister_api.InfoRequest, context: object) -> ister_api.InfoResponse:
         """This broker's version, node and addresses."""
         own = self._topics.cluster.own
@@ -55,11 +57,11 @@ class IsterAdminService:
             node=own.node,
         )
 
+    @needs(Permission.MANAGE_TOPIC, topic="topic")
     async def CreateTopic(
         self, request: ister_api.CreateTopicRequest, context: object
     ) -> ister_api.TopicDescription:
         """Creates a topic, plain or partitioned, with an ack level and a codec."""
-        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         try:
             ack = AckLevel(request.ack) if request.ack else None
             codec = Codec(request.codec) if request.codec else None
@@ -88,18 +90,18 @@ class IsterAdminService:
             )
         return await self._describe(request.topic)
 
+    @needs(Permission.LOOKUP, topic="topic")
     async def DescribeTopic(
         self, request: ister_api.TopicName, context: object
     ) -> ister_api.TopicDescription:
         """A topic's watermarks, producers and subscriptions."""
-        self._check(Permission.LOOKUP, topic=request.topic)
         return await self._describe(request.topic)
 
+    @needs(Permission.MANAGE_TOPIC, topic="topic")
     async def DeletePartition(
         self, request: ister_api.TopicName, context: object
     ) -> ister_api.InfoRequest:
         """Deletes a partition of a topic whose other partitions the caller deletes, too."""
-        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         if base_of_partition(request.topic) is None:
             raise InvalidRequestError(f"{request.topic} is not a partition", topic=request.topic)
         await self._topics.delete(request.topic)
@@ -128,13 +130,14 @@ class IsterAdminService:
             described.next = marks.next
         return described
 
+    @checks("`lookup` on each topic")
     async def ListTopics(
         self, request: ister_api.ListTopicsRequest, context: object
     ) -> ister_api.Document:
         """Topics in short, a page of those that the caller may know of."""
         found = await list_topics(
             self._views,
-            self._guard,
+            self.guard,
             namespace=request.namespace,
             after=request.after,
             limit=min(request.limit or _PAGE_DEFAULT, _PAGE_MAX),
@@ -142,51 +145,52 @@ class IsterAdminService:
         )
         return await self._document(found)
 
+    @needs(Permission.LOOKUP, topic="topic")
     async def ShowTopic(self, request: ister_api.TopicName, context: object) -> ister_api.Document:
         """All about a topic, from the broker that has it."""
-        self._check(Permission.LOOKUP, topic=request.topic)
         return await self._document(await self._views.topic(request.topic, opens=True))
 
+    @needs(Permission.LOOKUP)
     async def ShowBrokers(
         self, request: ister_api.InfoRequest, context: object
     ) -> ister_api.Document:
         """All brokers that are up."""
-        self._check(Permission.LOOKUP)
         return await self._document({"brokers": await self._views.brokers(is_new=True)})
 
+    @checks("`lookup` on each topic")
     async def ShowOwnTopics(
         self, request: ister_api.OwnTopicsRequest, context: object
     ) -> ister_api.Document:
         """Describes topics in short: those that are open here and that the caller may see."""
         if len(request.topics) > _OWN_TOPICS_MAX:
             raise InvalidRequestError(f"at most {_OWN_TOPICS_MAX} topics")
-        names = self._guard.visible(current_principal(), request.topics)
+        names = self.guard.visible(current_principal(), request.topics)
         return await self._document({"topics": await self._views.own_topics(names)})
 
     # -- the cluster ------------------------------------------------------------------------
 
+    @needs(Permission.LOOKUP)
     async def ShowCluster(
         self, request: ister_api.InfoRequest, context: object
     ) -> ister_api.Document:
         """Brokers, leader, balance, moves under way, and topics that wait for a disk."""
-        self._check(Permission.LOOKUP)
         return await self._document(await self._views.cluster())
 
+    @needs(Permission.MANAGE_TOPIC, topic="topic")
     async def MoveTopic(
         self, request: ister_api.MoveTopicRequest, context: object
     ) -> ister_api.Document:
         """Moves a topic to another broker, whichever broker has it."""
-        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         to = await self._views.control.move(request.topic, request.to)
         return await self._document(
             {"topic": request.topic, "node": to.node, "broker_url": to.broker_url}
         )
 
+    @needs(Permission.MANAGE_TOPIC, topic="topic")
     async def TakeOverTopic(
         self, request: ister_api.TakeOverRequest, context: object
     ) -> ister_api.TakeOverResponse:
         """Takes over a topic; without `confirm`, only says what that would give up."""
-        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         given_up = await self._views.control.take_over(request.topic, confirm=request.confirm)
         return ister_api.TakeOverResponse(
             topic=given_up.topic,
@@ -195,36 +199,36 @@ class IsterAdminService:
             done=request.confirm,
         )
 
+    @needs(Permission.MANAGE_BROKER)
     async def DrainBroker(
         self, request: ister_api.DrainBrokerRequest, context: object
     ) -> ister_api.Document:
         """Makes a broker hand its topics over and take no new ones."""
-        self._check(Permission.MANAGE_BROKER)
         drained = await self._views.control.drain(
             request.broker, timeout=request.timeout_seconds or None
         )
         return await self._document(describe_drain(drained))
 
+    @needs(Permission.MANAGE_BROKER)
     async def ActivateBroker(
         self, request: ister_api.BrokerName, context: object
     ) -> ister_api.Document:
         """Makes a broker take topics again."""
-        self._check(Permission.MANAGE_BROKER)
         found = await self._views.control.activate(request.broker)
         return await self._document({"node": found.node, "state": found.state.value})
 
+    @needs(Permission.LOOKUP)
     async def ShowBalance(
         self, request: ister_api.InfoRequest, context: object
     ) -> ister_api.Document:
         """How evenly the load is spread over the brokers."""
-        self._check(Permission.LOOKUP)
         return await self._document(await describe_balance(self._views.control))
 
+    @needs(Permission.MANAGE_BROKER)
     async def Rebalance(
         self, request: ister_api.RebalanceRequest, context: object
     ) -> ister_api.Document:
         """Makes the leader move topics to even out the load, or only plan that."""
-        self._check(Permission.MANAGE_BROKER)
         moves = await self._views.control.rebalance(
             dry_run=request.dry_run, moves_max=request.max_moves
         )
@@ -233,49 +237,49 @@ class IsterAdminService:
     async def _document(self, content: Mapping[str, object]) -> ister_api.Document:
         return ister_api.Document(json=await self._views.query_threads.run(json.dumps, content))
 
+    @needs(Permission.MANAGE_TOPIC, topic="name")
     async def SetTopicPolicies(
         self, request: ister_api.SetPoliciesRequest, context: object
     ) -> ister_api.PoliciesResponse:
         """Replaces a topic's own policies."""
-        self._check(Permission.MANAGE_TOPIC, topic=request.name)
         policies = parse_overrides(request.policies)
         in_force = await self._topics.set_topic_policies(request.name, policies)
         return ister_api.PoliciesResponse(policies=in_force.to_json())
 
+    @needs(Permission.MANAGE_TOPIC, topic="topic")
     async def ReleaseProducer(
         self, request: ister_api.ProducerName, context: object
     ) -> ister_api.ReleasedProducer:
         """Frees a producer's name: the next principal that uses it owns it."""
-        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         topic = await self._topics.get(request.topic)
         owner = await asyncio.to_thread(topic.names.release, request.producer)
         return ister_api.ReleasedProducer(principal=owner or "")
 
+    @needs(Permission.MANAGE_NAMESPACE, namespace="name")
     async def SetNamespacePolicies(
         self, request: ister_api.SetPoliciesRequest, context: object
     ) -> ister_api.PoliciesResponse:
         """Replaces the policies of a namespace's topics."""
-        self._check(Permission.MANAGE_NAMESPACE, namespace=request.name)
         policies = parse_overrides(request.policies)
         await self._topics.set_namespace_policies(request.name, policies)
         return ister_api.PoliciesResponse(policies=request.policies)
 
+    @needs(Permission.LOOKUP, topic="topic")
     async def DescribeSubscription(
         self, request: ister_api.SubscriptionName, context: object
     ) -> ister_api.SubscriptionDescription:
         """Describes a subscription: cursor, lag, and what blocks it."""
-        self._check(Permission.LOOKUP, topic=request.topic)
         topic = await self._topics.get(request.topic)
         return describe(topic, topic.subscription(request.subscription))
 
+    @needs(Permission.MANAGE_TOPIC, topic="topic")
     async def Seek(
         self, request: ister_api.SeekRequest, context: object
     ) -> ister_api.SubscriptionDescription:
         """Moves a subscription's cursor."""
-        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         topic = await self._topics.get(request.topic)
         subscription = topic.reliable_subscription(request.subscription)
-        self._guard.check_subscription(current_principal(), subscription, topic=topic.name)
+        self.guard.check_subscription(current_principal(), subscription, topic=topic.name)
         to = request.WhichOneof("to")
         start: Start
         if to == "offset":
@@ -290,6 +294,7 @@ class IsterAdminService:
         await subscription.seek(offset)
         return describe(topic, subscription)
 
+    @checks("`manage_namespace` on the topic's namespace")
     async def RestrictSubscription(
         self, request: ister_api.RestrictSubscriptionRequest, context: object
     ) -> ister_api.SubscriptionDescription:
@@ -300,7 +305,7 @@ class IsterAdminService:
             if len(request.principals) > _PRINCIPALS_MAX:
                 raise InvalidRequestError(f"at most {_PRINCIPALS_MAX} principals")
             principals = tuple(sorted({spell_principal(one) for one in request.principals}))
-        self._guard.check(
+        self.guard.check(
             current_principal(),
             Permission.MANAGE_NAMESPACE,
             namespace=name.namespace,

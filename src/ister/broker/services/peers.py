@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 
 from ister.base.model import Codec
+from ister.broker.operations import checks
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.topics.topics import Topics
@@ -20,8 +21,9 @@ class PeersService:
 
     def __init__(self, topics: Topics, guard: Guard) -> None:
         self._topics = topics
-        self._guard = guard
+        self.guard = guard
 
+    @checks("a broker of the cluster")
     async def PublishDeadLetter(
         self, request: ister_api.DeadLetter, context: object
     ) -> ister_api.InfoRequest:
@@ -37,6 +39,7 @@ class PeersService:
         await self._topics.take_dead_letter(request.topic, message)
         return ister_api.InfoRequest()
 
+    @checks("a broker of the cluster")
     async def FindOwners(
         self, request: ister_api.OwnTopicsRequest, context: object
     ) -> ister_api.Document:
@@ -49,5 +52,5 @@ class PeersService:
         return ister_api.Document(json=msgspec.json.encode(found).decode())
 
     def _check_broker(self) -> None:
-        if self._guard.is_on and current_principal().kind is not PrincipalKind.BROKER:
+        if self.guard.is_on and current_principal().kind is not PrincipalKind.BROKER:
             raise PermissionDeniedError("only brokers of this cluster may do this")

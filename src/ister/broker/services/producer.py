@@ -16,6 +16,7 @@ import grpc
 
 from ister.base.limits import KIB
 from ister.base.model import MessageId, StreamMessage
+from ister.broker.operations import checks
 from ister.broker.publish.batched_sends import SEQUENCE_ATTRIBUTE, BatchedSends
 from ister.broker.publish.producers import producer_id
 from ister.broker.rpc.handlers import Refused, status_of
@@ -50,24 +51,25 @@ class ProducerService:
         self._topics = topics
         self._size_max = size_max
         self._schemas = schemas
-        self._guard = guard
+        self.guard = guard
         # Larger requests take the slow path, which checks the exact size.
         sends = BatchedSends(topics, guard, size_max=size_max // 2)
         self.SendMessage_batch = self.SendMessage_direct = sends.accept
         """Append messages that arrived together, on the loop or in any thread."""
 
+    @checks("`produce` on the topic")
     async def CreateProducer(
         self, request: danube.ProducerRequest, context: object
     ) -> danube.ProducerResponse:
         """Registers a producer; creates the topic if it does not exist."""
-        self._guard.check(current_principal(), Permission.PRODUCE, topic=request.topic_name)
+        self.guard.check(current_principal(), Permission.PRODUCE, topic=request.topic_name)
         _check_name(request.producer_name)
         is_reliable = request.dispatch_strategy == danube.DispatchStrategy.Reliable
         try:
             topic = await self._topics.get_or_create(
                 request.topic_name,
                 is_reliable=is_reliable,
-                check_growth=lambda base: self._guard.check(
+                check_growth=lambda base: self.guard.check(
                     current_principal(), Permission.MANAGE_TOPIC, topic=base
                 ),
             )
@@ -108,6 +110,7 @@ class ProducerService:
         except (NotFoundError, ConflictError) as error:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
 
+    @checks("`produce` on the topic")
     async def SendMessage(
         self, request: danube.StreamMessage, context: object
     ) -> danube.MessageResponse:
@@ -115,7 +118,7 @@ class ProducerService:
         if not request.HasField("msg_id"):
             raise InvalidRequestError("the message has no msg_id")
         name = request.msg_id.topic_name
-        self._guard.check(current_principal(), Permission.PRODUCE, topic=name)
+        self.guard.check(current_principal(), Permission.PRODUCE, topic=name)
         topic = self._topics.find_open(name) or await self._topics.get(name)
         began = time.monotonic()
         try:
@@ -168,7 +171,7 @@ class ProducerService:
 
     def _principal(self) -> str:
         """Returns the calling principal; "" with authentication off."""
-        return str(current_principal()) if self._guard.is_on else ""
+        return str(current_principal()) if self.guard.is_on else ""
 
     def _recognise(self, topic: ServedTopic, id: int, name: str) -> None:
         """Takes a producer on that this broker does not know, or no longer."""

@@ -10,18 +10,15 @@ schema; all other subjects need it for the whole cluster.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-import grpc
+from collections.abc import Callable
 
 from ister.base.model import TopicName
-from ister.broker.rpc.handlers import Refused
+from ister.broker.operations import checks, conflicts_refused, needs
 from ister.broker.schemas.registry import SchemaRegistry, StoredSchema
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.topics.topics import Topics
-from ister.errors import ConflictError, NotFoundError, TopicNameError
+from ister.errors import NotFoundError, TopicNameError
 from ister.topic.schema_kinds import ValidationPolicy, parse_mode, parse_policy
 from ister.wire import danube_schema
 
@@ -32,16 +29,17 @@ class SchemaService:
     def __init__(self, schemas: SchemaRegistry, topics: Topics, guard: Guard) -> None:
         self._schemas = schemas
         self._topics = topics
-        self._guard = guard
+        self.guard = guard
 
     # -- subjects ---------------------------------------------------------------------------
 
+    @checks("`manage_schema` on the topic of the subject's name, or in the cluster")
     async def RegisterSchema(
         self, request: danube_schema.RegisterSchemaRequest, context: object
     ) -> danube_schema.RegisterSchemaResponse:
         """Adds a version to a subject, unless it is one already."""
         self._check_manage(request.subject)
-        with _failed_precondition():
+        with conflicts_refused():
             registered = await asyncio.to_thread(
                 self._schemas.register,
                 request.subject,
@@ -58,6 +56,7 @@ class SchemaService:
             fingerprint=registered.fingerprint,
         )
 
+    @checks("`lookup` or `manage_schema` on a topic that has the subject, or in the cluster")
     async def GetSchema(
         self, request: danube_schema.GetSchemaRequest, context: object
     ) -> danube_schema.GetSchemaResponse:
@@ -71,6 +70,7 @@ class SchemaService:
         await self._check_read(found.subject)
         return _answer(found)
 
+    @checks("`lookup` or `manage_schema` on a topic that has the subject, or in the cluster")
     async def GetLatestSchema(
         self, request: danube_schema.GetLatestSchemaRequest, context: object
     ) -> danube_schema.GetSchemaResponse:
@@ -78,6 +78,7 @@ class SchemaService:
         await self._check_read(request.subject)
         return _answer(await asyncio.to_thread(self._schemas.latest, request.subject))
 
+    @checks("`lookup` or `manage_schema` on a topic that has the subject, or in the cluster")
     async def ListVersions(
         self, request: danube_schema.ListVersionsRequest, context: object
     ) -> danube_schema.ListVersionsResponse:
@@ -98,11 +99,12 @@ class SchemaService:
             ]
         )
 
+    @checks("`lookup` or `manage_schema` on a topic that has the subject, or in the cluster")
     async def ListSubjects(
         self, request: danube_schema.ListSubjectsRequest, context: object
     ) -> danube_schema.ListSubjectsResponse:
         """All subjects that the caller may read, by name."""
-        self._guard.check_anywhere(current_principal(), Permission.LOOKUP)
+        self.guard.check_anywhere(current_principal(), Permission.LOOKUP)
         found = await asyncio.to_thread(self._schemas.subjects)
         is_readable = await asyncio.to_thread(self._readable)
         return danube_schema.ListSubjectsResponse(
@@ -120,6 +122,7 @@ class SchemaService:
             ]
         )
 
+    @checks("`lookup` or `manage_schema` on a topic that has the subject, or in the cluster")
     async def CheckCompatibility(
         self, request: danube_schema.CheckCompatibilityRequest, context: object
     ) -> danube_schema.CheckCompatibilityResponse:
@@ -137,24 +140,26 @@ class SchemaService:
         )
         return danube_schema.CheckCompatibilityResponse(is_compatible=not problems, errors=problems)
 
+    @checks("`manage_schema` on the topic of the subject's name, or in the cluster")
     async def SetCompatibilityMode(
         self, request: danube_schema.SetCompatibilityModeRequest, context: object
     ) -> danube_schema.SetCompatibilityModeResponse:
         """Sets what new versions of a subject owe to the latest one."""
         self._check_manage(request.subject)
         mode = parse_mode(request.compatibility_mode)
-        with _failed_precondition():
+        with conflicts_refused():
             await asyncio.to_thread(self._schemas.set_compatibility_mode, request.subject, mode)
         return danube_schema.SetCompatibilityModeResponse(
             success=True, message=f"new versions of {request.subject} are checked: {mode}"
         )
 
+    @checks("`manage_schema` on the topic of the subject's name, or in the cluster")
     async def DeleteSchemaVersion(
         self, request: danube_schema.DeleteSchemaVersionRequest, context: object
     ) -> danube_schema.DeleteSchemaVersionResponse:
         """Removes a version for good."""
         self._check_manage(request.subject)
-        with _failed_precondition():
+        with conflicts_refused():
             await asyncio.to_thread(self._schemas.delete_version, request.subject, request.version)
         return danube_schema.DeleteSchemaVersionResponse(
             success=True, message=f"version {request.version} of {request.subject} is deleted"
@@ -162,14 +167,14 @@ class SchemaService:
 
     # -- topics -----------------------------------------------------------------------------
 
+    @needs(Permission.MANAGE_SCHEMA, topic="topic_name")
     async def ConfigureTopicSchema(
         self, request: danube_schema.ConfigureTopicSchemaRequest, context: object
     ) -> danube_schema.ConfigureTopicSchemaResponse:
         """Sets a topic's subject, and what happens to messages that do not fit it."""
-        self._check_manage_topic(request.topic_name)
         policy = parse_policy(request.validation_policy)
         topic = await self._topics.get(request.topic_name)
-        with _failed_precondition():
+        with conflicts_refused():
             config = await asyncio.to_thread(
                 self._schemas.configure_topic,
                 topic.name,
@@ -181,14 +186,14 @@ class SchemaService:
             success=True, message=f"{topic.name} has the subject {config.subject}: {config.policy}"
         )
 
+    @needs(Permission.MANAGE_SCHEMA, topic="topic_name")
     async def UpdateTopicValidationPolicy(
         self, request: danube_schema.UpdateTopicValidationPolicyRequest, context: object
     ) -> danube_schema.UpdateTopicValidationPolicyResponse:
         """Sets what happens to messages that do not fit a topic's subject."""
-        self._check_manage_topic(request.topic_name)
         policy = parse_policy(request.validation_policy)
         topic = await self._topics.get(request.topic_name)
-        with _failed_precondition():
+        with conflicts_refused():
             await asyncio.to_thread(
                 self._schemas.update_policy,
                 topic.name,
@@ -199,11 +204,11 @@ class SchemaService:
             success=True, message=f"{topic.name}: {policy}"
         )
 
+    @needs(Permission.LOOKUP, topic="topic_name")
     async def GetTopicSchemaConfig(
         self, request: danube_schema.GetTopicSchemaConfigRequest, context: object
     ) -> danube_schema.GetTopicSchemaConfigResponse:
         """The schema settings of a topic; the subject is empty if there are none."""
-        self._guard.check(current_principal(), Permission.LOOKUP, topic=request.topic_name)
         topic = await self._topics.get(request.topic_name)
         config = await asyncio.to_thread(self._schemas.topic_config, topic.name)
         if config is None:
@@ -226,7 +231,7 @@ class SchemaService:
             # Another broker may have just set the subject of a topic.
             await asyncio.to_thread(self._schemas.refresh)
         if subject is None or not self._readable()(subject):
-            self._guard.check(current_principal(), Permission.LOOKUP)
+            self.guard.check(current_principal(), Permission.LOOKUP)
 
     def _readable(self) -> Callable[[str], bool]:
         """Tells which subjects the caller may read.
@@ -238,7 +243,7 @@ class SchemaService:
 
         def allows(topic: str | None) -> bool:
             return any(
-                self._guard.allows(principal, permission, topic=topic)
+                self.guard.allows(principal, permission, topic=topic)
                 for permission in (Permission.LOOKUP, Permission.MANAGE_SCHEMA)
             )
 
@@ -252,12 +257,9 @@ class SchemaService:
         try:
             topic = TopicName.parse(subject)
         except TopicNameError:
-            self._guard.check(principal, Permission.MANAGE_SCHEMA, detail=subject)
+            self.guard.check(principal, Permission.MANAGE_SCHEMA, detail=subject)
         else:
-            self._guard.check(principal, Permission.MANAGE_SCHEMA, topic=topic)
-
-    def _check_manage_topic(self, topic: str) -> None:
-        self._guard.check(current_principal(), Permission.MANAGE_SCHEMA, topic=topic)
+            self.guard.check(principal, Permission.MANAGE_SCHEMA, topic=topic)
 
 
 def _answer(found: StoredSchema) -> danube_schema.GetSchemaResponse:
@@ -274,12 +276,3 @@ def _answer(found: StoredSchema) -> danube_schema.GetSchemaResponse:
         fingerprint=found.fingerprint,
         compatibility_mode=found.compatibility_mode,
     )
-
-
-@contextmanager
-def _failed_precondition() -> Iterator[None]:
-    """Reports conflicts with the registry's state as such: a retry does not help."""
-    try:
-        yield
-    except ConflictError as error:
-        raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error

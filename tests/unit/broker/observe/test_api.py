@@ -13,7 +13,6 @@ import pytest
 from ister.base.clock import SystemClock
 from ister.base.model import TopicName
 from ister.broker.observe.api import Api, _is_own_host, _is_same, _own_hosts, status_of
-from ister.broker.observe.rate_file import SIZE_BYTES
 from ister.bucket.fence import Fence
 from ister.bucket.pipeline import PipelineKeys, read_requests
 from ister.config import load_config
@@ -84,7 +83,7 @@ async def test_everything_can_be_looked_at(tmp_path, mode):
             assert (await page.get(path))[0] == status, path
 
 
-async def test_the_last_hour_survives_a_restart(tmp_path):
+async def test_the_last_hour_is_told(tmp_path):
     async with an_api(tmp_path) as (broker, page):
         await filled(broker)
         await broker.history.sample()
@@ -96,14 +95,7 @@ async def test_the_last_hour_survives_a_restart(tmp_path):
         [one] = (await page.found("cluster"))["brokers"]
         assert one["load"]["messages_in"] == broker.history.all_rates.as_json()["messages_in"]
         assert one["load"]["messages_in"] > 0
-    files = {path.name: path.stat().st_size for path in (tmp_path / "data" / "wal").iterdir()}
-    assert files[".rates"] == SIZE_BYTES
-    async with an_api(tmp_path) as (_, page):
-        again = (await page.found("overview?window=1h"))["history"]["points"]
-        assert [one[0] for one in again][: len(hour)] == [one[0] for one in hour]
-        assert again[0][1] > 0
         assert (await page.found("topics/default/t?window=1h"))["history"]["points"]
-        assert [one["topic"] for one in (await page.found("topics"))["topics"]] == [T]
 
 
 async def test_topics_in_pages_and_by_name(tmp_path):

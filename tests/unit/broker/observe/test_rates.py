@@ -7,8 +7,15 @@ from types import SimpleNamespace
 import pytest
 
 from ister.base.clock import ManualClock
-from ister.broker.observe.rate_file import DAY, HOUR
-from ister.broker.observe.rates import EVERY_SECONDS, POINTS, RateHistory, parse_window
+from ister.broker.observe import rates as rates_module
+from ister.broker.observe.rates import (
+    DAY,
+    EVERY_SECONDS,
+    HOUR,
+    POINTS,
+    RateHistory,
+    parse_window,
+)
 from ister.broker.policies import Policies
 from ister.errors import InvalidRequestError
 from tests.support.broker import a_record, some_topics
@@ -27,10 +34,10 @@ class Made:
         self.topic = None
 
 
-def watched(*topics, path=None):
+def watched(*topics):
     clock = ManualClock()
     served = SimpleNamespace(served=list(topics))
-    return RateHistory(served, clock=clock, path=path), clock
+    return RateHistory(served, clock=clock), clock
 
 
 def loop_time():
@@ -114,41 +121,51 @@ async def test_totals_of_real_topics(tmp_path):
         assert totals.upload_lag_bytes > 0
 
 
-async def test_the_last_hour_and_day_survive_a_restart(tmp_path):
-    path = str(tmp_path / ".rates")
-
+async def test_the_last_hour_and_day_are_means_of_intervals():
     busy, idle = Made("/default/busy"), Made("/default/idle")
-    history, clock = watched(busy, idle, path=path)
+    history, clock = watched(busy, idle)
     await history.sample()
     for _ in range(60):
         busy.next_offset += 20
         await look(history, clock)
     await look(history, clock, 60)
-    await history._write()
-    again = RateHistory(history._topics, clock=clock, path=path)
     for window in (HOUR, DAY):
-        points = again.all_points(window)
-        assert points == history.all_points(window)
+        points = history.all_points(window)
+        assert [one[0] % (window.seconds * 1000) for one in points] == [0] * len(points)
         assert sum(one[1] for one in points) > 0
-    hour = again.points(busy.name, HOUR)
+    hour = history.points(busy.name, HOUR)
     assert [one[1] for one in hour][:5] == [10.0] * 5
     # It was unused afterwards, and the broker was up.
     assert hour[-1][1] == 0.0
-    assert [one[0] for one in hour] == [one[0] for one in again.all_points(HOUR)]
-    assert again.points(idle.name, HOUR) == []
-    # After a restart the last minutes are those of the hour, until there are new samples.
-    minutes = again.all_points()
-    assert [one for one in again.all_points(HOUR) if one in minutes] == minutes != []
-    assert again.as_json(hour, HOUR)["window"] == "1h"
+    assert [one[0] for one in hour] == [one[0] for one in history.all_points(HOUR)]
+    assert history.points(idle.name, HOUR) == []
+    assert history.as_json(hour, HOUR)["window"] == "1h"
+    await look(history, clock, round(HOUR.seconds * HOUR.points / EVERY_SECONDS))
+    assert len(history.all_points(HOUR)) == HOUR.points
+    assert not any(one[1] for one in history.all_points(HOUR))
+    assert sum(one[1] for one in history.all_points(DAY)) > 0
 
 
-async def test_a_file_that_cannot_be_used_costs_only_the_charts(tmp_path, caplog):
-    history, clock = watched(Made("/default/t"), path=str(tmp_path / "none" / ".rates"))
-    await look(history, clock, 3)
-    await history._write()
-    await history._write()
-    assert len(history.all_points()) == 2
-    assert [one.message for one in caplog.records] == ["rates cannot be written"]
+async def test_a_topic_takes_the_place_of_one_that_was_inactive_for_longest(monkeypatch):
+    monkeypatch.setattr(rates_module, "TOPICS_MAX", 2)
+    topics = [Made(f"/default/t{number}") for number in range(3)]
+    history, clock = watched(*topics)
+
+    async def use(topic):
+        topic.next_offset += 1
+        await look(history, clock)
+
+    def kept():
+        return [one.name for one in topics if history.points(one.name, DAY)]
+
+    await history.sample()
+    for topic in topics:
+        await use(topic)
+    assert kept() == ["/default/t0", "/default/t1"]
+    clock.advance(2 * HOUR.seconds)
+    await use(topics[0])
+    await use(topics[2])
+    assert kept() == ["/default/t0", "/default/t2"]
 
 
 def test_windows_have_names():

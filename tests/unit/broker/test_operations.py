@@ -1,0 +1,197 @@
+"""Every operation by every door: whoever has the permission may, and nobody else does or learns."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import aiohttp
+import grpc
+import pytest
+
+from ister import wire
+from ister.broker.observe.api import ROUTES
+from ister.broker.security.principal import PrincipalKind
+from ister.broker.security.rights import Binding, Permission, Role, Scope
+from ister.client.flight import FlightClient
+from ister.errors import IsterError, PermissionDeniedError
+from ister.wire.contract import RangeTicket
+from tests.support.broker import a_broker
+from tests.support.security import auth_settings, sign
+from tools.broker_operations import SERVICES, operations
+
+THERE, MISSING = "/shop/orders", "/nowhere/nothing"
+NEEDS = {route.handler: route.needs for route in ROUTES}
+BODIES = {
+    "create": {"topic": "{topic}"},
+    "delete": {"confirm": "{topic}"},
+    "unsubscribe": {"confirm": "s"},
+    "publish": {"payload": "x"},
+    "set_policies": {"max_publish_rate": 1},
+    "seek": {"to": "earliest"},
+    "move": {"to": "none"},
+    "request_job": {"job": "compact"},
+}
+OF_HANDLERS = {  # of paths that lead to no operation of gRPC
+    "topic": "lookup",
+    "messages": "consume",
+    "download": "consume",
+    "publish": "produce",
+    "brokers": "lookup",
+    "cluster": "lookup",
+    "pipeline": "lookup",
+    "request_job": "manage_broker",
+    "confirm_clock": "manage_broker",
+}
+
+
+@asynccontextmanager
+async def a_guarded_broker(tmp_path):
+    """With `only-<permission>` and `without-<permission>`, on the whole cluster."""
+    async with a_broker(tmp_path, {"broker": {"auth": auth_settings(tmp_path)}}) as found:
+        access = found[0].guard.access
+
+        def bind(name, permissions):
+            access.create_role(Role(name=name, permissions=frozenset(permissions)))
+            access.create_binding(
+                Binding(
+                    id=name,
+                    principal_kind=PrincipalKind.USER,
+                    principal_name=name,
+                    roles=(name,),
+                    scope=Scope.CLUSTER,
+                )
+            )
+
+        for one in Permission:
+            await asyncio.to_thread(bind, f"only-{one}", [one])
+            if one is not Permission.LOOKUP:  # who may do anything else may look up, too
+                await asyncio.to_thread(bind, f"without-{one}", set(Permission) - {one})
+        await found[0].topics.create_namespace("shop")
+        topic = await found[0].topics.get_or_create(THERE, is_reliable=True)
+        assert topic.is_reliable
+        yield found
+
+
+async def ask_rpc(services, path, need, who, name):
+    service, _, method = path.partition("/")
+    rpc = wire.Rpc(service, method)
+    described = next(one for one in wire.describe_service(service).methods if one.name == method)
+    request = wire.message_class(described.input_type)()
+    if need.field:
+        value = name if need.on == "topic" else name.split("/")[1]
+        setattr(request, need.field, value)
+    credentials = [("authorization", f"Bearer {sign(who)}")]
+    try:
+        answer = await rpc.on(services.channel)(request, metadata=credentials, timeout=60)
+    except grpc.aio.AioRpcError as error:
+        return error.code().name, error.details().replace(name, "NAME")
+    return "OK", str(answer).replace(name, "NAME")
+
+
+async def ask_http(session, route, who, name):
+    _, namespace, topic = name.split("/")
+    path = route.path.format(namespace=namespace, topic=topic, subscription="s", node="none")
+    body = {
+        key: value.format(topic=name) if isinstance(value, str) else value
+        for key, value in BODIES.get(route.handler, {}).items()
+    }
+    headers = {"Authorization": f"Bearer {sign(who)}", "X-Ister-Action": "yes"}
+    more = {"json": body} if route.method == "POST" else {}
+    async with session.request(route.method, path, headers=headers, **more) as answer:
+        return answer.status, (await answer.text()).replace(name, "NAME")
+
+
+def without(permission):
+    return "nobody" if permission == "lookup" else f"without-{permission}"
+
+
+def test_every_operation_says_what_it_needs():
+    found = dict(operations())
+    assert set(SERVICES) == {path.partition("/")[0] for path in found}
+    assert [path for path, need in found.items() if not need.words] == []
+    for route in ROUTES:
+        assert isinstance(route.needs, str) or route.needs.path[1:] in found
+
+
+async def test_grpc_asks_for_the_permission_of_each_operation(tmp_path):
+    async with a_guarded_broker(tmp_path) as (_, services, _listening):
+        for path, need in operations():
+            if need.permission is None:
+                continue
+            refused = [
+                await ask_rpc(services, path, need, without(need.permission), name)
+                for name in (THERE, MISSING)
+            ]
+            assert refused[0][0] == "PERMISSION_DENIED", (path, refused)
+            if need.on == "topic":  # which of them exists is not told
+                assert refused[0] == refused[1], path
+            status, text = await ask_rpc(services, path, need, f"only-{need.permission}", MISSING)
+            assert status != "PERMISSION_DENIED", (path, text)
+            assert status != "INTERNAL", (path, text)
+
+
+async def test_http_asks_for_the_permission_of_each_path(tmp_path):
+    needs = {path: need.permission for path, need in operations()}
+    async with a_guarded_broker(tmp_path) as (_, _services, listening):
+        base = f"http://127.0.0.1:{listening.http}"
+        async with aiohttp.ClientSession(base) as session:
+            for route in ROUTES:
+                if isinstance(route.needs, str):
+                    permission = OF_HANDLERS.get(route.handler)
+                    assert permission is None or f"`{permission}`" in route.needs
+                else:
+                    permission = needs[route.needs.path[1:]]
+                if permission is None:
+                    continue
+                refused = [
+                    await ask_http(session, route, without(permission), name)
+                    for name in (THERE, MISSING)
+                ]
+                assert refused[0][0] == 403, (route, refused)
+                assert refused[0] == refused[1], route
+                status, text = await ask_http(session, route, f"only-{permission}", MISSING)
+                assert status not in {403, 500}, (route, text)
+
+
+async def test_lists_have_what_the_caller_may_see(tmp_path):
+    async with a_guarded_broker(tmp_path) as (_, services, listening):
+        base = f"http://127.0.0.1:{listening.http}"
+        found = dict(operations())
+        async with aiohttp.ClientSession(base) as session:
+            for who, sees in (("nobody", False), ("only-lookup", True)):
+                path = "ister.Admin/ListTopics"
+                status, text = await ask_rpc(services, path, found[path], who, THERE)
+                assert (status, "NAME" in text) == ("OK", sees)
+                topics = next(route for route in ROUTES if route.handler == "topics")
+                status, text = await ask_http(session, topics, who, THERE)
+                assert (status, "NAME" in text) == (200, sees)
+                overview = next(route for route in ROUTES if route.handler == "overview")
+                assert (await ask_http(session, overview, who, THERE))[0] == (200 if sees else 403)
+
+
+async def test_flight_asks_for_the_permission_of_each_call(tmp_path):
+    calls = {
+        "lookup": lambda client, name: client.watermarks([name]),
+        "consume": lambda client, name: list(
+            client.read(RangeTicket(topic=name, start=0, end=1, incarnation=""))
+        ),
+    }
+    async with a_guarded_broker(tmp_path) as (_, _services, listening):
+
+        def asked(call, who, name):
+            with FlightClient(f"grpc://127.0.0.1:{listening.flight}", token=sign(who)) as client:
+                with pytest.raises(IsterError) as raised:
+                    call(client, name)
+                return raised.value
+
+        for permission, call in calls.items():
+            refused = [
+                await asyncio.to_thread(asked, call, without(permission), name)
+                for name in (THERE, MISSING)
+            ]
+            assert [type(one) for one in refused] == [PermissionDeniedError] * 2
+            texts = [
+                str(one).replace(n, "") for one, n in zip(refused, (THERE, MISSING), strict=True)
+            ]
+            assert texts[0] == texts[1]
+            found = await asyncio.to_thread(asked, call, f"only-{permission}", MISSING)
+            assert not isinstance(found, PermissionDeniedError)
