@@ -173,14 +173,15 @@ class _FrameBuilder:
     """Builds the frames that `append` builds, and does nothing else with them."""
 
     def __init__(self) -> None:
-        encoder = BodyEncoder(topic_name=TOPIC, codec=Codec.BINCODE2)
-        encode, suffix = encoder.encode, encoder.suffix()
+        encoder = BodyEncoder(Codec.BINCODE2)
+        encode, head = encoder.body, encoder.head(0, 0, TOPIC, "")
+        tail = encoder.tail("", "", {}, schema_id=None, schema_version=None, routing_key=None)
         parts: list[bytes] = []
         offset = size = 0
 
         def build(payload: bytes) -> None:
             nonlocal offset, size
-            body = encode(offset, payload, time.time_ns() // 1_000_000, suffix)
+            body = encode(head, offset, payload, time.time_ns() // 1_000_000, tail)
             parts.append(pack_header(offset, len(body), crc32(body)))
             parts.append(body)
             offset += 1

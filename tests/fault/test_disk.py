@@ -17,9 +17,9 @@ import pytest
 
 import ister
 from ister.base.limits import STALL_RETRY_SECONDS
-from ister.base.model import TopicState
+from ister.base.model import MessageId, StreamMessage, TopicState
 from ister.format.frame import FRAME_HEADER_SIZE
-from ister.format.message import BodyEncoder
+from ister.format.message import encode_message
 from ister.fs import local
 from ister.wal.directory import LOCK_NAME
 from tests.support.disks import (
@@ -79,18 +79,12 @@ class Producer:
 
     def _size_for_frame(self) -> int:
         """The filler that makes the next frame as large as wanted."""
-        encoder = BodyEncoder(topic_name=self.topic.name, codec=self.topic.codec)
-        suffix = encoder.suffix(
-            producer_name="",
-            attributes=None,
-            routing_key=None,
-            schema_id=None,
-            schema_version=None,
-        )
         offset, now_ms = self.topic.watermarks.next, time.time_ns() // 1_000_000
         for size in range(self._frame, 0, -4):
             payload = payload_of(f"{self._sender}.{self._number}#{size}")
-            body = encoder.encode(offset, payload, now_ms, suffix)
+            identity = MessageId(topic_name=self.topic.name, topic_offset=offset)
+            message = StreamMessage(msg_id=identity, payload=payload, publish_time=now_ms)
+            body = encode_message(message, self.topic.codec)
             if len(body) + FRAME_HEADER_SIZE == self._frame:
                 return size
         raise AssertionError("no size fits: make the sender's name a byte longer")

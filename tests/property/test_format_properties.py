@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ister.base.model import Codec, MessageId, StreamMessage
+from ister.base.model import Codec
 from ister.errors import UnsupportedVersionError
 from ister.format.checkpoint import (
     RotatedFile,
@@ -20,7 +20,6 @@ from ister.format.checkpoint import (
     encode_wal_checkpoint,
 )
 from ister.format.message import (
-    BodyEncoder,
     decode_message,
     decode_publish_time,
     encode_message,
@@ -30,11 +29,9 @@ from ister.format.sparse_index import IndexEntry, decode_index, encode_index
 from tests.support.builders import a_message, bincode_body, frames, with_valid_crc
 from tests.support.invariants import check_body, check_frames
 from tests.support.message_strategies import (
-    ATTRIBUTES,
     EXAMPLES,
     MESSAGES,
     OPTIONAL_TEXT,
-    PAYLOAD,
     TEXT,
     U64,
     damaged,
@@ -55,30 +52,6 @@ def test_any_message_survives_both_ways(codec, data):
     assert decode_message(body, codec) == message
     assert decode_publish_time(body, codec) == message.publish_time
     assert recognise(body, offset=message.msg_id.topic_offset) is codec
-
-
-@pytest.mark.nightly
-@BOTH_CODECS
-@EXAMPLES
-@given(
-    appends=st.lists(st.tuples(U64, PAYLOAD, U64), min_size=1, max_size=8),
-    topic_name=TEXT,
-    producer_name=TEXT,
-    attributes=ATTRIBUTES,
-)
-def test_body_encoder_matches_encode_message(codec, appends, topic_name, producer_name, attributes):
-    encoder = BodyEncoder(topic_name=topic_name, codec=codec)
-    suffix = encoder.suffix(producer_name=producer_name, attributes=attributes)
-    for offset, payload, publish_time in appends:
-        message = StreamMessage(
-            msg_id=MessageId(topic_name=topic_name, topic_offset=offset),
-            payload=payload,
-            publish_time=publish_time,
-            producer_name=producer_name,
-            attributes=attributes,
-        )
-        body = encoder.encode(offset, payload, publish_time, suffix)
-        assert body == encode_message(message, codec)
 
 
 @EXAMPLES

@@ -3,9 +3,8 @@
 frame           a message body with offset, length and crc
 frame_encoder   many messages as frames
 frame_search    the next whole frame behind a damaged one
-message         message bodies in bincode
+message         message bodies in bincode: encoded, decoded, split into parts
 bincode         the two bincode encodings
-body_parts      parts of a body, without decoding all of it
 checkpoint      checkpoints of the log and the uploader
 gaps            offsets that were given up
 sparse_index    the index beside each file

@@ -1,8 +1,8 @@
 """The two bincode encodings that Danube has used, as writers and readers of primitive values.
 
-| | `FixintWriter` (bincode 1.3) | `VarintWriter` (bincode 2, standard config) |
+| | `fixint` (bincode 1.3) | `varint` (bincode 2, standard config) |
 |---|---|---|
-| u64, u32 | 8 and 4 bytes, little endian | <251: one byte; FB u16, FC u32, FD u64 |
+| u64 | 8 bytes, little endian | <251: one byte; FB u16, FC u32, FD u64 |
 | lengths | u64 | as integers |
 | Option | one byte 0 or 1, then the value | same |
 | String | length, UTF-8 | same |
@@ -15,8 +15,10 @@ longer forms; no encoder makes them, and refusing them is what tells the two enc
 from __future__ import annotations
 
 import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from operator import index
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 from ister.format.crc import Buffer
 
@@ -55,59 +57,30 @@ def varint_form(value: int) -> tuple[int, int, bytes, str]:
     return 1 << 32, 1 << 64, b"\xfd", "Q"
 
 
-class Writer(Protocol):
+def encode_fixint(value: int) -> bytes:
+    """An unsigned integer of 64 bits as bincode 1.3 writes it."""
+    try:
+        return _U64.pack(value)
+    except struct.error as error:
+        raise BincodeError(f"{value} is not an unsigned 64-bit integer") from error
+
+
+class Writer:
     """Collects the bytes of one value; every method returns the writer."""
 
-    def u64(self, value: int) -> Self: ...
-    def u32(self, value: int) -> Self: ...
-    def blob(self, value: bytes) -> Self: ...
-    def text(self, value: str) -> Self: ...
-    def some(self, present: bool) -> Self: ...
-    def finish(self) -> bytes: ...
+    __slots__ = ("_number", "_parts")
 
-
-class _WriterBase:
-    __slots__ = ("_parts",)
-
-    def __init__(self) -> None:
+    def __init__(self, number: Callable[[int], bytes]) -> None:
+        """`number` encodes integers and lengths: `encode_varint` or `encode_fixint`."""
+        self._number = number
         self._parts: list[bytes] = []
 
     def some(self, present: bool) -> Self:
         self._parts.append(b"\x01" if present else b"\x00")
         return self
 
-    def finish(self) -> bytes:
-        return b"".join(self._parts)
-
-
-class FixintWriter(_WriterBase):
-    """bincode 1.3: fixed widths."""
-
-    __slots__ = ()
-
     def u64(self, value: int) -> Self:
-        self._parts.append(_pack(_U64, value))
-        return self
-
-    def u32(self, value: int) -> Self:
-        self._parts.append(_pack(_U32, value))
-        return self
-
-    def blob(self, value: bytes) -> Self:
-        self._parts += (_U64.pack(len(value)), value)
-        return self
-
-    def text(self, value: str) -> Self:
-        return self.blob(_utf8(value))
-
-
-class VarintWriter(_WriterBase):
-    """bincode 2 with its standard configuration."""
-
-    __slots__ = ()
-
-    def u64(self, value: int) -> Self:
-        self._parts.append(encode_varint(index(value)))
+        self._parts.append(self._number(index(value)))
         return self
 
     def u32(self, value: int) -> Self:
@@ -115,19 +88,13 @@ class VarintWriter(_WriterBase):
             raise BincodeError(f"{value} is not an unsigned 32-bit integer")
         return self.u64(value)
 
-    def blob(self, value: bytes) -> Self:
-        self._parts += (encode_varint(len(value)), value)
+    def text(self, value: str) -> Self:
+        encoded = _utf8(value)
+        self._parts += (self._number(len(encoded)), encoded)
         return self
 
-    def text(self, value: str) -> Self:
-        return self.blob(_utf8(value))
-
-
-def _pack(layout: struct.Struct, value: int) -> bytes:
-    try:
-        return layout.pack(value)
-    except struct.error as error:
-        raise BincodeError(f"{value} does not fit into {layout.size} bytes") from error
+    def finish(self) -> bytes:
+        return b"".join(self._parts)
 
 
 def _utf8(value: str) -> bytes:
@@ -139,27 +106,35 @@ def _utf8(value: str) -> bytes:
         raise BincodeError(f"{value!r} is not valid Unicode text") from error
 
 
-class BodyReader(Protocol):
+class BodyReader(ABC):
     """Takes one value apart, from the front. Every method raises BincodeError on bad bytes."""
 
-    position: int
-
-    def u64(self) -> int: ...
-    def u32(self) -> int: ...
-    def blob(self) -> bytes: ...
-    def text(self) -> str: ...
-    def skip(self) -> None: ...
-    def some(self) -> bool: ...
-    def at_end(self) -> bool: ...
-
-
-class _ReaderBase:
     __slots__ = ("_data", "_size", "position")
 
-    def __init__(self, data: Buffer, position: int = 0) -> None:
+    def __init__(self, data: Buffer) -> None:
         self._data = data
         self._size = len(data)
-        self.position = position
+        self.position = 0
+
+    @abstractmethod
+    def u64(self) -> int: ...
+
+    def u32(self) -> int:
+        value = self.u64()
+        if value >= 1 << 32:
+            raise BincodeError(f"{value} is not an unsigned 32-bit integer")
+        return value
+
+    def blob(self) -> bytes:
+        size = self.u64()
+        start = self._take(size)
+        return bytes(self._data[start : start + size])
+
+    def text(self) -> str:
+        try:
+            return self.blob().decode()
+        except UnicodeDecodeError as error:
+            raise BincodeError(f"bad UTF-8 before {self.position}") from error
 
     def _take(self, size: int) -> int:
         """Moves over `size` bytes and returns where they begin."""
@@ -183,20 +158,8 @@ class _ReaderBase:
         value: int = layout.unpack_from(self._data, self._take(layout.size))[0]
         return value
 
-    def _bytes(self, size: int) -> bytes:
-        start = self._take(size)
-        return bytes(self._data[start : start + size])
 
-    def _text(self, size: int) -> str:
-        if size == 0:
-            return ""
-        try:
-            return self._bytes(size).decode()
-        except UnicodeDecodeError as error:
-            raise BincodeError(f"bad UTF-8 before {self.position}") from error
-
-
-class FixintReader(_ReaderBase):
+class FixintReader(BodyReader):
     """bincode 1.3."""
 
     __slots__ = ()
@@ -204,21 +167,8 @@ class FixintReader(_ReaderBase):
     def u64(self) -> int:
         return self._unpack(_U64)
 
-    def u32(self) -> int:
-        return self._unpack(_U32)
 
-    def blob(self) -> bytes:
-        return self._bytes(self._unpack(_U64))
-
-    def text(self) -> str:
-        return self._text(self._unpack(_U64))
-
-    def skip(self) -> None:
-        """Moves over a blob or text without looking at it."""
-        self._take(self._unpack(_U64))
-
-
-class VarintReader(_ReaderBase):
+class VarintReader(BodyReader):
     """bincode 2 with its standard configuration."""
 
     __slots__ = ()
@@ -242,19 +192,3 @@ class VarintReader(_ReaderBase):
         if value < least:
             raise BincodeError(f"{value} in a longer form than needed before {self.position}")
         return value
-
-    def u32(self) -> int:
-        value = self.u64()
-        if value >= 1 << 32:
-            raise BincodeError(f"{value} is not an unsigned 32-bit integer")
-        return value
-
-    def blob(self) -> bytes:
-        return self._bytes(self.u64())
-
-    def text(self) -> str:
-        return self._text(self.u64())
-
-    def skip(self) -> None:
-        """Moves over a blob or text without looking at it."""
-        self._take(self.u64())

@@ -30,10 +30,10 @@ from ister.format.bincode import (
     BincodeError,
     BodyReader,
     FixintReader,
-    FixintWriter,
     VarintReader,
-    VarintWriter,
     Writer,
+    encode_fixint,
+    encode_varint,
 )
 from ister.format.crc import crc32
 
@@ -197,7 +197,7 @@ def decode_uploader_body(body: bytes, codec: Codec) -> UploaderCheckpoint:
 def encode_wal_checkpoint(state: WalState) -> bytes:
     """The whole of `wal.ckpt`."""
     writer = (
-        VarintWriter()
+        Writer(encode_varint)
         .u64(state.synced)
         .u64(state.synced_position)
         .some(state.is_poisoned)
@@ -284,7 +284,7 @@ def _open(kind: _Kind, data: bytes) -> tuple[bytes, bytes] | None:
 
 
 def _writer(codec: Codec) -> Writer:
-    return VarintWriter() if codec is Codec.BINCODE2 else FixintWriter()
+    return Writer(encode_varint if codec is Codec.BINCODE2 else encode_fixint)
 
 
 def _reader(body: bytes, codec: Codec) -> BodyReader:

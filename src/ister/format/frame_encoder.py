@@ -27,10 +27,10 @@ from ister.base.limits import KIB
 from ister.base.model import Codec
 from ister.errors import check
 from ister.format import compiled
-from ister.format.bincode import encode_varint, varint_form
+from ister.format.bincode import varint_form
 from ister.format.crc import crc32
 from ister.format.frame import FRAME_HEADER_SIZE, pack_header
-from ister.format.message import encode_prefix
+from ister.format.message import BodyEncoder
 
 _U64: Final = struct.Struct("<Q")
 # The compiled loop counts in signed 64-bit integers; what lies beyond is left to Python.
@@ -42,11 +42,15 @@ _COMPILED_BYTES_MIN: Final = 4 * KIB
 class FrameEncoder:
     """Encodes the messages of one topic. Immutable."""
 
-    __slots__ = ("_codec", "_prefix")
+    __slots__ = ("_codec", "_number", "_prefix")
 
     def __init__(self, *, topic_name: str, codec: Codec) -> None:
         self._codec = codec
-        self._prefix = encode_prefix(topic_name, codec)
+        bodies = BodyEncoder(codec)
+        self._number = bodies.number
+        # request_id and producer_id name a producer's connection and broker_addr the broker;
+        # a log opened in-process has none of them.
+        self._prefix = bodies.head(0, 0, topic_name, "")
 
     def blank(self, offset: int, payload_size: int, tail_size: int) -> tuple[bytes, int]:
         """Returns what comes before the payload, with zeros for the offset and the crc.
@@ -57,17 +61,15 @@ class FrameEncoder:
         if self._codec is Codec.BINCODE2:
             _, end, tag, letter = varint_form(offset)
             head = self._prefix + tag + bytes(struct.calcsize(f"<{letter}"))
-            head += encode_varint(payload_size)
         else:
             end = 1 << 64
-            head = self._prefix + bytes(8) + _U64.pack(payload_size)
+            head = self._prefix + bytes(8)
+        head += self._number(payload_size)
         return pack_header(0, len(head) + payload_size + tail_size, 0) + head, end
 
     def tail(self, publish_time_ms: int, suffix: bytes) -> bytes:
-        """Returns what comes after the payload; `suffix` is from `BodyEncoder.suffix`."""
-        if self._codec is Codec.BINCODE2:
-            return encode_varint(publish_time_ms) + suffix
-        return _U64.pack(publish_time_ms) + suffix
+        """Returns what comes after the payload; `suffix` is from `BodyEncoder.tail`."""
+        return self._number(publish_time_ms) + suffix
 
     def fill(self, parts: Sequence[bytes], first_offset: int) -> bytes | bytearray:
         """Returns the frames of messages with successive offsets.

@@ -10,18 +10,28 @@ bodies without such a record. Earlier versions of Danube wrote shorter `bincode2
 before the bracket, 0.6 to 0.11 before `routing_key`. They are read, with None for the missing
 fields, and never written.
 
+`split` finds the parts of a body without decoding all of it:
+
+    request_id · identity · topic_offset · payload · publish_time · suffix
+
+The `identity` is the producer's id, the topic's name and the broker's address; the `suffix` is
+everything behind the publish time. Both are the same for many messages, so callers decode them once
+and look them up by their bytes from then on. `split` is as strict as `decode_message` about
+everything outside of these two: a body is valid exactly if `split`, `decode_identity` and
+`decode_suffix` accept it.
+
 The order of attributes is the mapping's own; Danube's is random per process, so equal messages may
 have unequal bytes and only decoded values are compared.
 
-Owns: the encodings, and two ways to build a body around a payload from parts that are encoded once:
-`BodyEncoder` for messages of this process, `RecordEncoder` for those that came over a wire with
-their own ids. Does not own: frames, offsets, size limits of messages.
+Owns: the encodings, and `BodyEncoder`, which builds bodies around payloads from parts that are
+encoded once. Does not own: frames, offsets, size limits of messages; bodies in columns
+(`ister.format.arrow`).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from typing import Final, NamedTuple, TypeVar
 
@@ -33,17 +43,14 @@ from ister.format.bincode import (
     BincodeError,
     BodyReader,
     FixintReader,
-    FixintWriter,
     VarintReader,
-    VarintWriter,
     Writer,
+    encode_fixint,
     encode_varint,
-    varint_form,
 )
 from ister.format.crc import Buffer
 from ister.format.frame import FRAME_HEADER_SIZE
 
-_U64: Final = struct.Struct("<Q")
 # Parts of a body that are kept for the next one are no larger than this.
 _KEPT_BYTES_MAX: Final = 4096
 
@@ -51,22 +58,36 @@ _KEPT_BYTES_MAX: Final = 4096
 _MISFITS: Final = (BincodeError, ArithmeticError, AttributeError, TypeError, struct.error)
 # A lookup also raises ValueError: some memoryviews have no hash.
 _KEY_MISFITS: Final = (*_MISFITS, ValueError)
-_BITS: Final = {"request_id": 64, "producer_id": 64, "schema_id": 64, "schema_version": 32}
+_BITS: Final = {
+    "request_id": 64,
+    "producer_id": 64,
+    "topic_offset": 64,
+    "publish_time": 64,
+    "schema_id": 64,
+    "schema_version": 32,
+}
 _OPTIONAL: Final = {"subscription_name", "schema_id", "schema_version", "routing_key"}
 
 
-# request_id, producer_id, topic_name, broker_addr, topic_offset, and the payload's length.
-_FIELDS_BEFORE_PAYLOAD: Final = (False, False, True, True, False, False)
-_VARINT_WIDTHS: Final = {0xFB: 2, 0xFC: 4, 0xFD: 8}
+_READ_U64: Final = struct.Struct("<Q").unpack_from
+_TWO_U64: Final = struct.Struct("<QQ").unpack_from
+# By the tag of a varint: how to read it, its width, and the least value that needs it.
+_LONG: Final = {
+    0xFB: (struct.Struct("<H").unpack_from, 2, 0xFB),
+    0xFC: (struct.Struct("<I").unpack_from, 4, 1 << 16),
+    0xFD: (_READ_U64, 8, 1 << 32),
+}
+_DAMAGES: Final = (BincodeError, LookupError, struct.error, OverflowError)
 
+_NUMBERS: Final[dict[Codec, Callable[[int], bytes]]] = {
+    Codec.BINCODE1: encode_fixint,
+    Codec.BINCODE2: encode_varint,
+}
+"""How integers are encoded."""
 _READERS: Final[dict[Codec, Callable[[Buffer], BodyReader]]] = {
     Codec.BINCODE1: FixintReader,
     Codec.BINCODE2: VarintReader,
 }
-
-
-def _writer(codec: Codec) -> Writer:
-    return VarintWriter() if codec is Codec.BINCODE2 else FixintWriter()
 
 
 def _misfit(error: Exception, **fields: object) -> InvalidRequestError:
@@ -97,29 +118,23 @@ def encode_message(message: StreamMessage, codec: Codec) -> bytes:
     Raises:
         InvalidRequestError: A field does not fit its type, or the codec has no such field.
     """
-    identity = message.msg_id
+    encoder, identity = BodyEncoder(codec), message.msg_id
+    head = encoder.head(
+        message.request_id, identity.producer_id, identity.topic_name, identity.broker_addr
+    )
+    tail = encoder.tail(
+        message.producer_name,
+        message.subscription_name,
+        message.attributes,
+        schema_id=message.schema_id,
+        schema_version=message.schema_version,
+        routing_key=message.routing_key,
+    )
+    offset, payload, time = identity.topic_offset, message.payload, message.publish_time
     try:
-        return (
-            _writer(codec)
-            .u64(message.request_id)
-            .u64(identity.producer_id)
-            .text(identity.topic_name)
-            .text(identity.broker_addr)
-            .u64(identity.topic_offset)
-            .blob(message.payload)
-            .u64(message.publish_time)
-            .finish()
-        ) + _encode_suffix(
-            codec,
-            producer_name=message.producer_name,
-            subscription_name=message.subscription_name,
-            attributes=message.attributes,
-            schema_id=message.schema_id,
-            schema_version=message.schema_version,
-            routing_key=message.routing_key,
-        )
+        return encoder.body(head, offset, payload, time, tail)
     except _MISFITS as error:
-        raise InvalidRequestError(f"the message cannot be encoded: {error}") from error
+        raise _misfit(error, topic_offset=offset, publish_time=time) from error
 
 
 def _encode_suffix(
@@ -133,7 +148,7 @@ def _encode_suffix(
     routing_key: str | None,
 ) -> bytes:
     """Everything after `publish_time`: the part that is the same for many messages."""
-    writer = _writer(codec).text(producer_name).some(subscription_name is not None)
+    writer = Writer(_NUMBERS[codec]).text(producer_name).some(subscription_name is not None)
     if subscription_name is not None:
         writer.text(subscription_name)
     writer.u64(len(attributes))
@@ -162,11 +177,10 @@ def _encode_suffix(
     return writer.finish()
 
 
-def encode_prefix(topic_name: str, codec: Codec) -> bytes:
-    """Everything before the offset, of a message that was appended in this process."""
-    # request_id and producer_id name a producer's connection and broker_addr the broker;
-    # a log opened in-process has none of them.
-    return _writer(codec).u64(0).u64(0).text(topic_name).text("").finish()
+def encode_identity(producer_id: int, topic_name: str, broker_addr: str, codec: Codec) -> bytes:
+    """The fields between the request id and the offset."""
+    writer = Writer(_NUMBERS[codec])
+    return writer.u64(producer_id).text(topic_name).text(broker_addr).finish()
 
 
 def decode_message(body: Buffer, codec: Codec) -> StreamMessage:
@@ -192,7 +206,7 @@ def _decode(body: Buffer, codec: Codec) -> StreamMessage:
     )
     payload = reader.blob()
     publish_time = reader.u64()
-    suffix = decode_suffix(reader, codec)
+    suffix = _decode_suffix(reader, codec)
     return StreamMessage(
         request_id=request_id,
         msg_id=msg_id,
@@ -218,7 +232,7 @@ class Suffix(NamedTuple):
     routing_key: str | None
 
 
-def decode_suffix(reader: BodyReader, codec: Codec) -> Suffix:
+def _decode_suffix(reader: BodyReader, codec: Codec) -> Suffix:
     """The fields behind the publish time, up to the end of the body.
 
     Raises:
@@ -254,39 +268,162 @@ def _decode_attributes(reader: BodyReader) -> dict[str, str]:
     return attributes
 
 
-def decode_payload(body: Buffer, codec: Codec, *, start: int = 0, end: int | None = None) -> bytes:
-    """The payload alone: what most readers want, for a fraction of the cost of all fields.
+class Identity(NamedTuple):
+    """The fields of an identity."""
 
-    Looks no further than it has to: what follows may still turn out to be no message.
+    producer_id: int
+    topic_name: str
+    broker_addr: str
 
-    The body is in `body[start:end]`, by default all of it.
+
+Parts = tuple[int, bytes, int, int, int, int]
+"""request_id, identity, start and end of the payload, publish_time, start of the suffix."""
+
+
+def split(buffer: Buffer, start: int, end: int, codec: Codec, known: bytes = b"") -> Parts:
+    """Returns the parts of the body in `buffer[start:end]`.
+
+    Args:
+        buffer: Bytes that hold the body.
+        start: Where it begins.
+        end: Where it ends.
+        codec: How it is encoded.
+        known: An identity that the body may have; if it does, this object is returned. Only for
+            `bytes`.
 
     Raises:
-        CorruptDataError: The bytes up to the payload are not those of a message in this codec.
+        CorruptDataError: The bytes are not a message in this codec.
     """
-    position, size = _find_payload(body, codec, start, len(body) if end is None else end)
-    return bytes(body[position : position + size])
+    data: bytes = buffer  # type: ignore[assignment]
+    try:
+        if codec is Codec.BINCODE2:
+            return _split_varint(data, start, end, known)
+        return _split_fixint(data, start, end, known)
+    except _DAMAGES as error:
+        raise CorruptDataError(f"not a {codec} message: {error!r}") from error
+
+
+def _split_varint(buffer: bytes, start: int, end: int, known: bytes) -> Parts:
+    """Splits a varint body; reads integers inline, because it runs for every message read."""
+    request_id = buffer[start]
+    at = start + 1
+    if request_id >= 0xFB:
+        request_id, at = _long(buffer, at, request_id)
+    if known and buffer.startswith(known, at):
+        identity = known
+        at += len(known)
+    else:
+        begin = at
+        number = buffer[at]
+        at += 1
+        if number >= 0xFB:
+            _, at = _long(buffer, at, number)
+        size = buffer[at]
+        at += 1
+        if size >= 0xFB:
+            size, at = _long(buffer, at, size)
+        at += size
+        size = buffer[at]
+        at += 1
+        if size >= 0xFB:
+            size, at = _long(buffer, at, size)
+        at += size
+        identity = buffer[begin:at]
+    number = buffer[at]
+    at += 1
+    if number >= 0xFB:
+        _, at = _long(buffer, at, number)
+    size = buffer[at]
+    at += 1
+    if size >= 0xFB:
+        size, at = _long(buffer, at, size)
+    payload_at = at
+    at = payload_end = at + size
+    if at >= end:
+        raise BincodeError(f"a payload of {size} bytes runs past the end")
+    publish_time = buffer[at]
+    at += 1
+    if publish_time == 0xFD and (usual := _READ_U64(buffer, at)[0]) >= 1 << 32:
+        publish_time = usual
+        at += 8
+    elif publish_time >= 0xFB:
+        publish_time, at = _long(buffer, at, publish_time)
+    if at > end:
+        raise BincodeError("the publish time runs past the end")
+    return request_id, identity, payload_at, payload_end, publish_time, at
+
+
+def _long(buffer: Buffer, at: int, tag: int) -> tuple[int, int]:
+    """Returns an integer of more than one byte, and where it ends."""
+    unpack, width, least = _LONG[tag]
+    value: int = unpack(buffer, at)[0]
+    if value < least:
+        raise BincodeError(f"{value} in a longer form than needed at {at}")
+    return value, at + width
+
+
+def _split_fixint(buffer: bytes, start: int, end: int, known: bytes) -> Parts:
+    request_id: int = _READ_U64(buffer, start)[0]
+    at = start + 8
+    if known and buffer.startswith(known, at):
+        identity = known
+        at += len(known)
+    else:
+        begin = at
+        at += 16 + _READ_U64(buffer, at + 8)[0]
+        at += 8 + _READ_U64(buffer, at)[0]
+        identity = buffer[begin:at]
+    _, size = _TWO_U64(buffer, at)
+    payload_at = at + 16
+    payload_end = payload_at + size
+    if payload_end + 8 > end:
+        raise BincodeError(f"a payload of {size} bytes runs past the end")
+    publish_time: int = _READ_U64(buffer, payload_end)[0]
+    return request_id, identity, payload_at, payload_end, publish_time, payload_end + 8
+
+
+def decode_identity(identity: bytes, codec: Codec) -> Identity:
+    """Decodes the fields of an identity.
+
+    Raises:
+        CorruptDataError: The bytes are not an identity in this codec.
+    """
+    try:
+        reader = _READERS[codec](identity)
+        return Identity(reader.u64(), reader.text(), reader.text())
+    except BincodeError as error:
+        raise CorruptDataError(f"not a {codec} message: {error}") from error
+
+
+def decode_suffix(suffix: bytes, codec: Codec) -> Suffix:
+    """Decodes the fields behind the publish time.
+
+    Raises:
+        CorruptDataError: The bytes are not such fields in this codec.
+    """
+    try:
+        return _decode_suffix(_READERS[codec](suffix), codec)
+    except BincodeError as error:
+        raise CorruptDataError(f"not a {codec} message: {error}") from error
+
+
+def decode_payload(body: Buffer, codec: Codec, *, start: int = 0, end: int | None = None) -> bytes:
+    """The payload of the body in `body[start:end]`, by default all of it.
+
+    What is behind the publish time is not looked at: it may still turn out to be no message.
+
+    Raises:
+        CorruptDataError: The bytes up to the publish time are not those of a message.
+    """
+    _, _, first, last, _, _ = split(body, start, len(body) if end is None else end, codec)
+    return bytes(body[first:last])
 
 
 def decode_publish_time(
     body: Buffer, codec: Codec, *, start: int = 0, end: int | None = None
 ) -> int:
     """The publish time alone, in milliseconds; otherwise as `decode_payload`."""
-    limit = len(body) if end is None else end
-    position, size = _find_payload(body, codec, start, limit)
-    position += size
-    if codec is Codec.BINCODE2:
-        width = 0
-        tag = body[position] if position < limit else 0xFF
-        if tag < 0xFB:
-            return int(tag)
-        width = _VARINT_WIDTHS.get(tag, limit)
-        position += 1
-    else:
-        width = 8
-    if position + width > limit:
-        raise CorruptDataError(f"not a {codec} message: its publish time runs past its end")
-    return int.from_bytes(body[position : position + width], "little")
+    return split(body, start, len(body) if end is None else end, codec)[4]
 
 
 def decode_publish_times(
@@ -318,37 +455,6 @@ def first_at_or_after(times: list[int], publish_time: int) -> int | None:
     return next(place for place, time in enumerate(times) if time >= publish_time)
 
 
-def _find_payload(body: Buffer, codec: Codec, start: int, limit: int) -> tuple[int, int]:
-    """Where the payload lies in `body[start:limit]`, and its size.
-
-    Written out, because this is done for every message that is read.
-    """
-    try:
-        size = 0
-        position = start
-        if codec is Codec.BINCODE2:
-            for is_text in _FIELDS_BEFORE_PAYLOAD:
-                size = body[position]
-                position += 1
-                if size >= 0xFB:
-                    width = _VARINT_WIDTHS[size]
-                    size = int.from_bytes(body[position : position + width], "little")
-                    position += width
-                if is_text:
-                    position += size
-        else:
-            for is_text in _FIELDS_BEFORE_PAYLOAD:
-                (size,) = _U64.unpack_from(body, position)
-                position += 8
-                if is_text:
-                    position += size
-    except (LookupError, struct.error, OverflowError) as error:
-        raise CorruptDataError(f"not a {codec} message: {error!r}") from error
-    if position + size > limit:
-        raise CorruptDataError(f"not a {codec} message: its payload runs past its end")
-    return position, size
-
-
 def recognise(body: Buffer, *, offset: int | None = None) -> Codec | None:
     """The codec of a body that carries no record of it, or None if it is neither.
 
@@ -368,73 +474,18 @@ def recognise(body: Buffer, *, offset: int | None = None) -> Codec | None:
 
 
 class BodyEncoder:
-    """Builds bodies for one topic: what does not change from message to message is encoded once.
-
-    `encode` is the hot path. It packs the head (ids, offset, payload length) with one precompiled
-    struct and joins head, payload, publish time and suffix.
-    """
-
-    __slots__ = ("_codec", "encode")
-
-    def __init__(self, *, topic_name: str, codec: Codec) -> None:
-        self._codec = codec
-        prefix = encode_prefix(topic_name, codec)
-        self.encode: Callable[[int, bytes, int, bytes], bytes]
-        """(offset, payload, publish_time_ms, suffix) -> body. Not thread-safe."""
-        if codec is Codec.BINCODE1:
-            self.encode = _fixint_encoder(prefix)
-        else:
-            self.encode = _varint_encoder(prefix)
-
-    def suffix(
-        self,
-        *,
-        producer_name: str = "",
-        attributes: Mapping[str, str] | None = None,
-        schema_id: int | None = None,
-        schema_version: int | None = None,
-        routing_key: str | None = None,
-    ) -> bytes:
-        """The part after the publish time, for `encode`; worth keeping where it recurs.
-
-        Raises:
-            InvalidRequestError: A field does not fit its type, or the codec has no such field.
-        """
-        try:
-            return _encode_suffix(
-                self._codec,
-                producer_name=producer_name,
-                subscription_name="",
-                attributes={} if attributes is None else attributes,
-                schema_id=schema_id,
-                schema_version=schema_version,
-                routing_key=routing_key,
-            )
-        except _MISFITS as error:
-            raise _misfit(
-                error,
-                producer_name=producer_name,
-                attributes={} if attributes is None else attributes,
-                schema_id=schema_id,
-                schema_version=schema_version,
-                routing_key=routing_key,
-            ) from error
-
-
-class RecordEncoder:
-    """Builds the bodies of records: a head and a tail, both without the offset, around a payload.
+    """Builds bodies: a head and a tail, both without the offset, around a payload.
 
     Heads and tails are the same for many messages of a producer, except for `request_id`; those
     parts are kept. Thread-safe.
     """
 
-    __slots__ = ("_codec", "_identities", "_number", "_tails")
+    __slots__ = ("_codec", "_identities", "_tails", "number")
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self._number: Callable[[int], bytes] = (
-            encode_varint if codec is Codec.BINCODE2 else _U64.pack
-        )
+        self.number = _NUMBERS[codec]
+        """Encodes an integer of 64 bits."""
         self._identities: dict[tuple[int, str, str], bytes] = {}
         self._tails: dict[tuple[str, str | None], bytes] = {}
 
@@ -448,9 +499,9 @@ class RecordEncoder:
             key = (index(producer_id), topic_name, broker_addr)
             identity = self._identities.get(key)
             if identity is None:
-                writer = _writer(self._codec).u64(producer_id).text(topic_name).text(broker_addr)
-                identity = _keep(self._identities, key, writer.finish())
-            return self._number(index(request_id)) + identity
+                identity = encode_identity(producer_id, topic_name, broker_addr, self._codec)
+                _keep(self._identities, key, identity)
+            return self.number(index(request_id)) + identity
         except _KEY_MISFITS as error:
             raise _misfit(
                 error,
@@ -516,12 +567,26 @@ class RecordEncoder:
         """The body of a message with an offset.
 
         Raises:
-            BincodeError, struct.error: The publish time is not an unsigned 64-bit integer.
+            BincodeError: The publish time is not an unsigned 64-bit integer.
         """
-        number = self._number
+        number = self.number
         return b"".join(
             (head, number(offset), number(len(payload)), payload, number(publish_time), tail)
         )
+
+    def bodies(
+        self, head: bytes, first: int, payloads: Sequence[bytes], publish_time: int, tail: bytes
+    ) -> list[bytes]:
+        """The bodies of messages from offset `first` on that differ in their payloads alone."""
+        number, join = self.number, b"".join
+        end, size, length = number(publish_time) + tail, -1, b""
+        bodies: list[bytes] = []
+        for offset, payload in enumerate(payloads, first):
+            if len(payload) != size:
+                size = len(payload)
+                length = number(size)
+            bodies.append(join((head, number(offset), length, payload, end)))
+        return bodies
 
 
 _Key = TypeVar("_Key")
@@ -534,52 +599,3 @@ def _keep(kept: dict[_Key, bytes], key: _Key, encoded: bytes) -> bytes:
             kept.clear()
         kept[key] = encoded
     return encoded
-
-
-def _fixint_encoder(prefix: bytes) -> Callable[[int, bytes, int, bytes], bytes]:
-    pack_head = struct.Struct(f"<{len(prefix)}sQQ").pack
-    join = b"".join
-
-    def encode(offset: int, payload: bytes, publish_time_ms: int, suffix: bytes) -> bytes:
-        head = pack_head(prefix, offset, len(payload))
-        return join((head, payload, _U64.pack(publish_time_ms), suffix))
-
-    return encode
-
-
-def _varint_encoder(prefix: bytes) -> Callable[[int, bytes, int, bytes], bytes]:
-    """The encoder for bincode 2, as a closure: its variables are cheaper to reach than attributes.
-
-    A varint's width changes only at a few values, so one struct serves millions of messages; its
-    tag bytes become part of the constant fields around it.
-    """
-    pack_head = struct.Struct("").pack
-    head_constant = size_tag = b""
-    offset_start = offset_end = size_start = size_end = 0
-    join, pack_time = b"".join, struct.Struct("<BQ").pack
-
-    def compile_head(offset: int, size: int) -> None:
-        nonlocal pack_head, head_constant, size_tag
-        nonlocal offset_start, offset_end, size_start, size_end
-        # No size matches until the last line: an exception from a signal handler in between must
-        # not leave the new ranges with the old struct.
-        size_end = 0
-        offset_start, offset_end, offset_tag, offset_letter = varint_form(offset)
-        size_start, end, size_tag, size_letter = varint_form(size)
-        head_constant = prefix + offset_tag
-        pack_head = struct.Struct(
-            f"<{len(head_constant)}s{offset_letter}{len(size_tag)}s{size_letter}"
-        ).pack
-        size_end = end
-
-    def encode(offset: int, payload: bytes, publish_time_ms: int, suffix: bytes) -> bytes:
-        size = len(payload)
-        if not (size_start <= size < size_end and offset_start <= offset < offset_end):
-            compile_head(offset, size)
-        if publish_time_ms >= 4_294_967_296:
-            time = pack_time(0xFD, publish_time_ms)
-        else:
-            time = encode_varint(publish_time_ms)
-        return join((pack_head(head_constant, offset, size_tag, size), payload, time, suffix))
-
-    return encode

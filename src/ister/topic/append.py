@@ -25,7 +25,7 @@ from ister.base.model import Codec, MessageId, StreamMessage
 from ister.base.positions import to_milliseconds
 from ister.errors import InvalidRequestError, MessageTooLargeError
 from ister.format.frame import FRAME_HEADER_SIZE
-from ister.format.message import BodyEncoder, RecordEncoder
+from ister.format.message import BodyEncoder
 from ister.format.payloads import FEW_ROWS, Payloads
 from ister.topic.arguments import as_bytes, as_number, as_payloads
 from ister.topic.cache import Cache
@@ -89,13 +89,12 @@ class Appender:
         self._acquire = wal.lock.acquire
         self._release = wal.lock.release
         self._is_held: Callable[[], bool] = wal.lock._is_owned  # type: ignore[attr-defined]  # noqa: SLF001
-        self._encoder = BodyEncoder(topic_name=self.name, codec=wal.settings.codec)
-        self._encode = self._encoder.encode
-        self.records = RecordEncoder(wal.settings.codec)
+        self.records = BodyEncoder(wal.settings.codec)
         """Encodes the parts of records that `append_records` takes."""
         self._suffixes: dict[str, bytes] = {}
         # What a frame has besides payload and suffix, at the most.
-        self._envelope_bytes = FRAME_HEADER_SIZE + len(self._encode(0, b"", 0, b"")) + 32
+        self._head = self.records.head(0, 0, self.name, "")
+        self._envelope_bytes = FRAME_HEADER_SIZE + len(self._head) + _NUMBERS_BYTES_MAX
 
     def append(
         self,
@@ -175,11 +174,7 @@ class Appender:
         total += len(messages) * (len(suffix) + self._envelope_bytes)
 
         def put(first: int) -> int:
-            encode = self._encode
-            bodies = [
-                encode(offset, message, time_ms, suffix)
-                for offset, message in enumerate(messages, first)
-            ]
+            bodies = self.records.bodies(self._head, first, messages, time_ms, suffix)
             self._buffer.push_many(bodies, time_ms)
             return len(bodies)
 
@@ -429,12 +424,13 @@ class Appender:
             found = self._suffixes.get(producer_name)
             if found is not None:
                 return found
-        suffix = self._encoder.suffix(
-            producer_name=producer_name,
-            attributes=attributes,
-            routing_key=routing_key,
+        suffix = self.records.tail(
+            producer_name,
+            "",
+            {} if attributes is None else attributes,
             schema_id=schema_id,
             schema_version=schema_version,
+            routing_key=routing_key,
         )
         if len(suffix) > ENVELOPE_SIZE_BYTES_MAX:
             raise self._envelope_too_large(len(suffix))

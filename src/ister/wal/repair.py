@@ -25,12 +25,11 @@ from ister.base.clock import Clock
 from ister.base.metrics import Metrics
 from ister.base.model import Codec
 from ister.errors import CorruptDataError, IsterError
-from ister.format.body_parts import NO_IDENTITY, decode_identity, split
 from ister.format.checkpoint import WalCheckpoint, WalState
 from ister.format.frame import FRAME_HEADER_SIZE, Scan
 from ister.format.frame_search import Read, find_frame_behind, read_frame
 from ister.format.gaps import Gaps
-from ister.format.message import recognise
+from ister.format.message import decode_identity, recognise, split
 from ister.format.offset_ranges import is_within, merge_ranges, missing_from
 from ister.fs.base import File
 from ister.wal.directory import WalDirectory, format_log_name
@@ -268,7 +267,7 @@ class _FileWalk:
         self.end_max = 0
         """The offset after the last frame that may have been here."""
         self._codec: Codec | None = None
-        self._identity = NO_IDENTITY
+        self._identity = b""
         with closing(directory.fs.open_read(directory.log_path(seq))) as file:
             self._first = _first_offset(file.read_at, hint)
             self._walk(file)

@@ -6,7 +6,7 @@ import pytest
 
 from ister.base.model import Codec
 from ister.errors import UnsupportedVersionError
-from ister.format.bincode import BincodeError, VarintWriter, encode_varint
+from ister.format.bincode import BincodeError, Writer, encode_varint
 from ister.format.checkpoint import (
     RotatedFile,
     UploaderCheckpoint,
@@ -139,7 +139,15 @@ def test_wal_checkpoint_says_which_topic_of_its_name_it_is_of(incarnation):
 
 def test_wal_checkpoint_of_an_older_ister_is_of_any_topic_of_its_name():
     """Goal: its files are still read, and one without the field is written as they are."""
-    extra = VarintWriter().u64(300).u64(6500).some(False).text("bincode2").text("synced").finish()
+    extra = (
+        Writer(encode_varint)
+        .u64(300)
+        .u64(6500)
+        .some(False)
+        .text("bincode2")
+        .text("synced")
+        .finish()
+    )
     older = an_envelope(kind=1, body=WAL_BODY, extra=extra)
     assert decode_wal_checkpoint(older) == STATE
     assert STATE.incarnation == ""
@@ -229,7 +237,7 @@ def test_intact_envelope_with_an_impossible_head_is_none(data, decode, position,
 
 
 WAL_BODY = encode_wal_body(FULL_CHECKPOINT, Codec.BINCODE2)
-EXTRA = VarintWriter().u64(1).u64(2).some(False).text("bincode2").text("synced").finish()
+EXTRA = Writer(encode_varint).u64(1).u64(2).some(False).text("bincode2").text("synced").finish()
 
 
 @each(

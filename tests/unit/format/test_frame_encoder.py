@@ -29,17 +29,20 @@ def engine(request, monkeypatch):
 def test_frames_are_those_of_messages_encoded_one_by_one(engine, codec, first):
     """Goal: the widths of offsets, sizes and times change within one call, and nothing is lost."""
     encoder = FrameEncoder(topic_name=TOPIC, codec=codec)
-    bodies = BodyEncoder(topic_name=TOPIC, codec=codec)
+    bodies = BodyEncoder(codec)
+    head = bodies.head(0, 0, TOPIC, "")
     parts, expected = [], b""
     for number, size in enumerate((0, 1, 250, 251, 65535, 65536, 100 * KIB)):
         offset, payload = first + number, bytes([number]) * size
         time_ms = (1 << 32) - 2 + number
-        suffix = bodies.suffix(producer_name="p" * number)
+        suffix = bodies.tail(
+            "p" * number, "", {}, schema_id=None, schema_version=None, routing_key=None
+        )
         tail = encoder.tail(time_ms, suffix)
         blank, end = encoder.blank(offset, size, len(tail))
         assert end > offset
         parts += (blank, payload, tail)
-        expected += encode_frame(offset, bodies.encode(offset, payload, time_ms, suffix))
+        expected += encode_frame(offset, bodies.body(head, offset, payload, time_ms, suffix))
     assert encoder.fill(parts, first) == expected
 
 

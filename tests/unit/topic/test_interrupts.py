@@ -21,9 +21,8 @@ import pytest
 
 import ister
 from ister.base.limits import APPEND_CHUNK_BYTES
-from ister.base.model import Codec, StreamMessage, TopicState
+from ister.base.model import StreamMessage, TopicState
 from ister.errors import InvalidRequestError
-from ister.format.message import BodyEncoder
 from tests.support.machine import NAME, PATIENCE_SECONDS, NoThreads, Task, eventually
 from tests.support.scale import IS_NIGHTLY
 
@@ -519,16 +518,3 @@ def test_signal_handler_in_the_middle_of_an_append_is_refused_instead_of_blocked
     assert topic.append(b"b") == 1
     topic.flush()
     assert [m.payload for m in topic.read()] == [b"a", b"b"]
-
-
-@pytest.mark.parametrize("codec", list(Codec))
-def test_encoder_that_is_interrupted_anywhere_encodes_the_next_message_right(codec):
-    """It keeps the form of its numbers from message to message, and changes it by their size."""
-    small, large = (1, b"x", 5, b""), (70_000, b"x" * 300, 5, b"")
-    encode = BodyEncoder(topic_name=NAME, codec=codec).encode
-    expected = encode(*large)
-    encode(*small)
-    for at in points(lambda: encode(*large)):
-        encode(*small)
-        where = interrupted(lambda: encode(*large), at)
-        assert encode(*large) == expected, where

@@ -13,7 +13,12 @@ from tests.support.builders import frames
 
 TOPIC = "/a/b"
 ENCODER = FrameEncoder(topic_name=TOPIC, codec=Codec.BINCODE2)
-BODIES = BodyEncoder(topic_name=TOPIC, codec=Codec.BINCODE2)
+BODIES = BodyEncoder(Codec.BINCODE2)
+HEAD = BODIES.head(0, 0, TOPIC, "")
+
+
+def tail_of(producer_name=""):
+    return BODIES.tail(producer_name, "", {}, schema_id=None, schema_version=None, routing_key=None)
 
 
 class Attention:
@@ -150,7 +155,7 @@ def test_chunks_are_the_frames_in_order_whichever_way_they_came(steps):
     buffer, _ = a_buffer(next_offset=first)
     expected, found, times = b"", b"", []
     offset = first
-    suffixes = [BODIES.suffix(), BODIES.suffix(producer_name="p")]
+    suffixes = [tail_of(), tail_of("p")]
     for kind, items, takes in steps:
         bodies = [body for body, _ in items]
         if kind == "frames":
@@ -159,7 +164,7 @@ def test_chunks_are_the_frames_in_order_whichever_way_they_came(steps):
             for number, (payload, time) in enumerate(items, offset):
                 suffix = suffixes[time % 2]
                 assert buffer.push_message(payload, time, suffix) == number
-                bodies[number - offset] = BODIES.encode(number, payload, time, suffix)
+                bodies[number - offset] = BODIES.body(HEAD, number, payload, time, suffix)
         else:
             for number, (body, time) in enumerate(items, offset):
                 buffer.push(number, body, time)
@@ -185,7 +190,7 @@ def test_log_in_memory_passes_chunks_on_and_keeps_none():
     buffer, _ = a_buffer(VolatileBuffer, next_offset=5, bytes_max=1, on_sealed=sealed.append)
     data = frames(5, [b"a", b"b"])
     buffer.push_frames([(data, 2, 9)])
-    buffer.push_message(b"c", 9, BODIES.suffix())
+    buffer.push_message(b"c", 9, tail_of())
     assert (buffer.next, buffer.pending_bytes) == (8, 0)
     assert buffer.has_room(1 << 30)
     buffer.seal()
@@ -197,7 +202,7 @@ def test_log_in_memory_passes_chunks_on_and_keeps_none():
 def test_each_chunk_is_passed_on_once_and_in_order():
     sealed = []
     buffer, _ = a_buffer(bytes_max=1 << 30, on_sealed=sealed.append)
-    suffix = BODIES.suffix()
+    suffix = tail_of()
     buffer.push_message(b"a", 1, suffix)
     buffer.push(1, b"b", 1)
     buffer.push_frames([(frames(2, [b"c"]), 1, 1)])

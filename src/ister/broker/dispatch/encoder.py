@@ -20,7 +20,7 @@ from ister.base.limits import KIB
 from ister.base.model import Codec, StreamMessage
 from ister.broker.topics.consumer_ids import ConsumerIdentity
 from ister.errors import CorruptDataError
-from ister.format.body_parts import NO_IDENTITY, decode_identity, decode_suffix, split
+from ister.format.message import decode_identity, decode_suffix, split
 from ister.subscription.receipts import Receipts
 from ister.topic.message import Message, stored_body
 from ister.wire import danube
@@ -157,7 +157,7 @@ class DeliveredEncoder:
         self._subscription = _text_field(_SUBSCRIPTION_NAME, name) if name else b""
         self._heads: dict[tuple[bytes, Codec], list[bytes]] = {}
         # Of the last message: the next one is usually of the same producer.
-        self._identity = NO_IDENTITY
+        self._identity = b""
         self._codec: Codec | None = None
         self._head: list[bytes] = []
 

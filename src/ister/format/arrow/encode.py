@@ -29,9 +29,8 @@ from ister.format.arrow.schema import (
     to_signed,
 )
 from ister.format.arrow.table import NUMBERS_BYTES_MAX, BatchColumns, Times, as_table, as_text
-from ister.format.bincode import FixintWriter, VarintWriter
 from ister.format.frame import encode_frame
-from ister.format.message import encode_message
+from ister.format.message import encode_identity, encode_message
 from ister.format.payloads import Payloads
 
 # Rows that become Python objects at a time.
@@ -240,8 +239,8 @@ def _encode_segments(
         bytes_max: An upper bound of the frames' bytes, without the names that all of them share.
         explain: Encodes a row in Python, which raises the error of an invalid row.
     """
-    writer = VarintWriter() if writing.codec is Codec.BINCODE2 else FixintWriter()
-    middle = pa.py_buffer(writer.u64(writing.producer_id).text(writing.topic).text("").finish())
+    identity = encode_identity(writing.producer_id, writing.topic, "", writing.codec)
+    middle = pa.py_buffer(identity)
     fields[at.MIDDLE], fields[at.MIDDLE_BYTES] = middle.address, middle.size
     name = pa.py_buffer((writing.producer_name or "").encode())
     if writing.producer_name is not None:
