@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from pyspark.errors import PySparkException
+from pyspark.errors import ParseException, PySparkException
 
 import ister
 from ister.errors import ConflictError
@@ -129,6 +129,12 @@ def test_typed_payloads_in_batches_streams_and_tables(spark, home, database, tmp
     rows = frame.select("payload.id", "payload.amount", "payload_error").orderBy("offset").collect()
     assert [(row.id, str(row.amount)) for row in rows] == [(1, "2.50"), (None, "None"), (3, "0.25")]
     assert rows[1].payload_error.startswith("not JSON")
+    bad = spark.read.format("ister").options(**options | {"payloadSchema": "id BIGNUM"})
+    with pytest.raises(ParseException, match="BIGNUM"):
+        bad.load()
+    more = "id BIGINT>, offset STRUCT<x INT"
+    with pytest.raises(PySparkException, match=r"names each of its columns once|is bigint"):
+        spark.read.format("ister").options(**options | {"payloadSchema": more}).load().collect()
 
     seen = []
     query = (

@@ -9,7 +9,6 @@ option_values    parses their values
 rows             the schema: columns and their Spark types
 row_shape        derived columns: text and JSON payloads, headers
 payload_schema   the type of a JSON payload, also from the schema registry
-ddl              parses DDL without a JVM
 batch, stream    the readers of `spark.read` and `spark.readStream`
 pushdown         a batch reader that takes filters
 offset_resolver  which topics, and where each begins and ends now

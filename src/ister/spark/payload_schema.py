@@ -5,13 +5,15 @@
                     registry                   the newest version of the topic's schema
 
 Owns: how the option `payloadSchema` becomes a type. Does not own: the registry's records
-(`ister.topic.schema_records`); how payloads are parsed (`row_shape`).
+(`ister.topic.schema_records`); DDL, which Spark parses (a data source runs in a Python process
+without a session, and has no parser); how payloads are parsed (`row_shape`).
 Runs on the driver. Only `registry` does I/O.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -31,10 +33,10 @@ from pyspark.sql.types import (
 from ister.base.partitions import base_of_partition
 from ister.base.retry import retry_unavailable
 from ister.errors import InvalidRequestError, NotFoundError
-from ister.spark.ddl import parse_struct
 from ister.spark.location import LogLocation, find_place
 from ister.spark.offset_resolver import OffsetResolver
 from ister.spark.options import PayloadFormat, ReadOptions
+from ister.spark.row_shape import parser_of
 from ister.spark.tables.json_schema import Form, Member, ValueType, columns_of
 from ister.topic.schema_kinds import SchemaType
 from ister.topic.schema_records import read_topic_schema
@@ -51,8 +53,8 @@ _TYPES: Final[dict[Form, DataType]] = {
 }
 
 
-def payload_type(options: ReadOptions) -> DataType | None:
-    """Returns the type of the column `payload`; None for binary.
+def payload_type(options: ReadOptions) -> DataType | str | None:
+    """Returns the type of the column `payload`; a text is DDL for Spark, None stands for binary.
 
     Raises:
         InvalidRequestError: `payloadSchema` is missing, or is not the schema of an object.
@@ -73,8 +75,10 @@ def payload_type(options: ReadOptions) -> DataType | None:
         place = find_place(options.config, options.brokers)
         return retry_unavailable(lambda: _registered_type(place, options))
     if text.startswith("{"):
-        return _json_type(text)
-    return parse_struct("payloadSchema", text)
+        found = _json_type(text)
+        parser_of(found)  # raises for what no payload has
+        return found
+    return text if re.match(r"struct\s*<", text, re.IGNORECASE) else f"STRUCT<{text}>"
 
 
 def _find_json_schema(place: LogLocation, topic: str) -> dict[str, object]:

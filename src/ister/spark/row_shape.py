@@ -69,10 +69,8 @@ class RowShape:
         self._fails = errors is PayloadErrors.FAIL
         kind = schema[_PAYLOAD].dataType if _PAYLOAD in schema.names else None
         self._parser: JsonParser | None = None
-        self._struct: pa.DataType | None = None
         if isinstance(kind, StructType):
-            self._parser = JsonParser(members_of(kind))
-            self._struct = arrow_type_of(kind)
+            self._parser = parser_of(kind)
         self._is_text = isinstance(kind, StringType)
         needed = [_SOURCES.get(name, name) for name in schema.names]
         if self._fails and self.is_parsed:
@@ -114,9 +112,9 @@ class RowShape:
             payloads if len(numbers) == len(payloads) else payloads.take(pa.array(numbers))
         )
         bad = [(numbers[place], reason) for place, reason in bad]
-        assert self._struct is not None  # noqa: S101 - for mypy: there is a parser
+        fields = list(self._parser.schema)
         if len(numbers) == len(payloads) and not bad:
-            return pa.StructArray.from_arrays(columns, fields=list(self._struct)), bad
+            return pa.StructArray.from_arrays(columns, fields=fields), bad
         wrong = {place for place, _ in bad}
         places: list[int | None] = [None] * len(payloads)
         for row, place in enumerate(place for place in numbers if place not in wrong):
@@ -124,17 +122,25 @@ class RowShape:
         taken = pa.array(places, pa.int64())
         return pa.StructArray.from_arrays(
             [column.take(taken) for column in columns],
-            fields=list(self._struct),
+            fields=fields,
             mask=taken.is_null(),
         ), bad
 
 
-def members_of(schema: StructType, path: str = "") -> tuple[Member, ...]:
-    """Returns the JSON properties that the fields of a Spark schema are read from.
+def parser_of(schema: StructType) -> JsonParser:
+    """Returns what parses JSON payloads to a Spark struct.
 
     Raises:
-        InvalidRequestError: A field has an unsupported type, is NOT NULL, or occurs twice.
+        InvalidRequestError: A field has an unsupported type, is NOT NULL, or occurs twice; or the
+            schema is too deep, or has names or sizes that no column has.
     """
+    try:
+        return JsonParser(_members_of(schema, ""))
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"no payload has the given type: {error}") from error
+
+
+def _members_of(schema: StructType, path: str) -> tuple[Member, ...]:
     found: list[Member] = []
     for field in schema.fields:
         name = f"{path}.{field.name}" if path else field.name
@@ -154,7 +160,7 @@ def members_of(schema: StructType, path: str = "") -> tuple[Member, ...]:
 def _value_type(kind: DataType, path: str) -> ValueType:
     arrow = arrow_type_of(kind)
     if isinstance(kind, StructType):
-        return ValueType("object", arrow, members_of(kind, path))
+        return ValueType("object", arrow, _members_of(kind, path))
     if isinstance(kind, ArrayType) and kind.containsNull:
         return ValueType("array", arrow, item=_value_type(kind.elementType, f"{path}[]"))
     form = _FORMS.get(type(kind))

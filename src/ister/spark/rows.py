@@ -81,14 +81,18 @@ def row_schema(columns: Sequence[str] | None) -> StructType:
     return StructType([StructField(name, _TYPES[name]) for name in columns or COLUMNS])
 
 
-def read_schema(options: ReadOptions, payload: DataType | None) -> StructType:
-    """Returns the schema of a read for which the user gave none.
+def read_schema(options: ReadOptions, payload: DataType | str | None) -> StructType | str:
+    """Returns the schema of a read for which the user gave none; as DDL if the payload's type is.
 
     Args:
         options: Name the columns.
         payload: The type of the payload; None for binary.
     """
     plain = row_schema(options.all_columns)
+    if isinstance(payload, str):
+        kinds = {field.name: field.dataType.simpleString() for field in plain.fields}
+        kinds |= {"payload": payload} if "payload" in kinds else {}
+        return ", ".join(f"{name} {kind}" for name, kind in kinds.items())
     if payload is None:
         return plain
     return StructType(

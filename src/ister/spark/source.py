@@ -44,8 +44,10 @@ class IsterDataSource(DataSource):
         """Returns the format's name."""
         return "ister"
 
-    def schema(self) -> StructType:
+    def schema(self) -> StructType | str:
         """Returns the schema of a read: all columns of a message, or those that options name.
+
+        It is DDL, for Spark to parse, if the option `payloadSchema` is.
 
         Called by `load()`, so that invalid options are refused there, not at the first row; and by
         `CREATE TABLE`, whose options Spark passes here only, and not to a reader.
@@ -65,8 +67,8 @@ class IsterDataSource(DataSource):
                 raise error from None
         _check_version(options)
         payload = _load("payload_schema").payload_type(options)
-        schema: StructType = _load("rows").read_schema(options, payload)
-        if not options.include_unreachable_tail:
+        schema: StructType | str = _load("rows").read_schema(options, payload)
+        if not options.include_unreachable_tail and isinstance(schema, StructType):
             schema = _load("batch").mark_unreachable(schema, options)
         return schema
 

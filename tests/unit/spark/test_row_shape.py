@@ -79,6 +79,15 @@ def read(home, schema=None, **options):
     return rows
 
 
+def spark_schema(kind, name="a"):
+    field = f'{{"name":"{name}","type":{kind},"nullable":true,"metadata":{{}}}}'
+    return f'{{"type":"struct","fields":[{field}]}}'
+
+
+ITEM = '{"type":"array","containsNull":true,"elementType":'
+DEEP = f'{ITEM * 400}"long"{"}" * 400}'
+
+
 def with_payload(kind, *more):
     return StructType([StructField("payload", kind), *more])
 
@@ -121,17 +130,15 @@ def test_payload_as_a_struct(home):
     assert [row["payload"] for row in found] == expected
 
 
-def test_payload_by_ddl(home):
-    publish(home, b'{"id": 1}')
+def test_payload_by_ddl_is_left_to_spark(home):
+    """That Spark parses it is seen in test_spark_sql: `test_typed_payloads_in_...`."""
     for text in ("id BIGINT", "STRUCT<id: BIGINT>"):
-        found = read(home, payloadSchema=text, columns="offset, payload")
-        assert found == [{"offset": 0, "payload": {"id": 1}}]
-
-
-def test_invalid_ddl_names_the_option(home):
-    publish(home, b"{}")
-    with pytest.raises(InvalidRequestError, match="payloadSchema is not valid DDL: unknown type"):
-        source(home, payloadSchema="id BIGNUM").schema()
+        kind = text if text.startswith("STRUCT") else f"STRUCT<{text}>"
+        found = source(home, payloadSchema=text, columns="offset, payload, headers")
+        assert found.schema() == (
+            f"offset bigint, payload {kind}, headers array<struct<key:string,value:binary>>"
+        )
+        assert source(home, payloadSchema=text, columns="offset").schema() == "offset bigint"
 
 
 def test_every_type_that_json_is_read_as(home):
@@ -242,6 +249,10 @@ def test_schemas_that_json_is_not_read_as_are_refused(home):
         ({"payloadSchema": '{"type": "struct", "fields": [{}]}'}, "not a Spark schema"),
         ({"payloadSchema": '{"type": "struct", "fields": [3]}'}, "not a Spark schema"),
         ({"payloadSchema": '{"type": "struct", "fields": null}'}, "not a Spark schema"),
+        ({"payloadSchema": spark_schema('"decimal(99,2)"')}, "no payload has the given type"),
+        ({"payloadSchema": spark_schema('"long"', name="\\ud800")}, "no payload has the given"),
+        ({"payloadSchema": spark_schema(DEEP)}, "no payload has the given type"),
+        ({"payloadSchema": '{"properties": {"\\ud800": {}}}'}, "no payload has the given type"),
     ]:
         with case(options, text), pytest.raises(InvalidRequestError, match=text):
             source(home, **options).schema()
