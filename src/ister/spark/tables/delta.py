@@ -38,10 +38,17 @@ from ister.base.limits import MIB
 from ister.errors import ConflictError, IsterError, NotFoundError, UnavailableError
 from ister.objectstore.backends import hidden_values
 from ister.objectstore.store_errors import redact
-from ister.spark.tables.base import PUBLISH_DATE, Addition, DataFile, Layout
+from ister.spark.tables.base import (
+    PUBLISH_DATE,
+    SHOWN_CHARACTERS,
+    Addition,
+    DataFile,
+    Layout,
+    Table,
+    prove_files,
+    size_in,
+)
 from ister.spark.tables.columns import fit
-from ister.spark.tables.library_table import SHOWN_CHARACTERS, LibraryTable
-from ister.spark.tables.proof import prove_files
 from ister.spark.tables.ranges import Coverage
 from ister.spark.tables.targets import FileTarget, Storage, StoreTarget
 
@@ -111,7 +118,7 @@ _OPTIONS: Final[dict[str, dict[str, str]]] = {
 }
 
 
-class DeltaTable(LibraryTable):
+class DeltaTable(Table):
     """A Delta table; see the module header."""
 
     def __init__(self, storage: Storage, *, clock: Clock, rng: random.Random | None = None) -> None:
@@ -248,11 +255,15 @@ class DeltaTable(LibraryTable):
         number = (((self._number(table) or 0) >> _RANDOM_BITS) + 1) << _RANDOM_BITS
         number |= self._rng.getrandbits(_RANDOM_BITS)
         after = addition.added_to(self._coverage(table))
+        store = self._storage.store()
         prove_files(
-            addition, self._size_of, location=self.location, is_local=self._storage.is_local
+            addition,
+            lambda path: size_in(store, path),
+            location=self.location,
+            is_local=self._storage.is_local,
         )
         actions = [self._add_action(file) for file in addition.files]
-        self._storage.store().put(_record_key(number), after.to_json().encode())
+        store.put(_record_key(number), after.to_json().encode())
         check()
         failpoints.reach("export.before_table_commit")
         version = table.version()
@@ -316,12 +327,6 @@ class DeltaTable(LibraryTable):
             True,
             json.dumps(stats),
         )
-
-    def _size_of(self, path: str) -> int | None:
-        try:
-            return self._storage.store().stat(path).size
-        except NotFoundError:
-            return None
 
     def _has(self, id: str, *, after: int) -> bool:
         """Returns whether a commit that got an error is in the table."""
@@ -458,9 +463,6 @@ class DeltaTable(LibraryTable):
         for key in old:
             store.delete(key)
         return len(old)
-
-    def close(self) -> None:
-        """Does nothing: the store is shared."""
 
     def _mapped(self, what: str, error: Exception) -> IsterError:
         text = redact(str(error), hidden_values(self._storage.options)).partition("\n")[0]

@@ -48,7 +48,14 @@ from ister.errors import (
 )
 from ister.objectstore.backends import hidden_values
 from ister.objectstore.store_errors import redact
-from ister.spark.tables.base import PUBLISH_DATE, Addition, Layout
+from ister.spark.tables.base import (
+    PUBLISH_DATE,
+    SHOWN_CHARACTERS,
+    Addition,
+    Layout,
+    Table,
+    prove_files,
+)
 from ister.spark.tables.column_ids import (
     Path,
     decode_ids,
@@ -59,8 +66,6 @@ from ister.spark.tables.column_ids import (
     to_table,
 )
 from ister.spark.tables.columns import fit
-from ister.spark.tables.library_table import SHOWN_CHARACTERS, LibraryTable
-from ister.spark.tables.proof import prove_files
 from ister.spark.tables.ranges import Coverage
 from ister.spark.tables.targets import (
     FileTarget,
@@ -132,7 +137,7 @@ class _WithoutCleanup:
         return getattr(self._catalog, name)
 
 
-class IcebergTable(LibraryTable):
+class IcebergTable(Table):
     """An Iceberg table; see the module header."""
 
     def __init__(

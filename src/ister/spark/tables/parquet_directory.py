@@ -31,8 +31,9 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -57,9 +58,16 @@ from ister.errors import (
 )
 from ister.fs.local import LocalFileSystem
 from ister.objectstore.base import ObjectInfo, ObjectStore
-from ister.spark.tables.base import PUBLISH_DATE, Addition, DataFile, Layout
+from ister.spark.tables.base import (
+    PUBLISH_DATE,
+    Addition,
+    DataFile,
+    Layout,
+    Table,
+    prove_files,
+    size_in,
+)
 from ister.spark.tables.columns import fit
-from ister.spark.tables.proof import prove_files
 from ister.spark.tables.ranges import Coverage
 from ister.spark.tables.targets import FileTarget, Storage, StoreTarget
 
@@ -130,10 +138,11 @@ class _Record:
     """Runs whose files `tidy` has removed, and when, in seconds since the Unix epoch."""
 
 
-class ParquetDirectory:
+class ParquetDirectory(Table):
     """A table in a directory or bucket; see the module header."""
 
-    def __init__(self, storage: Storage, *, clock: Clock) -> None:
+    def __init__(self, storage: Storage, *, clock: Clock, rng: random.Random | None = None) -> None:
+        super().__init__(rng)
         self._storage = storage
         self._clock = clock
         self._schema: pa.Schema | None = None
@@ -191,42 +200,37 @@ class ParquetDirectory:
 
     def commit(self, addition: Addition, *, check: Callable[[], None]) -> None:
         """Creates the next commit record; then publishes its files."""
-        for _ in range(_ATTEMPTS):
-            last = self._last()
-            if last is not None and last.id == addition.id:
-                self._finish(last)  # the answer was lost
-                return
-            if last is not None:
-                self._publish(last)
-            record = self._following(last, addition)
-            prove_files(
-                addition, self._size_of, location=self.location, is_local=self._storage.is_local
-            )
-            check()
-            failpoints.reach("export.before_table_commit")
-            if self._create(record):
-                failpoints.reach("export.after_table_commit")
-                self._finish(record)
-                return
-        raise UnavailableError(
-            f"the table kept changing during {_ATTEMPTS} attempts",
-            path=self.location,
-            hint="run it again",
-        )
+        self._retry_commit(lambda: self._try_commit(addition, check))
 
-    def _size_of(self, path: str) -> int | None:
-        try:
-            return self._store.stat(path).size
-        except NotFoundError:
-            return None
+    def _try_commit(self, addition: Addition, check: Callable[[], None]) -> bool:
+        last = self._last()
+        if last is not None and last.id == addition.id:
+            self._finish(last)  # the answer was lost
+            return True
+        if last is not None:
+            self._publish(last)
+        record = self._following(last, addition)
+        prove_files(
+            addition,
+            lambda path: size_in(self._store, path),
+            location=self.location,
+            is_local=self._storage.is_local,
+        )
+        check()
+        failpoints.reach("export.before_table_commit")
+        if not self._create(record):
+            return False
+        failpoints.reach("export.after_table_commit")
+        self._finish(record)
+        return True
 
     def _finish(self, record: _Record) -> None:
         """Publishes the files of a commit that is in the table."""
-        with self._unknown("the commit is in the table, but not all files are published yet"):
+        with self._as_unknown("the commit is in the table, but not all files are published yet"):
             self._publish(record)
 
     @contextmanager
-    def _unknown(self, what: str) -> Iterator[None]:
+    def _as_unknown(self, what: str) -> Iterator[None]:
         """Reports a failure as an unknown commit, because the record may exist."""
         try:
             yield
@@ -286,7 +290,7 @@ class ParquetDirectory:
             try:
                 self._put(key, data)
             except AlreadyExistsError:
-                with self._unknown("the commit may be in the table"):
+                with self._as_unknown("the commit may be in the table"):
                     if not self._is_own(key, record):
                         return False
             except UnavailableError as error:
@@ -294,12 +298,8 @@ class ParquetDirectory:
                 continue  # the next try finds out
             break
         else:
-            raise CommitUnknownError(
-                "the commit may be in the table",
-                path=key,
-                hint="run it again: it finds out",
-            )
-        with self._unknown("the commit may be in the table"):
+            raise self._unknown()
+        with self._as_unknown("the commit may be in the table"):
             counts = self._counts(record)
             if not counts:
                 self._store.delete(key)
@@ -447,14 +447,6 @@ class ParquetDirectory:
 
     # -- leftovers --------------------------------------------------------------------------
 
-    def discard(self, target: FileTarget, files: Sequence[DataFile]) -> None:
-        """Removes files that were never committed."""
-        for file in files:
-            try:
-                self._store.delete(file.path)
-            except IsterError as error:
-                _log.info("file not removed", extra={"path": file.path, "error": str(error)})
-
     def tidy(self, grace_seconds: float, *, check: Callable[[], None] | None = None) -> int:
         """Removes pending files of exports that have ended, and old records."""
         now = self._clock.now_ns() / 1e9
@@ -470,7 +462,7 @@ class ParquetDirectory:
         }
         count = 0
         if over:
-            self._commit_end(over, check)
+            self._retry_commit(lambda: self._commit_end(over, check))
             for info in (info for run in sorted(over) for info in files[run]):
                 self._store.delete(info.key)
                 count += 1
@@ -480,31 +472,26 @@ class ParquetDirectory:
         self._store.remove_stale_parts(max(grace_seconds, _ALIVE_SECONDS))
         return count
 
-    def _commit_end(self, runs: set[str], check: Callable[[], None] | None) -> None:
+    def _commit_end(self, runs: set[str], check: Callable[[], None] | None) -> bool:
         """Commits that runs have ended: none of them can commit any more."""
-        for _ in range(_ATTEMPTS):
-            last = self._last()
-            if last is not None:
-                self._publish(last)
-            ended = self._still_ended(last)
-            if runs <= set(ended):
-                return
-            now = self._clock.now_ns() // 1_000_000_000
-            record = _Record(
-                number=0 if last is None else last.number + 1,
-                id=secrets.token_hex(8),
-                coverage=Coverage() if last is None else last.coverage,
-                schema=self._foreign_schema() if last is None else last.schema,
-                previous=None if last is None else last.id,
-                ended={**ended, **dict.fromkeys(sorted(runs), now)},
-            )
-            if check is not None:
-                check()
-            if self._create(record):
-                return
-        raise UnavailableError(
-            f"the table kept changing during {_ATTEMPTS} attempts", path=self.location
+        last = self._last()
+        if last is not None:
+            self._publish(last)
+        ended = self._still_ended(last)
+        if runs <= set(ended):
+            return True
+        now = self._clock.now_ns() // 1_000_000_000
+        record = _Record(
+            number=0 if last is None else last.number + 1,
+            id=secrets.token_hex(8),
+            coverage=Coverage() if last is None else last.coverage,
+            schema=self._foreign_schema() if last is None else last.schema,
+            previous=None if last is None else last.id,
+            ended={**ended, **dict.fromkeys(sorted(runs), now)},
         )
+        if check is not None:
+            check()
+        return self._create(record)
 
     def _forget(self, now: float) -> None:
         """Removes old records, the oldest first, and old publication marks."""
