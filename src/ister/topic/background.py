@@ -244,10 +244,15 @@ class Background:
                 return
             # An unexpected error must not end the uploads of all topics.
             with threads.guard("ister-tender"):
+                try:
+                    if not threads.have_pools_ended():
+                        self._hand_out(self._clock.monotonic())
+                except RuntimeError:
+                    # A pool that ends meanwhile refuses work.
+                    if not threads.have_pools_ended():
+                        raise
                 if threads.have_pools_ended():
                     self._end_uploads()
-                else:
-                    self._hand_out(self._clock.monotonic())
 
     def _end_uploads(self) -> None:
         """Fails all waits for `tiered`: uploads need thread pools."""

@@ -7,7 +7,7 @@ import pytest
 from ister.base import threads
 from ister.base.clock import SystemClock
 from ister.base.model import AckLevel
-from ister.errors import FencedError, UnavailableError
+from ister.errors import ClosedError, FencedError, UnavailableError
 from tests.support.machine import Task, TurningClock, eventually, numbered, payloads, waiting
 from tests.support.stores import NAME, TTL_SECONDS, Site
 
@@ -143,6 +143,23 @@ def test_failing_topic_backs_off_and_the_others_go_on(site):
     site.objects.before = lambda kind, key: None
     eventually(lambda: bad.watermarks.tiered == 1)
     assert bad.bucket.last_error is None
+
+
+def test_pool_that_ends_in_the_middle_of_a_tick_fails_the_waits(site, monkeypatch, caplog):
+    """Goal: a program that ends with its log open gets an error, and no traceback."""
+    log = opened(site, uploader=SLOW)
+    topic = log.topic(TEXT, create=True)
+    has_ended = threading.Event()
+
+    def refuse(now):
+        has_ended.set()
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(threads, "have_pools_ended", has_ended.is_set)
+    monkeypatch.setattr(log._background, "_hand_out", refuse)
+    with pytest.raises(ClosedError):
+        topic.wait(topic.append(b"x"), "tiered", timeout=60)
+    assert not [found for found in caplog.records if found.exc_info]
 
 
 def test_fault_of_another_kind_does_not_end_uploads(site):
