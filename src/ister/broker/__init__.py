@@ -12,6 +12,7 @@ observe       health, metrics, dashboard, HTTP API
 schemas       the schema registry
 security      TLS, authentication, roles, audit
 cluster       the brokers that share a metadata store
+followed      a part of the metadata store that is read again when it changes
 policies      limits and rates of a topic
 topic_names   an index that finds the partitions of a topic
 """

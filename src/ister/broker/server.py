@@ -221,6 +221,8 @@ class Broker:
         self.health.topics = self.topics
         self._register_gauges()
         await self._join(secret)
+        followed = await self.topics.follow_policies()
+        self._endings.push_async_callback(asyncio.to_thread, followed.close)
         # First: clients that connect find every topic recovered.
         await self.topics.open_all()
         self._serve_api(metadata)
@@ -432,6 +434,7 @@ class Broker:
             metadata,
             operations={
                 "danube_admin.TopicAdmin": self._topic_admin,
+                "danube_admin.NamespaceAdmin": NamespaceAdminService(self.topics, self.guard),
                 "ister.Admin": self._ister_admin,
                 "ister.DeadLetters": self.dead_letters,
             },

@@ -97,7 +97,8 @@ async def ask_http(session, route, who, name):
     headers = {"Authorization": f"Bearer {sign(who)}", "X-Ister-Action": "yes"}
     more = {"json": body} if route.method == "POST" else {}
     async with session.request(route.method, path, headers=headers, **more) as answer:
-        return answer.status, (await answer.text()).replace(name, "NAME")
+        text = (await answer.text()).replace(name, "NAME")
+        return answer.status, text.replace(f"namespace {namespace}", "NAMESPACE")
 
 
 def without(permission):

@@ -509,9 +509,12 @@ class Prefetcher:
                     self._close_reader()
                     await asyncio.sleep(_DAMAGE_RETRY_SECONDS)
                     continue
-                if generation == self._generation and messages:
-                    self._offer(messages, damaged)
-                    self._pump()
+                if generation == self._generation:
+                    if damaged:
+                        self._tell_damage(damaged, start)
+                    if messages:
+                        self._offer(messages)
+                        self._pump()
                 del messages  # not while it waits: they may have been sent, or released
         except ClosedError:
             # The topic's writer has stopped, or it is being closed: consumers have to reconnect.
@@ -561,25 +564,27 @@ class Prefetcher:
         self._delivery.seek(resume, now=self._loop.time())
         self._pump()
 
-    def _offer(self, messages: Sequence[Message], damaged: int) -> None:
-        """Offers messages to `delivery`; `damaged` ones were left out (`on_damage: skip`)."""
+    def _tell_damage(self, count: int, start: int) -> None:
+        """Counts offsets of damage, from `start` on, that `on_damage: skip` left out."""
+        self._on_passed_over(count)
+        _log.error("damaged messages skipped", extra={"start": start, "offsets": count})
+
+    def _offer(self, messages: Sequence[Message]) -> None:
+        """Offers messages to `delivery`.
+
+        Offsets before and between them were left out of their object on purpose, because compaction
+        keeps what counts, or because they are damaged (`on_damage: skip`).
+        """
         delivery = self._delivery
         messages = list(messages)  # those from a file are created on each access
         first = messages[0].offset
         for number, message in enumerate(messages):
             if message.offset != first + number:
                 # Messages may be left out in the middle, too.
-                self._offer(messages[:number], damaged)
-                self._offer(messages[number:], damaged)
+                self._offer(messages[:number])
+                self._offer(messages[number:])
                 return
         if first > delivery.next_offset:
-            if damaged:
-                self._on_passed_over(first - delivery.next_offset)
-                _log.error(
-                    "damaged messages skipped",
-                    extra={"start": delivery.next_offset, "end": first},
-                )
-            # Else they were left out of their object on purpose: compaction keeps what counts.
             delivery.pass_over(first)
         if self._is_keyed:
             offered = [(message.offset, key_of(message)) for message in messages]

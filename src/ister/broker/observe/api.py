@@ -60,7 +60,7 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.metadata.base import MetadataStore
-from ister.wire import Rpc, ister_api, services
+from ister.wire import Rpc, danube_admin, ister_api, services
 from ister.wire.errors import BROKER_FAILED, http_error
 from ister.wire.views import ClusterJson, PipelineJson, TopicJson
 
@@ -140,6 +140,12 @@ ROUTES: Final = (
     Route("GET", f"{_TOPIC}/messages/download", "download", "`consume` on the topic"),
     Route("GET", f"{_TOPIC}/dead-letters", "letters", services.DeadLetters.Show),
     Route("GET", f"{_TOPIC}/dead-letters/count", "letter_count", services.DeadLetters.Count),
+    Route(
+        "GET",
+        "/api/namespaces/{namespace}/policies",
+        "namespace_policies",
+        services.NamespaceAdmin.GetNamespacePolicies,
+    ),
     Route("GET", "/api/brokers", "brokers", "`lookup` on the cluster"),
     Route("GET", "/api/cluster", "cluster", "`lookup` on the cluster"),
     Route("GET", "/api/pipeline", "pipeline", "`lookup` on the cluster"),
@@ -160,6 +166,12 @@ ROUTES: Final = (
     Route("POST", f"{_SUBSCRIPTION}/delete", "unsubscribe", services.TopicAdmin.Unsubscribe),
     Route("POST", f"{_TOPIC}/dead-letters/requeue", "requeue", services.DeadLetters.Requeue),
     Route("POST", f"{_TOPIC}/dead-letters/drop", "drop", services.DeadLetters.Drop),
+    Route(
+        "POST",
+        "/api/namespaces/{namespace}/policies",
+        "set_namespace_policies",
+        services.Admin.SetNamespacePolicies,
+    ),
     Route("POST", "/api/brokers/{node}/drain", "drain", services.Admin.DrainBroker),
     Route("POST", "/api/brokers/{node}/activate", "activate", services.Admin.ActivateBroker),
     Route("POST", "/api/cluster/rebalance", "rebalance", services.Admin.Rebalance),
@@ -467,6 +479,11 @@ class Api:
         served, asked = self.served, parse_letters(topic_of(request), request.query)
         found: JsonObject = json.loads((await served.call(rpc, asked)).json)
         return found
+
+    async def _namespace_policies(self, request: web.Request) -> JsonObject:
+        asked = danube_admin.NamespaceRequest(name=request.match_info["namespace"])
+        found = await self.served.call(services.NamespaceAdmin.GetNamespacePolicies, asked)
+        return {"policies": json.loads(found.policies)}
 
     async def _pipeline(self, request: web.Request) -> PipelineJson:
         self._check(Permission.LOOKUP)

@@ -174,6 +174,13 @@ class Changes:
             in_force = json.loads(answer.policies)
         return {"done": f"policies of {name} were changed", "policies": in_force}
 
+    async def set_namespace_policies(self, request: web.Request) -> JsonObject:
+        """Replaces the limits of a namespace's topics, at all brokers."""
+        namespace, body = request.match_info["namespace"], await read_body(request)
+        asked = ister_api.SetPoliciesRequest(name=namespace, policies=json.dumps(body))
+        await self._call(services.Admin.SetNamespacePolicies, asked)
+        return {"done": f"policies of namespace {namespace} were changed", "policies": body}
+
     async def unload(self, request: web.Request) -> JsonObject:
         """Hands a topic over to another broker, or closes it."""
         self._require(Permission.MANAGE_TOPIC, topic_of(request))

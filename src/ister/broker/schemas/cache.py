@@ -1,9 +1,7 @@
 """The registry's view of the metadata store, held in memory for checking every message.
 
-Owns: topic settings, the subjects and definitions that messages use, and keeping them up to date. A
-thread refreshes them when a watch reports a change, and every few seconds because a watch is only a
-hint. The registry's own changes are visible at once. While the store does not answer, the last
-known values stay in use.
+Owns: topic settings, the subjects and definitions that messages use. The store is followed
+(`ister.broker.followed`); the registry's own changes are visible at once.
 """
 
 from __future__ import annotations
@@ -13,12 +11,12 @@ import threading
 from collections import OrderedDict
 from typing import Final
 
-from ister.base import threads
 from ister.base.clock import Clock
+from ister.broker.followed import Followed
 from ister.broker.schemas.definition import Definition
 from ister.broker.schemas.definitions import read_definition
 from ister.broker.schemas.subjects import SubjectStore
-from ister.errors import CorruptDataError, IsterError
+from ister.errors import CorruptDataError
 from ister.metadata.base import KeyValue, MetadataStore
 from ister.topic.schema_records import SchemaKeys, SubjectRecord, TopicConfig
 
@@ -29,8 +27,6 @@ _SUBJECTS_HELD: Final = 1024
 _MISSING_HELD: Final = 4096
 _MISSING_SECONDS: Final = 1.0
 """How long an unknown id is not looked up again."""
-_REFRESH_PAUSE_SECONDS: Final = 0.05
-"""The least time between two refreshes, however much changes in the store."""
 
 
 def version_number(record: SubjectRecord | None, version: int | None) -> int | None:
@@ -60,7 +56,6 @@ class SchemaCache:
         self._keys = keys
         self._subjects = subjects
         self._clock = clock
-        self._refresh_seconds = refresh_seconds
         self._lock = threading.Lock()
         self.configs: dict[str, TopicConfig] = {}
         """By topic. Replaced as a whole and never changed, so it is read without the lock."""
@@ -69,23 +64,24 @@ class SchemaCache:
         self._held: dict[int, SubjectRecord] = {}
         self._definitions: OrderedDict[tuple[int, int], Definition] = OrderedDict()
         self._missing: dict[tuple[int, int | None], float] = {}
-        self._is_closed = False
-        self._wake = threading.Event()
-        self._watch = metadata.watch(keys.root, lambda _: self._wake.set())
+        self._followed = Followed(
+            metadata,
+            keys.root,
+            lambda _: self.refresh(),
+            thread="ister-schemas",
+            seconds=refresh_seconds,
+            log=_log,
+            warning="schema settings cannot be read; the last known ones stay in use",
+        )
         try:
             self.refresh()
-            self._thread = threads.start("ister-schemas", self._keep_refreshing)
         except BaseException:
-            self._watch.close()
+            self._followed.close()
             raise
 
     def close(self) -> None:
         """Stops refreshing. May be called twice."""
-        self._is_closed = True
-        self._wake.set()
-        self._watch.close()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        self._followed.close()
 
     def record(self, schema_id: int, version: int | None) -> SubjectRecord | None:
         """The subject of an id, from memory if it is known to have the version.
@@ -191,7 +187,7 @@ class SchemaCache:
             if changes == self._changes:
                 self.configs, self._held = configs, held
             else:
-                self._wake.set()  # the values read may be older than an own change
+                self._followed.wake()  # the values read may be older than an own change
 
     def _read_config(self, found: KeyValue) -> TopicConfig | None:
         try:
@@ -200,26 +196,3 @@ class SchemaCache:
             # One damaged record must not affect other topics.
             _log.error("schema setting cannot be read", extra={"error": str(error)})
             return self.configs.get(self._keys.topic_of(found.key))
-
-    def _keep_refreshing(self) -> None:
-        is_answering = True
-        pause = threading.Event()
-        while True:
-            self._wake.wait(self._refresh_seconds)
-            if self._is_closed:
-                return
-            self._wake.clear()
-            try:
-                self.refresh()
-            except IsterError as error:
-                if is_answering and not self._is_closed:
-                    _log.warning(
-                        "schema settings cannot be read; the last known ones stay in use",
-                        extra={"error": str(error)},
-                    )
-                is_answering = False
-            except Exception as error:  # noqa: BLE001 - the last known settings stay in use
-                threads.record("ister-schemas", error)
-            else:
-                is_answering = True
-            pause.wait(_REFRESH_PAUSE_SECONDS)

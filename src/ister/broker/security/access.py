@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
-from ister.base import threads
 from ister.base.clock import Clock
 from ister.base.limits import NAME_PART_CHARACTERS_MAX
 from ister.base.model import TopicName
 from ister.base.partitions import base_of_partition
+from ister.broker.followed import Followed
 from ister.broker.security.principal import Principal, PrincipalKind, parse_principal_kind
 from ister.broker.security.rights import (
     SYSTEM_ROLES,
@@ -49,7 +49,6 @@ from ister.errors import (
     ConflictError,
     CorruptDataError,
     InvalidRequestError,
-    IsterError,
     NotFoundError,
     TopicNameError,
     UnavailableError,
@@ -62,7 +61,6 @@ from ister.metadata.base import (
     Operation,
     Put,
     RevisionIs,
-    Watch,
 )
 from ister.metadata.transact import transact
 
@@ -131,10 +129,7 @@ class AccessControl:
         self._lock = threading.Lock()
         self._state: _State | None = None
         self._loaded_at = 0.0
-        self._wake = threading.Event()
-        self._is_closing = False
-        self._thread: threading.Thread | None = None
-        self._watch: Watch | None = None
+        self._followed: Followed | None = None
 
     def start(self) -> None:
         """Reads the rights, and keeps up with changes from now on.
@@ -143,19 +138,20 @@ class AccessControl:
             UnavailableError: The store does not answer.
         """
         self._reload()
-        self._watch = self._metadata.watch(self._prefix, lambda _key: self._wake.set())
-        self._thread = threads.start("ister-access", self._run)
+        self._followed = Followed(
+            self._metadata,
+            self._prefix,
+            self._read_again,
+            thread="ister-access",
+            seconds=REFRESH_SECONDS,
+            log=_log,
+            warning="the rights cannot be read",
+        )
 
     def close(self) -> None:
         """Ends keeping up. May be called twice."""
-        self._is_closing = True
-        self._wake.set()
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._followed is not None:
+            self._followed.close()
 
     # -- judging ----------------------------------------------------------------------------
 
@@ -415,8 +411,11 @@ class AccessControl:
             self._loaded_at = asked_at
             return state
 
-    def _refresh(self) -> None:
-        """Reads everything if the generation moved."""
+    def _read_again(self, is_hint: bool) -> None:
+        """Reads everything, without a hint only if the generation moved."""
+        if is_hint:
+            self._reload()
+            return
         with self._lock:
             asked_at = self._clock.monotonic()
             found = self._metadata.get(f"{self._prefix}generation")
@@ -450,26 +449,6 @@ class AccessControl:
                 )
         roles |= SYSTEM_ROLES
         return _State(generation, revision, roles, bindings, _compile(roles, bindings))
-
-    def _run(self) -> None:
-        has_failed = False
-        while True:
-            is_hint = self._wake.wait(REFRESH_SECONDS)
-            if self._is_closing:
-                return
-            self._wake.clear()
-            try:
-                if is_hint:
-                    self._reload()
-                else:
-                    self._refresh()
-                has_failed = False
-            except IsterError as error:
-                if not has_failed:
-                    _log.warning("the rights cannot be read", extra={"error": str(error)})
-                has_failed = True
-            except Exception as error:  # noqa: BLE001 - cached rights expire
-                threads.record("ister-access", error)
 
 
 def _compile(

@@ -256,9 +256,14 @@ class ClusterAdminService(_Service):
     async def PromoteNode(
         self, request: danube_admin.PromoteNodeRequest, context: object
     ) -> danube_admin.PromoteNodeResponse:
-        """Tells whether a broker is a member: all of them are voters."""
-        is_done, text = await self._find(request.node_id)
-        return danube_admin.PromoteNodeResponse(success=is_done, message=text)
+        """Tells whether a broker is a member: all of them are voters.
+
+        NOT_FOUND for one that is not: Danube's tool ends with 0 after any response.
+        """
+        is_member, text = await self._find(request.node_id)
+        if not is_member:
+            raise NotFoundError(text)
+        return danube_admin.PromoteNodeResponse(success=True, message=text)
 
     @needs(Permission.MANAGE_CLUSTER)
     async def RemoveNode(
@@ -386,6 +391,7 @@ class TopicAdminService(_Service):
             request.name,
             is_reliable=request.dispatch_strategy == danube_admin.DispatchStrategy.Reliable,
             is_implied=False,
+            is_exact=True,
             check_growth=lambda base: self._check(Permission.MANAGE_TOPIC, topic=base),
         )
         await self._bind(request, [request.name])
@@ -423,7 +429,7 @@ class TopicAdminService(_Service):
         if base is not None and not is_forwarded():
             raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"{request.name} is a partition, which cannot be deleted alone; delete {base}",
+                f"Cannot delete individual partition {request.name}; delete {base}",
             )
         await self._topics.delete(request.name)
         return danube_admin.TopicResponse(success=True)

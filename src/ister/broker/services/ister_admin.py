@@ -86,6 +86,7 @@ class IsterAdminService:
                 ack=ack,
                 codec=codec,
                 is_implied=False,
+                is_exact=True,
                 check_growth=lambda base: self._check(Permission.MANAGE_TOPIC, topic=base),
             )
         return await self._describe(request.topic)

@@ -15,16 +15,23 @@ that were created without a broker are reliable.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 from urllib.parse import quote, unquote
 
 from ister.base.model import TopicName
 from ister.base.partitions import PARTITION_INFIX, parse_partition
+from ister.broker.followed import Followed
 from ister.broker.policies import NAMES
 from ister.errors import AlreadyExistsError, ConflictError, NotFoundError
 from ister.metadata.base import Absent, KeyValue, MetadataStore, Put
 from ister.metadata.transact import transact, unchanged
+
+_log = logging.getLogger("ister.broker.topics.broker_records")
+
+_NAMESPACES_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +191,25 @@ class BrokerRecords:
         """The policies of a namespace's topics."""
         found = self._metadata.get(self._namespaces + name)
         return {} if found is None else _policies_of(_decode(found.value))
+
+    def policies_of_namespaces(self) -> dict[str, dict[str, int]]:
+        """The policies of all namespaces that have a record."""
+        return {
+            item.key.removeprefix(self._namespaces): _policies_of(_decode(item.value))
+            for item in self._metadata.range(self._namespaces)
+        }
+
+    def follow_namespaces(self, read: Callable[[bool], None]) -> Followed:
+        """Calls `read` in a thread when a namespace may have changed, until that is closed."""
+        return Followed(
+            self._metadata,
+            self._namespaces,
+            read,
+            thread="ister-namespaces",
+            seconds=_NAMESPACES_SECONDS,
+            log=_log,
+            warning="the policies of namespaces cannot be read; the last known ones stay in force",
+        )
 
     def set_namespace_policies(self, name: str, policies: Mapping[str, int]) -> None:
         """Replaces the policies of a namespace's topics."""

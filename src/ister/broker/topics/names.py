@@ -7,9 +7,11 @@ open (`topics`), how names are cached (`listing`).
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Container
 from typing import Final
 
 from ister.base.model import TopicName
+from ister.broker.followed import Followed
 from ister.broker.policies import Policies
 from ister.broker.topics.broker_records import BrokerRecords, ServedRecord
 from ister.broker.topics.listing import TopicListing
@@ -125,8 +127,28 @@ class TopicNames:
         if namespace not in await self.namespaces():
             raise NotFoundError(f"namespace {namespace!r} does not exist")
         await asyncio.to_thread(self.records.set_namespace_policies, namespace, policies)
+        await self._refresh_namespaces({namespace})
+
+    async def follow_policies(self) -> Followed:
+        """Keeps up with the policies of namespaces that other brokers set, until it is closed."""
+        loop = asyncio.get_running_loop()
+        known = await asyncio.to_thread(self.records.policies_of_namespaces)
+
+        def read(_: bool) -> None:
+            nonlocal known
+            found = self.records.policies_of_namespaces()
+            changed = {
+                name for name in found.keys() | known.keys() if found.get(name) != known.get(name)
+            }
+            if changed:
+                asyncio.run_coroutine_threadsafe(self._refresh_namespaces(changed), loop).result()
+            known = found
+
+        return self.records.follow_namespaces(read)
+
+    async def _refresh_namespaces(self, names: Container[str]) -> None:
         for topic in self.served:
-            if topic.parsed.namespace == namespace:
+            if topic.parsed.namespace in names:
                 await self._refresh_policies(topic)
 
     async def namespace_policies(self, namespace: str) -> Policies:

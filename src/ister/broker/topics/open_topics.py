@@ -206,6 +206,7 @@ class OpenTopics(TopicNames):
         ack: AckLevel | None = None,
         codec: Codec | None = None,
         is_implied: bool = True,
+        is_exact: bool = False,
         check_growth: Callable[[str], None] | None = None,
     ) -> ServedTopic:
         """Returns a topic; creates it if it does not exist.
@@ -216,6 +217,8 @@ class OpenTopics(TopicNames):
             ack: The ack level of a new topic.
             codec: The codec of a new topic.
             is_implied: Whether it is created because it is used (`broker.auto_create_topics`).
+            is_exact: Whether to refuse an existing topic that is reliable where a new one would
+                not be, or the other way round.
             check_growth: Called with a topic; raises if the caller may not add a partition to it.
                 None refuses all callers.
 
@@ -228,7 +231,7 @@ class OpenTopics(TopicNames):
             CapacityError: There are too many topics.
         """
         try:
-            return _as_wanted(await self.get(name), ack, codec)
+            return _as_wanted(await self.get(name), ack, codec, is_reliable if is_exact else None)
         except NotFoundError:
             if is_implied and not self.config.broker.auto_create_topics:
                 raise
@@ -240,7 +243,7 @@ class OpenTopics(TopicNames):
             if partition is not None:
                 await self._check_growth(*partition, check_growth, is_implied=is_implied)
             made = await self._open(parsed, ServedRecord(is_reliable=is_reliable), ack, codec)
-        return _as_wanted(made, ack, codec)
+        return _as_wanted(made, ack, codec, is_reliable if is_exact else None)
 
     async def _check_new(self, name: TopicName, *, is_implied: bool) -> None:
         if name.namespace not in await self.namespaces():
@@ -610,9 +613,14 @@ class OpenTopics(TopicNames):
         await topic.publish_dead_letter(message)
 
 
-def _as_wanted(topic: ServedTopic, ack: AckLevel | None, codec: Codec | None) -> ServedTopic:
-    """Refuses an existing topic that has another ack level or codec."""
+def _as_wanted(
+    topic: ServedTopic, ack: AckLevel | None, codec: Codec | None, is_reliable: bool | None
+) -> ServedTopic:
+    """Refuses an existing topic that has another dispatch strategy, ack level or codec."""
     core = topic.topic
+    if is_reliable not in {None, topic.is_reliable}:
+        has = "reliable" if topic.is_reliable else "not reliable"
+        raise AlreadyExistsError(f"topic {topic.name} exists and is {has}", topic=topic.name)
     if core is not None:
         for what, wanted, has in (("ack level", ack, core.ack), ("codec", codec, core.codec)):
             if wanted is not None and wanted != has:

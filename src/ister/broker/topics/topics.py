@@ -126,6 +126,7 @@ class Topics(OpenTopics):
                 ack=ack,
                 codec=codec,
                 is_implied=False,
+                is_exact=True,
                 check_growth=lambda _: None,
             )
         except ElsewhereError as error:

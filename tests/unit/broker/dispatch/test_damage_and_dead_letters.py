@@ -61,6 +61,7 @@ async def test_damage_that_may_be_skipped_is_passed_over_and_reading_goes_on(tmp
         assert {0, 19} <= set(readable)
         stream = client.receive(consumer)
         assert await offsets(stream, len(readable)) == readable
+        assert subscription_of(broker).counters.passed_over == 20 - len(readable)
         await client.ack(*readable)
         assert subscription_of(broker).delivery.cursor == 20
         assert subscription_of(broker).lag == 0

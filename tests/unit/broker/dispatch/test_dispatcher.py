@@ -1226,7 +1226,7 @@ async def test_an_unforeseen_error_ends_the_streams_and_is_in_the_log(monkeypatc
         rig.fill(1)
         dispatch = rig.open()
 
-        def fail(messages, damaged):
+        def fail(messages):
             raise RuntimeError("a bug")
 
         monkeypatch.setattr(dispatch.prefetcher, "_offer", fail)

@@ -122,6 +122,17 @@ async def test_topics_are_changed_at_another_broker(tmp_path):
         assert len((await a.get("topics/default/parts"))[1]["topics"]) == 4
 
 
+async def test_limits_of_a_namespace_hold_at_every_broker(tmp_path):
+    async with pages(tmp_path, "a", "b") as [a, b]:
+        topic, path = await at(a), "namespaces/default/policies"
+        for rate in (70, 0):
+            body = {"max_publish_rate": rate} if rate else {}
+            assert (await b.post(path, body))[0] == 200
+            await eventually(lambda rate=rate: topic.publish_rate.per_second == rate)
+            assert (await a.get(path))[1]["policies"]["max_publish_rate"] == rate
+        assert (await b.post("namespaces/none/policies", {}))[0] == 404
+
+
 async def test_actions_at_another_broker(tmp_path):
     """Goal: each is asked for at one broker and done by the other, or said to be impossible."""
 

@@ -47,6 +47,33 @@ async def test_namespaces_their_topics_and_bounds(tmp_path):
         assert broker.topics.find_open("/default/other").publish_rate.per_second == 0
 
 
+async def test_a_topic_of_the_other_strategy_exists_already(tmp_path):
+    reliable, other = (
+        danube_admin.DispatchStrategy.Reliable,
+        danube_admin.DispatchStrategy.NonReliable,
+    )
+    async with a_broker(tmp_path) as (_, services, _listening):
+
+        def create(strategy):
+            return services.topics.CreateTopic(
+                danube_admin.NewTopicRequest(name="/default/t", dispatch_strategy=strategy)
+            )
+
+        def partitioned(strategy):
+            return services.topics.CreatePartitionedTopic(
+                danube_admin.PartitionedTopicRequest(
+                    base_name="/default/p", partitions=2, dispatch_strategy=strategy
+                )
+            )
+
+        for call in (create, partitioned):
+            assert (await call(reliable)).success
+            assert (await call(reliable)).success
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(other)
+            assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
+
+
 @each("call", ["GetNamespacePolicies", "GetNamespaceTopics"])
 async def test_namespace_that_is_none_is_not_found(tmp_path, call):
     async with a_broker(tmp_path) as (_, services, _):
@@ -108,9 +135,12 @@ async def check_members(services, number):
     for call, request in ((cluster.AddNode, add), (cluster.PromoteNode, promote)):
         answer = await call(request(node_id=number))
         assert answer.success, answer.message
-        answer = await call(request(node_id=number + 1))
-        assert not answer.success
-        assert "start it" in answer.message
+    answer = await cluster.AddNode(add(node_id=number + 1))
+    assert not answer.success
+    assert "start it" in answer.message
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await cluster.PromoteNode(promote(node_id=number + 1))
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
     answer = await cluster.RemoveNode(danube_admin.RemoveNodeRequest(node_id=number))
     assert not answer.success
     assert "stop it" in answer.message
