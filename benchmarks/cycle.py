@@ -36,7 +36,7 @@ from ister.metadata.base import KeyValue, MetadataStore, Put
 from ister.spark.jobs.job import Job, open_job
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.tasks import LocalRunner
-from ister.spark.jobs.tiering import tier_cycle
+from ister.spark.jobs.tier_job import tier_cycle
 
 _TOPICS: Final = 10_000
 _SHARE: Final = 10

@@ -51,11 +51,11 @@ try:
         run_process,
         time_work,
     )
-    from ister.spark.jobs.compaction import compact
+    from ister.spark.jobs.compact_job import compact
     from ister.spark.jobs.export_job import export
     from ister.spark.jobs.job_report import JobReport
     from ister.spark.jobs.scrubbing import scrub
-    from ister.spark.jobs.tiering import tier
+    from ister.spark.jobs.tier_job import tier
     from ister.spark.source import IsterDataSource
 except ImportError as error:
     raise missing_extra("ister bench jobs", "spark", error) from error

@@ -24,7 +24,7 @@ from pathlib import Path
 import yaml
 
 import ister
-from ister.spark.jobs.compaction import compact
+from ister.spark.jobs.compact_job import compact
 from ister.topic.log import Log
 from ister.topic.topic import Topic
 from tests.support.grace import without_least_grace

@@ -23,8 +23,8 @@ import pytest
 
 from ister.base.failpoints import FAILPOINTS
 from ister.bucket.names import format_object_id
-from ister.spark.jobs import compaction
-from ister.spark.jobs.compaction import compact
+from ister.spark.jobs import compact_job
+from ister.spark.jobs.compact_job import compact
 from tests.fault.jobs_child import Drivers, JobsChild
 from tests.fault.jobs_world import KEYED, PLAIN, WORKS, Step, Work, World
 from tests.support.scale import IS_NIGHTLY, scaled
@@ -411,7 +411,7 @@ def test_open_batch_is_finished_behind_a_compaction(tmp_path, seed):
 
 def test_compaction_that_removes_rows_of_an_open_batch_is_caught(tmp_path, monkeypatch):
     _, work = keyed_world(tmp_path, 1)
-    monkeypatch.setattr(compaction, "find_open_batch", lambda *_: None)
+    monkeypatch.setattr(compact_job, "find_open_batch", lambda *_: None)
     report = compact(SparkHere(), work.config, **work.arguments()).as_json()
     with pytest.raises(AssertionError, match="the wrong messages were removed"):
         work.check_done(report)

@@ -21,12 +21,12 @@ pytest.importorskip("danube")
 from pyspark.errors import PySparkException
 
 from ister.errors import IsterError
-from ister.spark.jobs.compaction import compact
+from ister.spark.jobs.compact_job import compact
 from ister.spark.jobs.export_job import export
 from ister.spark.jobs.replay_job import replay
 from ister.spark.jobs.scrubbing import scrub
 from ister.spark.jobs.service import run
-from ister.spark.jobs.tiering import tier
+from ister.spark.jobs.tier_job import tier
 from tests.fault.pipeline_world import PipelineWorld, exported
 from tests.servers.cluster import LEASE_SECONDS, BrokerCluster
 from tests.servers.ports import free_port

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,9 +18,8 @@ from ister.base.clock import SystemClock
 from ister.bucket.fence import read_holder
 from ister.bucket.pipeline import PipelineKeys, request_job
 from ister.config import load_config
-from ister.spark.jobs.memory import sample_memory
-from ister.spark.jobs.pipeline_term import SlowJob
-from ister.spark.jobs.service import Service, run
+from ister.spark.jobs.pipeline_term import SlowJob, TermSettings, sample_memory
+from ister.spark.jobs.service import Service, requested_job, run
 from ister.spark.jobs.tasks import run_tasks
 from ister.spark.location import place_of
 from tests.integration.spark_topics import SparkPlace, objects_of
@@ -234,7 +232,7 @@ def double(number):
     return 2 * number
 
 
-def cycle_on_spark(job, topics, report):
+def cycle_on_spark(job, *_):
     found = [done.result for done in run_tasks(job.spark, [1, 2], double)]
     assert sorted(found) == [2, 4]
     return SimpleNamespace(due=2, objects=0, messages=0, bytes=0, failed=0)
@@ -264,17 +262,14 @@ def test_hundreds_of_spark_jobs_leave_nothing_behind(spark, place):
     service = Service(
         spark,
         found,
-        tier=cycle_on_spark,
-        jobs=[
-            SlowJob(
-                name="compact",
-                every_seconds=0.5,
-                work=partial(cycle_on_spark, topics=(), report=None),
-            )
-        ],
+        TermSettings(
+            tier=cycle_on_spark,
+            jobs=(SlowJob(name="compact", every_seconds=0.5, work=cycle_on_spark),),
+            make_job=requested_job,
+            tick_seconds=0.0,
+            status_seconds=0.2,
+        ),
         clock=SystemClock(),
-        tick_seconds=0.0,
-        status_seconds=0.2,
     )
     stop = threading.Event()
     thread = threading.Thread(target=service.run, args=(stop,))

@@ -19,7 +19,7 @@ from ister.errors import ConflictError, CorruptDataError, InvalidRequestError, N
 from ister.format.checkpoint import decode_uploader_checkpoint
 from ister.spark.jobs import tier, tier_topics
 from ister.spark.jobs.job import open_job
-from ister.spark.jobs.tiering import tier_cycle
+from ister.spark.jobs.tier_job import tier_cycle
 from tests.integration import tier_child
 from tests.integration.places import flip_byte
 from tests.integration.spark_topics import (

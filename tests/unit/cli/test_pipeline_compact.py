@@ -8,7 +8,7 @@ import pytest
 
 from ister.cli.main import main
 from ister.cli.pipeline import compact as command
-from ister.spark.jobs import compaction
+from ister.spark.jobs import compact_job
 from ister.spark.jobs.job_report import JobReport
 
 
@@ -33,7 +33,7 @@ def run(monkeypatch):
             given["job"], given["columns"] = name, [field for field, _ in columns]
             return 0 if work("spark", Place, "bar").ok else 1
 
-        monkeypatch.setattr(compaction, "compact", job)
+        monkeypatch.setattr(compact_job, "compact", job)
         monkeypatch.setattr(command, "run_job", run_job)
         options = parser.parse_args(["compact", *arguments])
         return options.run(options), given

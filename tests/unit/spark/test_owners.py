@@ -25,7 +25,7 @@ from ister.spark import IsterDataSource, location, owners, read_task
 from ister.spark.batch import BatchReader
 from ister.spark.compat import ReadAllAvailable
 from ister.spark.jobs.job import find_job_place
-from ister.spark.jobs.tiering import tier
+from ister.spark.jobs.tier_job import tier
 from ister.spark.location import find_place
 from ister.spark.offset_resolver import OffsetResolver
 from ister.spark.options import ReadOptions

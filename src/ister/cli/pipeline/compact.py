@@ -1,6 +1,6 @@
 """`ister pipeline compact`: merges small objects into larger ones.
 
-Owns: arguments and which numbers are shown. Does not own: the job (`ister.spark.jobs.compaction`).
+Owns: arguments and which numbers are shown. Does not own: the job (`ister.spark.jobs.compact_job`).
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _may_remove(options: argparse.Namespace) -> bool:
 
 def _run(options: argparse.Namespace) -> int:
     def work(spark: TaskRunner, place: JobLocation, bar: Bar) -> JobReport:
-        from ister.spark.jobs.compaction import compact  # noqa: PLC0415 - loads Spark
+        from ister.spark.jobs.compact_job import compact  # noqa: PLC0415 - loads Spark
 
         return compact(
             spark,

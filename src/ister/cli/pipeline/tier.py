@@ -1,6 +1,6 @@
 """`ister pipeline tier`: what is synced and not in the bucket yet goes there, on Spark.
 
-Owns: arguments and the columns of its table. Does not own: uploads (`ister.spark.jobs.tiering`).
+Owns: arguments and the columns of its table. Does not own: uploads (`ister.spark.jobs.tier_job`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def register(jobs: Subparsers) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     def work(spark: TaskRunner, place: JobLocation, bar: Bar) -> JobReport:
-        from ister.spark.jobs.tiering import tier  # noqa: PLC0415 - after Spark was found
+        from ister.spark.jobs.tier_job import tier  # noqa: PLC0415 - after Spark was found
 
         return tier(
             spark,

@@ -5,16 +5,15 @@
 Each job is a function that takes a Spark session and says what it did, and a command, `ister
 pipeline <job>`. All of them are safe to kill at any moment and to run again.
 
-tiering, tier_topics, upload_task            `tier`
-compaction, merge_task, latest_per_key       `compact`
-resorting                                    express runs, within `run`
+tier_job, tier_topics                        `tier`
+compact_job, latest_per_key                  `compact`, and re-sorting of express runs within `run`
 export_job, export_round, export_schema, export_task, export_commit    `export`
 gc_job                                       `gc`
 scrubbing, topic_scrub, topic_survey, object_check, object_repair    `scrub`
 replay_job, replay_plan, replay_sql, transforms    `replay`
-service, pipeline_term, schedules, memory    `run`: all of them as a service
+service, pipeline_term                       `run`: all of them as a service
 job, job_report, leases, tasks               what jobs share: lease, report, and their tasks
-session, stop_signals                        the Spark session of a command
+session                                      the Spark session of a command
 
     from ister.spark import jobs
     report = jobs.tier(spark, "ister.yml")
@@ -26,7 +25,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from ister.spark.jobs.compaction import compact
+    from ister.spark.jobs.compact_job import compact
     from ister.spark.jobs.export_job import export
     from ister.spark.jobs.gc_job import gc
     from ister.spark.jobs.job_report import JobReport
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from ister.spark.jobs.scrubbing import scrub
     from ister.spark.jobs.service import run, run_once
     from ister.spark.jobs.session import open_session
-    from ister.spark.jobs.tiering import tier
+    from ister.spark.jobs.tier_job import tier
 
 __all__ = [
     "JobReport",
@@ -52,7 +51,7 @@ __all__ = [
 # Each is loaded when it is asked for: tables of Iceberg and Delta need libraries of their own.
 _HOMES: Final = {
     "JobReport": "job_report",
-    "compact": "compaction",
+    "compact": "compact_job",
     "export": "export_job",
     "gc": "gc_job",
     "open_session": "session",
@@ -60,7 +59,7 @@ _HOMES: Final = {
     "run": "service",
     "run_once": "service",
     "scrub": "scrubbing",
-    "tier": "tiering",
+    "tier": "tier_job",
 }
 
 

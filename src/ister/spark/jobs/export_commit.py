@@ -37,16 +37,24 @@ _LEFT_OUT_MAX: Final = 8
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
+class ExportTable:
+    """A table of rows, or one of dead letters, in a round."""
+
+    table: Table
+    is_letters: bool
+    output: TableOutput | None = None
+    """How tasks write to it; None until it is open."""
+    coverage: Coverage = field(default_factory=Coverage)
+    """The offsets that it has."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Destination:
-    """A table, its dead-letter table, and how tasks write both."""
+    """Where rows go, and those that do not fit."""
 
     name: str
-    table: Table
-    letters: Table | None
-    output: TableOutput | None = None
-    letters_output: TableOutput | None = None
-    coverage: Coverage = field(default_factory=Coverage)
-    lettered: Coverage = field(default_factory=Coverage)
+    rows: ExportTable
+    letters: ExportTable | None
     exports: list[TopicExport] = field(default_factory=list)
     is_whole: bool = False
     """Whether every topic was planned."""
@@ -58,9 +66,9 @@ class Destination:
     """Files that are not committed."""
 
     @property
-    def tables(self) -> list[Table]:
-        """The table, and that of its dead letters."""
-        return [self.table] if self.letters is None else [self.table, self.letters]
+    def tables(self) -> list[ExportTable]:
+        """The tables, in the order of their commits."""
+        return [self.rows] if self.letters is None else [self.letters, self.rows]
 
     def add(self, export: TopicExport, item: ExportItem, result: Exported) -> None:
         """Adds the result of a finished task."""
@@ -94,20 +102,21 @@ class TopicExport:
         return self.head.topic
 
     @property
-    def epoch(self) -> int:
-        """The newest epoch of the topic's lineage."""
-        return self.head.lineage[-1][0] if self.head.lineage else 0
-
-    @property
     def bytes(self) -> int:
         """Bytes of messages to export."""
         return sum(part.bytes for part in self.partitions)
 
-    @property
-    def letters_incarnation(self) -> str:
-        """The key under which dead letters are recorded: of the topic and its schema."""
-        schema_id = "" if self.schema is None else self.schema.id
-        return f"{self.head.incarnation}{LETTERS_MARK}{schema_id}"
+    def incarnation_in(self, table: ExportTable) -> str:
+        """The key under which a table records the topic; for dead letters, of its schema, too."""
+        if not table.is_letters:
+            return self.head.incarnation
+        return (
+            f"{self.head.incarnation}{LETTERS_MARK}{'' if self.schema is None else self.schema.id}"
+        )
+
+    def covered_in(self, table: ExportTable) -> Ranges:
+        """The offsets of the topic that a table has."""
+        return table.coverage.of(self.topic, self.incarnation_in(table))
 
 
 LETTERS_MARK: Final = "@"
@@ -121,35 +130,32 @@ class _Part:
     export: TopicExport
     done: Sequence[tuple[ExportItem, Exported]]
 
-    @property
-    def rows(self) -> list[DataFile]:
-        return [file for _, result in self.done for file in result.files]
+    def files(self, table: ExportTable) -> list[DataFile]:
+        """The files of the topic for a table."""
+        return [file for _, result in self.done for file in _files(result, table)]
 
-    @property
-    def letters(self) -> list[DataFile]:
-        return [file for _, result in self.done for file in result.letters]
-
-    def rows_addition(self) -> TopicAddition:
-        return TopicAddition(
-            topic=self.export.topic,
-            incarnation=self.export.head.incarnation,
-            epoch=self.export.epoch,
-            ranges=normalise(one for item, _ in self.done for one in item.ranges),
-            files=self.rows,
-        )
-
-    def letters_addition(self) -> TopicAddition:
-        """Returns the dead letters; only ranges that have some are recorded."""
+    def addition(self, table: ExportTable) -> TopicAddition:
+        """What is added to a table; of dead letters, only ranges that have some are recorded."""
         export = self.export
-        ranges = normalise(one for item, found in self.done if found.letters for one in item.ranges)
-        known = export.destination.lettered.of(export.topic, export.letters_incarnation)
+        ranges = normalise(
+            one
+            for item, result in self.done
+            if not table.is_letters or result.letters
+            for one in item.ranges
+        )
+        if table.is_letters:
+            ranges = subtract(ranges, export.covered_in(table))
         return TopicAddition(
             topic=export.topic,
-            incarnation=export.letters_incarnation,
-            epoch=export.epoch,
-            ranges=subtract(ranges, known),
-            files=self.letters,
+            incarnation=export.incarnation_in(table),
+            epoch=export.head.lineage[-1][0] if export.head.lineage else 0,
+            ranges=ranges,
+            files=self.files(table),
         )
+
+
+def _files(result: Exported, table: ExportTable) -> tuple[DataFile, ...]:
+    return result.letters if table.is_letters else result.files
 
 
 class TableCommitter:
@@ -167,17 +173,21 @@ class TableCommitter:
             done, export.done = export.done, []
             part = _Part(export, done)
             if export.is_given_up:
-                self._discard(part)
+                self._discard(part, destination.tables)
             elif done:
                 parts.append(part)
-        if not parts:
-            return
-        parts = self._commit_letters(destination, parts)
-        if not parts:
-            return
-        failpoints.reach("pipeline.before_commit")
-        parts = self._commit_rows(destination, parts)
-        failpoints.reach("pipeline.after_commit")
+        for table in destination.tables:
+            own = [part for part in parts if not table.is_letters or part.files(table)]
+            if not own:
+                continue
+            if not table.is_letters:
+                failpoints.reach("pipeline.before_commit")
+            committed = self._add(table, own)
+            if committed and table.is_letters:
+                failpoints.reach("export.after_dead_letters")
+            if not table.is_letters:
+                failpoints.reach("pipeline.after_commit")
+            parts = [part for part in parts if part in committed or part not in own]
         for part in parts:
             self._count(part)
         if parts:
@@ -186,7 +196,7 @@ class TableCommitter:
     def discard(self, destination: Destination) -> None:
         """Removes the files of finished tasks that will not be committed."""
         for export in destination.exports:
-            self._discard(_Part(export, export.done))
+            self._discard(_Part(export, export.done), destination.tables)
             export.done = []
 
     def check_of(self, exports: Sequence[TopicExport]) -> Callable[[], None]:
@@ -200,52 +210,20 @@ class TableCommitter:
 
         return check
 
-    # -- the two commits ----------------------------------------------------------------------
-
-    def _commit_letters(self, destination: Destination, parts: Sequence[_Part]) -> list[_Part]:
-        """Commits dead letters; returns the topics whose rows may be committed."""
-        with_letters = [part for part in parts if part.letters]
-        if destination.letters is None or not with_letters:
-            return list(parts)
-
-        def fail(part: _Part, error: IsterError, *, is_refused: bool) -> None:
-            # Its rows were not tried yet.
-            self._fail(part, error, rows=True, letters=is_refused)
-
-        committed = self._add(destination.letters, with_letters, _Part.letters_addition, fail)
-        if committed:
-            failpoints.reach("export.after_dead_letters")
-        return [part for part in parts if part in committed or part not in with_letters]
-
-    def _commit_rows(self, destination: Destination, parts: Sequence[_Part]) -> list[_Part]:
-        """Commits rows; returns the topics that are in the table."""
-
-        def fail(part: _Part, error: IsterError, *, is_refused: bool) -> None:
-            # Its dead letters, if it has any, are in their table.
-            self._fail(part, error, rows=is_refused, letters=False)
-
-        return self._add(destination.table, parts, _Part.rows_addition, fail)
-
-    def _add(
-        self,
-        table: Table,
-        parts: Sequence[_Part],
-        addition_of: Callable[[_Part], TopicAddition],
-        fail: Callable[..., None],
-    ) -> list[_Part]:
+    def _add(self, table: ExportTable, parts: Sequence[_Part]) -> list[_Part]:
         """Commits parts at once, without the topics that the table refuses.
 
-        Returns the parts that are in the table; `fail` was called for each of the others.
+        Returns the parts that are in the table; the others are reported.
         """
         left = list(parts)
         left_out = 0
-        while True:
+        while left:
             attempt = _Attempt(self.check_of([part.export for part in left]))
             addition = Addition(
-                id=secrets.token_hex(8), topics=[addition_of(part) for part in left]
+                id=secrets.token_hex(8), topics=[part.addition(table) for part in left]
             )
             try:
-                table.commit(addition, check=attempt.check)
+                table.table.commit(addition, check=attempt.check)
             except InvariantError:
                 raise
             except IsterError as error:
@@ -254,15 +232,16 @@ class TableCommitter:
                 if not is_refused or left_out >= _LEFT_OUT_MAX:
                     own = []
                 for part in own or left:
-                    fail(part, error, is_refused=is_refused)
+                    self._fail(part, error, table, is_refused=is_refused)
                 left = [part for part in left if part not in own] if own else []
                 left_out += 1
-                if not left:
-                    return []
             else:
-                return left
+                break
+        return left
 
-    def _fail(self, part: _Part, error: IsterError, *, rows: bool, letters: bool) -> None:
+    def _fail(
+        self, part: _Part, error: IsterError, table: ExportTable, *, is_refused: bool
+    ) -> None:
         """Reports that a topic was not committed, and removes files that are in no table."""
         report, topic = self._job.report, part.export.topic
         fields = error_as_fields(error)
@@ -272,7 +251,11 @@ class TableCommitter:
         report.fail({**fields, "topic": topic})
         if not isinstance(error, CommitUnknownError):
             part.export.is_given_up = True
-        self._discard(part, rows=rows, letters=letters)
+        tables = [table] if is_refused else []
+        if table.is_letters:
+            # Its rows were not tried yet; dead letters of refused rows are in their table.
+            tables.append(part.export.destination.rows)
+        self._discard(part, tables)
 
     def _count(self, part: _Part) -> None:
         for _, result in part.done:
@@ -286,13 +269,11 @@ class TableCommitter:
         self._job.report.add(part.export.topic, commits=1)
 
     @staticmethod
-    def _discard(part: _Part, *, rows: bool = True, letters: bool = True) -> None:
+    def _discard(part: _Part, tables: Sequence[ExportTable]) -> None:
         """Removes files that will not be committed."""
-        destination = part.export.destination
-        if rows and destination.output is not None:
-            destination.table.discard(destination.output.target, part.rows)
-        if letters and destination.letters is not None and destination.letters_output is not None:
-            destination.letters.discard(destination.letters_output.target, part.letters)
+        for table in tables:
+            if table.output is not None:
+                table.table.discard(table.output.target, part.files(table))
 
 
 class _Attempt:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -35,6 +35,7 @@ from ister.errors import (
 from ister.spark.jobs.export_commit import (
     LETTERS_MARK,
     Destination,
+    ExportTable,
     TableCommitter,
     TopicExport,
 )
@@ -106,8 +107,8 @@ class ExportRound:
                     self._end()
         finally:
             for destination in self._destinations.values():
-                for table in destination.tables:
-                    table.close()
+                for each in destination.tables:
+                    each.table.close()
 
     # -- the plan ---------------------------------------------------------------------------
 
@@ -189,21 +190,22 @@ class ExportRound:
                 given = settings.dead_letters
                 other = None if given is None else table_name(given, topic, settings.format)
                 where = dead_letters_name(name, other)
-                letters = open_table(where, self._place, clock=clock)
-            known = Destination(
-                name=name,
-                table=open_table(name, self._place, clock=clock),
-                letters=letters,
-            )
+                letters = ExportTable(
+                    table=open_table(where, self._place, clock=clock), is_letters=True
+                )
+            rows = ExportTable(table=open_table(name, self._place, clock=clock), is_letters=False)
+            known = Destination(name=name, rows=rows, letters=letters)
             self._check_apart(known)
             self._destinations[name] = known
         return known
 
     def _check_apart(self, new: Destination) -> None:
         """Checks that no table gets both rows and dead letters."""
-        every = [*self._destinations.values(), new]
-        rows = {item.table.location for item in every}
-        letters = {item.letters.location for item in every if item.letters is not None}
+        every = [each for one in (*self._destinations.values(), new) for each in one.tables]
+        letters, rows = (
+            {each.table.location for each in every if each.is_letters is wanted}
+            for wanted in (True, False)
+        )
         both = rows & letters
         if both:
             raise InvalidRequestError(
@@ -222,11 +224,11 @@ class ExportRound:
     def _exclusive_names(self, destination: Destination, topic: str) -> list[str]:
         """Names what only one export may write at a time."""
         names = []
-        for table in destination.tables:
-            if not table.has_exclusive_commits():
-                names.append(table.location)  # the lease is the only protection
-            elif table is destination.table:
-                names.append(f"{table.location}\n{topic}")
+        for each in destination.tables:
+            if not each.table.has_exclusive_commits():
+                names.append(each.table.location)  # the lease is the only protection
+            elif not each.is_letters:
+                names.append(f"{each.table.location}\n{topic}")
         return names
 
     def _refresh(
@@ -246,65 +248,52 @@ class ExportRound:
             return fitting
         if not self._job.dry_run:
             self._open(destination, fitting, wanted)
-            for table in destination.tables:
-                leases.renew_also(partial(table.renew, self._run))
-        destination.coverage = retry_unavailable(destination.table.coverage)
-        if destination.letters is not None:
-            destination.lettered = retry_unavailable(destination.letters.coverage)
-        self._check_kinds(destination)
+            for each in destination.tables:
+                leases.renew_also(partial(each.table.renew, self._run))
+        for each in destination.tables:
+            each.coverage = retry_unavailable(each.table.coverage)
+            self._check_kind(each)
         return fitting
 
     def _open(
         self, destination: Destination, exports: Sequence[TopicExport], wanted: pa.Schema
     ) -> None:
         """Opens a table, and determines what tasks write to it."""
-        layout = destination.table.open(wanted)
-        if destination.letters is not None:
-            letters = destination.letters.open(LETTERS)
-            target = destination.letters.target(self._run)
-            destination.letters_output = TableOutput(target=target, layout=letters)
-        target = destination.table.target(self._run)
-        destination.output = TableOutput(target=target, layout=layout)
+        for each in destination.tables:
+            layout = each.table.open(LETTERS if each.is_letters else wanted)
+            each.output = TableOutput(target=each.table.target(self._run), layout=layout)
+        output = destination.rows.output
         for export in exports:
-            export.output = destination.output
-            if export.schema is not None:
-                own = layout_of(layout, export.schema.columns.names)
-                export.output = TableOutput(target=target, layout=own)
-                export.members = with_types(export.schema.members, layout.schema)
+            export.output = output
+            if export.schema is not None and output is not None:
+                own = layout_of(output.layout, export.schema.columns.names)
+                export.output = TableOutput(target=output.target, layout=own)
+                export.members = with_types(export.schema.members, output.layout.schema)
 
-    def _check_kinds(self, destination: Destination) -> None:
+    def _check_kind(self, each: ExportTable) -> None:
         """Checks that a table has only rows, or only dead letters."""
-        for table, coverage, is_letters in (
-            (destination.table, destination.coverage, False),
-            (destination.letters, destination.lettered, True),
-        ):
-            known = {
-                LETTERS_MARK in name
-                for incarnations in coverage.topics.values()
-                for name in incarnations
-            }
-            if table is not None and (not is_letters) in known:
-                raise ConflictError(
-                    "the table has rows, not dead letters"
-                    if is_letters
-                    else "the table has dead letters, not rows",
-                    path=table.location,
-                    hint="name another table for dead letters: dead_letters (--dead-letters)",
-                )
+        names = [name for found in each.coverage.topics.values() for name in found]
+        if any((LETTERS_MARK in name) is not each.is_letters for name in names):
+            raise ConflictError(
+                "the table has rows, not dead letters"
+                if each.is_letters
+                else "the table has dead letters, not rows",
+                path=each.table.location,
+                hint="name another table for dead letters: dead_letters (--dead-letters)",
+            )
 
     def _plan(self, resolver: OffsetResolver, item: TopicExport) -> None:
         """Plans what to read: what the topic holds, without what the table has."""
         job, head = self._job, item.head
-        coverage = item.destination.coverage
         self._check_same(item)
         self._check_letters(item)
         start, end = self._bounds(resolver, head)
-        covered = coverage.of(head.topic, head.incarnation)
+        covered = item.covered_in(item.destination.rows)
         item.missing = subtract(normalise([(start, end)]), covered)
         ranges = [resolver.range_of(head, first, last) for first, last in item.missing]
         item.partitions = _divide_evenly(ranges, self._settings.file_mb * MIB, job.slots)
         fields = job.report.of(head.topic)
-        fields["table"] = item.destination.table.location
+        fields["table"] = item.destination.rows.table.location
         fields["end"] = end
         if gap := self._gap(head, covered):
             _log.warning(
@@ -321,31 +310,30 @@ class ExportRound:
 
     def _check_letters(self, item: TopicExport) -> None:
         """Checks that no dead letters of rows in the table were lost in a rollback."""
-        lettered, head = item.destination.lettered, item.head
-        if lettered.before is None or item.destination.letters is None:
+        letters, head = item.destination.letters, item.head
+        if letters is None or letters.coverage.before is None:
             return
         undone = normalise(
             one
-            for name in lettered.before.topics.get(head.topic, {})
+            for name in letters.coverage.before.topics.get(head.topic, {})
             if name.partition(LETTERS_MARK)[0] == head.incarnation
-            for one in lettered.undone(head.topic, name)
+            for one in letters.coverage.undone(head.topic, name)
         )
-        covered = item.destination.coverage.of(head.topic, head.incarnation)
-        if lost := intersect(undone, covered):
+        if lost := intersect(undone, item.covered_in(item.destination.rows)):
             raise ConflictError(
                 "the table of dead letters was rolled back, and the table of rows was not: dead "
                 f"letters of the offsets {show(lost)} are missing",
                 topic=head.topic,
                 offset=lost[0][0],
-                path=item.destination.letters.location,
+                path=letters.table.location,
                 hint="roll the table of rows back to the same time: what both lack is exported "
                 "again; or name another table for dead letters: dead_letters (--dead-letters)",
             )
 
     def _check_undone(self, item: TopicExport) -> None:
         """Checks that the topic has all that the table lost when it was rolled back."""
-        head, table = item.head, item.destination.table
-        undone = item.destination.coverage.undone(head.topic, head.incarnation)
+        head, table = item.head, item.destination.rows.table
+        undone = item.destination.rows.coverage.undone(head.topic, head.incarnation)
         if not undone:
             return
         _log.warning(
@@ -375,28 +363,28 @@ class ExportRound:
 
     def _check_same(self, item: TopicExport) -> None:
         """Checks that the table's rows belong to this topic."""
-        head, coverage = item.head, item.destination.coverage
-        others = coverage.other_incarnations(head.topic, head.incarnation)
+        head, rows = item.head, item.destination.rows
+        others = rows.coverage.other_incarnations(head.topic, head.incarnation)
         if others and not self._settings.accept_remade:
             raise ConflictError(
                 "the topic was deleted and created again, and the table has rows of the old one: "
                 "it would have offsets twice",
                 topic=head.topic,
-                path=item.destination.table.location,
+                path=rows.table.location,
                 hint="export into another table, or accept both: accept_remade (--accept-remade)",
             )
-        epoch = coverage.epoch_of(head.topic, head.incarnation)
+        epoch = rows.coverage.epoch_of(head.topic, head.incarnation)
         if epoch is None:
             return
         given_up = head.given_up_from(epoch)
-        covered = coverage.of(head.topic, head.incarnation)
+        covered = item.covered_in(rows)
         if given_up is not None and covered and covered[-1][1] > given_up:
             raise ConflictError(
                 f"a disk was lost, and the topic's new owner continued at {given_up}: the table "
                 "has rows of lost messages, whose offsets other messages have now",
                 topic=head.topic,
                 offset=given_up,
-                path=item.destination.table.location,
+                path=rows.table.location,
                 hint="export into another table",
             )
 
@@ -468,20 +456,19 @@ class ExportRound:
         )
 
     def _items(self, export: TopicExport) -> Iterator[ExportItem]:
-        destination, head = export.destination, export.head
+        head, letters = export.head, export.destination.letters
         if export.output is None:
             return
-        identities = {head.topic: head.identity}
-        lettered = destination.lettered.of(head.topic, export.letters_incarnation)
+        lettered = () if letters is None else export.covered_in(letters)
         for partition in export.partitions:
             ranges = normalise((part.start, part.end) for part in partition.slices)
             yield ExportItem(
                 topic=head.topic,
                 partition=partition,
-                identities=identities,
+                identities={head.topic: head.identity},
                 table=export.output,
                 members=export.members,
-                letters=destination.letters_output,
+                letters=None if letters is None else letters.output,
                 lettered=intersect(lettered, ranges),
                 file_mb=self._settings.file_mb,
                 zstd_level=self._settings.zstd_level,
@@ -491,44 +478,39 @@ class ExportRound:
         """Ends the round, and removes what killed exports left."""
         grace = self._job.place.config.storage.cloud.orphan_grace_minutes * 60.0
         for destination in self._destinations.values():
-            if destination.output is None:
+            if destination.rows.output is None:
                 continue
-            self._record_rollbacks(destination)
-            for table in destination.tables:
+            check = self._committer.check_of(destination.exports[:1])
+            for each in destination.tables:
+                table = each.table
+                if destination.exports and destination.is_whole:
+                    self._record_rollback(each, check)
                 table.end(self._run)
                 if not destination.exports:
                     continue
                 try:
-                    table.tidy(grace, check=self._committer.check_of(destination.exports[:1]))
+                    table.tidy(grace, check=check)
                 except IsterError as error:
                     _log.info(
                         "leftovers not removed",
                         extra={"path": table.location, "error": str(error)},
                     )
 
-    def _record_rollbacks(self, destination: Destination) -> None:
-        """Has tables that were rolled back, and got nothing since, record what they have.
+    @staticmethod
+    def _record_rollback(each: ExportTable, check: Callable[[], None]) -> None:
+        """Has a table that was rolled back, and got nothing since, record what it has.
 
-        Their own upkeep may remove what says so now.
+        Its own upkeep may remove what says so now.
         """
-        if not destination.is_whole or not destination.exports:
+        if each.coverage.before is None:
             return
-        for table, coverage in (
-            (destination.table, destination.coverage),
-            (destination.letters, destination.lettered),
-        ):
-            if table is None or coverage.before is None:
-                continue
-            try:
-                if table.coverage().before is not None:
-                    table.commit(
-                        Addition(id=secrets.token_hex(8), topics=()),
-                        check=self._committer.check_of(destination.exports[:1]),
-                    )
-            except IsterError as error:
-                _log.info(
-                    "rollback not recorded", extra={"path": table.location, "error": str(error)}
-                )
+        try:
+            if each.table.coverage().before is not None:
+                each.table.commit(Addition(id=secrets.token_hex(8), topics=()), check=check)
+        except IsterError as error:
+            _log.info(
+                "rollback not recorded", extra={"path": each.table.location, "error": str(error)}
+            )
 
 
 def _divide_evenly(ranges: Sequence[TopicRange], file_bytes: int, slots: int) -> list[Partition]:

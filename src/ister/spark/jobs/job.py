@@ -95,6 +95,8 @@ class Job:
         self.progress = progress
         self.clock = clock
         self.metrics = Metrics()
+        self.cache: object = None
+        """What a job that works in cycles keeps from one to the next."""
         root_prefix = place.config.storage.metadata.root_prefix
         self.keys = PipelineKeys(root_prefix)
         self.directory = TopicDirectory(store, root_prefix)
@@ -255,12 +257,12 @@ def _record_end(report: JobReport, error: BaseException) -> None:
 def _save_report(job: Job) -> None:
     """Saves a short form of the report, for `ister pipeline status` and the dashboard."""
     try:
-        job.store.put(job.keys.report(job.name), _shorten(job.report))
+        job.store.put(job.keys.report(job.name), shorten(job.report))
     except IsterError as error:
         _log.warning("job report not saved", extra={"job": job.name, "error": str(error)})
 
 
-def _shorten(report: JobReport) -> bytes:
+def shorten(report: JobReport) -> bytes:
     """Encodes a report so that it fits into the metadata store: cuts lists, then topics."""
     fields = report.as_json()
     topics, shown = report.topics_as_json(), _REPORTED_ITEMS_MAX

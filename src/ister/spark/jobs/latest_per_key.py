@@ -1,8 +1,8 @@
 """Which messages of a topic are the latest of their keys: found by Spark, told to whoever rewrites.
 
-    object ─► (key, offset), the last of each key ─┐
-    object ─► …                                    ├─► shuffle by key: the highest offset of each
-    object ─► …                                    ┘        │
+    object ─► (key, group, offset), the last of each key ─┐
+    object ─► …                                           ├─► GROUP BY key: the highest of each
+    object ─► …                                           ┘        │
     staging/…/compact-<id>/… ◄── offsets, sorted ◄── shuffle by group of objects
 
 Owns: the search, and files with the offsets that stay, one a group, in the bucket's staging area.
@@ -27,10 +27,11 @@ from __future__ import annotations
 
 import json
 import secrets
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Final, TypeAlias, TypedDict, cast
 
 import numpy as np
@@ -54,28 +55,37 @@ from ister.topic.history import BucketTopic
 STAGED_PREFIX: Final = "compact-"
 """What the names begin with under which offsets are staged."""
 
-_BUNDLE_BYTES: Final = 32 * MIB
+_TASK_BYTES: Final = 32 * MIB
 _KEYS_AT_ONCE: Final = 1 << 17
 _STAGED_CHUNK_BYTES: Final = 1 * MIB
 _OFFSET_BYTES: Final = 8
 
-# What `at` of a row is that is not about an object as a whole.
-_KEYED: Final = -1
-_FAILED: Final = -2
-_PRODUCER: Final = -3
+# Kinds of rows: the highest code of a key, the newest offset of a producer, how many messages of
+# an object have a key, and an object that could not be read. A code is twice an offset, and one
+# more if the message goes. The number of a group rises with its offsets: the highest of both are
+# those of one message.
+_KEYED: Final = 0
+_PRODUCER: Final = 1
+_COUNT: Final = 2
+_FAILED: Final = 3
 _PRODUCER_MS: Final = 24 * 3_600_000
 
-_STAYS: Final = f"at != {_KEYED} OR code % 2 = 0"
+# Tombstones whose time is over do not stay.
+_STAYS: Final = f"kind != {_KEYED} OR code % 2 = 0"
+_VALUE: Final = f"CASE WHEN kind < {_COUNT} THEN code DIV 2 ELSE -1 - code END AS value"
+_NOTE: Final = f"CASE WHEN kind = {_FAILED} THEN key END AS note"
 # A dry run without Spark holds the keys of a topic in memory.
 _LOCAL_MESSAGES_MAX: Final = 5_000_000
 
-_FOUND: Final = "topic int, key string, at long, code long"
+_FOUND: Final = "topic int, key string, kind int, number int, code long"
 _FOUND_ARROW: Final = pa.schema(
-    [("topic", pa.int32()), ("key", pa.string()), ("at", pa.int64()), ("code", pa.int64())]
-)
-_ASSIGNED: Final = "number int, value long, note string"
-_ASSIGNED_ARROW: Final = pa.schema(
-    [("number", pa.int32()), ("value", pa.int64()), ("note", pa.string())]
+    [
+        ("topic", pa.int32()),
+        ("key", pa.string()),
+        ("kind", pa.int32()),
+        ("number", pa.int32()),
+        ("code", pa.int64()),
+    ]
 )
 _STAGED: Final = "number int, keyed long, stay long, path string, note string"
 _STAGED_ARROW: Final = pa.schema(
@@ -89,8 +99,8 @@ _STAGED_ARROW: Final = pa.schema(
 )
 
 
-_Part: TypeAlias = tuple[int, ObjectDescriptor]
-"""The number of a topic, and one of its objects."""
+_Part: TypeAlias = tuple[int, int, ObjectDescriptor]
+"""The numbers of a topic and a group, and one of the group's objects."""
 
 
 class _StagedRow(TypedDict):
@@ -103,14 +113,13 @@ class _StagedRow(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyedTopic:
-    """A topic to be searched. Pickled."""
+    """A topic to be searched."""
 
     name: str
     incarnation: str
-    objects: tuple[ObjectDescriptor, ...]
-    """All objects in the bucket; without indexes, which are not needed here."""
-    groups: tuple[tuple[int, int], ...]
-    """The ranges (start, end) of which is to be known what stays; ascending, disjoint."""
+    groups: tuple[tuple[ObjectDescriptor, ...], ...]
+    """All objects in the bucket, ascending, in the groups of which is to be known what stays;
+    without indexes, which are not needed here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,25 +141,18 @@ class Latest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
-    """The parameters of every task."""
+    """The parameters of every task. Pickled."""
 
     place: LogLocation
-    topics: tuple[KeyedTopic, ...]
-    """Without their objects, of which each task gets its own."""
+    topics: tuple[tuple[str, str], ...]
+    """The name and incarnation of each topic."""
+    bases: tuple[int, ...]
+    """The number of each topic's first group."""
     tombstones_before_us: int
     producers_after_ms: int
     """Objects that are older than this have no message of a producer that may send one again."""
     run: str | None
     """Under which name to stage; None to count only."""
-
-    @property
-    def bases(self) -> list[int]:
-        """The number of each topic's first group."""
-        found, base = [], 0
-        for topic in self.topics:
-            found.append(base)
-            base += len(topic.groups)
-        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,20 +191,27 @@ def find_latest(
     """
     search = _Search(
         place=place,
-        topics=tuple(replace(topic, objects=()) for topic in topics),
+        topics=tuple((topic.name, topic.incarnation) for topic in topics),
+        bases=tuple(accumulate((len(topic.groups) for topic in topics[:-1]), initial=0)),
         tombstones_before_us=tombstones_before_ms * 1000,
         producers_after_ms=now_ms - _PRODUCER_MS,
         run=run,
     )
+    parts = [
+        (number, base + at, described)
+        for number, (base, topic) in enumerate(zip(search.bases, topics, strict=False))
+        for at, group in enumerate(topic.groups)
+        for described in group
+    ]
     uncounted: frozenset[str] = frozenset()
     rows: list[_StagedRow] = []
     if isinstance(runner, LocalRunner):
         uncounted = _beyond(topics, _LOCAL_MESSAGES_MAX)
         for number, topic in enumerate(topics):
             if topic.name not in uncounted:
-                rows += _search_here(search, number, topic)
-    elif any(topic.groups for topic in topics) and any(topic.objects for topic in topics):
-        rows = _search_on_spark(runner, search, topics)
+                rows += _search_here(search, [part for part in parts if part[0] == number])
+    elif parts:
+        rows = _search_on_spark(runner, search, parts)
     errors: dict[str, ErrorFields] = {}
     by_number: dict[int, Latest] = {}
     for row in rows:
@@ -221,21 +230,18 @@ def find_latest(
 
 
 def _search_on_spark(
-    runner: TaskRunner, search: _Search, topics: Sequence[KeyedTopic]
+    runner: TaskRunner, search: _Search, parts: Sequence[_Part]
 ) -> list[_StagedRow]:
     from pyspark.sql import functions as F  # noqa: N812, PLC0415 - an extra
 
-    groups = sum(len(topic.groups) for topic in topics)
-    files = max(1, min(groups, 4 * runner.slots))
+    files = max(1, min(parts[-1][1] + 1, 4 * runner.slots))
     with runner.described("ister compact: keys") as spark:
-        found = map_tasks(spark, partial(_scan, search), _bundle(topics), _FOUND)
         rows = (
-            found.groupBy("topic", "key", "at")
-            .agg(F.max("code").alias("code"))
-            # Tombstones whose time is over do not stay.
+            map_tasks(spark, partial(_scan, search), _bundle(parts), _FOUND)
+            .groupBy("topic", "key", "kind")
+            .agg(F.max("number").alias("number"), F.max("code").alias("code"))
             .where(_STAYS)
-            .selectExpr("topic", f"CASE WHEN at = {_FAILED} THEN key END AS note", "at", "code")
-            .mapInArrow(partial(_assign, search), _ASSIGNED)
+            .selectExpr("number", _VALUE, _NOTE)
             .repartition(files, "number")
             .sortWithinPartitions("number", "value")
             .mapInArrow(partial(_stage, search), _STAGED)
@@ -244,27 +250,23 @@ def _search_on_spark(
     return [cast("_StagedRow", row.asDict()) for row in rows]
 
 
-def _search_here(search: _Search, number: int, topic: KeyedTopic) -> Iterator[_StagedRow]:
+def _search_here(search: _Search, parts: Sequence[_Part]) -> Iterator[_StagedRow]:
     """Searches a topic in this process; memory grows with its keys."""
-    batches = [batch for item in topic.objects for batch in _scan_safely(search, number, item)]
-    if not batches:
-        return
-    found = pa.Table.from_batches(batches, _FOUND_ARROW)
-    highest = found.group_by(["topic", "key", "at"], use_threads=False).aggregate([("code", "max")])
-    at, code = highest["at"], highest["code_max"]
-    is_error = pc.equal(at, _FAILED)
+    found = pa.Table.from_batches(_scan(search, parts), _FOUND_ARROW)
+    highest = found.group_by(["topic", "key", "kind"], use_threads=False).aggregate(
+        [("number", "max"), ("code", "max")]
+    )
+    kind, code = highest["kind"], highest["code_max"]
+    is_offset, none = pc.less(kind, _COUNT), pa.scalar(None, pa.string())
     rows = pa.table(
         {
-            "topic": highest["topic"],
-            "note": pc.if_else(is_error, highest["key"], pa.scalar(None, pa.string())),
-            "at": at,
-            "code": code,
+            "number": highest["number_max"],
+            "value": pc.if_else(is_offset, pc.shift_right(code, 1), pc.subtract(-1, code)),
+            "note": pc.if_else(pc.equal(kind, _FAILED), highest["key"], none),
         }
-    ).filter(pc.or_(pc.not_equal(at, _KEYED), pc.equal(pc.bit_wise_and(code, 1), 0)))
-    assigned = pa.Table.from_batches(
-        _assign(search, rows.combine_chunks().to_batches()), _ASSIGNED_ARROW
-    ).sort_by([("number", "ascending"), ("value", "ascending")])
-    for staged in _stage(search, assigned.combine_chunks().to_batches()):
+    ).filter(pc.or_(pc.not_equal(kind, _KEYED), pc.equal(pc.bit_wise_and(code, 1), 0)))
+    rows = rows.sort_by([("number", "ascending"), ("value", "ascending")]).combine_chunks()
+    for staged in _stage(search, rows.to_batches()):
         yield from cast("list[_StagedRow]", staged.to_pylist())
 
 
@@ -272,54 +274,46 @@ def _beyond(topics: Sequence[KeyedTopic], limit: int) -> frozenset[str]:
     """Returns the topics that are beyond a total of `limit` messages."""
     found: set[str] = set()
     for topic in topics:
-        limit -= sum(item.end - item.start for item in topic.objects)
+        limit -= sum(item.end - item.start for group in topic.groups for item in group)
         if limit < 0:
             found.add(topic.name)
     return frozenset(found)
 
 
-def _bundle(topics: Sequence[KeyedTopic]) -> list[list[_Part]]:
-    """Returns the objects of each task, with the numbers of their topics: small ones together."""
-    bundles: list[list[_Part]] = []
+def _bundle(parts: Sequence[_Part]) -> list[list[_Part]]:
+    """Divides objects among tasks: small ones together."""
+    tasks: list[list[_Part]] = []
     room = 0
-    for number, topic in enumerate(topics):
-        for described in topic.objects:
-            if not bundles or room <= 0:
-                bundles.append([])
-                room = _BUNDLE_BYTES
-            bundles[-1].append((number, described))
-            room -= described.size_bytes
-    return bundles
+    for part in parts:
+        if not tasks or room <= 0:
+            tasks.append([])
+            room = _TASK_BYTES
+        tasks[-1].append(part)
+        room -= part[2].size_bytes
+    return tasks
 
 
 # -- in a task: the keys of objects ---------------------------------------------------------
 
 
-def _scan(search: _Search, bundle: Sequence[_Part]) -> Iterator[pa.RecordBatch]:
-    for number, described in bundle:
-        yield from _scan_safely(search, number, described)
-
-
-def _scan_safely(
-    search: _Search, number: int, described: ObjectDescriptor
-) -> Iterator[pa.RecordBatch]:
-    """Scans an object; an error becomes a row."""
-    try:
-        yield from _scan_object(search, number, described)
-    except InvariantError:
-        raise
-    except IsterError as error:
-        note = json.dumps(error_as_fields(error))
-        yield _found(number, pa.array([note]), _FAILED, pa.array([0], pa.int64()))
+def _scan(search: _Search, parts: Sequence[_Part]) -> Iterator[pa.RecordBatch]:
+    """Scans objects; an error becomes a row."""
+    for topic, number, described in parts:
+        found = partial(_found, topic, number)
+        try:
+            for kind, keys, codes in _scan_object(search, *search.topics[topic], described):
+                yield found(kind, keys, codes)
+        except InvariantError:
+            raise
+        except IsterError as error:
+            note = json.dumps(error_as_fields(error))
+            yield _found(topic, -1 - topic, _FAILED, pa.array([note]), pa.array([0], pa.int64()))
 
 
 def _scan_object(
-    search: _Search, number: int, described: ObjectDescriptor
-) -> Iterator[pa.RecordBatch]:
+    search: _Search, topic: str, incarnation: str, described: ObjectDescriptor
+) -> Iterator[tuple[int, pa.Array, pa.Array]]:
     """The highest offset of each key in an object, and how many messages have a key."""
-    keyed_topic = search.topics[number]
-    name = TopicName.parse(keyed_topic.name)
-    topic = BucketTopic(search.place.history(), name, keyed_topic.incarnation)
     columns = ["offset", "routing_key"]
     earliest_us = (described.publish_time_min or 0) * 1000
     can_expire = earliest_us < search.tombstones_before_us
@@ -331,8 +325,9 @@ def _scan_object(
     newest: dict[str, int] = {}
     rows = keyed = waiting = 0
     tables: list[pa.Table] = []
-    part = ObjectPart.of(keyed_topic.name, described, described.start, described.end)
-    for found in topic.read_part(part, Decoders(keyed_topic.name, columns)):
+    part = ObjectPart.of(topic, described, described.start, described.end)
+    reader = BucketTopic(search.place.history(), TopicName.parse(topic), incarnation)
+    for found in reader.read_part(part, Decoders(topic, columns)):
         batch = found.batch
         rows += batch.num_rows
         keyed += batch.num_rows - batch.column("routing_key").null_count
@@ -341,23 +336,23 @@ def _scan_object(
         if has_producers:
             newest |= _newest(batch)
         if waiting >= _KEYS_AT_ONCE:
-            yield from _highest(number, tables)
+            yield from _highest(tables)
             tables, waiting = [], 0
     expected = described.messages if described.kept else described.end - described.start
     if rows != expected:
         # A message that is not seen here must not be taken for one that is not the latest.
         raise CorruptDataError(
             f"{rows} messages in an object of {expected}",
-            topic=keyed_topic.name,
+            topic=topic,
             path=described.object_id,
             offset=described.start,
             hint="`ister pipeline scrub` says what is wrong with it",
         )
-    yield from _highest(number, tables)
+    yield from _highest(tables)
     if newest:
         codes = pa.array([2 * offset for offset in newest.values()], pa.int64())
-        yield _found(number, pa.array(newest, pa.string()), _PRODUCER, codes)
-    yield _found(number, pa.nulls(1, pa.string()), described.start, pa.array([keyed], pa.int64()))
+        yield _PRODUCER, pa.array(newest, pa.string()), codes
+    yield _COUNT, pa.array([described.object_id]), pa.array([keyed], pa.int64())
 
 
 def _newest(batch: pa.RecordBatch) -> dict[str, int]:
@@ -384,65 +379,22 @@ def _codes(batch: pa.RecordBatch, tombstones_before_us: int | None) -> pa.Table:
     return table if not keys.null_count else table.filter(keys.is_valid())
 
 
-def _highest(topic: int, tables: Sequence[pa.Table]) -> Iterator[pa.RecordBatch]:
+def _highest(tables: Sequence[pa.Table]) -> Iterator[tuple[int, pa.Array, pa.Array]]:
     table = pa.concat_tables(tables) if tables else None
     if table is None or not table.num_rows:
         return
     highest = table.group_by("key", use_threads=False).aggregate([("code", "max")])
     for batch in highest.to_batches():
-        yield _found(topic, batch.column("key"), _KEYED, batch.column("code_max"))
+        yield _KEYED, batch.column("key"), batch.column("code_max")
 
 
-def _found(topic: int, keys: pa.Array, at: int, codes: pa.Array) -> pa.RecordBatch:
-    count = len(codes)
+def _found(topic: int, number: int, kind: int, keys: pa.Array, codes: pa.Array) -> pa.RecordBatch:
+    def every(value: int) -> pa.Array:
+        return pa.repeat(pa.scalar(value, pa.int32()), len(codes))
+
     return pa.RecordBatch.from_arrays(
-        [
-            pa.repeat(pa.scalar(topic, pa.int32()), count),
-            keys,
-            pa.repeat(pa.scalar(at, pa.int64()), count),
-            codes,
-        ],
-        schema=_FOUND_ARROW,
+        [every(topic), keys, every(kind), every(number), codes], schema=_FOUND_ARROW
     )
-
-
-# -- in a task: which group an offset belongs to --------------------------------------------
-
-
-def _assign(search: _Search, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Rows with the number of their group: how many keys it has (below 0), and what stays.
-
-    Errors have numbers below 0.
-    """
-    bases = search.bases
-    starts = [np.array([start for start, _ in t.groups], np.int64) for t in search.topics]
-    ends = [np.array([end for _, end in t.groups], np.int64) for t in search.topics]
-    for batch in batches:
-        topics = np.asarray(batch.column("topic"))
-        at = np.asarray(batch.column("at"))
-        code = np.asarray(batch.column("code"))
-        is_offset = (at == _KEYED) | (at == _PRODUCER)
-        offsets = np.where(is_offset, code >> 1, at)
-        values = np.where(is_offset, code >> 1, -1 - code)
-        numbers = -1 - topics
-        is_wanted = at == _FAILED
-        for topic in np.unique(topics):
-            if not len(starts[topic]):
-                continue
-            here = (topics == topic) & (at != _FAILED)
-            group = np.searchsorted(starts[topic], offsets, side="right") - 1
-            is_within = here & (group >= 0) & (offsets < ends[topic][np.maximum(group, 0)])
-            numbers = np.where(is_within, bases[topic] + group, numbers)
-            is_wanted |= is_within
-        assigned = pa.RecordBatch.from_arrays(
-            [
-                pa.array(numbers.astype(np.int32)),
-                pa.array(values.astype(np.int64)),
-                batch.column("note").cast(pa.string()),
-            ],
-            schema=_ASSIGNED_ARROW,
-        )
-        yield assigned.filter(pa.array(is_wanted))
 
 
 # -- in a task: the offsets of a group, staged ----------------------------------------------
@@ -499,9 +451,8 @@ class _StagedGroup:
         if not len(offsets) or self._search.run is None:
             return
         if self._writer is None:
-            bases = self._search.bases
-            topic = max(at for at, base in enumerate(bases) if base <= self.number)
-            name = TopicName.parse(self._search.topics[topic].name)
+            topic = bisect_right(self._search.bases, self.number) - 1
+            name = TopicName.parse(self._search.topics[topic][0])
             # Of its own for every attempt: one that Spark has given up on may still be writing.
             self._path = (
                 f"{staging_prefix(name, self._search.run)}{self.number}-{secrets.token_hex(4)}"

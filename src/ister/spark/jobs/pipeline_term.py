@@ -4,7 +4,8 @@
     resort, compact, export, gc, scrub: scheduled or requested ─┼─ three threads
     status, reports, and stops while Spark works              ─┘
 
-Owns: when each job runs, requests, the status. Does not own: the lease (`job`), what jobs do.
+Owns: when each job runs, requests, the status, which has the memory of the driver, its JVM and its
+Python workers. Does not own: the lease (`job`), what jobs do.
 
 Invariants:
 
@@ -34,6 +35,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ister.base import threads
+from ister.base.clock import Clock
 from ister.base.retry import backoff_seconds
 from ister.bucket.directory import TopicDirectory
 from ister.bucket.pipeline import (
@@ -46,10 +48,8 @@ from ister.bucket.pipeline import (
 )
 from ister.errors import FencedError, InvariantError, IsterError, UnavailableError
 from ister.metadata.base import Put
-from ister.spark.jobs.job import Job, open_job
+from ister.spark.jobs.job import Job, open_job, shorten
 from ister.spark.jobs.job_report import JobReport
-from ister.spark.jobs.memory import sample_memory
-from ister.spark.jobs.schedules import Schedule
 from ister.spark.location import LogLocation
 from ister.spark.owners import read_watermarks
 
@@ -70,10 +70,14 @@ _CANCEL_SECONDS: Final = 0.5
 _FAILURE_SECONDS: Final = 2.0
 _FAILURE_SECONDS_MAX: Final = 60.0
 _TEXT_MAX: Final = 500
-_REPORTED_TOPICS_MAX: Final = 200
 _SHOWN_FAILING_TOPICS: Final = 20
+_RETRY_SECONDS: Final = 30.0
+# A job that became due while no pipeline ran does not start at once.
+_OVERDUE_SECONDS: Final = 5.0
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
-TierCycle: TypeAlias = "Callable[[Job, Sequence[str], JobReport], Cycle]"
+TierCycle: TypeAlias = "Callable[[Job, Sequence[str], JobReport, bool], Cycle]"
+"""Uploads topics: those that are due, or everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +93,19 @@ class SlowJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermSettings:
-    """What a term does; see `ister.spark.jobs.service.Service`."""
+    """What a term does."""
 
     tier: TierCycle | None
-    tier_now: TierCycle | None
+    """None if the pipeline does not upload."""
     jobs: tuple[SlowJob, ...]
     make_job: Callable[[str, Sequence[str] | None], SlowJob]
-    tick_seconds: float
-    status_seconds: float
-    request_seconds: float
+    """Creates a requested job."""
+    tick_seconds: float = 1.0
+    """Between two upload cycles."""
+    status_seconds: float = 3.0
+    """Between two status records."""
+    request_seconds: float = 1.0
+    """Between two looks for requests."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,6 +128,97 @@ class TierTotals:
         self.messages += cycle.messages
         self.bytes += cycle.bytes
         self.last_cycle_at, self.last_cycle_seconds = now, round(seconds, 3)
+
+
+class Schedule:
+    """When a repeated job is due, by the monotonic clock. Used by one thread.
+
+    A job that was cut off is retried early, and later after every further failure: after half a
+    minute, a minute, two, up to its interval. A job that ran to its end, and found something wrong,
+    keeps its interval: a retry would find the same.
+    """
+
+    def __init__(
+        self,
+        every_seconds: float,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        last_started_at: int | None = None,
+    ) -> None:
+        """Continues the schedule of an earlier process.
+
+        `rng` is the randomness of pauses after failures; `last_started_at` is in seconds since the
+        Unix epoch.
+        """
+        self._every = every_seconds
+        self._clock = clock
+        self._rng = rng
+        self._failures = 0
+        self.last_started_at = last_started_at
+        self.last_seconds: float | None = None
+        self.last_ok: bool | None = None
+        self.last_error: str | None = None
+        self.runs = 0
+        self._began = 0.0
+        wait = every_seconds
+        if last_started_at is None:
+            wait = min(every_seconds, _OVERDUE_SECONDS)
+        else:
+            passed = clock.now_ns() / 1e9 - last_started_at
+            # A clock that was set back must not delay it for ever.
+            wait = min(max(every_seconds - passed, min(every_seconds, _OVERDUE_SECONDS)), wait)
+        self._next = clock.monotonic() + wait
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the job is due."""
+        return self._clock.monotonic() >= self._next
+
+    @property
+    def wait_seconds(self) -> float:
+        """Time until the job is due."""
+        return max(self._next - self._clock.monotonic(), 0.0)
+
+    def begin(self) -> None:
+        """Records that the job starts now."""
+        self._began = self._clock.monotonic()
+        self.last_started_at = self._clock.now_ns() // 1_000_000_000
+        self.runs += 1
+
+    def end(self, error: str | None, *, is_cut_off: bool = False) -> None:
+        """Records that the job has ended.
+
+        A job that `is_cut_off` did not run to its end, and is retried early.
+        """
+        now = self._clock.monotonic()
+        self.last_seconds = now - self._began
+        self.last_ok, self.last_error = error is None, error
+        if not is_cut_off:
+            self._failures = 0
+            # Counted from its start: a long job is not delayed.
+            self._next = max(self._began + self._every, now)
+        else:
+            self._failures += 1
+            self._next = now + backoff_seconds(
+                self._failures, first=_RETRY_SECONDS, most=self._every, rng=self._rng
+            )
+
+    def put_off(self) -> None:
+        """Records that the job was stopped from outside: it stays due."""
+        self.last_seconds = self._clock.monotonic() - self._began
+
+    def as_json(self) -> dict[str, object]:
+        """Returns the fields for the pipeline's status."""
+        return {
+            "every_seconds": self._every,
+            "next_at": round(self._clock.now_ns() / 1e9 + self.wait_seconds),
+            "runs": self.runs,
+            "last_started_at": self.last_started_at,
+            "last_seconds": None if self.last_seconds is None else round(self.last_seconds, 3),
+            "last_ok": self.last_ok,
+            "last_error": self.last_error,
+        }
 
 
 class PipelineTerm:
@@ -226,8 +325,6 @@ class PipelineTerm:
 
     def _run_cycle(self, request: PipelineRequest | None) -> None:
         tier, topics = self._settings.tier, self._topics
-        if request is not None:
-            tier = self._settings.tier_now
         if tier is None:
             self._totals.cycles += 1
             if request is not None:
@@ -241,7 +338,7 @@ class PipelineTerm:
                 # List again: a topic may have been created a moment ago.
                 self._topics = self._job.topics(["*"])
                 topics = [topic for topic in request.topics if topic in self._topics]
-            cycle = tier(self._job, topics, self._report)
+            cycle = tier(self._job, topics, self._report, request is None)
             if cycle.failed:
                 error = f"{cycle.failed} topics failed"
         except BaseException as failure:
@@ -499,14 +596,11 @@ class PipelineTerm:
         if mark == self._reported or (now < self._report_at and not force):
             return
         self._report_at = now + _REPORT_SECONDS
-        report, topics = self._report.as_json(), self._report.topics_as_json()
-        report["topics_total"] = len(topics)
-        report["topics"] = topics[:_REPORTED_TOPICS_MAX]
-        report["seconds"] = round(now - self._began, 3)
+        self._report.seconds = now - self._began
         with suppress(IsterError):
             self._job.store.transact(
                 [self._job.fence.compare],
-                [Put(self._job.keys.report("tier"), json.dumps(report).encode())],
+                [Put(self._job.keys.report("tier"), shorten(self._report))],
             )
             self._reported = mark
 
@@ -552,3 +646,57 @@ def _shorten(error: BaseException) -> str:
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     name = "" if isinstance(error, IsterError) else f"{type(error).__name__}: "
     return f"{name}{first}"[:_TEXT_MAX]
+
+
+def sample_memory(root: str = "/proc") -> dict[str, int | None]:
+    """Returns resident bytes, and the number of workers; None for what `/proc` does not say.
+
+    Workers are Python processes below the JVM, on a cluster only those of this machine.
+    """
+    own = os.getpid()
+    children: dict[int, list[int]] = {}
+    names: dict[int, str] = {}
+    with suppress(OSError):
+        for entry in os.listdir(root):
+            if entry.isdigit() and (found := _read_stat(root, int(entry))) is not None:
+                names[int(entry)], parent = found
+                children.setdefault(parent, []).append(int(entry))
+    jvm = next((pid for pid in children.get(own, []) if names[pid] == "java"), None)
+    workers = _below(jvm, children) if jvm is not None else []
+    sizes = [size for pid in workers if (size := _resident(root, pid)) is not None]
+    return {
+        "driver_rss_bytes": _resident(root, own),
+        "jvm_rss_bytes": _resident(root, jvm) if jvm is not None else None,
+        "workers_rss_bytes": sum(sizes) if jvm is not None else None,
+        "workers": len(sizes) if jvm is not None else None,
+    }
+
+
+def _below(pid: int, children: dict[int, list[int]]) -> list[int]:
+    found: list[int] = []
+    waiting = list(children.get(pid, []))
+    while waiting:
+        child = waiting.pop()
+        found.append(child)
+        waiting += children.get(child, [])
+    return found
+
+
+def _read_stat(root: str, pid: int) -> tuple[str, int] | None:
+    """Returns a process's name and parent; None if it has ended."""
+    try:
+        with open(f"{root}/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            text = file.read()
+        # A name may have spaces and brackets in it.
+        name, _, rest = text.partition("(")[2].rpartition(")")
+        return name, int(rest.split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _resident(root: str, pid: int) -> int | None:
+    try:
+        with open(f"{root}/{pid}/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * _PAGE_BYTES
+    except (OSError, ValueError, IndexError):
+        return None

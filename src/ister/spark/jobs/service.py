@@ -18,14 +18,14 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ister.base import logs
 from ister.base.clock import Clock, SystemClock
 from ister.base.retry import backoff_seconds
-from ister.bucket.pipeline import PipelineKeys
+from ister.bucket.pipeline import REQUESTED_JOBS, PipelineKeys
 from ister.config import Config, Engine, PipelineConfig
 from ister.errors import (
     ConflictError,
@@ -40,10 +40,9 @@ from ister.spark.jobs.pipeline_term import (
     PipelineTerm,
     SlowJob,
     TermSettings,
-    TierCycle,
     TierTotals,
 )
-from ister.spark.jobs.stop_signals import stop_on_signals
+from ister.spark.jobs.session import stop_on_signals
 from ister.spark.jobs.tasks import SparkOrRunner, runner_of
 from ister.spark.location import LogLocation
 
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ister.spark.jobs.service")
 
 _LOOKS_PER_LEASE: Final = 5
-_ONCE_JOBS: Final = ("tier", "resort", "compact", "export", "gc", "scrub")
 
 
 def run(
@@ -90,15 +88,12 @@ def run(
     if not _tiers(place.config):
         engine = place.config.storage.uploader.engine
         _log.warning("the pipeline does not upload", extra={"uploader.engine": engine.value})
-    service = Service(
-        spark,
-        place,
-        tier=_tier_due if _tiers(place.config) else None,
-        tier_now=_tier_now,
-        jobs=[*resort_jobs(place.config), *slow_jobs(pipeline)],
+    settings = TermSettings(
+        tier=_tier if _tiers(place.config) else None,
+        jobs=tuple(scheduled_jobs(place.config)),
         make_job=lambda name, topics: requested_job(pipeline, name, topics),
-        clock=clock if clock is not None else SystemClock(),
     )
+    service = Service(spark, place, settings, clock=clock if clock is not None else SystemClock())
     with stop_on_signals(stop) as stopping:
         return service.run(stopping, max_seconds=max_seconds)
 
@@ -174,28 +169,66 @@ def check_once(config: Config, jobs: Sequence[str]) -> list[SlowJob]:
     if not jobs or len(set(jobs)) != len(jobs):
         raise InvalidRequestError(
             f"invalid list of jobs {','.join(jobs)!r}",
-            hint=f"name each job once: {', '.join(_ONCE_JOBS)}",
+            hint=f"name each job once: {', '.join(_WORKS)}",
         )
-    made: list[SlowJob] = []
-    for name in jobs:
-        if name == "tier":
-            made.append(
-                SlowJob(
-                    name=name,
-                    every_seconds=float("inf"),
-                    work=lambda job: _tier_now(job, job.topics(["*"]), job.report),
-                    key=lambda keys: keys.lease,
-                )
-            )
-        elif name == "resort":
-            made.append(SlowJob(name=name, every_seconds=float("inf"), work=_resort))
-        elif name in _WORKS:
-            made.append(requested_job(config.pipeline, name))
-        else:
-            raise InvalidRequestError(
-                f"the pipeline has no job {name!r}", hint=f"one of: {', '.join(_ONCE_JOBS)}"
-            )
-    return made
+    return [_make_job(config.pipeline, name, _WORKS) for name in jobs]
+
+
+def scheduled_jobs(config: Config) -> list[SlowJob]:
+    """Returns the jobs that have a schedule in the settings, the most important one first."""
+    pipeline, express = config.pipeline, config.storage.uploader.express
+    seconds = {
+        "resort": float(express.resort_seconds) if _tiers(config) else None,
+        "compact": _minutes(pipeline.compact.every_minutes),
+        "export": _minutes(
+            pipeline.export.every_minutes if pipeline.export.to is not None else None
+        ),
+        "gc": _minutes(pipeline.gc.every_minutes),
+        "scrub": _minutes(pipeline.scrub.every_minutes),
+    }
+    return [
+        replace(_make_job(pipeline, name, _WORKS), every_seconds=every)
+        for name, every in seconds.items()
+        if every is not None
+    ]
+
+
+def requested_job(
+    pipeline: PipelineConfig, name: str, topics: Sequence[str] | None = None
+) -> SlowJob:
+    """Returns a job that was requested, with its settings, whether or not it has a schedule.
+
+    `topics` to work on are by default those of the settings.
+
+    Raises:
+        InvalidRequestError: The job does not exist, or its settings are incomplete.
+    """
+    return _make_job(pipeline, name, REQUESTED_JOBS[1:], topics)
+
+
+def _minutes(every: float | None) -> float | None:
+    return None if every is None else every * 60
+
+
+def _make_job(
+    pipeline: PipelineConfig,
+    name: str,
+    known: Collection[str],
+    topics: Sequence[str] | None = None,
+) -> SlowJob:
+    if name not in known:
+        raise InvalidRequestError(f"the pipeline has no job {name!r}", hint=", ".join(known))
+    if name == "export" and pipeline.export.to is None:
+        raise InvalidRequestError(
+            "pipeline.export.to is not set",
+            hint="set it, or run `ister pipeline export --to ...`",
+        )
+    return SlowJob(
+        name=name,
+        every_seconds=float("inf"),
+        work=lambda job: _WORKS[name](job, pipeline, topics),
+        key=_KEYS.get(name),
+    )
 
 
 def _keys(place: LogLocation) -> PipelineKeys:
@@ -210,20 +243,24 @@ def _tiers(config: Config) -> bool:
 # -- jobs, each loaded when it is needed ----------------------------------------------------
 
 
-def _tier_due(job: Job, topics: Sequence[str], report: JobReport) -> Cycle:
-    from ister.spark.jobs.tiering import tier_cycle  # noqa: PLC0415
+def _tier(job: Job, topics: Sequence[str], report: JobReport, only_due: bool) -> Cycle:
+    from ister.spark.jobs.tier_job import tier_cycle  # noqa: PLC0415
 
-    return tier_cycle(job, topics, only_due=True, report=report)
+    return tier_cycle(job, topics, only_due=only_due, report=report)
 
 
-def _tier_now(job: Job, topics: Sequence[str], report: JobReport) -> Cycle:
-    from ister.spark.jobs.tiering import tier_cycle  # noqa: PLC0415
+def _tier_all(job: Job, _: PipelineConfig, topics: Sequence[str] | None) -> None:
+    _tier(job, job.topics(topics or ["*"]), job.report, only_due=False)
 
-    return tier_cycle(job, topics, report=report)
+
+def _resort(job: Job, _: PipelineConfig, __: Sequence[str] | None) -> None:
+    from ister.spark.jobs.compact_job import resort_topics  # noqa: PLC0415
+
+    resort_topics(job)
 
 
 def _compact(job: Job, pipeline: PipelineConfig, topics: Sequence[str] | None) -> None:
-    from ister.spark.jobs.compaction import CompactSettings, compact_topics  # noqa: PLC0415
+    from ister.spark.jobs.compact_job import CompactSettings, compact_topics  # noqa: PLC0415
 
     wanted = pipeline.compact
     settings = CompactSettings(
@@ -257,69 +294,17 @@ def _scrub(job: Job, pipeline: PipelineConfig, topics: Sequence[str] | None) -> 
 
 
 _WORKS: Final[dict[str, Callable[[Job, PipelineConfig, Sequence[str] | None], None]]] = {
+    "tier": _tier_all,
+    "resort": _resort,
     "compact": _compact,
     "export": _export,
     "gc": _gc,
     "scrub": _scrub,
 }
-
-
-def _resort(job: Job) -> None:
-    from ister.spark.jobs.resorting import resort_topics  # noqa: PLC0415
-
-    resort_topics(job)
-
-
-def resort_jobs(config: Config) -> list[SlowJob]:
-    """Returns the job that re-sorts express runs; none if the pipeline does not upload."""
-    if not _tiers(config):
-        return []
-    every_seconds = float(config.storage.uploader.express.resort_seconds)
-    return [SlowJob(name="resort", every_seconds=every_seconds, work=_resort)]
-
-
-def slow_jobs(pipeline: PipelineConfig) -> list[SlowJob]:
-    """Returns the jobs that have a schedule in the settings, the most important one first."""
-    minutes = {
-        "compact": pipeline.compact.every_minutes,
-        "export": pipeline.export.every_minutes if pipeline.export.to is not None else None,
-        "gc": pipeline.gc.every_minutes,
-        "scrub": pipeline.scrub.every_minutes,
-    }
-    return [
-        replace(_job(pipeline, name, None), every_seconds=every * 60)
-        for name, every in minutes.items()
-        if every is not None
-    ]
-
-
-def requested_job(
-    pipeline: PipelineConfig, name: str, topics: Sequence[str] | None = None
-) -> SlowJob:
-    """Returns a job that was requested, with its settings, whether or not it has a schedule.
-
-    `topics` to work on are by default those of the settings.
-
-    Raises:
-        InvalidRequestError: The job does not exist, or its settings are incomplete.
-    """
-    if name not in _WORKS:
-        raise InvalidRequestError(f"the pipeline has no job {name!r}", hint=", ".join(_WORKS))
-    if name == "export" and pipeline.export.to is None:
-        raise InvalidRequestError(
-            "pipeline.export.to is not set",
-            hint="set it, or run `ister pipeline export --to ...`",
-        )
-    return _job(pipeline, name, topics)
-
-
-def _job(pipeline: PipelineConfig, name: str, topics: Sequence[str] | None) -> SlowJob:
-    return SlowJob(
-        name=name,
-        every_seconds=float("inf"),
-        work=lambda job: _WORKS[name](job, pipeline, topics),
-        key=(lambda keys: keys.gc) if name == "gc" else None,
-    )
+_KEYS: Final[dict[str, Callable[[PipelineKeys], str]]] = {
+    "tier": lambda keys: keys.lease,
+    "gc": lambda keys: keys.gc,
+}
 
 
 # -- the service ----------------------------------------------------------------------------
@@ -332,46 +317,19 @@ class Service:
         self,
         spark: SparkOrRunner,
         place: LogLocation,
+        settings: TermSettings,
         *,
-        tier: TierCycle | None,
-        jobs: Sequence[SlowJob],
         clock: Clock,
-        tier_now: TierCycle | None = None,
-        make_job: Callable[[str, Sequence[str] | None], SlowJob] | None = None,
-        tick_seconds: float = 1.0,
-        status_seconds: float = 3.0,
-        request_seconds: float = 1.0,
         rng: random.Random | None = None,
     ) -> None:
-        """Takes what the service does.
-
-        Without `tier` the pipeline does not upload. `tier_now` uploads everything, by default as
-        `tier`; `make_job` creates a requested job, by default one of `jobs`. `tick_seconds` are
-        between upload cycles, `status_seconds` between status records, `request_seconds` between
-        looks for requests.
-        """
         self._spark = runner_of(spark)
         self._place = place
-        self._settings = TermSettings(
-            tier=tier,
-            tier_now=tier_now if tier_now is not None else tier,
-            jobs=tuple(jobs),
-            make_job=make_job if make_job is not None else self._find_job,
-            tick_seconds=tick_seconds,
-            status_seconds=status_seconds,
-            request_seconds=request_seconds,
-        )
+        self._settings = settings
         self._clock = clock
         self._rng = rng if rng is not None else random.Random()  # noqa: S311 - pauses
         self._totals = TierTotals(started_at=clock.now_ns() // 1_000_000_000)
         self._last_error: ErrorFields | None = None
         self._last_status: dict[str, object] = {}
-
-    def _find_job(self, name: str, topics: Sequence[str] | None) -> SlowJob:
-        found = next((slow for slow in self._settings.jobs if slow.name == name), None)
-        if found is None or topics is not None:
-            raise InvalidRequestError(f"this pipeline does not run the job {name!r}")
-        return found
 
     def run(self, stop: threading.Event, *, max_seconds: float | None = None) -> JobReport:
         """Runs until it is stopped; see `run`."""

@@ -1,7 +1,7 @@
-"""The Spark session of a job that was started by a command.
+"""The Spark session of a job that was started by a command, and the signals that stop it.
 
-Owns: the settings that jobs need, how the JVM of a command is started, and which lines of its
-standard error are shown. Does not own: sessions of programs.
+Owns: the settings that jobs need, how the JVM of a command is started, which lines of its standard
+error are shown, and what SIGINT and SIGTERM do meanwhile. Does not own: sessions of programs.
 
 At every start Spark prints the profile of its logger, its log level, and warnings about host names
 and modules. A command drops these lines, and copies all others: errors, and the last output of a
@@ -13,7 +13,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +25,6 @@ from typing import TYPE_CHECKING, Final
 from ister.base import threads
 from ister.base.extras import missing_extra
 from ister.errors import ConfigError, UnavailableError
-from ister.spark.jobs.stop_signals import hold_signals
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -191,3 +192,54 @@ def forward_errors(reading: int) -> None:
             if not _NOISE.match(line.decode(errors="replace")):
                 sys.stderr.buffer.write(line)
                 sys.stderr.flush()
+
+
+# -- signals --------------------------------------------------------------------------------
+
+
+@contextmanager
+def stop_on_signals(stop: threading.Event | None) -> Iterator[threading.Event]:
+    """Yields an event that the first SIGINT or SIGTERM sets; a second one acts as before.
+
+    Signals are left alone if this is not called on the main thread.
+    """
+    stopping = stop if stop is not None else threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopping
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, before[signal.Signals(number)] or signal.SIG_DFL)
+        stopping.set()
+
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+@contextmanager
+def hold_signals() -> Iterator[None]:
+    """Delivers a SIGINT or SIGTERM that comes meanwhile at the end.
+
+    Signals are left alone if this is not called on the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        if held:
+            signal.raise_signal(held[0])

@@ -3,7 +3,7 @@
     record, files or owner ─► what is durable ─► what the bucket lacks ─► is it due?
 
 Owns: what the driver caches of topics between cycles, so that a topic without anything new costs
-one small file; pauses after failures; the report. Does not own: plans and commits (`tiering`).
+one small file; pauses after failures; the report. Does not own: plans and commits (`tier_job`).
 
 The metadata of all topics is read at once (`ister.bucket.directory`). Only topics with something to
 upload are examined one by one.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from ister.bucket.membership import is_node_running
 from ister.errors import (
     ConflictError,
     CorruptDataError,
-    InvariantError,
     IsterError,
     WaitsForDiskError,
 )
@@ -106,8 +104,7 @@ class TierTopics:
     """The topics of one job. Used by one thread at a time."""
 
     def __init__(self, job: Job) -> None:
-        # A weak reference, because the job is the key under which this is cached.
-        self._job_of = weakref.ref(job)
+        self._job = job
         self._place = job.place
         self._storage = job.place.config.storage
         self._clock = job.clock
@@ -117,18 +114,6 @@ class TierTopics:
         self._read_at = -float("inf")
         self._reads = 0
         self._pause = threading.Event()
-
-    @property
-    def job(self) -> Job:
-        """The running job.
-
-        Raises:
-            InvariantError: It has ended.
-        """
-        job = self._job_of()
-        if job is None:
-            raise InvariantError("the job of this cycle has ended")
-        return job
 
     # -- due topics -------------------------------------------------------------------------
 
@@ -181,7 +166,7 @@ class TierTopics:
         self, looked_at: Sequence[CachedTopic], now: float, cycle: Cycle
     ) -> list[CachedTopic]:
         """Reads records and locates files; returns the topics whose durable offsets can be read."""
-        directory = self.job.directory
+        directory = self._job.directory
         is_stale = any(known.is_stale for known in looked_at)
         # Listing the topics for this cycle has read the same.
         is_read = directory.reads > self._reads and not is_stale
@@ -226,7 +211,7 @@ class TierTopics:
                 known.is_elsewhere = True  # producers may wait for the upload
             else:
                 unsure.append((known, record))
-        directory = self.job.directory
+        directory = self._job.directory
         seals = directory.seals([known.topic for known, _ in unsure if not known.has_owner])
         pointers = directory.pointers([known.topic for known, _ in unsure])
         running: dict[str, bool] = {}
@@ -235,14 +220,14 @@ class TierTopics:
             try:
                 tiered = pointer.value.end if pointer is not None else 0
                 if tiered is None:
-                    last = self.job.catalog(known.topic).last()
+                    last = self._job.catalog(known.topic).last()
                     tiered = last.end if last is not None else 0
                 if known.topic in seals or record.is_whole(tiered):
                     self.say(known, skipped=_ALL_TIERED)
                     continue
                 if not known.has_owner and record.node not in running:
                     root = self._storage.metadata.root_prefix
-                    running[record.node] = is_node_running(self.job.store, root, record.node)
+                    running[record.node] = is_node_running(self._job.store, root, record.node)
                 if not known.has_owner and not running[record.node]:
                     raise waits_for_disk(known.topic, record.node, tiered)
                 known.is_elsewhere = True
@@ -252,7 +237,7 @@ class TierTopics:
     def _read_pointers(self, examined: Sequence[CachedTopic], spans: Mapping[str, _Span]) -> None:
         """Reads where uploads start, if that is not known, for all topics at once."""
         unknown = [known for known in examined if self._says_all or known.begin is None]
-        pointers = self.job.directory.pointers([known.topic for known in unknown])
+        pointers = self._job.directory.pointers([known.topic for known in unknown])
         for known in unknown:
             span, pointer = spans[known.topic], pointers.get(known.topic)
             if pointer is not None:
@@ -264,7 +249,7 @@ class TierTopics:
 
     def _read_bucket(self, known: CachedTopic, span: _Span) -> int:
         """Returns where an upload of a topic starts."""
-        last = self.job.catalog(known.topic).last()
+        last = self._job.catalog(known.topic).last()
         if last is not None:
             known.begin, known.made_at = last.end, last.created_at
             known.bytes_each = max(1, last.size_bytes // (last.end - last.start))

@@ -99,10 +99,10 @@ def test_jobs_run_once_in_their_order(here, capsys):
 
 
 def test_failed_job_does_not_stop_the_others(here, capsys, monkeypatch):
-    def fail(job, topics, report):
+    def fail(job, topics, report, only_due):
         raise RuntimeError("no wave")
 
-    monkeypatch.setattr("ister.spark.jobs.service._tier_now", fail)
+    monkeypatch.setattr("ister.spark.jobs.service._tier", fail)
     code, report = run(capsys, "run", "--once", "tier,gc", "--config", here.config)
     assert code == 1
     [error] = report["errors"]

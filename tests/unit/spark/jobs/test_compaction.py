@@ -23,8 +23,8 @@ from ister.errors import (
 from ister.format.descriptor import encode_descriptor
 from ister.format.records import WriterRecord, encode_writer
 from ister.metadata.base import Delete, Put
-from ister.spark.jobs import compaction
-from ister.spark.jobs.compaction import CompactSettings, compact
+from ister.spark.jobs import compact_job
+from ister.spark.jobs.compact_job import CompactSettings, compact
 from ister.spark.jobs.job_report import error_as_fields
 from ister.spark.jobs.tasks import Done
 from ister.topic.dedup import SequencedTopic
@@ -52,7 +52,7 @@ class Stage:
     def __init__(self, place, monkeypatch):
         self.place = place
         self.tasks = []
-        monkeypatch.setattr(compaction, "run_tasks", self._run_tasks)
+        monkeypatch.setattr(compact_job, "run_tasks", self._run_tasks)
 
     def _run_tasks(self, spark, items, work, *, weigh, name):
         for item in items:

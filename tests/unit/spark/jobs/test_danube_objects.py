@@ -6,7 +6,7 @@ import pytest
 
 import ister
 from ister.cli.main import main
-from ister.spark.jobs.compaction import compact
+from ister.spark.jobs.compact_job import compact
 from ister.spark.jobs.gc_job import gc
 from ister.spark.jobs.scrubbing import scrub
 from tests.integration.spark_topics import SparkPlace, without_spark

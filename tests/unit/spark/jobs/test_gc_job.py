@@ -25,7 +25,7 @@ from ister.errors import ConflictError, IsterError, NotFoundError
 from ister.format.records import encode_current
 from ister.format.staged_file import StagedSegment, encode_footer
 from ister.metadata.base import Delete
-from ister.spark.jobs.compaction import compact
+from ister.spark.jobs.compact_job import compact
 from ister.spark.jobs.gc_job import collect_topics, gc
 from ister.spark.jobs.job import open_job
 from tests.integration.spark_topics import SparkPlace, fill, rows_in, without_spark

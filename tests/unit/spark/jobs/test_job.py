@@ -78,7 +78,7 @@ def test_saved_report_fits_into_the_metadata_store():
                     {"kind": "gap", "offset": n} for n in range(findings)
                 ]
                 report.fail(NotFoundError("gone", topic=f"/ns/{number}"))
-            data = jobs._shorten(report)
+            data = jobs.shorten(report)
             assert len(data) <= 256 * 1024
             short = json.loads(data)
             assert short["topics_total"] == topics

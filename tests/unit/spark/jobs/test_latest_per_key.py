@@ -1,7 +1,8 @@
-"""The search for the latest messages, step by step, without Spark: what each task does."""
+"""The search for the latest messages, with tasks in this process; on Spark: test_jobs_compact."""
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -11,17 +12,7 @@ import ister
 from ister.errors import CorruptDataError, NotFoundError
 from ister.format.descriptor import ObjectDescriptor
 from ister.spark.jobs import latest_per_key
-from ister.spark.jobs.latest_per_key import (
-    KeyedTopic,
-    Latest,
-    LatestOffsets,
-    _assign,
-    _bundle,
-    _scan,
-    _Search,
-    _stage,
-    find_latest,
-)
+from ister.spark.jobs.latest_per_key import KeyedTopic, Latest, LatestOffsets, find_latest
 from ister.spark.jobs.tasks import LocalRunner
 from ister.spark.location import find_place
 from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace, without_spark
@@ -48,73 +39,51 @@ def fill(place, name, messages, *, uploads=3):
             topic.upload()
 
 
-def search(place, names, *, before_hours=0, groups=None, run="compact-x"):
+def topic_of(place, name, *, groups=None):
+    """A topic to be searched; `groups` are the ends of groups, by default that of each object."""
     with ister.open_bucket(place.config) as history:
-        topics = []
-        for name in names:
-            topic = history.topic(name)
-            objects = tuple(described for described, _ in topic.catalog.descriptors())
-            topics.append(
-                KeyedTopic(
-                    name=name,
-                    incarnation=topic.record().incarnation,
-                    objects=objects,
-                    groups=groups or tuple((d.start, d.end) for d in objects),
-                )
-            )
-    return _Search(
-        place=find_place(place.config),
-        topics=tuple(topics),
-        tombstones_before_us=(PUBLISHED_MS + before_hours * HOUR_MS) * 1000,
-        producers_after_ms=0,
+        topic = history.topic(name)
+        objects = [described for described, _ in topic.catalog.descriptors()]
+        ends = groups or [described.end for described in objects]
+        return KeyedTopic(
+            name=name,
+            incarnation=topic.record().incarnation,
+            groups=tuple(
+                tuple(one for one in objects if start <= one.start < end)
+                for start, end in pairwise([0, *ends])
+            ),
+        )
+
+
+def find(place, *topics, before_hours=0, run="compact-x"):
+    return find_latest(
+        LocalRunner(),
+        find_place(place.config),
+        topics,
+        tombstones_before_ms=PUBLISHED_MS + before_hours * HOUR_MS,
+        now_ms=PUBLISHED_MS,
         run=run,
     )
 
 
-def run(found):
-    """All steps, with Spark's own ones in a few lines; the rows for the driver by group."""
-    highest = {}
-    for bundle in _bundle(found.topics):
-        for batch in _scan(found, bundle):
-            for row in batch.to_pylist():
-                key = (row["topic"], row["key"], row["at"])
-                highest[key] = max(highest.get(key, row["code"]), row["code"])
-    rows = [
-        {"topic": topic, "note": key if at == -2 else None, "at": at, "code": code}
-        for (topic, key, at), code in highest.items()
-        if at != -1 or code % 2 == 0
-    ]
-    random.Random(1).shuffle(rows)
-    schema = pa.schema(
-        [("topic", pa.int32()), ("note", pa.string()), ("at", pa.int64()), ("code", pa.int64())]
-    )
-    batches = [
-        pa.RecordBatch.from_pylist(rows[at : at + 7], schema) for at in range(0, len(rows), 7)
-    ]
-    assigned = [row for batch in _assign(found, batches) for row in batch.to_pylist()]
-    assigned.sort(key=lambda row: (row["number"], row["value"]))
-    schema = pa.schema([("number", pa.int32()), ("value", pa.int64()), ("note", pa.string())])
-    batches = [
-        pa.RecordBatch.from_pylist(assigned[at : at + 5], schema)
-        for at in range(0, len(assigned), 5)
-    ]
-    return {row["number"]: row for batch in _stage(found, batches) for row in batch.to_pylist()}
+def counts(latest):
+    return [(one.keyed, one.stay) for one in latest]
 
 
-def staged(place, row):
+def staged(place, latest):
     """The offsets in a staged file."""
-    if row["path"] is None:
+    if latest.path is None:
         return None
-    data = (place.root / "objects" / row["path"]).read_bytes()
+    data = (place.root / "objects" / latest.path).read_bytes()
     return np.frombuffer(data, "<i8").tolist()
 
 
 def test_highest_offset_of_each_key_stays_wherever_it_is(place):
     keys = ["a", "b", None, "a", "c", "", "b", None, "", "d", "d", "d"]
     fill(place, A, [(key, b"x", 0) for key in keys])
-    found = run(search(place, [A]))
-    assert [(row["keyed"], row["stay"]) for row in found.values()] == [(3, 1), (3, 2), (4, 2)]
-    assert [staged(place, row) for row in found.values()] == [[3], [4, 6], [8, 11]]
+    [latest] = find(place, topic_of(place, A)).latest
+    assert counts(latest) == [(3, 1), (3, 2), (4, 2)]
+    assert [staged(place, one) for one in latest] == [[3], [4, 6], [8, 11]]
 
 
 def test_tombstone_goes_when_its_time_is_over(place):
@@ -122,57 +91,52 @@ def test_tombstone_goes_when_its_time_is_over(place):
     messages += [("c", b"x", 1), (None, b"", 0)]
     fill(place, A, messages, uploads=1)
     for hours, stay in ((2, [3, 5]), (1, [2, 3, 5]), (9, [5])):
-        found = run(search(place, [A], before_hours=hours, groups=((0, len(messages)),)))
-        assert staged(place, found[0]) == stay
+        [[latest]] = find(place, topic_of(place, A), before_hours=hours).latest
+        assert staged(place, latest) == stay
 
 
 def test_nothing_is_written_down_where_nothing_stays_or_all_does(place):
     fill(place, A, [("a", b"x", 0), ("b", b"x", 0), ("b", b"x", 0), ("a", b"x", 0)], uploads=2)
-    found = run(search(place, [A]))
-    assert [(row["keyed"], row["stay"], row["path"]) for row in found.values()] == [
-        (2, 0, None),
-        (2, 2, None),
-    ]
+    [latest] = find(place, topic_of(place, A)).latest
+    assert counts(latest) == [(2, 0), (2, 2)]
+    assert [one.path for one in latest] == [None, None]
+    fill(place, B, [("k", b"x", 0)] * 9)
+    [latest] = find(place, topic_of(place, B), run=None).latest
+    assert [one.removed for one in latest] == [3, 3, 2]
+    assert place.staged_files() == []
 
 
 def test_groups_are_told_apart_across_objects_and_topics(place):
     fill(place, A, [("k", b"x", 0)] * 4 + [("l", b"x", 0)] * 5)
     fill(place, B, [("k", b"x", 0)] * 9)
-    found = search(place, [A, B], groups=((0, 6), (6, 9)))
-    rows = run(found)
-    assert [staged(place, rows[number]) for number in range(4)] == [[3], [8], None, [8]]
-    assert [rows[number]["keyed"] for number in range(4)] == [6, 3, 6, 3]
-    assert "default/a/compact-x/0-" in rows[0]["path"]
-    assert "default/b/compact-x/3-" in rows[3]["path"]
-
-
-def test_without_a_name_nothing_is_written(place):
-    fill(place, A, [("k", b"x", 0)] * 9)
-    rows = run(search(place, [A], run=None))
-    assert [row["keyed"] - row["stay"] for row in rows.values()] == [3, 3, 2]
-    assert place.staged_files() == []
+    topics = [topic_of(place, name, groups=(6, 9)) for name in (A, B)]
+    first, second = find(place, *topics).latest
+    assert [staged(place, one) for one in (*first, *second)] == [[3], [8], None, [8]]
+    assert [one.keyed for one in (*first, *second)] == [6, 3, 6, 3]
+    assert "default/a/compact-x/0-" in first[0].path
+    assert "default/b/compact-x/3-" in second[1].path
 
 
 def test_object_that_cannot_be_read_is_an_error_of_its_topic(place):
     fill(place, A, [("k", b"x", 0)] * 9)
     fill(place, B, [("k", b"x", 0)] * 9)
-    found = search(place, [A, B])
+    topics = [topic_of(place, name) for name in (A, B)]
     for path in (place.root / "objects").glob("storage/topics/default/a/objects/data-3-*"):
         path.unlink()
-    rows = run(found)
-    assert NotFoundError.code in rows[-1]["note"]
-    assert -2 not in rows
-    assert staged(place, rows[5]) == [8]
+    found = find(place, *topics)
+    assert {name: error["code"] for name, error in found.errors.items()} == {A: NotFoundError.code}
+    assert found.uncounted == frozenset()
+    assert staged(place, found.latest[1][2]) == [8]
 
 
 def test_object_with_fewer_messages_than_it_should_have_is_an_error(place):
     """Goal: a message that the search has not seen is never taken for a superseded one."""
     fill(place, A, [("k", b"x", 0)] * 9, uploads=1)
-    found = search(place, [A])
-    [described] = found.topics[0].objects
+    topic = topic_of(place, A)
+    [[described]] = topic.groups
     wrong = replace(described, kept="latest-per-key", messages=10)
-    found = replace(found, topics=(replace(found.topics[0], objects=(wrong,)),))
-    assert CorruptDataError.code in run(found)[-1]["note"]
+    found = find(place, replace(topic, groups=((wrong,),)))
+    assert found.errors[A]["code"] == CorruptDataError.code
 
 
 def test_many_keys_are_handed_over_in_pieces(place, monkeypatch):
@@ -180,55 +144,16 @@ def test_many_keys_are_handed_over_in_pieces(place, monkeypatch):
     rng = random.Random(3)
     keys = [rng.choice("abcdefgh") for _ in range(300)]
     fill(place, A, [(key, b"x", 0) for key in keys], uploads=2)
-    rows = run(search(place, [A]))
+    [latest] = find(place, topic_of(place, A)).latest
     last = sorted({key: offset for offset, key in enumerate(keys)}.values())
-    assert (staged(place, rows[0]) or []) + (staged(place, rows[1]) or []) == last
-
-
-# -- in this process ----------------------------------------------------------------------------
-
-
-def find_here(place, found):
-    return find_latest(
-        LocalRunner(),
-        found.place,
-        found.topics,
-        tombstones_before_ms=found.tombstones_before_us // 1000,
-        now_ms=PUBLISHED_MS,
-        run=found.run,
-    )
-
-
-def test_search_in_this_process_finds_the_same(place):
-    """Goal: a dry run without Spark counts what Spark would, and names topics it cannot read."""
-    rng = random.Random(4)
-    keys = [rng.choice(["a", "b", "c", "d", None]) for _ in range(60)]
-    fill(place, A, [(key, rng.choice([b"x", b""]), rng.randrange(4)) for key in keys])
-    fill(place, B, [("k", b"x", 0)] * 9)
-    found = search(place, [A, B], before_hours=2)
-    rows = run(found)
-    here = find_here(place, found)
-    latest = [one for topic in here.latest for one in topic]
-    assert [(one.keyed, one.stay) for one in latest] == [
-        (rows[number]["keyed"], rows[number]["stay"]) for number in range(6)
-    ]
-    assert [staged(place, {"path": one.path}) for one in latest] == [
-        staged(place, rows[number]) for number in range(6)
-    ]
-    assert here.errors == {}
-    assert here.uncounted == frozenset()
-    for path in (place.root / "objects").glob("storage/topics/default/a/objects/data-*"):
-        path.unlink()
-    broken = find_here(place, found)
-    assert broken.errors[A]["code"] == NotFoundError.code
-    assert [one.stay for one in broken.latest[1]] == [0, 0, 1]
+    assert [offset for one in latest for offset in staged(place, one) or []] == last
 
 
 def test_search_in_this_process_leaves_out_topics_that_are_too_large(place, monkeypatch):
     monkeypatch.setattr(latest_per_key, "_LOCAL_MESSAGES_MAX", 9)
     fill(place, A, [("k", b"x", 0)] * 9)
     fill(place, B, [("k", b"x", 0)] * 9)
-    here = find_here(place, search(place, [A, B], run=None))
+    here = find(place, topic_of(place, A), topic_of(place, B), run=None)
     assert here.uncounted == {B}
     assert sum(one.removed for one in here.latest[0]) == 8
 

@@ -11,11 +11,10 @@ from ister.base.model import TopicName
 from ister.bucket.names import EXPRESS_PREFIX, object_key, parse_object_id
 from ister.config import load_config
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
-from ister.spark.jobs.compaction import compact
+from ister.spark.jobs.compact_job import compact, resort_topics
 from ister.spark.jobs.job import open_job
-from ister.spark.jobs.resorting import resort_topics
 from ister.spark.jobs.scrubbing import scrub
-from ister.spark.jobs.service import resort_jobs
+from ister.spark.jobs.service import scheduled_jobs
 from tests.integration.spark_topics import (
     EXPRESS,
     SparkPlace,
@@ -185,9 +184,9 @@ def test_run_re_sorts_as_often_as_the_setting_says():
     def config(**uploader):
         return load_config({"storage": {"uploader": uploader, "wal": {"dir": "/x"}}}, {})
 
-    [job] = resort_jobs(config(express={"resort_seconds": 77}))
+    job = scheduled_jobs(config(express={"resort_seconds": 77}))[0]
     assert (job.name, job.every_seconds) == ("resort", 77)
-    assert resort_jobs(config(engine="embedded")) == []
+    assert "resort" not in {job.name for job in scheduled_jobs(config(engine="embedded"))}
 
 
 # -- scrub and stats ----------------------------------------------------------------------------

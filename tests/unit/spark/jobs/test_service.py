@@ -16,9 +16,8 @@ from ister.config import Engine, load_config
 from ister.errors import ConflictError, FencedError, InvalidRequestError, UnavailableError
 from ister.metadata.base import Put
 from ister.spark.jobs import pipeline_term, service
-from ister.spark.jobs.memory import sample_memory
-from ister.spark.jobs.pipeline_term import SlowJob, measure_lag
-from ister.spark.jobs.service import Service, requested_job, slow_jobs
+from ister.spark.jobs.pipeline_term import SlowJob, TermSettings, measure_lag, sample_memory
+from ister.spark.jobs.service import Service, requested_job, scheduled_jobs
 from ister.spark.location import _close_all, place_of
 from ister.topic.log import Log
 from ister.topic.stores import open_metadata
@@ -66,7 +65,7 @@ class Tier:
         self.holders = set()
         self._act = act
 
-    def __call__(self, job, topics, report):
+    def __call__(self, job, topics, report, only_due):
         self.cycles += 1
         self.holders.add(job.fence.id)
         self._act(job)
@@ -77,15 +76,10 @@ class Running:
     """A service on a thread of its own."""
 
     def __init__(self, place, tier, jobs=(), **settings):
-        settings = {"tick_seconds": 0.02, "status_seconds": 0.05, **settings}
-        self.service = Service(
-            settings.pop("spark", SparkHere()),
-            place,
-            tier=tier,
-            jobs=jobs,
-            clock=SystemClock(),
-            **settings,
-        )
+        settings = {"tick_seconds": 0.02, "status_seconds": 0.05, "make_job": Asked(), **settings}
+        spark = settings.pop("spark", SparkHere())
+        what = TermSettings(tier=tier, jobs=tuple(jobs), **settings)
+        self.service = Service(spark, place, what, clock=SystemClock())
         self.stop = threading.Event()
         self.report = None
         self.error = None
@@ -145,7 +139,7 @@ def test_service_tiers_says_how_it_is_and_gives_the_lease_back(place, store, key
 
 
 def test_service_ends_after_its_time(place, store, keys):
-    one = Service(SparkHere(), place, tier=Tier(), jobs=(), clock=SystemClock())
+    one = Running(place, Tier()).service
     report = one.run(threading.Event(), max_seconds=0.5)
     assert report.more["cycles"] >= 1
     assert store.get(keys.lease) is None
@@ -274,8 +268,8 @@ def test_spark_that_has_ended_ends_the_service(place):
 
 
 def test_slow_and_failing_jobs_hold_nobody_up(place, store, keys, monkeypatch):
-    monkeypatch.setattr("ister.spark.jobs.schedules._OVERDUE_SECONDS", 0.01)
-    monkeypatch.setattr("ister.spark.jobs.schedules._RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("ister.spark.jobs.pipeline_term._OVERDUE_SECONDS", 0.01)
+    monkeypatch.setattr("ister.spark.jobs.pipeline_term._RETRY_SECONDS", 0.05)
     runs = Counter()
     release = threading.Event()
 
@@ -312,7 +306,7 @@ def test_slow_and_failing_jobs_hold_nobody_up(place, store, keys, monkeypatch):
 
 
 def test_slow_job_commits_nothing_once_the_lease_is_lost(place, store, keys, monkeypatch):
-    monkeypatch.setattr("ister.spark.jobs.schedules._OVERDUE_SECONDS", 0.01)
+    monkeypatch.setattr("ister.spark.jobs.pipeline_term._OVERDUE_SECONDS", 0.01)
     results = []
 
     def slow(job):
@@ -332,7 +326,7 @@ def test_slow_job_commits_nothing_once_the_lease_is_lost(place, store, keys, mon
 
 @pytest.mark.nightly
 def test_hundreds_of_cycles_leave_nothing_behind(place, store, keys, monkeypatch):
-    monkeypatch.setattr("ister.spark.jobs.schedules._OVERDUE_SECONDS", 0.01)
+    monkeypatch.setattr("ister.spark.jobs.pipeline_term._OVERDUE_SECONDS", 0.01)
     runs = Counter()
 
     def work(job):
@@ -392,9 +386,8 @@ def test_jobs_that_the_settings_ask_for():
         ),
     ]:
         with case(pipeline, expected):
-            found = slow_jobs(
-                load_config({"storage": {"mode": "memory"}, "pipeline": pipeline}, {}).pipeline
-            )
+            storage = {"wal": {"dir": "/x"}, "uploader": {"engine": "embedded"}}
+            found = scheduled_jobs(load_config({"storage": storage, "pipeline": pipeline}, {}))
             assert {job.name: job.every_seconds for job in found} == expected
 
 
@@ -465,11 +458,13 @@ def test_uploads_that_somebody_asks_for_do_not_wait_for_their_time(place, store,
         log.topic("/default/t", create=True)
     cycles = []
 
-    def now(job, topics, report):
-        cycles.append(list(topics))
-        return SimpleNamespace(due=0, objects=1, messages=1, bytes=1, failed=0)
+    class Now(Tier):
+        def __call__(self, job, topics, report, only_due):
+            if not only_due:
+                cycles.append(list(topics))
+            return super().__call__(job, topics, report, only_due)
 
-    with running(place, Tier(), tier_now=now):
+    with running(place, Now()):
         ask(store, keys, "tier", ["/default/t", "/default/none"])
         eventually(lambda: request_of(store, keys, "tier").get("state") == "done")
         assert cycles == [["/default/t"]]
@@ -514,7 +509,7 @@ def test_scheduled_job_that_was_asked_for_has_had_its_time(place, store, keys):
         keys.report("compact"),
         json.dumps({"started_at": SystemClock.now_ns() // 10**9}).encode(),
     )
-    with running(place, Tier(), [slow], request_seconds=0.02):
+    with running(place, Tier(), [slow], make_job=lambda *_: slow, request_seconds=0.02):
         ask(store, keys, "compact")
         eventually(lambda: request_of(store, keys, "compact").get("state") == "done")
         assert status_of(store, keys)["jobs"]["compact"]["runs"] == 1

@@ -7,8 +7,13 @@ import signal
 import pytest
 from py4j.protocol import Py4JNetworkError
 
-from ister.spark.jobs.session import _jvm_options, _start_quietly, forward_errors, is_shown
-from ister.spark.jobs.stop_signals import hold_signals
+from ister.spark.jobs.session import (
+    _jvm_options,
+    _start_quietly,
+    forward_errors,
+    hold_signals,
+    is_shown,
+)
 from tests.support.cases import case
 
 NOISE = """\

@@ -20,14 +20,14 @@ from ister.bucket.pipeline import PipelineKeys
 from ister.errors import FencedError, IsterError, UnavailableError
 from ister.format.records import decode_topic, encode_current, encode_topic
 from ister.metadata.sqlite import SqliteMetadata
-from ister.spark.jobs import tiering, upload_task
+from ister.spark.jobs import tier_job
 from ister.spark.jobs.job import open_job
 from ister.spark.jobs.job_report import JobReport, error_as_fields
 from ister.spark.jobs.pipeline_term import measure_lag
-from ister.spark.jobs.stop_signals import stop_on_signals
+from ister.spark.jobs.session import stop_on_signals
 from ister.spark.jobs.tasks import Done
+from ister.spark.jobs.tier_job import tier_cycle
 from ister.spark.jobs.tier_topics import Cycle, TierTopics
-from ister.spark.jobs.tiering import tier_cycle
 from tests.integration.spark_topics import SparkPlace, fill, without_spark
 from tests.servers.flight import FlightTopics
 from tests.support.cases import case
@@ -63,7 +63,7 @@ class Tasks:
         """Whether tasks take a second: what they make differs from what others make by that."""
         self.waves = 0
         self.items = []
-        monkeypatch.setattr(tiering, "run_tasks", self.run)
+        monkeypatch.setattr(tier_job, "run_tasks", self.run)
 
     def run(self, spark, items, work, *, weigh, name):
         assert all(weigh(item) > 0 for item in items)
@@ -134,14 +134,14 @@ def test_tasks_share_the_rate_of_uploads(tmp_path, tasks, monkeypatch, count, ta
             rates.append(self.bytes_per_second)
             return super().take(size_bytes, is_stopping)
 
-    monkeypatch.setattr(upload_task, "EgressLimit", Limit)
-    upload_task._egress.cache_clear()
+    monkeypatch.setattr(tier_job, "EgressLimit", Limit)
+    tier_job._egress.cache_clear()
     place.fill(A, count, size=500)
     with a_job(place) as job:
         tier_cycle(job, [A])
     check_chain(place, count)
     assert set(rates) == {(1 << 30) / tasks_at_once}
-    upload_task._egress.cache_clear()
+    tier_job._egress.cache_clear()
 
 
 # -- owners ---------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_broker_that_was_replaced_is_no_source(place, tasks, monkeypatch):
         mine = metadata.get(key).value
         # Another owner takes it, and this one has not noticed.
         metadata.put(key, encode_topic(replace(decode_topic(mine, key=key), epoch=2)))
-        report = tiering.tier(SPARK, place.elsewhere, broker=server.address)
+        report = tier_job.tier(SPARK, place.elsewhere, broker=server.address)
         assert [error["code"] for error in report.errors] == ["ABORTED"]
         assert "epoch" in report.errors[0]["message"]
         metadata.put(key, mine)
@@ -169,11 +169,11 @@ def test_broker_that_was_replaced_is_no_source(place, tasks, monkeypatch):
             return tasks.run(spark, items, lambda item: work(replace(item, epoch=2)), **more)
 
         with monkeypatch.context() as patched:
-            patched.setattr(tiering, "run_tasks", replaced)
-            report = tiering.tier(SPARK, place.elsewhere, broker=server.address)
+            patched.setattr(tier_job, "run_tasks", replaced)
+            report = tier_job.tier(SPARK, place.elsewhere, broker=server.address)
         assert [error["code"] for error in report.errors] == ["ABORTED"]
         assert (ranges(place), object_files(place)) == ([], [])
-        assert tiering.tier(SPARK, place.elsewhere, broker=server.address).ok
+        assert tier_job.tier(SPARK, place.elsewhere, broker=server.address).ok
     check_chain(place, 20)
 
 
@@ -214,7 +214,7 @@ def test_nothing_is_committed_behind_an_object_that_failed(place, tasks, order):
     error = UnavailableError("silent", topic=A)
     with a_job(place) as job:
         # Two of them, and the first one counts.
-        planned = tiering._Tiering(job)._plan(
+        planned = tier_job._Tiering(job)._plan(
             SimpleNamespace(known=_known(job), goal=300), None, 100
         )
         third, fourth = planned.objects[2], planned.objects[3]
@@ -239,9 +239,9 @@ def _known(job):
 
 
 def test_backlog_of_many_rounds(place, tasks, monkeypatch):
-    monkeypatch.setattr(tiering, "_ROUND_OBJECTS", 3)
-    monkeypatch.setattr(tiering, "_ROUND_BYTES", 1)
-    monkeypatch.setattr(tiering, "_ROUND_BYTES_PER_SLOT", 1)
+    monkeypatch.setattr(tier_job, "_ROUND_OBJECTS", 3)
+    monkeypatch.setattr(tier_job, "_ROUND_BYTES", 1)
+    monkeypatch.setattr(tier_job, "_ROUND_BYTES_PER_SLOT", 1)
     for name in (A, B):
         place.fill(name, 300)
     with a_job(place) as job:

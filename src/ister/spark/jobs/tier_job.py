@@ -2,10 +2,10 @@
 
     driver: look, plan ─► tasks: frames become objects ─► driver: commit, in order ─► checkpoint
 
-Owns: how backlogs are divided, and that a topic's objects are committed in order. Does not own:
-which topics are due (`tier_topics`), the ranges (`upload_plan`) and the making of objects
-(`upload_task`, `object_maker`), which are those of the topic's own uploads, the right to commit
-(`ownership`), the lease (`job`).
+Owns: how backlogs are divided, where tasks get frames from, and that a topic's objects are
+committed in order. Does not own: which topics are due (`tier_topics`); the ranges (`upload_plan`),
+the making of objects (`object_maker`) and the right to commit (`ownership`), which are those of the
+topic's own uploads; the lease (`job`).
 
 For the same local files, the objects, their names and their descriptors are those that the topic's
 owner would make. Frames come from the owner's files if they are on this machine, otherwise from the
@@ -22,29 +22,34 @@ Invariants:
 A failure of one topic does not stop others. A damaged frame ends its topic's upload there: what
 comes before it is in the bucket, and the error says where the frame is.
 
-What a crash leaves: objects that no descriptor names, and an `uploader.ckpt` that lags.
+What a crash leaves: objects, or parts of them, that no descriptor names, and an `uploader.ckpt`
+that lags.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
-import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Final
 
 from ister.base import failpoints
+from ister.base.clock import SystemClock
 from ister.base.limits import GIB, MIB
 from ister.base.model import TopicName
 from ister.base.tracing import span
 from ister.bucket.check import verify_size
+from ister.bucket.egress import EgressLimit
 from ister.bucket.names import object_key
+from ister.bucket.object_maker import FrameSource, ObjectMaker
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.pipeline import PipelineKeys
+from ister.client.frames import BrokerFrames
 from ister.errors import (
     ConflictError,
     CorruptDataError,
@@ -64,11 +69,12 @@ from ister.spark.jobs.job import (
     parse_topics,
 )
 from ister.spark.jobs.job_report import ErrorFields, JobProgress, JobReport, error_as_fields
-from ister.spark.jobs.stop_signals import stop_on_signals
+from ister.spark.jobs.session import stop_on_signals
 from ister.spark.jobs.tasks import Done, SparkOrRunner, run_tasks
 from ister.spark.jobs.tier_topics import CachedTopic, Cycle, TierTopics
-from ister.spark.jobs.upload_task import MadeObject, UploadItem, make_object
-from ister.spark.owners import ask
+from ister.spark.location import LogLocation
+from ister.spark.owners import ask, connect
+from ister.spark.workers import compile_for
 from ister.topic.stores import upload_settings
 from ister.topic.upload_plan import PlannedObject, UploadPlan, plan_objects
 from ister.wire.contract import PlanUpload
@@ -85,6 +91,32 @@ _PLANNED_MAX: Final = 10_000
 _FRUITLESS_MAX: Final = 4
 _LIST_SECONDS: Final = 2.0
 _TICK_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UploadItem:
+    """An object to make. Pickled."""
+
+    topic: str
+    start: int
+    end: int
+    size_bytes: int
+    """Estimated."""
+    epoch: int
+    incarnation: str
+    node: str
+    """The node whose files have its frames."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MadeObject:
+    """A complete object that is not committed yet. Pickled."""
+
+    descriptor: ObjectDescriptor
+    place: tuple[int, int] | None
+    """Where its frames end: number of the local file, and byte in it."""
+    damage: ErrorFields | None = None
+    """Why it is shorter than planned."""
 
 
 @dataclass(slots=True)
@@ -110,14 +142,14 @@ class _Round:
 
     work: _Work
     owned: OwnedTopic
-    items: list[UploadItem]
+    items: list[_UploadItem]
     """In order; cut where one fails."""
     failure: ErrorFields | None = None
     """Why there are no more items."""
-    made: dict[int, MadeObject] = field(default_factory=dict)
+    made: dict[int, _MadeObject] = field(default_factory=dict)
     """Objects that wait for their commit, by start offset."""
     committed: int = 0
-    newest: MadeObject | None = None
+    newest: _MadeObject | None = None
     """The last object that was committed."""
     is_stale: bool = False
     """Another process changed the topic: the rest is planned again."""
@@ -127,23 +159,24 @@ class _Tiering:
     """The cycles of one job. Used by one thread at a time."""
 
     def __init__(self, job: Job) -> None:
+        self._job = job
         self._place = job.place
         self._storage = job.place.config.storage
         self._settings = upload_settings(self._storage.uploader, self._storage.cloud.layout)
         self._clock = job.clock
-        self._book = TierTopics(job)
+        self._topics = TierTopics(job)
 
     def cycle(
         self, topics: Sequence[str], *, report: JobReport, interval_seconds: float | None
     ) -> Cycle:
         """Runs a cycle; see `tier_cycle`. With an interval, only for what is due."""
         cycle = Cycle()
-        wanted = self._book.find_due(
+        wanted = self._topics.find_due(
             topics, cycle, report=report, interval_seconds=interval_seconds
         )
         works = [_Work(known, goal) for known, goal in wanted]
         cycle.due = len(works)
-        if self._book.job.dry_run:
+        if self._job.dry_run:
             for work in works:
                 self._plan_only(work, cycle)
             failpoints.reach("pipeline.after_plan")
@@ -206,7 +239,7 @@ class _Tiering:
             while at is not None and at < work.goal:
                 plan = self._plan(work, at, _PLANNED_MAX)
                 for planned in plan.objects:
-                    self._book.count(
+                    self._topics.count(
                         work.known, planned.start, planned.end, planned.size_bytes, cycle
                     )
                 if plan.error is not None:
@@ -215,11 +248,11 @@ class _Tiering:
                     return
                 at = plan.end
         except IsterError as error:
-            self._book.fail(work.known, error, cycle)
+            self._topics.fail(work.known, error, cycle)
 
     def _plan_round(self, work: _Work) -> _Round:
         """Takes the right to commit, and plans a round of a topic."""
-        known, owned = work.known, self._book.job.act(work.topic)
+        known, owned = work.known, self._job.act(work.topic)
         record, planned_for = owned.record, known.record
         if planned_for is None or (record.incarnation, record.node) != (
             planned_for.incarnation,
@@ -235,7 +268,7 @@ class _Tiering:
                 return _Round(work, owned, [])
         plan = self._plan(work, start, _ROUND_OBJECTS)
         items = [
-            UploadItem(
+            _UploadItem(
                 topic=work.topic,
                 start=planned.start,
                 end=planned.end,
@@ -253,7 +286,7 @@ class _Tiering:
 
     def _run_round(self, works: Sequence[_Work], cycle: Cycle) -> None:
         """Makes and commits objects of each topic, as many as fit into a round."""
-        job = self._book.job
+        job = self._job
         slots = job.slots
         room = max(_ROUND_BYTES, slots * _ROUND_BYTES_PER_SLOT)
         rounds: dict[str, _Round] = {}
@@ -263,7 +296,7 @@ class _Tiering:
             try:
                 planned = rounds[work.topic] = self._plan_round(work)
             except IsterError as error:
-                self._book.fail(work.known, error, cycle)
+                self._topics.fail(work.known, error, cycle)
                 work.is_over = True
             else:
                 room -= sum(item.size_bytes for item in planned.items)
@@ -274,7 +307,7 @@ class _Tiering:
             for done in run_tasks(
                 job.spark,
                 items,
-                partial(make_object, self._place, task_count=min(slots, len(items))),
+                partial(_make_object, self._place, task_count=min(slots, len(items))),
                 weigh=attrgetter("size_bytes"),
                 name="ister tier",
             ):
@@ -287,7 +320,7 @@ class _Tiering:
         for planned in rounds.values():
             self._conclude(planned, cycle)
 
-    def _take(self, planned: _Round, done: Done[UploadItem, MadeObject], cycle: Cycle) -> None:
+    def _take(self, planned: _Round, done: Done[_UploadItem, _MadeObject], cycle: Cycle) -> None:
         """Takes the result of a task, and commits what is next in order."""
         if planned.is_stale:
             return
@@ -303,9 +336,9 @@ class _Tiering:
                 return
             self._commit(planned, made, cycle)
 
-    def _commit(self, planned: _Round, made: MadeObject, cycle: Cycle) -> None:
+    def _commit(self, planned: _Round, made: _MadeObject, cycle: Cycle) -> None:
         """Commits an object."""
-        job, work, described = self._book.job, planned.work, made.descriptor
+        job, work, described = self._job, planned.work, made.descriptor
         job.check()
         try:
             self._check_exists(work.topic, described)
@@ -331,7 +364,7 @@ class _Tiering:
         planned.committed += 1
         planned.newest = made
         work.known.begin, work.known.made_at = described.end, described.created_at
-        self._book.count(work.known, described.start, described.end, described.size_bytes, cycle)
+        self._topics.count(work.known, described.start, described.end, described.size_bytes, cycle)
         if made.damage is not None:
             del planned.items[planned.committed :]
             planned.failure = made.damage
@@ -343,11 +376,11 @@ class _Tiering:
             key = object_key(TopicName.parse(topic), described.object_id)
             verify_size(self._place.history().objects, key, described.size_bytes)
 
-    def _remove_unless_collected(self, planned: _Round, made: MadeObject) -> None:
+    def _remove_unless_collected(self, planned: _Round, made: _MadeObject) -> None:
         """Removes objects of a deleted topic, which has no owner to collect them."""
         with suppress(IsterError):
             name = TopicName.parse(planned.work.topic)
-            found = self._book.job.catalog(str(name)).record()
+            found = self._job.catalog(str(name)).record()
             if found is not None and found[0].is_open:
                 return
             for left in (made, *planned.made.values()):
@@ -358,17 +391,17 @@ class _Tiering:
         work = planned.work
         work.fruitless = 0 if planned.committed else work.fruitless + 1
         if planned.failure is not None and not planned.is_stale:
-            self._book.fail(work.known, planned.failure, cycle)
+            self._topics.fail(work.known, planned.failure, cycle)
             work.is_over = True
         elif work.known.begin is not None and work.known.begin >= work.goal:
-            self._book.record_success(work.known)
+            self._topics.record_success(work.known)
             work.is_over = True
         elif work.fruitless >= _FRUITLESS_MAX:
             error = ConflictError(
                 "another process keeps changing the topic",
                 hint="the next cycle tries again",
             )
-            self._book.fail(work.known, error, cycle)
+            self._topics.fail(work.known, error, cycle)
             work.is_over = True
 
     def _save_checkpoint(self, planned: _Round) -> None:
@@ -378,7 +411,7 @@ class _Tiering:
             return
         described = made.descriptor
         try:
-            if self._book.job.catalog(known.topic).owner() is not None:
+            if self._job.catalog(known.topic).owner() is not None:
                 return
             place = made.place or known.files.place_of(described.end)
             if place is None:
@@ -400,8 +433,6 @@ class _Tiering:
 
 
 # -- the job ----------------------------------------------------------------------------------
-
-_tierings: Final[weakref.WeakKeyDictionary[Job, _Tiering]] = weakref.WeakKeyDictionary()
 
 
 def tier_cycle(
@@ -430,9 +461,8 @@ def tier_cycle(
     Raises:
         FencedError: The job's lease has expired.
     """
-    tiering = _tierings.get(job)
-    if tiering is None:
-        tiering = _tierings[job] = _Tiering(job)
+    if not isinstance(tiering := job.cache, _Tiering):
+        tiering = job.cache = _Tiering(job)
     if interval_seconds is None:
         interval_seconds = float(job.place.config.storage.uploader.interval_seconds)
     return tiering.cycle(
@@ -520,3 +550,81 @@ def _repeat(job: Job, wanted: Sequence[str], interval: float, stop: threading.Ev
                 _log.warning("topics not listed", extra={"error": str(error)})
         job.check()
         tier_cycle(job, names, only_due=True, interval_seconds=interval)
+
+
+# -- in a task ------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4)
+def _egress(bytes_per_second: float) -> EgressLimit:
+    """The upload limit of this worker process, which runs one task at a time."""
+    return EgressLimit(bytes_per_second, clock=SystemClock())
+
+
+def _make_object(place: LogLocation, item: _UploadItem, *, task_count: int = 1) -> _MadeObject:
+    """Makes one object. May run twice.
+
+    `task_count` tasks run in parallel, and share `uploader.max_bytes_per_second`.
+
+    Raises:
+        CorruptDataError: Its first frame is damaged, or the object differs from what was written.
+        UnavailableError: Neither this machine nor the topic's broker has the frames, or a store
+            does not respond.
+    """
+    compile_for(item.size_bytes)
+    history = place.history()
+    settings = upload_settings(place.config.storage.uploader, place.config.storage.cloud.layout)
+    rate = place.config.storage.uploader.max_bytes_per_second
+    maker = ObjectMaker(
+        TopicName.parse(item.topic),
+        history.objects,
+        settings=settings,
+        clock=history.clock,
+        metrics=history.metrics,
+        pending_tag=secrets.token_hex(4),
+        egress=None if rate is None else _egress(rate / task_count),
+    )
+    make = partial(maker.make, epoch=item.epoch, incarnation=item.incarnation)
+    with _frames_of(place, item) as source:
+        damage: CorruptDataError | None = None
+        try:
+            made = make(source, item.start, item.end)
+        except CorruptDataError as error:
+            if error.offset is None or not item.start < error.offset < item.end:
+                raise
+            # What comes before the damage is intact, and needs a second copy all the more.
+            damage = error
+            end = source.plan(
+                item.start,
+                error.offset,
+                bytes_max=settings.object_bytes_max,
+                span_ms_max=settings.object_span_ms_max,
+            )
+            made = make(source, item.start, end)
+        return _MadeObject(
+            descriptor=made,
+            place=getattr(source, "place", None),
+            damage=None if damage is None else error_as_fields(damage),
+        )
+
+
+@contextmanager
+def _frames_of(place: LogLocation, item: _UploadItem) -> Iterator[FrameSource]:
+    """Opens the owner's files, if they are on this machine, or asks the owner for them."""
+    source: FrameSource | None = None
+    local = place.local_tail(item.topic, item.node, item.incarnation)
+    if local is not None:
+        opened = local.source(chunk_bytes=place.config.storage.uploader.stream_chunk_size // 2)
+        if opened is not None:
+            files, snapshot = opened
+            if snapshot.trimmed <= item.start and item.end <= snapshot.synced:
+                source = files
+            else:
+                files.close()
+    if source is None:
+        client = connect(place, item.topic)
+        source = BrokerFrames(client, item.topic, item.incarnation, item.epoch)
+    try:
+        yield source
+    finally:
+        source.close()

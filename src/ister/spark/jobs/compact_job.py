@@ -5,8 +5,8 @@
                         old objects stay until their grace is over ◄──────┘
 
 Owns: which topics, when a merged object replaces others, and what happens to it if it does not.
-Does not own: which objects go together (`ister.bucket.compaction_plan`), the merging
-(`merge_task`), the transaction (`ister.bucket.ownership`).
+Does not own: which objects go together (`ister.bucket.compaction_plan`, `ister.bucket.resort`), the
+merging (`ister.bucket.merge`), the transaction (`ister.bucket.ownership`).
 
 Invariants:
 
@@ -20,7 +20,9 @@ Invariants:
 - groups that lose messages are swapped in the order of offsets. A tombstone goes after all other
   messages of its key, so that none of them comes back.
 
-Runs of express objects are merged in any case; `resorting` does only that.
+Runs of express objects are merged in any case. `run` also re-sorts them every few minutes, while
+it holds the lease (`resort_topics`): in the groups, and into the objects, that the topic's owner
+would make.
 
 Readers continue: a reader looks up the object of an offset again when one is gone, and old objects
 stay for `grace_minutes`, at least an hour.
@@ -35,7 +37,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -43,15 +45,18 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ister.base import failpoints
+from ister.base.clock import Clock
 from ister.base.limits import MIB
-from ister.base.model import TopicName
+from ister.base.model import AckLevel, Layout, TopicName
 from ister.bucket.compaction_plan import MergeGroup, PlanSettings, plan_compaction
 from ister.bucket.express_collection import stays_by_age
+from ister.bucket.merge import merge_objects
 from ister.bucket.names import object_key, staging_prefix
 from ister.bucket.orphans import at_least
 from ister.bucket.ownership import OwnedTopic
+from ister.bucket.resort import find_first_run, plan_resort
 from ister.bucket.writer_files import OpenBatch, find_open_batch
-from ister.config import Keep, ObjectFormat
+from ister.config import Keep, ObjectFormat, UploaderConfig
 from ister.errors import (
     CorruptDataError,
     FencedError,
@@ -62,10 +67,13 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.descriptor import FORMAT_PARQUET, ObjectDescriptor
+from ister.format.records import decode_topic
 from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
 from ister.spark.jobs.job_report import ErrorFields, JobProgress, JobReport, error_as_fields
-from ister.spark.jobs.merge_task import MergeItem, merge
 from ister.spark.jobs.tasks import Done, SparkOrRunner, run_tasks
+from ister.spark.location import LogLocation
+from ister.spark.workers import compile_for
+from ister.topic.stores import upload_settings
 
 if TYPE_CHECKING:
     from ister.spark.jobs.latest_per_key import KeyedTopic, Latest
@@ -255,7 +263,7 @@ class _PlannedGroup:
     """Whether to rewrite it even if all messages stay."""
     latest: Latest | None = None
     """What stays; None for everything."""
-    result: Done[MergeItem, ObjectDescriptor] | None = None
+    result: Done[_MergeItem, ObjectDescriptor] | None = None
     """Its task's result, while an earlier group is awaited."""
 
     @property
@@ -282,7 +290,7 @@ class _Compaction:
         self._grace_seconds = at_least(
             self._orphan_grace_seconds if grace_minutes is None else grace_minutes * 60
         )
-        self._merge = partial(merge, job.place, str(settings.format), settings.zstd_level)
+        self._merge = partial(_merge, job.place, str(settings.format), settings.zstd_level)
         self._run_id = secrets.token_hex(8)
 
     def run(self, topics: Sequence[str]) -> None:
@@ -417,7 +425,7 @@ class _Compaction:
         job = self._job
         groups = [group for plan in plans for group in plan.groups]
         items = [
-            MergeItem(
+            _MergeItem(
                 number=number,
                 topic=group.plan.name,
                 epoch=group.plan.owned.epoch,
@@ -650,8 +658,10 @@ def _keyed(plan: _TopicPlan) -> KeyedTopic:
     return KeyedTopic(
         name=plan.name,
         incarnation=plan.owned.record.incarnation,
-        objects=tuple(replace(described, offset_index=()) for described, _ in plan.everything),
-        groups=tuple((group.old[0][0].start, group.old[-1][0].end) for group in plan.groups),
+        groups=tuple(
+            tuple(replace(described, offset_index=()) for described, _ in group.old)
+            for group in plan.groups
+        ),
     )
 
 
@@ -664,3 +674,134 @@ def _in_order(group: _PlannedGroup) -> Iterator[_PlannedGroup]:
     groups = group.plan.groups
     while groups and groups[0].result is not None:
         yield groups.pop(0)
+
+
+# -- express runs ---------------------------------------------------------------------------
+
+
+def resort_topics(job: Job) -> None:
+    """Re-sorts the runs that are due; the result is in the job's report.
+
+    Raises:
+        FencedError: The job's lease has expired.
+        UnavailableError: The metadata store does not respond.
+    """
+    planner = _DueRuns(job.place.config.storage.uploader, job.clock)
+    compact_topics(job, _find_topics(job), CompactSettings(), planner=planner)
+
+
+def _find_topics(job: Job) -> list[str]:
+    """The topics that share express objects, sorted.
+
+    Runs of topics that no longer share them are left to `compact`, which reads all descriptors.
+    """
+    storage = job.place.config.storage
+    prefix = f"{storage.metadata.root_prefix}/topics/"
+    found: list[str] = []
+    for item in job.store.range(prefix):
+        namespace, _, topic = item.key.removeprefix(prefix).partition("/")
+        with suppress(CorruptDataError):  # opening the topic reports it
+            record = decode_topic(item.value, key=item.key)
+            is_express = storage.uploader.express.all_topics or record.ack is AckLevel.TIERED
+            if record.is_open and is_express and topic and "/" not in topic:
+                found.append(str(TopicName(namespace=namespace, topic=topic)))
+    return sorted(found)
+
+
+class _DueRuns:
+    """Plans groups of runs that are full, or have waited long enough."""
+
+    def __init__(self, config: UploaderConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+
+    def begin(self, owned: OwnedTopic) -> int | None:
+        """Returns where the oldest run starts; None without runs."""
+        return find_first_run(owned.catalog, owned.last)
+
+    def plan(self, descriptors: Sequence[ObjectDescriptor]) -> list[MergeGroup]:
+        """Returns the groups that are due."""
+        now, patience = self._clock.now_ns() / 1e9, self._config.express.resort_seconds
+        groups = plan_resort(
+            descriptors,
+            upload_settings(self._config),
+            is_due=lambda run: not 0 <= now - run.created_at < patience,
+        )
+        return [MergeGroup(group.runs) for group in groups if group.is_due]
+
+
+# -- in a task ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MergeItem:
+    """Objects that become one. Pickled to a task."""
+
+    number: int
+    topic: str
+    epoch: int
+    incarnation: str
+    objects: tuple[ObjectDescriptor, ...]
+    latest: Latest | None
+    """What stays; None for everything."""
+
+    @property
+    def size_bytes(self) -> int:
+        """How much is read."""
+        return sum(described.size_bytes for described in self.objects)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MergeSettings:
+    """How merged objects are read and written: as uploads are."""
+
+    chunk_bytes: int
+    concurrent_parts: int
+    index_every_messages: int
+    layout: Layout
+
+
+def _merge(place: LogLocation, format: str, zstd_level: int, item: _MergeItem) -> ObjectDescriptor:
+    """Makes one object of several; no descriptor names it yet.
+
+    Raises:
+        CorruptDataError: An object is damaged, or was changed since it was searched.
+        NotFoundError: An object is gone.
+        UnavailableError: The store does not respond.
+    """
+    compile_for(item.size_bytes)
+    history = place.history()
+    uploader = place.config.storage.uploader
+    topic = TopicName.parse(item.topic)
+    survives = None
+    if item.latest is not None:
+        from ister.spark.jobs.latest_per_key import LatestOffsets  # noqa: PLC0415 - numpy
+
+        survives = LatestOffsets(history.objects, item.latest)
+    made = merge_objects(
+        topic,
+        item.objects,
+        store=history.objects,
+        settings=_MergeSettings(
+            chunk_bytes=uploader.stream_chunk_size,
+            concurrent_parts=uploader.concurrent_parts,
+            index_every_messages=uploader.index_every_messages,
+            layout=place.config.storage.cloud.layout,
+        ),
+        format=format,
+        epoch=item.epoch,
+        incarnation=item.incarnation,
+        # Unique to the attempt: one that Spark has given up on may still be writing.
+        tag=secrets.token_hex(4),
+        # As old as the newest part: merging does not make messages younger for retention.
+        created_at=max(described.created_at for described in item.objects),
+        survives=survives,
+        zstd_level=zstd_level,
+    )
+    if survives is not None:
+        try:
+            survives.check(made)
+        except IsterError:
+            history.objects.delete(object_key(topic, made.object_id))
+            raise
+    return made

@@ -1,11 +1,12 @@
-"""When jobs are due, by a clock that moves by hand."""
+"""When the service's jobs are due, by a clock that moves by hand; and its memory, by a `/proc`."""
 
+import os
 import random
 
 import pytest
 
 from ister.base.clock import ManualClock
-from ister.spark.jobs.schedules import Schedule
+from ister.spark.jobs.pipeline_term import Schedule, sample_memory
 
 HOUR = 3600.0
 
@@ -96,3 +97,35 @@ def test_what_the_status_says(clock):
         "last_ok": True,
         "last_error": None,
     }
+
+
+def test_memory_is_that_of_the_driver_its_jvm_and_what_is_below_it(tmp_path):
+    page = os.sysconf("SC_PAGE_SIZE")
+
+    def add(pid, parent, name, pages):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent} 1 1 0\n")
+        (tmp_path / str(pid) / "statm").write_text(f"999 {pages} 3 4\n")
+
+    own, jvm = os.getpid(), 10**8
+    add(own, 1, "python", 10)
+    found = sample_memory(str(tmp_path))
+    assert found["driver_rss_bytes"] == 10 * page
+    assert found["jvm_rss_bytes"] is found["workers"] is None
+    (tmp_path / "self").mkdir()
+    add(jvm, own, "java", 100)
+    add(jvm + 1, jvm, "a (strange) name", 5)
+    add(jvm + 2, jvm + 1, "python", 7)
+    add(jvm + 3, own, "not ours", 1000)
+    add(jvm + 4, 1, "java", 1000)
+    expected = {
+        "driver_rss_bytes": 10 * page,
+        "jvm_rss_bytes": 100 * page,
+        "workers_rss_bytes": 12 * page,
+        "workers": 2,
+    }
+    assert sample_memory(str(tmp_path)) == expected
+    # A process that ends while it is looked at.
+    (tmp_path / str(jvm + 2) / "statm").unlink()
+    assert sample_memory(str(tmp_path))["workers"] == 1
+    assert set(sample_memory(str(tmp_path / "nowhere")).values()) == {None}
