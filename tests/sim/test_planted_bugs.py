@@ -18,11 +18,11 @@ import ister.wal.directory
 import ister.wal.log
 import ister.wal.reader
 import ister.wal.recovery
-import ister.wal.scan
 import ister.wal.writer
 from ister.base.model import TopicState
 from ister.errors import IsterError
-from ister.format.frame import NeedMore, scan_frames
+from ister.format.frame import scan_frames
+from ister.format.frame_walk import FrameWalk
 from ister.format.gaps import Gaps, encode_gaps
 from ister.fs.whole_files import write_file
 from ister.wal.checkpointer import Checkpointer
@@ -31,7 +31,6 @@ from ister.wal.directory import WalDirectory
 from ister.wal.levels import Levels
 from ister.wal.log import Wal
 from ister.wal.recovery import Recovered, _Recovery
-from ister.wal.scan import FileScan
 from ister.wal.writer import WalWriter
 from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.test_failing_operations import run_with_fault
@@ -89,22 +88,17 @@ def trust_the_tail_after_a_failed_sync(patch: pytest.MonkeyPatch) -> None:
 def no_carry_over_chunks(patch: pytest.MonkeyPatch) -> None:
     """A frame that a chunk cuts in two is dropped, and parsing goes on behind it."""
 
-    def scan_file(file, *, position, expected_offset, visit=None, chunk_bytes=4096):
-        frames = 0
-        while chunk := file.read_at(position, 4096):
-            scan = scan_frames(chunk, expected_offset=expected_offset)
-            frames += len(scan.starts)
-            expected_offset = scan.next_offset
+    def scan_file(file, *, position, expected_offset, visit=None):
+        walk = FrameWalk(file, position=position, expected_offset=expected_offset)
+        while chunk := file.read_at(walk.end, 4096):
+            scan = scan_frames(chunk, expected_offset=walk.next_offset)
+            walk.frames += len(scan.starts)
+            walk.next_offset = scan.next_offset
             if visit is not None and scan.starts:
-                visit(chunk, position, scan)
-            position += len(chunk)
-        return FileScan(
-            frames=frames,
-            end=position,
-            next_offset=expected_offset,
-            size=file.size(),
-            stop=NeedMore(16),
-        )
+                visit(chunk, walk.end, scan)
+            walk.end += len(chunk)
+        walk.size = file.size()
+        return walk
 
     patch.setattr(ister.wal.recovery, "scan_file", scan_file)
 

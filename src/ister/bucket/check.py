@@ -11,20 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ister.base.extras import missing_extra
-from ister.base.limits import FRAME_BODY_BYTES_MAX
 from ister.base.model import Codec
 from ister.errors import CorruptDataError
 from ister.format.crc import crc32
 from ister.format.descriptor import FORMAT_PARQUET, ObjectDescriptor, format_checksum
-from ister.format.frame import (
-    FRAME_HEADER_SIZE,
-    Corrupt,
-    Frame,
-    FrameBatch,
-    NeedMore,
-    decode_frame,
-    scan_frames,
-)
+from ister.format.frame import Corrupt, Frame, FrameBatch, Scan, decode_frame
+from ister.format.frame_walk import FrameWalk
 from ister.format.message import recognise
 from ister.objectstore.base import ObjectStore
 
@@ -32,6 +24,30 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from ister.format.archive import ArchiveReader
+
+
+class ObjectFile:
+    """An object, or a run of one, that is read like a file."""
+
+    def __init__(self, store: ObjectStore, key: str, size_bytes: int | None = None) -> None:
+        self.path = f"{store.location.rstrip('/')}/{key}"
+        self._store = store
+        self._key = key
+        self._size = size_bytes
+
+    def read_at(self, position: int, size: int) -> bytes:
+        """Reads `size` bytes from `position`; fewer only at the end."""
+        chunk = self._store.read(self._key, position, size)
+        if self._size is not None and len(chunk) < min(size, self._size - position):
+            # Truncated since its size was read: no wait for the rest would end.
+            self._size = position + len(chunk)
+        return chunk
+
+    def size(self) -> int:
+        """Number of bytes, as far as is known."""
+        if self._size is None:
+            self._size = self._store.stat(self._key).size
+        return self._size
 
 
 def walk_frames(
@@ -44,31 +60,38 @@ def walk_frames(
         CorruptDataError: It does not hold exactly the frames `start` up to, not including, `end`.
         UnavailableError: The store does not answer.
     """
-    codec: Codec | None = None
-    at, position, size = start, 0, chunk_bytes
-    while at < end:
-        chunk = store.read(key, position, size)
-        scan = scan_frames(chunk, expected_offset=at, end_offset=end)
-        if not scan.starts:
-            if isinstance(scan.stop, NeedMore) and scan.stop.size_bytes > len(chunk) == size:
-                size = min(scan.stop.size_bytes, FRAME_HEADER_SIZE + FRAME_BODY_BYTES_MAX)
-                continue
-            reason = scan.stop.reason if isinstance(scan.stop, Corrupt) else "it ends too early"
-            raise CorruptDataError(
-                f"damaged object: {reason}", path=key, position=position, offset=at
-            )
-        if codec is None:
-            frame = decode_frame(chunk, scan.starts[0])
-            found = recognise(frame.body, offset=at) if isinstance(frame, Frame) else None
-            codec = found or Codec.BINCODE2
-        batch = FrameBatch(chunk, scan.starts, scan.end, at, codec)
-        yield batch
-        at = batch.next_offset
-        position += scan.end
-        size = chunk_bytes
-    info = store.stat(key)
-    if info.size != position:
-        raise CorruptDataError(f"the object has {info.size} bytes, its frames {position}", path=key)
+    walk = FrameWalk(
+        ObjectFile(store, key), expected_offset=start, end_offset=end, chunk_bytes=chunk_bytes
+    )
+    yield from read_batches(walk, end, path=key)
+    if walk.size != walk.end:
+        raise CorruptDataError(f"the object has {walk.size} bytes, its frames {walk.end}", path=key)
+
+
+def read_batches(
+    walk: FrameWalk, end: int, *, path: str, codec: Codec | None = None
+) -> Iterator[FrameBatch]:
+    """The frames of a walk up to the offset `end`; the codec is that of the first message.
+
+    Raises:
+        CorruptDataError: A frame up to there is damaged or missing.
+    """
+    for chunk, _, scan in walk:
+        first = (scan.next_offset or 0) - len(scan.starts)
+        codec = codec or recognise_first(chunk, scan, first) or Codec.BINCODE2
+        yield FrameBatch(chunk, scan.starts, scan.end, first, codec)
+    if walk.next_offset != end:
+        stop = walk.stop
+        reason = stop.reason if isinstance(stop, Corrupt) else "it ends too early"
+        raise CorruptDataError(
+            f"damaged object: {reason}", path=path, position=walk.end, offset=walk.next_offset
+        )
+
+
+def recognise_first(chunk: bytes, scan: Scan, offset: int) -> Codec | None:
+    """The codec of the first frame of a chunk; None if its body is not a message."""
+    frame = decode_frame(chunk, scan.starts[0])
+    return recognise(frame.body, offset=offset) if isinstance(frame, Frame) else None
 
 
 def verify_size(store: ObjectStore, key: str, size_bytes: int) -> str | None:

@@ -18,12 +18,12 @@ What a crash leaves: nothing, or a copy that no descriptor names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Final, NamedTuple
 
-from ister.base.limits import FRAME_BODY_BYTES_MAX, MIB
-from ister.base.model import Layout, TopicName
+from ister.base.limits import MIB
+from ister.base.model import Codec, Layout, TopicName
+from ister.bucket.check import ObjectFile, read_batches, recognise_first
 from ister.bucket.names import (
     DanubeName,
     ObjectName,
@@ -38,17 +38,8 @@ from ister.bucket.object_maker import ObjectSummary
 from ister.errors import ConflictError, CorruptDataError, IsterError, NotFoundError
 from ister.format.crc import crc32
 from ister.format.descriptor import FORMAT_FRAMES, ObjectDescriptor
-from ister.format.frame import (
-    FRAME_HEADER_SIZE,
-    Corrupt,
-    Frame,
-    FrameBatch,
-    NeedMore,
-    decode_frame,
-    scan_frames,
-)
-from ister.format.frame_search import find_frame_behind
-from ister.format.message import recognise
+from ister.format.frame import Corrupt, FrameBatch
+from ister.format.frame_walk import BadBytes, FrameWalk
 from ister.format.offset_ranges import merge_ranges, missing_from, overlaps
 from ister.objectstore.base import ObjectInfo, ObjectStore
 
@@ -222,16 +213,6 @@ class DanubeObject(NamedTuple):
     """What is wrong with it, if it is torn or damaged."""
 
 
-@dataclass(slots=True)
-class _Walk:
-    """The frames of an object from its beginning, up to the first bytes that are not one."""
-
-    summary: ObjectSummary | None = None
-    position: int = 0
-    stop: Corrupt | NeedMore | None = None
-    """Why it ended; None at the object's end."""
-
-
 def examine(
     store: ObjectStore, topic: TopicName, info: ObjectInfo, named: DanubeName, *, incarnation: str
 ) -> DanubeObject:
@@ -249,8 +230,29 @@ def examine(
         NotFoundError: It is gone.
         UnavailableError: The store does not answer.
     """
-    walk = _walk(store, info)
-    summary = walk.summary
+    bad: list[BadBytes] = []
+    summary: ObjectSummary | None = None
+
+    def note(found: BadBytes) -> bool:
+        bad.append(found)
+        return summary is not None
+
+    file = ObjectFile(store, info.key, info.size)
+    walk = FrameWalk(file, expected_offset=None, chunk_bytes=_CHUNK_BYTES, on_damage=note)
+    codec: Codec | None = None
+    for chunk, _, scan in walk:
+        if bad:
+            continue  # behind damage, only where frames end is wanted
+        first = (scan.next_offset or 0) - len(scan.starts)
+        codec = codec or recognise_first(chunk, scan, first)
+        if codec is None:
+            break
+        summary = summary or ObjectSummary(first, index_every_messages=_INDEX_EVERY)
+        summary.add(FrameBatch(chunk, scan.starts, scan.end, first, codec))
+    if file.size() != info.size:
+        raise CorruptDataError(
+            "the object has changed since it was listed", path=info.key, position=walk.end
+        )
     if summary is None:
         reason = walk.stop.reason if isinstance(walk.stop, Corrupt) else "it is too short"
         raise CorruptDataError(
@@ -264,15 +266,16 @@ def examine(
         etag=info.etag,
     )
     damage: CorruptDataError | None = None
-    if walk.stop is not None:
-        end = _find_end(partial(store.read, info.key), walk.position, summary.end, info.size)
-        reason = str(walk.stop.reason) if isinstance(walk.stop, Corrupt) else "a torn frame"
+    if bad:
+        stop, position = bad[0].stop, bad[0].position
+        end = walk.next_offset if walk.frames > summary.end - summary.start else None
+        reason = str(stop.reason) if isinstance(stop, Corrupt) else "a torn frame"
         damage = CorruptDataError(
-            f"damaged object: {reason}; {info.size - walk.position} bytes from here on "
+            f"damaged object: {reason}; {info.size - position} bytes from here on "
             + ("are not whole frames" if end is None else f"are read up to offset {end}"),
             topic=str(topic),
             path=info.key,
-            position=walk.position,
+            position=position,
             offset=summary.end,
         )
         if end is not None:
@@ -292,63 +295,6 @@ def examine(
     return DanubeObject(name, described, damage)
 
 
-def _walk(store: ObjectStore, info: ObjectInfo) -> _Walk:
-    walk = _Walk()
-    size = _CHUNK_BYTES
-    codec = None
-    while walk.position < info.size:
-        wanted = min(size, info.size - walk.position)
-        chunk = store.read(info.key, walk.position, wanted)
-        if len(chunk) < wanted:
-            raise CorruptDataError(
-                "the object has changed since it was listed", path=info.key, position=walk.position
-            )
-        expected = None if walk.summary is None else walk.summary.end
-        scan = scan_frames(chunk, expected_offset=expected)
-        if not scan.starts:
-            walk.stop = scan.stop
-            needed = scan.stop.size_bytes if isinstance(scan.stop, NeedMore) else 0
-            if needed <= len(chunk) or walk.position + needed > info.size:
-                return walk
-            size = min(needed, FRAME_HEADER_SIZE + FRAME_BODY_BYTES_MAX)
-            continue
-        first = (scan.next_offset or 0) - len(scan.starts)
-        if codec is None:
-            frame = decode_frame(chunk, scan.starts[0])
-            codec = recognise(frame.body, offset=first) if isinstance(frame, Frame) else None
-            if codec is None:
-                return walk
-        if walk.summary is None:
-            walk.summary = ObjectSummary(first, index_every_messages=_INDEX_EVERY)
-        walk.summary.add(FrameBatch(chunk, scan.starts, scan.end, first, codec))
-        walk.position += scan.end
-        size = _CHUNK_BYTES
-        walk.stop = scan.stop if isinstance(scan.stop, Corrupt) else None
-        if walk.stop is not None:
-            return walk
-    return walk
-
-
-def _find_end(
-    read: Callable[[int, int], bytes], position: int, offset: int, size_bytes: int
-) -> int | None:
-    """The offset after the last whole frame behind damage; None if no whole frame follows."""
-    end: int | None = None
-    while (found := find_frame_behind(read, position, offset, size_bytes=size_bytes)) is not None:
-        position, offset = found
-        while position < size_bytes:
-            chunk = read(position, FRAME_HEADER_SIZE + FRAME_BODY_BYTES_MAX)
-            scan = scan_frames(chunk, expected_offset=offset)
-            if not scan.starts:
-                break
-            position += scan.end
-            offset = scan.next_offset or offset
-            end = offset
-        if position >= size_bytes:
-            break
-    return end
-
-
 def read_part(
     store: ObjectStore, topic: TopicName, described: ObjectDescriptor, start: int, end: int
 ) -> Iterator[FrameBatch]:
@@ -359,23 +305,25 @@ def read_part(
     """
     key = object_key(topic, described.object_id)
     at, position = described.position_before(start)
-    size = _CHUNK_BYTES
-    while at < end:
-        chunk = store.read(key, position, size)
-        scan = scan_frames(chunk, expected_offset=at, end_offset=end)
-        if not scan.starts:
-            if isinstance(scan.stop, NeedMore) and scan.stop.size_bytes > len(chunk) == size:
-                size = min(scan.stop.size_bytes, FRAME_HEADER_SIZE + FRAME_BODY_BYTES_MAX)
-                continue
-            raise CorruptDataError(
-                "damaged object", topic=str(topic), path=key, position=position, offset=at
-            )
-        skipped = max(0, start - at)
-        if skipped < len(scan.starts) and described.codec is not None:
-            yield FrameBatch(chunk, scan.starts[skipped:], scan.end, at + skipped, described.codec)
-        at += len(scan.starts)
-        position += scan.end
-        size = _CHUNK_BYTES
+    walk = FrameWalk(
+        ObjectFile(store, key),
+        position=position,
+        expected_offset=at,
+        end_offset=end,
+        chunk_bytes=_CHUNK_BYTES,
+    )
+    try:
+        for batch in read_batches(walk, end, path=key, codec=described.codec):
+            skipped = start - batch.first_offset
+            if skipped <= 0:
+                yield batch
+            elif skipped < len(batch.starts):
+                yield replace(
+                    batch, starts=batch.starts[skipped:], first_offset=batch.first_offset + skipped
+                )
+    except CorruptDataError as error:
+        error.topic = str(topic)
+        raise
 
 
 def have_same_frames(

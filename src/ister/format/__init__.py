@@ -3,6 +3,7 @@
 frame           a message body with offset, length and crc
 frame_encoder   many messages as frames
 frame_search    the next whole frame behind a damaged one
+frame_walk      the whole frames of a file or object, in chunks
 message         message bodies in bincode: encoded, decoded, split into parts
 bincode         the two bincode encodings
 checkpoint      checkpoints of the log and the uploader

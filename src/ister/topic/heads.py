@@ -29,12 +29,12 @@ from ister.errors import IsterError, NotFoundError
 from ister.format.checkpoint import WalState
 from ister.format.crc import crc32
 from ister.format.frame import Corrupt
+from ister.format.frame_walk import scan_file
 from ister.fs.base import FileSystem
 from ister.fs.whole_files import read_file, write_file
 from ister.topic.topic import Topic
 from ister.wal.directory import WalDirectory
 from ister.wal.recovery import Damage, Recovered
-from ister.wal.scan import scan_file
 
 _log = logging.getLogger("ister.topic.heads")
 

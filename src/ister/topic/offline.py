@@ -31,7 +31,8 @@ from ister.config import CloudBackend, MetadataBackend, StorageConfig
 from ister.errors import CorruptDataError, IsterError, NotFoundError, UnsupportedVersionError
 from ister.format.checkpoint import WalState
 from ister.format.descriptor import ObjectDescriptor
-from ister.format.frame import FRAME_HEADER_SIZE, Frame, NeedMore, decode_frame
+from ister.format.frame_search import read_frame
+from ister.format.frame_walk import scan_file
 from ister.format.records import OwnerRecord, SealedState, TopicRecord
 from ister.fs.base import File
 from ister.fs.local import LocalFileSystem
@@ -45,7 +46,6 @@ from ister.topic.describe import (
 from ister.topic.node import read_node_id
 from ister.topic.stores import open_metadata
 from ister.wal.directory import WalDirectory, format_log_name
-from ister.wal.scan import scan_file
 from ister.wire.views import TopicJson
 
 _RECOVER_HINT: Final = "`ister recover` rebuilds the metadata from the bucket"
@@ -408,10 +408,8 @@ def _first_offset(handle: File, seq: int, state: WalState | None) -> int | None:
                 return rotated.first_offset
         if checkpoint.file_seq == seq and checkpoint.active_file_first_offset is not None:
             return checkpoint.active_file_first_offset
-    decoded = decode_frame(handle.read_at(0, FRAME_HEADER_SIZE))
-    if isinstance(decoded, NeedMore) and decoded.size_bytes > FRAME_HEADER_SIZE:
-        decoded = decode_frame(handle.read_at(0, decoded.size_bytes))
-    return decoded.offset if isinstance(decoded, Frame) else None
+    frame = read_frame(handle.read_at, 0)
+    return frame.offset if frame is not None else None
 
 
 def _end_of(

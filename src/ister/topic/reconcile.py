@@ -37,13 +37,13 @@ from ister.errors import CorruptDataError, NotFoundError, StoresDifferError
 from ister.format.checkpoint import WalCheckpoint, WalState
 from ister.format.descriptor import ObjectDescriptor
 from ister.format.frame import NothingLeftError, Scan
+from ister.format.frame_walk import scan_file
 from ister.format.records import TopicRecord
 from ister.topic.directories import remove_directory
 from ister.topic.stores import Stores
 from ister.wal.directory import WalDirectory
 from ister.wal.index import SparseIndex
 from ister.wal.recovery import Damage, Recovered, recover
-from ister.wal.scan import scan_file
 
 _log = logging.getLogger("ister.topic.reconcile")
 

@@ -34,7 +34,8 @@ from ister.format.checkpoint import (
     decode_wal_checkpoint,
 )
 from ister.format.frame import FRAME_HEADER_SIZE, Scan
-from ister.format.frame_search import find_frame_behind, read_frame
+from ister.format.frame_search import read_frame
+from ister.format.frame_walk import BadBytes, FrameWalk
 from ister.format.gaps import Gaps
 from ister.format.message import decode_message, decode_publish_time, recognise
 from ister.fs.base import File
@@ -48,7 +49,6 @@ from ister.wal.directory import (
     format_log_name,
     parse_log_name,
 )
-from ister.wal.scan import describe_stop, scan_file
 
 __all__ = [
     "CHECKPOINT_NAME",
@@ -447,45 +447,42 @@ class _FileWalk:
         self._durable = durable
         self._successor = successor
         self._is_last = is_last
+        self._is_cut_off = False
 
     def run(self, expected: int | None) -> None:
         entry = self._entry
         entry.first_offset = entry.next_offset = expected
-        position = 0
-        while True:
-            scan = scan_file(
-                self._file, position=position, expected_offset=expected, visit=self._visit
+        walk = FrameWalk(self._file, expected_offset=expected, on_damage=self._note)
+        for chunk, position, scan in walk:
+            entry.next_offset = scan.next_offset
+            self._visit(chunk, position, scan)
+        entry.bytes = walk.size
+        if not self._is_cut_off:
+            self._check_end()
+
+    def _note(self, bad: BadBytes) -> bool:
+        """Adds a bad range; whether frames behind it count."""
+        if self._is_superseded(bad.offset):
+            return False
+        found, reason = bad.behind, bad.reason
+        kind = self._judge(bad.offset, is_followed=found is not None)
+        if kind is Kind.TORN and found is not None:
+            reason += (
+                f"; a whole frame follows at position {found.position}, opening cuts it off too"
             )
-            entry.bytes = scan.size
-            if scan.frames:
-                entry.next_offset = scan.next_offset
-            offset = scan.next_offset
-            if scan.is_clean or self._is_superseded(offset):
-                break
-            found = find_frame_behind(
-                self._file.read_at, scan.end, offset, size_bytes=self._file.size()
+            found = None
+        self._entry.damage.append(
+            BadRange(
+                position=bad.position,
+                end_position=found.position if found else bad.size,
+                offset=bad.offset,
+                end_offset=found.offset if found else None,
+                reason=reason,
+                kind=kind,
             )
-            kind = self._judge(offset, is_followed=found is not None)
-            reason = describe_stop(scan)
-            if kind is Kind.TORN and found is not None:
-                reason += (
-                    f"; a whole frame follows at position {found.position}, opening cuts it off too"
-                )
-                found = None
-            entry.damage.append(
-                BadRange(
-                    position=scan.end,
-                    end_position=found.position if found else scan.size,
-                    offset=offset,
-                    end_offset=found.offset if found else None,
-                    reason=reason,
-                    kind=kind,
-                )
-            )
-            if found is None:
-                return
-            position, expected = found
-        self._check_end()
+        )
+        self._is_cut_off = found is None
+        return found is not None
 
     def _check_end(self) -> None:
         """Reports missing frames at the end of a file whose frames are all whole."""

@@ -12,7 +12,6 @@ checkpointer    the checkpoint: what it says, when it is saved
 directory       the names in a topic's directory
 recovery        opening files after a crash: where they end, what is damaged
 repair          a damaged log whose older part the bucket has, put in order again
-scan            walks the frames of a file
 index           the sparse index of a file
 reader          reads frames back, a chunk at a time
 snapshot        files as the checkpoint describes them, for other processes

@@ -51,12 +51,12 @@ from ister.format.frame import (
     decode_frame,
 )
 from ister.format.frame_search import search_frame
+from ister.format.frame_walk import FrameWalk, scan_file
 from ister.format.gaps import Gaps
 from ister.format.message import decode_publish_time, recognise
 from ister.fs.base import File
 from ister.wal.directory import WalDirectory, format_log_name
 from ister.wal.index import SparseIndex
-from ister.wal.scan import FileScan, describe_stop, scan_file
 
 _log = logging.getLogger("ister.wal.recovery")
 
@@ -394,7 +394,9 @@ class _Recovery:
 
     # -- the tail ---------------------------------------------------------------------------
 
-    def _scan(self, file: WalFile, *, trusted_position: int | None) -> tuple[FileScan, SparseIndex]:
+    def _scan(
+        self, file: WalFile, *, trusted_position: int | None
+    ) -> tuple[FrameWalk, SparseIndex]:
         """Scans a file from its last index entry (not behind `trusted_position`) to its end."""
         index = SparseIndex(self._directory.load_index(file.seq))
         index.saved_count = len(index.entries)
@@ -430,7 +432,7 @@ class _Recovery:
         if next_offset < durable or scan.end < trusted:
             self._add_damage(
                 last.seq,
-                f"{describe_stop(scan)}, durable up to {durable}",
+                f"{scan.bad.reason}, durable up to {durable}",
                 position=scan.end,
                 offset=next_offset,
             )
@@ -464,7 +466,7 @@ class _Recovery:
             cut_bytes=scan.size - scan.end,
         )
 
-    def _scan_behind(self, file: WalFile, scan: FileScan) -> tuple[int, bool]:
+    def _scan_behind(self, file: WalFile, scan: FrameWalk) -> tuple[int, bool]:
         """The offset after the last whole frame behind damage, or 0; and `has_unread_bytes`.
 
         There are unread bytes if the damage is more than one frame, by its own length, and is not
@@ -483,7 +485,7 @@ class _Recovery:
                 low, position, explained = end, run.end + 1, run.end
             return end, scan.end < handle.size() != explained
 
-    def _finish_last(self, path: str, scan: FileScan, durable: int, trusted: int) -> None:
+    def _finish_last(self, path: str, scan: FrameWalk, durable: int, trusted: int) -> None:
         """Cuts the torn tail, if there is one, and makes what remains durable."""
         if scan.is_clean and scan.end == trusted and self._state is not None:
             return
@@ -501,7 +503,7 @@ class _Recovery:
                         "position": scan.end,
                         "offset": scan.next_offset,
                         "cut_bytes": scan.size - scan.end,
-                        "reason": describe_stop(scan),
+                        "reason": scan.bad.reason,
                     },
                 )
             self._sync_or_poison(file, durable)
@@ -515,7 +517,7 @@ class _Recovery:
                 _save_poisoned(self._directory, state)
             raise UntrustedTailError(error, synced=durable) from error
 
-    def _set_aside(self, file: File, scan: FileScan) -> None:
+    def _set_aside(self, file: File, scan: FrameWalk) -> None:
         """Keeps a copy of the tail that is about to be cut, when no checkpoint can judge it.
 
         Without a durable watermark a torn tail and damage look the same. The log goes on as after

@@ -27,7 +27,8 @@ from ister.base.model import Codec
 from ister.errors import CorruptDataError, IsterError
 from ister.format.checkpoint import WalCheckpoint, WalState
 from ister.format.frame import FRAME_HEADER_SIZE, Scan
-from ister.format.frame_search import Read, find_frame_behind, read_frame
+from ister.format.frame_search import Read, read_frame
+from ister.format.frame_walk import BadBytes, FrameWalk
 from ister.format.gaps import Gaps
 from ister.format.message import decode_identity, recognise, split
 from ister.format.offset_ranges import is_within, merge_ranges, missing_from
@@ -36,7 +37,6 @@ from ister.wal.directory import WalDirectory, format_log_name
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
 from ister.wal.recovery import WalFile
-from ister.wal.scan import scan_file
 
 _log = logging.getLogger("ister.wal.repair")
 
@@ -283,29 +283,20 @@ class _FileWalk:
         return len(self.names) == 1 and not self.names & {topic, ""}
 
     def _walk(self, file: File) -> None:
-        position, expected = 0, self._first
-        while True:
-            scan = scan_file(file, position=position, expected_offset=expected, visit=self._visit)
-            if scan.frames and scan.next_offset is not None:
-                self.runs.append((scan.next_offset - scan.frames, scan.next_offset))
-                self.end_max = scan.next_offset
-            if scan.is_clean:
-                return
-            found = find_frame_behind(
-                file.read_at, scan.end, scan.next_offset, size_bytes=file.size()
-            )
-            if found is None:
-                # Whatever was acknowledged and is unreadable had an offset: none is used again.
-                unread = -(-(scan.size - scan.end) // (FRAME_HEADER_SIZE + 1))
-                header = file.read_at(scan.end, FRAME_HEADER_SIZE)
-                length = int.from_bytes(header[8:12], "little")
-                if scan.end + FRAME_HEADER_SIZE + length == scan.size:
-                    unread = 1  # one damaged frame, by its own length
-                self.end_max = max(self.end_max, (scan.next_offset or 0) + unread)
-                return
-            position, expected = found
+        def note(bad: BadBytes) -> bool:
+            if bad.behind is None:
+                self.end_max = max(self.end_max, (bad.offset or 0) + _count_unread(file, bad))
+            return True
 
-    def _visit(self, chunk: bytes, position: int, scan: Scan) -> None:
+        for chunk, _, scan in FrameWalk(file, expected_offset=self._first, on_damage=note):
+            end = self.end_max = scan.next_offset or 0
+            start = end - len(scan.starts)
+            if self.runs and self.runs[-1][1] == start:
+                start = self.runs.pop()[0]
+            self.runs.append((start, end))
+            self._visit(chunk, scan)
+
+    def _visit(self, chunk: bytes, scan: Scan) -> None:
         for start, end in zip(scan.starts, [*scan.starts[1:], scan.end], strict=True):
             begin = start + FRAME_HEADER_SIZE
             if self._codec is None:
@@ -317,6 +308,14 @@ class _FileWalk:
                 if identity is not self._identity:
                     self._identity = identity
                     self.names.add(decode_identity(identity, self._codec).topic_name)
+
+
+def _count_unread(file: File, bad: BadBytes) -> int:
+    """How many frames bytes at the end can have held: none of their offsets is used again."""
+    length = int.from_bytes(file.read_at(bad.position, FRAME_HEADER_SIZE)[8:12], "little")
+    if bad.position + FRAME_HEADER_SIZE + length == bad.size:
+        return 1  # one damaged frame, by its own length
+    return -(-(bad.size - bad.position) // (FRAME_HEADER_SIZE + 1))
 
 
 def _first_offset(read: Read, hint: int | None) -> int | None:

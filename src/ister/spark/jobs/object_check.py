@@ -19,7 +19,6 @@ import errno
 from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -27,10 +26,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ister.base.clock import Clock
-from ister.base.limits import KIB
 from ister.base.metrics import Metrics
 from ister.base.model import Codec, TopicName
-from ister.bucket.check import load_archives, walk_frames
+from ister.bucket.check import ObjectFile, load_archives, walk_frames
 from ister.bucket.chunks import ObjectPart, fetch_chunks
 from ister.bucket.names import object_key, parse_object_id
 from ister.bucket.object_maker import ObjectSummary
@@ -51,12 +49,11 @@ from ister.format.frame import (
     decode_frame,
     scan_frames,
 )
-from ister.format.frame_search import find_frame_behind
+from ister.format.frame_walk import BadBytes, FrameWalk
 from ister.format.message import decode_message, decode_publish_times, recognise
 from ister.objectstore.base import ObjectInfo, ObjectStore
 
 _PROBLEMS_MAX: Final = 16
-_SEARCH_BYTES_MIN: Final = 64 * KIB
 # The last millisecond that columns can tell.
 _Array: TypeAlias = npt.NDArray[np.int64]
 _CALENDAR_END_MS: Final = 253_402_300_799_999
@@ -211,11 +208,10 @@ class ObjectChecker:
         self, key: str, size_bytes: int, described: ObjectDescriptor, sums: _Sums
     ) -> Checked:
         """Continues behind damage, and returns which offsets are missing."""
-        end, position, at = described.end, sums.bytes, sums.next_offset
-        messages, needed = sums.messages, 0
+        end = described.end
         problems: list[ObjectProblem] = []
 
-        def add(kind: str, reason: str, upto: int) -> None:
+        def add(kind: str, reason: str, position: int, at: int, upto: int) -> None:
             start = described.start if kind == ProblemKind.WRONG_DESCRIPTOR else at
             if len(problems) < _PROBLEMS_MAX:
                 problems.append(
@@ -229,70 +225,49 @@ class ObjectChecker:
                     )
                 )
 
-        while at < end:
-            size = min(max(self._chunk_bytes, needed), size_bytes - position)
-            data = self._store.read(key, position, size)
-            if len(data) < size:
-                # Truncated since its size was read: without the rest, no wait for it would end.
-                size_bytes = position + len(data)
-            scan = scan_frames(data, expected_offset=at, end_offset=end)
-            if scan.starts:
-                messages += len(scan.starts)
-                at += len(scan.starts)
-                position += scan.end
-                needed = 0
-                continue
-            if isinstance(scan.stop, NeedMore):
-                if position + len(data) < size_bytes and scan.stop.size_bytes > len(data):
-                    needed = scan.stop.size_bytes
-                    continue
-                if position == size_bytes and not problems and at == _end_by_name(described):
-                    add(
-                        ProblemKind.WRONG_DESCRIPTOR,
-                        f"the object is whole and ends at the offset {at}, its descriptor says "
-                        f"{end}",
-                        end,
-                    )
-                    return self._as_named(key, size_bytes, described, problems, messages)
-                is_short = size_bytes < described.size_bytes
-                add(
-                    ProblemKind.TRUNCATED if is_short else ProblemKind.DAMAGED,
-                    f"the object ends in the middle of its frames: {size_bytes} of "
-                    f"{described.size_bytes} bytes are there"
-                    if is_short
-                    else "the object ends in the middle of a frame",
-                    end,
+        def note(bad: BadBytes) -> bool:
+            at = bad.offset or 0
+            if isinstance(bad.stop, Corrupt):
+                upto = end if bad.behind is None else bad.behind.offset
+                add(ProblemKind.DAMAGED, bad.reason, bad.position, at, upto)
+                return True
+            kind, reason = ProblemKind.DAMAGED, "the object ends in the middle of a frame"
+            if bad.position == bad.size and not problems and at == _end_by_name(described):
+                kind = ProblemKind.WRONG_DESCRIPTOR
+                reason = (
+                    f"the object is whole and ends at the offset {at}, its descriptor says {end}"
                 )
-                break
-            reason = f"{scan.stop.reason} ({scan.stop.detail})"
-            behind = find_frame_behind(
-                partial(self._store.read, key),
-                position,
-                at,
-                size_bytes=size_bytes,
-                end_offset=end,
-                chunk_bytes=max(self._chunk_bytes, _SEARCH_BYTES_MIN),
-            )
-            if behind is None:
-                add(ProblemKind.DAMAGED, reason, end)
-                break
-            add(ProblemKind.DAMAGED, reason, behind.offset)
-            position, at = behind
-            needed = 0
-        if at >= end and position < size_bytes:
+            elif bad.size < described.size_bytes:
+                kind = ProblemKind.TRUNCATED
+                reason = (
+                    f"the object ends in the middle of its frames: {bad.size} of "
+                    f"{described.size_bytes} bytes are there"
+                )
+            add(kind, reason, bad.position, at, end)
+            return False
+
+        walk = FrameWalk(
+            ObjectFile(self._store, key, size_bytes),
+            position=sums.bytes,
+            expected_offset=sums.next_offset,
+            end_offset=end,
+            chunk_bytes=self._chunk_bytes,
+            on_damage=note,
+        )
+        messages = sums.messages + sum(len(scan.starts) for _, _, scan in walk)
+        size_bytes = walk.size
+        if [problem.kind for problem in problems] == [ProblemKind.WRONG_DESCRIPTOR]:
+            return self._as_named(key, size_bytes, described, problems, messages)
+        if (walk.next_offset or 0) >= end and walk.end < size_bytes:
             following = decode_frame(
-                self._store.read(key, position, self._chunk_bytes), expected_offset=end
+                self._store.read(key, walk.end, self._chunk_bytes), expected_offset=end
             )
             if isinstance(following, Frame):
-                add(
-                    ProblemKind.WRONG_DESCRIPTOR,
-                    f"the object has frames beyond the offset {end}, where its descriptor ends",
-                    end,
-                )
+                reason = f"the object has frames beyond the offset {end}, where its descriptor ends"
+                add(ProblemKind.WRONG_DESCRIPTOR, reason, walk.end, end, end)
                 return self._as_named(key, size_bytes, described, problems, messages)
-            add(
-                ProblemKind.DAMAGED, f"{size_bytes - position} bytes come after the last frame", end
-            )
+            reason = f"{size_bytes - walk.end} bytes come after the last frame"
+            add(ProblemKind.DAMAGED, reason, walk.end, end, end)
         return Checked(bytes=size_bytes, messages=messages, problems=tuple(problems))
 
     def _as_named(
