@@ -39,7 +39,6 @@ from ister.base.model import Codec, TopicName
 from ister.bucket.express import find_runs
 from ister.bucket.express_collection import collect_express
 from ister.bucket.names import EXPRESS_PREFIX, TopicKeys, manifest_key, object_key
-from ister.bucket.rebuild import find_topics, rebuild_topic
 from ister.errors import (
     ClosedError,
     ConflictError,
@@ -54,6 +53,7 @@ from ister.format.records import decode_retired, decode_topic
 from ister.metadata.base import Operation, Put
 from ister.metadata.memory import MemoryMetadata
 from ister.objectstore.slices import with_slices
+from ister.rescue.rebuild import find_topics, rebuild_topic
 from ister.topic.express import Express, ExpressBatch
 from ister.topic.message import MessageBatch
 from ister.topic.topic import Topic

@@ -16,8 +16,8 @@ import pytest
 import ister.bucket.express
 import ister.bucket.express_collection
 import ister.bucket.ownership
-import ister.bucket.rebuild
 import ister.bucket.resort
+import ister.rescue.rebuild
 import ister.topic.express
 import ister.topic.stores
 from ister.bucket.express import Run, commit_runs
@@ -136,17 +136,17 @@ def a_topic_has_no_manifest(patch: pytest.MonkeyPatch) -> None:
 
 
 def recovery_does_not_know_runs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ister.bucket.rebuild, "_name_runs", lambda topic, runs: {})
+    patch.setattr(ister.rescue.rebuild, "_name_runs", lambda topic, runs: {})
 
 
 def recovery_takes_runs_of_a_deleted_topic(patch: pytest.MonkeyPatch) -> None:
-    real = ister.bucket.rebuild._name_runs
+    real = ister.rescue.rebuild._name_runs
 
     def name_runs(topic, runs):
         newest = max(runs, key=lambda run: run.epoch, default=None)
         return real(topic, [replace(run, incarnation=newest.incarnation) for run in runs])
 
-    patch.setattr(ister.bucket.rebuild, "_name_runs", name_runs)
+    patch.setattr(ister.rescue.rebuild, "_name_runs", name_runs)
 
 
 # -- commits --------------------------------------------------------------------------------

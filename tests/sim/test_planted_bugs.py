@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-import ister.topic.giving_up
+import ister.rescue.giving_up
 import ister.topic.opening
 import ister.wal.directory
 import ister.wal.log
@@ -236,9 +236,9 @@ def gaps_are_not_synced(patch: pytest.MonkeyPatch) -> None:
 
 
 def given_up_offsets_are_used_again(patch: pytest.MonkeyPatch) -> None:
-    real = ister.topic.giving_up.give_up
+    real = ister.rescue.giving_up.give_up
     patch.setattr(
-        ister.topic.giving_up,
+        ister.rescue.giving_up,
         "give_up",
         lambda directory, judged, _: real(directory, judged, judged.whole[-1][1]),
     )

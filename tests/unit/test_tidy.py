@@ -59,6 +59,7 @@ _LAYERS = {
     "ister.bucket": 2,
     "ister.wire": 3,
     "ister.topic": 3,
+    "ister.rescue": 3,
     "ister.subscription": 4,
     "ister.api": 4,
     "ister": 4,
@@ -71,8 +72,8 @@ _LAYERS = {
 }
 _FORBIDDEN = {
     # package: what it must not import although its layer would allow it
-    "ister.wal": ("ister.topic",),
-    "ister.bucket": ("ister.wal", "ister.topic", "ister.fs"),
+    "ister.wal": ("ister.topic", "ister.rescue"),
+    "ister.bucket": ("ister.wal", "ister.topic", "ister.rescue", "ister.fs"),
     "ister.client": ("ister.broker",),
     "ister.broker": ("ister.client",),
     "ister.spark": ("ister.wal", "ister.broker"),

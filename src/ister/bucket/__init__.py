@@ -28,9 +28,8 @@ retention           which objects expire, and their removal
 orphans             objects without a descriptor, and their removal
 shared_staging      staged files of several topics, and their removal
 writer_files        what a writer's record says: staged files, messages that must not go
-rebuild             metadata from the bucket alone
+topic_manifest      the small object that describes a topic
 object_choice       which objects of a bucket make up a topic
-danube_objects      objects that Danube wrote: what is in them, and which are taken
 cursors             cursors beyond the end of a topic that lost messages
 pipeline            the pipeline's keys, lease, requests and status
 """

@@ -31,7 +31,7 @@ An object id is the part of the key behind `objects/`, or `segments/` and what f
 
 Danube's own names do not say where an object ends: `data-<start>-<unix seconds>.dnb1`, in
 `objects/` (0.6.2 to 0.8) or in `segments/` (since 0.9). `parse_object_id` gives None for them, as
-for any foreign name, and `parse_danube_id` takes them apart; `ister.bucket.danube_objects` looks
+for any foreign name, and `parse_danube_id` takes them apart; `ister.rescue.danube` looks
 inside.
 """
 

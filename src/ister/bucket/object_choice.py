@@ -1,6 +1,6 @@
 """Which objects of a bucket make up a topic, by their names alone.
 
-Owns: the choice. Does not own: whether objects are sound (`ister.bucket.rebuild`), names.
+Owns: the choice. Does not own: whether objects are sound (`ister.rescue.rebuild`), names.
 """
 
 from __future__ import annotations

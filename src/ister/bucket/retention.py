@@ -25,7 +25,7 @@ from ister.base.limits import MIB
 from ister.base.metrics import Metrics
 from ister.bucket.names import object_key
 from ister.bucket.ownership import OwnedTopic
-from ister.bucket.rebuild import has_manifest, manifest_of, save_manifest
+from ister.bucket.topic_manifest import has_manifest, manifest_of, save_manifest
 from ister.bucket.writer_files import find_open_batch
 from ister.errors import IsterError
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor

@@ -11,7 +11,7 @@ the epochs in the names of objects count.
 
 A metadata store that was rolled back within the term of one owner has the right record and an older
 catalog. So if the last owner's process did not close the topic, the next opening looks for objects
-that continue the catalog (`ForgottenRuns`, `ister.bucket.rebuild.find_continuation`).
+that continue the catalog (`ForgottenRuns`, `ister.rescue.rebuild.find_continuation`).
 
 Owns: term objects, the comparison, and finding runs of a process in its express objects. Does not
 own: the claim (`claim`), local files, when a term is written (`ister.topic.uploads`).

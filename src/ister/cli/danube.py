@@ -27,8 +27,8 @@ from ister.cli.location import (
 from ister.cli.output import Subparsers, add_command, print_table
 from ister.cli.stored_topics import describe_topic
 from ister.errors import ConflictError, IsterError, NotFoundError
+from ister.rescue.recover import lock_log
 from ister.subscription.danube_metadata import Migration, find_subscriptions, parse_metadata
-from ister.topic.metadata_recovery import lock_log
 from ister.topic.stores import open_metadata
 
 

@@ -99,7 +99,7 @@ def _range_of(error: IsterError) -> tuple[int, int] | None:
     if isinstance(error, DataGapError):
         return error.start, error.end
     if error.path is not None:
-        from ister.topic.survey_object import offsets_of  # noqa: PLC0415 - only after an error
+        from ister.rescue.examine_object import offsets_of  # noqa: PLC0415 - only after an error
 
         return offsets_of(error.path)
     return None

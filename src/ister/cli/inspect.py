@@ -1,7 +1,7 @@
 """`ister inspect wal|checkpoint PATH`: what is on disk, in words or as JSON.
 
-Owns: arguments, output, exit code. Does not own: examining files (`ister.topic.survey`), the other
-kinds (`inspect_object`, `inspect_topic`).
+Owns: arguments, output, exit code. Does not own: examining files (`ister.rescue`), the other kinds
+(`inspect_object`, `inspect_topic`).
 
 Exit code 1 means damage. A torn tail is not damage: a crash leaves one, and opening the topic cuts
 it off.
@@ -26,7 +26,7 @@ from ister.cli.survey_view import (
     print_frames,
 )
 from ister.errors import CorruptDataError, NotFoundError
-from ister.topic.survey import (
+from ister.rescue.examine_files import (
     CHECKPOINT_NAME,
     UPLOADER_CHECKPOINT_NAME,
     FileSurvey,

@@ -1,6 +1,6 @@
 """`ister inspect object URL-or-PATH`: the frames or rows of one object, in words or as JSON.
 
-Owns: arguments, output, exit code. Does not own: examining it (`ister.topic.survey_object`).
+Owns: arguments, output, exit code. Does not own: examining it (`ister.rescue.examine_object`).
 
 An express object is shown run by run. Exit code 1 means damage, or frames other than the name or
 the footer promises.
@@ -30,9 +30,9 @@ from ister.cli.survey_view import (
 from ister.config import CloudConfig
 from ister.errors import InvalidRequestError, NotFoundError
 from ister.objectstore.base import ObjectStore
-from ister.topic.survey import File
-from ister.topic.survey_express import survey_express
-from ister.topic.survey_object import (
+from ister.rescue.examine_express import survey_express
+from ister.rescue.examine_files import File
+from ister.rescue.examine_object import (
     ObjectSurvey,
     open_key,
     open_local,

@@ -1,6 +1,6 @@
 """`ister recover [TOPIC …]`: rebuilds all metadata from the bucket alone.
 
-Owns: arguments, output, exit code. Does not own: the work (`ister.topic.metadata_recovery`). Other
+Owns: arguments, output, exit code. Does not own: the work (`ister.rescue.recover`). Other
 processes cannot open the log meanwhile; a dry run takes no lock and writes nothing.
 """
 
@@ -24,7 +24,7 @@ from ister.cli.location import (
 from ister.cli.output import Subparsers, add_command, print_table, progress
 from ister.config import MetadataBackend
 from ister.errors import InvalidRequestError, IsterError
-from ister.topic.metadata_recovery import MetadataFound, Recovery, TopicRecovery, lock_log
+from ister.rescue.recover import MetadataFound, Recovery, TopicRecovery, lock_log
 
 
 def register(commands: Subparsers) -> None:

@@ -1,7 +1,7 @@
 """`ister repair [TOPIC …]`: restores what one tier has lost from the other one.
 
 Owns: arguments, output, exit code, and the confirmation before messages are given up. Does not own:
-the work (`ister.topic.offline_repair`).
+the work (`ister.rescue.offline_repair`).
 
 The log is opened, so no other process may have it open. Without names, topics that another node
 wrote last are skipped: their local files are not here, and claiming them would take them away.
@@ -27,9 +27,8 @@ from ister.cli.location import (
 from ister.cli.output import Subparsers, add_command, confirm, print_table, progress
 from ister.config import Config, StorageConfig
 from ister.errors import DirectoryLockedError, InvalidRequestError, IsterError
-from ister.topic.giving_up import GivenUp
-from ister.topic.log import Log
-from ister.topic.offline_repair import (
+from ister.rescue.giving_up import GivenUp
+from ister.rescue.offline_repair import (
     LostRange,
     TopicRepair,
     find_given_up,
@@ -37,6 +36,7 @@ from ister.topic.offline_repair import (
     keep_lease,
     try_repair,
 )
+from ister.topic.log import Log
 
 
 def register(commands: Subparsers) -> None:

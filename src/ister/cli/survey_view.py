@@ -7,7 +7,7 @@ from typing import Final
 
 from ister.base.positions import format_time
 from ister.cli.output import print_table
-from ister.topic.survey import FileSurvey, Kind, Listing
+from ister.rescue.examine_files import FileSurvey, Kind, Listing
 
 _LISTED_FRAMES_DEFAULT: Final = 1000
 """A list of this length fits into memory."""

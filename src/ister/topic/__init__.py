@@ -44,12 +44,7 @@ history             the bucket, read without owning anything
 local_tail          local files, read by a process that does not own the topic
 describe            the description of a topic, for all outputs
 offline             describes topics without opening them
-survey, survey_object, survey_archive, survey_express    examine files and objects, damaged or not
-repair              restores what one tier lost from the other
-giving_up           gives up what no tier has
-offline_repair      `ister repair`
 backup              `ister backup`
-metadata_recovery   `ister recover`
 metadata_trust      `ister metadata check` and `accept`
 schema_records      the schema registry's records, and a topic's registered schema
 schema_kinds        schema types, compatibility modes, validation policies

@@ -35,12 +35,13 @@ from ister.errors import (
 from ister.fs.base import FileSystem
 from ister.metadata.base import MetadataStore
 from ister.objectstore.base import ObjectStore
+from ister.rescue.giving_up import GivenUp, give_up_lost
+from ister.rescue.repair import Repaired, repair_topic
 from ister.topic.append import load_batches
 from ister.topic.arguments import check_ack, parse_ack, parse_codec
 from ister.topic.background import Background
 from ister.topic.directories import TopicDirectories, open_root
 from ister.topic.gauges import register_gauges
-from ister.topic.giving_up import GivenUp, give_up_lost
 from ister.topic.heads import Heads
 from ister.topic.known_topics import KnownTopics
 from ister.topic.local_trim import LocalRetention
@@ -49,7 +50,6 @@ from ister.topic.node_clock import NodeClock
 from ister.topic.opening import TopicOpener, check_same
 from ister.topic.partitioned import PartitionedTopic
 from ister.topic.read_only import ReadOnlyTopic, ReadOnlyTopics
-from ister.topic.repair import Repaired, repair_topic
 from ister.topic.room import SpaceGuards
 from ister.topic.stores import Stores, open_stores
 from ister.topic.table import render_topics
@@ -558,7 +558,7 @@ class Log:
     def repair(self, name: str, *, content: bool = True) -> Repaired:
         """Restores what one tier has lost from the other one, in both directions.
 
-        `ister.topic.repair` says in which order.
+        `ister.rescue.repair` says in which order.
 
         Args:
             name: The topic.

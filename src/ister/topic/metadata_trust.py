@@ -38,12 +38,6 @@ from ister.bucket.names import (
     object_key,
     parse_object_id,
 )
-from ister.bucket.rebuild import (
-    extend_catalog,
-    find_topics,
-    rebuild_catalog,
-    rebuild_topic,
-)
 from ister.bucket.terms import (
     ForgottenRuns,
     Term,
@@ -74,6 +68,12 @@ from ister.metadata.base import (
 )
 from ister.objectstore.base import ObjectInfo, ObjectStore
 from ister.objectstore.slices import with_slices
+from ister.rescue.rebuild import (
+    extend_catalog,
+    find_topics,
+    rebuild_catalog,
+    rebuild_topic,
+)
 from ister.topic.heads import read_local
 from ister.topic.node import read_node_id
 from ister.wal.directory import WalDirectory

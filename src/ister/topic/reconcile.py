@@ -32,13 +32,13 @@ from typing import Final
 from ister.base import failpoints
 from ister.bucket.claim import ClaimCheck
 from ister.bucket.ownership import OwnedTopic
-from ister.bucket.rebuild import secure_objects
 from ister.errors import CorruptDataError, NotFoundError, StoresDifferError
 from ister.format.checkpoint import WalCheckpoint, WalState
 from ister.format.descriptor import ObjectDescriptor
 from ister.format.frame import NothingLeftError, Scan
 from ister.format.frame_walk import scan_file
 from ister.format.records import TopicRecord
+from ister.rescue.rebuild import secure_objects
 from ister.topic.directories import remove_directory
 from ister.topic.stores import Stores
 from ister.wal.directory import WalDirectory

@@ -52,13 +52,6 @@ from ister.bucket.names import (
 from ister.bucket.object_maker import ObjectMaker, UploadSettings
 from ister.bucket.orphans import at_least
 from ister.bucket.ownership import OwnedTopic, resume_delete
-from ister.bucket.rebuild import (
-    find_continuation,
-    has_manifest,
-    load_manifest,
-    manifest_of,
-    save_manifest,
-)
 from ister.bucket.shared_staging import collect_shared_staging
 from ister.bucket.terms import (
     ForgottenRuns,
@@ -69,6 +62,7 @@ from ister.bucket.terms import (
     remove_terms,
     save_term,
 )
+from ister.bucket.topic_manifest import has_manifest, load_manifest, manifest_of, save_manifest
 from ister.bucket.trust import Trust
 from ister.bucket.upload import Uploader
 from ister.config import (
@@ -96,6 +90,7 @@ from ister.format.records import TopicRecord
 from ister.metadata.base import MetadataStore
 from ister.objectstore.base import Capabilities, ObjectStore
 from ister.objectstore.slices import with_slices
+from ister.rescue.rebuild import find_continuation
 from ister.topic.node import Node
 from ister.topic.node_clock import NodeClock
 

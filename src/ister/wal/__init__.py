@@ -11,7 +11,6 @@ scheduler       the threads that commit and maintain all logs
 checkpointer    the checkpoint: what it says, when it is saved
 directory       the names in a topic's directory
 recovery        opening files after a crash: where they end, what is damaged
-repair          a damaged log whose older part the bucket has, put in order again
 index           the sparse index of a file
 reader          reads frames back, a chunk at a time
 snapshot        files as the checkpoint describes them, for other processes

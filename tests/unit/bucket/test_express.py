@@ -15,7 +15,6 @@ from ister.bucket.express import (
 )
 from ister.bucket.history_reader import HistoryReader, ReaderSettings
 from ister.bucket.names import express_name
-from ister.bucket.rebuild import find_continuation
 from ister.errors import (
     CommitUnknownError,
     ConflictError,
@@ -27,6 +26,7 @@ from ister.errors import (
 from ister.format.descriptor import FORMAT_EXPRESS
 from ister.format.express import FOOTER
 from ister.objectstore.slices import SlicedStore
+from ister.rescue.rebuild import find_continuation
 from tests.support.stores import TTL_SECONDS, Cluster, Frames, read_all
 
 FRAMES = Frames([b"x" * 50] * 30)

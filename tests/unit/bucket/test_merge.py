@@ -23,12 +23,6 @@ from ister.bucket.names import (  # noqa: E402
     segments_prefix,
 )
 from ister.bucket.object_maker import UploadSettings  # noqa: E402
-from ister.bucket.rebuild import (  # noqa: E402
-    choose_objects,
-    describe_object,
-    find_topics,
-    rebuild_topic,
-)
 from ister.errors import (  # noqa: E402
     ClosedError,
     CorruptDataError,
@@ -37,6 +31,12 @@ from ister.errors import (  # noqa: E402
     UnavailableError,
 )
 from ister.format.descriptor import KEPT_LATEST, encode_descriptor  # noqa: E402
+from ister.rescue.rebuild import (  # noqa: E402
+    choose_objects,
+    describe_object,
+    find_topics,
+    rebuild_topic,
+)
 from tests.support.stores import KIB, NAME, NOW_MS, Cluster, Frames, frames_of, read_all  # noqa: E402
 
 SETTINGS = UploadSettings(

@@ -11,7 +11,9 @@ from ister.base.model import AckLevel, Codec, TopicName
 from ister.bucket.merge import merge_objects
 from ister.bucket.names import ObjectName, manifest_key, object_key
 from ister.bucket.object_maker import UploadSettings
-from ister.bucket.rebuild import (
+from ister.errors import AlreadyExistsError, ConflictError, CorruptDataError, NotFoundError
+from ister.objectstore.base import ObjectInfo
+from ister.rescue.rebuild import (
     Manifest,
     choose_objects,
     describe_object,
@@ -21,8 +23,6 @@ from ister.bucket.rebuild import (
     rebuild_topic,
     save_manifest,
 )
-from ister.errors import AlreadyExistsError, ConflictError, CorruptDataError, NotFoundError
-from ister.objectstore.base import ObjectInfo
 from tests.support.stores import KIB, NAME, Cluster, Frames, frames_of, read_all
 
 

@@ -10,11 +10,11 @@ import sys
 import pytest
 import yaml
 
-from ister.bucket import rebuild
 from ister.cli.main import main
 from ister.config import load_config
 from ister.errors import IsterError
-from ister.topic import metadata_recovery
+from ister.rescue import rebuild
+from ister.rescue import recover as recovery
 from ister.topic.express import Express
 from ister.topic.log import Log
 
@@ -400,7 +400,7 @@ def test_store_that_fails_is_an_error_of_the_topic(place, capsys, monkeypatch):
     def refuse(*_, **__):
         raise IsterError("no answer")
 
-    monkeypatch.setattr(metadata_recovery, "rebuild_topic", refuse)
+    monkeypatch.setattr(recovery, "rebuild_topic", refuse)
     code, printed = recover(place, capsys)
     assert code == 1
     assert {topic["status"] for topic in printed["topics"]} == {"failed"}

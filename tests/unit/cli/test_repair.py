@@ -16,8 +16,8 @@ from ister.cli.main import main
 from ister.config import load_config
 from ister.errors import ConflictError, UnavailableError
 from ister.format.records import Progress, encode_progress
+from ister.rescue.offline_repair import TopicRepair
 from ister.topic.log import Log
-from ister.topic.offline_repair import TopicRepair
 from ister.topic.stores import metadata_of, open_metadata
 from tests.support.builders import with_bit_flipped
 from tests.support.machine import eventually

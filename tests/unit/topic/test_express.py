@@ -9,10 +9,10 @@ from ister.base.limits import KIB
 from ister.base.model import TopicName
 from ister.bucket.express import find_runs
 from ister.bucket.names import EXPRESS_PREFIX, manifest_key
-from ister.bucket.rebuild import find_topics, rebuild_topic
 from ister.errors import CapacityError, FencedError, PermissionDeniedError, UnavailableError
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
 from ister.metadata.memory import MemoryMetadata
+from ister.rescue.rebuild import find_topics, rebuild_topic
 from tests.support.cases import each
 from tests.support.express import Shared
 from tests.support.machine import ROOT

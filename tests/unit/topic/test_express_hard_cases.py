@@ -11,9 +11,10 @@ from ister.base import threads
 from ister.base.model import TopicName
 from ister.bucket.express import find_runs
 from ister.bucket.names import EXPRESS_PREFIX
-from ister.bucket.rebuild import find_topics, load_manifest
+from ister.bucket.topic_manifest import load_manifest
 from ister.errors import ConflictError, CorruptDataError, FencedError, UnavailableError
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
+from ister.rescue.rebuild import find_topics
 from ister.topic.express import Express
 from ister.topic.stores import Stores
 from tests.support.memory_fs import SimulatedCrash

@@ -8,9 +8,9 @@ import pytest
 
 from ister.base.model import TopicState
 from ister.bucket.listing import list_objects
-from ister.bucket.rebuild import rebuild_topic
 from ister.errors import CorruptDataError, DataGapError, NotFoundError
 from ister.format.frame import scan_frames
+from ister.rescue.rebuild import rebuild_topic
 from tests.support.builders import with_bit_flipped
 from tests.support.cases import each
 from tests.support.machine import NAME, ROOT, Machine, NoThreads, numbered, payloads

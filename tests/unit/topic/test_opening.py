@@ -9,7 +9,6 @@ from ister.base import failpoints
 from ister.base.clock import ManualClock
 from ister.base.model import TopicState
 from ister.bucket.names import TopicKeys, object_key, terms_prefix
-from ister.bucket.rebuild import find_topics, rebuild_topic
 from ister.errors import (
     CapacityError,
     ConflictError,
@@ -18,6 +17,7 @@ from ister.errors import (
     WaitsForDiskError,
 )
 from ister.format.frame import scan_frames
+from ister.rescue.rebuild import find_topics, rebuild_topic
 from ister.topic.node import INSTANCES_NAME
 from ister.topic.reconcile import (
     finish_set_aside,

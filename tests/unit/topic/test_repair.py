@@ -18,7 +18,7 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.frame import scan_frames
-from ister.topic.repair import Repaired
+from ister.rescue.repair import Repaired
 from tests.support.machine import ROOT, NoThreads, Task, numbered, payloads
 from tests.support.memory_fs import SimulatedCrash
 from tests.support.stores import NAME, TTL_SECONDS, Site

@@ -12,10 +12,10 @@ from ister.base.model import TopicName
 from ister.bucket.express import find_runs
 from ister.bucket.names import TopicKeys, object_key, objects_prefix, parse_object_id
 from ister.bucket.orphans import collect_orphans
-from ister.bucket.rebuild import find_topics, rebuild_topic
 from ister.errors import CorruptDataError, NotFoundError, UnavailableError
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
 from ister.metadata.memory import MemoryMetadata
+from ister.rescue.rebuild import find_topics, rebuild_topic
 from ister.topic.resorting import RunSorter
 from tests.support.express import Shared
 from tests.support.machine import Task, eventually

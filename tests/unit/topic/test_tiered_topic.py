@@ -9,7 +9,7 @@ import pytest
 
 from ister.base import failpoints
 from ister.base.model import AckLevel, Codec, TopicState
-from ister.bucket.rebuild import load_manifest
+from ister.bucket.topic_manifest import load_manifest
 from ister.errors import (
     CapacityError,
     ClosedError,

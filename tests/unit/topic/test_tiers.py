@@ -8,7 +8,7 @@ import pytest
 from ister.base import failpoints
 from ister.base.model import AckLevel, Codec, TopicState
 from ister.bucket.names import manifest_key, object_key
-from ister.bucket.rebuild import load_manifest
+from ister.bucket.topic_manifest import load_manifest
 from ister.errors import ClosedError, ConflictError, FencedError, NotFoundError, UnavailableError
 from ister.objectstore.base import Capabilities
 from ister.topic.bucket_link import RepairedObjects

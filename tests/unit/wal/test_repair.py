@@ -12,9 +12,9 @@ from ister.base.model import TopicState
 from ister.config import load_config
 from ister.errors import CapacityError, CorruptDataError, DiskError, OffsetOutOfRangeError
 from ister.format.frame import scan_frames
+from ister.rescue.local_log import rewrite_log
 from ister.topic.log import Log
 from ister.wal.directory import WalDirectory
-from ister.wal.repair import rewrite_log
 from tests.support.builders import with_bit_flipped
 from tests.support.cases import each
 from tests.support.machine import NAME, ROOT, Machine, ManualClock, NoThreads, numbered, payloads

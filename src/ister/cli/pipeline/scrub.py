@@ -13,9 +13,9 @@ from ister.cli.output import Subparsers, add_command, print_table
 from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
 
 if TYPE_CHECKING:
+    from ister.rescue.catalog_check import FindingJson
     from ister.spark.jobs.job_report import JobReport
     from ister.spark.jobs.tasks import TaskRunner
-    from ister.spark.jobs.topic_survey import FindingJson
 
 
 _SHOWN_FINDINGS_MAX: Final = 200

@@ -37,7 +37,6 @@ from ister.bucket.catalog import Catalog
 from ister.bucket.history_reader import HistoryReader, ReaderSettings
 from ister.bucket.names import ObjectName, TopicKeys, format_object_id, object_key, parse_object_id
 from ister.bucket.object_maker import FrameSource, ObjectMaker
-from ister.bucket.rebuild import describe_object
 from ister.client.frames import BrokerFrames
 from ister.errors import (
     ConflictError,
@@ -57,7 +56,8 @@ from ister.format.descriptor import (
 )
 from ister.format.frame import FrameBatch, NothingLeftError
 from ister.format.records import TopicRecord
-from ister.spark.jobs.object_check import ObjectChecker
+from ister.rescue.object_check import ObjectChecker
+from ister.rescue.rebuild import describe_object
 from ister.spark.location import LogLocation
 from ister.spark.owners import connect
 from ister.topic.history import BucketLog

@@ -29,9 +29,9 @@ from ister.base.limits import GIB, KIB, MIB
 from ister.base.model import TopicName
 from ister.bucket.express import find_runs
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor
+from ister.rescue.object_check import Checked, ObjectChecker
 from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
 from ister.spark.jobs.job_report import JobProgress, JobReport
-from ister.spark.jobs.object_check import Checked, ObjectChecker
 from ister.spark.jobs.object_repair import DamagedRange, RepairResult, repair_range
 from ister.spark.jobs.tasks import SparkOrRunner, run_tasks
 from ister.spark.jobs.topic_scrub import BadObject, CheckItem, MissingRange, TopicScrub

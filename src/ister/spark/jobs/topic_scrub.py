@@ -19,17 +19,17 @@ from ister.bucket.ownership import OwnedTopic
 from ister.errors import ConflictError, CorruptDataError, InvariantError, IsterError
 from ister.format.descriptor import ObjectDescriptor, encode_descriptor
 from ister.metadata.base import Delete, Put, RevisionIs
-from ister.spark.jobs.job import Job
-from ister.spark.jobs.job_report import ErrorFields
-from ister.spark.jobs.object_check import Checked
-from ister.spark.jobs.object_repair import KEPT_HINT, DamagedRange, RepairResult, epoch_floor
-from ister.spark.jobs.topic_survey import (
+from ister.rescue.catalog_check import (
     DescriptorEntry,
     ScrubFinding,
     Survey,
     read_pages,
     survey_topic,
 )
+from ister.rescue.object_check import Checked
+from ister.spark.jobs.job import Job
+from ister.spark.jobs.job_report import ErrorFields
+from ister.spark.jobs.object_repair import KEPT_HINT, DamagedRange, RepairResult, epoch_floor
 from ister.spark.owners import ask
 from ister.spark.tables.ranges import normalise, subtract
 from ister.topic.local_tail import LocalTail

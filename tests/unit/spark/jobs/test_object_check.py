@@ -12,11 +12,11 @@ from ister.base.model import Codec, MessageId, StreamMessage
 from ister.bucket.merge import merge_objects
 from ister.bucket.names import object_key, parse_object_id
 from ister.bucket.object_maker import UploadSettings
-from ister.bucket.rebuild import describe_object
 from ister.errors import DiskError, UnavailableError
 from ister.format.frame import encode_frame
 from ister.format.message import encode_message
-from ister.spark.jobs.object_check import ObjectChecker, ObjectProblem
+from ister.rescue.object_check import ObjectChecker, ObjectProblem
+from ister.rescue.rebuild import describe_object
 from tests.support.cases import case
 from tests.support.memory_store import MemoryObjectStore
 from tests.support.stores import NAME

@@ -30,7 +30,7 @@ from ister.format.descriptor import (
 from ister.fs.base import File
 from ister.fs.local import LocalFileSystem
 from ister.objectstore.base import ObjectStore
-from ister.topic.survey import FileSurvey, Listing, survey_frames
+from ister.rescue.examine_files import FileSurvey, Listing, survey_frames
 
 _PARQUET_MAGIC: Final = b"PAR1"
 _SECONDS_MIN: Final = 10**9
@@ -124,7 +124,7 @@ def survey_object(file: File, listing: Listing) -> ObjectSurvey:
             found.damage.clear()
         return ObjectSurvey(found, expected, FORMAT_FRAMES, "")
     try:
-        from ister.topic.survey_archive import survey_archive  # noqa: PLC0415 - needs pyarrow
+        from ister.rescue.examine_archive import survey_archive  # noqa: PLC0415 - needs pyarrow
     except ImportError as error:
         raise missing_extra("an object in Parquet", "arrow", error) from error
     archive = survey_archive(file, name=name, topic=topic, expected=expected, listing=listing)

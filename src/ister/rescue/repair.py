@@ -23,12 +23,12 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.frame import FrameBatch, NothingLeftError
+from ister.rescue.local_log import judge_log, rewrite_log
 from ister.topic.bucket_link import TopicBucket
 from ister.topic.reconcile import divergence
 from ister.topic.stores import Stores
 from ister.topic.topic import Topic
 from ister.wal.reader import WalReader
-from ister.wal.repair import judge_log, rewrite_log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from the first to the last.
 
 Owns: examining one such object; comparing two that have the same offsets; copying a part of one;
 what is reported about those that are not taken. Does not own: which objects make up a topic
-(`ister.bucket.rebuild`).
+(`ister.rescue.rebuild`).
 
 A torn object (its last frame is not whole) is described up to its last whole frame. Of one that is
 damaged in its midst, the descriptor has all offsets and no checksum: readers report the damage.

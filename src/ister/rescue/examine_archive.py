@@ -14,7 +14,7 @@ from ister.format.descriptor import FORMAT_PARQUET
 from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import decode_message
 from ister.fs.base import File
-from ister.topic.survey import BadRange, FileSurvey, FrameLine, Kind, Listing
+from ister.rescue.examine_files import BadRange, FileSurvey, FrameLine, Kind, Listing
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class ArchiveSurvey(FileSurvey):
 def survey_archive(
     file: File, *, name: str, topic: str, expected: ObjectName | None, listing: Listing
 ) -> ArchiveSurvey:
-    """Examines the rows of an object in Parquet; like `ister.topic.survey.survey_frames`.
+    """Examines the rows of an object in Parquet; like `ister.rescue.examine_files.survey_frames`.
 
     A listed message has the position of its row group, and the size of its frame.
 

@@ -1,7 +1,7 @@
 """Rebuilds lost metadata from the bucket: `ister recover`.
 
 Owns: which topics, and moving a damaged SQLite file aside. Does not own: rebuilding one topic
-(`ister.bucket.rebuild`), output (`ister.cli.recover`).
+(`ister.rescue.rebuild`), output (`ister.cli.recover`).
 
 A topic that the metadata store knows is left unchanged, and an error of one topic does not stop the
 others. What a crash leaves: topics that are whole, topics that are not known yet, and possibly a
@@ -25,7 +25,6 @@ from ister.bucket.catalog import Catalog
 from ister.bucket.express import find_runs
 from ister.bucket.identity import BucketIdentity
 from ister.bucket.names import TOPICS_PREFIX, TopicKeys
-from ister.bucket.rebuild import TopicReport, find_topics, rebuild_topic
 from ister.config import MetadataBackend, MetadataConfig, StorageConfig
 from ister.errors import (
     CorruptDataError,
@@ -40,6 +39,7 @@ from ister.fs.local import LocalFileSystem
 from ister.metadata.base import MetadataStore
 from ister.metadata.memory import MemoryMetadata
 from ister.objectstore.base import ObjectStore
+from ister.rescue.rebuild import TopicReport, find_topics, rebuild_topic
 from ister.topic.stores import open_metadata
 from ister.wal.directory import LOCK_NAME
 

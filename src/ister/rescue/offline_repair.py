@@ -27,10 +27,10 @@ from ister.errors import (
     WaitsForDiskError,
 )
 from ister.fs.local import LocalFileSystem
-from ister.topic.giving_up import GivenUp
+from ister.rescue.examine_files import BadRange, FileSurvey, Kind, survey
+from ister.rescue.giving_up import GivenUp
 from ister.topic.log import Log
 from ister.topic.stores import Stores, metadata_of, open_metadata
-from ister.topic.survey import BadRange, FileSurvey, Kind, survey
 from ister.wal.directory import WalDirectory
 
 

@@ -7,8 +7,8 @@ from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor, parse_run_
 from ister.format.express import FOOTER, decode_footer
 from ister.format.footer import TRAILER_BYTES
 from ister.fs.base import File
-from ister.topic.survey import Listing, survey_frames
-from ister.topic.survey_object import ObjectSurvey, ReadOnlyFile
+from ister.rescue.examine_files import Listing, survey_frames
+from ister.rescue.examine_object import ObjectSurvey, ReadOnlyFile
 
 
 def survey_express(file: File, listing: Listing) -> list[ObjectSurvey]:

@@ -14,7 +14,7 @@ objects; their descriptors come from the footers. Runs of another incarnation ar
 same name that was deleted, and so are all runs of a topic that has neither a manifest nor objects
 of its own.
 
-Objects that Danube wrote are adopted where they are (`ister.bucket.danube_objects`). They may
+Objects that Danube wrote are adopted where they are (`ister.rescue.danube`). They may
 overlap, because Danube exports some files again: the longest history is taken, of equal objects the
 newest, and offsets that only a left-out object has are copied from it. Each object of frames that
 is not taken is an error with its name, unless Ister itself wrote it.
@@ -25,7 +25,6 @@ before it: descriptors without a record, which the next run writes again.
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -39,7 +38,6 @@ from ister.base.clock import Clock
 from ister.base.limits import MIB
 from ister.base.model import AckLevel, Codec, Layout, TopicName
 from ister.bucket.check import load_archives, verify_content, verify_size, walk_frames
-from ister.bucket.danube_objects import Adoption
 from ister.bucket.listing import list_objects
 from ister.bucket.names import (
     TOPICS_PREFIX,
@@ -58,6 +56,13 @@ from ister.bucket.names import (
 from ister.bucket.object_choice import choose_objects, overlap, ranges_of
 from ister.bucket.object_maker import ObjectSummary
 from ister.bucket.terms import is_of_lineage, newest_terms
+from ister.bucket.topic_manifest import (
+    Manifest,
+    has_manifest,
+    load_manifest,
+    manifest_of,
+    save_manifest,
+)
 from ister.errors import (
     AlreadyExistsError,
     ConflictError,
@@ -80,6 +85,7 @@ from ister.format.records import TopicRecord, encode_current, encode_topic
 from ister.metadata.base import Absent, MetadataStore, Put
 from ister.objectstore.base import ObjectInfo, ObjectStore
 from ister.objectstore.slices import with_slices
+from ister.rescue.danube import Adoption
 
 if TYPE_CHECKING:
     from ister.format.archive import ArchiveReader
@@ -89,16 +95,6 @@ _log = logging.getLogger("ister.bucket.rebuild")
 _CHUNK_BYTES = 4 * MIB
 _INDEX_EVERY = 1000
 _EPOCHS_SKIPPED = 1000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """The small object that describes a topic."""
-
-    ack: AckLevel
-    codec: Codec
-    incarnation: str
-    created_at: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,44 +111,6 @@ class TopicReport:
     errors: list[IsterError] = field(default_factory=list)
     is_written: bool = False
     """Whether metadata was written; not so if there was some already."""
-
-
-def save_manifest(store: ObjectStore, topic: TopicName, manifest: Manifest) -> None:
-    """Writes the manifest of a topic, replacing the one that is there."""
-    fields = {
-        "topic": str(topic),
-        "ack": manifest.ack,
-        "codec": manifest.codec,
-        "incarnation": manifest.incarnation,
-        "created_at": manifest.created_at,
-    }
-    store.put(manifest_key(topic), json.dumps(fields).encode())
-
-
-def load_manifest(store: ObjectStore, topic: TopicName) -> Manifest | None:
-    """The manifest of a topic; None if there is none, or it is damaged."""
-    try:
-        fields = json.loads(store.read(manifest_key(topic), 0, MIB))
-        return Manifest(
-            ack=AckLevel(fields["ack"]),
-            codec=Codec(fields["codec"]),
-            incarnation=str(fields["incarnation"]),
-            created_at=int(fields["created_at"]),
-        )
-    except NotFoundError:
-        return None
-    except (ValueError, TypeError, KeyError, RecursionError):
-        _log.warning("the topic's manifest is damaged", extra={"topic": str(topic)})
-        return None
-
-
-def has_manifest(store: ObjectStore, topic: TopicName) -> bool:
-    """Whether a topic has a manifest, damaged or not: its deletion removes it."""
-    try:
-        store.stat(manifest_key(topic))
-    except NotFoundError:
-        return False
-    return True
 
 
 def find_topics(
@@ -757,16 +715,6 @@ def _make_record(
         ack=manifest.ack,
         codec=manifest.codec,
         created_at=manifest.created_at,
-    )
-
-
-def manifest_of(record: TopicRecord) -> Manifest:
-    """The manifest of a topic with this record."""
-    return Manifest(
-        ack=record.ack,
-        codec=record.codec,
-        incarnation=record.incarnation,
-        created_at=record.created_at,
     )
 
 

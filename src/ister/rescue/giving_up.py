@@ -4,7 +4,7 @@
     objects ─► check all    ┴► lost offsets ─► recorded permanently ─► the topic opens
 
 Owns: which offsets are lost, and the order of the steps. Does not own: the confirmation
-(`ister.cli.repair`), what local files still have (`ister.wal.repair`).
+(`ister.cli.repair`), what local files still have (`ister.rescue.local_log`).
 
 Offsets are never used again: the log continues at or above every offset that any file, checkpoint,
 object or cursor names.
@@ -35,13 +35,13 @@ from ister.errors import CorruptDataError, InvalidRequestError, NotFoundError
 from ister.format.descriptor import FORMAT_PARQUET, KEPT_READABLE, ObjectDescriptor
 from ister.format.frame import FrameBatch, NothingLeftError
 from ister.format.offset_ranges import merge_ranges, missing_from
+from ister.rescue.local_log import JudgedLog, give_up, judge_log
+from ister.rescue.repair import abandoned, held
 from ister.topic.reconcile import set_aside
-from ister.topic.repair import abandoned, held
 from ister.topic.stores import Stores, upload_settings
 from ister.topic.topic import Topic
 from ister.wal.directory import WalDirectory
 from ister.wal.reader import WalReader
-from ister.wal.repair import JudgedLog, give_up, judge_log
 from ister.wal.snapshot import SnapshotSettings, WalSnapshot
 
 
