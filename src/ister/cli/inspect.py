@@ -1,10 +1,11 @@
-"""`ister inspect wal|checkpoint PATH`: what is on disk, in words or as JSON.
+"""`ister inspect wal|checkpoint|object`: what is stored, in words or as JSON.
 
-Owns: arguments, output, exit code. Does not own: examining files (`ister.rescue`), the other kinds
-(`inspect_object`, `inspect_topic`).
+Owns: arguments, output, exit code. Does not own: examining files and objects (`ister.rescue`),
+topics (`inspect_topic`).
 
-Exit code 1 means damage. A torn tail is not damage: a crash leaves one, and opening the topic cuts
-it off.
+Exit code 1 means damage, or frames other than the name or the footer of an object promises. A torn
+tail is not damage: a crash leaves one, and opening the topic cuts it off. An express object is
+shown run by run.
 """
 
 from __future__ import annotations
@@ -13,23 +14,28 @@ import argparse
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict
+from typing import Final
 
+from ister.base.clock import SystemClock
 from ister.base.model import JsonObject
-from ister.cli import inspect_object, inspect_topic
+from ister.base.positions import format_time
+from ister.cli import inspect_topic
+from ister.cli.errors_out import answer, print_json
+from ister.cli.location import add_place_arguments, has_place, load_place, open_bucket
 from ister.cli.output import Subparsers, add_command, print_error, print_table
-from ister.cli.survey_view import (
-    add_listing_arguments,
-    file_cells,
-    make_listing,
-    print_bad_ranges,
-    print_frames,
-)
-from ister.errors import CorruptDataError, NotFoundError
+from ister.config import CloudConfig
+from ister.errors import CorruptDataError, InvalidRequestError, NotFoundError
+from ister.objectstore.base import ObjectStore
 from ister.rescue.examine_files import (
     CHECKPOINT_NAME,
     UPLOADER_CHECKPOINT_NAME,
     FileSurvey,
+    Kind,
+    Listing,
+    Readable,
     TopicSurvey,
     UploaderCheckpoint,
     WalState,
@@ -37,6 +43,21 @@ from ister.rescue.examine_files import (
     load_checkpoint,
     survey,
 )
+from ister.rescue.examine_object import (
+    ObjectFile,
+    ObjectSurvey,
+    examine_express,
+    examine_object,
+    open_local,
+    open_named,
+)
+
+_LISTED_FRAMES_DEFAULT: Final = 1000
+"""A list of this length fits into memory."""
+_BACKENDS: Final = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "azblob": "azblob"}
+"""By the scheme of a URL."""
+_LOCAL_SCHEMES: Final = ("fs", "file")
+_EXPRESS_SUFFIX: Final = ".dnbx"
 
 
 def register(commands: Subparsers) -> None:
@@ -69,7 +90,7 @@ def register(commands: Subparsers) -> None:
     )
     wal.add_argument("path", metavar="PATH", help="WAL file, topic directory or data directory")
     wal.add_argument("--json", action="store_true", help="print one JSON object")
-    add_listing_arguments(wal)
+    _add_listing_arguments(wal)
     wal.set_defaults(run=_run_wal)
 
     checkpoint = add_command(
@@ -84,8 +105,61 @@ def register(commands: Subparsers) -> None:
     checkpoint.add_argument("--json", action="store_true", help="print one JSON object")
     checkpoint.set_defaults(run=_run_checkpoint)
 
-    inspect_object.register(kinds)
+    _register_object(kinds)
     inspect_topic.register(kinds)
+
+
+def _register_object(kinds: Subparsers) -> None:
+    parser = add_command(
+        kinds,
+        "object",
+        help="show frames, offsets, codec and damage of an object",
+        description="Reads an object without changing it: a local file; a URL such as "
+        "s3://bucket/key, with credentials from the config's options or the environment; or "
+        "a key or name in the log's bucket. Exit code 1 if it is damaged.",
+        examples=(
+            "ister inspect object data-0-999.dnb1 --data ./ister-data",
+            "ister inspect object s3://bucket/prefix/key --frames --limit 10 --json",
+        ),
+    )
+    parser.add_argument("object", metavar="URL-or-PATH", help="file, URL, key or object name")
+    _add_listing_arguments(parser)
+    add_place_arguments(parser)
+    parser.set_defaults(run=lambda options: answer(options, lambda: _inspect_object(options)))
+
+
+def _add_listing_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds `--frames`, `--limit` and `--from`."""
+    parser.add_argument("--frames", action="store_true", help="also list single frames")
+    parser.add_argument(
+        "--limit",
+        type=_parse_count,
+        default=_LISTED_FRAMES_DEFAULT,
+        metavar="N",
+        help=f"with --frames: list at most N (default {_LISTED_FRAMES_DEFAULT})",
+    )
+    parser.add_argument(
+        "--from",
+        dest="from_offset",
+        type=_parse_count,
+        default=0,
+        metavar="OFFSET",
+        help="with --frames: start at this offset",
+    )
+
+
+def _make_listing(options: argparse.Namespace) -> Listing:
+    """Which frames the arguments ask for."""
+    return Listing(
+        start_offset=options.from_offset, remaining=options.limit if options.frames else 0
+    )
+
+
+def _parse_count(text: str) -> int:
+    """A number of frames or an offset, for argparse."""
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 0 or higher")
+    return int(text)
 
 
 def _resolve(path: str) -> str:
@@ -110,7 +184,7 @@ def _resolve(path: str) -> str:
 
 def _run_wal(options: argparse.Namespace) -> int:
     path = _resolve(options.path)
-    listing = make_listing(options)
+    listing = _make_listing(options)
     if os.path.isdir(path):
         topics = [survey(directory, listing=listing) for directory in find_topics(path)]
     else:
@@ -172,11 +246,11 @@ def _print_topics(topics: list[TopicSurvey]) -> None:
             print("no files: the topic is empty")
             continue
         titles = ("file", "codec", "first", "next", "frames", "bytes", "published", "state")
-        print_table(titles, [(file.name, *file_cells(file)) for file in topic.files])
+        print_table(titles, [(file.name, *_file_cells(file)) for file in topic.files])
         for file in topic.files:
-            print_bad_ranges(file)
+            _print_bad_ranges(file)
         for file in topic.files:
-            print_frames(file)
+            _print_frames(file)
 
 
 # -- checkpoint -----------------------------------------------------------------------------
@@ -238,3 +312,211 @@ def _checkpoint_fields(found: WalState | UploaderCheckpoint | None) -> JsonObjec
     if isinstance(found, UploaderCheckpoint):
         return {"kind": "uploader", **asdict(found)}
     return {"kind": None}
+
+
+# -- object ---------------------------------------------------------------------------------
+
+
+def _inspect_object(options: argparse.Namespace) -> int:
+    with _opened(options) as file:
+        path, is_express = file.path, file.path.endswith(_EXPRESS_SUFFIX)
+        seen = (
+            examine_express(file, _make_listing(options))
+            if is_express
+            else [examine_object(file, _make_listing(options))]
+        )
+    is_damaged = any(one.is_damaged for one in seen)
+    if options.json:
+        shown = [_object_as_json(one, with_frames=options.frames) for one in seen]
+        print_json(_express_as_json(path, seen, shown) if is_express else shown[0])
+    else:
+        print(path)
+        title = "topic" if is_express else "format"
+        titles = (title, "codec", "start", "next", "frames", "bytes", "published", "state")
+        rows = [(one.topic if is_express else one.format, *_file_cells(one)) for one in seen]
+        print_table(titles, rows)
+        for one in seen:
+            if one.kept:
+                print(f"messages kept: {one.kept}")
+            _print_bad_ranges(one)
+            _print_frames(one)
+    if is_damaged:
+        print_error(f"the object is damaged (path={path})")
+    return 1 if is_damaged else 0
+
+
+def _express_as_json(path: str, seen: list[ObjectSurvey], shown: list[JsonObject]) -> JsonObject:
+    return {
+        "name": path.rpartition("/")[2],
+        "path": path,
+        "format": "express",
+        "frames": sum(run.frames for run in seen),
+        "bytes": sum(run.bytes for run in seen),
+        "runs": shown,
+        "damage": [asdict(bad) for run in seen for bad in run.damage],
+        "errors": [],
+    }
+
+
+# -- finding an object ------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(options: argparse.Namespace) -> Iterator[Readable]:
+    """The object that the argument names.
+
+    Raises:
+        NotFoundError: There is none.
+        InvalidRequestError: It is not clear which one.
+    """
+    text: str = options.object
+    scheme, is_url, rest = text.partition("://")
+    if is_url and scheme in _LOCAL_SCHEMES:
+        text, is_url = rest, ""
+    if not is_url and os.path.isfile(text):
+        with closing(open_local(os.path.realpath(text))) as file:
+            yield file
+        return
+    store, key = _open_url(scheme, rest, options) if is_url else (_open_bucket(text, options), "")
+    try:
+        yield ObjectFile(store, key) if key else open_named(store, text)
+    finally:
+        store.close()
+
+
+def _open_url(scheme: str, rest: str, options: argparse.Namespace) -> tuple[ObjectStore, str]:
+    from ister.objectstore.opendal_store import open_store  # noqa: PLC0415 - loads a large library
+
+    backend = _BACKENDS.get(scheme)
+    bucket, _, key = rest.partition("/")
+    if backend is None or not bucket or not key:
+        raise InvalidRequestError(
+            "not the URL of an object", hint=f"known are {', '.join(_BACKENDS)}://bucket/key"
+        )
+    cloud = load_place(options).storage.cloud if has_place(options) else CloudConfig()
+    store = open_store(
+        backend,
+        f"{scheme}://{bucket}",
+        # Of the same kind of store, so its credentials and its address are meant for this one.
+        cloud.options if cloud.backend.value == backend else _environment_options(backend),
+        clock=SystemClock(),
+        call_timeout_seconds=float(cloud.call_timeout_seconds),
+    )
+    return store, key
+
+
+def _environment_options(backend: str) -> dict[str, str]:
+    """Options from the environment: the endpoint of S3, as in AWS's own tools."""
+    address = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    return {"endpoint": address} if backend == "s3" and address else {}
+
+
+def _open_bucket(text: str, options: argparse.Namespace) -> ObjectStore:
+    if not has_place(options):
+        raise NotFoundError(
+            "file not found",
+            path=text,
+            hint="pass --data DIR or --config FILE for an object in a log's bucket",
+        )
+    return open_bucket(load_place(options).storage, SystemClock())
+
+
+def _object_as_json(found: ObjectSurvey, *, with_frames: bool) -> JsonObject:
+    name = found.promised
+    fields: JsonObject = {
+        "name": found.name,
+        "path": found.path,
+        "topic": found.topic or None,
+        "start_offset": found.first_offset,
+        "next_offset": found.next_offset,
+        "format": found.format,
+        "kept": found.kept,
+        "frames": found.frames,
+        "bytes": found.bytes,
+        "codec": found.codec,
+        "epoch": name.epoch if name is not None else None,
+        "publish_time_min": found.publish_time_min,
+        "publish_time_max": found.publish_time_max,
+        "undecodable": found.undecodable,
+        "damage": [asdict(bad) for bad in found.damage],
+        "errors": [],
+    }
+    if name is not None and (found.first_offset, found.next_offset) != (name.start, name.end):
+        fields |= {"name_start": name.start, "name_end": name.end}
+    if with_frames:
+        fields["frame_list"] = [asdict(line) for line in found.listed]
+    return fields
+
+
+# -- for people -----------------------------------------------------------------------------
+
+
+def _file_cells(file: FileSurvey) -> tuple[object, ...]:
+    """The cells of a file's row: codec, first, next, frames, bytes, published, state."""
+    return (
+        file.codec,
+        file.first_offset,
+        file.next_offset,
+        file.frames,
+        file.bytes,
+        _format_published(file),
+        _format_state(file),
+    )
+
+
+def _format_state(file: FileSurvey) -> str:
+    """Whether a file is whole, in a word or two."""
+    kinds = {bad.kind for bad in file.damage}
+    if Kind.GIVEN_UP in kinds and Kind.DAMAGE not in kinds:
+        state = "given up"
+    elif file.is_missing:
+        state = "MISSING"
+    elif Kind.DAMAGE in kinds:
+        state = "DAMAGED"
+    else:
+        state = "torn tail" if kinds else "whole"
+    if file.undecodable:
+        state += f", {file.undecodable} bodies cannot be decoded as {file.codec or 'messages'}"
+    return state
+
+
+def _format_published(file: FileSurvey) -> str | None:
+    """From when to when the messages of a file were published."""
+    first, last = file.publish_time_min, file.publish_time_max
+    if first is None or last is None:
+        return None
+    return f"{format_time(first)} … {format_time(last)}"
+
+
+def _print_bad_ranges(file: FileSurvey) -> None:
+    """One line for each."""
+    for bad in file.damage:
+        offsets = f"offset {'?' if bad.offset is None else bad.offset}"
+        if bad.end_offset is not None:
+            offsets += f" up to {bad.end_offset}"
+        print(
+            f"{bad.kind}: {file.name} position {bad.position} up to {bad.end_position}, "
+            f"{offsets}: {bad.reason}"
+        )
+
+
+def _print_frames(file: FileSurvey) -> None:
+    """The frames that were listed, if any."""
+    if not file.listed:
+        return
+    print()
+    rows = [
+        (
+            line.offset,
+            line.position,
+            line.size,
+            None if line.publish_time is None else format_time(line.publish_time),
+            line.producer,
+        )
+        for line in file.listed
+    ]
+    print_table(
+        ("offset", "position", "size", "published", "producer"),
+        rows,
+        title=f"frames of {file.name}",
+    )

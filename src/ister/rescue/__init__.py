@@ -7,7 +7,7 @@ pipeline scrub` maps it over Spark, `ister repair` mends under the claim, `ister
 All of them walk frames with `ister.format.frame_walk`.
 
 examine_files       the files of a topic's log, damaged or not
-examine_object, examine_archive, examine_express    one object, by what is in it
+examine_object      one object, by what is in it
 object_check        one object against its descriptor
 catalog_check       a topic's catalog against the listing of its bucket
 local_log           what is left of a damaged log, and putting it in order again

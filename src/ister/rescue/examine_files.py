@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
@@ -35,10 +36,9 @@ from ister.format.checkpoint import (
 )
 from ister.format.frame import FRAME_HEADER_SIZE, Scan
 from ister.format.frame_search import read_frame
-from ister.format.frame_walk import BadBytes, FrameWalk
+from ister.format.frame_walk import BadBytes, FrameWalk, Readable
 from ister.format.gaps import Gaps
 from ister.format.message import decode_message, decode_publish_time, recognise
-from ister.fs.base import File
 from ister.fs.local import LocalFileSystem
 from ister.fs.whole_files import read_file
 from ister.wal.directory import (
@@ -54,18 +54,18 @@ __all__ = [
     "CHECKPOINT_NAME",
     "UPLOADER_CHECKPOINT_NAME",
     "BadRange",
-    "File",
     "FileSurvey",
     "FrameLine",
     "Kind",
     "Listing",
+    "Readable",
     "TopicSurvey",
     "UploaderCheckpoint",
     "WalState",
+    "examine_frames",
     "find_topics",
     "load_checkpoint",
     "survey",
-    "survey_frames",
 ]
 
 _DEPTH_MAX: Final = 3
@@ -131,6 +131,27 @@ class FileSurvey:
     def is_damaged(self) -> bool:
         """Whether something is wrong that a crash does not explain."""
         return any(bad.kind is Kind.DAMAGE for bad in self.damage)
+
+    def note(
+        self,
+        reason: str,
+        positions: tuple[int, int],
+        offset: int | None,
+        end_offset: int | None,
+        kind: Kind = Kind.DAMAGE,
+    ) -> None:
+        """Adds a bad range."""
+        position, end_position = positions
+        self.damage.append(
+            BadRange(
+                position=position,
+                end_position=end_position,
+                offset=offset,
+                end_offset=end_offset,
+                reason=reason,
+                kind=kind,
+            )
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -244,15 +265,14 @@ def _is_given_up(file: FileSurvey, bad: BadRange, gaps: Gaps) -> bool:
     return any(start <= bad.offset < end for start, end in gaps.ranges)
 
 
-def survey_frames(
-    file: File, *, name: str, topic: str, expected: ObjectName | None, listing: Listing
-) -> FileSurvey:
+def examine_frames(
+    file: Readable, entry: FileSurvey, expected: ObjectName | None, listing: Listing
+) -> None:
     """Examines the frames of an object. Objects are never torn: a bad range is damage.
 
     Args:
         file: Its bytes.
-        name: What it is called.
-        topic: Whose it is, for the report.
+        entry: Gets what is found.
         expected: The offsets that its name says, if it says any.
         listing: Frames to list; counted down.
 
@@ -260,53 +280,32 @@ def survey_frames(
         NotFoundError: There is no such object.
         IsterError: It cannot be read.
     """
-    entry = FileSurvey(name=name, path=file.path, topic=topic)
-    first = _object_start(file, expected)
     walk = _FileWalk(file, entry, listing, durable=None, successor=None, is_last=False)
-    walk.run(first)
-    if expected is not None:
-        _compare_with_name(entry, expected)
-    return entry
-
-
-def _object_start(file: File, expected: ObjectName | None) -> int | None:
-    """The offset of an object's first frame: as its name says, unless two frames say otherwise.
-
-    One alone does not: the offset in a header has no checksum.
-    """
-    first = read_frame(file.read_at, 0)
+    walk.run(find_first_offset(file, expected.start if expected is not None else None))
     if expected is None:
-        return first.offset if first is not None else None
-    if first is not None and first.offset != expected.start:
-        second = read_frame(file.read_at, first.end)
-        if second is not None and second.offset == first.offset + 1:
-            return first.offset
-    return expected.start
-
-
-def _compare_with_name(entry: FileSurvey, expected: ObjectName) -> None:
-    """Reports damage if an object's frames do not match its name."""
+        return
     first, end = entry.first_offset or 0, entry.next_offset or 0
     is_open = bool(entry.damage) and entry.damage[-1].end_offset is None
     if first != expected.start:
-        position, offset, end_offset = 0, expected.start, None
         reason = f"the name says {expected.start}, the first frame {first}"
+        entry.note(reason, (0, entry.bytes), expected.start, None)
     elif end > expected.end or (end < expected.end and not is_open):
-        position, offset = entry.bytes, end
-        end_offset = expected.end if end < expected.end else None
         reason = f"the name says up to offset {expected.end}, the frames end at {end}"
-    else:
-        return
-    entry.damage.append(
-        BadRange(
-            position=position,
-            end_position=entry.bytes,
-            offset=offset,
-            end_offset=end_offset,
-            reason=reason,
-            kind=Kind.DAMAGE,
-        )
-    )
+        end_offset = expected.end if end < expected.end else None
+        entry.note(reason, (entry.bytes, entry.bytes), end, end_offset)
+
+
+def find_first_offset(file: Readable, hint: int | None) -> int | None:
+    """The offset at which a file begins: as checkpoint or name say, unless two frames differ.
+
+    One alone does not tell: the offset in a header has no checksum.
+    """
+    first = read_frame(file.read_at, 0)
+    if first is None or first.offset == hint:
+        return hint
+    second = read_frame(file.read_at, first.end)
+    is_sure = second is not None and second.offset == first.offset + 1
+    return first.offset if is_sure or (hint is None and second is None) else hint
 
 
 class _TopicWalk:
@@ -376,16 +375,8 @@ class _TopicWalk:
     def _report_missing(self, entry: FileSurvey, seq: int) -> None:
         entry.is_missing = True
         entry.first_offset = self._hints.get(seq)
-        entry.damage.append(
-            BadRange(
-                position=0,
-                end_position=0,
-                offset=entry.first_offset,
-                end_offset=self._hints.get(seq + 1),
-                reason="file missing",
-                kind=Kind.DAMAGE,
-            )
-        )
+        following = self._hints.get(seq + 1)
+        entry.note("file missing", (0, 0), entry.first_offset, following)
         self._result.files.append(entry)
 
     def _first_offsets(self, seqs: list[int]) -> dict[int, int]:
@@ -395,13 +386,10 @@ class _TopicWalk:
             if seq in firsts:
                 continue
             try:
-                file = self._directory.fs.open_read(self._directory.log_path(seq))
+                with closing(self._directory.fs.open_read(self._directory.log_path(seq))) as file:
+                    frame = read_frame(file.read_at, 0)
             except NotFoundError:
                 continue
-            try:
-                frame = read_frame(file.read_at, 0)
-            finally:
-                file.close()
             if frame is not None:
                 firsts[seq] = frame.offset
         return firsts
@@ -413,7 +401,7 @@ class _TopicWalk:
             file = self._directory.fs.open_read(entry.path)
         except NotFoundError:
             return  # trimmed since the directory was read
-        try:
+        with closing(file):
             walk = _FileWalk(
                 file,
                 entry,
@@ -423,8 +411,6 @@ class _TopicWalk:
                 is_last=is_last,
             )
             walk.run(expected)
-        finally:
-            file.close()
         self._result.files.append(entry)
 
 
@@ -433,7 +419,7 @@ class _FileWalk:
 
     def __init__(
         self,
-        file: File,
+        file: Readable,
         entry: FileSurvey,
         listing: Listing,
         *,
@@ -471,15 +457,12 @@ class _FileWalk:
                 f"; a whole frame follows at position {found.position}, opening cuts it off too"
             )
             found = None
-        self._entry.damage.append(
-            BadRange(
-                position=bad.position,
-                end_position=found.position if found else bad.size,
-                offset=bad.offset,
-                end_offset=found.offset if found else None,
-                reason=reason,
-                kind=kind,
-            )
+        self._entry.note(
+            reason,
+            (bad.position, found.position if found else bad.size),
+            bad.offset,
+            found.offset if found else None,
+            kind,
         )
         self._is_cut_off = found is None
         return found is not None
@@ -492,17 +475,9 @@ class _FileWalk:
         if promised is None or reached >= promised:
             return
         what = "the log was durable" if self._is_last else "the next file begins"
-        entry.damage.append(
-            BadRange(
-                position=entry.bytes,
-                end_position=entry.bytes,
-                offset=reached,
-                end_offset=promised,
-                reason=f"the frames end here, {what} {'up to' if self._is_last else 'at'} "
-                f"offset {promised}",
-                kind=Kind.DAMAGE,
-            )
-        )
+        what = "the log was durable up to" if self._is_last else "the next file begins at"
+        reason = f"the frames end here, {what} offset {promised}"
+        entry.note(reason, (entry.bytes, entry.bytes), reached, promised)
 
     def _is_superseded(self, offset: int | None) -> bool:
         """Whether the next file holds this offset: then it counts, whatever stands here."""

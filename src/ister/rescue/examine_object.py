@@ -1,16 +1,15 @@
-"""Examines one stored object: a local file, or a key of a bucket.
+"""Examines one stored object, read-only: a local file, or a key of a bucket.
 
-Owns: finding it, and choosing between frames and Parquet. Does not own: walking its bytes
-(`survey`, `survey_archive`).
+Owns: finding it, and choosing between frames, Parquet and the runs of an express object. Does not
+own: walking frames (`examine_files`), comparing an object with its descriptor (`object_check`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Final, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
-from ister.base.extras import missing_extra
+from ister.bucket.check import ObjectFile, load_archives
 from ister.bucket.names import (
     EXPRESS_PREFIX,
     TOPICS_PREFIX,
@@ -19,30 +18,53 @@ from ister.bucket.names import (
     parse_object_id,
     parse_topic_of_key,
 )
-from ister.errors import InvalidRequestError, NotFoundError, UnsupportedOperationError
-from ister.format.crc import Buffer
+from ister.errors import CorruptDataError, InvalidRequestError, NotFoundError
 from ister.format.descriptor import (
+    FORMAT_EXPRESS,
     FORMAT_FRAMES,
     FORMAT_PARQUET,
+    ObjectDescriptor,
     is_express_name,
     parse_run_id,
 )
+from ister.format.express import FOOTER, decode_footer
+from ister.format.footer import TRAILER_BYTES
+from ister.format.frame import FRAME_HEADER_SIZE
+from ister.format.frame_walk import Readable
+from ister.format.message import decode_message
 from ister.fs.base import File
 from ister.fs.local import LocalFileSystem
 from ister.objectstore.base import ObjectStore
-from ister.rescue.examine_files import FileSurvey, Listing, survey_frames
+from ister.rescue.examine_files import FileSurvey, FrameLine, Listing, examine_frames
+
+__all__ = [
+    "ObjectFile",
+    "ObjectSurvey",
+    "examine_express",
+    "examine_object",
+    "offsets_of",
+    "open_local",
+    "open_named",
+]
+
+if TYPE_CHECKING:
+    from ister.format.archive import ArchiveReader
 
 _PARQUET_MAGIC: Final = b"PAR1"
 _SECONDS_MIN: Final = 10**9
 
 
-class ObjectSurvey(NamedTuple):
-    """What an object holds, beside what its name promises."""
+@dataclass(slots=True, kw_only=True)
+class ObjectSurvey(FileSurvey):
+    """What an object holds, beside what its name promises.
 
-    found: FileSurvey
-    name: ObjectName | None
-    format: str
-    kept: str
+    Of one in Parquet, `frames` counts the messages that are there, and a listed message has the
+    position of its row group.
+    """
+
+    promised: ObjectName | None = None
+    format: str = FORMAT_FRAMES
+    kept: str = ""
     """Which messages of the range the object has; empty for all of them."""
 
 
@@ -52,26 +74,16 @@ def offsets_of(path: str) -> tuple[int, int] | None:
     return None if name is None else (name.start, name.end)
 
 
-@contextmanager
-def open_local(path: str) -> Iterator[File]:
-    """An object that is a local file.
+def open_local(path: str) -> File:
+    """An object that is a local file; close it.
 
     Raises:
         NotFoundError: There is no such file.
     """
-    file = LocalFileSystem().open_read(path)
-    try:
-        yield file
-    finally:
-        file.close()
+    return LocalFileSystem().open_read(path)
 
 
-def open_key(store: ObjectStore, key: str) -> File:
-    """An object of a bucket."""
-    return _ObjectFile(store, key)
-
-
-def open_named(store: ObjectStore, key_or_name: str) -> File:
+def open_named(store: ObjectStore, key_or_name: str) -> ObjectFile:
     """An object of a log's bucket, by its key, or by its name if only one topic has such a one.
 
     Raises:
@@ -81,7 +93,7 @@ def open_named(store: ObjectStore, key_or_name: str) -> File:
     if is_express_name(key_or_name) or parse_run_id(key_or_name) is not None:
         key_or_name = EXPRESS_PREFIX + key_or_name
     is_key = key_or_name.startswith((TOPICS_PREFIX, EXPRESS_PREFIX))
-    return _ObjectFile(store, key_or_name if is_key else _find_key(store, key_or_name))
+    return ObjectFile(store, key_or_name if is_key else _find_key(store, key_or_name))
 
 
 def _find_key(store: ObjectStore, name: str) -> str:
@@ -102,7 +114,7 @@ def _find_key(store: ObjectStore, name: str) -> str:
     return keys[0]
 
 
-def survey_object(file: File, listing: Listing) -> ObjectSurvey:
+def examine_object(file: Readable, listing: Listing) -> ObjectSurvey:
     """Examines an object in the format that its name says, or else its first bytes.
 
     Raises:
@@ -113,22 +125,127 @@ def survey_object(file: File, listing: Listing) -> ObjectSurvey:
     at = file.path.find(TOPICS_PREFIX)
     topic = str((parse_topic_of_key(file.path[at:]) if at >= 0 else None) or "")
     expected = _parse_path(file.path)
-    danube = parse_danube_id(name)
+    entry = ObjectSurvey(name=name, path=file.path, topic=topic, promised=expected)
     is_parquet = (
         expected.format == FORMAT_PARQUET if expected else file.read_at(0, 4) == _PARQUET_MAGIC
     )
-    if not is_parquet:
-        found = survey_frames(file, name=name, topic=topic, expected=expected, listing=listing)
-        if expected is not None and danube is not None and _ends_elsewhere(found, expected):
-            expected = None  # the number in the name is no offset: Danube 0.6.2 or later wrote it
-            found.damage.clear()
-        return ObjectSurvey(found, expected, FORMAT_FRAMES, "")
+    if is_parquet:
+        entry.format = FORMAT_PARQUET
+        _examine_archive(file, entry, listing)
+        return entry
+    examine_frames(file, entry, expected, listing)
+    if expected is not None and parse_danube_id(name) and _ends_elsewhere(entry, expected):
+        entry.promised = None  # the number in the name is no offset: Danube 0.6.2 or later wrote it
+        entry.damage.clear()
+    return entry
+
+
+def _examine_archive(file: Readable, entry: ObjectSurvey, listing: Listing) -> None:
+    """Examines an object in Parquet, one row group at a time.
+
+    A damaged row group is one bad range; without a footer, the whole file is.
+    """
+    expected, entry.bytes = entry.promised, file.size()
+    if expected is not None:
+        entry.first_offset, entry.next_offset = expected.start, expected.end
     try:
-        from ister.rescue.examine_archive import survey_archive  # noqa: PLC0415 - needs pyarrow
-    except ImportError as error:
-        raise missing_extra("an object in Parquet", "arrow", error) from error
-    archive = survey_archive(file, name=name, topic=topic, expected=expected, listing=listing)
-    return ObjectSurvey(archive, expected, FORMAT_PARQUET, archive.kept)
+        archive: ArchiveReader = load_archives().ArchiveReader(
+            file.read_at, entry.bytes, path=file.path
+        )
+    except CorruptDataError as error:
+        entry.note(error.message, (0, entry.bytes), entry.first_offset, entry.next_offset)
+        return
+    entry.topic = entry.topic or archive.topic
+    entry.codec, entry.kept = archive.codec, archive.kept
+    entry.first_offset, entry.next_offset = archive.start, archive.end
+    groups = archive.row_groups
+    entry.publish_time_min = min(
+        (one.publish_time_min for one in groups if one.publish_time_min is not None), default=None
+    )
+    entry.publish_time_max = max(
+        (one.publish_time_max for one in groups if one.publish_time_max is not None), default=None
+    )
+    for number, group in enumerate(groups):
+        try:
+            _examine_group(archive, number, group.position, entry, listing)
+        except CorruptDataError as error:
+            positions = group.position, group.end_position
+            entry.note(error.message, positions, group.first_offset, group.next_offset)
+    if expected is not None and (archive.start, archive.end) != (expected.start, expected.end):
+        reason = (
+            f"the name says {expected.start} up to {expected.end}, "
+            f"the footer {archive.start} up to {archive.end}"
+        )
+        entry.note(reason, (0, entry.bytes), expected.start, None)
+
+
+def _examine_group(
+    archive: ArchiveReader, number: int, position: int, entry: ObjectSurvey, listing: Listing
+) -> None:
+    frames = archive.restore(number)
+    entry.frames += len(frames.offsets)
+    ends = [*frames.starts[1:], len(frames.data)]
+    for offset, start, end in zip(frames.offsets, frames.starts, ends, strict=True):
+        if not listing.remaining:
+            return
+        if offset >= listing.start_offset:
+            message = decode_message(frames.data[start + FRAME_HEADER_SIZE : end], archive.codec)
+            listing.remaining -= 1
+            entry.listed.append(
+                FrameLine(
+                    offset=offset,
+                    position=position,
+                    size=end - start,
+                    publish_time=message.publish_time,
+                    producer=message.producer_name,
+                )
+            )
+
+
+def examine_express(file: Readable, listing: Listing) -> list[ObjectSurvey]:
+    """Compares each run of an express object with what the footer promises.
+
+    Raises:
+        CorruptDataError: It is not an express object, or its footer is damaged.
+        UnsupportedVersionError: A newer Ister wrote it.
+        IsterError: It cannot be read.
+    """
+    size = file.size()
+    tail = file.read_at(max(0, size - TRAILER_BYTES), TRAILER_BYTES)
+    place = FOOTER.find(tail, size, path=file.path)
+    _, runs = decode_footer(file.read_at(place.position, place.length), place, path=file.path)
+    surveys: list[ObjectSurvey] = []
+    for topic, run in runs:
+        promised = ObjectName(start=run.start, end=run.end, epoch=run.epoch, format=FORMAT_EXPRESS)
+        part = _Run(file, run)
+        entry = ObjectSurvey(
+            name=run.object_id.rpartition("/")[2],
+            path=part.path,
+            topic=str(topic),
+            promised=promised,
+            format=FORMAT_EXPRESS,
+        )
+        examine_frames(part, entry, promised, listing)
+        surveys.append(entry)
+    return surveys
+
+
+class _Run:
+    """A run of an express object as a file that can be read."""
+
+    def __init__(self, file: Readable, run: ObjectDescriptor) -> None:
+        place = parse_run_id(run.object_id)
+        self._file = file
+        self._position = 0 if place is None else place.position
+        self._size = run.size_bytes
+        self.path = f"{file.path}@{self._position}+{self._size}"
+
+    def read_at(self, position: int, size: int) -> bytes:
+        size = min(size, self._size - position)
+        return self._file.read_at(self._position + position, size) if size > 0 else b""
+
+    def size(self) -> int:
+        return self._size
 
 
 def _parse_path(path: str) -> ObjectName | None:
@@ -148,45 +265,3 @@ def _ends_elsewhere(found: FileSurvey, expected: ObjectName) -> bool:
         and len(found.damage) == 1
         and found.damage[0].position == found.bytes == found.damage[0].end_position
     )
-
-
-class ReadOnlyFile:
-    """The part of a file that changes it, refused: for objects and runs, which are only read."""
-
-    path: str
-
-    def write_at(self, position: int, buffers: Sequence[Buffer]) -> None:
-        self._refuse()
-
-    def truncate(self, size: int) -> None:
-        self._refuse()
-
-    def allocate(self, size: int) -> None:
-        self._refuse()
-
-    def sync(self) -> None:
-        self._refuse()
-
-    def close(self) -> None:
-        """Does nothing: the caller closes what is behind it."""
-
-    def _refuse(self) -> NoReturn:
-        raise UnsupportedOperationError("an object is only read here", path=self.path)
-
-
-class _ObjectFile(ReadOnlyFile):
-    """An object as a file that can be read."""
-
-    def __init__(self, store: ObjectStore, key: str) -> None:
-        self.path = f"{store.location.rstrip('/')}/{key}"
-        self._store = store
-        self._key = key
-        self._size: int | None = None
-
-    def read_at(self, position: int, size: int) -> bytes:
-        return self._store.read(self._key, position, size)
-
-    def size(self) -> int:
-        if self._size is None:
-            self._size = self._store.stat(self._key).size
-        return self._size

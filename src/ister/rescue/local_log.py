@@ -27,12 +27,12 @@ from ister.base.model import Codec
 from ister.errors import CorruptDataError, IsterError
 from ister.format.checkpoint import WalCheckpoint, WalState
 from ister.format.frame import FRAME_HEADER_SIZE, Scan
-from ister.format.frame_search import Read, read_frame
 from ister.format.frame_walk import BadBytes, FrameWalk
 from ister.format.gaps import Gaps
 from ister.format.message import decode_identity, recognise, split
 from ister.format.offset_ranges import is_within, merge_ranges, missing_from
 from ister.fs.base import File
+from ister.rescue.examine_files import find_first_offset
 from ister.wal.directory import WalDirectory, format_log_name
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
@@ -269,7 +269,7 @@ class _FileWalk:
         self._codec: Codec | None = None
         self._identity = b""
         with closing(directory.fs.open_read(directory.log_path(seq))) as file:
-            self._first = _first_offset(file.read_at, hint)
+            self._first = find_first_offset(file, hint)
             self._walk(file)
 
     @property
@@ -316,16 +316,3 @@ def _count_unread(file: File, bad: BadBytes) -> int:
     if bad.position + FRAME_HEADER_SIZE + length == bad.size:
         return 1  # one damaged frame, by its own length
     return -(-(bad.size - bad.position) // (FRAME_HEADER_SIZE + 1))
-
-
-def _first_offset(read: Read, hint: int | None) -> int | None:
-    """The offset at which a file begins: as the checkpoint says, unless two frames say otherwise.
-
-    One alone does not: the offset in a header has no checksum.
-    """
-    first = read_frame(read, 0)
-    if first is None or first.offset == hint:
-        return hint
-    second = read_frame(read, first.end)
-    is_sure = second is not None and second.offset == first.offset + 1
-    return first.offset if is_sure or (hint is None and second is None) else hint
