@@ -24,7 +24,9 @@ from ister.cli.location import (
 from ister.cli.output import Subparsers, add_command, print_table, progress
 from ister.config import MetadataBackend
 from ister.errors import InvalidRequestError, IsterError
-from ister.rescue.recover import MetadataFound, Recovery, TopicRecovery, lock_log
+from ister.rescue.rebuild import TopicReport
+from ister.rescue.recover import MetadataFound, Recovery, lock_log
+from ister.topic.describe import count_messages
 
 
 def register(commands: Subparsers) -> None:
@@ -70,7 +72,7 @@ def _recover(options: argparse.Namespace) -> int:
         raise InvalidRequestError(
             "storage.metadata.backend is 'memory', so there is nothing to recover into"
         )
-    rows: list[TopicRecovery] = []
+    rows: list[TopicReport] = []
     clock = SystemClock()
     with ExitStack() as stack:
         root = wal_root(storage)
@@ -98,7 +100,7 @@ def _recover(options: argparse.Namespace) -> int:
 
 
 def _as_json(
-    rows: Sequence[TopicRecovery],
+    rows: Sequence[TopicReport],
     errors: Sequence[IsterError],
     found: MetadataFound | None,
     *,
@@ -115,11 +117,7 @@ def _as_json(
             {
                 "topic": row.topic,
                 "status": row.status,
-                "objects": row.objects,
-                "messages": row.messages,
-                "bytes": row.bytes,
-                "start_offset": row.start_offset,
-                "next_offset": row.next_offset,
+                **_count(row),
                 "left_out": row.left_out,
                 "copied": row.copied,
                 "gaps": [list(gap) for gap in row.gaps],
@@ -130,7 +128,18 @@ def _as_json(
     }
 
 
-def _print_rows(rows: Sequence[TopicRecovery], found: MetadataFound, location: str) -> None:
+def _count(row: TopicReport) -> JsonObject:
+    start, end = row.bounds
+    return {
+        "objects": len(row.objects),
+        "messages": sum(map(count_messages, row.objects)),
+        "bytes": sum(described.size_bytes for described in row.objects),
+        "start_offset": start,
+        "next_offset": end,
+    }
+
+
+def _print_rows(rows: Sequence[TopicReport], found: MetadataFound, location: str) -> None:
     if found.set_aside is not None:
         print(f"the damaged metadata file was renamed to {found.set_aside}")
     elif found.state != "ok":
@@ -141,18 +150,7 @@ def _print_rows(rows: Sequence[TopicRecovery], found: MetadataFound, location: s
     titles = ("topic", "status", "objects", "messages", "bytes", "start", "next")
     print_table(
         titles,
-        [
-            (
-                row.topic,
-                row.status,
-                row.objects,
-                row.messages,
-                row.bytes,
-                row.start_offset,
-                row.next_offset,
-            )
-            for row in rows
-        ],
+        [(row.topic, row.status, *_count(row).values()) for row in rows],
     )
     for row in rows:
         for name in row.left_out:

@@ -6,6 +6,7 @@ own: walking frames (`examine_files`), comparing an object with its descriptor (
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -19,6 +20,7 @@ from ister.bucket.names import (
     parse_topic_of_key,
 )
 from ister.errors import CorruptDataError, InvalidRequestError, NotFoundError
+from ister.format.crc import crc32
 from ister.format.descriptor import (
     FORMAT_EXPRESS,
     FORMAT_FRAMES,
@@ -45,10 +47,11 @@ __all__ = [
     "offsets_of",
     "open_local",
     "open_named",
+    "walk_archive",
 ]
 
 if TYPE_CHECKING:
-    from ister.format.archive import ArchiveReader
+    from ister.format.archive import ArchiveReader, RowGroup
 
 _PARQUET_MAGIC: Final = b"PAR1"
 _SECONDS_MIN: Final = 10**9
@@ -200,6 +203,26 @@ def _examine_group(
                     producer=message.producer_name,
                 )
             )
+
+
+def walk_archive(
+    archive: ArchiveReader,
+    file: Readable,
+    on_damage: Callable[[RowGroup, CorruptDataError], None],
+) -> int:
+    """Reads every byte of an archive and decodes every row group; returns the checksum of all."""
+    crc, position, size = 0, 0, file.size()
+    for number, group in enumerate(archive.row_groups):
+        crc = crc32(file.read_at(position, group.position - position), crc)
+        fetched = archive.fetch(number)
+        for piece in fetched.pieces:
+            crc = crc32(piece, crc)
+        position = group.end_position
+        try:
+            archive.decode(number, fetched)
+        except CorruptDataError as error:
+            on_damage(group, error)
+    return crc32(file.read_at(position, size - position), crc)
 
 
 def examine_express(file: Readable, listing: Listing) -> list[ObjectSurvey]:

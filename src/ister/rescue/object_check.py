@@ -19,7 +19,7 @@ import errno
 from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,10 @@ from ister.format.frame import (
 from ister.format.frame_walk import BadBytes, FrameWalk
 from ister.format.message import decode_message, decode_publish_times, recognise
 from ister.objectstore.base import ObjectInfo, ObjectStore
+from ister.rescue.examine_object import walk_archive
+
+if TYPE_CHECKING:
+    from ister.format.archive import ArchiveReader, RowGroup
 
 _PROBLEMS_MAX: Final = 16
 # The last millisecond that columns can tell.
@@ -309,7 +313,7 @@ class ObjectChecker:
         """The footer, every row group by its crc and by the checksums of its pages."""
         problems: list[ObjectProblem] = []
         try:
-            archive = load_archives().ArchiveReader(
+            archive: ArchiveReader = load_archives().ArchiveReader(
                 lambda position, size: self._store.read(key, position, size),
                 info.size,
                 path=key,
@@ -340,28 +344,23 @@ class ObjectChecker:
                 )
             )
             return Checked(bytes=info.size, problems=tuple(problems))
-        crc, position, messages = 0, 0, 0
-        for number, group in enumerate(archive.row_groups):
-            crc = crc32(self._store.read(key, position, group.position - position), crc)
-            fetched = archive.fetch(number)
-            for piece in fetched.pieces:
-                crc = crc32(piece, crc)
-            position = group.end_position
-            try:
-                archive.decode(number, fetched)
-                messages += group.rows
-            except CorruptDataError as error:
-                problems.append(
-                    ObjectProblem(
-                        kind=ProblemKind.DAMAGED,
-                        reason=error.message,
-                        start=group.first_offset,
-                        end=group.next_offset,
-                        position=group.position,
-                        offset=group.first_offset,
-                    )
+        messages = sum(group.rows for group in archive.row_groups)
+
+        def note(group: RowGroup, error: CorruptDataError) -> None:
+            nonlocal messages
+            messages -= group.rows
+            problems.append(
+                ObjectProblem(
+                    kind=ProblemKind.DAMAGED,
+                    reason=error.message,
+                    start=group.first_offset,
+                    end=group.next_offset,
+                    position=group.position,
+                    offset=group.first_offset,
                 )
-        crc = crc32(self._store.read(key, position, info.size - position), crc)
+            )
+
+        crc = walk_archive(archive, ObjectFile(self._store, key, info.size), note)
         right = None
         if not problems:
             right = archive.describe(crc).describe(

@@ -37,7 +37,13 @@ from typing import TYPE_CHECKING
 from ister.base.clock import Clock
 from ister.base.limits import MIB
 from ister.base.model import AckLevel, Codec, Layout, TopicName
-from ister.bucket.check import load_archives, verify_content, verify_size, walk_frames
+from ister.bucket.check import (
+    ObjectFile,
+    load_archives,
+    verify_content,
+    verify_size,
+    walk_frames,
+)
 from ister.bucket.listing import list_objects
 from ister.bucket.names import (
     TOPICS_PREFIX,
@@ -86,9 +92,10 @@ from ister.metadata.base import Absent, MetadataStore, Put
 from ister.objectstore.base import ObjectInfo, ObjectStore
 from ister.objectstore.slices import with_slices
 from ister.rescue.danube import Adoption
+from ister.rescue.examine_object import walk_archive
 
 if TYPE_CHECKING:
-    from ister.format.archive import ArchiveReader
+    from ister.format.archive import ArchiveReader, RowGroup
 
 _log = logging.getLogger("ister.bucket.rebuild")
 
@@ -99,18 +106,28 @@ _EPOCHS_SKIPPED = 1000
 
 @dataclass(slots=True, kw_only=True)
 class TopicReport:
-    """What was found of one topic, and what was done."""
+    """What was found of one topic, and what was done; without an object, offsets are 0."""
 
     topic: str
+    status: str = "failed"
+    """`recovered`, `known` (the metadata store has some), `planned` or `failed`."""
     objects: list[ObjectDescriptor] = field(default_factory=list)
+    """Those that make up the topic, in their order."""
     left_out: list[str] = field(default_factory=list)
     """Objects that belong to no gapless history, and foreign files."""
     copied: list[str] = field(default_factory=list)
     """Objects made of the parts of left-out ones that no other object has."""
-    gaps: list[tuple[int, int]] = field(default_factory=list)
     errors: list[IsterError] = field(default_factory=list)
-    is_written: bool = False
-    """Whether metadata was written; not so if there was some already."""
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """The ranges that no object has."""
+        return [(a.end, b.start) for a, b in pairwise(self.objects) if a.end < b.start]
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The first offset, and the offset after the last one."""
+        return (self.objects[0].start, self.objects[-1].end) if self.objects else (0, 0)
 
 
 def find_topics(
@@ -357,15 +374,11 @@ def _describe_archive(
             path=key,
             offset=name.start,
         )
-    for number in range(len(archive.row_groups)):
-        archive.read(number)
-    crc = position = 0
-    while position < info.size:
-        chunk = store.read(key, position, min(_CHUNK_BYTES, info.size - position))
-        if not chunk:
-            raise CorruptDataError("the object is too short", path=key, position=position)
-        crc = crc32(chunk, crc)
-        position += len(chunk)
+
+    def refuse(group: RowGroup, error: CorruptDataError) -> None:
+        raise error
+
+    crc = walk_archive(archive, ObjectFile(store, key, info.size), refuse)
     return archive.describe(crc).describe(
         object_id,
         epoch=name.epoch,
@@ -401,16 +414,7 @@ def find_continuation(
         UnavailableError: The store does not answer.
     """
     store = with_slices(store)
-    names: dict[ObjectName, ObjectInfo] = {}
-    for info in list_objects(store, topic):
-        name = parse_object_id(object_id_of(topic, info.key))
-        if name is not None and name.end > start and is_of_lineage(record, name.epoch, name.end):
-            names[name] = info
-    described: dict[ObjectName, ObjectDescriptor] = {}
-    for name, (info, run) in _name_runs(topic, runs).items():
-        is_own = run.incarnation == record.incarnation
-        if is_own and run.start >= start and is_of_lineage(record, run.epoch, run.end):
-            names[name], described[name] = info, run
+    names, described = _find_own(topic, list_objects(store, topic), record, runs, start=start)
     across = [name for name in names if name.start < start and name.tag is not None]
     later = {name: info for name, info in names.items() if name.start >= start}
     descriptions = _Descriptions(
@@ -440,6 +444,31 @@ def find_continuation(
             extra={"topic": str(topic), "end": end, "ranges": merge_ranges(behind)},
         )
     return found
+
+
+def _find_own(
+    topic: TopicName,
+    objects: Iterable[ObjectInfo],
+    record: TopicRecord,
+    runs: Iterable[ObjectDescriptor],
+    *,
+    start: int = 0,
+) -> tuple[dict[ObjectName, ObjectInfo], dict[ObjectName, ObjectDescriptor]]:
+    """The objects and runs that a topic's owners wrote, and the descriptors of the runs.
+
+    Objects that end at or before `start`, and runs that begin before it, do not count.
+    """
+    names: dict[ObjectName, ObjectInfo] = {}
+    for info in objects:
+        name = parse_object_id(object_id_of(topic, info.key))
+        if name is not None and name.end > start and is_of_lineage(record, name.epoch, name.end):
+            names[name] = info
+    described: dict[ObjectName, ObjectDescriptor] = {}
+    for name, (info, run) in _name_runs(topic, runs).items():
+        is_own = run.incarnation == record.incarnation
+        if is_own and run.start >= start and is_of_lineage(record, run.epoch, run.end):
+            names[name], described[name] = info, run
+    return names, described
 
 
 def secure_objects(
@@ -562,7 +591,7 @@ def rebuild_topic(
         known=adoption.described,
         on_object=on_object,
     )
-    chosen, rest, report.gaps = _choose_sound(store, named, descriptions)
+    chosen, rest, _ = _choose_sound(store, named, descriptions)
     for name in chosen:
         try:
             report.objects.append(descriptions.of(name))
@@ -585,7 +614,6 @@ def rebuild_topic(
         dry_run=dry_run,
     )
     report.errors += adoption.errors
-    report.gaps = [(a.end, b.start) for a, b in pairwise(report.objects) if a.end < b.start]
     if metadata.get(keys.record) is not None:
         report.errors.append(
             AlreadyExistsError("the metadata store knows this topic", topic=str(topic))
@@ -601,7 +629,7 @@ def rebuild_topic(
             # So that a second rebuilding gives the same topic.
             save_manifest(store, topic, manifest_of(record))
         _write(metadata, keys, record, report.objects)
-        report.is_written = True
+    report.status = "planned" if dry_run else "recovered"
     return report
 
 
@@ -628,16 +656,7 @@ def rebuild_catalog(
         The descriptors. Ranges that no whole object has are left out.
     """
     store, topic = with_slices(store), keys.topic
-    names: dict[ObjectName, ObjectInfo] = {}
-    for info in objects:
-        name = parse_object_id(object_id_of(topic, info.key))
-        if name is not None and is_of_lineage(record, name.epoch, name.end):
-            names[name] = info
-    described: dict[ObjectName, ObjectDescriptor] = {}
-    for name, (info, run) in _name_runs(topic, runs).items():
-        is_own = run.incarnation == record.incarnation
-        if is_own and is_of_lineage(record, run.epoch, run.end):
-            names[name], described[name] = info, run
+    names, described = _find_own(topic, objects, record, runs)
     descriptions = _Descriptions(
         store, topic, names, incarnation=record.incarnation, runs=described
     )

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from ister.base.clock import Clock
@@ -34,7 +34,6 @@ from ister.errors import (
     IsterError,
     NotFoundError,
 )
-from ister.format.descriptor import ObjectDescriptor, count_messages
 from ister.fs.local import LocalFileSystem
 from ister.metadata.base import MetadataStore
 from ister.metadata.memory import MemoryMetadata
@@ -67,33 +66,6 @@ def lock_log(root: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-@dataclass(slots=True, kw_only=True)
-class TopicRecovery:
-    """What was found of one topic, and what was done; without an object, offsets are 0."""
-
-    topic: str
-    status: str
-    """`recovered`, `known`, `planned` or `failed`."""
-    objects: int = 0
-    messages: int = 0
-    bytes: int = 0
-    start_offset: int = 0
-    next_offset: int = 0
-    left_out: list[str] = field(default_factory=list)
-    copied: list[str] = field(default_factory=list)
-    """Objects made of parts of left-out ones."""
-    gaps: list[tuple[int, int]] = field(default_factory=list)
-    errors: list[IsterError] = field(default_factory=list)
-
-    def count(self, objects: Sequence[ObjectDescriptor]) -> None:
-        """Takes the objects that make up the topic, in their order."""
-        self.objects = len(objects)
-        self.messages = sum(map(count_messages, objects))
-        self.bytes = sum(described.size_bytes for described in objects)
-        if objects:
-            self.start_offset, self.next_offset = objects[0].start, objects[-1].end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,19 +143,21 @@ class Recovery:
     def _count(self, name: TopicName) -> int:
         return len(self._found.get(name, ())) + len(self._runs.by_topic.get(name, ()))
 
-    def recover(self, name: TopicName, *, on_object: Callable[[int], None]) -> TopicRecovery:
+    def recover(self, name: TopicName, *, on_object: Callable[[int], None]) -> TopicReport:
         """Rebuilds one topic; its errors are in the result.
 
         Args:
             name: The topic.
             on_object: Called with how many objects were done.
         """
-        row = TopicRecovery(topic=str(name), status="failed")
+        report = TopicReport(topic=str(name))
         keys = TopicKeys(self._storage.metadata.root_prefix, name)
         try:
             if self._metadata.get(keys.record) is not None:
                 # Asked before the objects are read, which may take hours.
-                self._describe_known(row, keys)
+                catalog = Catalog(self._metadata, keys, clock=self._clock, metrics=Metrics())
+                report.objects = [described for described, _ in catalog.descriptors()]
+                report.status = "known"
                 on_object(self._count(name))
             elif name in self._found:
                 report = rebuild_topic(
@@ -197,36 +171,21 @@ class Recovery:
                     layout=self._storage.cloud.layout,
                     on_object=lambda: on_object(1),
                 )
-                self._take(row, report)
+                report.errors += [
+                    DataGapError(
+                        "no object holds the offset", start=start, end=end, topic=report.topic
+                    )
+                    for start, end in report.gaps
+                ]
             else:
-                row.errors.append(self._not_found(name))
+                report.errors.append(self._not_found(name))
         except InvariantError:
             raise
         except IsterError as error:
-            row.errors.append(error)
-        for failure in row.errors:
-            failure.topic = failure.topic or row.topic
-        return row
-
-    def _describe_known(self, row: TopicRecovery, keys: TopicKeys) -> None:
-        catalog = Catalog(self._metadata, keys, clock=self._clock, metrics=Metrics())
-        objects = [described for described, _ in catalog.descriptors()]
-        row.count(objects)
-        row.gaps = [(a.end, b.start) for a, b in pairwise(objects) if a.end < b.start]
-        row.status = "known"
-
-    def _take(self, row: TopicRecovery, report: TopicReport) -> None:
-        row.count(report.objects)
-        row.left_out, row.copied, row.gaps = report.left_out, report.copied, report.gaps
-        row.errors += report.errors
-        row.errors += [
-            DataGapError("no object holds the offset", start=start, end=end, topic=row.topic)
-            for start, end in report.gaps
-        ]
-        if report.is_written:
-            row.status = "recovered"
-        elif self._is_dry:
-            row.status = "planned"
+            report.errors.append(error)
+        for failure in report.errors:
+            failure.topic = failure.topic or report.topic
+        return report
 
     def _not_found(self, name: TopicName) -> NotFoundError:
         near = difflib.get_close_matches(str(name), [str(topic) for topic in self._found])

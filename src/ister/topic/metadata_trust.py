@@ -286,7 +286,7 @@ class MetadataTrust:
                 dry_run=False,
             )
             row.errors += report.errors
-            row.status = ACCEPTED if report.is_written else row.status
+            row.status = ACCEPTED if report.status == "recovered" else row.status
         return row
 
     def finish(self) -> None:

@@ -270,7 +270,7 @@ def test_metadata_is_written_as_the_uploader_wrote_it(cluster):
     current = cluster.metadata.get(cluster.keys.current).value
     forget(cluster)
     report = rebuild(cluster)
-    assert report.is_written
+    assert report.status == "recovered"
     assert (report.errors, report.gaps, report.left_out) == ([], [], [])
     assert [d for d, _ in cluster.catalog().descriptors()] == before == report.objects
     assert cluster.metadata.get(cluster.keys.current).value == current
@@ -351,7 +351,7 @@ def test_topic_that_the_store_knows_is_left_as_it_is(cluster):
     owned = cluster.filled(Frames(payloads(30)), 10, 20)
     before = {kv.key: kv.value for kv in cluster.metadata.range("/")}
     report = rebuild(cluster)
-    assert not report.is_written
+    assert report.status == "failed"
     assert [type(error) for error in report.errors] == [AlreadyExistsError]
     assert {kv.key: kv.value for kv in cluster.metadata.range("/")} == before
     owned.check()
@@ -361,7 +361,7 @@ def test_dry_run_writes_nothing(cluster):
     cluster.filled(Frames(payloads(30)), 10, 20)
     forget(cluster)
     report = rebuild(cluster, dry_run=True)
-    assert not report.is_written
+    assert report.status == "planned"
     assert len(report.objects) == 2
     assert cluster.metadata.range("/danube/") == []
 
@@ -384,7 +384,7 @@ def test_crash_before_the_record_leaves_what_the_next_run_replaces(cluster):
     assert cluster.catalog().record() is None
     # An object is lost between the two runs; what the first one wrote about it must not stay.
     cluster.objects.drop(cluster.key("data-10-19.dnb1"))
-    assert rebuild(cluster).is_written
+    assert rebuild(cluster).status == "recovered"
     assert [d.start for d, _ in cluster.catalog().descriptors()] == [0]
     assert cluster.catalog().record() is not None
 

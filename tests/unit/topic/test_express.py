@@ -407,7 +407,7 @@ def test_metadata_is_rebuilt_from_footers(site):
         (d.start, d.end, d.object_id) for d in wanted
     ]
     assert report.objects[0] == wanted[0]
-    assert report.is_written
+    assert report.status == "recovered"
 
 
 def test_runs_that_a_process_wrote_and_did_not_commit_are_adopted(site):
