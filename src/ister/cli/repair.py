@@ -1,7 +1,7 @@
 """`ister repair [TOPIC …]`: restores what one tier has lost from the other one.
 
 Owns: arguments, output, exit code, and the confirmation before messages are given up. Does not own:
-the work (`ister.rescue.offline_repair`).
+the work (`ister.rescue.repair`).
 
 The log is opened, so no other process may have it open. Without names, topics that another node
 wrote last are skipped: their local files are not here, and claiming them would take them away.
@@ -28,9 +28,9 @@ from ister.cli.output import Subparsers, add_command, confirm, print_table, prog
 from ister.config import Config, StorageConfig
 from ister.errors import DirectoryLockedError, InvalidRequestError, IsterError
 from ister.rescue.giving_up import GivenUp
-from ister.rescue.offline_repair import (
+from ister.rescue.repair import (
     LostRange,
-    TopicRepair,
+    Repaired,
     find_given_up,
     find_lost,
     keep_lease,
@@ -112,7 +112,7 @@ def _repair(options: argparse.Namespace) -> int:
     if not options.give_up:
         _require_bucket(config.storage)
     wal_root(config.storage)
-    rows: list[TopicRepair] = []
+    rows: list[Repaired] = []
     names: Sequence[TopicName] = sorted(set(options.topics), key=str)
     is_named = bool(names)
     # Without the log's own threads: they would also upload, trim local files and remove orphans,
@@ -190,12 +190,12 @@ def _confirm(lost: Mapping[str, LostRange | GivenUp], options: argparse.Namespac
     return confirm(f"{what} these messages?", is_confirmed=False)
 
 
-def _planned(name: str, lost: Mapping[str, LostRange | GivenUp]) -> TopicRepair:
-    return TopicRepair(topic=name, status="damaged" if str(lost[name]) else "whole")
+def _planned(name: str, lost: Mapping[str, LostRange | GivenUp]) -> Repaired:
+    return Repaired(topic=name, status="damaged" if str(lost[name]) else "whole")
 
 
 def _as_json(
-    rows: Sequence[TopicRepair],
+    rows: Sequence[Repaired],
     errors: Sequence[IsterError],
     lost: Mapping[str, LostRange | GivenUp],
     *,
@@ -219,7 +219,7 @@ def _as_json(
     }
 
 
-def _print_rows(rows: Sequence[TopicRepair]) -> None:
+def _print_rows(rows: Sequence[Repaired]) -> None:
     if not rows:
         print("no topics")
         return

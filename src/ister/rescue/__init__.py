@@ -11,9 +11,8 @@ examine_object      one object, by what is in it
 object_check        one object against its descriptor
 catalog_check       a topic's catalog against the listing of its bucket
 local_log           what is left of a damaged log, and putting it in order again
-repair              restores what one tier lost from the other
+repair              restores what one tier lost from the other; `ister repair`
 giving_up           gives up what no tier has
-offline_repair      `ister repair`
 rebuild             a topic's metadata from the bucket alone
 recover             `ister recover`
 danube              objects that Danube wrote: what is in them, and which are taken

@@ -16,7 +16,7 @@ from ister.cli.main import main
 from ister.config import load_config
 from ister.errors import ConflictError, UnavailableError
 from ister.format.records import Progress, encode_progress
-from ister.rescue.offline_repair import TopicRepair
+from ister.rescue.repair import Repaired
 from ister.topic.log import Log
 from ister.topic.stores import metadata_of, open_metadata
 from tests.support.builders import with_bit_flipped
@@ -309,7 +309,7 @@ def test_lease_is_kept_while_a_repair_takes_its_time(place, capsys, monkeypatch)
         eventually(lambda: len(seen) >= 3)
         assert stores.membership.is_valid
         assert seen[-1] > seen[0]
-        return TopicRepair(topic=str(name))
+        return Repaired(topic=str(name))
 
     monkeypatch.setattr(command, "try_repair", slow)
     code, _ = repair(place, capsys)
