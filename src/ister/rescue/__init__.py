@@ -10,6 +10,7 @@ examine_files       the files of a topic's log, damaged or not
 examine_object      one object, by what is in it
 object_check        one object against its descriptor
 catalog_check       a topic's catalog against the listing of its bucket
+mend                makes an object again, from whichever source has its messages
 local_log           what is left of a damaged log, and putting it in order again
 repair              restores what one tier lost from the other; `ister repair`
 giving_up           gives up what no tier has

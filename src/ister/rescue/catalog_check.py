@@ -5,7 +5,7 @@
 
 Owns: faults that show without reading an object: gaps and overlaps between descriptors, unreadable
 descriptors, a wrong pointer, objects without a descriptor. Does not own: what objects hold
-(`object_check`), repairs (`object_repair`). Read-only. Runs on the driver.
+(`object_check`), repairs (`mend`). Read-only. Runs on the driver.
 
 Descriptors change while they are read: by uploads, merges and retention. So they are read again
 until two readings find the same faults.

@@ -4,7 +4,7 @@
     repair: tasks: make the object again, under a new name ─► driver: one transaction each
 
 Owns: the order of steps. Does not own: what becomes of a finding (`topic_scrub`), how an object is
-checked (`object_check`) or made again (`object_repair`).
+checked (`ister.rescue.object_check`) or made again (`ister.rescue.mend`).
 
 Invariants:
 
@@ -29,10 +29,11 @@ from ister.base.limits import GIB, KIB, MIB
 from ister.base.model import TopicName
 from ister.bucket.express import find_runs
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor
+from ister.rescue.mend import DamagedRange, RepairResult
 from ister.rescue.object_check import Checked, ObjectChecker
 from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
 from ister.spark.jobs.job_report import JobProgress, JobReport
-from ister.spark.jobs.object_repair import DamagedRange, RepairResult, repair_range
+from ister.spark.jobs.object_repair import repair_range
 from ister.spark.jobs.tasks import SparkOrRunner, run_tasks
 from ister.spark.jobs.topic_scrub import BadObject, CheckItem, MissingRange, TopicScrub
 from ister.spark.location import LogLocation

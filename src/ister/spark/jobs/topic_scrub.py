@@ -1,23 +1,29 @@
 """The scrub of one topic: its findings, whether each could be repaired, and the repairs.
 
 Owns: what becomes of each finding. Does not own: how objects are checked (`object_check`) or made
-again (`object_repair`), faults between descriptors (`topic_survey`), the right to change a topic
-(`ownership`), the order of steps (`scrubbing`). Runs on the driver.
+again (`ister.rescue.mend`), faults between descriptors (`catalog_check`), the right to change a
+topic (`ownership`), the order of steps (`scrubbing`). Runs on the driver.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ister.base import failpoints
 from ister.base.model import TopicName
-from ister.bucket.names import object_key, parse_object_id
+from ister.bucket.names import ObjectName, object_key, parse_object_id
 from ister.bucket.ownership import OwnedTopic
 from ister.errors import ConflictError, CorruptDataError, InvariantError, IsterError
-from ister.format.descriptor import ObjectDescriptor, encode_descriptor
+from ister.format.descriptor import (
+    FORMAT_EXPRESS,
+    FORMAT_PARQUET,
+    ObjectDescriptor,
+    encode_descriptor,
+)
+from ister.format.offset_ranges import merge_ranges, missing_from
 from ister.metadata.base import Delete, Put, RevisionIs
 from ister.rescue.catalog_check import (
     DescriptorEntry,
@@ -26,12 +32,11 @@ from ister.rescue.catalog_check import (
     read_pages,
     survey_topic,
 )
+from ister.rescue.mend import KEPT_HINT, DamagedRange, RepairResult, epoch_floor
 from ister.rescue.object_check import Checked
 from ister.spark.jobs.job import Job
 from ister.spark.jobs.job_report import ErrorFields
-from ister.spark.jobs.object_repair import KEPT_HINT, DamagedRange, RepairResult, epoch_floor
 from ister.spark.owners import ask
-from ister.spark.tables.ranges import normalise, subtract
 from ister.topic.local_tail import LocalTail
 
 _log = logging.getLogger("ister.spark.jobs.scrubbing")
@@ -245,38 +250,42 @@ class TopicScrub:
 
     def _judge_object(self, item: BadObject, files: list[tuple[int, int]]) -> None:
         described = item.entry.described
-        others = self._ranges(self._candidates(described.start, described.end, item))
-        have = [*files, *others, *self._run_ranges(described.start, described.end, item)]
+        others = self._candidates(described.start, described.end, item)
+        have = _cover([*files, *map(_range, others)])
         for finding in item.findings:
             if item.right is not None:
                 finding.repairable = True
                 continue
             if described.kept:
                 # Every other source has messages that were removed.
-                finding.lost = self._missing_from(have, finding.start or 0, finding.end or 0)
-                finding.repairable = (described.start, described.end) in others
+                finding.lost = missing_from(have, finding.start or 0, finding.end or 0)
+                finding.repairable = any(
+                    one.format != FORMAT_EXPRESS and _range(one) == _range(described)
+                    for one in others
+                )
                 finding.hint = None if finding.repairable else KEPT_HINT
                 continue
             if item.is_suspect:
-                finding.repairable = not self._missing_from(files, described.start, described.end)
+                finding.repairable = not missing_from(_cover(files), *_range(described))
                 finding.reason += "; another copy is needed to tell whether the object or its "
                 finding.reason += "descriptor is wrong"
                 continue
-            finding.lost = self._missing_from(have, finding.start or 0, finding.end or 0)
+            finding.lost = missing_from(have, finding.start or 0, finding.end or 0)
             finding.repairable = not finding.lost
 
     def _judge_missing(self, missing: MissingRange, files: list[tuple[int, int]]) -> None:
         finding = missing.finding
         start, end = finding.start or 0, finding.end
         candidates = self._candidates(start, end, None)
-        have = [*files, *self._ranges(candidates), *self._run_ranges(start, end, None)]
+        have = _cover([*files, *map(_range, candidates)])
         if end is None:
             finding.repairable = any(low <= start < high for low, high in have)
         else:
-            finding.lost = self._missing_from(have, start, end)
+            finding.lost = missing_from(have, start, end)
             finding.repairable = not finding.lost
-        if candidates:
-            finding.reason += f"; the bucket has {', '.join(name for name, _ in candidates[:3])}"
+        names = [one.object_id for one in candidates if one.format != FORMAT_EXPRESS]
+        if names:
+            finding.reason += f"; the bucket has {', '.join(names[:3])}"
 
     def _files(self) -> list[tuple[int, int]]:
         """Returns the offsets that the owner's files have, here or by its broker."""
@@ -308,69 +317,53 @@ class TopicScrub:
 
     def _candidates(
         self, start: int, end: int | None, but: BadObject | None
-    ) -> tuple[tuple[str, int], ...]:
-        """Returns objects that may have offsets of a range: names and sizes, frames first."""
-        survey = self.survey
-        if survey is None:
-            return ()
+    ) -> tuple[ObjectDescriptor, ...]:
+        """Returns objects that may have offsets of a range: frames, Parquet, and express runs.
+
+        Of runs, also those that no descriptor names.
+        """
+        survey = self._surveyed()
         record = survey.record
         limit = 1 << 63 if end is None else end
+        bad = None if but is None else but.entry.described.object_id
+
+        def may_have(start_other: int, end_other: int) -> bool:
+            return start_other < limit and start < end_other
+
+        def is_own(epoch: int, end_other: int) -> bool:
+            return epoch_floor(record, end_other) <= epoch <= record.epoch
+
         found = [
-            (item.object_id, item.size_bytes)
+            _by_name(item.object_id, item.name, item.size_bytes)
             for item in survey.others
             if item.name is not None
             and item.state not in ("under way", "later")
-            and item.name.start < limit
-            and start < item.name.end
-            and epoch_floor(record, item.name.end) <= item.name.epoch <= record.epoch
+            and may_have(item.name.start, item.name.end)
+            and is_own(item.name.epoch, item.name.end)
         ]
         for entry in self._entries():
             # An overlapping object, or one whose descriptor says too little.
-            name = parse_object_id(entry.described.object_id)
+            object_id = entry.described.object_id
+            name = parse_object_id(object_id)
             checked = self._checked.get((entry.key, entry.revision))
             if (
                 name is not None
-                and name.start < limit
-                and start < name.end
+                and may_have(name.start, name.end)
                 and checked is not None
                 and checked.messages
-                and (but is None or entry.described.object_id != but.entry.described.object_id)
+                and object_id != bad
             ):
-                found.append((entry.described.object_id, checked.bytes))
-        found.sort(key=lambda item: (item[0].endswith(".parquet"), item[0]))
-        return tuple(dict.fromkeys(found))[:_CANDIDATES_MAX]
-
-    def _runs(
-        self, start: int, end: int | None, but: BadObject | None
-    ) -> tuple[ObjectDescriptor, ...]:
-        """Returns express runs that may have offsets of a range, named by a descriptor or not."""
-        record = self._surveyed().record
-        limit = 1 << 63 if end is None else end
-        name = None if but is None else but.entry.described.object_id
-        return tuple(
+                found.append(_by_name(object_id, name, checked.bytes))
+        found.sort(key=lambda one: (one.format == FORMAT_PARQUET, one.object_id))
+        runs = [
             run
             for run in self._express_runs().get(self._name, ())
-            if run.start < limit
-            and start < run.end
+            if may_have(run.start, run.end)
             and run.incarnation == record.incarnation
-            and epoch_floor(record, run.end) <= run.epoch <= record.epoch
-            and run.object_id != name
-        )[:_CANDIDATES_MAX]
-
-    def _run_ranges(
-        self, start: int, end: int | None, but: BadObject | None
-    ) -> list[tuple[int, int]]:
-        return [(run.start, run.end) for run in self._runs(start, end, but)]
-
-    @staticmethod
-    def _missing_from(
-        have: Sequence[tuple[int, int]], start: int, end: int
-    ) -> list[tuple[int, int]]:
-        return list(subtract(normalise([(start, end)]), normalise(have)))
-
-    def _ranges(self, candidates: Sequence[tuple[str, int]]) -> list[tuple[int, int]]:
-        names = [parse_object_id(object_id) for object_id, _ in candidates]
-        return [(name.start, name.end) for name in names if name is not None]
+            and is_own(run.epoch, run.end)
+            and run.object_id != bad
+        ]
+        return *tuple(dict.fromkeys(found))[:_CANDIDATES_MAX], *runs[:_CANDIDATES_MAX]
 
     # -- repairs ----------------------------------------------------------------------------
 
@@ -398,7 +391,6 @@ class TopicScrub:
             reach=survey.current or 0,
             old=None if item is None else item.entry.described,
             others=self._candidates(start, end, item),
-            runs=self._runs(start, end, item),
         )
 
     def _surveyed(self) -> Survey:
@@ -542,8 +534,8 @@ class TopicScrub:
             if not is_misplaced and described.start not in survey.superfluous:
                 continue
             findings = self._findings_of(entry)
-            have = [(d.start, d.end) for d in needed]
-            if self._missing_from(have, described.start, described.end):
+            have = _cover(map(_range, needed))
+            if missing_from(have, described.start, described.end):
                 for finding in findings:
                     finding.repairable = False
                     finding.reason += "; not repaired: the others that have its offsets are damaged"
@@ -599,7 +591,7 @@ class TopicScrub:
         fields |= {
             "faults": len(faults),
             "repaired": len(faults) - len(left),
-            "lost": [list(item) for item in normalise(lost for f in left for lost in f.lost)],
+            "lost": [list(item) for item in merge_ranges(lost for f in left for lost in f.lost)],
             "orphans": sum(finding.kind == "orphan" for finding in findings),
             "unnamed": {
                 state: sum(item.state == state for item in others)
@@ -662,3 +654,23 @@ class _Commit:
         else:
             self._scrub.fail(error)
         return True
+
+
+def _range(described: ObjectDescriptor) -> tuple[int, int]:
+    return described.start, described.end
+
+
+def _cover(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    return merge_ranges(one for one in ranges if one[0] < one[1])
+
+
+def _by_name(object_id: str, name: ObjectName, size_bytes: int) -> ObjectDescriptor:
+    """A descriptor made from an object's name alone."""
+    return ObjectDescriptor(
+        object_id=object_id,
+        start=name.start,
+        end=name.end,
+        size_bytes=size_bytes,
+        format=name.format,
+        messages=name.end - name.start,
+    )

@@ -20,8 +20,9 @@ from ister.format.frame import decode_frame, encode_frame, scan_frames
 from ister.format.records import RetiredObjects, encode_current, encode_retired
 from ister.objectstore.opendal_store import OpendalStore
 from ister.rescue.catalog_check import find_superfluous
+from ister.rescue.mend import DamagedRange, epoch_floor
 from ister.spark.jobs import scrubbing
-from ister.spark.jobs.object_repair import DamagedRange, epoch_floor, repair_range
+from ister.spark.jobs.object_repair import repair_range
 from ister.spark.jobs.scrubbing import scrub
 from ister.spark.location import place_of
 from ister.topic.history import BucketLog
