@@ -21,7 +21,6 @@ known_names     names for the completion of a command line
 topic_moves     `topics move` and `topics take-over`
 topic_reading   reading without a subscription
 stored_topics   topics as files and stores describe them
-inspect_topic   `inspect topic`
 config_check    checks of settings: files and stores
 interrupts      SIGINT and SIGTERM
 checkout        finds the checkout, for `bench` and `demo`

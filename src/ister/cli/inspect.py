@@ -1,7 +1,7 @@
 """`ister inspect wal|checkpoint|object`: what is stored, in words or as JSON.
 
-Owns: arguments, output, exit code. Does not own: examining files and objects (`ister.rescue`),
-topics (`inspect_topic`).
+Owns: arguments, output, exit code. Does not own: examining files and objects (`ister.rescue`);
+topics are shown by `ister topics describe`.
 
 Exit code 1 means damage, or frames other than the name or the footer of an object promises. A torn
 tail is not damage: a crash leaves one, and opening the topic cuts it off. An express object is
@@ -22,7 +22,6 @@ from typing import Final
 from ister.base.clock import SystemClock
 from ister.base.model import JsonObject
 from ister.base.positions import format_time
-from ister.cli import inspect_topic
 from ister.cli.errors_out import answer, print_json
 from ister.cli.location import add_place_arguments, has_place, load_place, open_bucket
 from ister.cli.output import Subparsers, add_command, print_error, print_table
@@ -65,12 +64,12 @@ def register(commands: Subparsers) -> None:
     parser = add_command(
         commands,
         "inspect",
-        help="inspect stored files, objects and topics",
+        help="inspect stored files and objects",
         description="Shows what is stored on disk and in the bucket. Reads only, and can run "
         "while the log is in use.",
         examples=(
-            "ister inspect topic /default/orders",
             "ister inspect wal ./ister-data/wal/default/orders",
+            "ister inspect object data-0-999.dnb1 --data ./ister-data",
         ),
     )
     kinds = parser.add_subparsers(metavar="KIND", required=True)
@@ -106,7 +105,6 @@ def register(commands: Subparsers) -> None:
     checkpoint.set_defaults(run=_run_checkpoint)
 
     _register_object(kinds)
-    inspect_topic.register(kinds)
 
 
 def _register_object(kinds: Subparsers) -> None:

@@ -54,7 +54,7 @@ _COMMANDS: Final = {
     "brokers": "list, drain and balance the brokers of a cluster",
     "top": "show rates, lag, blocked subscriptions and upload lag of all topics, live",
     "pipeline": "upload, merge, check, clean up, export and replay topics with Spark",
-    "inspect": "inspect stored files, objects and topics",
+    "inspect": "inspect stored files and objects",
     "backup": "copy a data directory while a broker uses it",
     "repair": "restore damaged files from the bucket, and objects from files",
     "recover": "rebuild lost metadata from the bucket",

@@ -28,9 +28,9 @@ def describe_topics(
     return read_topics(storage, root, _StoredState(storage.metadata.root_prefix), namespace)
 
 
-def to_json(facts: OfflineTopic, *, with_index: bool = False) -> TopicJson:
-    """A topic's fields for `--json`; `with_index` includes the indexes of objects."""
-    return facts.to_json(with_index=with_index, error_fields=error_as_json)
+def to_json(facts: OfflineTopic) -> TopicJson:
+    """A topic's fields for `--json`."""
+    return facts.to_json(error_as_json)
 
 
 class _StoredState:

@@ -484,6 +484,10 @@ def _print_head(view: TopicJson) -> None:
         about.append("stores no messages")
     if view["epoch"] is not None:
         about.append(f"epoch {view['epoch']}")
+    if (sealed := view.get("sealed")) is not None:
+        about.append(f"sealed by node {sealed['node']} at offset {sealed['next_offset']}")
+    if view.get("is_local_current") is False:
+        about.append("local files outdated: another node has written the topic since")
     head, rest = view["topic"], ", ".join(about)
     if not is_terminal(sys.stdout):
         print(f"{head}  {rest}")

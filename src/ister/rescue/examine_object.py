@@ -106,7 +106,7 @@ def _find_key(store: ObjectStore, name: str) -> str:
         raise NotFoundError(
             f"no file and no object {name!r} found",
             path=store.location,
-            hint="list the objects of a topic with `ister inspect topic`",
+            hint="list the objects of a topic with `ister topics describe --json`",
         )
     if len(keys) > 1:
         raise InvalidRequestError(

@@ -112,10 +112,7 @@ def shorten(fields: TopicJson) -> TopicJson:
     return cast("TopicJson", short)
 
 
-def describe_descriptor(described: ObjectDescriptor, *, with_index: bool = False) -> JsonObject:
-    """An object's descriptor as it is stored, without its indexes by default."""
+def describe_descriptor(described: ObjectDescriptor) -> JsonObject:
+    """An object's descriptor as it is stored, without its indexes, which may be long."""
     fields = cast("JsonObject", json.loads(encode_descriptor(described)))
-    if not with_index:
-        for name in _INDEX_FIELDS:
-            fields.pop(name, None)
-    return fields
+    return {name: value for name, value in fields.items() if name not in _INDEX_FIELDS}

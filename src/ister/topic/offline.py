@@ -126,18 +126,8 @@ class OfflineTopic:
         state = self.local.state if self.local is not None else None
         return state.codec if state is not None else None
 
-    def to_json(
-        self,
-        *,
-        with_index: bool = False,
-        error_fields: Callable[[IsterError], JsonObject],
-    ) -> TopicJson:
-        """The fields that describe the topic.
-
-        Args:
-            with_index: Include the indexes of objects, which may be long.
-            error_fields: The fields of an error.
-        """
+    def to_json(self, error_fields: Callable[[IsterError], JsonObject]) -> TopicJson:
+        """The fields that describe the topic; `error_fields` gives those of an error."""
         record, local, marks = self.record, self.local, self.watermarks
         files = local.files if local is not None else []
         return TopicView(
@@ -159,7 +149,7 @@ class OfflineTopic:
                 {**asdict(file), "is_active": number == len(files)}
                 for number, file in enumerate(files, 1)
             ],
-            objects=[describe_descriptor(item, with_index=with_index) for item in self.objects],
+            objects=[describe_descriptor(item) for item in self.objects],
             files_total=len(files),
             files_bytes=sum(file.bytes for file in files),
             objects_total=len(self.objects),

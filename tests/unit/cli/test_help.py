@@ -177,9 +177,6 @@ def test_wrong_usage_ends_with_2_and_one_line(capsys):
         inspect wal . --limit -1
         inspect wal . --limit many
         inspect checkpoint
-        inspect topic
-        inspect topic orders
-        inspect topic /default/orders --data a --config b
         inspect object
         bench nonsense
         bench append --nonsense

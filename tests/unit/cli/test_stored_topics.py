@@ -1,4 +1,4 @@
-"""`ister inspect topic`: a topic in both tiers, from outside, in every state it may be in."""
+"""`ister topics describe` without a broker: both tiers, in every state that a topic may be in."""
 
 import json
 import shutil
@@ -58,7 +58,7 @@ def place(tmp_path, written):
 
 def inspect(place, capsys, *options, topic=TOPIC):
     """The exit code and the JSON that was printed."""
-    code = main(["inspect", "topic", topic, "--config", str(place.config), "--json", *options])
+    code = main(["topics", "describe", topic, "--config", str(place.config), "--json", *options])
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -94,11 +94,6 @@ def test_closed_topic_shows_both_tiers(place, capsys):
     (billing,) = printed["subscriptions"]
     assert (billing["name"], billing["type"]) == ("billing", None)
     assert (billing["cursor"], billing["lag"]) == (12, 18)
-
-
-def test_index_is_shown_on_request(place, capsys):
-    _, printed = inspect(place, capsys, "--index")
-    assert [o["offset_index"] for o in printed["objects"]] == [[[0, 0]], [[10, 0]]]
 
 
 def test_looking_changes_nothing(place, capsys):
@@ -139,7 +134,7 @@ def test_sealed_topic_has_no_files(place, capsys):
     assert printed["sealed"]["next_offset"] == COUNT
     assert (printed["files"], printed["path"], printed["owner"]) == ([], None, None)
     assert printed["watermarks"] == marks(COUNT, COUNT, COUNT, COUNT, COUNT)
-    assert main(["inspect", "topic", TOPIC, "--config", str(place.config)]) == 0
+    assert main(["topics", "describe", TOPIC, "--config", str(place.config)]) == 0
     assert f"at offset {COUNT}" in capsys.readouterr().out
 
 
@@ -175,7 +170,7 @@ def test_files_of_a_node_that_is_not_the_last_owner_do_not_count(place, capsys):
     assert (code, printed["is_local_current"]) == (0, False)
     assert printed["watermarks"] == marks(TIERED, TIERED, TIERED, TIERED, TIERED)
     assert len(printed["files"]) > 2
-    assert main(["inspect", "topic", TOPIC, "--config", str(place.config)]) == 0
+    assert main(["topics", "describe", TOPIC, "--config", str(place.config)]) == 0
     assert "another node has written the topic since" in capsys.readouterr().out
 
 
@@ -212,7 +207,7 @@ def test_unknown_topic_hints_at_near_names(place, capsys):
     (error,) = printed["errors"]
     assert (error["code"], error["topic"]) == ("NOT_FOUND", "/default/order")
     assert f"did you mean {TOPIC}?" in error["hint"]
-    assert main(["inspect", "topic", "/x/y", "--config", str(place.config)]) == 1
+    assert main(["topics", "describe", "/x/y", "--config", str(place.config)]) == 1
     assert f"there are: {TOPIC}" in capsys.readouterr().err
 
 
@@ -237,27 +232,15 @@ def test_log_without_a_bucket_has_files_alone(tmp_path, is_open, capsys):
     assert printed["watermarks"] == marks(0, 0, COUNT, COUNT, COUNT)
     assert (printed["objects"], printed["subscriptions"], printed["errors"]) == ([], [], [])
     # By its directory alone nobody knows that there is to be no bucket.
-    assert main(["inspect", "topic", TOPIC, "--data", str(place.path), "--json"]) == 0
+    assert main(["topics", "describe", TOPIC, "--data", str(place.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["errors"] == []
 
 
 def test_log_in_memory_is_refused(tmp_path, capsys):
     config = tmp_path / "ister.yml"
     config.write_text("storage: {mode: memory}")
-    assert main(["inspect", "topic", TOPIC, "--config", str(config), "--json"]) == 1
+    assert main(["topics", "describe", TOPIC, "--config", str(config), "--json"]) == 1
     assert "in memory" in json.loads(capsys.readouterr().out)["errors"][0]["message"]
-
-
-def test_people_get_a_short_table(place, capsys):
-    assert main(["inspect", "topic", TOPIC, "--data", str(place.path)]) == 0
-    shown = capsys.readouterr()
-    lines = shown.out.splitlines()
-    assert lines[0] == TOPIC
-    assert lines[3] == f"trimmed 0 ≤ tiered {TIERED} ≤ synced {COUNT} ≤ written {COUNT} ≤ next 30"
-    assert any(line.startswith("bucket") and "2 objects" in line for line in lines)
-    assert any(line.startswith("local") and "files" in line for line in lines)
-    assert any(line.split() == ["billing", "12", "18"] for line in lines)
-    assert shown.err == ""
 
 
 def test_both_checkpoints_of_a_directory_are_shown(place, capsys):
