@@ -23,7 +23,7 @@ from ister.spark.compat import HAS_LIMITS, SPARK_VERSION
 from ister.wire.contract import Action
 from tests.servers.flight import READ, FlightProcess, FlightTopics
 from tests.support.machine import Task, payloads
-from tests.support.streams import A, B, C, Home, Row, offsets_of, payload_of, publish, rows_of
+from tests.support.streams import A, B, C, Home, Row, payload_of, publish, rows_of
 from tests.support.tier_checks import memory_directory
 from tests.support.writer_child import new_seed, say_replay
 
@@ -359,18 +359,6 @@ def _lag(progress):
     return latest["topics"][A]["offset"] - end["topics"][A]["offset"]
 
 
-def test_available_now_that_begins_at_the_end_beside_a_producer(home, stream, seen):
-    home.append(A, 5)
-    query = stream(startingOffsets="latest")
-    with producing(home, pause_seconds=0.002):
-        for _ in range(2):
-            wait(query.start(query.each(seen), availableNow=True))
-    query.run(query.each(seen))
-    offsets = offsets_of(seen.rows)
-    with home.open() as log:
-        assert offsets == list(range(offsets[0], log.topic(A).watermarks.next))
-
-
 @needs_limits
 @pytest.mark.nightly
 def test_trigger_once_takes_everything_and_bytes_are_limited(home, stream, seen):
@@ -501,25 +489,6 @@ def test_aggregation_with_a_watermark_survives_restarts(home, stream):
     assert sorted(written) == [(0, 2), (1, 4), (2, 1), (6, 1)], "the late one is left out"
 
 
-@pytest.mark.nightly
-def test_join_of_two_streams_survives_a_restart(home, stream):
-    query = stream()
-    joined = []
-
-    def run(**texts):
-        with home.open() as log:
-            for name, appended in texts.items():
-                log.topic(f"/default/{name}", create=True).append_many(appended)
-        left = query.frame(topic=A, columns="offset,payload").withColumnRenamed("offset", "left")
-        right = query.frame(topic=B, columns="offset,payload").withColumnRenamed("offset", "right")
-        both = left.join(right, "payload").select("left", "right")
-        query.run(query.each(lambda frame, _: joined.extend(frame.collect()), both))
-
-    run(a=[b"0", b"1", b"2"], b=[b"1", b"9"])
-    run(a=[b"9"], b=[b"0", b"8"])
-    assert sorted(map(tuple, joined)) == [(0, 2), (1, 0), (3, 1)]
-
-
 # -- topic to topic -------------------------------------------------------------------------------
 
 
@@ -589,23 +558,6 @@ def test_tasks_that_fail_leave_neither_rows_nor_files(home, stream, tmp_path):
 
 
 @pytest.mark.nightly
-def test_two_queries_that_write_the_same_topic_at_once_both_finish(spark, home, tmp_path):
-    queries = []
-    for name in (A, C):
-        home.append(name, 8)
-        query = Stream(spark, home, tmp_path / name[-1:], topic=name, maxMessagesPerTrigger="3")
-        queries.append((query, query.into(with_origin(query.frame()), topic=B)))
-    for _ in range(1 if HAS_LIMITS else 3):  # before 4.2 a run is one batch
-        for running in [query.start(writing, availableNow=True) for query, writing in queries]:
-            wait(running)
-    messages = home.read(B)
-    for name in (A, C):
-        mine = [message for message in messages if message.payload.startswith(name.encode())]
-        assert origins(mine) == list(range(8))
-    assert len(messages) == 16
-
-
-@pytest.mark.nightly
 def test_broker_that_is_killed_beside_a_query_that_reads_and_writes_by_it(home, stream):
     """Source and sink by Flight alone; the broker dies at any moment of a batch."""
     home.append(A, 6)
@@ -623,27 +575,6 @@ def test_broker_that_is_killed_beside_a_query_that_reads_and_writes_by_it(home, 
         broker.stop()
     assert origins(home.read(B)) == list(range(12))
     assert home.staged() == set()
-
-
-@pytest.mark.nightly
-def test_stream_that_knows_the_broker_alone_survives_its_restart(home, stream):
-    """Settings come from the broker, which Spark asks again whenever it makes a writer."""
-    with home.open() as log:
-        topic = log.topic(A, create=True)
-        publish(topic, 5)
-        with FlightTopics(log) as server:
-            query = stream(config=None, broker=server.address)
-            writing = query.into(with_origin(query.frame()), topic=B)
-            running = query.start(writing)
-            with stopping(running):
-                eventually(lambda: query.end() == 5, running, "the first batch")
-                server.close()
-                publish(topic, 2)
-                eventually(lambda: len(query.numbers("offsets")) == 2, running)
-                running.awaitTermination(1)
-                with FlightTopics(log, port=server.port):
-                    eventually(lambda: query.end() == 7, running, "the second batch")
-        assert origins(log.topic(B).read()) == list(range(7))
 
 
 # -- checkpoints of earlier versions --------------------------------------------------------------

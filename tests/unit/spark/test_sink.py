@@ -390,36 +390,6 @@ def test_rows_go_to_the_topics_that_they_name(make, there):
     assert there.texts(B) == [b"1", b"3"]
 
 
-@pytest.mark.nightly
-@in_both_places(
-    (
-        "point",
-        "visit",
-    ),
-    list(itertools.product(POINTS, [1, 2])),
-)
-def test_topics_of_a_batch_are_in_once_each(make, there, point, visit):
-    """With a crash in the first topic, and with one in the second, when the first is in."""
-    parts = [[(A, b"0"), (B, b"1"), (A, b"2")], [(B, b"3")]]
-    crash_at(point, visit=visit)
-    with pytest.raises(Exception, match=f"{point}|CrashError"):
-        make(schema=BY_TOPIC).run(0, parts)
-    failpoints.disarm()
-    make(schema=BY_TOPIC).run(0, parts)
-    make(schema=BY_TOPIC).run(0, parts)
-    assert there.texts(A) == [b"0", b"2"]
-    assert there.texts(B) == [b"1", b"3"]
-
-
-@pytest.mark.nightly
-@in_both_places()
-def test_many_topics_in_one_task(make, there):
-    names = [f"/default/t{number}" for number in range(40)]
-    rows = [(name, b"%d" % number) for number in range(2) for name in names]
-    make(schema=BY_TOPIC).run(0, [rows[:50], rows[50:]])
-    assert {name: there.texts(name) for name in names} == {name: [b"0", b"1"] for name in names}
-
-
 @in_both_places(
     (
         "row",
@@ -709,10 +679,3 @@ def test_topic_cannot_be_overwritten(home):
     options = WriteOptions.parse({"config": home.config, "topic": A}, is_streaming=True)
     with pytest.raises(InvalidRequestError, match="can only be appended to"):
         StreamWriter(options, PLAIN, overwrite=True)
-
-
-@in_both_places()
-def test_readers_see_the_rows_while_the_query_goes_on(make, there):
-    for batch in range(3):
-        make().run(batch, [[b"%d" % batch]])
-        eventually(lambda batch=batch: len(there.texts()) == batch + 1)

@@ -23,7 +23,7 @@ from tests.servers.flight import FlightTopics
 from tests.support.cases import each
 from tests.support.cluster import enter
 from tests.support.machine import PATIENCE_SECONDS, Task, eventually, payloads
-from tests.support.sinks import BY_TOPIC, CrashError, Sink, crash_at, in_both_places, place_for
+from tests.support.sinks import BY_TOPIC, Sink, crash_at, in_both_places
 from tests.support.streams import A, B, Home
 from tests.support.tier_checks import memory_directory
 
@@ -319,16 +319,6 @@ def test_owner_that_stays_down_ends_the_commit_with_its_topic(home, monkeypatch)
             writing.run(0, [[(A, b"other"), (B, b"b0")]])
         assert payloads(one.topic(A).read()) == [b"a0"]
         assert payloads(two.topic(B).read()) == [b"b0"]
-
-
-def test_failed_commit_of_one_topic_is_not_hidden_by_others(home, monkeypatch):
-    with place_for("broker", home) as (options, there):
-        crash_at("batch.after_begin", visit=2, error=CrashError)
-        with pytest.raises(Exception, match=r"after_begin|CrashError"):
-            Sink(monkeypatch, options, schema=BY_TOPIC).run(0, PARTS)
-        failpoints.disarm()
-        Sink(monkeypatch, options, schema=BY_TOPIC).run(0, PARTS)
-        assert {topic: there.texts(topic) for topic in WANTED} == WANTED
 
 
 class SlowBroker:

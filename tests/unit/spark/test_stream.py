@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-import ister
 from ister.base import retry
 from ister.base.clock import SystemClock
 from ister.errors import (
@@ -46,7 +45,6 @@ from tests.support.streams import (
     Query,
     Row,
     a_reader,
-    incarnation_of,
     offsets_of,
     payload_of,
     publish,
@@ -159,14 +157,6 @@ def test_stream_begins_where_its_option_says(home, query, start, expected):
     assert offsets_of(running.rows) == list(range(expected, 9))
 
 
-def test_stream_begins_with_what_comes_unless_told(home, query):
-    home.append(A, 7)
-    running = query()
-    assert running.run() == []
-    home.append(A, 2)
-    assert running.run() == rows_of(A, [7, 8])
-
-
 @each("upload", [False, True], fresh=fresh)
 def test_stream_begins_at_a_time(home, query, upload):
     with home.open() as log:
@@ -178,14 +168,6 @@ def test_stream_begins_at_a_time(home, query, upload):
             topic.upload()
     running = query(startingTimestamp="1700000000006")
     assert running.run() == rows_of(A, range(6, 10))
-
-
-def test_time_that_nothing_has_reached_is_the_end(home, query):
-    home.append(A, 3)
-    running = query(startingTimestamp="32503680000000")
-    assert running.run() == []
-    home.append(A, 1)
-    assert running.run() == rows_of(A, [3])
 
 
 def test_start_beyond_the_end_is_refused(home):
@@ -243,18 +225,6 @@ def test_first_batch_without_a_message_fixes_the_start(home, query):
     running.restart()
     assert running.run() == []
     assert running.run() == rows_of(A, range(90, 100))
-
-
-def test_first_batch_may_fail_many_times(home, query):
-    home.append(A, 3)
-    running = query(startingOffsets="latest")
-    running.resolve_start()
-    home.append(A, 3)
-    running.plan()
-    for _ in range(3):
-        home.append(A, 3)
-        running.restart(startingOffsets="latest", maxMessagesPerTrigger="1")
-        assert running.collect() == rows_of(A, range(3, 6))
 
 
 def test_no_batch_ends_before_it_starts(home, query):
@@ -326,54 +296,6 @@ def test_idle_stream_makes_no_batch_because_something_moved(home, query):
     assert not running.plan(), "of another topic"
 
 
-def test_text_is_canonical_and_survives_a_round_trip(home, query):
-    for name in (A, B):
-        home.append(name, 2)
-    texts = set()
-    for order in (f"{A},{B}", f"{B},{A}"):
-        running = query(topic=order, startingOffsets="earliest")
-        running.plan()
-        texts.update(running.offsets)
-    (text,) = texts
-    assert json.dumps(json.loads(text)) == text
-    assert text == json.dumps(
-        {
-            "version": 1,
-            "topics": {
-                name: {
-                    "incarnation": incarnation_of(home, name),
-                    "epoch": 1,
-                    "offset": 2,
-                    "from": 0,
-                }
-                for name in (A, B)
-            },
-        }
-    )
-
-
-def test_text_stays_canonical_when_topics_come(home, query):
-    home.append(B, 1)
-    running = query(topicPattern="/default/.*", startingOffsets="earliest")
-    running.run()
-    home.append(A, 1)
-    running.run()
-    assert list(json.loads(running.offsets[-1])["topics"]) == [A, B]
-    running.restart()
-    assert not running.plan()
-
-
-def test_topic_without_news_is_not_read_again_beside_one_that_has_some(home, query):
-    home.append(A, 3)
-    home.append(B, 3)
-    running = query(topic=f"{A},{B}", startingOffsets="earliest")
-    running.run()
-    home.append(B, 2)
-    assert running.run() == rows_of(B, [3, 4])
-    home.append(A, 1)
-    assert running.run() == rows_of(A, [3])
-
-
 def test_checkpoint_of_something_else_is_refused(home):
     home.append(A, 1)
     with pytest.raises(InvalidRequestError, match="not one of this source"):
@@ -381,27 +303,6 @@ def test_checkpoint_of_something_else_is_refused(home):
 
 
 # -- how often the stores are asked -------------------------------------------------------------
-
-
-@pytest.mark.nightly
-@each("option", [{}, {"maxMessagesPerTrigger": "5", "maxBytesPerTrigger": "1k"}], fresh=fresh)
-def test_idle_stream_asks_a_few_times_a_second(home, looks, monkeypatch, option):
-    monkeypatch.setattr(stream, "_POLL_SECONDS", POLL_SECONDS)
-    measured = []
-    monkeypatch.setattr(OffsetResolver, "range_of", lambda *_: measured.append(1))
-    home.append(A, 5)
-    reader = a_reader(home, startingOffsets="latest", **option)
-    start, limit = reader.initialOffset(), reader.getDefaultReadLimit()
-    clock = SystemClock()
-    looks.clear()
-    calls, deadline = 0, clock.monotonic() + 2.0
-    while clock.monotonic() < deadline:
-        assert reader.latestOffset(start, limit) is start
-        reader.reportLatestOffset()
-        calls += 1
-    assert 1 <= len(looks) <= 10, "Spark would ask eighty times a second"
-    assert calls <= 10, "the call itself waits"
-    assert not measured, "nothing is new, so nothing has to be measured"
 
 
 def test_idle_stream_holds_what_it_asks_the_metadata_store_to_a_few_calls(home, monkeypatch):
@@ -705,21 +606,6 @@ def test_topic_ends_with_the_bucket_while_the_node_with_its_tail_is_not_running(
     assert reader.latestOffset(ahead, EVERYTHING) == ahead
     with pytest.raises(UnavailableError, match=node):
         reader.partitions(start, ahead)
-
-
-@pytest.mark.parametrize("how", ["sealed", "tiered"])
-def test_topic_that_is_whole_in_the_bucket_needs_no_node_and_no_warning(home, caplog, how):
-    with home.open() as log:
-        topic = log.topic(A, create=True, ack="tiered" if how == "tiered" else None)
-        publish(topic, 6)
-        topic.upload()
-        if how == "sealed":
-            log.seal(A)
-    reader = a_reader(home, config=home.remote_config(), startingOffsets="earliest")
-    start = reader.initialOffset()
-    end = reader.latestOffset(start, EVERYTHING)
-    assert _read(reader, reader.partitions(start, end)) == list(range(6))
-    assert not [r for r in caplog.records if "is not running" in r.message]
 
 
 # -- cursors ------------------------------------------------------------------------------------
@@ -1031,13 +917,6 @@ def test_bytes_of_a_batch_are_limited_about(home, query, upload):
     assert offsets_of(running.rows) == list(range(100))
 
 
-def test_limit_below_one_message_still_goes_on(home, query):
-    with home.open() as log:
-        publish(log.topic(A, create=True), 3, size=2000)
-    running = query(startingOffsets="earliest", maxBytesPerTrigger="1")
-    assert [len(rows) for rows in running.drain()] == [1, 1, 1]
-
-
 @each(("messages", "size", "most"), [("4", "1g", 4), ("1000", "10k", 15)], fresh=fresh)
 def test_both_limits_count(home, query, messages, size, most):
     with home.open() as log:
@@ -1252,17 +1131,6 @@ def test_new_topic_whose_beginning_aged_out_is_read_from_what_there_is(home, que
     assert running.run() == rows_of(B, range(5, 10))
 
 
-def test_new_empty_topic_makes_no_batch(home, query):
-    home.append(A, 1)
-    running = query(topicPattern="/default/.*", startingOffsets="earliest")
-    running.run()
-    with home.open() as log:
-        log.topic(B, create=True)
-    assert not running.plan()
-    home.append(B, 1)
-    assert running.run() == rows_of(B, [0])
-
-
 def test_topic_without_local_messages_can_be_read(home, query):
     """As a hand-over leaves it: all is in the bucket, and the new owner has written nothing."""
     home.append(A, 3)
@@ -1441,14 +1309,6 @@ def test_reported_end_minus_the_batch_is_the_lag(home, query):
     assert ends(running.driver.reportLatestOffset()) == ends(running.offsets[-1])
 
 
-def test_reported_end_is_canonical_too(home):
-    home.append(A, 3)
-    reader = a_reader(home, startingOffsets="earliest")
-    reader.initialOffset()
-    text = json.dumps(reader.reportLatestOffset())
-    assert StreamOffset.from_json_text(text).to_json_text() == text
-
-
 # -- tasks --------------------------------------------------------------------------------------
 
 
@@ -1533,14 +1393,3 @@ def test_every_message_once_while_its_owner_does_everything_at_once(home, query,
 
 def _files(home):
     return {path: path.stat().st_mtime_ns for path in (home.path / "wal").rglob("*")}
-
-
-def test_place_is_kept_apart_from_the_log(home):
-    """The reader owns nothing: a log opens, closes and is deleted beside it."""
-    home.append(A, 1)
-    reader = a_reader(home)
-    reader.initialOffset()
-    with home.open() as log:
-        assert log.topics() == [A]
-    with ister.open(home.config) as log:
-        log.delete(A)
