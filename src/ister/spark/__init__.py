@@ -15,7 +15,6 @@ offset_resolver  which topics, and where each begins and ends now
 planner          ranges become partitions; does no I/O
 read_task        what a read task does
 offsets          a stream's offset in its checkpoint
-cursors          a stream's position as a subscription's cursor
 lag              how far a streaming query is behind
 views            topics as views in SQL
 sink             the writers of `df.write` and `df.writeStream`

@@ -40,7 +40,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, NoReturn, Self
+from typing import Final, NamedTuple, NoReturn, Self
 
 from ister.base.model import TopicName
 from ister.errors import (
@@ -250,64 +250,77 @@ def check_loss(
     warnings: list[str] = []
     for topic, place in previous.topics.items():
         head = heads.get(topic)
-        given_up = head.given_up_from(place.epoch) if head is not None else None
-        if head is None:
-            what = "the topic was deleted, or the options do not name it any more"
-            remedy = "leaves the topic out"
-        elif head.incarnation != place.incarnation:
-            what = "the topic was deleted and made again"
-            remedy = f"reads the new one from its earliest message, {head.earliest}, on"
-        elif given_up is not None and given_up < place.offset:
-            what = (
-                f"a disk was lost, and the topic's new owner went on from {given_up}: other "
-                f"messages have the offsets up to {place.offset}, which the stream has passed"
-            )
-            remedy = f"goes back to {max(given_up, head.earliest)}"
-        elif place.offset < head.earliest:
-            what = (
-                f"the messages {place.offset} up to, not including, {head.earliest} aged out "
-                "before the stream read them"
-            )
-            remedy = f"continues at message {head.earliest}"
-        elif place.offset > head.end and not head.is_cut:
-            what = (
-                f"the topic ends at {head.end}, and the stream had come to {place.offset}: the "
-                "messages between are gone, and their offsets will be used again"
-            )
-            remedy = f"continues at {head.end}"
-        else:
+        loss = _find_loss(place, head)
+        if loss is None:
             continue
         if fails:
-            _raise_loss(topic, place, head, what, remedy)
-        warnings.append(f"{topic}, offset {place.offset}: {what}; the stream {remedy}")
-        if head is None:
+            remedy = f"failOnDataLoss=false {loss.remedy}"
+            if loss.has_aged_out and loss.offset is not None:
+                raise DataGapError(
+                    f"{loss.what}; {remedy}", start=place.offset, end=loss.offset, topic=topic
+                )
+            raise ConflictError(loss.what, topic=topic, offset=place.offset, hint=remedy)
+        warnings.append(f"{topic}, offset {place.offset}: {loss.what}; the stream {loss.remedy}")
+        if head is None or loss.offset is None:
             del topics[topic]
         else:
-            offset = head.earliest
-            if head.incarnation == place.incarnation:
-                if given_up is not None and given_up < place.offset:
-                    offset = max(given_up, head.earliest)
-                elif place.offset > head.end and not head.is_cut:
-                    offset = head.end
             topics[topic] = TopicOffset(
-                incarnation=head.incarnation, epoch=head.epoch, offset=offset, start=offset
+                incarnation=head.incarnation,
+                epoch=head.epoch,
+                offset=loss.offset,
+                start=loss.offset,
             )
     return (StreamOffset(topics) if warnings else previous), warnings
 
 
-def _raise_loss(
-    topic: str, place: TopicOffset, head: TopicHead | None, what: str, remedy: str
-) -> NoReturn:
-    remedy = f"failOnDataLoss=false {remedy}"
-    given_up = head.given_up_from(place.epoch) if head is not None else None
-    if (
-        head is not None
-        and head.incarnation == place.incarnation
-        and (given_up is None or given_up >= place.offset)
-        and place.offset < head.earliest
-    ):
-        raise DataGapError(f"{what}; {remedy}", start=place.offset, end=head.earliest, topic=topic)
-    raise ConflictError(what, topic=topic, offset=place.offset, hint=remedy)
+class _Loss(NamedTuple):
+    what: str
+    remedy: str
+    """What the stream does if it goes on."""
+    offset: int | None
+    """Where it goes on; None if the topic is left out."""
+    has_aged_out: bool = False
+
+
+def _find_loss(place: TopicOffset, head: TopicHead | None) -> _Loss | None:
+    """Returns what a stream that stands at `place` has lost; None if nothing."""
+    if head is None:
+        return _Loss(
+            "the topic was deleted, or the options do not name it any more",
+            "leaves the topic out",
+            None,
+        )
+    if head.incarnation != place.incarnation:
+        return _Loss(
+            "the topic was deleted and made again",
+            f"reads the new one from its earliest message, {head.earliest}, on",
+            head.earliest,
+        )
+    given_up = head.given_up_from(place.epoch)
+    if given_up is not None and given_up < place.offset:
+        offset = max(given_up, head.earliest)
+        return _Loss(
+            f"a disk was lost, and the topic's new owner went on from {given_up}: other messages "
+            f"have the offsets up to {place.offset}, which the stream has passed",
+            f"goes back to {offset}",
+            offset,
+        )
+    if place.offset < head.earliest:
+        return _Loss(
+            f"the messages {place.offset} up to, not including, {head.earliest} aged out before "
+            "the stream read them",
+            f"continues at message {head.earliest}",
+            head.earliest,
+            has_aged_out=True,
+        )
+    if place.offset > head.end and not head.is_cut:
+        return _Loss(
+            f"the topic ends at {head.end}, and the stream had come to {place.offset}: the "
+            "messages between are gone, and their offsets will be used again",
+            f"continues at {head.end}",
+            head.end,
+        )
+    return None
 
 
 def _topic_offset(topic: str, value: object) -> TopicOffset:

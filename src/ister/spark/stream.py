@@ -25,7 +25,8 @@ process only: a query that was just started takes what is there, as Kafka's sour
 restarts never add to the delay. `availableNow` waits for nothing.
 
 `commit` lags one batch behind, and may come only when the query restarts: it moves the cursor of
-the option `subscription`, which holds retention, and nothing else.
+the option `subscription`, which holds retention, and nothing else. The position itself is in
+Spark's checkpoint.
 
 What a crash leaves: Spark's checkpoint, with the position to continue from. Start options apply
 only without one.
@@ -44,6 +45,7 @@ from pyspark.sql.types import StructType
 
 from ister.base.clock import SystemClock
 from ister.base.retry import retry_unavailable
+from ister.bucket.catalog import Catalog
 from ister.errors import (
     ConflictError,
     DataGapError,
@@ -52,6 +54,9 @@ from ister.errors import (
     UnavailableError,
     UnsupportedOperationError,
 )
+from ister.format.records import Progress, decode_progress, encode_progress
+from ister.metadata.base import MetadataStore, Put, RevisionIs
+from ister.metadata.transact import transact, unchanged
 from ister.spark.batch import REACH_REMEDY, START_REMEDY, TopicReader
 from ister.spark.compat import (
     SPARK_VERSION,
@@ -62,11 +67,13 @@ from ister.spark.compat import (
     ReadMinRows,
     SupportsTriggerAvailableNow,
 )
-from ister.spark.cursors import hold_cursors
+from ister.spark.location import LogLocation
 from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.offsets import StreamOffset, TopicOffset, advance, check_loss
 from ister.spark.options import ReadOptions
 from ister.spark.planner import limit_bytes, limit_messages
+from ister.topic.history import BucketTopic
+from ister.topic.stores import open_metadata
 
 _log = logging.getLogger("ister.spark.stream")
 
@@ -442,7 +449,65 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
         if self._options.subscription is None:
             return
         try:
-            hold_cursors(self._task.place, self._options.subscription, reached)
+            _hold_cursors(self._task.place, self._options.subscription, reached)
         except IsterError as error:
             # The checkpoint is authoritative; the next batch moves the cursor again.
             _log.warning("cursor not moved", extra={"error": str(error)})
+
+
+# -- cursors: copies of the position, one batch behind, which hold retention -----------------------
+
+
+def _hold_cursors(place: LogLocation, subscription: str, progress: StreamOffset) -> None:
+    """Moves the subscription's cursor in each topic forward to the stream's position.
+
+    It is written only if neither it nor the topic's record has changed since they were read, so
+    that a deleted topic gets none.
+
+    Raises:
+        ConflictError: Other processes keep changing it, or it belongs to consumers.
+        UnavailableError: The metadata store does not respond.
+    """
+    history = place.history()
+    store = open_metadata(history.config.storage.metadata, history.clock)
+    try:
+        for name, reached in progress.topics.items():
+            try:
+                topic = history.topic(name)
+            except NotFoundError:
+                continue  # deleted: needs no cursor
+            _hold_cursor(store, topic, subscription, reached.offset, reached.incarnation)
+    finally:
+        store.close()
+
+
+def _hold_cursor(
+    store: MetadataStore, topic: BucketTopic, subscription: str, offset: int, incarnation: str
+) -> None:
+    catalog: Catalog = topic.catalog
+    key = catalog.keys.progress(subscription)
+
+    def attempt() -> bool | None:
+        record = catalog.record()
+        if record is None or record[0].incarnation != incarnation or not record[0].is_open:
+            return True
+        if store.get(f"{catalog.keys.subscriptions}{subscription}/options") is not None:
+            raise ConflictError(
+                f"{subscription!r} is a subscription of a broker's consumers",
+                topic=str(catalog.keys.topic),
+                hint="choose another name: a stream would skip their messages",
+            )
+        found = store.get(key)
+        known = decode_progress(found.value, key=key) if found is not None else None
+        reached = offset
+        if known is not None and known.incarnation == incarnation:
+            reached = max(offset, known.offset)
+        more = known.more if known is not None else {}
+        now_ms = topic.clock.now_ns() // 1_000_000
+        wanted = Progress(offset=reached, timestamp=now_ms, incarnation=incarnation, more=more)
+        same_topic = RevisionIs(catalog.keys.record, record[1])
+        compares = [unchanged(key, found), same_topic]
+        revision = store.transact(compares, [Put(key, encode_progress(wanted))])
+        return None if revision is None else True
+
+    transact(attempt, ConflictError("the cursor keeps changing", path=key))

@@ -16,37 +16,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ister.errors import ConflictError
+from ister.format.arrow.schema import arrow_schema
 from ister.format.arrow.table import is_text
 from ister.spark.tables.base import PUBLISH_DATE
 
-_TIME: Final = pa.timestamp("us", tz="UTC")
 _DAY_US: Final = 86_400_000_000
 
-ENVELOPE: Final = pa.schema(
-    [
-        ("topic", pa.string()),
-        ("offset", pa.int64()),
-        ("publish_time", _TIME),
-        ("producer_name", pa.string()),
-        ("payload", pa.binary()),
-        ("attributes", pa.map_(pa.string(), pa.string())),
-        ("routing_key", pa.string()),
-        ("schema_id", pa.int64()),
-        ("schema_version", pa.int32()),
-    ]
-)
+ENVELOPE: Final = arrow_schema()
 """As `format("ister")` has them."""
 
 ENVELOPE_WITHOUT_PAYLOAD: Final = pa.schema([item for item in ENVELOPE if item.name != "payload"])
 
-LETTERS: Final = pa.schema(
-    [
-        ("topic", pa.string()),
-        ("offset", pa.int64()),
-        ("publish_time", _TIME),
-        ("payload", pa.binary()),
-        ("reason", pa.string()),
-    ]
+LETTERS: Final = arrow_schema(("topic", "offset", "publish_time", "payload")).append(
+    pa.field("reason", pa.string())
 )
 """Messages that did not become rows."""
 

@@ -227,9 +227,10 @@ class DeltaTable(Table):
         options = self._storage_options()
         with self._errors("the table cannot be read"):
             try:
-                return library.DeltaTable(self._uri, storage_options=options)
+                found: _Delta = library.DeltaTable(self._uri, storage_options=options)
             except library.exceptions.TableNotFoundError:
                 return None
+        return found
 
     def _storage_options(self) -> dict[str, str] | None:
         given = self._storage.options
@@ -319,7 +320,7 @@ class DeltaTable(Table):
             "maxValues": most,
             "nullCount": {"offset": 0, "publish_time": 0},
         }
-        return _library().AddAction(
+        action: AddAction = _library().transaction.AddAction(
             file.path,
             file.bytes,
             {} if file.date is None else {PUBLISH_DATE: file.date},
@@ -327,6 +328,7 @@ class DeltaTable(Table):
             True,
             json.dumps(stats),
         )
+        return action
 
     def _has(self, id: str, *, after: int) -> bool:
         """Returns whether a commit that got an error is in the table."""
@@ -469,33 +471,14 @@ class DeltaTable(Table):
         return UnavailableError(f"{what}: {text[:SHOWN_CHARACTERS]}", path=self.location)
 
 
-class _Library:
-    """The parts of delta-rs that are used."""
-
-    def __init__(self) -> None:
+def _library() -> Any:  # noqa: ANN401 - a module
+    try:
         import deltalake  # noqa: PLC0415 - an extra
         import deltalake.exceptions  # noqa: PLC0415
         import deltalake.transaction  # noqa: PLC0415
-
-        self.exceptions = deltalake.exceptions
-        self.DeltaTable = deltalake.DeltaTable
-        self.Schema = deltalake.Schema
-        self.CommitProperties = deltalake.CommitProperties
-        self.Transaction = deltalake.Transaction
-        self.AddAction = deltalake.transaction.AddAction
-
-
-_loaded: dict[str, _Library] = {}
-
-
-def _library() -> _Library:
-    found = _loaded.get("delta")
-    if found is None:
-        try:
-            found = _loaded["delta"] = _Library()
-        except ImportError as error:
-            raise missing_extra("a Delta table", "lakehouse", error) from error
-    return found
+    except ImportError as error:
+        raise missing_extra("a Delta table", "lakehouse", error) from error
+    return deltalake
 
 
 def _record_key(number: int) -> str:

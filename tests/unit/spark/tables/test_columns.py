@@ -4,8 +4,7 @@ import pyarrow as pa
 import pytest
 
 from ister.errors import ConflictError
-from ister.spark.tables.columns import ENVELOPE, dates_of, fit
-from ister.topic.columns import Decoders
+from ister.spark.tables.columns import dates_of, fit
 from tests.support.cases import case
 
 _UTC = pa.timestamp("us", tz="UTC")
@@ -16,10 +15,6 @@ def _fit(theirs: pa.DataType, ours: pa.DataType, *, nested: bool = True):
         pa.schema([("c", theirs)]), pa.schema([("c", ours)]), path="p", nested=nested
     )
     return schema.field("c").type, [item.name for item in added]
-
-
-def test_the_envelope_is_what_the_decoder_makes():
-    assert Decoders("/d/t").schema.equals(ENVELOPE)
 
 
 def test_types_that_go_together():
