@@ -198,12 +198,3 @@ class Trust:
             if found is None:
                 return made.decode()
         return found.value.decode("ascii", errors="replace")
-
-
-def is_distrusted(objects: ObjectStore, metadata: MetadataStore, root: str, clock: Clock) -> bool:
-    """Whether the metadata store is distrusted; for a process without a `Trust` of its own.
-
-    Raises:
-        UnavailableError: A store does not answer.
-    """
-    return Trust(objects, metadata, root, clock).check()

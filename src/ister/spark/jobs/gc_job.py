@@ -4,8 +4,9 @@
                                       ─► once for all: parts, express objects
 
 Owns: which topics, and in which order. Does not own: what expires (`ister.bucket.retention`), what
-is garbage (`ister.bucket.orphans`, `ister.bucket.express_collection`), whether the clock is trusted
-(`ister.base.clock_guard`). Runs on the driver: it reads metadata and lists, and starts no task.
+is garbage (`ister.bucket.orphans`, `ister.bucket.express_collection`), whether the clock and the
+metadata store are trusted (`ister.base.clock_guard`, `ister.bucket.trust`). Runs on the driver: it
+reads metadata and lists, and starts no task.
 
 The owner of a topic does all of this itself. One `gc` runs at a time, by a leased key; collecting
 express objects has a second key, which brokers take as well.
@@ -18,7 +19,8 @@ Invariants:
 - an object is removed only if no descriptor names it, its grace period is over, and each of its
   offsets has expired or is in a named object that is in the bucket;
 - nothing is deleted by age while the clock is not trusted, which is an error of the job. The clock
-  is compared with a mark in the metadata store, which covers every machine that runs `gc`.
+  is compared with a mark in the metadata store, which covers every machine that runs `gc`;
+- nothing is deleted while the metadata store is distrusted, because it was rolled back.
 
 A topic that could not be examined is reported as an error; the others continue.
 
@@ -38,6 +40,7 @@ from ister.bucket.ownership import OwnedTopic
 from ister.bucket.pipeline import PipelineKeys
 from ister.bucket.retention import expire, list_known, plan_expiry
 from ister.bucket.shared_staging import collect_shared_staging
+from ister.bucket.trust import Trust
 from ister.errors import (
     ConflictError,
     FencedError,
@@ -190,6 +193,14 @@ class _Collection:
     def run(self, topics: Sequence[str], *, is_everything: bool) -> None:
         """Collects in all topics without an owner, and what belongs to no topic."""
         job = self._job
+        if not job.dry_run and (reason := self._find_distrust()) is not None:
+            job.report.fail(
+                ConflictError(
+                    f"{reason}; nothing is deleted",
+                    hint="`ister metadata check`, then `ister metadata accept`",
+                )
+            )
+            return
         step = self._clock.check()
         if step is not None:
             job.report.fail(
@@ -221,6 +232,13 @@ class _Collection:
             self._collect_parts()
             self._collect_express()
             self._collect_shared_staging()
+
+    def _find_distrust(self) -> str | None:
+        """Why the metadata store is distrusted, if it is."""
+        job, root = self._job, self._job.place.config.storage.metadata.root_prefix
+        trust = Trust(self._objects, job.store, root, job.clock)
+        trust.check()
+        return trust.reason
 
     def _find_unowned(self, topics: Sequence[str]) -> list[str]:
         """Returns the topics that no process has open; the others are left to their owners."""

@@ -21,6 +21,7 @@ from ister.bucket.names import (
     staging_prefix,
 )
 from ister.bucket.pipeline import PipelineKeys
+from ister.bucket.trust import TRUST_PREFIX
 from ister.errors import ConflictError, IsterError, NotFoundError
 from ister.format.records import encode_current
 from ister.format.staged_file import StagedSegment, encode_footer
@@ -188,6 +189,18 @@ def test_replaced_objects_stay_for_an_hour_whatever_the_grace(stage):
     assert stage.gc_at().topics[A]["orphans"] == 0
     stage.clock.advance(120)
     assert stage.gc_at().topics[A]["orphans"] == 4
+
+
+def test_nothing_goes_while_the_metadata_store_is_distrusted(stage):
+    """Goal: after a rollback, what the catalog does not name may be the only copy."""
+    stage.merge()
+    with stage.metadata() as store:
+        seen = f"{TRUST_PREFIX}{store.get('/danube/cluster/store').value.decode()}.json"
+    before = stage.stored()
+    (stage.place.root / "objects" / seen).write_text('{"revision": 1000000}')
+    report = stage.gc()
+    assert [error["code"] for error in report.errors] == [ConflictError.code]
+    assert stage.stored() == before
 
 
 def test_young_objects_stay_while_other_jobs_run(stage):
