@@ -76,6 +76,15 @@ class Home:
         """The log, whose owner is this process until it is closed."""
         return ister.open(self.config)
 
+    def second_node(self) -> "Home":
+        """Another node of the same log, with files of its own."""
+        (self.path / "second").mkdir()
+        return Home(
+            self.path / "second",
+            cloud={"root": str(self.path / "objects")},
+            metadata={"path": str(self.path / "metadata.db")},
+        )
+
     def append(
         self, name: str = A, count: int = 1, *, upload: bool = False, size: int = 0
     ) -> range:

@@ -7,31 +7,17 @@ from functools import partial
 import pytest
 
 from ister.errors import InvalidRequestError, NotFoundError
-from ister.spark import batch, location, stream
+from ister.spark import batch, stream
 from ister.spark.batch import BatchReader
 from ister.spark.options import ReadOptions
 from ister.spark.rows import row_schema
 from ister.spark.source import IsterDataSource
-from tests.support.streams import A, B, Home, Query, a_reader, offsets_of, payload_of, rows_of
-from tests.support.tier_checks import memory_directory
+from tests.support.streams import A, B, Query, a_reader, offsets_of, payload_of, rows_of
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 P = "/default/p"
 FIRST_MS = 1_700_000_000_000
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    """No pauses between two looks, and no connections that outlive a test."""
-    monkeypatch.setattr(stream, "_POLL_SECONDS", 0.0)
-    yield
-    location._close_all()
-
-
-@pytest.fixture
-def home():
-    """In memory: nothing here is proved by waiting for a disk."""
-    with memory_directory() as directory:
-        yield Home(directory)
 
 
 @pytest.fixture

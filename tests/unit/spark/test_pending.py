@@ -8,20 +8,15 @@ import pytest
 from benchmarks.measurement import open_tiered_log
 from benchmarks.spark_pending import describe_objects, run_triggers
 from ister.metadata.sqlite import SqliteMetadata
-from ister.spark import location, stream
+from ister.spark import location
 from ister.spark.compat import ReadAllAvailable
 from tests.servers.flight import FlightTopics
 from tests.support.cluster import enter
 from tests.support.streams import Home, a_reader, publish
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 A = "/default/a"
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(stream, "_POLL_SECONDS", 0.0)
-    yield
-    location._close_all()
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ from ister.base.clock import SystemClock
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.config import load_config
 from ister.errors import InvalidRequestError, IsterError, NotFoundError, UnsupportedOperationError
-from ister.spark import location
 from ister.spark.compat import arrow_schema_of
 from ister.spark.payload_schema import struct_of
 from ister.spark.rows import HEADERS_TYPE, row_schema
@@ -33,22 +32,11 @@ from ister.spark.source import IsterDataSource
 from ister.topic.schema_kinds import ValidationPolicy
 from ister.topic.stores import open_metadata
 from tests.support.cases import case
-from tests.support.streams import A, B, Home
-from tests.support.tier_checks import memory_directory
+from tests.support.streams import A, B
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 ORDER = StructType([StructField("id", LongType()), StructField("note", StringType())])
-
-
-@pytest.fixture(autouse=True)
-def _no_connections():
-    yield
-    location._close_all()
-
-
-@pytest.fixture
-def home():
-    with memory_directory() as directory:
-        yield Home(directory)
 
 
 def publish(home, *payloads, name=A, **fields):

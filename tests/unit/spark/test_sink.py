@@ -25,7 +25,6 @@ from ister.errors import (
 from ister.spark import location, row_staging
 from ister.spark.options import WriteOptions
 from ister.spark.sink import BatchWriter, StreamWriter
-from ister.topic import batches
 from ister.topic.uploads import TopicUploads
 from ister.wire.contract import Action
 from tests.servers.flight import FlightProcess, FlightTopics
@@ -44,30 +43,11 @@ from tests.support.sinks import (
     place_for,
 )
 from tests.support.streams import A, B, Home
-from tests.support.tier_checks import memory_directory
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 BROKER_SECONDS = 60.0
 POINTS = sorted(point for point in failpoints.FAILPOINTS if point.startswith("batch."))
-
-
-@pytest.fixture(autouse=True)
-def _tidy(monkeypatch):
-    """No connections that outlive a test, and an append for each block of a batch."""
-    monkeypatch.setattr(batches, "_JOINED_BYTES_MIN", 0)
-    yield
-    location._close_all()
-
-
-@pytest.fixture
-def tmp_path():
-    """In memory: nothing here is proved by waiting for a disk."""
-    with memory_directory() as directory:
-        yield directory
-
-
-@pytest.fixture
-def home(tmp_path):
-    return Home(tmp_path)
 
 
 PARTS = [[b"0", b"1", b"2"], [b"3"], [], [b"4", b"5"]]
@@ -429,12 +409,7 @@ def test_commit_waits_for_whoever_has_the_directory_open(home, monkeypatch):
 
 def test_each_topics_broker_appends_without_being_named(home, monkeypatch):
     """Goal: a config is enough, and a topic that moves between two batches is found again."""
-    (home.path / "second").mkdir()
-    second = Home(
-        home.path / "second",
-        cloud={"root": str(home.path / "objects")},
-        metadata={"path": str(home.path / "metadata.db")},
-    )
+    second = home.second_node()
     with (
         home.open() as one,
         second.open() as two,
@@ -457,12 +432,7 @@ def test_each_topics_broker_appends_without_being_named(home, monkeypatch):
 
 
 def test_topic_whose_files_are_here_and_that_nobody_has_open_is_appended_here(home, monkeypatch):
-    (home.path / "second").mkdir()
-    second = Home(
-        home.path / "second",
-        cloud={"root": str(home.path / "objects")},
-        metadata={"path": str(home.path / "metadata.db")},
-    )
+    second = home.second_node()
     home.append(A, 1)
     with second.open() as two, FlightTopics(two) as at_two:
         enter(two, at_two.address)
@@ -599,16 +569,16 @@ def test_broker_appends_what_is_staged_and_rows_do_not_cross_the_wire(home, monk
 # -- what else the commit does --------------------------------------------------------------------
 
 
-def test_large_batches_are_uploaded_by_the_commit_itself(tmp_path, monkeypatch):
+def test_large_batches_are_uploaded_by_the_commit_itself(memory, monkeypatch):
     """Nobody else would: the log is open for as long as the commit lasts."""
-    home = Home(tmp_path, uploader={"engine": "auto", "max_batch_bytes": 1000})
+    home = Home(memory, uploader={"engine": "auto", "max_batch_bytes": 1000})
     Sink(monkeypatch, {"config": home.config, "topic": A}).run(0, [[b"x" * 100] * 50])
     with ister.open_bucket(home.config) as history:
         assert history.topic(A).tiered == 50
 
 
 @pytest.fixture
-def early(tmp_path, monkeypatch):
+def early(memory, monkeypatch):
     """A sink whose commits upload from the first synced byte on, and the tiers that they upload."""
     tiers = []
 
@@ -620,7 +590,7 @@ def early(tmp_path, monkeypatch):
     monkeypatch.setattr(row_staging, "_EarlyUpload", Noted)
     monkeypatch.setattr(row_staging, "_UPLOAD_BYTES", 1)
     home = Home(
-        tmp_path,
+        memory,
         uploader={"engine": "auto", "max_batch_bytes": 1},
         wal={"fsync_max_batch_bytes": 1},
     )

@@ -24,41 +24,18 @@ from tests.support.cases import each
 from tests.support.cluster import enter
 from tests.support.machine import PATIENCE_SECONDS, Task, eventually, payloads
 from tests.support.sinks import BY_TOPIC, Sink, crash_at, in_both_places
-from tests.support.streams import A, B, Home
-from tests.support.tier_checks import memory_directory
+from tests.support.streams import A, B
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 POINTS = sorted(point for point in failpoints.FAILPOINTS if point.startswith("batch."))
 C = "/default/third"
 DAY = 86_400
 
 
-@pytest.fixture(autouse=True)
-def _tidy(monkeypatch):
-    """No connections that outlive a test, and an append for each block of a batch."""
-    monkeypatch.setattr(batches, "_JOINED_BYTES_MIN", 0)
-    yield
-    location._close_all()
-
-
-@pytest.fixture
-def home():
-    with memory_directory() as directory:
-        yield Home(directory)
-
-
 def staged_rows(home):
     """The staged files of rows."""
     return {path for path in home.staged() if path.endswith(".rows")}
-
-
-def second_home(home):
-    """Another node of the same log."""
-    (home.path / "second").mkdir()
-    return Home(
-        home.path / "second",
-        cloud={"root": str(home.path / "objects")},
-        metadata={"path": str(home.path / "metadata.db")},
-    )
 
 
 # -- one file -----------------------------------------------------------------------------------
@@ -276,7 +253,7 @@ def test_group_that_waits_holds_up_no_other(monkeypatch):
 def test_owner_that_is_down_delays_its_own_topics_only(home, monkeypatch):
     """Goal: two brokers append at once; one is dead at first, and is retried."""
     monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.01, 0.05))
-    second = second_home(home)
+    second = home.second_node()
     with home.open() as one, second.open() as two, FlightTopics(one) as at_one:
         at_two = FlightTopics(two)
         enter(one, at_one.address)
@@ -300,7 +277,7 @@ def test_owner_that_is_down_delays_its_own_topics_only(home, monkeypatch):
 
 def test_owner_that_stays_down_ends_the_commit_with_its_topic(home, monkeypatch):
     monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.01, 0.02))
-    second = second_home(home)
+    second = home.second_node()
     with home.open() as one, second.open() as two, FlightTopics(one) as at_one:
         at_two = FlightTopics(two)
         enter(one, at_one.address)

@@ -28,7 +28,7 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.metadata.sqlite import SqliteMetadata
-from ister.spark import location, read_task, stream
+from ister.spark import read_task, stream
 from ister.spark.compat import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 from ister.spark.offset_resolver import OffsetResolver
 from ister.spark.offsets import StreamOffset
@@ -50,34 +50,15 @@ from tests.support.streams import (
     publish,
     rows_of,
 )
-from tests.support.tier_checks import memory_directory
 from tests.support.writer_child import new_seed, say_replay
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 POLL_SECONDS = stream._POLL_SECONDS
 EVERYTHING = ReadAllAvailable()
 BROKER_SECONDS = 60.0
 KILOBYTE = 1000
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    """No pauses between two looks, and no connections that outlive a test."""
-    monkeypatch.setattr(stream, "_POLL_SECONDS", 0.0)
-    yield
-    location._close_all()
-
-
-@pytest.fixture
-def tmp_path():
-    """In memory: nothing here is proved by waiting for a disk."""
-    with memory_directory() as directory:
-        yield directory
-
-
-@pytest.fixture
-def home(tmp_path):
-    return Home(tmp_path)
 
 
 @pytest.fixture(params=[Query, OlderQuery])
@@ -563,9 +544,9 @@ def test_task_reads_on_when_the_broker_answers_again(home, query):
             assert waiting.result() == list(range(6))
 
 
-def test_broker_that_serves_another_place_is_refused(home, tmp_path):
-    (tmp_path / "other").mkdir()
-    other = Home(tmp_path / "other")
+def test_broker_that_serves_another_place_is_refused(home, memory):
+    (memory / "other").mkdir()
+    other = Home(memory / "other")
     home.append(A, 1)
     with other.open() as log, FlightTopics(log) as server:
         publish(log.topic(A, create=True), 1)
@@ -856,13 +837,13 @@ def test_stream_of_the_bucket_alone_waits_for_uploads(home, query):
     assert running.run() == rows_of(A, range(5, 11))
 
 
-def test_golden_checkpoint_goes_on_where_it_stands(tmp_path):
+def test_golden_checkpoint_goes_on_where_it_stands(memory):
     """Of the first version; `golden/make_stream_checkpoint.py` says what it holds."""
     name = "/default/orders"
-    shutil.copytree(GOLDEN / "stream_data", tmp_path / "data")
+    shutil.copytree(GOLDEN / "stream_data", memory / "data")
     texts = [(GOLDEN / "stream_checkpoint" / "offsets" / n).read_text() for n in ("0", "1")]
     running = Query(
-        partial(a_reader, None), config=str(tmp_path / "data"), topic=name, startingOffsets="latest"
+        partial(a_reader, None), config=str(memory / "data"), topic=name, startingOffsets="latest"
     )
     running.offsets = [text.splitlines()[-1] for text in texts]
     running.finished = 1
