@@ -15,7 +15,7 @@ from ister.objectstore.base import Capabilities
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.delta import DeltaTable as OurTable
 from ister.spark.tables.targets import Storage
-from tests.support.cases import case, each, making
+from tests.support.cases import case, each
 from tests.support.exports import (
     TOPIC,
     add_rows,
@@ -23,22 +23,9 @@ from tests.support.exports import (
     offsets_in,
     rows_of,
     table_at,
-    tasks_here,
     where,
     write_files,
 )
-
-
-@making("tmp_path")
-def fresh(path):
-    """A directory of one case."""
-    return {"tmp_path": path}
-
-
-@pytest.fixture(autouse=True)
-def _closed():
-    with tasks_here():
-        yield
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -250,7 +237,6 @@ def _make(tmp_path, *, features=None, writer=7, configuration=None, column="note
         ({"features": ["allowColumnDefaults"], "CURRENT_DEFAULT": "1"}, "allowColumnDefaults"),
         ({"writer": 2, "__CHAR_VARCHAR_TYPE_STRING": "varchar(3)"}, "note has a length"),
     ],
-    fresh=fresh,
 )
 def test_a_table_that_asks_what_would_not_be_observed_is_refused(tmp_path, made, told):
     _make(tmp_path, **made)
@@ -266,7 +252,6 @@ def test_a_table_that_asks_what_would_not_be_observed_is_refused(tmp_path, made,
         {"writer": 5, "configuration": {"delta.columnMapping.mode": "none"}},
         {"features": ["appendOnly", "invariants", "checkConstraints", "generatedColumns"]},
     ],
-    fresh=fresh,
 )
 def test_a_table_that_could_ask_more_and_does_not_is_taken(tmp_path, made):
     _make(tmp_path, **made)

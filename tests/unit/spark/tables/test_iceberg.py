@@ -25,15 +25,8 @@ from tests.support.exports import (
     read_table,
     rows_of,
     table_at,
-    tasks_here,
     write_files,
 )
-
-
-@pytest.fixture(autouse=True)
-def _closed():
-    with tasks_here():
-        yield
 
 
 def _make(tmp_path, *, partition=None, schema=ENVELOPE, **properties):

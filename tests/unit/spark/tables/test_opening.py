@@ -10,7 +10,7 @@ from ister.spark.tables.iceberg import IcebergTable
 from ister.spark.tables.opening import TablePlace, dead_letters_name, open_table, table_name
 from ister.spark.tables.parquet_directory import ParquetDirectory
 from ister.spark.tables.targets import local_path, storage_of
-from tests.support.cases import each, making
+from tests.support.cases import each
 
 _S3 = {
     "cloud": {
@@ -19,12 +19,6 @@ _S3 = {
         "options": {"access_key": "A", "secret_key": "S"},
     }
 }
-
-
-@making("tmp_path")
-def fresh(path):
-    """A directory of one case."""
-    return {"tmp_path": path}
 
 
 def _place(tmp_path, format: str, *, storage=None, **fields) -> TablePlace:
@@ -56,7 +50,7 @@ def test_directories_and_addresses(tmp_path):
     assert "secret" not in str(caught.value)
 
 
-@each("format", ["parquet", "delta", "iceberg"], fresh=fresh)
+@each("format", ["parquet", "delta", "iceberg"])
 def test_an_address_with_credentials_is_refused_and_not_repeated(tmp_path, format):
     with pytest.raises(InvalidRequestError) as caught:
         table_name("s3://AKIA:hunter2@bucket/{y}", "/shop/orders", TableFormat(format))
@@ -93,7 +87,6 @@ def test_formats(tmp_path):
         ("shop.orders", None, ("shop.orders", "{tmp}/warehouse")),
         ("orders", {"warehouse": "/w"}, ("default.orders", "/w")),
     ],
-    fresh=fresh,
 )
 def test_the_catalog_by_default_is_in_the_warehouse(tmp_path, monkeypatch, name, catalog, expected):
     monkeypatch.chdir(tmp_path)
@@ -116,7 +109,7 @@ def test_a_catalog_that_is_given(tmp_path):
     assert table.location == "s3://lake/w#shop.orders"
 
 
-@each("name", ["", " ", "a..b", "x/.y"], fresh=fresh)
+@each("name", ["", " ", "a..b", "x/.y"])
 def test_names_that_are_none(tmp_path, name):
     with pytest.raises(InvalidRequestError):
         open_table(name, _place(tmp_path, "iceberg"), clock=SystemClock())

@@ -29,16 +29,9 @@ from tests.support.exports import (
     offsets_in,
     rows_of,
     table_at,
-    tasks_here,
     write_files,
 )
 from tests.support.memory_store import MemoryObjectStore
-
-
-@pytest.fixture(autouse=True)
-def _closed():
-    with tasks_here():
-        yield
 
 
 class _KilledError(BaseException):

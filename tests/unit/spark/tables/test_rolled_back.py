@@ -12,7 +12,7 @@ from pyiceberg.exceptions import CommitFailedException
 
 from ister.errors import ConflictError, CorruptDataError
 from ister.spark.tables.columns import ENVELOPE
-from tests.support.cases import each, making, product
+from tests.support.cases import each, product
 from tests.support.exports import (
     TOPIC,
     add_foreign_rows,
@@ -25,25 +25,12 @@ from tests.support.exports import (
     rows_of,
     states_of,
     table_at,
-    tasks_here,
     where,
     write_files,
 )
 
 FORMATS = ("iceberg", "delta")
 OTHER = "/default/other"
-
-
-@making("tmp_path")
-def fresh(path):
-    """A directory of one case."""
-    return {"tmp_path": path}
-
-
-@pytest.fixture(autouse=True)
-def _closed():
-    with tasks_here():
-        yield
 
 
 def _delete(tmp_path, format, start: int, end: int) -> None:
@@ -55,7 +42,7 @@ def _delete(tmp_path, format, start: int, end: int) -> None:
         catalog.load_table("default.orders").delete(f"offset >= {start} and offset < {end}")
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_a_table_that_was_rolled_back_has_what_it_had_then(tmp_path, format):
     table = table_at(tmp_path, format)
     add_rows(table, 0, 5)
@@ -77,7 +64,7 @@ def test_a_table_that_was_rolled_back_has_what_it_had_then(tmp_path, format):
     table.close()
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_a_table_may_be_rolled_back_to_and_fro(tmp_path, format):
     table = table_at(tmp_path, format)
     add_rows(table, 0, 5)
@@ -95,7 +82,7 @@ def test_a_table_may_be_rolled_back_to_and_fro(tmp_path, format):
     table.close()
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_a_table_that_was_rolled_back_to_before_its_first_export_has_nothing(tmp_path, format):
     table = table_at(tmp_path, format)
     table.open(ENVELOPE)
@@ -111,7 +98,7 @@ def test_a_table_that_was_rolled_back_to_before_its_first_export_has_nothing(tmp
     table.close()
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_a_rollback_during_an_export_is_noticed(tmp_path, format):
     table = table_at(tmp_path, format)
     add_rows(table, 0, 5)
@@ -132,7 +119,7 @@ def test_a_rollback_during_an_export_is_noticed(tmp_path, format):
     table.close()
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_rows_that_were_deleted_do_not_return(tmp_path, format):
     table = table_at(tmp_path, format)
     for number in range(3):
@@ -146,7 +133,7 @@ def test_rows_that_were_deleted_do_not_return(tmp_path, format):
     table.close()
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_upkeep_between_two_exports_costs_no_record(tmp_path, format):
     """Others write, and all that our commits have left is their rows."""
     table = table_at(tmp_path, format)
@@ -167,7 +154,7 @@ def test_upkeep_between_two_exports_costs_no_record(tmp_path, format):
     table.close()
 
 
-@each(("format", "is_cleaned"), product(FORMATS, [False, True]), fresh=fresh)
+@each(("format", "is_cleaned"), product(FORMATS, [False, True]))
 def test_a_rollback_before_the_history_was_cleaned(tmp_path, format, is_cleaned):
     """It is refused, with what was exported, if nothing says any more what the table has."""
     table = table_at(tmp_path, format)
@@ -189,7 +176,7 @@ def test_a_rollback_before_the_history_was_cleaned(tmp_path, format, is_cleaned)
     table.close()
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_a_table_that_was_replaced_is_refused(tmp_path, format):
     """Rows of an export may be in it, or not."""
     table = table_at(tmp_path, format)
@@ -272,7 +259,7 @@ def test_a_lost_race_of_iceberg_leaves_the_winners_record(tmp_path, monkeypatch)
     other.close()
 
 
-@each("how", ["version", "time"], fresh=fresh)
+@each("how", ["version", "time"])
 def test_a_delta_table_that_was_restored_to_a_version_or_a_time(tmp_path, how):
     table = table_at(tmp_path, "delta")
     add_rows(table, 0, 5)

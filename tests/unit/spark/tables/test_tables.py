@@ -6,7 +6,7 @@ import pytest
 from ister.base import failpoints
 from ister.errors import ConflictError, CorruptDataError, FencedError, NotFoundError
 from ister.spark.tables.columns import ENVELOPE, LETTERS
-from tests.support.cases import each, making, product
+from tests.support.cases import each, product
 from tests.support.exports import (
     DAY_US,
     FORMATS,
@@ -18,21 +18,8 @@ from tests.support.exports import (
     read_table,
     rows_of,
     table_at,
-    tasks_here,
     write_files,
 )
-
-
-@making("tmp_path")
-def fresh(path):
-    """A directory of one case."""
-    return {"tmp_path": path}
-
-
-@pytest.fixture(autouse=True)
-def _closed():
-    with tasks_here():
-        yield
 
 
 class _KilledError(BaseException):
@@ -43,7 +30,7 @@ def _kill() -> None:
     raise _KilledError
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_what_is_committed_is_read_by_others(tmp_path, format):
     table = table_at(tmp_path, format)
     assert table.coverage().topics == {}
@@ -55,7 +42,7 @@ def test_what_is_committed_is_read_by_others(tmp_path, format):
     table.close()
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_nothing_is_made_by_looking(tmp_path, format):
     table = table_at(tmp_path, format)
     assert table.coverage().topics == {}
@@ -63,7 +50,7 @@ def test_nothing_is_made_by_looking(tmp_path, format):
     assert list(tmp_path.iterdir()) == []
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_files_that_are_not_committed_are_not_seen(tmp_path, format):
     table = table_at(tmp_path, format)
     add_rows(table, 0, 5)
@@ -76,7 +63,7 @@ def test_files_that_are_not_committed_are_not_seen(tmp_path, format):
     table.close()
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_offsets_that_the_table_has_are_refused(tmp_path, format):
     table = table_at(tmp_path, format)
     add_rows(table, 0, 10)
@@ -91,7 +78,7 @@ def test_offsets_that_the_table_has_are_refused(tmp_path, format):
     table.close()
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_a_range_without_files_counts(tmp_path, format):
     table = table_at(tmp_path, format)
     table.open(ENVELOPE)
@@ -104,7 +91,7 @@ def test_a_range_without_files_counts(tmp_path, format):
     table.close()
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_two_writers_do_not_lose_each_others_ranges(tmp_path, format):
     """Whoever commits second looks again, adds to what is there, or is refused."""
     one, other = table_at(tmp_path, format), table_at(tmp_path, format)
@@ -135,7 +122,7 @@ def test_two_writers_do_not_lose_each_others_ranges(tmp_path, format):
     other.close()
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_a_paused_export_that_is_overtaken_by_its_own_successor_adds_nothing(tmp_path, format):
     paused, successor = table_at(tmp_path, format), table_at(tmp_path, format)
     layout = paused.open(ENVELOPE)
@@ -154,7 +141,7 @@ def test_a_paused_export_that_is_overtaken_by_its_own_successor_adds_nothing(tmp
     successor.close()
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_nothing_is_committed_once_the_lease_has_ended(tmp_path, format):
     table = table_at(tmp_path, format)
     layout = table.open(ENVELOPE)
@@ -173,7 +160,6 @@ def test_nothing_is_committed_once_the_lease_has_ended(tmp_path, format):
 @each(
     ("format", "point"),
     product(FORMATS, ["export.before_table_commit", "export.after_table_commit"]),
-    fresh=fresh,
 )
 def test_a_commit_is_one_step(tmp_path, format, point):
     is_in = point == "export.after_table_commit"
@@ -198,7 +184,7 @@ def _paths(root, files):
 
 
 @pytest.mark.nightly
-@each(("format", "how", "days"), product(FORMATS, ["gone", "short"], [1, 9]), fresh=fresh)
+@each(("format", "how", "days"), product(FORMATS, ["gone", "short"], [1, 9]))
 def test_files_that_are_not_there_are_not_committed(tmp_path, format, how, days):
     """Written on another machine, tidied away, cut short: the ranges would never come again."""
     table = table_at(tmp_path, format)
@@ -228,7 +214,7 @@ def test_files_that_are_not_there_are_not_committed(tmp_path, format, how, days)
     table.close()
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_files_are_looked_at_before_each_attempt(tmp_path, format):
     one, other = table_at(tmp_path, format), table_at(tmp_path, format)
     layout = one.open(ENVELOPE)
@@ -249,7 +235,7 @@ def test_files_are_looked_at_before_each_attempt(tmp_path, format):
     other.close()
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_new_columns_are_added(tmp_path, format):
     table = table_at(tmp_path, format)
     add_rows(table, 0, 3)
@@ -269,7 +255,7 @@ def test_new_columns_are_added(tmp_path, format):
     table.close()
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_a_column_of_another_type_is_refused(tmp_path, format):
     table = table_at(tmp_path, format)
     table.open(pa.schema([*ENVELOPE, ("price", pa.string())]))
@@ -286,7 +272,7 @@ def test_a_column_of_another_type_is_refused(tmp_path, format):
     table.close()
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_rows_go_to_their_dates(tmp_path, format):
     table = table_at(tmp_path, format)
     layout = table.open(ENVELOPE)
@@ -300,7 +286,7 @@ def test_rows_go_to_their_dates(tmp_path, format):
     table.close()
 
 
-@each("format", FORMATS, fresh=fresh)
+@each("format", FORMATS)
 def test_dead_letters_are_a_table_too(tmp_path, format):
     table = table_at(tmp_path, format, "orders_dead_letters")
     layout = table.open(LETTERS)

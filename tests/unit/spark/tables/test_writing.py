@@ -9,13 +9,7 @@ from ister.spark.tables.base import Layout
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.targets import Storage, StoreTarget
 from ister.spark.tables.writing import FileMaker
-from tests.support.exports import DAY_US, NOON_US, rows_of, tasks_here
-
-
-@pytest.fixture(autouse=True)
-def _closed():
-    with tasks_here():
-        yield
+from tests.support.exports import DAY_US, NOON_US, rows_of
 
 
 @pytest.fixture
