@@ -14,8 +14,7 @@ pushdown         a batch reader that takes filters
 offset_resolver  which topics, and where each begins and ends now
 planner          ranges become partitions; does no I/O
 read_task        what a read task does
-offsets          a stream's offset in its checkpoint
-lag              how far a streaming query is behind
+offsets          a stream's offset in its checkpoint, and its lag
 views            topics as views in SQL
 sink             the writers of `df.write` and `df.writeStream`
 row_staging      rows staged in the bucket by write tasks
@@ -41,7 +40,7 @@ from ister.base.extras import missing_extra
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from ister.spark.lag import OffsetsBehind, offsets_behind
+    from ister.spark.offsets import OffsetsBehind, offsets_behind
     from ister.spark.payload import (
         from_avro_payload,
         from_json_payload,
@@ -66,10 +65,10 @@ __all__ = [
 # Each is imported on first use: a dry run of a job needs no PySpark.
 _HOMES: Final = {
     "IsterDataSource": "source",
-    "OffsetsBehind": "lag",
+    "OffsetsBehind": "offsets",
     "from_avro_payload": "payload",
     "from_json_payload": "payload",
-    "offsets_behind": "lag",
+    "offsets_behind": "offsets",
     "register_views": "views",
     "to_avro_payload": "payload",
     "to_json_payload": "payload",
