@@ -15,11 +15,10 @@ import pytest
 import ister
 from ister.base.model import Codec
 from ister.bucket.pipeline import PipelineKeys
-from ister.errors import ConflictError, CorruptDataError, InvalidRequestError, NotFoundError
+from ister.errors import ConflictError, CorruptDataError, InvalidRequestError
 from ister.format.checkpoint import decode_uploader_checkpoint
-from ister.spark.jobs import tier, tier_topics
+from ister.spark.jobs import tier
 from ister.spark.jobs.job import open_job
-from ister.spark.jobs.tier_job import tier_cycle
 from tests.integration import tier_child
 from tests.integration.places import flip_byte
 from tests.integration.spark_topics import (
@@ -288,16 +287,6 @@ def test_dry_run_changes_nothing_and_is_right(spark, place):
     assert objects_in(place) != before[2]
 
 
-def test_topics_by_name_and_pattern(spark, place):
-    for name in (A, B, C):
-        place.fill(name, 20)
-    assert set(by_topic(tier(spark, place.config, topics="/shop/*"))) == {C}
-    assert set(by_topic(tier(spark, place.config, topics=[A, C]))) == {A, C}
-    with pytest.raises(NotFoundError):
-        tier(spark, place.config, topics="/default/missing")
-    assert set(by_topic(tier(spark, place.config))) == {A, B, C}
-
-
 def test_one_pipeline_at_a_time(spark, place):
     place.fill(A, 20)
     key = PipelineKeys("/danube").lease
@@ -413,20 +402,3 @@ def test_both_engines_at_once(spark, place):
     assert made + by_job >= len(descriptors(place, A))
     print(f"objects: {made} of the log's own, {by_job} of the job's")
     check_tiered_once(place, A, 300)
-
-
-@pytest.mark.nightly
-def test_cycles_that_find_nothing_new_ask_for_nothing(spark, place, monkeypatch):
-    # A busy machine may take longer for ten cycles than records are cached.
-    monkeypatch.setattr(tier_topics, "_RECORD_SECONDS", 3600.0)
-    place.fill(A, 50)
-    key = PipelineKeys("/danube").lease
-    with open_job("run", spark, place.config, exclusive=key) as job:
-        assert tier_cycle(job, [A]).objects > 0
-        asked = []
-        store_get, store_range = job.store.get, job.store.range
-        job.store.get = lambda *a, **k: asked.append(a) or store_get(*a, **k)
-        job.store.range = lambda *a, **k: asked.append(a) or store_range(*a, **k)
-        for _ in range(10):
-            assert tier_cycle(job, [A], only_due=True).due == 0
-        assert asked == []

@@ -324,14 +324,6 @@ class Committer:
         self._check_same(staged, appended)
         return appended
 
-    def forget(self, topic: str, writer: str, batch: int) -> None:
-        """Forgets the newest batch of a writer that never comes again; else it is removed later."""
-        receipt = StagedBatch(writer=writer, batch=batch, files=(), is_repeatable=False)
-        try:
-            self._commit({topic: receipt}, is_repeatable=False)
-        except IsterError as error:
-            _log.info("a finished batch is not forgotten yet", extra={"error": str(error)})
-
     def _commit(
         self, staged: Mapping[str, StagedBatch], *, is_repeatable: bool
     ) -> dict[str, AppendedBatch]:

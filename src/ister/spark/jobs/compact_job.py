@@ -37,7 +37,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -101,11 +101,7 @@ class CompactSettings:
     zstd_level: int = 3
 
     def __post_init__(self) -> None:
-        """Checks the settings.
-
-        Raises:
-            InvalidRequestError: A setting is invalid.
-        """
+        """Checks the settings."""
         _check_one_of("format", self.format, ObjectFormat)
         _check_one_of("keep", self.keep, Keep)
         if self.keep == Keep.LATEST_PER_KEY and self.format != ObjectFormat.PARQUET:
@@ -232,10 +228,6 @@ def compact_topics(
     """Compacts topics within a job; the result is in its report.
 
     With a `planner` nothing else is done: leftovers of earlier merges stay.
-
-    Raises:
-        FencedError: The job's lease has expired.
-        UnavailableError: The metadata store does not respond.
     """
     _Compaction(job, settings, planner).run(topics)
 
@@ -317,23 +309,12 @@ class _Compaction:
             if not pending:
                 return
 
-    @contextmanager
-    def _own_failure(self, topic: str) -> Iterator[None]:
-        """Records a failure of one topic; a topic that was deleted meanwhile is no failure."""
-        try:
-            yield
-        except InvariantError:
-            raise
-        except IsterError as error:
-            if not isinstance(error, NotFoundError) or error.topic != topic:
-                self._job.report.fail(error, topic)
-
     # -- plan -------------------------------------------------------------------------------
 
     def _plan(self, topic: str, removes: bool) -> _TopicPlan | None:
         """Plans a topic; None if there is nothing to do, or it failed."""
         plan: _TopicPlan | None = None
-        with self._own_failure(topic):
+        with self._job.own_failure(topic, may_be_gone=True):
             plan = self._read_topic(topic, removes=removes)
         return plan if plan is not None and plan.groups else None
 
@@ -680,12 +661,7 @@ def _in_order(group: _PlannedGroup) -> Iterator[_PlannedGroup]:
 
 
 def resort_topics(job: Job) -> None:
-    """Re-sorts the runs that are due; the result is in the job's report.
-
-    Raises:
-        FencedError: The job's lease has expired.
-        UnavailableError: The metadata store does not respond.
-    """
+    """Re-sorts the runs that are due; the result is in the job's report."""
     planner = _DueRuns(job.place.config.storage.uploader, job.clock)
     compact_topics(job, _find_topics(job), CompactSettings(), planner=planner)
 
@@ -762,13 +738,7 @@ class _MergeSettings:
 
 
 def _merge(place: LogLocation, format: str, zstd_level: int, item: _MergeItem) -> ObjectDescriptor:
-    """Makes one object of several; no descriptor names it yet.
-
-    Raises:
-        CorruptDataError: An object is damaged, or was changed since it was searched.
-        NotFoundError: An object is gone.
-        UnavailableError: The store does not respond.
-    """
+    """Makes one object of several; no descriptor names it yet."""
     compile_for(item.size_bytes)
     history = place.history()
     uploader = place.config.storage.uploader

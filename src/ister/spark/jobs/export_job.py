@@ -86,11 +86,7 @@ class ExportSettings:
 
     @classmethod
     def from_config(cls, config: ExportConfig) -> Self:
-        """Returns the settings of `pipeline.export`.
-
-        Raises:
-            InvalidRequestError: `pipeline.export.to` is not set.
-        """
+        """Returns the settings of `pipeline.export`."""
         if config.to is None:
             raise InvalidRequestError("pipeline.export.to is not set")
         return cls(
@@ -243,11 +239,5 @@ def _parse_format(name: str | TableFormat) -> TableFormat:
 
 
 def export_topics(job: Job, settings: ExportSettings, *, topics: TopicNames = None) -> None:
-    """Runs one round of an export within a job; the result is in the job's report.
-
-    Raises:
-        InvalidRequestError: A setting is invalid.
-        NotFoundError: A topic, or the schema's file, does not exist.
-        FencedError: The job's lease has expired.
-    """
+    """Runs one round of an export within a job; the result is in the job's report."""
     ExportRound(job, settings).run(job.topics(parse_topics(topics)))

@@ -87,11 +87,7 @@ class ExportRound:
         self._fences: dict[str, Fence] = {}
 
     def run(self, topics: Sequence[str]) -> None:
-        """Exports topics; the result is in the job's report.
-
-        Raises:
-            FencedError: The job's lease has expired.
-        """
+        """Exports topics; the result is in the job's report."""
         job = self._job
         try:
             with LeaseKeeper(

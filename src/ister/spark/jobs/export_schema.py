@@ -51,12 +51,7 @@ class PayloadSchemas:
     """Finds the schema of each topic of a round."""
 
     def __init__(self, job: Job, settings: ExportSettings) -> None:
-        """Reads the given schema.
-
-        Raises:
-            NotFoundError: The schema's file does not exist.
-            InvalidRequestError: It cannot become columns.
-        """
+        """Reads the given schema."""
         self._job = job
         self._is_registry = settings.schema == REGISTRY
         self._given: PayloadSchema | None = None
@@ -69,13 +64,7 @@ class PayloadSchemas:
         return self._is_registry or self._given is not None
 
     def of(self, topic: str) -> PayloadSchema | None:
-        """Returns the schema of a topic's payloads; None if they stay as they are.
-
-        Raises:
-            NotFoundError: The topic has no registered schema.
-            InvalidRequestError: Its registered schema cannot become columns.
-            UnavailableError: The metadata store does not respond.
-        """
+        """Returns the schema of a topic's payloads; None if they stay as they are."""
         if not self._is_registry:
             return self._given
         root_prefix = self._job.place.config.storage.metadata.root_prefix
@@ -107,11 +96,7 @@ def _read(schema: Mapping[str, object]) -> PayloadSchema:
 
 
 def add_columns(known: pa.Schema, schema: PayloadSchema | None, *, topic: str) -> pa.Schema:
-    """Adds the columns of a topic to those of a table, and returns all.
-
-    Raises:
-        ConflictError: A column has another type in another topic.
-    """
+    """Adds the columns of a topic to those of a table, and returns all."""
     wanted = ENVELOPE if schema is None else schema.columns
     by_name = {item.name.casefold(): item for item in known}
     for item in wanted:

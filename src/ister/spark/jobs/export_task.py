@@ -72,13 +72,7 @@ class Exported:
 
 
 def export_item(place: LogLocation, item: ExportItem) -> Exported:
-    """Reads a range and writes its files.
-
-    Raises:
-        DataGapError: Messages are gone.
-        CorruptDataError: A message is damaged.
-        UnavailableError: A store or the broker does not answer.
-    """
+    """Reads a range and writes its files."""
     task = ReadTask(place=place, columns=tuple(ENVELOPE.names), fail_on_data_loss=True)
     rows = _Rows(item)
     try:

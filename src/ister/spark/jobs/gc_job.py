@@ -131,10 +131,6 @@ def collect_topics(
         topics: Names of topics, as `Job.topics` has just listed them.
         is_everything: Whether to collect what belongs to no single topic, too.
         confirm_clock: Accept the clock as right.
-
-    Raises:
-        FencedError: The job's lease has expired.
-        UnavailableError: The metadata store does not respond.
     """
     clock = JobClock(job)
     if confirm_clock:

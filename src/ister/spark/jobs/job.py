@@ -127,13 +127,18 @@ class Job:
         return act_outside(self.catalog(topic), self.fence, clock=self.clock, metrics=self.metrics)
 
     @contextmanager
-    def own_failure(self, topic: str) -> Iterator[None]:
-        """Records a failure of one topic in the report, so that the job continues with others."""
+    def own_failure(self, topic: str, *, may_be_gone: bool = False) -> Iterator[None]:
+        """Records a failure of one topic in the report, so that the job continues with others.
+
+        With `may_be_gone`, a topic that was deleted meanwhile is no failure.
+        """
         try:
             yield
         except InvariantError:
             raise
         except IsterError as error:
+            if may_be_gone and isinstance(error, NotFoundError) and error.topic == topic:
+                return
             self.report.of(topic)
             self.report.fail(error, topic)
 
@@ -227,9 +232,6 @@ def find_job_place(config: JobConfig, broker: str | None) -> LogLocation:
     """Returns the place that a job's arguments name; see `open_job`.
 
     Brokers that the arguments do not name are those of the setting `pipeline.broker`, if any.
-
-    Raises:
-        InvalidRequestError: Neither is given, or what is given is not an address.
     """
     brokers = parse_brokers(broker)
     if config is None and not brokers:
@@ -292,9 +294,6 @@ def choose_topics(wanted: Sequence[str], existing: Sequence[str]) -> list[str]:
     """Returns the existing topics that match names or patterns, sorted.
 
     `*` matches any characters, `?` one: `/default/*`, `*orders*`. A plain name has to exist.
-
-    Raises:
-        NotFoundError: A name does not exist.
     """
     chosen: set[str] = set()
     for item in wanted:

@@ -519,11 +519,7 @@ class LatestOffsets:
         return pa.array(~has_key | is_latest)
 
     def check(self, described: ObjectDescriptor) -> None:
-        """Makes sure that exactly those messages stayed that were found to, when all have come.
-
-        Raises:
-            CorruptDataError: The objects have other messages than those that were searched.
-        """
+        """Makes sure that exactly those messages stayed that were found to, when all have come."""
         found, expected = (self._keyed, self._stay), (self._latest.keyed, self._latest.stay)
         if found != expected:
             raise CorruptDataError(

@@ -285,12 +285,7 @@ class PipelineTerm:
     # -- the three threads ------------------------------------------------------------------
 
     def run(self) -> None:
-        """Tiers until the lease is lost, or the service is stopped.
-
-        Raises:
-            FencedError: The lease was lost.
-            UnavailableError: Spark has stopped.
-        """
+        """Tiers until the lease is lost, or the service is stopped."""
         self._start("ister-pipeline-status", self._watch)
         self._start("ister-pipeline-jobs", self._run_slow_jobs)
         listed_at = -float("inf")
@@ -606,11 +601,7 @@ class PipelineTerm:
 
 
 def measure_lag(place: LogLocation, topics: Sequence[str]) -> int:
-    """Counts the messages of topics that are synced and not in the bucket yet.
-
-    Raises:
-        IsterError: It cannot be found out.
-    """
+    """Counts the messages of topics that are synced and not in the bucket yet."""
     if not topics:
         return 0
     history = place.history()

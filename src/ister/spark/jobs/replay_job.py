@@ -9,8 +9,9 @@ how a batch is appended once (`ister.topic.batches`).
 
 Exactly once: a replay has a name, its plan is fixed when it first starts, and each chunk is a batch
 of the writer `replay-<name>`, committed as the sink commits its micro-batches; the newest one is
-recorded with the target. The same command continues with the first missing chunk, or does nothing
-if all exist.
+recorded with the target, and stays recorded: a driver that slept for longer than its lease, and
+commits when another one has finished, adds nothing. The same command continues with the first
+missing chunk, or does nothing if all exist.
 
 Messages keep the order of the source's offsets (through SQL: see `replay_sql`). While a chunk is
 committed, the next one is staged. Through a function, messages never leave the Python workers: a
@@ -219,11 +220,7 @@ class ReplayRequest:
     chunk_bytes: int
 
     def __post_init__(self) -> None:
-        """Checks the arguments.
-
-        Raises:
-            InvalidRequestError: An argument is invalid.
-        """
+        """Checks the arguments."""
         if self.source == self.target:
             raise InvalidRequestError(
                 "source and target are the same topic",
@@ -382,8 +379,6 @@ class _Replay:
             return
         messages = job.report.total("messages")
         self._save_plan(key, made.finish(incarnation=found[0].incarnation, messages=messages))
-        # From here on the plan says that everything is in.
-        self._committer.forget(request.target, self._writer, max(len(chunks) - 1, 0))
 
     def _head(self, *, catches_up: bool = False) -> Head:
         found = retry_unavailable(lambda: self._resolver.heads(catches_up=catches_up))

@@ -156,13 +156,7 @@ def _text(place: Where) -> str:
 def resolve_range(
     resolver: OffsetResolver, head: Head, start: Where, end: Where
 ) -> tuple[int, int]:
-    """The offsets that are meant, half open.
-
-    Raises:
-        InvalidRequestError: A place makes no sense, or the range is reversed.
-        OffsetOutOfRangeError: It is beyond the topic's end.
-        DataGapError: Messages are asked for that are no longer kept.
-    """
+    """The offsets that are meant, half open."""
     first = _resolve(resolver, head, "start", "earliest" if start is None else start)
     last = _resolve(resolver, head, "end", "latest" if end is None else end)
     if first > last:

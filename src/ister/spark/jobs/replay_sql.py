@@ -70,11 +70,7 @@ class SqlReplay:
         self._session = _open_session(runner.session())
 
     def check(self, head: Head, start: int, end: int) -> None:
-        """Checks the query.
-
-        Raises:
-            InvalidRequestError: It is not a query, or does not return messages.
-        """
+        """Checks the query."""
         schema = self._result(head, start, end).schema
         check_write_schema(schema, needs_topic=False)
         if self._rows.is_marked and "offset" not in schema.names:
@@ -91,11 +87,7 @@ class SqlReplay:
     def stage(
         self, head: Head, start: int, end: int, *, writer: str, batch: int
     ) -> list[StagedFile]:
-        """Stages the rows of the query for a range.
-
-        Raises:
-            InvalidRequestError: The query failed; names the range.
-        """
+        """Stages the rows of the query for a range."""
         work = partial(_stage, self._task, self._rows, writer, batch)
         with self._failures(head.topic, start, end, f"ister replay: {start} up to {end}"):
             result = self._result(head, start, end)

@@ -161,11 +161,7 @@ def run_once(
 
 
 def check_once(config: Config, jobs: Sequence[str]) -> list[SlowJob]:
-    """Checks the names and settings of jobs for `run_once`, and returns the jobs.
-
-    Raises:
-        InvalidRequestError: A job does not exist, is named twice, or its settings are incomplete.
-    """
+    """Checks the names and settings of jobs for `run_once`, and returns the jobs."""
     if not jobs or len(set(jobs)) != len(jobs):
         raise InvalidRequestError(
             f"invalid list of jobs {','.join(jobs)!r}",
@@ -199,9 +195,6 @@ def requested_job(
     """Returns a job that was requested, with its settings, whether or not it has a schedule.
 
     `topics` to work on are by default those of the settings.
-
-    Raises:
-        InvalidRequestError: The job does not exist, or its settings are incomplete.
     """
     return _make_job(pipeline, name, REQUESTED_JOBS[1:], topics)
 

@@ -191,11 +191,7 @@ class TaskRunner(ABC):
 
     @abstractmethod
     def session(self) -> SparkSession:
-        """Returns the Spark session, for work that needs more than tasks.
-
-        Raises:
-            InvalidRequestError: There is none.
-        """
+        """Returns the Spark session, for work that needs more than tasks."""
 
     @abstractmethod
     def run(self, work: Work, bundles: Sequence[bytes], *, name: str) -> list[bytes]:
@@ -253,11 +249,7 @@ SparkOrRunner: TypeAlias = "SparkSession | TaskRunner | None"
 
 
 def runner_of(spark: SparkOrRunner, *, dry_run: bool = False) -> TaskRunner:
-    """Returns the runner for what was passed to a job.
-
-    Raises:
-        InvalidRequestError: A session is needed, and there is none.
-    """
+    """Returns the runner for what was passed to a job."""
     if isinstance(spark, TaskRunner):
         return spark
     if spark is not None:

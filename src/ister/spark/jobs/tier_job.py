@@ -565,11 +565,6 @@ def _make_object(place: LogLocation, item: _UploadItem, *, task_count: int = 1) 
     """Makes one object. May run twice.
 
     `task_count` tasks run in parallel, and share `uploader.max_bytes_per_second`.
-
-    Raises:
-        CorruptDataError: Its first frame is damaged, or the object differs from what was written.
-        UnavailableError: Neither this machine nor the topic's broker has the frames, or a store
-            does not respond.
     """
     compile_for(item.size_bytes)
     history = place.history()

@@ -107,12 +107,7 @@ class TransformSource:
 
 
 def parse_transform(reference: str) -> TransformSource:
-    """Parses `module:function` or `path/to/file.py:function`, and reads the file.
-
-    Raises:
-        InvalidRequestError: The reference is invalid.
-        NotFoundError: The file does not exist.
-    """
+    """Parses `module:function` or `path/to/file.py:function`, and reads the file."""
     where, colon, function = reference.rpartition(":")
     if not colon or not where or not function.replace(".", "_").isidentifier():
         raise InvalidRequestError(
@@ -132,11 +127,7 @@ def parse_transform(reference: str) -> TransformSource:
 
 @lru_cache(maxsize=8)
 def load_transform(source: TransformSource) -> Function:
-    """Imports the function in this process.
-
-    Raises:
-        InvalidRequestError: It cannot be imported, or is not a function.
-    """
+    """Imports the function in this process."""
     if source.directory not in sys.path and os.path.isdir(source.directory):
         sys.path.insert(0, source.directory)
     try:
@@ -178,11 +169,7 @@ def _load_file(source: TransformSource) -> types.ModuleType:
 
 
 def identify(function: Function) -> str:
-    """Identifies a function, so that the same replay is found again.
-
-    Raises:
-        InvalidRequestError: It has no name that another process would know.
-    """
+    """Identifies a function, so that the same replay is found again."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not module or not name or "<" in name:
         raise InvalidRequestError(
@@ -232,11 +219,7 @@ class Transform:
         return load_transform(found) if isinstance(found, TransformSource) else found
 
     def check(self) -> None:
-        """Checks on the driver that the function can be used.
-
-        Raises:
-            InvalidRequestError: It cannot.
-        """
+        """Checks on the driver that the function can be used."""
         function = self._load()
         if function is not None and self.per_message is None:
             takes_batches(function)

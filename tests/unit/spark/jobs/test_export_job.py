@@ -9,6 +9,8 @@ import pyarrow as pa
 import pytest
 
 from ister.base import failpoints
+from ister.base.limits import MIB
+from ister.base.model import Codec
 from ister.bucket.fence import Fence
 from ister.cli.pipeline import export as command
 from ister.errors import (
@@ -22,11 +24,14 @@ from ister.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
+from ister.format.descriptor import ObjectDescriptor
 from ister.spark.jobs import export_job, export_round, leases
 from ister.spark.jobs.export_commit import TableCommitter
 from ister.spark.jobs.export_job import ExportSettings, export
+from ister.spark.jobs.export_round import _divide_evenly
 from ister.spark.jobs.job import Job, open_job
 from ister.spark.jobs.leases import LeaseKeeper
+from ister.spark.planner import TopicRange
 from ister.spark.tables import parquet_directory
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.delta import DeltaTable
@@ -34,9 +39,23 @@ from ister.spark.tables.iceberg import IcebergTable
 from ister.spark.tables.parquet_directory import ParquetDirectory
 from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace, expire_before, fill
 from tests.support.cases import each, making, product
-from tests.support.exports import FORMATS, offsets_in, read_table, table_at, tasks_here, where
+from tests.support.exports import (
+    FORMATS,
+    TOPIC,
+    add_foreign_rows,
+    commit_nothing,
+    commits_in,
+    forget_history,
+    iceberg_catalog,
+    offsets_in,
+    read_table,
+    roll_back,
+    states_of,
+    table_at,
+    tasks_here,
+    where,
+)
 
-TOPIC = "/default/orders"
 SCHEMA = {"properties": {"id": {"type": "integer"}, "name": {"type": "string"}}}
 
 
@@ -676,47 +695,192 @@ def _without_odd_offsets():
     return some
 
 
-# -- ended at every step --------------------------------------------------------------------------
+# -- tables that people roll back, clean and change in between ------------------------------------
 
-_POINTS = (
-    ("pipeline.after_lease", 1),
-    ("pipeline.after_plan", 1),
-    ("pipeline.before_task", 1),
-    ("pipeline.after_task", 1),
-    # The first commit of each is that of the dead letters.
-    ("export.before_table_commit", 1),
-    ("export.after_table_commit", 1),
-    ("export.after_publish", 1),
-    ("export.after_dead_letters", 1),
-    ("pipeline.before_commit", 1),
-    ("export.before_table_commit", 2),
-    ("export.after_table_commit", 2),
-    ("export.after_publish", 2),
-    ("pipeline.after_commit", 1),
-    ("pipeline.before_report", 1),
-)
+_WITH_HISTORY = ("iceberg", "delta")
+_LETTERS = "orders_dead_letters"
 
 
-@pytest.mark.nightly
-@each("format", FORMATS, fresh=fresh)
-def test_ended_at_every_step_and_run_again(spark, place, tmp_path, format):
-    """Whatever was under way, the next run goes on from what counts, and repeats nothing."""
-    count, bad, ended = 0, set(), []
-    for point, visit in _POINTS:
-        bad.add(count + 3)
-        _fill_json(place, 10, first=count, bad=bad)
-        count += 10
-        _kill_at(point, visit)
-        try:
-            _export(spark, place, tmp_path, format, schema=SCHEMA)
-        except _KilledError:
-            ended.append((point, visit))
-        failpoints.disarm()
-    # Only directories give names to files, and only once all is well is there nothing to end.
-    assert {point for point in _POINTS if "publish" not in point[0]} <= set(ended)
+def _send(place: SparkPlace, start: int, end: int, *, bad=()) -> None:
+    _fill_json(place, end - start, first=start, bad=bad)
+
+
+@each("format", _WITH_HISTORY, fresh=fresh)
+def test_what_a_rollback_took_is_added_again(spark, place, tmp_path, format):
+    _send(place, 0, 20)
+    _export(spark, place, tmp_path, format)
+    state = states_of(tmp_path, format)[-1]
+    _send(place, 20, 30)
+    _export(spark, place, tmp_path, format)
+    roll_back(tmp_path, format, state)
+    _send(place, 30, 35)
+    planned = _export(spark, place, tmp_path, format, dry_run=True)
+    assert planned.topics[TOPIC]["ranges"] == [[20, 35]]
+    report = _export(spark, place, tmp_path, format)
+    assert (report.ok, report.total("messages")) == (True, 15)
+    assert offsets_in(tmp_path, format) == list(range(35))
+    assert _export(spark, place, tmp_path, format).total("messages") == 0
+
+
+@each("format", _WITH_HISTORY, fresh=fresh)
+def test_what_a_rollback_took_and_the_topic_does_not_have_any_more_is_told(
+    spark, place, tmp_path, format
+):
+    with place.open() as log:
+        topic = log.topic(TOPIC, create=True)
+        fill(topic, 100)
+        topic.upload()
+    _export(spark, place, tmp_path, format, end=50)
+    state = states_of(tmp_path, format)[-1]
+    _export(spark, place, tmp_path, format)
+    roll_back(tmp_path, format, state)
+    with place.open() as log:
+        topic = log.topic(TOPIC)
+        for first in (100, 300):
+            fill(topic, 200, first=first)
+            topic.upload()
+        earliest = expire_before(log, topic, 150)
+    assert earliest >= 100
+    report = _export(spark, place, tmp_path, format)
+    [error] = report.errors
+    assert "50 up to 100" in error["message"]
+    # What there is, is exported; the next export has nothing to complain of.
+    assert offsets_in(tmp_path, format) == [*range(50), *range(earliest, 500)]
+    assert _export(spark, place, tmp_path, format).ok
+
+
+@each("format", _WITH_HISTORY, fresh=fresh)
+def test_dead_letters_that_a_rollback_took(spark, place, tmp_path, format):
+    _send(place, 0, 10, bad={3})
+    _export(spark, place, tmp_path, format, schema=SCHEMA)
+    before = {name: states_of(tmp_path, format, name)[-1] for name in ("orders", _LETTERS)}
+    _send(place, 10, 20, bad={13})
+    _export(spark, place, tmp_path, format, schema=SCHEMA)
+    roll_back(tmp_path, format, before[_LETTERS], _LETTERS)
+    _send(place, 20, 25, bad={23})
+    report = _export(spark, place, tmp_path, format, schema=SCHEMA)
+    [error] = report.errors
+    assert "10 up to 20" in error["message"]
+    assert offsets_in(tmp_path, format, _LETTERS) == [3]
+    roll_back(tmp_path, format, before["orders"])
     assert _export(spark, place, tmp_path, format, schema=SCHEMA).ok
-    assert offsets_in(tmp_path, format) == [n for n in range(count) if n not in bad]
-    assert offsets_in(tmp_path, format, "orders_dead_letters") == sorted(bad)
+    assert offsets_in(tmp_path, format, _LETTERS) == [3, 13, 23]
+    assert offsets_in(tmp_path, format) == [n for n in range(25) if n not in (3, 13, 23)]
+    # With the rows alone, they are there already.
+    roll_back(tmp_path, format, before["orders"])
+    assert _export(spark, place, tmp_path, format, schema=SCHEMA).ok
+    assert offsets_in(tmp_path, format, _LETTERS) == [3, 13, 23]
+    assert offsets_in(tmp_path, format) == [n for n in range(25) if n not in (3, 13, 23)]
+
+
+@each("format", _WITH_HISTORY, fresh=fresh)
+def test_a_rollback_after_which_nothing_is_new_is_recorded(spark, place, tmp_path, format):
+    """Dead letters are rare, and upkeep removes what says that their table was rolled back."""
+    _send(place, 0, 10, bad={3})
+    _export(spark, place, tmp_path, format, schema=SCHEMA)
+    before = {name: states_of(tmp_path, format, name)[-1] for name in ("orders", _LETTERS)}
+    _send(place, 10, 20, bad={13})
+    _export(spark, place, tmp_path, format, schema=SCHEMA)
+    for name, state in before.items():
+        roll_back(tmp_path, format, state, name)
+    assert _export(spark, place, tmp_path, format, schema=SCHEMA, end=10).ok
+    commits = {name: commits_in(tmp_path, format, name) for name in before}
+    assert _export(spark, place, tmp_path, format, schema=SCHEMA, end=10).ok
+    assert commits == {name: commits_in(tmp_path, format, name) for name in before}
+    for name in before:
+        commit_nothing(tmp_path, format, name)
+        commit_nothing(tmp_path, format, name)
+        forget_history(tmp_path, format, name)
+    assert _export(spark, place, tmp_path, format, schema=SCHEMA).ok
+    assert offsets_in(tmp_path, format, _LETTERS) == [3, 13]
+    assert offsets_in(tmp_path, format) == [n for n in range(20) if n not in (3, 13)]
+
+
+@each("format", _WITH_HISTORY, fresh=fresh)
+def test_a_topic_that_was_made_again_is_refused_without_the_history_too(
+    spark, place, tmp_path, format
+):
+    """Offsets of the old topic say nothing of the new one."""
+    place.fill(TOPIC, 30, uploaded=30)
+    _export(spark, place, tmp_path, format)
+    with place.open() as log:
+        log.delete(TOPIC)
+    place.fill(TOPIC, 50, uploaded=50)
+    add_foreign_rows(tmp_path, format, 1000, 1001)
+    add_foreign_rows(tmp_path, format, 1001, 1002)
+    forget_history(tmp_path, format)
+    [error] = _export(spark, place, tmp_path, format).errors
+    assert "created again" in error["message"]
+    report = _export(spark, place, tmp_path, format, accept_remade=True)
+    assert report.total("messages") == 50
+    found = offsets_in(tmp_path, format)
+    assert found == sorted([*range(30), *range(50), 1000, 1001])
+
+
+def test_columns_of_payloads_that_were_renamed_and_dropped(spark, place, tmp_path):
+    _send(place, 0, 5)
+    _export(spark, place, tmp_path, "iceberg", schema=SCHEMA)
+    with (
+        iceberg_catalog(tmp_path) as catalog,
+        catalog.load_table("default.orders").update_schema() as change,
+    ):
+        change.rename_column("id", "number").delete_column("name")
+    _send(place, 5, 9)
+    report = _export(spark, place, tmp_path, "iceberg", schema=SCHEMA)
+    assert (report.ok, report.total("messages")) == (True, 4)
+    rows = read_table(tmp_path, "iceberg")
+    assert rows.column("number").to_pylist() == list(range(9))
+    assert not {"id", "name"} & set(rows.column_names)
+
+
+# -- how a topic is divided among tasks ------------------------------------------------------------
+
+OBJECT_BYTES = 16 * MIB - 100
+ROWS = 16_000
+
+
+def _range_of(objects: int, last_bytes: int = OBJECT_BYTES) -> TopicRange:
+    found = [
+        ObjectDescriptor(
+            object_id=f"data-{number}.dnb1",
+            start=number * ROWS,
+            end=(number + 1) * ROWS,
+            size_bytes=OBJECT_BYTES if number < objects - 1 else last_bytes,
+            offset_index=((number * ROWS, 0),),
+            codec=Codec.BINCODE2,
+        )
+        for number in range(objects)
+    ]
+    end = objects * ROWS
+    return TopicRange(
+        topic="/default/orders",
+        incarnation="i",
+        start=0,
+        end=end,
+        tiered=end,
+        descriptors=found,
+        tail_bytes=0,
+    )
+
+
+@pytest.mark.parametrize(("slots", "sizes"), [(1, 7 * [112]), (2, 8 * [96]), (4, 8 * [96])])
+def test_slots_are_busy_to_the_end(slots, sizes):
+    parts = _divide_evenly([_range_of(49, last_bytes=MIB)], 128 * MIB, slots)
+    found = [round(part.bytes / MIB) for part in parts]
+    assert len(found) == len(sizes)
+    assert all(abs(size - wanted) <= 16 for size, wanted in zip(found, sizes, strict=True))
+    rounds = -(-len(found) // slots)
+    assert rounds * max(found) * slots <= 1.2 * sum(found)
+
+
+def test_a_topic_smaller_than_a_file_is_divided_among_slots():
+    assert len(_divide_evenly([_range_of(4)], 128 * MIB, 2)) == 2
+
+
+def test_what_is_small_stays_together():
+    assert len(_divide_evenly([_range_of(2, last_bytes=100)], 128 * MIB, 64)) == 2
+    assert len(_divide_evenly([_range_of(1, last_bytes=MIB)], 128 * MIB, 64)) == 1
+    assert not _divide_evenly([_range_of(0)], 128 * MIB, 64)
 
 
 # -- the command ----------------------------------------------------------------------------------

@@ -1,10 +1,16 @@
 """What a replay is, by its name; with tasks in this process."""
 
+from contextlib import closing
+
 import pytest
 
-import ister
+from ister.base import failpoints
+from ister.base.clock import SystemClock
+from ister.bucket.pipeline import PipelineKeys
+from ister.config import load_config
 from ister.errors import ConflictError, InvalidRequestError
 from ister.spark.jobs.replay_job import ReplayRequest, replay
+from ister.topic.stores import open_metadata
 from tests.integration.spark_topics import SparkPlace, without_spark
 from tests.support.cases import case, each
 from tests.support.spark_here import SparkHere
@@ -91,14 +97,6 @@ def test_the_same_replay_is_done_already(place, change):
     assert len(place.payloads(B)) == 10
 
 
-def test_finished_replay_leaves_no_record_of_its_writer(place):
-    """The plan says that it is done."""
-    again(place)
-    with ister.open_bucket(place.config) as history:
-        catalog = history.topic(B).catalog
-        assert catalog.store.range(catalog.keys.writer("")) == []
-
-
 @each(
     ("change", "told"),
     [
@@ -117,3 +115,56 @@ def test_another_replay_of_the_same_name_is_refused(place, change, told):
     assert told in error["message"]
     assert "another name" in error["hint"]
     assert len(place.payloads(B)) == 10
+
+
+class Died(BaseException):
+    """As if the driver had been killed."""
+
+
+@each("point", ["pipeline.before_commit", "batch.after_rows", "pipeline.after_commit"])
+def test_replay_that_is_ended_goes_on_with_its_chunks(tmp_path, point):
+    """Killed at every step: test_jobs_kill."""
+    place = SparkPlace(tmp_path)
+    place.fill(A, 200, uploaded=150)
+    visits = iter([None, Died])
+
+    def die():
+        if (error := next(visits)) is not None:
+            raise error
+
+    wanted = {"source": A, "target": B, "transform": shout}
+    failpoints.arm(point, die)
+    try:
+        with without_spark(), pytest.raises(Died):
+            replay(SparkHere(), place.config, chunk_bytes=2_000, **wanted)
+    finally:
+        failpoints.disarm()
+    with without_spark():
+        # Other chunks than those that it began with: they stay what they were.
+        report = replay(SparkHere(), place.config, chunk_bytes=700, **wanted)
+    assert report.ok, report.errors
+    assert report.more["state"] == "continued"
+    assert [int(payload.split(b".")[0]) for payload in place.payloads(B)] == list(range(200))
+
+
+def test_driver_that_wakes_up_when_another_one_has_finished_adds_nothing(tmp_path):
+    place = SparkPlace(tmp_path)
+    place.fill(A, 200, uploaded=150)
+    wanted = {"source": A, "target": B, "transform": shout, "chunk_bytes": 2_000}
+
+    def sleep():
+        failpoints.disarm()
+        metadata = load_config(place.config).storage.metadata
+        with closing(open_metadata(metadata, SystemClock())) as store:
+            [lease] = store.range(PipelineKeys(metadata.root_prefix).job(""))
+            store.delete(lease.key)
+        report = replay(SparkHere(), place.config, **wanted)
+        assert report.ok, report.errors
+
+    failpoints.arm("pipeline.before_commit", sleep)
+    try:
+        with without_spark():
+            replay(SparkHere(), place.config, **wanted)
+    finally:
+        failpoints.disarm()
+    assert [int(payload.split(b".")[0]) for payload in place.payloads(B)] == list(range(200))
