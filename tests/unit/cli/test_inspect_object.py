@@ -16,7 +16,7 @@ from ister.format.frame import encode_frame, scan_frames
 from ister.topic.express import Express
 from ister.topic.log import Log
 from tests.servers.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, rclone_server
-from tests.support.builders import a_message, bincode_body, frames, with_bit_flipped, with_bytes_at
+from tests.support.builders import a_message, bincode_body, frames, with_bit_flipped
 
 TOPIC = "/default/orders"
 COUNT = 20
@@ -94,22 +94,6 @@ def test_whole_object_shows_its_fields(path, capsys):
         assert (printed["publish_time_min"], printed["publish_time_max"]) == (1000, 1019), codec
         assert (printed["damage"], printed["errors"], printed["epoch"]) == ([], [], 1), codec
         assert "name_start" not in printed, codec
-
-
-def test_every_damage_is_listed_and_what_is_behind_it_counted(path, capsys):
-    at = positions(path)
-    data = with_bit_flipped(path.read_bytes(), 8 * (at[3] + 40))
-    data = with_bytes_at(data, at[7], b"\xff" * 16)
-    path.write_bytes(with_bytes_at(data, at[12], b"\0" * (at[14] - at[12])))
-    code, printed = inspect(path, capsys)
-    assert code == 1
-    assert (printed["frames"], printed["next_offset"]) == (COUNT - 4, COUNT)
-    assert [(bad["position"], bad["offset"], bad["end_offset"]) for bad in printed["damage"]] == [
-        (at[3], 3, 4),
-        (at[7], 7, 8),
-        (at[12], 12, 14),
-    ]
-    assert all(bad["kind"] == "damage" for bad in printed["damage"])
 
 
 def test_damage_at_either_end_costs_one_frame(path, capsys):

@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 
 import ister
-from ister.base.limits import RECOVERY_CHUNK_BYTES
 from ister.cli.main import main
 from ister.format.frame import encode_frame
 
@@ -205,43 +204,6 @@ def test_every_damage_of_a_file_is_listed(directory, capsys):
     assert "crc mismatch" in file["damage"][0]["reason"]
 
 
-def test_damage_in_any_byte_of_a_header_costs_one_frame(directory, capsys):
-    path = directory / "wal.log"
-    at, whole = frame_positions(path), path.read_bytes()
-    for byte in range(16):
-        path.write_bytes(whole)
-        flip(path, at[5] + byte)
-        code, printed = inspect(path, capsys)
-        (file,) = printed["files"]
-        assert (code, file["frames"]) == (1, COUNT - 1), byte
-        (bad,) = file["damage"]
-        assert (bad["position"], bad["offset"], bad["end_offset"]) == (at[5], 5, 6), byte
-
-
-def test_damage_in_the_first_and_in_the_last_frame(directory, capsys):
-    path = directory / "wal.log"
-    at = frame_positions(path)
-    flip(path, 2)
-    flip(path, at[-2] + 30)
-    code, printed = inspect(directory, capsys)
-    assert code == 1
-    first, last = printed["files"][0]["damage"]
-    assert (first["position"], first["offset"], first["kind"]) == (0, 0, "damage")
-    assert (last["position"], last["offset"], last["kind"]) == (at[-2], COUNT - 1, "damage")
-
-
-def test_frames_cut_out_of_a_file_are_missed(directory, capsys):
-    path = directory / "wal.log"
-    at = frame_positions(path)
-    data = path.read_bytes()
-    path.write_bytes(data[: at[4]] + data[at[9] :])
-    code, printed = inspect(directory, capsys)
-    assert code == 1
-    (bad,) = printed["files"][0]["damage"]
-    assert (bad["position"], bad["offset"], bad["end_offset"]) == (at[4], 4, 9)
-    assert printed["files"][0]["frames"] == COUNT - 5
-
-
 def test_log_that_ends_below_its_watermark_is_damaged(directory, capsys):
     path = directory / "wal.log"
     at = frame_positions(path)
@@ -294,35 +256,6 @@ def test_damage_in_a_rotated_file_is_never_torn(rotated, capsys):
     assert code == 1
     assert [bad["kind"] for bad in printed["files"][1]["damage"]] == ["damage"]
     assert all(file["damage"] == [] for file in printed["files"] if file["name"] != "wal.1.log")
-
-
-def test_damage_larger_than_a_search_window_is_passed(tmp_path, capsys):
-    """Zeros and noise over several windows; behind them is a whole frame."""
-    directory = tmp_path / "copy"
-    directory.mkdir()
-    path = directory / "wal.log"
-    junk = b"\0" * (2 * RECOVERY_CHUNK_BYTES) + b"\xff" * 100_000
-    path.write_bytes(encode_frame(0, b"a") + junk + encode_frame(1, b"b") + encode_frame(2, b"c"))
-    code, printed = inspect(path, capsys)
-    assert code == 1
-    (file,) = printed["files"]
-    assert (file["frames"], file["next_offset"]) == (3, 3)
-    assert file["undecodable"] == 3
-    (bad,) = file["damage"]
-    assert (bad["position"], bad["end_position"]) == (17, 17 + len(junk))
-
-
-def test_frames_larger_than_a_chunk_are_whole_and_passed_when_damaged(tmp_path, capsys):
-    size = RECOVERY_CHUNK_BYTES + 1000
-    directory = write(tmp_path, [b"a" * size, b"b" * size, b"c" * size])
-    path = directory / "wal.log"
-    at = frame_positions(path)
-    code, printed = inspect(directory, capsys)
-    assert (code, printed["files"][0]["frames"]) == (0, 3)
-    flip(path, at[1] + 5000)
-    code, printed = inspect(directory, capsys)
-    assert (code, printed["files"][0]["frames"]) == (1, 2)
-    assert printed["files"][0]["damage"][0]["end_position"] == at[2]
 
 
 def test_copy_under_another_name_stands_alone(directory, capsys):

@@ -329,21 +329,6 @@ def test_terminal_shows_progress(place, monkeypatch, capsys):
     assert terminal.getvalue().endswith("\x1b[2K")
 
 
-def test_place_is_taken_from_the_environment_or_is_the_usual_one(place, monkeypatch, capsys):
-    monkeypatch.setenv("ISTER_CONFIG", str(place.config))
-    assert main(["recover", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["topics"]) == 4
-    monkeypatch.delenv("ISTER_CONFIG")
-    monkeypatch.chdir(place.path.parent)
-    assert main(["recover", "--json"]) == 1
-    (error,) = json.loads(capsys.readouterr().out)["errors"]
-    assert "data directory" in error["message"]
-    place.path.rename(place.path.parent / "ister-data")
-    assert main(["recover", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["topics"]) == 4
-    assert main(["recover", "--json", "--data", "ister-data"]) == 0
-
-
 def test_log_without_anything_to_recover_from_is_refused(tmp_path, capsys):
     for storage, words in [
         ({"mode": "local_only"}, "no bucket"),
@@ -363,37 +348,6 @@ def test_log_without_anything_to_recover_from_is_refused(tmp_path, capsys):
         assert not (tmp_path / "d" / "objects").exists(), storage
 
 
-def test_config_of_another_name_is_refused(tmp_path, capsys):
-    assert main(["recover", "--config", str(tmp_path)]) == 1
-    assert "end with .yml" in capsys.readouterr().err
-
-
-def test_process_that_was_killed_in_the_middle_is_continued(place, capsys, monkeypatch):
-    """Goal: a run that ends before a topic's record leaves descriptors, which the next replaces."""
-    place.lose_metadata()
-    write = rebuild._write
-
-    def stop(metadata, keys, record, objects):
-        if str(keys.topic) == ORDERS:
-            metadata.put(keys.descriptor(objects[0].start), b"half")
-            raise KeyboardInterrupt
-        write(metadata, keys, record, objects)
-
-    monkeypatch.setattr(rebuild, "_write", stop)
-    assert main(["recover", "--config", str(place.config)]) == 1
-    assert "interrupted" in capsys.readouterr().err
-    monkeypatch.undo()
-    code, printed = recover(place, capsys)
-    assert code == 0
-    assert [topic["status"] for topic in printed["topics"]] == [
-        "known",
-        "recovered",
-        "recovered",
-        "recovered",
-    ]
-    assert len(read(place, ORDERS)[ORDERS]["messages"]) == 45
-
-
 def test_store_that_fails_is_an_error_of_the_topic(place, capsys, monkeypatch):
     place.lose_metadata()
 
@@ -405,3 +359,18 @@ def test_store_that_fails_is_an_error_of_the_topic(place, capsys, monkeypatch):
     assert code == 1
     assert {topic["status"] for topic in printed["topics"]} == {"failed"}
     assert {error["topic"] for error in printed["errors"]} == {ORDERS, OLD, SEALED, EMPTY}
+
+
+def test_run_that_is_interrupted_is_continued(place, capsys, monkeypatch):
+    """What is half written then, and replaced, `test_rebuild` tells."""
+    place.lose_metadata()
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rebuild, "_write", stop)
+    assert main(["recover", "--config", str(place.config)]) == 1
+    assert "interrupted" in capsys.readouterr().err
+    monkeypatch.undo()
+    code, printed = recover(place, capsys)
+    assert (code, {topic["status"] for topic in printed["topics"]}) == (0, {"recovered"})

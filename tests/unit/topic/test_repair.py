@@ -332,14 +332,6 @@ def test_topic_that_was_appended_to_goes_on_after_its_repair(site):
     check_whole(site, log, sent=[*SENT, b"not flushed"])
 
 
-def test_repaired_topic_is_whole_for_the_next_process(site):
-    log = a_log(site)
-    flip(site, 12)
-    log.repair(TEXT)
-    site.kill(log)
-    check_whole(site, opened(site))
-
-
 def test_repair_of_a_topic_that_is_wholly_in_the_bucket_leaves_an_empty_log(site):
     log = a_log(site)
     log.topic(TEXT).upload()
@@ -675,14 +667,6 @@ def test_readers_of_a_topic_whose_objects_alone_are_repaired_go_on(site):
     assert len(log.repair(TEXT).objects) == 1
     assert payloads(reader.next_batch(1)) == [SENT[5]]
     assert log.topic(TEXT).append(b"next") == COUNT
-
-
-def test_no_file_stays_open_behind_a_repair(site):
-    log = a_log(site)
-    flip(site, 12)
-    log.repair(TEXT)
-    log.close()
-    assert site.disk().open_files == 0
 
 
 # -- when it fails ------------------------------------------------------------------------------

@@ -145,24 +145,6 @@ def test_a_flipped_bit_costs_one_message():
             assert checked.right is None
 
 
-def test_several_damaged_places_are_told_apart():
-    bench = Bench()
-    changes = [(bench.position(offset) + 30, 0) for offset in (103, 104, 139)]
-    checked = bench.damaged(*changes)
-    assert spans(checked) == [
-        ("damaged", 103, 105),
-        ("damaged", 139, 140),
-    ]
-
-
-def test_a_damaged_header_costs_one_message():
-    for at in [0, 8, 12]:
-        with case(at):
-            bench = Bench()
-            checked = bench.damaged((bench.position(110) + at, 0xEE))
-            assert spans(checked) == [("damaged", 110, 111)]
-
-
 def test_a_truncated_object():
     for cut in [1, 50, 200]:
         with case(cut):
