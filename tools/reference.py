@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ister.base.metrics import LEFT_OUT, METRICS
-from ister.broker.observe.api import ROUTES
+from ister.broker.http.api import ROUTES
 from ister.cli.main import make_parser
 from ister.cli.parser import Parser, walk_commands
 from ister.config.aliases import ALIASES

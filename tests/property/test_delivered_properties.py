@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from ister.base.model import Codec, MessageId, StreamMessage
 from ister.broker.dispatch import encoder as delivered
+from ister.broker.dispatch.consumer_ids import ConsumerIdentity
 from ister.broker.dispatch.encoder import DeliveredEncoder, encode, key_of, key_of_record, varint
-from ister.broker.topics.consumer_ids import ConsumerIdentity
 from ister.errors import CorruptDataError
 from ister.format.message import decode_message, encode_message
 from ister.subscription.receipts import Receipts

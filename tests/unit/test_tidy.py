@@ -185,6 +185,43 @@ def test_packages_do_not_import_what_is_forbidden_to_them():
     assert found == set()
 
 
+_BROKER_LAYERS = (
+    {"counters", "tasks", "followed", "policies", "topic_names"},
+    {"schemas", "security", "rpc"},
+    {"cluster", "dispatch"},
+    {"publish", "topics"},
+    {"flight", "operations"},
+    {"observe"},
+    {"services"},
+    {"http"},
+    {"server"},
+)
+"""Packages of the broker, from the lowest."""
+
+
+def test_imports_inside_the_broker_go_one_way():
+    layers = {name: at for at, names in enumerate(_BROKER_LAYERS) for name in names}
+    found = {
+        (module.split(".")[2], imported.split(".")[2])
+        for module, imports in _IMPORTS.items()
+        for imported in imports
+        if module.startswith("ister.broker.") and imported.startswith("ister.broker.")
+    }
+    assert {name for names in found for name in names} <= set(layers)
+    # Pairs that are not parted yet; and what calls leave to the layer above them.
+    known = {
+        ("rpc", "security"),
+        ("security", "rpc"),
+        ("publish", "topics"),
+        ("topics", "publish"),
+        ("rpc", "dispatch"),
+    }
+    upward = {(own, other) for own, other in found - known if layers[other] > layers[own]}
+    beside = {(own, other) for own, other in found - known if layers[other] == layers[own]}
+    assert upward == set()
+    assert {names for names in beside if names[0] != names[1]} == set()
+
+
 def test_every_layer_has_modules():
     """The rules of this file look at modules: without any, each of them would pass."""
     assert {_layer(module) for module in _FILES} == set(range(7))

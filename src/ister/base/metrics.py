@@ -581,7 +581,7 @@ _BOUNDS_BY_UNIT: Final = {
     "µs": _steps(0, 6),
     "ms": _steps(-1, 5),
     "s": _steps(-3, 3),
-    # Powers of four: what `ister.broker.observe.counters` relies on.
+    # Powers of four: what `ister.broker.counters` relies on.
     "bytes": tuple(float(4**exponent) for exponent in range(2, 14)),
 }
 

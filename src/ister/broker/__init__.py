@@ -8,10 +8,13 @@ flight        Arrow Flight: bulk publishing, ranges
 publish       from producers to the log: the fast path of SendMessage, checks
 topics        the topics that this broker serves
 dispatch      from the log to consumers
-observe       health, metrics, dashboard, HTTP API
+http          the HTTP port and its API
+observe       health, metrics, dashboard, descriptions for people
 schemas       the schema registry
 security      TLS, authentication, roles, audit
 cluster       the brokers that share a metadata store
+counters      what is counted while messages pass
+tasks         work that continues although its caller was cancelled
 followed      a part of the metadata store that is read again when it changes
 policies      limits and rates of a topic
 topic_names   an index that finds the partitions of a topic

@@ -4,7 +4,7 @@
     @checks("`lookup` on each topic")                   the operation asks the guard by itself
 
 Operations are the methods of `ister.broker.services`, with wire messages as arguments. Every door
-leads to them: gRPC serves them as they are; the HTTP API (`ister.broker.observe.api`) makes their
+leads to them: gRPC serves them as they are; the HTTP API (`ister.broker.http.api`) makes their
 requests and words their answers. So each operation checks its permission, is audited and is
 forwarded to the broker that has the topic (`ister.broker.services.forwarding`) in one place.
 

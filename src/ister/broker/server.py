@@ -29,15 +29,15 @@ from ister.base.clock import Clock, SystemClock
 from ister.base.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
 from ister.broker.cluster.cluster import Cluster
 from ister.broker.cluster.peers import FORWARDED, Peers
+from ister.broker.counters import Calls
 from ister.broker.flight.broker_source import BrokerSource, FlightAccess, FlightLimits
 from ister.broker.flight.failures import explain
 from ister.broker.flight.service import SERVICE as FLIGHT
 from ister.broker.flight.service import FlightService, message_bytes_max
-from ister.broker.observe.api import Api, ApiContext
+from ister.broker.http.api import Api, ApiContext
+from ister.broker.http.port import Connections, make_application
 from ister.broker.observe.browse import Browser
-from ister.broker.observe.counters import Calls
 from ister.broker.observe.health import BrokerHealth
-from ister.broker.observe.http import Connections, make_application
 from ister.broker.observe.probe import HealthProbe
 from ister.broker.observe.prometheus import PrometheusMetrics
 from ister.broker.observe.query_threads import QueryThreads
@@ -45,12 +45,12 @@ from ister.broker.observe.rates import RateHistory
 from ister.broker.observe.views import Views
 from ister.broker.rpc.handlers import CallGate, ConsumerSlots
 from ister.broker.rpc.methods import methods_of
-from ister.broker.rpc.principal_limits import PrincipalLimit
 from ister.broker.rpc.server import RpcServer
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.cluster_secret import read_secret
 from ister.broker.security.grpc_guard import GrpcGuard
 from ister.broker.security.guard import Guard
+from ister.broker.security.principal_limits import PrincipalLimit
 from ister.broker.security.tls import ServerTls, check_exposure
 from ister.broker.services.admin import (
     BrokerAdminService,
@@ -59,6 +59,7 @@ from ister.broker.services.admin import (
     TopicAdminService,
 )
 from ister.broker.services.consumer import ConsumerService
+from ister.broker.services.dead_letter_queue import DeadLetterQueue
 from ister.broker.services.dead_letters import DeadLetterService
 from ister.broker.services.delivery import DeliveryService
 from ister.broker.services.discovery import DiscoveryService, HealthService, StorageService
@@ -69,7 +70,6 @@ from ister.broker.services.producer import ProducerService
 from ister.broker.services.schemas import SchemaService
 from ister.broker.services.security_admin import SecurityAdmin
 from ister.broker.topics.assignee import Assignee
-from ister.broker.topics.dead_letter_queue import DeadLetterQueue
 from ister.broker.topics.topics import Topics
 from ister.bucket.members import Load, Member, MemberState
 from ister.config import (
@@ -221,7 +221,7 @@ class Broker:
         self.health.topics = self.topics
         self._register_gauges()
         await self._join(secret)
-        followed = await self.topics.follow_policies()
+        followed = await self.topics.names.follow_policies()
         self._endings.push_async_callback(asyncio.to_thread, followed.close)
         # First: clients that connect find every topic recovered.
         await self.topics.open_all()
@@ -320,7 +320,7 @@ class Broker:
         has_peers = self.guard.is_on and self._log.stores is not None
         if has_peers:
             self.guard.trust_brokers(secret)
-        self.topics.peers = peers = Peers(self._tls, secret=secret if has_peers else None)
+        self.topics.stand_in.peers = peers = Peers(self._tls, secret=secret if has_peers else None)
         self._endings.push_async_callback(peers.close)
 
     async def _take_part(self) -> None:

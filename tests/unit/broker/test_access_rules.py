@@ -12,11 +12,11 @@ from google.protobuf.descriptor import FieldDescriptor
 from ister import wire
 from ister.base.metrics import Metrics
 from ister.broker.cluster.peers import FORWARDED
-from ister.broker.rpc.principal_limits import PrincipalLimit
 from ister.broker.security.principal import PrincipalKind
+from ister.broker.security.principal_limits import PrincipalLimit
 from ister.broker.security.rights import Binding, Permission, Role, Scope
 from ister.broker.services.forwarding import FORWARDING
-from ister.broker.topics import open_topics
+from ister.broker.topics import topics as topics_module
 from ister.client import Client
 from ister.errors import AlreadyExistsError, CapacityError, PermissionDeniedError
 from ister.wire import danube, danube_admin, ister_api
@@ -49,8 +49,8 @@ async def guarded(tmp_path, limits=None, engine="grpcio", **rights):
         }
     }
     async with a_broker(tmp_path, settings) as (broker, services, listening):
-        if "shop" not in await broker.topics.namespaces():
-            await broker.topics.create_namespace("shop")
+        if "shop" not in await broker.topics.names.namespaces():
+            await broker.topics.names.create_namespace("shop")
         topic = await broker.topics.get_or_create(TOPIC, is_reliable=True)
         if not topic.next_offset:
             await topic.publish(a_record())
@@ -411,7 +411,7 @@ async def test_anonymous_callers_are_one_principal_for_subscriptions_alone(tmp_p
         "max_streams_per_principal": 1,
     }
     async with a_broker(tmp_path, {"broker": {"limits": limits}}) as (broker, services, _):
-        await broker.topics.create_namespace("shop")
+        await broker.topics.names.create_namespace("shop")
         topic = await broker.topics.get_or_create(TOPIC, is_reliable=True)
         await topic.publish(a_record())
         streams = []
@@ -550,7 +550,7 @@ async def test_partitions_are_added_by_those_who_may_grow_the_topic(tmp_path, mo
         assert (await outcome(create(other, metadata=metadata("ada"))))[0] == "ALREADY_EXISTS"
         with pytest.raises(AlreadyExistsError, match="3 partitions"):
             await broker.topics.get_or_create(f"{parts}-part-3", is_reliable=True, is_implied=False)
-        assert len(await broker.topics.partitions(parts)) == 3
+        assert len(await broker.topics.names.partitions(parts)) == 3
         await asyncio.to_thread(put, "ada", 3)
         assert (await outcome(produce("ada", parts, 4)))[0] == "OK"
         far = await outcome(produce("bob", "/shop/new", 1024))
@@ -558,6 +558,6 @@ async def test_partitions_are_added_by_those_who_may_grow_the_topic(tmp_path, mo
         # Danube's clients create a topic by using its partitions, in any order.
         for number in (1, 0, 2):
             assert (await outcome(produce("bob", "/shop/new", number)))[0] == "OK"
-        monkeypatch.setattr(open_topics, "_PARTITIONS_SECONDS", 0)
+        monkeypatch.setattr(topics_module, "_PARTITIONS_SECONDS", 0)
         assert (await outcome(produce("bob", "/shop/new", 3)))[0] == "PERMISSION_DENIED"
-        assert len(await broker.topics.partitions("/shop/new")) == 3
+        assert len(await broker.topics.names.partitions("/shop/new")) == 3

@@ -87,7 +87,7 @@ async def test_any_broker_answers_for_a_topic(tmp_path, engine):
             )
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND  # the other broker's status
         await there.topics.DeleteTopic(danube_admin.TopicRequest(name=TOPIC))
-        assert TOPIC not in await a.topics.names()
+        assert TOPIC not in await a.topics.names.all()
 
 
 @both_engines
@@ -312,10 +312,10 @@ async def test_broker_without_its_lease_sends_clients_to_the_new_owner(tmp_path,
         # It takes part again by itself.
         monkeypatch.undo()
         await eventually(lambda: a.cluster.is_leased)
-        a.topics.stand_in = b.cluster.own  # as before the next check
+        a.topics.stand_in.member = b.cluster.own  # as before the next check
         await at(a, "/default/own")
         assert not await a.topics.is_elsewhere("/default/own")
-        await eventually(lambda: a.topics.stand_in is None)
+        await eventually(lambda: a.topics.stand_in.member is None)
         assert await is_sent_on()
 
 
@@ -353,7 +353,7 @@ async def test_clients_stay_while_no_broker_reaches_the_store(tmp_path, monkeypa
             cut_off(one, monkeypatch)
         for _ in range(3):
             await a.topics.check_lease()
-        assert (a.topics.stand_in, a.topics.is_isolated) == (None, False)
+        assert (a.topics.stand_in.member, a.topics.stand_in.is_isolated) == (None, False)
         assert a.topics.find_open(TOPIC) is topic
         found = await here.discovery.TopicLookup(danube.TopicLookupRequest(topic=TOPIC))
         assert found.response_type == 1

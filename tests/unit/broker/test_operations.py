@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from ister import wire
-from ister.broker.observe.api import ROUTES
+from ister.broker.http.api import ROUTES
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import Binding, Permission, Role, Scope
 from ister.client.flight import FlightClient
@@ -65,7 +65,7 @@ async def a_guarded_broker(tmp_path):
             await asyncio.to_thread(bind, f"only-{one}", [one])
             if one is not Permission.LOOKUP:  # who may do anything else may look up, too
                 await asyncio.to_thread(bind, f"without-{one}", set(Permission) - {one})
-        await found[0].topics.create_namespace("shop")
+        await found[0].topics.names.create_namespace("shop")
         topic = await found[0].topics.get_or_create(THERE, is_reliable=True)
         assert topic.is_reliable
         yield found

@@ -41,12 +41,12 @@ async def test_making_a_topic_looks_at_as_many_names_however_many_there_are(tmp_
     async def scenario():
         costs = []
         async with some_topics(tmp_path, mode="memory") as topics:
-            await topics.recent_names()
+            await topics.names.recent()
             for number in range(100):
                 before = len(looked)
                 await topics.get_or_create(f"/default/t{number}", is_reliable=True)
                 costs.append(len(looked) - before)
-            assert not await topics.partitions("/default/none")
+            assert not await topics.names.partitions("/default/none")
         return costs
 
     costs = await scenario()

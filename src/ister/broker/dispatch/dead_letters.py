@@ -1,7 +1,7 @@
 """Dead letters: messages that failed too often, as they are published to a dead-letter topic.
 
 Owns: the attributes of a dead letter, both directions. Does not own: publishing it (`dispatcher`),
-and what operators do with it (`ister.broker.topics.dead_letter_queue`).
+and what operators do with it (`ister.broker.services.dead_letter_queue`).
 
 Whoever may produce to a dead-letter topic can publish a message with these attributes. So brokers
 sign their letters (`x-dead-letter-signature`): a MAC of the message and its topic, with a key that

@@ -26,14 +26,14 @@ from ister.base import failpoints, threads
 from ister.base.metrics import Metrics
 from ister.base.model import StreamMessage, TopicName
 from ister.base.positions import lag_of
+from ister.broker.counters import SubscriptionCounters, TopicCounters
 from ister.broker.dispatch.cursor_writer import CursorWriter
 from ister.broker.dispatch.dead_letters import LetterSigner, has_used_up_hops, make_letter
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.dispatch.outbox import TAKEN_OVER_SECONDS, Outbox, Sent
 from ister.broker.dispatch.prefetch import Prefetcher
-from ister.broker.observe.counters import SubscriptionCounters, TopicCounters
 from ister.broker.policies import Rate
-from ister.broker.topics.tasks import run_to_completion
+from ister.broker.tasks import run_to_completion
 from ister.bucket.ownership import OwnedTopic
 from ister.errors import (
     ClosedError,

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from ister.base.limits import KIB
 from ister.base.model import Codec, StreamMessage
-from ister.broker.topics.consumer_ids import ConsumerIdentity
+from ister.broker.dispatch.consumer_ids import ConsumerIdentity
 from ister.errors import CorruptDataError
 from ister.format.message import decode_identity, decode_suffix, split
 from ister.subscription.receipts import Receipts

@@ -17,10 +17,10 @@ from typing import Final
 from ister.base.limits import MIB
 from ister.base.metrics import Metrics
 from ister.base.model import StreamMessage
+from ister.broker.counters import SubscriptionCounters, TopicCounters
 from ister.broker.dispatch.encoder import key_of_record
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.dispatch.outbox import TAKEN_OVER_SECONDS, Outbox
-from ister.broker.observe.counters import SubscriptionCounters, TopicCounters
 from ister.errors import ClosedError, ConflictError, IsterError
 from ister.subscription.keys import HashRing, KeyFilter
 from ister.subscription.policy import SubscriptionKind

@@ -29,6 +29,7 @@ import grpc
 import pyarrow as pa
 
 from ister.base.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
+from ister.broker.counters import Calls
 from ister.broker.flight.broker_source import (
     BrokerSource,
     FlightAccess,
@@ -49,7 +50,6 @@ from ister.broker.flight.reads import (
     read_range,
     status_of,
 )
-from ister.broker.observe.counters import Calls
 from ister.broker.rpc.handlers import streaming_handler
 from ister.broker.security.rights import Permission
 from ister.errors import (

@@ -1,14 +1,9 @@
 """What operators see of a broker.
 
-http            the HTTP port
-api             the JSON API
-api_changes     the part of it that changes things
-requests        reads paths and bodies of its requests
 dashboard       the pages
 health          the checks of `/ready` and `/health`
 probe           probes of the metadata store, the disk and the machine
 prometheus      the text of `/metrics`
-counters        what is counted while messages pass
 rates           messages per second, over the last minutes, hour and day
 views           descriptions of topics, brokers and the pipeline
 cluster_view    descriptions of the cluster: brokers, load, moves, topics that wait

@@ -331,14 +331,14 @@ class BrokerHealth:
                 hint="stop this broker; its log names the copy. Messages that it acknowledged "
                 "and did not upload are only in its local files",
             )
-        topics = self._topics
-        stand_in = topics.stand_in if topics is not None else None
+        stand_in = self._topics.stand_in if self._topics is not None else None
+        member = stand_in.member if stand_in is not None else None
         return Check(
             name="lease",
             state="bad",
             words="the lease has expired: messages are refused, another node may own the topics"
-            + (f"; clients are sent to {stand_in.connect_url}" if stand_in is not None else "")
-            + ("; no other broker responds" if topics is not None and topics.is_isolated else ""),
+            + (f"; clients are sent to {member.connect_url}" if member is not None else "")
+            + ("; no other broker responds" if stand_in and stand_in.is_isolated else ""),
             hint="the broker renews it as soon as the metadata store answers",
         )
 

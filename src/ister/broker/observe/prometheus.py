@@ -1,7 +1,7 @@
 """`/metrics`: everything that is counted, in Prometheus' text form (version 0.0.4).
 
 Owns: names, labels, escaping, how many series there may be. Does not own: what is counted
-(`observe.counters`, `ister.base.metrics`), how the broker is (`observe.health`).
+(`ister.broker.counters`, `ister.base.metrics`), how the broker is (`observe.health`).
 
     on the loop    a part of the topics at a time: numbers are copied
     in a thread    topics with their own series, figures of the log and the process, the text
@@ -32,8 +32,8 @@ from ister.base import threads
 from ister.base.clock import Clock
 from ister.base.metrics import BY_NAME, METRICS, Histogram, Metric
 from ister.base.model import TopicState
+from ister.broker.counters import Calls
 from ister.broker.dispatch.dispatcher import Dispatcher
-from ister.broker.observe.counters import Calls
 from ister.broker.observe.health import STATES, BrokerHealth, state_of
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.guard import Guard

@@ -121,7 +121,7 @@ class Views:
         parsed = TopicName.parse(name)
         found = self.topics.find_open(name)
         if found is None:
-            partitions = await self.topics.partitions(name)
+            partitions = await self.topics.names.partitions(name)
             if not partitions:
                 raise NotFoundError(f"topic {name} does not exist", topic=name)
             if partitions != [name]:
@@ -379,7 +379,7 @@ class Views:
             for _, one in sorted(stored.items())[:_SUBSCRIPTIONS_LISTED]
         ]
         if whole:
-            view.policies = asdict(self.topics.policies_of(name))
+            view.policies = asdict(self.topics.names.policies_of(name))
             view.files = []
             view.objects = describe_objects(counted, view.watermarks.tiered)
             view.is_counted = counted.is_complete
@@ -540,7 +540,7 @@ async def list_topics(
         with_partitions: List every partition; otherwise each partitioned topic once, with only the
             names of its partitions.
     """
-    names = await views.topics.recent_names()
+    names = await views.topics.names.recent()
     caller = current_principal()
 
     def select() -> tuple[list[str], dict[str, list[str]]]:

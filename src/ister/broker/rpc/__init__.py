@@ -11,5 +11,4 @@ native_writers      the threads that write to its streams
 native_connections  the limits on its connections
 native_support      whether the native engine can be used on this machine
 forward_socket      the Unix socket over which the native engine forwards what it does not serve
-principal_limits    limits per principal: subscriptions, consumers, streams
 """

@@ -20,9 +20,9 @@ from typing import Final, Protocol, TypeAlias, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from ister.broker.counters import CallCounters
 from ister.broker.dispatch.write_queue import STALLED
-from ister.broker.observe.counters import CallCounters
-from ister.broker.rpc.principal_limits import PrincipalLimit
+from ister.broker.security.principal_limits import PrincipalLimit
 from ister.errors import (
     CapacityError,
     FencedError,

@@ -15,7 +15,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 
 from ister.base import tracing
-from ister.broker.observe.counters import CallCounters, Calls
+from ister.broker.counters import CallCounters, Calls
 from ister.broker.rpc.batch_calls import BatchCall, Blocking
 from ister.broker.rpc.handlers import (
     Answer,

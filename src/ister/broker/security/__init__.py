@@ -9,6 +9,7 @@ rights          permissions, roles and bindings as values
 audit           what was refused and what was changed, for later
 guard           the four of them as the services see them
 grpc_guard, http_guard    a guard in front of every call of a transport
+principal_limits  limits per principal: subscriptions, consumers, streams
 cluster_secret  the secret by which brokers of one cluster authenticate each other
 minting         new API keys and tokens
 """

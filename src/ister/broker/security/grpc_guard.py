@@ -20,10 +20,10 @@ from typing import Final, TypeAlias
 import grpc
 
 from ister.broker.rpc.handlers import status_of
-from ister.broker.rpc.principal_limits import PrincipalLimit
 from ister.broker.security.authentication import collect_headers
 from ister.broker.security.guard import VERIFY_SECONDS, Caller, Guard, entered
 from ister.broker.security.principal import counted_as
+from ister.broker.security.principal_limits import PrincipalLimit
 from ister.errors import CapacityError, IsterError, UnauthenticatedError
 
 _Context: TypeAlias = grpc.aio.ServicerContext

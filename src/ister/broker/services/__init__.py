@@ -7,6 +7,7 @@ schemas         the schema registry
 delivery        messages and acknowledgements in batches, for `ister.client`
 ister_admin     what operators do that Danube's protocol has no words for
 dead_letters    dead letters: count, show, requeue, drop
+dead_letter_queue    what these do
 peers           calls between brokers
 forwarding      calls about topics of other brokers
 """

@@ -66,7 +66,7 @@ class _Service:
         """
         caller = current_principal()
         try:
-            names = await self._topics.topics_of(namespace)
+            names = await self._topics.names.of_namespace(namespace)
         except NotFoundError:
             if self.guard.allows(caller, Permission.LOOKUP, namespace=namespace):
                 raise
@@ -116,7 +116,7 @@ class BrokerAdminService(_Service):
         self, request: danube_admin.Empty, context: object
     ) -> danube_admin.NamespaceListResponse:
         """All namespaces that the caller may see topics of."""
-        names = await self._topics.namespaces()
+        names = await self._topics.names.namespaces()
         caller = current_principal()
         return danube_admin.NamespaceListResponse(
             namespaces=[
@@ -307,7 +307,7 @@ class NamespaceAdminService(_Service):
         self, request: danube_admin.NamespaceRequest, context: object
     ) -> danube_admin.PolicyResponse:
         """The policies of a namespace's topics."""
-        policies = await self._topics.namespace_policies(request.name)
+        policies = await self._topics.names.namespace_policies(request.name)
         return danube_admin.PolicyResponse(policies=policies.to_json())
 
     @needs(Permission.MANAGE_NAMESPACE, namespace="name")
@@ -315,7 +315,7 @@ class NamespaceAdminService(_Service):
         self, request: danube_admin.NamespaceRequest, context: object
     ) -> danube_admin.NamespaceResponse:
         """Creates a namespace."""
-        await self._topics.create_namespace(request.name)
+        await self._topics.names.create_namespace(request.name)
         return danube_admin.NamespaceResponse(success=True)
 
     @needs(Permission.MANAGE_NAMESPACE, namespace="name")
@@ -324,7 +324,7 @@ class NamespaceAdminService(_Service):
     ) -> danube_admin.NamespaceResponse:
         """Removes a namespace without topics."""
         with conflicts_refused():
-            await self._topics.delete_namespace(request.name)
+            await self._topics.names.delete_namespace(request.name)
         return danube_admin.NamespaceResponse(success=True)
 
 

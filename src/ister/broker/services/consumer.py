@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from ister.base.limits import KIB, MIB
 from ister.base.model import StreamMessage
+from ister.broker.dispatch.consumer_ids import ConsumerIdentity, ConsumerIds
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.dispatch.encoder import DeliveredEncoder, encode, encode_answer
 from ister.broker.dispatch.fanout import Fanout
@@ -27,7 +28,6 @@ from ister.broker.rpc.handlers import ConsumerSlots, Refused
 from ister.broker.security.guard import Guard, current_principal, entered
 from ister.broker.security.principal import Principal, counted_as
 from ister.broker.security.rights import Permission
-from ister.broker.topics.consumer_ids import ConsumerIdentity, ConsumerIds
 from ister.broker.topics.served_topic import AnySubscription, ServedTopic
 from ister.broker.topics.topics import Topics
 from ister.errors import (

@@ -1,7 +1,7 @@
 """ister.DeadLetters: dead letters for operators.
 
 Owns: rights, requests and responses. Does not own: what is done
-(`ister.broker.topics.dead_letter_queue`).
+(`ister.broker.services.dead_letter_queue`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ister.broker.observe.browse import LIMIT_DEFAULT
 from ister.broker.operations import needs
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
-from ister.broker.topics.dead_letter_queue import DeadLetterQueue, Selection
+from ister.broker.services.dead_letter_queue import DeadLetterQueue, Selection
 from ister.errors import InvalidRequestError
 from ister.wire import ister_api
 

@@ -15,6 +15,7 @@ import grpc
 
 from ister.base.model import StreamMessage
 from ister.base.positions import parse_position
+from ister.broker.dispatch.consumer_ids import ConsumerIdentity
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.dispatch.encoder import varint
 from ister.broker.dispatch.outbox import Outbox, Sent
@@ -23,7 +24,6 @@ from ister.broker.rpc.handlers import ConsumerSlots, Refused
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.principal import counted_as
 from ister.broker.security.rights import Permission
-from ister.broker.topics.consumer_ids import ConsumerIdentity
 from ister.broker.topics.topics import Topics
 from ister.errors import ConflictError, InvalidRequestError
 from ister.subscription.policy import SubscriptionKind

@@ -9,8 +9,7 @@ from ister.base.model import Layout, TopicName
 from ister.broker.operations import checks, needs
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
-from ister.broker.topics.open_topics import ElsewhereError
-from ister.broker.topics.topics import Topics
+from ister.broker.topics.topics import ElsewhereError, Topics
 from ister.bucket.names import segment_name
 from ister.errors import InvalidRequestError, NotFoundError, UnsupportedOperationError
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor
@@ -51,12 +50,11 @@ class DiscoveryService:
         self, request: danube.TopicLookupRequest, context: object
     ) -> danube.TopicPartitionsResponse:
         """The topics behind a name; none if there is no such topic."""
-        stand_in = self._topics.find_stand_in()
+        stand_in = self._topics.stand_in.find()
         if stand_in is not None:
             raise ElsewhereError(stand_in, request.topic)
-        return danube.TopicPartitionsResponse(
-            request_id=request.request_id, partitions=await self._topics.partitions(request.topic)
-        )
+        found = await self._topics.names.partitions(request.topic)
+        return danube.TopicPartitionsResponse(request_id=request.request_id, partitions=found)
 
 
 class HealthService:

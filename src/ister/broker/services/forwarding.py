@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from ister.broker.cluster.peers import Peers, forwarded, may_forward
 from ister.broker.rpc.handlers import Answer, Context
 from ister.broker.rpc.methods import UnaryCall, Wrap
-from ister.broker.topics.open_topics import ElsewhereError
+from ister.broker.topics.topics import ElsewhereError
 
 FORWARDING: Final = frozenset(
     {

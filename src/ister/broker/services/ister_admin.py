@@ -109,7 +109,7 @@ class IsterAdminService:
         return ister_api.InfoRequest()
 
     async def _describe(self, name: str) -> ister_api.TopicDescription:
-        partitions = await self._topics.partitions(name)
+        partitions = await self._topics.names.partitions(name)
         if partitions and partitions != [name]:
             return ister_api.TopicDescription(topic=name, partitions=partitions)
         topic = await self._topics.get(name)
@@ -262,7 +262,7 @@ class IsterAdminService:
     ) -> ister_api.PoliciesResponse:
         """Replaces the policies of a namespace's topics."""
         policies = parse_overrides(request.policies)
-        await self._topics.set_namespace_policies(request.name, policies)
+        await self._topics.names.set_namespace_policies(request.name, policies)
         return ister_api.PoliciesResponse(policies=request.policies)
 
     @needs(Permission.LOOKUP, topic="topic")

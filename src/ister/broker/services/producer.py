@@ -23,9 +23,8 @@ from ister.broker.rpc.handlers import Refused, status_of
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
-from ister.broker.topics.open_topics import NoNamespaceError
 from ister.broker.topics.served_topic import ServedTopic
-from ister.broker.topics.topics import Topics
+from ister.broker.topics.topics import NoNamespaceError, Topics
 from ister.errors import (
     ConflictError,
     InvalidRequestError,

@@ -17,8 +17,7 @@ from typing import Final
 from ister.base.clock import Clock
 from ister.base.model import TopicName
 from ister.broker.cluster.placement import Balance, Move, measure
-from ister.broker.topics.open_topics import ElsewhereError
-from ister.broker.topics.topics import GivenUp, Topics
+from ister.broker.topics.topics import ElsewhereError, GivenUp, Topics
 from ister.bucket.directory import TopicDirectory
 from ister.bucket.members import Member, MemberState
 from ister.config import Strategy

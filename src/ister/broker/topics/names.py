@@ -7,7 +7,7 @@ open (`topics`), how names are cached (`listing`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Final
 
 from ister.base.model import TopicName
@@ -26,34 +26,32 @@ _LISTED_SECONDS: Final = 3.0
 
 
 class TopicNames:
-    """The part of `Topics` that is about names. Used on the broker's loop alone."""
+    """The names of all topics, and their namespaces. Used on the broker's loop alone."""
 
-    def __init__(self, log: Log, records: BrokerRecords, *, config: Config) -> None:
-        self.log = log
-        self.records = records
-        self.config = config
-        self._served: dict[str, ServedTopic] = {}
-        self._listing = TopicListing(log, records, lambda: self._served)
-
-    @property
-    def served(self) -> list[ServedTopic]:
-        """The topics that are open here."""
-        return list(self._served.values())
-
-    def find_open(self, name: str) -> ServedTopic | None:
-        """A topic that is open here and can be used."""
-        found = self._served.get(name)
-        return found if found is not None and found.is_usable else None
+    def __init__(
+        self,
+        log: Log,
+        records: BrokerRecords,
+        *,
+        config: Config,
+        served: Mapping[str, ServedTopic],
+    ) -> None:
+        """`served` are the topics that are open here, as they change."""
+        self._log = log
+        self._records = records
+        self._config = config
+        self._served = served
+        self.listing = TopicListing(log, records, lambda: served)
 
     # -- names ------------------------------------------------------------------------------
 
-    async def names(self) -> set[str]:
+    async def all(self) -> set[str]:
         """The names of all topics, open or not, here or elsewhere."""
-        return await self._listing.list()
+        return await self.listing.list()
 
-    async def recent_names(self) -> set[str]:
+    async def recent(self) -> set[str]:
         """Topic names, cached for up to 3 s."""
-        return set(await self._listing.cached(_LISTED_SECONDS))
+        return set(await self.listing.cached(_LISTED_SECONDS))
 
     async def partitions(self, name: str) -> list[str]:
         """The topics behind a name: itself, or its partitions in order; [] if it does not exist.
@@ -62,21 +60,22 @@ class TopicNames:
             TopicNameError: The name is invalid.
         """
         parsed = TopicName.parse(name)
-        if self.find_open(name) is not None:
+        served = self._served.get(name)
+        if served is not None and served.is_usable:
             return [name]
-        known = await self._listing.cached(_LOOK_SECONDS)
+        known = await self.listing.cached(_LOOK_SECONDS)
         if name in known:
             return [name]
-        if self.log.stores is None:
+        if self._log.stores is None:
             return known.partitions_of(name)
         # Another broker may have just created it. Danube's client does not retry if there are no
         # partitions, and a client that learns of some never publishes to the others.
-        return list(await asyncio.to_thread(self._listing.read_partitions, parsed))
+        return list(await asyncio.to_thread(self.listing.read_partitions, parsed))
 
     async def namespaces(self) -> list[str]:
         """The names of all namespaces."""
-        made = await asyncio.to_thread(self.records.namespaces)
-        return sorted({*_BUILT_IN_NAMESPACES, *self.config.broker.bootstrap_namespaces, *made})
+        made = await asyncio.to_thread(self._records.namespaces)
+        return sorted({*_BUILT_IN_NAMESPACES, *self._config.broker.bootstrap_namespaces, *made})
 
     async def create_namespace(self, name: str) -> None:
         """Creates a namespace.
@@ -88,7 +87,7 @@ class TopicNames:
         TopicName.parse(f"/{name}/x")
         if name in await self.namespaces():
             raise AlreadyExistsError(f"namespace {name!r} already exists")
-        await asyncio.to_thread(self.records.create_namespace, name)
+        await asyncio.to_thread(self._records.create_namespace, name)
 
     async def delete_namespace(self, name: str) -> None:
         """Removes an empty namespace.
@@ -97,15 +96,15 @@ class TopicNames:
             NotFoundError: It does not exist.
             ConflictError: It has topics.
         """
-        if name in (*_BUILT_IN_NAMESPACES, *self.config.broker.bootstrap_namespaces):
+        if name in (*_BUILT_IN_NAMESPACES, *self._config.broker.bootstrap_namespaces):
             raise ConflictError(f"the namespace {name!r} always exists")
-        if topics := await self.topics_of(name):
+        if topics := await self.of_namespace(name):
             raise ConflictError(
                 f"the namespace {name!r} has {len(topics)} topics", hint="delete them first"
             )
-        await asyncio.to_thread(self.records.delete_namespace, name)
+        await asyncio.to_thread(self._records.delete_namespace, name)
 
-    async def topics_of(self, namespace: str) -> list[str]:
+    async def of_namespace(self, namespace: str) -> list[str]:
         """The topics of a namespace.
 
         Raises:
@@ -114,7 +113,7 @@ class TopicNames:
         if namespace not in await self.namespaces():
             raise NotFoundError(f"namespace {namespace!r} does not exist")
         prefix = f"/{namespace}/"
-        return sorted(name for name in await self.names() if name.startswith(prefix))
+        return sorted(name for name in await self.all() if name.startswith(prefix))
 
     # -- policies ---------------------------------------------------------------------------
 
@@ -126,17 +125,17 @@ class TopicNames:
         """
         if namespace not in await self.namespaces():
             raise NotFoundError(f"namespace {namespace!r} does not exist")
-        await asyncio.to_thread(self.records.set_namespace_policies, namespace, policies)
+        await asyncio.to_thread(self._records.set_namespace_policies, namespace, policies)
         await self._refresh_namespaces({namespace})
 
     async def follow_policies(self) -> Followed:
         """Keeps up with the policies of namespaces that other brokers set, until it is closed."""
         loop = asyncio.get_running_loop()
-        known = await asyncio.to_thread(self.records.policies_of_namespaces)
+        known = await asyncio.to_thread(self._records.policies_of_namespaces)
 
         def read(_: bool) -> None:
             nonlocal known
-            found = self.records.policies_of_namespaces()
+            found = self._records.policies_of_namespaces()
             changed = {
                 name for name in found.keys() | known.keys() if found.get(name) != known.get(name)
             }
@@ -144,12 +143,12 @@ class TopicNames:
                 asyncio.run_coroutine_threadsafe(self._refresh_namespaces(changed), loop).result()
             known = found
 
-        return self.records.follow_namespaces(read)
+        return self._records.follow_namespaces(read)
 
     async def _refresh_namespaces(self, names: Container[str]) -> None:
-        for topic in self.served:
+        for topic in list(self._served.values()):
             if topic.parsed.namespace in names:
-                await self._refresh_policies(topic)
+                await self.refresh_policies(topic)
 
     async def namespace_policies(self, namespace: str) -> Policies:
         """The policies of a namespace's topics, unless they have their own.
@@ -159,13 +158,15 @@ class TopicNames:
         """
         if namespace not in await self.namespaces():
             raise NotFoundError(f"namespace {namespace!r} does not exist")
-        own = await asyncio.to_thread(self.records.namespace_policies, namespace)
-        return Policies.of(self.config.broker.policies, own)
+        own = await asyncio.to_thread(self._records.namespace_policies, namespace)
+        return Policies.of(self._config.broker.policies, own)
 
-    async def _refresh_policies(self, topic: ServedTopic) -> Policies:
+    async def refresh_policies(self, topic: ServedTopic) -> Policies:
+        """Reads the policies of an open topic, and puts them in force."""
+
         def read() -> Policies:
-            record = self.records.topic(topic.parsed) or ServedRecord()
-            return self._policies_of(topic.parsed, record)
+            record = self._records.topic(topic.parsed) or ServedRecord()
+            return self.policies_with(topic.parsed, record)
 
         policies = await asyncio.to_thread(read)
         topic.set_policies(policies)
@@ -173,8 +174,9 @@ class TopicNames:
 
     def policies_of(self, name: TopicName) -> Policies:
         """Reads the policies of a topic, open or not. Blocks."""
-        return self._policies_of(name, self.records.topic(name) or ServedRecord())
+        return self.policies_with(name, self._records.topic(name) or ServedRecord())
 
-    def _policies_of(self, name: TopicName, record: ServedRecord) -> Policies:
-        namespace = self.records.namespace_policies(name.namespace)
-        return Policies.of(self.config.broker.policies, namespace, record.policies)
+    def policies_with(self, name: TopicName, record: ServedRecord) -> Policies:
+        """The policies of a topic that has a record. Blocks."""
+        namespace = self._records.namespace_policies(name.namespace)
+        return Policies.of(self._config.broker.policies, namespace, record.policies)

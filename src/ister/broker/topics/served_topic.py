@@ -25,25 +25,25 @@ from ister.base import failpoints
 from ister.base.clock import Clock
 from ister.base.metrics import Metrics
 from ister.base.model import Start, StreamMessage, TopicName, TopicState
-from ister.broker.dispatch.dead_letters import LetterSigner
-from ister.broker.dispatch.dispatcher import Dispatcher, PublishDeadLetter
-from ister.broker.dispatch.fanout import Fanout
-from ister.broker.dispatch.memory_budget import Budget
-from ister.broker.observe.counters import SubscriptionCounters, TopicCounters
-from ister.broker.policies import Policies, Rate
-from ister.broker.publish.admission import Admission, admission_of_message, check_unlogged_size
-from ister.broker.publish.producer_names import ProducerNames
-from ister.broker.publish.producers import Producers
-from ister.broker.rpc.principal_limits import PrincipalLimit
-from ister.broker.topics.broker_records import BrokerRecords
-from ister.broker.topics.consumer_ids import (
+from ister.broker.counters import SubscriptionCounters, TopicCounters
+from ister.broker.dispatch.consumer_ids import (
     ConsumerIdentity,
     ConsumerIds,
     check_consumer,
     consumer_id,
     remember,
 )
-from ister.broker.topics.tasks import run_to_completion
+from ister.broker.dispatch.dead_letters import LetterSigner
+from ister.broker.dispatch.dispatcher import Dispatcher, PublishDeadLetter
+from ister.broker.dispatch.fanout import Fanout
+from ister.broker.dispatch.memory_budget import Budget
+from ister.broker.policies import Policies, Rate
+from ister.broker.publish.admission import Admission, admission_of_message, check_unlogged_size
+from ister.broker.publish.producer_names import ProducerNames
+from ister.broker.publish.producers import Producers
+from ister.broker.security.principal_limits import PrincipalLimit
+from ister.broker.tasks import run_to_completion
+from ister.broker.topics.broker_records import BrokerRecords
 from ister.broker.topics.time_searches import TimeSearches
 from ister.bucket.ownership import OwnedTopic
 from ister.config import DispatchConfig

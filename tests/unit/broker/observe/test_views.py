@@ -274,4 +274,4 @@ async def test_policies_of_a_topic_that_is_not_open(tmp_path):
         await broker.topics.unload(T)
         view = await broker.views.topic(T)
         assert view["policies"]["max_publish_rate"] == 7
-        assert broker.topics.policies_of(TopicName.parse(T)).max_publish_rate == 7
+        assert broker.topics.names.policies_of(TopicName.parse(T)).max_publish_rate == 7

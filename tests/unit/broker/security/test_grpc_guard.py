@@ -10,11 +10,11 @@ import pytest
 from ister.base.clock import SystemClock
 from ister.base.metrics import Metrics
 from ister.broker.rpc.handlers import status_of
-from ister.broker.rpc.principal_limits import PrincipalLimit
 from ister.broker.security import grpc_guard
 from ister.broker.security import guard as guard_module
 from ister.broker.security.grpc_guard import GrpcGuard
 from ister.broker.security.guard import current_caller, current_principal
+from ister.broker.security.principal_limits import PrincipalLimit
 from ister.broker.security.rights import Permission
 from ister.broker.security.tls import ServerTls
 from ister.config import ClientAuth, TlsConfig

@@ -180,16 +180,16 @@ def test_number_of_a_broker_is_that_of_its_node():
 async def test_partition_is_not_deleted_alone(tmp_path):
     async with a_broker(tmp_path, mode="memory") as (broker, services, _):
         await broker.topics.create_partitioned("/default/o", 3, is_reliable=True)
-        names = await broker.topics.names()
+        names = await broker.topics.names.all()
         for name in names:
             call = services.topics.DeleteTopic(danube_admin.TopicRequest(name=name))
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call
             assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
             assert refused.value.details().endswith("delete /default/o")
-        assert await broker.topics.names() == names
+        assert await broker.topics.names.all() == names
         await services.topics.DeleteTopic(danube_admin.TopicRequest(name="/default/o"))
-        assert await broker.topics.names() == set()
+        assert await broker.topics.names.all() == set()
 
 
 async def test_partitions_are_deleted_one_by_one_by_their_own_call(tmp_path):
@@ -200,7 +200,7 @@ async def test_partitions_are_deleted_one_by_one_by_their_own_call(tmp_path):
         plain = delete(ister_api.TopicName(topic="/default/plain"))
         assert await status(plain) == "INVALID_ARGUMENT"
         await delete(ister_api.TopicName(topic="/default/o-part-1"))
-        assert await broker.topics.names() == {"/default/o-part-0", "/default/plain"}
+        assert await broker.topics.names.all() == {"/default/o-part-0", "/default/plain"}
         missing = delete(ister_api.TopicName(topic="/default/o-part-1"))
         assert await status(missing) == "NOT_FOUND"
 

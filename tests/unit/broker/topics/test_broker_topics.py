@@ -8,8 +8,8 @@ import pytest
 
 from ister.base.clock import SystemClock
 from ister.base.model import TopicName, TopicState
-from ister.broker.topics.consumer_ids import consumer_id
-from ister.broker.topics.open_topics import ElsewhereError
+from ister.broker.dispatch.consumer_ids import consumer_id
+from ister.broker.topics.topics import ElsewhereError
 from ister.bucket.members import Member
 from ister.bucket.names import term_key
 from ister.errors import (
@@ -55,10 +55,10 @@ async def test_names_are_compared_whole(tmp_path, mode):
             assert topics.find_open(name) is None
         with pytest.raises(NotFoundError):
             await topics.get("/default/t1")
-        assert await topics.partitions("/default/t") == ["/default/t"]
-        assert await topics.partitions("/default/t1") == []
+        assert await topics.names.partitions("/default/t") == ["/default/t"]
+        assert await topics.names.partitions("/default/t1") == []
         await topics.delete("/default/t")
-        assert await topics.names() == {"/default/t2", "/default/t-2"}
+        assert await topics.names.all() == {"/default/t2", "/default/t-2"}
 
 
 @each("name", ["", "t", "/t", "//", "/default/", "/a/b/c", "/default/a.b", "/d/ü"])
@@ -67,14 +67,14 @@ async def test_what_is_no_name_is_refused_everywhere(tmp_path, name):
         for call in (
             topics.get(name),
             topics.get_or_create(name, is_reliable=True),
-            topics.partitions(name),
+            topics.names.partitions(name),
             topics.locate(name),
             topics.delete(name),
             topics.unload(name),
         ):
             with pytest.raises(TopicNameError):
                 await call
-        assert await topics.names() == set()
+        assert await topics.names.all() == set()
 
 
 async def test_names_that_there_are_not_leave_nothing_behind(tmp_path):
@@ -108,7 +108,7 @@ async def test_how_a_topic_is_served_stays_as_it_was_made(tmp_path, is_reliable)
         assert again.is_reliable == is_reliable
     async with some_topics(tmp_path) as topics:
         assert (await topics.get(NAME)).is_reliable == is_reliable
-        assert await topics.names() == {NAME}
+        assert await topics.names.all() == {NAME}
 
 
 async def test_topics_are_not_made_by_using_them_if_that_is_switched_off(tmp_path):
@@ -138,7 +138,7 @@ async def test_a_namespace_has_to_be_there(tmp_path):
         with pytest.raises(NotFoundError, match="namespace 'other' does not exist"):
             await topics.get_or_create("/other/t", is_reliable=True)
         await make(topics, "/system/t")
-        await topics.create_namespace("other")
+        await topics.names.create_namespace("other")
         await make(topics, "/other/t")
 
 
@@ -149,18 +149,18 @@ async def test_partitions_are_in_the_order_of_their_numbers(tmp_path):
     async with some_topics(tmp_path, mode="memory") as topics:
         made = await topics.create_partitioned(NAME, 12, is_reliable=True)
         assert made == [f"{NAME}-part-{n}" for n in range(12)]
-        assert await topics.partitions(NAME) == made
-        assert await topics.partitions(f"{NAME}-part-3") == [f"{NAME}-part-3"]
+        assert await topics.names.partitions(NAME) == made
+        assert await topics.names.partitions(f"{NAME}-part-3") == [f"{NAME}-part-3"]
         # Names that only look like it.
         await make(topics, f"{NAME}-part-x", f"{NAME}-part-01", f"{NAME}2-part-0")
-        assert await topics.partitions(NAME) == made
+        assert await topics.names.partitions(NAME) == made
         # More of them by growing alone: keys move to other partitions.
         for other in (11, 14):
             with pytest.raises(AlreadyExistsError, match=f"12 partitions, not {other}"):
                 await topics.create_partitioned(NAME, other, is_reliable=True)
-        assert await topics.partitions(NAME) == made
+        assert await topics.names.partitions(NAME) == made
         more = await topics.create_partitioned(NAME, 14, is_reliable=True, is_growing=True)
-        assert await topics.partitions(NAME) == more
+        assert await topics.names.partitions(NAME) == more
         assert more[:12] == made
         with pytest.raises(NotFoundError):
             await topics.create_partitioned(f"{NAME}3", 2, is_reliable=True, is_growing=True)
@@ -184,7 +184,7 @@ async def test_partitions_whose_creation_was_cut_short_are_completed_by_the_same
             await topics.create_partitioned(NAME, 4, is_reliable=True)
         monkeypatch.undo()
         made = await topics.create_partitioned(NAME, 4, is_reliable=True)
-        assert await topics.partitions(NAME) == made
+        assert await topics.names.partitions(NAME) == made
         assert len(made) == 4
 
 
@@ -193,7 +193,7 @@ async def test_a_number_of_partitions_has_bounds(tmp_path, count):
     async with some_topics(tmp_path, mode="memory") as topics:
         with pytest.raises(InvalidRequestError):
             await topics.create_partitioned(NAME, count, is_reliable=True)
-        assert await topics.names() == set()
+        assert await topics.names.all() == set()
 
 
 async def test_a_plain_topic_and_a_partitioned_one_exclude_each_other(tmp_path):
@@ -215,7 +215,7 @@ async def test_deleting_a_partitioned_topic_deletes_all_of_it_and_nothing_else(t
         await topics.create_partitioned(NAME, 3, is_reliable=True)
         await make(topics, f"{NAME}2-part-0")
         await topics.delete(NAME)
-        assert await topics.names() == {f"{NAME}2-part-0"}
+        assert await topics.names.all() == {f"{NAME}2-part-0"}
         await make(topics, NAME)
 
 
@@ -225,30 +225,30 @@ async def test_deleting_a_partitioned_topic_deletes_all_of_it_and_nothing_else(t
 async def test_namespaces(tmp_path):
     settings = {"broker": {"bootstrap_namespaces": ["boot"]}}
     async with some_topics(tmp_path, settings) as topics:
-        assert await topics.namespaces() == ["boot", "default", "system"]
-        await topics.create_namespace("own")
+        assert await topics.names.namespaces() == ["boot", "default", "system"]
+        await topics.names.create_namespace("own")
         for name in ("own", "default", "boot"):
             with pytest.raises(AlreadyExistsError):
-                await topics.create_namespace(name)
+                await topics.names.create_namespace(name)
         with pytest.raises(TopicNameError):
-            await topics.create_namespace("no/name")
+            await topics.names.create_namespace("no/name")
         await make(topics, "/own/b", "/own/a")
         await make(topics, "/boot/x", is_reliable=False)
-        assert await topics.topics_of("own") == ["/own/a", "/own/b"]
-        assert await topics.topics_of("boot") == ["/boot/x"]
-        assert await topics.topics_of("default") == []
+        assert await topics.names.of_namespace("own") == ["/own/a", "/own/b"]
+        assert await topics.names.of_namespace("boot") == ["/boot/x"]
+        assert await topics.names.of_namespace("default") == []
         with pytest.raises(ConflictError, match="has 2 topics"):
-            await topics.delete_namespace("own")
+            await topics.names.delete_namespace("own")
         for name in ("default", "system", "boot"):
             with pytest.raises(ConflictError):
-                await topics.delete_namespace(name)
+                await topics.names.delete_namespace(name)
         await topics.delete("/own/a")
         await topics.delete("/own/b")
-        await topics.delete_namespace("own")
+        await topics.names.delete_namespace("own")
         with pytest.raises(NotFoundError):
-            await topics.topics_of("own")
+            await topics.names.of_namespace("own")
         with pytest.raises(NotFoundError):
-            await topics.delete_namespace("own")
+            await topics.names.delete_namespace("own")
 
 
 # -- bounds -----------------------------------------------------------------------------------
@@ -260,20 +260,20 @@ async def test_bounds_come_from_the_topic_then_the_namespace_then_the_settings(t
         topic, other = await make(topics, "/default/t", "/default/u")
         [system] = await make(topics, "/system/t")
         assert topic.policies.max_publish_rate == topic.publish_rate.per_second == 100
-        await topics.set_namespace_policies("default", {"max_publish_rate": 50})
+        await topics.names.set_namespace_policies("default", {"max_publish_rate": 50})
         assert topic.policies.max_publish_rate == topic.publish_rate.per_second == 50
         assert system.policies.max_publish_rate == 100
         in_force = await topics.set_topic_policies("/default/t", {"max_publish_rate": 0})
         assert in_force.max_publish_rate == topic.publish_rate.per_second == 0
         assert in_force.max_message_size == 7
         assert other.policies.max_publish_rate == 50
-        assert (await topics.namespace_policies("default")).max_publish_rate == 50
-        assert (await topics.namespace_policies("system")).max_publish_rate == 100
-        await topics.create_namespace("made")
-        assert (await topics.namespace_policies("made")).max_message_size == 7
+        assert (await topics.names.namespace_policies("default")).max_publish_rate == 50
+        assert (await topics.names.namespace_policies("system")).max_publish_rate == 100
+        await topics.names.create_namespace("made")
+        assert (await topics.names.namespace_policies("made")).max_message_size == 7
         for call in (
-            topics.namespace_policies("none"),
-            topics.set_namespace_policies("none", {}),
+            topics.names.namespace_policies("none"),
+            topics.names.set_namespace_policies("none", {}),
             topics.set_topic_policies("/default/none", {}),
         ):
             with pytest.raises(NotFoundError):
@@ -330,7 +330,7 @@ async def test_a_topic_deleted_twice_at_once_is_deleted_once(tmp_path):
         )
         assert None in outcomes
         assert all(one is None or isinstance(one, NotFoundError) for one in outcomes), outcomes
-        assert await topics.names() == set()
+        assert await topics.names.all() == set()
 
 
 # -- unload, reopen ---------------------------------------------------------------------------

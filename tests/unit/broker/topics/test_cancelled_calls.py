@@ -66,7 +66,7 @@ async def test_a_deletion_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
         held.go_on()
         await held.is_done()
         await eventually(lambda: topics.consumers.find(consumer) is None, within=60)
-        assert await topics.names() == set()
+        assert await topics.names.all() == set()
         # The next topic of the name begins without a schema.
         await eventually(lambda: schemas.topic_config(NAME) is None, within=60)
         assert await status(client.subscribe()) is Code.NOT_FOUND
@@ -87,7 +87,7 @@ async def test_a_broker_that_ends_carries_a_deletion_to_its_end_first(tmp_path):
         await ending
         await held.is_done()
     async with a_broker(tmp_path) as (broker, _, _):
-        assert await broker.topics.names() == set()
+        assert await broker.topics.names.all() == set()
 
 
 async def test_a_deletion_of_partitions_that_nobody_waits_for_takes_all_of_them(tmp_path):

@@ -102,7 +102,7 @@ async def test_a_topic_whose_broker_is_down_is_not_deleted_in_part(tmp_path):
         assert "s" in topics.store.load(topic.parsed, topic.incarnation)
         await topics.take_over(NAME)
         await topics.delete(NAME)
-        assert NAME not in await topics.names()
+        assert NAME not in await topics.names.all()
 
 
 async def test_a_topic_without_a_log_has_nothing_to_take_over(tmp_path):

@@ -51,7 +51,7 @@ async def test_a_deletion_takes_all_partitions(tmp_path, monkeypatch):
         await partitioned_during_a_listing(broker, services)
         monkeypatch.setattr(names_module, "_LOOK_SECONDS", 1.0)
         await services.topics.DeleteTopic(danube_admin.TopicRequest(name="/default/o"))
-        assert await broker.topics.names() == set()
+        assert await broker.topics.names.all() == set()
         assert await partitions(services, "/default/o") == []
 
 
@@ -78,7 +78,7 @@ async def test_a_topic_and_its_partition_made_at_once_are_one_of_them(tmp_path, 
             status(partition.producer(is_reliable=is_reliable)),
         )
         assert sorted(answers, key=lambda code: code.value[0]) == [Code.OK, Code.ALREADY_EXISTS]
-        assert len(await topics.names()) == 1
+        assert len(await topics.names.all()) == 1
 
 
 async def test_a_topic_is_not_made_again_with_another_ack_level(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from ister.base.clock import SystemClock
 from ister.base.model import TopicState
-from ister.broker.topics import consumer_ids
+from ister.broker.dispatch import consumer_ids
 from ister.broker.topics import served_topic as module
 from ister.errors import (
     CapacityError,

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from ister.base.clock import ManualClock, SystemClock
-from ister.broker.observe.http import Connections, make_application
+from ister.broker.http.port import Connections, make_application
 from ister.broker.security.guard import Guard
 from ister.broker.security.tls import ServerTls
 from ister.config import ClientAuth, TlsConfig, load_config

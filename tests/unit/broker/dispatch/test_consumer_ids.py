@@ -3,7 +3,7 @@
 import asyncio
 
 from ister.base.model import TopicName
-from ister.broker.topics.consumer_ids import ConsumerIdentity, ConsumerIds, consumer_id
+from ister.broker.dispatch.consumer_ids import ConsumerIdentity, ConsumerIds, consumer_id
 from ister.subscription.policy import SubscriptionKind
 from ister.subscription.store import StoredConsumer, StoredSubscription
 

@@ -48,10 +48,9 @@ from ister.broker.dispatch.dead_letters import (
 )
 from ister.broker.observe.browse import LIMIT_MAX, Browser
 from ister.broker.observe.query_threads import QueryThreads
-from ister.broker.topics.open_topics import ElsewhereError
+from ister.broker.tasks import run_to_completion
 from ister.broker.topics.served_topic import ServedTopic
-from ister.broker.topics.tasks import run_to_completion
-from ister.broker.topics.topics import Topics
+from ister.broker.topics.topics import ElsewhereError, Topics
 from ister.bucket.cursors import DELIVERY
 from ister.bucket.names import TopicKeys
 from ister.errors import (

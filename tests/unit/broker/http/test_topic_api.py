@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from ister.base.partitions import partition_of
-from ister.broker.observe import requests
+from ister.broker.http import requests
 from ister.subscription.policy import SubscriptionKind
 from tests.support.broker import a_record
 from tests.support.http_api import ACTION, Callers, T, an_api, filled

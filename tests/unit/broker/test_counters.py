@@ -5,7 +5,7 @@ import threading
 
 import pyarrow as pa
 
-from ister.broker.observe.counters import Calls, SubscriptionCounters, TopicCounters
+from ister.broker.counters import Calls, SubscriptionCounters, TopicCounters
 from tests.support.cases import each
 
 

@@ -6,7 +6,7 @@
   with auth on it names no topic, nor where it is asked for by a name that is not this broker's;
 - `/metrics` has all metrics in Prometheus' text form (`observe.prometheus`). With auth off, it
   is refused to whoever asks for it by a name that is not this broker's, like `/api`;
-- `/api` is what the dashboard is made of (`observe.api`), and `/` the dashboard itself.
+- `/api` is what the dashboard is made of (`ister.broker.http.api`), and `/` the dashboard itself.
 
 Connections are few: beyond the limit the oldest is closed, and one that has sent no whole request
 for a while is closed as well, so a slow client harms no other. A request that is whole is answered,
@@ -25,7 +25,7 @@ from typing import Final
 from aiohttp import web
 
 from ister.base import threads
-from ister.broker.observe.api import Api
+from ister.broker.http.api import Api
 from ister.broker.observe.dashboard import OPEN_PATHS as PAGE_PATHS
 from ister.broker.observe.dashboard import add_pages
 from ister.broker.observe.health import BrokerHealth

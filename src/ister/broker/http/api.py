@@ -2,7 +2,7 @@
 
 Owns: paths, parameters of GET, status codes, and protection against requests from foreign web
 pages. Does not own: authentication (`http_guard`), content (`views`, `browse`), changes
-(`api_changes`), what an operation needs and does (`ister.broker.operations`).
+(`changes`), what an operation needs and does (`ister.broker.operations`).
 
 Errors are `{"code", "error", "hint"}`. Each call checks a permission: LOOKUP to read, CONSUME for
 messages, PRODUCE to publish, MANAGE_TOPIC and MANAGE_BROKER for changes.
@@ -35,16 +35,16 @@ from ister.base.message_filter import MessageFilter
 from ister.base.model import JsonObject, TopicName
 from ister.base.positions import parse_position
 from ister.broker.cluster.peers import may_forward
-from ister.broker.observe.api_changes import Changes, parse_letters, plain_topic
+from ister.broker.http.changes import Changes, parse_letters, plain_topic
+from ister.broker.http.requests import Downloads, topic_of
 from ister.broker.observe.browse import DOWNLOAD_MAX, LIMIT_DEFAULT, LIMIT_MAX, Browser
 from ister.broker.observe.rates import parse_window
-from ister.broker.observe.requests import Downloads, topic_of
 from ister.broker.observe.views import Views, list_topics
 from ister.broker.rpc.handlers import Refused
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
-from ister.broker.topics.open_topics import ElsewhereError
 from ister.broker.topics.served_topic import ServedTopic
+from ister.broker.topics.topics import ElsewhereError
 from ister.config import AuthMode, BrokerConfig
 from ister.errors import (
     CapacityError,

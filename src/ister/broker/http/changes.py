@@ -22,7 +22,7 @@ from ister.base.clock import Clock
 from ister.base.model import JsonObject, MessageId, Start, StreamMessage, TopicName
 from ister.base.partitions import partition_of
 from ister.base.positions import parse_position, to_milliseconds
-from ister.broker.observe.requests import read_body, topic_of
+from ister.broker.http.requests import read_body, topic_of
 from ister.broker.observe.subscriptions import describe_subscription
 from ister.broker.observe.views import Views
 from ister.broker.policies import NAMES
@@ -30,7 +30,7 @@ from ister.broker.publish.producers import producer_id
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.services.admin import decode_policy, encode_policy
-from ister.broker.topics.open_topics import ElsewhereError
+from ister.broker.topics.topics import ElsewhereError
 from ister.bucket.pipeline import PipelineKeys, request_job
 from ister.errors import AlreadyExistsError, ConflictError, InvalidRequestError, NotFoundError
 from ister.metadata.base import MetadataStore
@@ -106,7 +106,7 @@ class Changes:
     async def _partitions(self, name: str) -> list[str]:
         """The partitions of a topic; the topic itself if it has none."""
         topics = self._served().views.topics
-        return [name] if topics.find_open(name) is not None else await topics.partitions(name)
+        return [name] if topics.find_open(name) is not None else await topics.names.partitions(name)
 
     async def _existing(self, name: str) -> list[str]:
         """As `_partitions`, of a topic that the caller may manage.
@@ -431,7 +431,7 @@ async def plain_topic(views: Views, request: web.Request) -> str:
     """
     name, topics = topic_of(request), views.topics
     if topics.find_open(name) is None:
-        partitions = await topics.partitions(name)
+        partitions = await topics.names.partitions(name)
         if partitions and partitions != [name]:
             raise InvalidRequestError(
                 f"{name} is a partitioned topic with {len(partitions)} partitions",

@@ -220,8 +220,8 @@ async def test_a_letter_that_no_broker_has_written_is_not_believed(tmp_path):
 
 
 async def test_more_letters_than_a_call_takes_are_continued(tmp_path, monkeypatch):
-    monkeypatch.setattr("ister.broker.topics.dead_letter_queue._BATCH", 2)
-    monkeypatch.setattr("ister.broker.topics.dead_letter_queue._LETTERS_MAX", 4)
+    monkeypatch.setattr("ister.broker.services.dead_letter_queue._BATCH", 2)
+    monkeypatch.setattr("ister.broker.services.dead_letter_queue._LETTERS_MAX", 4)
     async with a_broker(tmp_path, mode="memory") as (broker, services, _):
         source, _ = await filled(broker, *(a_letter(b"%d" % n) for n in range(5)))
         calls = calls_of(services)

@@ -12,7 +12,7 @@ import pytest
 
 from ister.base.clock import SystemClock
 from ister.base.model import TopicName
-from ister.broker.observe.api import Api, _is_own_host, _is_same, _own_hosts, status_of
+from ister.broker.http.api import Api, _is_own_host, _is_same, _own_hosts, status_of
 from ister.bucket.fence import Fence
 from ister.bucket.pipeline import PipelineKeys, read_requests
 from ister.config import load_config
