@@ -100,8 +100,8 @@ async def test_topics_that_are_not_well_are_named_to_those_who_may_know(
         topic = await a_topic(broker)
         assert found(broker.health, "topics").state == "ok"
         with monkeypatch.context() as patch:
-            patch.setattr(topic.topic.wal, "_state", state)
-            patch.setattr(topic.topic.wal, "_stalled_until", math.inf)  # not tried again
+            patch.setattr(topic.topic.wal.gate, "state", state)
+            patch.setattr(topic.topic.wal.committer, "_stalled_until", math.inf)  # not tried again
             check = found(broker.health, "topics")
             assert (check.state, check.words) == ("bad", f"{state.value}: {NAME}")
             assert check.hint is not None

@@ -231,7 +231,7 @@ async def test_topic_that_is_not_well_has_its_own_series(tmp_path, monkeypatch):
             topic = await broker.topics.get_or_create(name, is_reliable=True)
             await topic.publish(a_record(topic=name))
         sick = (await broker.topics.get("/default/c")).topic.wal
-        monkeypatch.setattr(sick, "_state", TopicState.STALLED)
+        monkeypatch.setattr(sick.gate, "state", TopicState.STALLED)
         values, _ = read(await exposition(broker, topics_max=1).text())
         assert values[label("ister_topic_state", topic="/default/c", state="stalled")] == 1
         assert values[label("ister_topics", state="stalled")] == 1
