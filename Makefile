@@ -47,7 +47,7 @@ $(VENV)/spark-%: | $(STAMP)
 	mv -T $@.part $@
 
 demo: $(DEMO_STAMP) ## a broker, 120,000 messages, a kill -9, Spark, Iceberg and a report, in under three minutes
-	$(BIN)/ister demo
+	$(BIN)/python -m demo
 
 lint: $(STAMP) ## ruff: rules and format; the lines of each package beside its budget
 	$(BIN)/ruff check .
@@ -82,7 +82,7 @@ docs: $(STAMP) ## the site of the documents, into site/
 
 bench: $(STAMP) ## every benchmark, each beside its limit, as JSON lines
 	@for name in startup append replay tail recover topics readers upload express history catalog cycle chain spark jobs broker; do \
-	    $(BIN)/ister bench $$name --json || exit 1; done
+	    $(BIN)/python -m benchmarks $$name --json || exit 1; done
 
 # SCALE below 1 is a shorter trial; PEERS_CACHE is a directory that keeps the peers for the next run.
 SCALE ?= 1

@@ -1,4 +1,4 @@
-"""`ister bench append`: what accepting 1 KiB messages costs, and what making them durable costs.
+"""`benchmarks append`: what accepting 1 KiB messages costs, and what making them durable costs.
 
     append, memory     against a loop that only builds the same frames
     append, uploading  against the same without a bucket

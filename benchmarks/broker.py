@@ -1,4 +1,4 @@
-"""`ister bench broker`: clients on a broker, beside the same clients on an empty server.
+"""`benchmarks broker`: clients on a broker, beside the same clients on an empty server.
 
     sends         one at a time, each answered when it is synced
     consuming     a backlog, without acknowledgements and with one for each message
@@ -85,7 +85,7 @@ def _need_client() -> None:
     try:
         import danube  # noqa: F401, PLC0415 - Danube's client, for tests and benchmarks alone
     except ImportError as error:
-        raise missing_extra("ister bench broker", "dev", error) from error
+        raise missing_extra("benchmarks broker", "dev", error) from error
 
 
 @asynccontextmanager

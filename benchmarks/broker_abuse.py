@@ -3,7 +3,7 @@
     the gzip bomb   four calls at once on each gRPC port, of half a megabyte that becomes 512 MiB
 
 Owns: the measurement, and a call in many frames: gRPC's own client would need all of the 512 MiB to
-begin with. `measure` is a part of `ister bench broker`.
+begin with. `measure` is a part of `benchmarks broker`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def measure(run: Run, addresses: dict[str, str], pid: int) -> None:
     """Adds the figure to `run`.
 
     Args:
-        run: Of `ister bench broker`.
+        run: Of `benchmarks broker`.
         addresses: The ports of the broker that is measured, by their names.
         pid: Its process.
     """

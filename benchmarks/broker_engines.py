@@ -5,7 +5,7 @@
     consume         a backlog, an acknowledgement for each message, 16 of them in progress
     a steady flow   one producer, one consumer: sent, delivered and acknowledged one at a time
 
-Owns: the figures and their targets; a part of `ister bench broker`. Each figure is beside that of
+Owns: the figures and their targets; a part of `benchmarks broker`. Each figure is beside that of
 an empty handler on the same engine and loop (`broker_bare`), in alternating rounds. The clients are
 those of `http2_client`: with Danube's own, the client would be the bottleneck.
 """

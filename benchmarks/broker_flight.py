@@ -8,7 +8,7 @@ Both against the same client on a server that reads and answers and keeps nothin
 Owns: the measurements, and that server, a process of its own, `python -m
 benchmarks.broker_flight`, which prints its port as one line and ends with its standard input. It
 is a server of grpc.aio with handlers of bytes, on the loop and with the allocator that a broker
-has. Does not own: the path that is measured. `measure` is a part of `ister bench broker`.
+has. Does not own: the path that is measured. `measure` is a part of `benchmarks broker`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def measure(run: Run, address: str) -> None:
     """Adds the figures to `run`.
 
     Args:
-        run: Of `ister bench broker`.
+        run: Of `benchmarks broker`.
         address: The Flight port of the broker that is measured.
     """
     batches = run.scaled(_MESSAGES_PER_ROUND, at_least=5 * _ROWS) // _ROWS

@@ -4,7 +4,7 @@
                           a backlog in each kind of subscription, and on redelivery
     stalled               memory with many subscriptions whose consumers take nothing
 
-Owns: the measurements; a part of `ister bench broker`. The bytes come from the broker's own
+Owns: the measurements; a part of `benchmarks broker`. The bytes come from the broker's own
 metrics; consumers are streams of `ister.Delivery`, which acknowledge what they are told to.
 """
 

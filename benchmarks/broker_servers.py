@@ -1,4 +1,4 @@
-"""The two servers of `ister bench broker`, each a process of its own.
+"""The two servers of `benchmarks broker`, each a process of its own.
 
 The broker is `ister serve` itself, on either engine of its gRPC port. The other one is
 `benchmarks.broker_bare`, which speaks the same protocol and keeps nothing.

@@ -2,7 +2,7 @@
 
     slow consumer    one message after the other, each acknowledged; messages / times handled
 
-Owns: the measurement, a part of `ister bench broker`. Both clients work at the same time, each with
+Owns: the measurement, a part of `benchmarks broker`. Both clients work at the same time, each with
 a subscription of its own, the broker's default policy and the clients' defaults for reading ahead.
 1.0 is what everybody expects: each message is handled once.
 """
@@ -34,7 +34,7 @@ async def measure(
     """Adds the figures to `run`.
 
     Args:
-        run: Of `ister bench broker`.
+        run: Of `benchmarks broker`.
         address: The broker's gRPC port.
         client: Danube's client at an address.
         consumer: A consumer of that client, of a topic and by a subscription, and its queue.

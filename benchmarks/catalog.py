@@ -1,4 +1,4 @@
-"""`ister bench catalog`: object lookups in a topic with few and with many objects.
+"""`benchmarks catalog`: object lookups in a topic with few and with many objects.
 
 The limit of each figure is the same lookup in a topic with a twentieth of the objects: the cost of
 a lookup must not grow with history. Each lookup uses a new `Catalog`, which has no hints yet.

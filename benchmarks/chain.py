@@ -1,4 +1,4 @@
-"""`ister bench chain`: a reader goes from the bucket through files and cache to the live tail.
+"""`benchmarks chain`: a reader goes from the bucket through files and cache to the live tail.
 
 A topic is written, uploaded and trimmed, so that its beginning is in the bucket alone. A producer
 then goes on at a steady pace, uploads and trimming go on beside it, and a reader starts at offset

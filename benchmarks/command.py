@@ -14,7 +14,7 @@ from ister.cli.output import print_table
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the benchmark that the options of `ister bench` name; returns the exit code."""
+    """Runs the benchmark that the options of `python -m benchmarks` name; returns the exit code."""
     bench = importlib.import_module(f"benchmarks.{options.bench}")
     # No progress bar: drawing one would take time from what is measured.
     with Run.begin(options.bench, options.dir, is_quick=options.quick) as measured:

@@ -1,4 +1,4 @@
-"""`ister bench cycle`: a pipeline cycle over thousands of topics with nothing to upload.
+"""`benchmarks cycle`: a pipeline cycle over thousands of topics with nothing to upload.
 
 Every topic has a record, an owner, an object and local files; everything is in the bucket. Records
 and files are copies of those of one topic that was written and uploaded. Metadata is in etcd: one

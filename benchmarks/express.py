@@ -1,4 +1,4 @@
-"""`ister bench express`: the ack level `tiered` with many topics.
+"""`benchmarks express`: the ack level `tiered` with many topics.
 
 Each figure is measured on a directory (`fs`) and on S3 (rclone, a process on loopback), with the
 metadata in etcd. It is compared with a loop without Ister in the same run: a put of an object of

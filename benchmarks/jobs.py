@@ -1,4 +1,4 @@
-"""`ister bench jobs`: the pipeline's jobs on Spark, each beside the same work without them.
+"""`benchmarks jobs`: the pipeline's jobs on Spark, each beside the same work without them.
 
     tier       50 topics of 20 MiB            copying the same files with opendal, two processes
     compact    a topic, to Parquet            Spark: read.format("ister"), write.parquet
@@ -58,7 +58,7 @@ try:
     from ister.spark.jobs.tier_job import tier
     from ister.spark.source import IsterDataSource
 except ImportError as error:
-    raise missing_extra("ister bench jobs", "spark", error) from error
+    raise missing_extra("benchmarks jobs", "spark", error) from error
 
 _MESSAGE_SIZES: Final = (100, KIB)
 _TOPICS: Final = 50
@@ -106,7 +106,7 @@ class _Sizes:
 
 def run(run: Run) -> None:
     """Measures everything; the results are in `run`."""
-    check_java("ister bench jobs")
+    check_java("benchmarks jobs")
     sizes = _Sizes(
         rounds=_ROUNDS,
         topics=run.scaled(_TOPICS, at_least=4),
@@ -161,7 +161,10 @@ def _be_spark(directory: str, told: str, output: TextIO) -> None:
     """What the process with Spark does."""
     sizes = _Sizes(**json.loads(told))
     run = Run("jobs", directory, is_quick=False, progress=False)
-    with open_session("ister bench jobs", directory, _SPARK_CONF) as spark, Helpers() as helpers:
+    with (
+        open_session("benchmarks jobs", directory, _SPARK_CONF) as spark,
+        Helpers() as helpers,
+    ):
         spark.dataSource.register(IsterDataSource)
         bench = _Bench(run, spark, helpers, sizes)
         bench.warm_up()

@@ -1,4 +1,4 @@
-"""The topics that `ister bench jobs` works on, and places to work on them again and again.
+"""The topics that `benchmarks jobs` works on, and places to work on them again and again.
 
     fill_local, fill_bucket ─► a place ── link_place ──► the same once more, changed by one job
 

@@ -1,4 +1,4 @@
-"""Two processes that copy and read for `ister bench jobs`: what its jobs are compared with.
+"""Two processes that copy and read for `benchmarks jobs`: what its jobs are compared with.
 
     Helpers ── a task per line ──► python -m benchmarks.jobs_helpers ── its bytes ──► Helpers
 

@@ -1,4 +1,4 @@
-"""`ister bench readers`: the memory of a hundred readers that lag behind.
+"""`benchmarks readers`: the memory of a hundred readers that lag behind.
 
 Readers start evenly spread over the log, so that each is in a place of its own and nothing is in
 the cache, and pull batches in turn. What counts is how far the resident memory of the process

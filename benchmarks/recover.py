@@ -1,4 +1,4 @@
-"""`ister bench recover`: how long opening a topic takes, after a clean end and after a crash.
+"""`benchmarks recover`: how long opening a topic takes, after a clean end and after a crash.
 
 The log is filled by a process of its own, which then goes on appending at full speed until it is
 killed with SIGKILL in the middle of a file: its checkpoint is up to a second old, everything behind

@@ -1,4 +1,4 @@
-"""`ister bench replay`: reading a cold log from its first message to its last.
+"""`benchmarks replay`: reading a cold log from its first message to its last.
 
 The limit is plain reading of the same files in chunks, with a crc32 over every byte and nothing
 else. Both sides take turns. Before each turn the files are dropped from the page cache, and as much

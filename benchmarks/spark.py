@@ -1,4 +1,4 @@
-"""`ister bench spark`: topics as Arrow, as Spark tables and as Spark's sink.
+"""`benchmarks spark`: topics as Arrow, as Spark tables and as Spark's sink.
 
     in this process      frames ─► decoder ─► Arrow; history ─► Arrow; triggers of a stream
     in processes of      the compiled loops from nothing, and from their cache
@@ -69,7 +69,7 @@ try:
     from ister.spark.rows import row_schema
     from ister.spark.source import IsterDataSource
 except ImportError as error:
-    raise missing_extra("ister bench spark", "spark", error) from error
+    raise missing_extra("benchmarks spark", "spark", error) from error
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -109,7 +109,7 @@ class _Sizes:
 
 def run(run: Run) -> None:
     """Measures everything; the results are in `run`."""
-    check_java("ister bench spark")
+    check_java("benchmarks spark")
     topic_bytes = run.scaled(_TOPIC_BYTES)
     sizes = _Sizes(
         rounds=_ROUNDS if run.is_quick else _SPARK_ROUNDS,
@@ -424,7 +424,7 @@ def _be_spark(directory: str, told: str, output: TextIO) -> None:
     run = Run("spark", directory, is_quick=False, progress=False)
     report = run.path("report")
     os.mkdir(report)
-    with open_session("ister bench spark", directory) as spark:
+    with open_session("benchmarks spark", directory) as spark:
         spark.dataSource.register(NullSource)
         spark.dataSource.register(WatchedSource)
         measurements: list[Callable[[], None]] = [

@@ -1,4 +1,4 @@
-"""What a trigger of a stream costs that is far behind; part of `ister bench spark`, without Spark.
+"""What a trigger of a stream costs that is far behind; part of `benchmarks spark`, without Spark.
 
     latestOffset ─► partitions ─► latestOffset ─► …      for 400 and for 4,000 pending objects
 

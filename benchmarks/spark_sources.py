@@ -1,4 +1,4 @@
-"""Data sources that `ister bench spark` compares and watches; needs pyspark.
+"""Data sources that `benchmarks spark` compares and watches; needs pyspark.
 
     NullSource     prebuilt rows, handed over in batches of given sizes: what Spark itself costs
     WatchedSource  `format("ister")`, which besides notes in a file what a task needed

@@ -1,4 +1,4 @@
-"""The sink with few and with many topics, for `ister bench spark`.
+"""The sink with few and with many topics, for `benchmarks spark`.
 
     the same rows ─► 10 topics, 300 topics ─► seconds, processor time, staged files
 

@@ -1,4 +1,4 @@
-"""`ister bench startup`: CPU time of `import ister`, of `ister --help` and of the first use.
+"""`benchmarks startup`: CPU time of `import ister`, of `ister --help` and of the first use.
 
 The limit of each figure is an interpreter that does nothing. CPU time, not wall time: a busy
 machine changes it little. Each process runs several times in turn, and the least is taken:

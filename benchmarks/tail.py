@@ -1,4 +1,4 @@
-"""`ister bench tail`: from an append until a reader at the tail has the message.
+"""`benchmarks tail`: from an append until a reader at the tail has the message.
 
 A producer thread appends one message every few milliseconds with the time in its payload; readers
 wait in `next_batch`. Every delivery to every reader is one sample. The limit is the same with

@@ -1,4 +1,4 @@
-"""`ister bench topics`: the cost of thousands of topics in one process.
+"""`benchmarks topics`: the cost of thousands of topics in one process.
 
     creating    CPU time per topic, the last fifth compared with the first
     opening     CPU time until every topic is open after kill -9

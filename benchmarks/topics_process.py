@@ -1,4 +1,4 @@
-"""The process that `ister bench topics` measures.
+"""The process that `benchmarks topics` measures.
 
 `python -m benchmarks.topics_process DIR COUNT` reads one command per line from standard input, and
 writes one line of JSON for each:

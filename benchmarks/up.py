@@ -1,4 +1,4 @@
-"""`ister bench up`: time to start and to stop `ister up`, memory and CPU time of its pipeline.
+"""`benchmarks up`: time to start and to stop `ister up`, memory and CPU time of its pipeline.
 
     ister up ─► driver ─► JVM ─► pyspark's daemon ─► workers
 

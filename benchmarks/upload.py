@@ -1,4 +1,4 @@
-"""`ister bench upload`: a backlog goes to the bucket, here a directory.
+"""`benchmarks upload`: a backlog goes to the bucket, here a directory.
 
 The limit is a plain streamed copy: the same files read in chunks and written with opendal's writer,
 with the chunk size, the number of parts in flight and the size of objects that Ister uses, each

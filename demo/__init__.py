@@ -10,7 +10,7 @@
     play        the steps, in their order; cluster: those with three brokers
     report      the page that is left at the end; cluster_report; page: their parts
     terminal    progress and summary on a terminal
-    command     `ister demo`: directory, signals, exit code
+    command     `python -m demo`: directory, signals, exit code
 
 Everything that the demo does can be done by hand, with the same commands and libraries.
 """

@@ -28,7 +28,7 @@ _COMMANDS: Final = (
     ("see the brokers of a cluster", "ister brokers list"),
     ("move a topic", "ister topics move /default/orders --to NODE"),
     ("restart a broker without a failed send", "kill -TERM PID"),
-    ("keep this demo's brokers and their dashboards", "ister demo --cluster --keep"),
+    ("keep this demo's brokers and their dashboards", "python -m demo --cluster --keep"),
 )
 
 

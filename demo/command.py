@@ -1,4 +1,4 @@
-"""Runs `ister demo`: the directory, what is left at the end, and the exit code.
+"""Runs `python -m demo`: the directory, what is left at the end, and the exit code.
 
 The exit code is 0 if every proof held, and 1 if one did not or a step failed.
 
@@ -35,7 +35,7 @@ _LOOK_SECONDS: Final = 0.5
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plays the demo with the options of `ister demo`; returns the exit code."""
+    """Plays the demo with the options of `python -m demo`; returns the exit code."""
     report = os.path.abspath(options.report)
     if not os.path.isdir(os.path.dirname(report)):
         raise NotFoundError(
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         from demo.report import render  # noqa: PLC0415
         from demo.story import Plan  # noqa: PLC0415
     except ImportError as error:
-        raise missing_extra("ister demo", "broker,client", error) from error
+        raise missing_extra("python -m demo", "broker,client", error) from error
     _check_broker()
     with (
         _ended_by_signals(),
@@ -90,7 +90,7 @@ def _check_broker() -> None:
         import grpc  # noqa: F401, PLC0415
         import pyarrow  # noqa: F401, PLC0415
     except ImportError as error:
-        raise missing_extra("ister demo", "broker,client", error) from error
+        raise missing_extra("python -m demo", "broker,client", error) from error
 
 
 def _greet(options: argparse.Namespace, directory: str, player: Player | ClusterPlayer) -> None:

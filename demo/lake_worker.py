@@ -250,7 +250,7 @@ def _session(directory: str) -> Iterator[SparkSession]:
         "spark.sql.shuffle.partitions": "2",
         "spark.sql.warehouse.dir": os.path.join(directory, "spark-warehouse"),
     }
-    with jobs.open_session("local[2]", settings, name="ister demo") as spark:
+    with jobs.open_session("local[2]", settings, name="python -m demo") as spark:
         gateway: Any = spark.sparkContext._gateway  # noqa: SLF001 - it alone knows the JVM
         yield spark
     gateway.shutdown()

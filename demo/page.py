@@ -106,7 +106,7 @@ def frame(figures: Mapping[str, Any], body: Sequence[str]) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>ister demo: {title.lower()}</title><style>{_STYLE}</style></head>"
+        f"<title>python -m demo: {title.lower()}</title><style>{_STYLE}</style></head>"
         f"<body><main>{head}{_with_contents(''.join(body) + _read_on())}{footer}</main></body>"
         "</html>\n"
     )

@@ -45,7 +45,7 @@ _COMMANDS: Final = (
         ),
     ),
     ("see where a topic is, to scale", "ister topics describe /default/greetings"),
-    ("keep this demo's broker and its dashboard", "ister demo --keep"),
+    ("keep this demo's broker and its dashboard", "python -m demo --keep"),
 )
 
 

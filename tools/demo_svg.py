@@ -1,4 +1,4 @@
-"""Makes docs/images/demo.svg, an animation of the demo's terminal, from a real run of `ister demo`.
+"""Makes docs/images/demo.svg, an animation of the demo's terminal, from a real run of it.
 
     python -m tools.demo_svg                   runs the demo (Spark: needs Java), draws it
     python -m tools.demo_svg --record FILE     also keeps what the terminal was sent, with times
@@ -33,7 +33,7 @@ from typing import Final
 TARGET: Final = Path(__file__).resolve().parents[1] / "docs" / "images" / "demo.svg"
 COLUMNS: Final = 92
 _ROWS: Final = 50
-_TITLE: Final = "The terminal of ister demo: steps, a kill -9 of the broker, and the results"
+_TITLE: Final = "The terminal of python -m demo: steps, a kill -9 of the broker, and the results"
 
 # Seconds of the animation: how long the whole stands, and between two lines.
 _HOLD: Final = 6.0
@@ -181,7 +181,7 @@ def without_path(row: Row, directory: str) -> Row:
     return Row(cells, row.at)
 
 
-def draw(rows: list[Row], prompt: str = "$ ister demo") -> str:
+def draw(rows: list[Row], prompt: str = "$ python -m demo") -> str:
     """The rows as an animated SVG."""
     head = Row([(char, Style("", True)) for char in prompt], 0.0)
     rows = [head, *rows]
@@ -255,7 +255,7 @@ def main() -> None:
     if options.replay:
         pieces = json.loads(options.replay.read_text())
     else:
-        pieces = record([sys.executable, "-m", "ister.cli.main", "demo"])
+        pieces = record([sys.executable, "-m", "demo"])
     if options.record:
         options.record.write_text(json.dumps(pieces))
     screen = Screen()

@@ -125,7 +125,9 @@ class IsterError(Exception):
         context = [
             f"{name}={value}"
             for name in ("topic", "offset", "path", "position")
+            # A sentence about a topic names it.
             if (value := getattr(self, name)) is not None
+            and not (name == "topic" and value in self.message)
         ]
         text = self.message
         if context:
@@ -167,6 +169,11 @@ class NotFoundError(IsterError, LookupError):
     """The topic, file or directory does not exist."""
 
     code = "NOT_FOUND"
+
+
+def topic_not_found(topic: object) -> NotFoundError:
+    """The error about a topic that does not exist."""
+    return NotFoundError(f"topic {topic} does not exist", topic=str(topic))
 
 
 class OffsetOutOfRangeError(IsterError, LookupError):

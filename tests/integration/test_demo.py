@@ -1,4 +1,4 @@
-"""`ister demo` as people run it: whole, without Java, interrupted, and with a proof that fails."""
+"""The demo as people run it: whole, without Java, interrupted, and with a proof that fails."""
 
 import json
 import os
@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from demo.__main__ import main
 from demo.play import Player
-from ister.cli.main import main
 
 pytestmark = pytest.mark.timeout(900)
 
+_ROOT = Path(__file__).resolve().parents[2]
 _WAIT_SECONDS = 300.0
 _MESSAGES = 6000
 
@@ -45,9 +46,9 @@ def processes_of(directory: Path) -> list[str]:
 
 def start(home: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "ister.cli.main", "demo", "--report", "report.html", *arguments],
+        [sys.executable, "-m", "demo", "--report", "report.html", *arguments],
         cwd=home,
-        env={**os.environ, "TMPDIR": str(home / "tmp"), **environment},
+        env={**os.environ, "PYTHONPATH": str(_ROOT), "TMPDIR": str(home / "tmp"), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -167,7 +168,7 @@ def test_a_proof_that_fails_ends_with_1(home, monkeypatch, capsys):
     monkeypatch.setattr(Player, "_chain", with_a_loss)
     monkeypatch.setattr("tempfile.tempdir", str(home / "tmp"))
     report = home / "report.html"
-    code = main(["demo", "--no-spark", "--messages", "1500", "--report", str(report)])
+    code = main(["--no-spark", "--messages", "1500", "--report", str(report)])
     shown = capsys.readouterr()
     assert code == 1
     assert "a proof has failed: /default/payments: 1 lost, 1 gaps" in shown.err

@@ -1,10 +1,11 @@
 """The command line: one file per command, thin over the layers below.
 
-Commands: auth, backup, bench, brokers, completion, config, consume, contexts, danube, demo, dlq,
-inspect, metadata, namespaces, pipeline, produce, recover, repair, schema, serve, subscriptions,
-top, topics, up. What they share:
+Commands: auth, backup, brokers, completion, config, consume, contexts, danube, dlq, inspect,
+metadata, namespaces, pipeline, produce, recover, repair, schema, serve, subscriptions, top, topics,
+up; about (status, version, help). What they share:
 
 main            arguments in, exit code out
+command         commands as typed functions: their arguments, help and output
 parser          the layout of help, hints after wrong usage
 output          tables, errors, progress, questions: the look of all commands
 table           tables in the terminal
@@ -16,12 +17,8 @@ messages_in     the input of `produce`
 messages_out    the output of `consume`
 message_options    `--format` and filters of commands that print messages
 templates       messages as lines, by templates
-lag             `subscriptions lag`
 known_names     names for the completion of a command line
-topic_moves     `topics move` and `topics take-over`
-topic_reading   reading without a subscription
 stored_topics   topics as files and stores describe them
 config_check    checks of settings: files and stores
 interrupts      SIGINT and SIGTERM
-checkout        finds the checkout, for `bench` and `demo`
 """

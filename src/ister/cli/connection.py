@@ -23,32 +23,30 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from ister.base.clock import SystemClock
 from ister.base.model import Start, TopicName
 from ister.base.positions import format_position, parse_position
+from ister.cli.command import Shown
 from ister.cli.contexts import CONTEXT_VARIABLE, Context, chosen_context
 from ister.cli.errors_out import print_json
 from ister.errors import (
-    ConfigError,
     InvalidRequestError,
     IsterError,
     NoAnswerError,
     NotFoundError,
     PermissionDeniedError,
     UnauthenticatedError,
-    UnavailableError,
     UnsupportedOperationError,
+    topic_not_found,
 )
 
 if TYPE_CHECKING:
     from ister.client import Client, TlsOptions
-    from ister.client.flight import FlightClient
 
 BROKER_DEFAULT: Final = "127.0.0.1:6650"
 
@@ -153,6 +151,55 @@ class Target:
                 server_name=self.server_name,
             )
         return True if self.tls else None
+
+
+class Broker:
+    """The broker of a command, as its options name it."""
+
+    RETRY_SECONDS: ClassVar = _ANSWER_SECONDS
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds `--broker` and what goes with it."""
+        add_broker_arguments(parser, retry_for=cls.RETRY_SECONDS)
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> Self:
+        """The broker that was named."""
+        return cls(options)
+
+    @property
+    def address(self) -> str:
+        """Its address."""
+        return broker_address(self.options)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the user named it."""
+        return names_broker(self.options)
+
+    @property
+    def retry_for(self) -> float:
+        """How many seconds to retry if no broker responds."""
+        return float(self.options.retry_for)
+
+    def connect(self) -> AbstractContextManager[Client]:
+        """A client; see `connected`."""
+        return connected(self.options)
+
+    def changed(self, text: str, *, ok: bool = True, **facts: object) -> Shown:
+        """What a command has changed, and at which broker."""
+        json = {"ok": ok, **facts, "broker": self.address}
+        return Shown(json, f"{text} (broker {self.address})", ok)
+
+
+class PatientBroker(Broker):
+    """The broker of a command that runs for long."""
+
+    RETRY_SECONDS: ClassVar = 60.0
 
 
 def target_of(options: argparse.Namespace) -> Target:
@@ -276,6 +323,18 @@ def parse_fixed_start(text: str) -> Start:
     )
 
 
+def existing_partitions(client: Client, topic: str) -> list[str]:
+    """The topic itself, or its partitions.
+
+    Raises:
+        NotFoundError: It does not exist.
+    """
+    names = client.partitions(topic)
+    if not names:
+        raise topic_not_found(topic)
+    return names
+
+
 # -- clients --------------------------------------------------------------------------------
 
 
@@ -311,7 +370,9 @@ def explained(options: argparse.Namespace) -> Iterator[None]:
         error.hint = error.hint or f"--token, or {_TOKEN} in the environment, authenticates you"
         raise
     except PermissionDeniedError as error:
-        error.hint = error.hint or _denied(error.message)
+        error.hint = error.hint or (
+            f"the principal of this token (--token, {_TOKEN}) lacks the permission"
+        )
         raise
     except UnsupportedOperationError as error:
         error.hint = error.hint or "the broker may be older than this client"
@@ -320,25 +381,20 @@ def explained(options: argparse.Namespace) -> Iterator[None]:
         raise _no_broker(options, error) from error
 
 
-def _denied(message: str) -> str:
-    if "is exclusive" in message:
-        return "create the subscription with --kind shared or failover to allow several consumers"
-    return f"the principal of this token (--token, {_TOKEN}) lacks the permission"
-
-
-def _no_broker(options: argparse.Namespace, error: NoAnswerError) -> UnavailableError:
+def _no_broker(options: argparse.Namespace, error: NoAnswerError) -> NoAnswerError:
     address, reason = broker_address(options), error.reason
-    message = f"no broker answers at {address}"
-    if "Connection refused" not in reason:
-        message += f": {reason}" if reason else ""
+    hint = f"start one with `ister up` or `ister serve`, or name yours with --broker or {_BROKER}"
     if "http1" in reason or address.endswith(f":{_HTTP_PORT}"):
-        hint = f"this looks like the HTTP port; gRPC is on {BROKER_DEFAULT.rpartition(':')[2]}"
-        return UnavailableError(message, hint=f"{hint} by default")
-    hint = f"is `ister serve` running? set its address with --broker or {_BROKER}"
-    if target_of(options).is_encrypted:
+        port = BROKER_DEFAULT.rpartition(":")[2]
+        hint = f"this looks like the HTTP port; gRPC is on {port} by default"
+    elif target_of(options).is_encrypted:
         hint += "; its certificate may be signed by a CA other than that of --ca-file, or name "
         hint += "another host (--server-name)"
-    return UnavailableError(message, hint=hint)
+    found = NoAnswerError(address, reason, hint=hint)
+    found.message = f"no broker answers at {address}"
+    if reason and "Connection refused" not in reason:
+        found.message += f": {reason}"
+    return found
 
 
 @contextmanager
@@ -347,16 +403,10 @@ def _near_misses(client: Client) -> Iterator[None]:
     try:
         yield
     except NotFoundError as error:
-        topic = error.topic or _named_in(error.message)
-        if topic is not None and f"topic {topic} does not exist" in error.message:
-            error.hint = _similar(client, topic)
-            error.topic = None  # it is in the text
+        with suppress(IsterError):
+            if error.topic is not None and not client.partitions(error.topic):
+                error.hint = _similar(client, error.topic)
         raise
-
-
-def _named_in(message: str) -> str | None:
-    found = re.search(r"topic (/[\w-]+/[\w-]+) does not exist", message)
-    return found[1] if found is not None else None
 
 
 def _similar(client: Client, topic: str) -> str:
@@ -379,75 +429,3 @@ def _nearest(topic: str, names: Iterable[str]) -> list[str]:
         by_part.setdefault(name.rpartition("/")[2], []).append(name)
     near = difflib.get_close_matches(topic.rpartition("/")[2], by_part)
     return [name for part in near for name in by_part[part]]
-
-
-# -- readers --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReaderAddress:
-    """Where a topic, or a partition of one, can be read without a subscription."""
-
-    topic: str
-    flight: str
-
-
-def locate_readers(options: argparse.Namespace, topic: str) -> list[ReaderAddress]:
-    """The topics behind a name, and which Flight port has each.
-
-    Raises:
-        NotFoundError: There is no such topic.
-        IsterError: It is refused, or no broker has answered in time.
-    """
-    import asyncio  # noqa: PLC0415 - takes a while, and clients have loops of their own
-
-    with explained(options):
-        return asyncio.run(_locate(options, topic))
-
-
-async def _locate(options: argparse.Namespace, topic: str) -> list[ReaderAddress]:
-    from ister.client.core.network import Network  # noqa: PLC0415
-
-    target = target_of(options)
-    network = Network(
-        target.address,
-        token=target.token,
-        tls=target.tls_options(),
-        timeout=min(options.retry_for, _ANSWER_SECONDS) or 0.1,
-    )
-    try:
-        found = []
-        for name in await network.partitions(topic):
-            route = await network.locate(name)
-            address = await network.flight_address(route)
-            found.append(ReaderAddress(topic=name, flight=address))
-        return found
-    finally:
-        await network.close()
-
-
-def open_reader(options: argparse.Namespace, address: str) -> FlightClient:
-    """A client of a Flight port.
-
-    Raises:
-        ConfigError: pyarrow is not installed, or a file cannot be read.
-    """
-    from ister.client.flight import FlightClient  # noqa: PLC0415
-
-    target = target_of(options)
-    if target.cert_file:
-        raise ConfigError(
-            "client certificates are not supported without a subscription",
-            hint="pass --subscription NAME",
-        )
-    tls_ca = None
-    tls = target.tls_options()
-    if tls is not None and not isinstance(tls, bool):
-        tls_ca = tls.texts()[0]
-    scheme = "grpc+tls" if target.is_encrypted else "grpc"
-    return FlightClient(
-        f"{scheme}://{address}",
-        token=target.token,
-        tls_ca=tls_ca,
-        server_name=target.server_name,
-    )

@@ -1,8 +1,8 @@
 """`ister consume TOPIC`: messages to standard output, with or without a subscription.
 
-Owns: arguments, when a message is acknowledged, exit codes. Does not own: lines (`messages_out`),
-filters and formats (`message_options`), reading without a subscription (`topic_reading`), the
-subscription (`ister.client`).
+Owns: when a message is acknowledged. Does not own: lines (`messages_out`),
+filters and formats (`message_options`), the subscription, and reading without one
+(`ister.client`).
 
     --subscription   a cursor at the broker: messages whose lines were read are acknowledged,
                      and the next `consume` continues behind them
@@ -14,153 +14,195 @@ Linux), after its line has been read. What a crash leaves is delivered again.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final
 
 from ister.base.clock import SystemClock
 from ister.base.model import AckLevel, Start
+from ister.cli.command import Arg, UsageError, command, register_command
 from ister.cli.connection import (
     START_HELP,
-    add_broker_arguments,
-    connected,
+    PatientBroker,
+    existing_partitions,
     parse_count,
     parse_name,
     parse_seconds,
     parse_start,
 )
 from ister.cli.interrupts import Interrupts
-from ister.cli.location import add_topic_argument
-from ister.cli.message_options import (
-    FILTER_HELP,
-    add_filter_arguments,
-    add_format_arguments,
-    make_filter,
-    make_formatter,
-    matching,
-)
+from ister.cli.location import Topic
+from ister.cli.message_options import FILTER_HELP, Filters, Format, matching
 from ister.cli.messages_out import LineOutput, Received, StoppedError
-from ister.cli.output import Subparsers, add_command, print_error
+from ister.cli.output import print_error
 from ister.cli.templates import TEMPLATE_HELP
 from ister.config import StorageMode
-from ister.errors import InvalidRequestError, NotFoundError, WaitTimeoutError
+from ister.errors import (
+    InvalidRequestError,
+    IsterError,
+    PermissionDeniedError,
+    WaitTimeoutError,
+)
+from ister.subscription.policy import SubscriptionKind
 
 if TYPE_CHECKING:
-    from ister.client import Client, Consumer, ReceivedMessage
+    from ister.client import Client, Consumer, Reader, ReceivedMessage, TopicMessage
 
-_RETRY_SECONDS: Final = 60.0
 _LOOK_SECONDS: Final = 0.25
 _CLOSE_SECONDS: Final = 5.0
 _BATCH_MESSAGES: Final = 1000
 _BATCH_BYTES: Final = 1 << 20
 # A subscription may be shared: what others were given does not come here.
 _QUIET_SECONDS: Final = 2.0
-_KINDS: Final = ("exclusive", "shared", "failover", "key_shared")
-
-_DESCRIPTION: Final = """\
-Prints the messages of a topic, one per line, and waits for new ones.
-
-With --subscription, the broker remembers the position, and the next consumer of the subscription
-continues there. A message is acknowledged after its line was written; if the output is a pipe,
-after the program behind it has read the line: `ister consume T --subscription S | head -5` takes
-five messages and leaves the rest. Without --subscription, no position is kept.
-
-With filters, only matching messages are printed and counted. With a subscription, the others are
-acknowledged."""
 
 
-def register(commands: Subparsers) -> None:
-    """Adds the command to the parser."""
-    parser = add_command(
-        commands,
-        "consume",
-        help="print the messages of a topic, with or without a subscription",
-        description=_DESCRIPTION,
-        examples=(
-            "ister consume /default/orders",
-            "ister consume /default/orders --from 15m --format full",
-            r"ister consume /default/orders --format '{offset}\t{key}\t{payload.user.id}'",
-            "ister consume /default/orders --key 'eu-*' --where 'user.id == 7' --no-follow",
-            "ister consume /default/orders --subscription billing | ./bill",
-            "ister consume /default/orders --subscription peek --limit 10 --json",
-            "ister consume /default/a --no-follow --json | ister produce /default/b --json-lines",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wish:
+    """What is to be printed."""
+
+    topic: str
+    start: Start | None
+    last: int | None
+    limit: int | None
+    timeout: float | None
+    follow: bool
+    subscription: str | None
+    kind: SubscriptionKind
+    name: str | None
+    no_ack: bool
+
+
+@command(
+    None,
+    "consume",
+    json="",
+    notes=f"{TEMPLATE_HELP}\n\n{FILTER_HELP}",
+)
+def consume(
+    broker: PatientBroker,
+    topic: Topic,
+    filters: Filters,
+    output: Format,
+    *,
+    start: Annotated[
+        Start | None,
+        Arg(
+            f"{START_HELP} (default: earliest); an existing subscription continues at its position",
+            "WHERE",
+            parse_start,
+            flags=("--from",),
+            group="what to read",
+            one_of="start",
         ),
-        notes=f"{TEMPLATE_HELP}\n\n{FILTER_HELP}",
-    )
-    add_topic_argument(parser)
-    place = parser.add_argument_group("what to read")
-    place.add_argument(
-        "--from",
-        dest="start",
-        metavar="WHERE",
-        type=parse_start,
-        help=f"{START_HELP} (default: earliest); an existing subscription continues at its "
-        "position",
-    )
-    place.add_argument(
-        "--limit", metavar="N", type=parse_count, help="stop after this many messages"
-    )
-    place.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=parse_seconds,
-        help="stop after this long without a message",
-    )
-    place.add_argument(
-        "--follow",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="keep waiting for new messages (default), or stop at the current end",
-    )
-    cursor = parser.add_argument_group("subscription")
-    cursor.add_argument(
-        "--subscription",
-        metavar="NAME",
-        type=parse_name,
-        help="subscription name; created if it does not exist",
-    )
-    cursor.add_argument(
-        "--kind",
-        choices=_KINDS,
-        default="exclusive",
-        help="kind of a new subscription: how messages are divided among its consumers "
-        "(default: exclusive)",
-    )
-    # Its name in earlier releases.
-    cursor.add_argument("--type", dest="kind", choices=_KINDS, help=argparse.SUPPRESS)
-    cursor.add_argument("--name", metavar="NAME", type=parse_name, help="consumer name")
-    cursor.add_argument(
-        "--no-ack",
-        action="store_true",
-        help="do not acknowledge: messages are redelivered later, and at most as many arrive "
-        "as a consumer may have unacknowledged",
-    )
-    add_filter_arguments(parser)
-    add_format_arguments(parser)
-    add_broker_arguments(parser, retry_for=_RETRY_SECONDS)
-    parser.set_defaults(run=_run)
+    ] = None,
+    last: Annotated[
+        int | None,
+        Arg(
+            "begin with the last N messages, of each partition",
+            "N",
+            parse_count,
+            group="what to read",
+            one_of="start",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        Arg("stop after this many messages", "N", parse_count, flags=("-n",), group="what to read"),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        Arg(
+            "stop after this long without a message", "SECONDS", parse_seconds, group="what to read"
+        ),
+    ] = None,
+    follow: Annotated[
+        bool,
+        Arg(
+            "keep waiting for new messages (default), or stop at the current end",
+            group="what to read",
+        ),
+    ] = True,
+    subscription: Annotated[
+        str | None,
+        Arg(
+            "subscription name; created if it does not exist",
+            "NAME",
+            parse_name,
+            group="subscription",
+        ),
+    ] = None,
+    kind: Annotated[
+        SubscriptionKind,
+        Arg(
+            "kind of a new subscription: how messages are divided among its consumers "
+            "(default: exclusive)",
+            group="subscription",
+        ),
+    ] = SubscriptionKind.EXCLUSIVE,
+    name: Annotated[
+        str | None, Arg("consumer name", "NAME", parse_name, group="subscription")
+    ] = None,
+    no_ack: Annotated[
+        bool,
+        Arg(
+            "do not acknowledge: messages are redelivered later, and at most as many arrive as a "
+            "consumer may have unacknowledged",
+            group="subscription",
+        ),
+    ] = False,
+) -> int:
+    r"""Print the messages of a topic, with or without a subscription.
 
+    Prints the messages of a topic, one per line, and waits for new ones.
 
-def _run(options: argparse.Namespace) -> int:
+    With --subscription, the broker remembers the position, and the next consumer of the
+    subscription continues there. A message is acknowledged after its line was written; if the
+    output is a pipe, after the program behind it has read the line: `ister consume T --subscription
+    S | head -5` takes five messages and leaves the rest. Without --subscription, no position is
+    kept.
+
+    With filters, only matching messages are printed and counted. With a subscription, the others
+    are acknowledged.
+
+    Examples:
+        ister consume /default/orders
+        ister consume orders --last 10
+        ister consume /default/orders --from 15m --format full
+        ister consume /default/orders --format '{offset}\t{key}\t{payload.user.id}'
+        ister consume /default/orders --key 'eu-*' --where 'user.id == 7' --no-follow
+        ister consume /default/orders --subscription billing | ./bill
+        ister consume /default/orders --subscription peek -n 10 --json
+        ister consume /default/a --no-follow --json | ister produce /default/b --json-lines
+    """
+    if last is not None and subscription is not None:
+        raise UsageError("--last cannot be combined with --subscription")
     if sys.stdout is None:
         raise InvalidRequestError("standard output is closed")
+    wish = _Wish(
+        topic=topic,
+        start=start,
+        last=last,
+        limit=limit,
+        timeout=timeout,
+        follow=follow,
+        subscription=subscription,
+        kind=kind,
+        name=name,
+        no_ack=no_ack,
+    )
     fd = sys.stdout.fileno()
-    is_careful = options.subscription is not None and not options.no_ack
     with Interrupts() as interrupts:
-        work = _Consumption(
-            options,
-            interrupts,
-            LineOutput(fd, interrupts, is_careful=is_careful),
-            make_formatter(options, is_terminal=sys.stdout.isatty()),
-        )
+        lines = LineOutput(fd, interrupts, is_careful=subscription is not None and not no_ack)
+        form = output.formatter(is_terminal=sys.stdout.isatty())
+        work = _Consumption(broker, wish, filters, interrupts, output=lines, as_line=form)
         try:
-            if options.subscription is None:
+            if subscription is None:
                 work.read()
             else:
-                work.consume()
+                work.consume(subscription)
         except BrokenPipeError:
             # The reader is gone. Python would flush once more at its end, and complain.
             os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
@@ -168,11 +210,13 @@ def _run(options: argparse.Namespace) -> int:
         except StoppedError:
             pass
     # A signal is the normal end without a limit; with a limit it is an interruption.
-    is_early = options.limit is not None and work.count < options.limit
-    if interrupts.is_set and is_early:
-        print_error(f"interrupted after {work.count:,} of {options.limit:,} messages")
+    if interrupts.is_set and limit is not None and work.count < limit:
+        print_error(f"interrupted after {work.count:,} of {limit:,} messages")
         return 1
     return 0
+
+
+register = register_command(consume)
 
 
 class _Consumption:
@@ -180,60 +224,73 @@ class _Consumption:
 
     def __init__(
         self,
-        options: argparse.Namespace,
+        broker: PatientBroker,
+        wish: _Wish,
+        filters: Filters,
         interrupts: Interrupts,
+        *,
         output: LineOutput,
         as_line: Callable[[Received], bytes],
     ) -> None:
         self.count = 0
-        self._options = options
-        self._topic = str(options.topic)
+        self._broker = broker
+        self._wish = wish
+        self._topic = wish.topic
         self._interrupts = interrupts
         self._output = output
         self._as_line = as_line
-        self._filter = make_filter(options)
+        self._filter = filters.filter
         self._clock = SystemClock()
 
     # -- without a subscription -------------------------------------------------------------
 
     def read(self) -> None:
         """Prints messages, and leaves nothing behind."""
-        from ister.cli.topic_reading import read_topic  # noqa: PLC0415 - needs an extra
-
-        options = self._options
-        for one in ("no_ack", "name"):
-            if getattr(options, one):
-                flag = one.replace("_", "-")
+        wish = self._wish
+        for given, flag in ((wish.no_ack, "--no-ack"), (wish.name, "--name")):
+            if given:
                 raise InvalidRequestError(
-                    f"--{flag} without a subscription", hint="--subscription NAME"
+                    f"{flag} without a subscription", hint="--subscription NAME"
                 )
-        with connected(options) as client:
+        with self._broker.connect() as client:
             self._check_readable(client)
-        batches = read_topic(
-            options,
-            self._interrupts,
-            start="earliest" if options.start is None else options.start,
-            is_following=options.follow,
-            timeout=options.timeout,
-            on_idle=self._output.check_reader,
-        )
-        for batch in batches:
-            some = matching(self._filter, batch)
+            with self._interrupts.breaking():  # nothing has come yet
+                reader = client.reader(
+                    self._topic,
+                    "earliest" if wish.start is None else wish.start,
+                    last=wish.last,
+                    follow=wish.follow,
+                    timeout=self._broker.retry_for,
+                )
+            with reader:
+                self._print_read(reader)
+
+    def _print_read(self, reader: Reader) -> None:
+        limit, timeout = self._wish.limit, self._wish.timeout
+        quiet_since = self._clock.monotonic()
+        while not self._interrupts.is_set:
+            found = reader.read(_LOOK_SECONDS if timeout is None else min(_LOOK_SECONDS, timeout))
+            now = self._clock.monotonic()
+            if not found:
+                if reader.is_done or (timeout is not None and now - quiet_since >= timeout):
+                    return
+                self._output.check_reader()
+                continue
+            quiet_since = now
+            some = matching(self._filter, [_received(one) for one in found])
             if not some:
                 self._output.check_reader()
-            if options.limit is not None:
-                some = some[: options.limit - self.count]
+            if limit is not None:
+                some = some[: limit - self.count]
             for first in range(0, len(some), _BATCH_MESSAGES):
                 lines = map(self._as_line, some[first : first + _BATCH_MESSAGES])
                 self._output.write(b"".join(lines))
             self.count += len(some)
-            if self.count == options.limit:
+            if self.count == limit:
                 return
 
     def _check_readable(self, client: Client) -> None:
-        names = client.partitions(self._topic)
-        if not names:
-            raise NotFoundError(f"topic {self._topic} does not exist", topic=self._topic)
+        names = existing_partitions(client, self._topic)
         described = client.describe_topic(names[0])
         if not described.is_reliable:
             raise InvalidRequestError(
@@ -251,36 +308,51 @@ class _Consumption:
 
     # -- with one ---------------------------------------------------------------------------
 
-    def consume(self) -> None:
+    def consume(self, subscription: str) -> None:
         """Prints messages, and acknowledges them."""
-        with connected(self._options) as client:
-            names = client.partitions(self._topic)
-            if not names:
-                raise NotFoundError(f"topic {self._topic} does not exist", topic=self._topic)
-            start = self._start(client, names)
+        wish = self._wish
+        with self._broker.connect() as client:
+            names = existing_partitions(client, self._topic)
+            start = self._start(client, names, subscription)
             with self._interrupts.breaking():  # nothing has come yet
-                consumer = client.consumer(
-                    self._topic,
-                    self._options.subscription,
-                    name=self._options.name,
-                    kind=self._options.kind,
-                    start=start,
-                    timeout=self._options.retry_for or None,
-                )
+                try:
+                    consumer = client.consumer(
+                        self._topic,
+                        subscription,
+                        name=wish.name,
+                        kind=wish.kind,
+                        start=start,
+                        timeout=self._broker.retry_for or None,
+                    )
+                except PermissionDeniedError as error:
+                    if self._is_taken(client, names, subscription):
+                        error.hint = (
+                            "create the subscription with --kind shared or failover to allow "
+                            "several consumers"
+                        )
+                    raise
             try:
-                goals = None if self._options.follow else self._goals(client, names)
+                goals = None if wish.follow else self._goals(client, names, subscription)
                 self._print_all(consumer, goals)
             finally:
                 with suppress(WaitTimeoutError):
                     consumer.close(_CLOSE_SECONDS)
 
-    def _start(self, client: Client, names: list[str]) -> Start:
+    def _is_taken(self, client: Client, names: list[str], subscription: str) -> bool:
+        """Whether an exclusive subscription has another consumer."""
+        with suppress(IsterError):
+            return any(
+                one.kind == SubscriptionKind.EXCLUSIVE and one.consumers
+                for one in (client.describe_subscription(name, subscription) for name in names)
+            )
+        return False
+
+    def _start(self, client: Client, names: list[str], subscription: str) -> Start:
         """Where the subscription begins if it is new."""
-        options = self._options
-        start: Start = "earliest" if options.start is None else options.start
-        subscription: str = options.subscription
+        given = self._wish.start
+        start: Start = "earliest" if given is None else given
         if subscription in client.subscriptions(self._topic):
-            if options.start is not None:
+            if given is not None:
                 print(
                     f"ister: subscription {subscription} already exists: continuing at its "
                     "position (move it with `ister subscriptions seek`)",
@@ -294,24 +366,23 @@ class _Consumption:
             )
         return start
 
-    def _goals(self, client: Client, names: list[str]) -> dict[str, int]:
+    def _goals(self, client: Client, names: list[str], subscription: str) -> dict[str, int]:
         """Up to where each topic goes that has something to give now."""
         goals: dict[str, int] = {}
         for name in names:
             described = client.describe_topic(name)
             for one in described.subscriptions:
-                is_ours = one.subscription == self._options.subscription
+                is_ours = one.subscription == subscription
                 if is_ours and one.cursor is not None and one.cursor < described.next:
                     goals[name] = described.next
         return goals
 
     def _print_all(self, consumer: Consumer, goals: dict[str, int] | None) -> None:
-        options, interrupts = self._options, self._interrupts
-        timeout = options.timeout
+        limit, timeout, interrupts = self._wish.limit, self._wish.timeout, self._interrupts
         if goals is not None:
             timeout = _QUIET_SECONDS if timeout is None else timeout
         quiet_since = self._clock.monotonic()
-        while not interrupts.is_set and (options.limit is None or self.count < options.limit):
+        while not interrupts.is_set and (limit is None or self.count < limit):
             if goals is not None and not goals:
                 return
             messages = self._take(consumer)
@@ -330,9 +401,9 @@ class _Consumption:
 
     def _take(self, consumer: Consumer) -> list[ReceivedMessage]:
         """What there is, within bounds; waits a little if there is nothing."""
-        limit = self._options.limit
+        limit = self._wish.limit
         most = _BATCH_MESSAGES if limit is None else min(_BATCH_MESSAGES, limit - self.count)
-        timeout = self._options.timeout
+        timeout = self._wish.timeout
         messages: list[ReceivedMessage] = []
         size = 0
         with suppress(WaitTimeoutError):
@@ -343,7 +414,7 @@ class _Consumption:
         return messages
 
     def _print(self, consumer: Consumer, messages: list[ReceivedMessage]) -> None:
-        is_acked = not self._options.no_ack
+        is_acked = not self._wish.no_ack
         if not self._output.is_stepwise:
             some = matching(self._filter, [_received(one) for one in messages])
             self._output.write(b"".join(map(self._as_line, some)))
@@ -360,7 +431,7 @@ class _Consumption:
             consumer.ack(message)
 
 
-def _received(message: ReceivedMessage) -> Received:
+def _received(message: TopicMessage) -> Received:
     return Received(
         message.topic,
         message.offset,

@@ -26,17 +26,16 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Final
+from typing import Annotated, Final
 
 from ister.base.model import JsonObject
-from ister.cli.errors_out import answer, print_json
-from ister.cli.output import Subparsers, add_command, print_error, print_facts, print_table
+from ister.cli.command import Arg, Facts, Group, Shown, Table, command
+from ister.cli.output import print_error
 from ister.errors import ConfigError, NotFoundError
 
 CONTEXT_VARIABLE: Final = "ISTER_CONTEXT"
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_FILES: Final = ("ca_file", "cert_file", "key_file", "token_file")
 _OTHERS: Final = 0o077
 _WORDS: Final = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
     ("false", "no", "off", "0"), False
@@ -254,218 +253,182 @@ a broker and --context is not given, no context is used.
 """
 
 
-def register(commands: Subparsers) -> None:
-    """Adds the command to the parser."""
-    parser = add_command(
-        commands,
-        "context",
-        help="name brokers with their TLS settings and tokens, and switch between them",
-        description="Named brokers, each with its address, TLS settings and token. Stored in "
-        "$XDG_CONFIG_HOME/ister/contexts.yaml, which only its owner may read.",
-        examples=(
-            (
-                "ister context add prod --broker broker.example:6650 --ca-file ca.pem \\\n"
-                "--token-file token.txt"
-            ),
-            "ister context use prod",
-            "ister topics list --context prod",
+CONTEXT = Group(
+    "context",
+    "name brokers with their TLS settings and tokens, and switch between them",
+    description="Named brokers, each with its address, TLS settings and token. Stored in "
+    "$XDG_CONFIG_HOME/ister/contexts.yaml, which only its owner may read.",
+    examples=(
+        (
+            "ister context add prod --broker broker.example:6650 --ca-file ca.pem \\\n"
+            "--token-file token.txt"
         ),
-        notes=_NOTES,
-    )
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
+        "ister context use prod",
+        "ister topics list --context prod",
+    ),
+    notes=_NOTES,
+)
+register = CONTEXT.register
 
-    added = add_command(
-        actions,
-        "add",
-        help="add or replace a context",
-        description="Adds a context. An existing one is replaced only with --replace.",
-        examples=(
-            "ister context add local --broker 127.0.0.1:6650 --use",
-            (
-                "ister context add prod --broker broker.example:6650 --ca-file ca.pem \\\n"
-                "--token-stdin < token.txt"
-            ),
-        ),
-    )
-    added.add_argument("name", metavar="NAME", help="context name, such as prod")
-    added.add_argument(
-        "--broker",
-        metavar="HOST:PORT",
-        required=True,
-        help="broker address, or several separated by commas",
-    )
-    added.add_argument("--tls", action="store_true", help="use TLS and the system CA store")
-    added.add_argument("--ca-file", metavar="FILE", help="use TLS and this CA (PEM)")
-    added.add_argument("--cert-file", metavar="FILE", help="client certificate (PEM)")
-    added.add_argument(
-        "--key-file", metavar="FILE", help="private key of the client certificate (PEM)"
-    )
-    added.add_argument(
-        "--server-name", metavar="NAME", help="name in the broker's certificate, if not the host"
-    )
-    token = added.add_mutually_exclusive_group()
-    token.add_argument(
-        "--token-file", metavar="FILE", help="file with the token or API key; read for each command"
-    )
-    token.add_argument(
-        "--token-stdin", action="store_true", help="read the token from standard input and store it"
-    )
-    added.add_argument("--use", action="store_true", help="make it the current context")
-    added.add_argument("--replace", action="store_true", help="replace an existing context")
-    added.set_defaults(run=_run_add)
-
-    listed = add_command(actions, "list", help="list contexts", examples=("ister context list",))
-    listed.set_defaults(run=_run_list)
-
-    shown = add_command(
-        actions,
-        "show",
-        help="show a context without its token",
-        examples=("ister context show", "ister context show prod --json"),
-    )
-    shown.add_argument(
-        "name", metavar="NAME", nargs="?", help="context name (default: the current one)"
-    )
-    shown.set_defaults(run=_run_show)
-
-    used = add_command(
-        actions,
-        "use",
-        help="make a context the current one",
-        examples=("ister context use prod", "ister context use --none"),
-    )
-    used.add_argument("name", metavar="NAME", nargs="?", help="context name")
-    used.add_argument("--none", action="store_true", help="unset the current context")
-    used.set_defaults(run=_run_use)
-
-    removed = add_command(
-        actions, "remove", help="remove a context", examples=("ister context remove prod",)
-    )
-    removed.add_argument("name", metavar="NAME", help="context name")
-    removed.set_defaults(run=_run_remove)
-
-    for action in (added, listed, shown, used, removed):
-        action.add_argument("--json", action="store_true", help="print one JSON object")
+Name = Annotated[str, Arg("context name, such as prod", "NAME")]
 
 
-def _run_add(options: argparse.Namespace) -> int:
-    return answer(options, lambda: _add(options), {"ok": False, "name": options.name})
+@command(CONTEXT, "add", failed={"ok": False}, echo=["name"])
+def add_context(
+    name: Name,
+    *,
+    broker: Annotated[str, Arg("broker address, or several separated by commas", "HOST:PORT")],
+    tls: Annotated[bool, Arg("use TLS and the system CA store")] = False,
+    ca_file: Annotated[str | None, Arg("use TLS and this CA (PEM)", "FILE")] = None,
+    cert_file: Annotated[str | None, Arg("client certificate (PEM)", "FILE")] = None,
+    key_file: Annotated[
+        str | None, Arg("private key of the client certificate (PEM)", "FILE")
+    ] = None,
+    server_name: Annotated[
+        str | None, Arg("name in the broker's certificate, if not the host", "NAME")
+    ] = None,
+    token_file: Annotated[
+        str | None,
+        Arg("file with the token or API key; read for each command", "FILE", one_of="token"),
+    ] = None,
+    token_stdin: Annotated[
+        bool, Arg("read the token from standard input and store it", one_of="token")
+    ] = False,
+    use: Annotated[bool, Arg("make it the current context")] = False,
+    replace: Annotated[bool, Arg("replace an existing context")] = False,
+) -> Shown:
+    r"""Add or replace a context.
 
+    Adds a context. An existing one is replaced only with --replace.
 
-def _add(options: argparse.Namespace) -> int:
+    Examples:
+        ister context add local --broker 127.0.0.1:6650 --use
+        ister context add prod --broker broker.example:6650 --ca-file ca.pem \
+        --token-stdin < token.txt
+    """
     from ister.client.options import TlsOptions, parse_addresses, parse_token  # noqa: PLC0415
 
-    name = options.name
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"invalid context name {name!r}", hint="use up to 64 letters, digits, '_', '.' and '-'"
         )
     known = load_contexts()
-    if name in known.by_name and not options.replace:
+    if name in known.by_name and not replace:
         raise ConfigError(f"context {name!r} already exists", hint="pass --replace")
     context = Context(
-        broker=options.broker,
-        tls=options.tls,
-        server_name=options.server_name,
-        token=sys.stdin.readline().strip() if options.token_stdin else None,
-        # The command may be run from anywhere later.
-        **{
-            file: os.path.abspath(path)
-            for file in _FILES
-            if (path := getattr(options, file)) is not None
-        },
+        broker=broker,
+        tls=tls,
+        server_name=server_name,
+        token=sys.stdin.readline().strip() if token_stdin else None,
+        ca_file=_absolute(ca_file),
+        cert_file=_absolute(cert_file),
+        key_file=_absolute(key_file),
+        token_file=_absolute(token_file),
     )
     # Report errors now, not in the first command that uses the context.
-    tls = TlsOptions(ca=context.ca_file, cert=context.cert_file, key=context.key_file)
-    tls.texts()
-    parse_addresses(context.broker, tls if context.uses_tls else None)
+    certificates = TlsOptions(ca=context.ca_file, cert=context.cert_file, key=context.key_file)
+    certificates.texts()
+    parse_addresses(context.broker, certificates if context.uses_tls else None)
     token = context.read_token()
     if token is not None:
         parse_token(token)
     known.by_name[name] = context
-    if options.use:
+    if use:
         known.current = name
     save_contexts(known)
-    _print_change(options, f"added context {name}", known)
-    return 0
+    return _changed(name, f"added context {name}", known)
 
 
-def _print_change(options: argparse.Namespace, text: str, known: Contexts) -> None:
-    if options.json:
-        print_json({"ok": True, "name": options.name, "current": known.current})
-    else:
-        print(f"{text}; current context: {known.current or 'none'}")
+def _absolute(path: str | None) -> str | None:
+    """The command may be run from anywhere later."""
+    return None if path is None else os.path.abspath(path)
 
 
-def _run_list(options: argparse.Namespace) -> int:
-    def show() -> int:
-        known = load_contexts()
-        if options.json:
-            print_json(
-                {
-                    "current": known.current,
-                    "contexts": [
-                        {"name": name, **one.to_json()} for name, one in known.by_name.items()
-                    ],
-                    "path": contexts_path(),
-                }
-            )
-        elif not known.by_name:
-            print("no contexts; create one with `ister context add`")
-        else:
-            rows = []
-            for name, one in known.by_name.items():
-                facts = one.facts()
-                is_current = "*" if name == known.current else ""
-                rows.append((name, is_current, facts["broker"], facts["tls"], facts["token"]))
-            print_table(("context", "current", "broker", "tls", "token"), rows)
-        return 0
-
-    return answer(options, show, {"contexts": []})
+def _changed(name: str | None, text: str, known: Contexts) -> Shown:
+    facts = {"ok": True, "name": name, "current": known.current}
+    return Shown(facts, f"{text}; current context: {known.current or 'none'}")
 
 
-def _run_show(options: argparse.Namespace) -> int:
-    def show() -> int:
-        known = load_contexts()
-        name = options.name or os.environ.get(CONTEXT_VARIABLE) or known.current
-        if name is None:
-            raise NotFoundError(
-                "there is no current context", hint="choose one with `ister context use`"
-            )
-        context = known.get(name)
-        if options.json:
-            print_json({"name": name, "is_current": name == known.current, **context.to_json()})
-        else:
-            print_facts({"current": name == known.current, **context.facts()}, title=name)
-        return 0
+@command(CONTEXT, "list", "ls", failed={"contexts": []})
+def list_contexts() -> Shown:
+    """List contexts.
 
-    return answer(options, show, {"ok": False})
-
-
-def _run_use(options: argparse.Namespace) -> int:
-    def use() -> int:
-        if (options.name is None) != options.none:
-            raise ConfigError("name a context, or pass --none")
-        known = load_contexts()
-        if options.name is not None:
-            known.get(options.name)
-        known.current = options.name
-        save_contexts(known)
-        _print_change(options, "done", known)
-        return 0
-
-    return answer(options, use, {"ok": False, "name": options.name})
+    Examples:
+        ister context list
+    """
+    known = load_contexts()
+    rows = []
+    for name, one in known.by_name.items():
+        facts = one.facts()
+        is_current = "*" if name == known.current else ""
+        rows.append((name, is_current, facts["broker"], facts["tls"], facts["token"]))
+    empty = "no contexts; create one with `ister context add`"
+    return Shown(
+        {
+            "current": known.current,
+            "contexts": [{"name": name, **one.to_json()} for name, one in known.by_name.items()],
+            "path": contexts_path(),
+        },
+        Table(("context", "current", "broker", "tls", "token"), rows, empty=empty),
+    )
 
 
-def _run_remove(options: argparse.Namespace) -> int:
-    def remove() -> int:
-        known = load_contexts()
-        known.get(options.name)
-        del known.by_name[options.name]
-        if known.current == options.name:
-            known.current = None
-        save_contexts(known)
-        _print_change(options, f"removed context {options.name}", known)
-        return 0
+@command(CONTEXT, "show", failed={"ok": False})
+def show_context(
+    name: Annotated[str | None, Arg("context name (default: the current one)", "NAME")] = None,
+) -> Shown:
+    """Show a context without its token.
 
-    return answer(options, remove, {"ok": False, "name": options.name})
+    Examples:
+        ister context show
+        ister context show prod --json
+    """
+    known = load_contexts()
+    name = name or os.environ.get(CONTEXT_VARIABLE) or known.current
+    if name is None:
+        raise NotFoundError(
+            "there is no current context", hint="choose one with `ister context use`"
+        )
+    context, is_current = known.get(name), name == known.current
+    return Shown(
+        {"name": name, "is_current": is_current, **context.to_json()},
+        Facts({"current": is_current, **context.facts()}, name),
+    )
+
+
+@command(CONTEXT, "use", failed={"ok": False}, echo=["name"])
+def use_context(
+    name: Annotated[str | None, Arg("context name", "NAME")] = None,
+    *,
+    none: Annotated[bool, Arg("unset the current context")] = False,
+) -> Shown:
+    """Make a context the current one.
+
+    Examples:
+        ister context use prod
+        ister context use --none
+    """
+    if (name is None) != none:
+        raise ConfigError("name a context, or pass --none")
+    known = load_contexts()
+    if name is not None:
+        known.get(name)
+    known.current = name
+    save_contexts(known)
+    return _changed(name, "done", known)
+
+
+@command(CONTEXT, "remove", "rm", "delete", failed={"ok": False}, echo=["name"])
+def remove_context(name: Annotated[str, Arg("context name", "NAME")]) -> Shown:
+    """Remove a context.
+
+    Examples:
+        ister context remove prod
+    """
+    known = load_contexts()
+    known.get(name)
+    del known.by_name[name]
+    if known.current == name:
+        known.current = None
+    save_contexts(known)
+    return _changed(name, f"removed context {name}", known)

@@ -1,7 +1,7 @@
 """`ister dlq`: dead letters of all subscriptions: list, show, requeue, drop.
 
-Owns: arguments, output, which topics are dead-letter topics, confirmation. Does not own: what a
-dead letter is and which are pending, which brokers keep (`ister.client`).
+Owns: which topics are dead-letter topics. Does not own: what a dead letter is and which are
+pending, which brokers keep (`ister.client`).
 
 What is confirmed is what is done: letters are counted first, and only those up to the last one that
 was counted are requeued or dropped. A call that is repeated after its answer was lost handles no
@@ -16,34 +16,31 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Self
 
 from ister.base.clock import SystemClock
 from ister.base.message_filter import NOT_JSON, MessageFilter
 from ister.base.model import JsonObject
-from ister.cli.connection import (
-    add_broker_arguments,
-    broker_address,
-    connected,
-    parse_count,
-    parse_name,
-    print_change,
+from ister.cli.command import (
+    Arg,
+    DryRun,
+    Group,
+    Part,
+    Shown,
+    Table,
+    Yes,
+    command,
+    confirmed,
 )
-from ister.cli.errors_out import answer, in_shell_words, print_json
-from ister.cli.location import add_topic_argument, parse_topic
-from ister.cli.message_options import FILTER_HELP, add_filter_arguments, make_filter
+from ister.cli.connection import Broker, existing_partitions, parse_count, parse_name
+from ister.cli.errors_out import in_shell_words
+from ister.cli.location import Topic, topic_name
+from ister.cli.message_options import FILTER_HELP, Filters
 from ister.cli.messages_out import Received, printable
-from ister.cli.output import (
-    Subparsers,
-    add_command,
-    confirm,
-    format_span,
-    print_error,
-    print_table,
-)
+from ister.cli.output import format_span, print_error
 from ister.cli.table import plain
 from ister.cli.templates import TEMPLATE_HELP, parse_template
-from ister.errors import InvalidRequestError, IsterError, NotFoundError
+from ister.errors import InvalidRequestError, IsterError
 
 if TYPE_CHECKING:
     from ister.client import Client
@@ -66,143 +63,85 @@ _FIELDS_HELP: Final = """\
   {attempts}. Long payloads are cut."""
 
 
-def register(commands: Subparsers) -> None:
-    """Adds the command to the parser."""
-    parser = add_command(
-        commands,
-        "dlq",
-        help="list, show, requeue and drop dead letters",
-        description="Dead letters: messages that failed too often and were published to the "
-        "dead-letter topic of their subscription (`ister subscriptions policy --poison "
-        "dead_letter`). A dead letter is pending until it is requeued or dropped.",
-        examples=(
-            "ister dlq list",
-            "ister dlq show /default/orders-dead --limit 5",
-            "ister dlq requeue /default/orders-dead --reason timeout --dry-run",
-        ),
-    )
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
+DLQ = Group(
+    "dlq",
+    "list, show, requeue and drop dead letters",
+    description="Dead letters: messages that failed too often and were published to the "
+    "dead-letter topic of their subscription (`ister subscriptions policy --poison dead_letter`). "
+    "A dead letter is pending until it is requeued or dropped.",
+    examples=(
+        "ister dlq list",
+        "ister dlq show /default/orders-dead --limit 5",
+        "ister dlq requeue /default/orders-dead --reason timeout --dry-run",
+    ),
+)
+register = DLQ.register
 
-    listed = _register(
-        actions,
-        "list",
-        _list,
-        help="list dead-letter topics with their pending messages",
-        description="Lists the dead-letter topics of all subscriptions, with the number of "
-        "pending messages by source topic and subscription, the age of the oldest message since "
-        "it was first published, and the most frequent reasons.",
-        examples=("dlq list", "dlq list --topic /default/orders-dead --json"),
-    )
-    listed.add_argument(
-        "--topic", metavar="TOPIC", type=parse_topic, help="only this dead-letter topic"
-    )
 
-    shown = _register(
-        actions,
-        "show",
-        _show,
-        help="show pending dead letters",
-        description="Shows pending dead letters: why they failed, where they come from, and the "
-        "original message.",
-        examples=(
-            "dlq show /default/orders-dead",
-            "dlq show /default/orders-dead --offset 4-9 --json",
-            "dlq show /default/orders-dead --format '{offset} {reason}: {payload}'",
-        ),
-        notes=f"{TEMPLATE_HELP}\n{_FIELDS_HELP}\n\n{FILTER_HELP}",
-    )
-    add_filter_arguments(shown)
-    shown.add_argument(
-        "--format",
-        metavar="TEMPLATE",
-        type=_parse_format,
-        help="print a line for each message, such as '{offset} {reason}: {payload}'",
-    )
-    _add_selection(shown, f"at most this many (default: {_SHOWN_DEFAULT})")
+class Selection:
+    """Which dead letters a command works on."""
 
-    requeued = _register(
-        actions,
-        "requeue",
-        _requeue,
-        help="publish dead letters to the topic they failed in",
-        description="Publishes dead letters to the topic they failed in, with their original "
-        "payload, key and attributes. They are then no longer pending, so a second run does not "
-        "publish them again. Delivery is at least once: if a broker crashes in between, the last "
-        "100 may be published twice. All subscriptions of that topic get the message again, not "
-        "only the one in which it failed.",
-        examples=(
-            "dlq requeue /default/orders-dead --dry-run",
-            "dlq requeue /default/orders-dead --offset 4 --offset 7-9 --yes",
-            "dlq requeue /default/orders-dead --to /default/orders-2",
-        ),
-    )
-    _add_selection(requeued, "at most this many, the oldest first")
-    requeued.add_argument(
-        "--to", metavar="TOPIC", type=parse_topic, help="publish to this topic instead"
-    )
+    LIMIT_HELP: ClassVar = "at most this many, the oldest first"
 
-    dropped = _register(
-        actions,
-        "drop",
-        _drop,
-        help="drop dead letters without publishing them",
-        description="Marks dead letters as resolved without publishing them. The dead-letter topic "
-        "keeps the messages until its retention removes them.",
-        examples=("dlq drop /default/orders-dead --reason 'unknown customer'",),
-    )
-    _add_selection(dropped, "at most this many, the oldest first")
-    for action in (requeued, dropped):
-        action.add_argument(
-            "--dry-run", action="store_true", help="show what would be done; change nothing"
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.offsets: tuple[tuple[int, int], ...] = tuple(options.offset)
+        self.limit: int | None = options.limit
+        self._reason: str = options.reason
+        self._source: str = options.source or ""
+        self._subscription: str = options.subscription
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the options."""
+        group = parser.add_argument_group("selection", "All of them have to match.")
+        group.add_argument(
+            "--offset",
+            metavar="N[-M]",
+            type=_parse_range,
+            action="append",
+            default=[],
+            help="offset in the dead-letter topic, or an inclusive range; repeatable",
         )
-        action.add_argument("--yes", action="store_true", help="skip the confirmation")
+        group.add_argument(
+            "--reason", metavar="TEXT", default="", help="text in the reason (case-insensitive)"
+        )
+        group.add_argument(
+            "--source",
+            metavar="TOPIC",
+            type=topic_name,
+            help="topic in which the message failed",
+        )
+        group.add_argument(
+            "--subscription",
+            metavar="NAME",
+            type=parse_name,
+            default="",
+            help="subscription in which the message failed",
+        )
+        group.add_argument("-n", "--limit", metavar="N", type=parse_count, help=cls.LIMIT_HELP)
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> Self:
+        """Those that were given."""
+        return cls(options)
+
+    def filter(self, *, end: int = 0) -> LetterFilter:
+        """The letters for the broker: only those before `end`, unless it is 0."""
+        from ister.client.dead_letters import LetterFilter  # noqa: PLC0415 - takes a while
+
+        return LetterFilter(
+            offsets=self.offsets,
+            reason=self._reason,
+            source_topic=self._source,
+            source_subscription=self._subscription,
+            end=end,
+        )
 
 
-def _register(
-    actions: Subparsers,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    *,
-    help: str,
-    description: str,
-    examples: tuple[str, ...],
-    notes: str | None = None,
-) -> argparse.ArgumentParser:
-    lines = tuple(f"ister {one}" for one in examples)
-    parser = add_command(
-        actions, name, help=help, description=description, examples=lines, notes=notes
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_broker_arguments(parser)
-    parser.set_defaults(run=lambda options: answer(options, lambda: run(options), {"ok": False}))
-    return parser
+class ShownSelection(Selection):
+    """Which dead letters are shown."""
 
-
-def _add_selection(parser: argparse.ArgumentParser, limit: str) -> None:
-    add_topic_argument(parser)
-    group = parser.add_argument_group("selection", "All of them have to match.")
-    group.add_argument(
-        "--offset",
-        metavar="N[-M]",
-        type=_parse_range,
-        action="append",
-        default=[],
-        help="offset in the dead-letter topic, or an inclusive range; repeatable",
-    )
-    group.add_argument(
-        "--reason", metavar="TEXT", default="", help="text in the reason (case-insensitive)"
-    )
-    group.add_argument(
-        "--source", metavar="TOPIC", type=parse_topic, help="topic in which the message failed"
-    )
-    group.add_argument(
-        "--subscription",
-        metavar="NAME",
-        type=parse_name,
-        default="",
-        help="subscription in which the message failed",
-    )
-    group.add_argument("--limit", metavar="N", type=parse_count, help=limit)
+    LIMIT_HELP: ClassVar = f"at most this many (default: {_SHOWN_DEFAULT})"
 
 
 def _parse_format(text: str) -> str:
@@ -225,61 +164,53 @@ def _parse_range(text: str) -> tuple[int, int]:
     return first, last + 1
 
 
-def _filter(options: argparse.Namespace, *, end: int = 0) -> LetterFilter:
-    from ister.client.dead_letters import LetterFilter  # noqa: PLC0415 - takes a while
-
-    return LetterFilter(
-        offsets=tuple(options.offset),
-        reason=options.reason,
-        source_topic=str(options.source) if options.source is not None else "",
-        source_subscription=options.subscription,
-        end=end,
-    )
-
-
-def _parts(client: Client, topic: str) -> list[str]:
-    """The topics behind a name: partitions have offsets of their own."""
-    parts = client.partitions(topic)
-    if not parts:
-        raise NotFoundError(f"topic {topic} does not exist", topic=topic)
-    return parts
-
-
 # -- list -----------------------------------------------------------------------------------
 
 
-def _list(options: argparse.Namespace) -> int:
+@command(DLQ, "list", "ls", failed={"ok": False})
+def list_letters(
+    broker: Broker,
+    *,
+    topic: Annotated[str | None, Arg("only this dead-letter topic", "TOPIC", topic_name)] = None,
+) -> Shown:
+    """List dead-letter topics with their pending messages.
+
+    Lists the dead-letter topics of all subscriptions, with the number of pending messages by source
+    topic and subscription, the age of the oldest message since it was first published, and the most
+    frequent reasons.
+
+    Examples:
+        ister dlq list
+        ister dlq list --topic /default/orders-dead --json
+    """
     counts: list[DeadLetterCountJson] = []
     unread: list[JsonObject] = []
-    with connected(options) as client:
+    with broker.connect() as client:
         sources = _sources(client)
-        named = sources if options.topic is None else {str(options.topic): []}
-        for topic in sorted(named):
-            for part in client.partitions(topic):
+        for name in sorted(sources) if topic is None else [topic]:
+            for part in client.partitions(name):
                 try:
                     counts.append(client.count_dead_letters(part))
                 except IsterError as error:
-                    if options.topic is not None:
+                    if topic is not None:
                         raise
                     unread.append({"topic": part, "error": error.message})
-    if options.json:
-        topics = [{**one, "subscriptions": sources.get(one["topic"], [])} for one in counts]
-        print_json({"topics": topics, "errors": unread})
-        return 1 if unread else 0
-    for one in unread:
-        print_error(f"{one['topic']}: {one['error']}")
-    rows = [row for one in counts for row in _rows(one)]
-    if rows:
-        titles = ("dead-letter topic", "source", "subscription", "pending", "oldest", "reasons")
-        print_table(titles, rows)
-    elif not sources and options.topic is None:
-        print(
+    topics = [{**one, "subscriptions": sources.get(one["topic"], [])} for one in counts]
+    empty = "no pending dead letters"
+    if not sources and topic is None:
+        empty = (
             "no subscription has a dead-letter topic; set one with `ister subscriptions policy "
             "--poison dead_letter --dead-letter-topic TOPIC`"
         )
-    elif not unread:
-        print("no pending dead letters")
-    return 1 if unread else 0
+    table = _table("pending", counts, empty)
+
+    def show() -> None:
+        for one in unread:
+            print_error(f"{one['topic']}: {one['error']}")
+        if table.rows or not unread:
+            table.show()
+
+    return Shown({"topics": topics, "errors": unread}, show, not unread)
 
 
 def _sources(client: Client) -> dict[str, list[JsonObject]]:
@@ -311,6 +242,11 @@ def _rows(count: DeadLetterCountJson) -> list[tuple[object, ...]]:
     ]
 
 
+def _table(number: str, counts: Sequence[DeadLetterCountJson], empty: str = "") -> Table:
+    titles = ("dead-letter topic", "source", "subscription", number, "oldest", "reasons")
+    return Table(titles, [row for one in counts for row in _rows(one)], empty=empty)
+
+
 def _age(at_ms: int | None, now_ms: int) -> str | None:
     return None if at_ms is None else format_span(max(0, now_ms - at_ms) / 1000)
 
@@ -327,27 +263,55 @@ def _reasons(group: LetterGroupJson) -> str:
 # -- show -----------------------------------------------------------------------------------
 
 
-def _show(options: argparse.Namespace) -> int:
-    which, limit = _filter(options), options.limit or _SHOWN_DEFAULT
+@command(
+    DLQ, "show", failed={"ok": False}, notes=f"{TEMPLATE_HELP}\n{_FIELDS_HELP}\n\n{FILTER_HELP}"
+)
+def show_letters(
+    broker: Broker,
+    topic: Topic,
+    selection: ShownSelection,
+    filters: Filters,
+    *,
+    format: Annotated[
+        str | None,
+        Arg(
+            "print a line for each message, such as '{offset} {reason}: {payload}'",
+            "TEMPLATE",
+            _parse_format,
+        ),
+    ] = None,
+) -> Shown:
+    """Show pending dead letters.
+
+    Shows pending dead letters: why they failed, where they come from, and the original message.
+
+    Examples:
+        ister dlq show /default/orders-dead
+        ister dlq show /default/orders-dead --offset 4-9 --json
+        ister dlq show /default/orders-dead --format '{offset} {reason}: {payload}'
+    """
+    which, limit = selection.filter(), selection.limit or _SHOWN_DEFAULT
     shown: list[tuple[str, DeadLetterJson]] = []
-    with connected(options) as client:
-        for part in _parts(client, str(options.topic)):
-            found = _matching(client, part, which, make_filter(options), limit - len(shown))
+    with broker.connect() as client:
+        # Partitions have offsets of their own.
+        for part in existing_partitions(client, topic):
+            found = _matching(client, part, which, filters.filter, limit - len(shown))
             shown += [(part, one) for one in found]
-    if options.json:
-        letters = [{"topic": part, **one} for part, one in shown]
-        print_json({"topic": str(options.topic), "messages": letters})
-    elif not shown:
-        print("no pending dead letters match", file=sys.stderr if options.format else sys.stdout)
-    elif options.format is not None:
-        render = parse_template(
-            options.format, printable if sys.stdout.isatty() else bytes, more=_FIELDS
-        )
-        for part, one in shown:
-            sys.stdout.buffer.write(render(_received(part, one)) + b"\n")
-    else:
-        print("\n\n".join(_letter_text(part, one) for part, one in shown))
-    return 0
+
+    def show() -> None:
+        if not shown:
+            print("no pending dead letters match", file=sys.stderr if format else sys.stdout)
+        elif format is not None:
+            render = parse_template(
+                format, printable if sys.stdout.isatty() else bytes, more=_FIELDS
+            )
+            for part, one in shown:
+                sys.stdout.buffer.write(render(_received(part, one)) + b"\n")
+        else:
+            print("\n\n".join(_letter_text(part, one) for part, one in shown))
+
+    letters = [{"topic": part, **one} for part, one in shown]
+    return Shown({"topic": topic, "messages": letters}, show)
 
 
 def _matching(
@@ -435,97 +399,132 @@ def _letters(count: int) -> str:
 # -- requeue, drop --------------------------------------------------------------------------
 
 
-def _requeue(options: argparse.Namespace) -> int:
-    to = "" if options.to is None else str(options.to)
-    return _resolve(
-        options,
-        ("requeue", "requeued"),
-        f"to {to}" if to else "to the topics they failed in",
-        lambda client, part, which: client.requeue_dead_letters(part, which, to=to),
+@command(DLQ, "requeue", failed={"ok": False})
+def requeue(
+    broker: Broker,
+    topic: Topic,
+    selection: Selection,
+    *,
+    to: Annotated[str | None, Arg("publish to this topic instead", "TOPIC", topic_name)] = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+) -> Shown:
+    """Publish dead letters to the topic they failed in.
+
+    Publishes dead letters to the topic they failed in, with their original payload, key and
+    attributes. They are then no longer pending, so a second run does not publish them again.
+    Delivery is at least once: if a broker crashes in between, the last 100 may be published twice.
+    All subscriptions of that topic get the message again, not only the one in which it failed.
+
+    Examples:
+        ister dlq requeue /default/orders-dead --dry-run
+        ister dlq requeue /default/orders-dead --offset 4 --offset 7-9 --yes
+        ister dlq requeue /default/orders-dead --to /default/orders-2
+    """
+    work = _Resolution(
+        broker, topic, selection, "requeue", f"to {to}" if to else "to the topics they failed in"
+    )
+    return work.run(
+        lambda client, part, which: client.requeue_dead_letters(part, which, to=to or ""),
+        dry_run=dry_run,
+        yes=yes,
     )
 
 
-def _drop(options: argparse.Namespace) -> int:
-    return _resolve(
-        options,
-        ("drop", "dropped"),
-        "without publishing them",
-        lambda client, part, which: client.drop_dead_letters(part, which),
+@command(DLQ, "drop", failed={"ok": False})
+def drop(
+    broker: Broker,
+    topic: Topic,
+    selection: Selection,
+    *,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+) -> Shown:
+    """Drop dead letters without publishing them.
+
+    Marks dead letters as resolved without publishing them. The dead-letter topic keeps the messages
+    until its retention removes them.
+
+    Examples:
+        ister dlq drop /default/orders-dead --reason 'unknown customer'
+    """
+    work = _Resolution(broker, topic, selection, "drop", "without publishing them")
+    return work.run(
+        lambda client, part, which: client.drop_dead_letters(part, which), dry_run=dry_run, yes=yes
     )
 
 
-def _resolve(
-    options: argparse.Namespace,
-    verbs: tuple[str, str],
-    how: str,
-    call: Callable[[Client, str, LetterFilter], ResolvedJson],
-) -> int:
-    topic, (verb, done_verb) = str(options.topic), verbs
-    with connected(options) as client:
-        counts = _counted(client, options, topic)
-        total = sum(one["selected"] for one in counts)
-        facts: JsonObject = {"topic": topic, "selected": total, "done": 0, "failed": []}
-        if options.dry_run or not total:
-            return _print_plan(options, counts, facts, f"would be {done_verb} {how}")
-        question = f"{verb.capitalize()} {_letters(total)} of {topic} {how}, at broker "
-        if not confirm(f"{question}{broker_address(options)}?", is_confirmed=options.yes):
-            return 1
-        done, failed = 0, list[JsonObject]()
-        for one in counts:
-            if one["selected"]:
-                found = call(client, one["topic"], _filter(options, end=one["end"]))
-                done += found["done"]
-                failed += [{"topic": one["topic"], **failure} for failure in found["failed"]]
-    text = f"{_letters(done)} of {topic} {done_verb}"
-    print_change(options, text, {**facts, "ok": not failed, "done": done, "failed": failed})
-    _print_failures(options, failed)
-    if any(one["is_partial"] for one in counts) and options.limit is None and not options.json:
-        print("There may be more: run the command again.")
-    return 1 if failed else 0
+_DONE: Final = {"requeue": "requeued", "drop": "dropped"}
 
 
-def _counted(
-    client: Client, options: argparse.Namespace, topic: str
-) -> Sequence[DeadLetterCountJson]:
-    which, room = _filter(options), options.limit
-    parts = _parts(client, topic)
-    if options.offset and len(parts) > 1:
-        raise InvalidRequestError(
-            "each partition has offsets of its own", hint=f"name one of them, such as {parts[0]}"
+class _Resolution:
+    """Requeues or drops the letters that were counted and confirmed."""
+
+    def __init__(
+        self, broker: Broker, topic: str, selection: Selection, verb: str, how: str
+    ) -> None:
+        self._broker = broker
+        self._topic = topic
+        self._selection = selection
+        self._verb = verb
+        self._how = how
+
+    def run(
+        self,
+        call: Callable[[Client, str, LetterFilter], ResolvedJson],
+        *,
+        dry_run: bool,
+        yes: bool,
+    ) -> Shown:
+        topic, selection, done_verb = self._topic, self._selection, _DONE[self._verb]
+        with self._broker.connect() as client:
+            counts = self._counted(client)
+            total = sum(one["selected"] for one in counts)
+            facts: JsonObject = {"topic": topic, "selected": total, "done": 0, "failed": []}
+            if dry_run or not total:
+                groups = [{"topic": one["topic"], **gr} for one in counts for gr in one["groups"]]
+                text: list[Part] = ["no pending dead letters match"]
+                if total:
+                    what = f"{_letters(total)} would be {done_verb} {self._how}"
+                    text = [_table("selected", counts), f"{what}; nothing was changed"]
+                return Shown({"ok": True, **facts, "dry_run": dry_run, "groups": groups}, text)
+            question = f"{self._verb.capitalize()} {_letters(total)} of {topic} {self._how}"
+            confirmed(f"{question}, at broker {self._broker.address}?", yes=yes)
+            done, failed = 0, list[JsonObject]()
+            for one in counts:
+                if one["selected"]:
+                    found = call(client, one["topic"], selection.filter(end=one["end"]))
+                    done += found["done"]
+                    failed += [{"topic": one["topic"], **failure} for failure in found["failed"]]
+        facts |= {"done": done, "failed": failed}
+        changed = self._broker.changed(
+            f"{_letters(done)} of {topic} {done_verb}", ok=not failed, **facts
         )
-    counts: list[DeadLetterCountJson] = []
-    for part in parts:
-        if room is None:
-            counts.append(client.count_dead_letters(part, which))
-        elif room:
-            counts.append(client.count_dead_letters(part, which, limit=room))
-            room -= counts[-1]["selected"]
-    return counts
+        more = []
+        if any(one["is_partial"] for one in counts) and selection.limit is None:
+            more = ["There may be more: run the command again."]
+        parts: list[Part] = [str(changed.parts), lambda: _print_failures(failed), *more]
+        return Shown(changed.json, parts, changed.ok)
+
+    def _counted(self, client: Client) -> Sequence[DeadLetterCountJson]:
+        which, room = self._selection.filter(), self._selection.limit
+        parts = existing_partitions(client, self._topic)
+        if self._selection.offsets and len(parts) > 1:
+            raise InvalidRequestError(
+                "each partition has offsets of its own",
+                hint=f"name one of them, such as {parts[0]}",
+            )
+        counts: list[DeadLetterCountJson] = []
+        for part in parts:
+            if room is None:
+                counts.append(client.count_dead_letters(part, which))
+            elif room:
+                counts.append(client.count_dead_letters(part, which, limit=room))
+                room -= counts[-1]["selected"]
+        return counts
 
 
-def _print_plan(
-    options: argparse.Namespace,
-    counts: Sequence[DeadLetterCountJson],
-    facts: JsonObject,
-    what: str,
-) -> int:
-    total = sum(one["selected"] for one in counts)
-    if options.json:
-        groups = [{"topic": one["topic"], **group} for one in counts for group in one["groups"]]
-        print_json({"ok": True, **facts, "dry_run": options.dry_run, "groups": groups})
-    elif not total:
-        print("no pending dead letters match")
-    else:
-        rows = [row for one in counts for row in _rows(one)]
-        titles = ("dead-letter topic", "source", "subscription", "selected", "oldest", "reasons")
-        print_table(titles, rows)
-        print(f"{_letters(total)} {what}; nothing was changed")
-    return 0
-
-
-def _print_failures(options: argparse.Namespace, failed: Sequence[JsonObject]) -> None:
-    if options.json:
-        return
+def _print_failures(failed: Sequence[JsonObject]) -> None:
     for one in failed[:_FAILURES_SHOWN]:
         hint = in_shell_words(str(one.get("hint") or ""))
         where = f"{one['topic']} offset {one['offset']} stays pending"

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final, Self
 
 from ister.base.model import TopicName
+from ister.cli.command import Arg, add_json_argument
 from ister.errors import ConfigError, InvalidRequestError, NotFoundError, TopicNameError
 
 # Settings and stores are loaded when they are used: commands that talk to a broker need neither.
@@ -28,29 +29,51 @@ CONFIG_VARIABLE: Final = "ISTER_CONFIG"
 
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `--data`, `--config` and `--json`."""
-    place = parser.add_mutually_exclusive_group()
-    place.add_argument(
-        "--data",
-        metavar="DIR",
-        help=f"data directory (default: ${CONFIG_VARIABLE} if set, else {DATA_DEFAULT})",
-    )
-    place.add_argument("--config", metavar="FILE", help="config file (YAML)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    Place.add_arguments(parser)
+    add_json_argument(parser)
+
+
+class Place:
+    """The log of a command, as its options name it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds `--data` and `--config`."""
+        place = parser.add_mutually_exclusive_group()
+        place.add_argument(
+            "--data",
+            metavar="DIR",
+            help=f"data directory (default: ${CONFIG_VARIABLE} if set, else {DATA_DEFAULT})",
+        )
+        place.add_argument("--config", metavar="FILE", help="config file (YAML)")
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> Self:
+        """The log that was named."""
+        return cls(options)
+
+    def load(self) -> Config:
+        """Its settings; see `load_place`."""
+        return load_place(self.options)
 
 
 def parse_topic(text: str) -> TopicName:
-    """A topic's name, for argparse."""
+    """A topic's name, for argparse; one without a slash is in the namespace `default`."""
     try:
-        return TopicName.parse(text)
+        return TopicName.parse(text if "/" in text else f"/default/{text}")
     except TopicNameError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def add_topic_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds TOPIC, the name of one topic."""
-    parser.add_argument(
-        "topic", metavar="TOPIC", type=parse_topic, help="topic name, such as /default/orders"
-    )
+def topic_name(text: str) -> str:
+    """Like `parse_topic`, as a text."""
+    return str(parse_topic(text))
+
+
+Topic = Annotated[str, Arg("topic name, such as /default/orders", "TOPIC", topic_name)]
 
 
 def has_place(options: argparse.Namespace) -> bool:

@@ -30,20 +30,19 @@ _UNWRITABLE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of standard output, which may be a file; those of other files have a name."""
 
 _GROUPS: Final = {
-    "run": ("up", "serve", "demo"),
+    "run": ("up", "serve"),
     "messages": ("produce", "consume", "dlq"),
     "resources": ("topics", "subscriptions", "namespaces", "schema", "brokers", "top"),
     "Spark": ("pipeline",),
     "inspect and repair": ("inspect", "backup", "repair", "recover", "metadata", "danube"),
     "settings and access": ("config", "context", "auth", "completion"),
-    "measure": ("bench",),
+    "about": ("status", "version", "help"),
 }
 """Commands as the help shows them."""
 
 _COMMANDS: Final = {
     "up": "run a broker and the pipeline on Spark",
     "serve": "run a broker, with a dashboard",
-    "demo": "run the demo, in under three minutes (needs a checkout)",
     "produce": "publish messages from standard input, a file or the command line",
     "consume": "print the messages of a topic, with or without a subscription",
     "dlq": "list, show, requeue and drop dead letters",
@@ -64,13 +63,21 @@ _COMMANDS: Final = {
     "context": "name brokers with their TLS settings and tokens, and switch between them",
     "auth": "create API keys and tokens; list, grant and revoke roles",
     "completion": "print a completion script for a shell",
-    "bench": "run a benchmark (needs a checkout of the project)",
+    "status": "show the brokers, and what is blocked or far behind",
+    "version": "print the version",
+    "help": "show the help of a command",
 }
 """The line about each command in the help; the same as its module registers. Modules are loaded
 when their command is used: all of them take half a second."""
 
-_MODULES: Final = {"context": "contexts"}
+_MODULES: Final = {"context": "contexts", "version": "about", "help": "about", "status": "about"}
 """Modules with another name than their command."""
+
+_MOVED: Final = {
+    "bench": "in a checkout of the project: `python -m benchmarks`, or `make bench`",
+    "demo": "in a checkout of the project: `make demo`",
+}
+"""Commands of the past, and what to use."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -134,19 +141,22 @@ def make_parser(*, only: str | None = None) -> Parser:
         "are read from both as one log. Run `ister COMMAND --help` for help on a command.",
         epilog="examples:\n"
         "  ister up\n"
-        "  echo hello | ister produce /default/greetings\n"
-        "  ister consume /default/greetings --subscription me --limit 1\n"
+        "  ister produce greetings hello\n"
+        "  ister consume greetings --subscription me -n 1\n"
         "\nExit codes: 0 done, 1 failed, 2 wrong usage.",
         groups=_GROUPS,
     )
+    parser.moved = _MOVED
     parser.add_argument("--version", action="version", version=f"ister {__version__}")
     commands = cast(
         "Subparsers", parser.add_subparsers(prog="ister", metavar="COMMAND", required=True)
     )
     for name, line in _COMMANDS.items():
         if only in (None, name):
-            module = importlib.import_module(f"ister.cli.{_MODULES.get(name, name)}")
-            module.register(commands)
+            home = _MODULES.get(name, name)
+            module = importlib.import_module(f"ister.cli.{home}")
+            register = getattr(module, "COMMANDS", {}).get(name) or module.register
+            register(commands)
         else:
             add_command(commands, name, help=line)
     return parser

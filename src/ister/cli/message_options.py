@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from typing import Final, Self, TypeVar
 
 from ister.base.message_filter import Condition, MessageFilter, Pattern, parse_attribute
+from ister.cli.command import add_json_argument
 from ister.cli.messages_out import FORMATS, Received, formatter, printable
 from ister.cli.templates import is_template, parse_template
 from ister.errors import InvalidRequestError
@@ -29,41 +30,59 @@ filter syntax:
 """How filters are written, for the help of commands."""
 
 
-def add_filter_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the filters."""
-    group = parser.add_argument_group("filters")
-    group.add_argument(
-        "--key",
-        dest="keys",
-        metavar="PATTERN",
-        action="append",
-        default=[],
-        type=Pattern.parse,
-        help="only messages with this routing key; * and ? are wildcards; repeatable",
-    )
-    group.add_argument(
-        "--attribute",
-        dest="attributes",
-        metavar="NAME=PATTERN",
-        action="append",
-        default=[],
-        type=_checked(parse_attribute),
-        help="only messages with this attribute; NAME alone for any value; repeatable",
-    )
-    group.add_argument(
-        "--where",
-        metavar="CONDITION",
-        action="append",
-        default=[],
-        type=_checked(Condition.parse),
-        help="only messages whose JSON payload matches, such as 'user.id == 7'; repeatable",
-    )
-    group.add_argument(
-        "--contains",
-        metavar="TEXT",
-        default="",
-        help="only messages whose payload contains this text",
-    )
+class Filters:
+    """The filters of a command."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.filter = MessageFilter(
+            keys=tuple(options.keys),
+            attributes=tuple(options.attributes),
+            conditions=tuple(options.where),
+            contains=options.contains.encode(errors="surrogateescape"),
+        )
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> Self:
+        """Those that were given."""
+        return cls(options)
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the filters."""
+        group = parser.add_argument_group("filters")
+        group.add_argument(
+            "-k",
+            "--key",
+            dest="keys",
+            metavar="PATTERN",
+            action="append",
+            default=[],
+            type=Pattern.parse,
+            help="only messages with this routing key; * and ? are wildcards; repeatable",
+        )
+        group.add_argument(
+            "--attribute",
+            dest="attributes",
+            metavar="NAME=PATTERN",
+            action="append",
+            default=[],
+            type=_checked(parse_attribute),
+            help="only messages with this attribute; NAME alone for any value; repeatable",
+        )
+        group.add_argument(
+            "--where",
+            metavar="CONDITION",
+            action="append",
+            default=[],
+            type=_checked(Condition.parse),
+            help="only messages whose JSON payload matches, such as 'user.id == 7'; repeatable",
+        )
+        group.add_argument(
+            "--contains",
+            metavar="TEXT",
+            default="",
+            help="only messages whose payload contains this text",
+        )
 
 
 def _checked(parse: Callable[[str], _T]) -> Callable[[str], _T]:
@@ -78,16 +97,6 @@ def _checked(parse: Callable[[str], _T]) -> Callable[[str], _T]:
     return parsed
 
 
-def make_filter(options: argparse.Namespace) -> MessageFilter:
-    """The filter of the options that `add_filter_arguments` adds."""
-    return MessageFilter(
-        keys=tuple(options.keys),
-        attributes=tuple(options.attributes),
-        conditions=tuple(options.where),
-        contains=options.contains.encode(errors="surrogateescape"),
-    )
-
-
 def is_match(wanted: MessageFilter, message: Received) -> bool:
     """Whether a message matches a filter."""
     return wanted.matches(
@@ -95,26 +104,57 @@ def is_match(wanted: MessageFilter, message: Received) -> bool:
     )
 
 
-def add_format_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--format`, `--json` and the delimiters."""
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--format",
-        metavar="FORMAT",
-        type=_checked(_parse_format),
-        default="payload",
-        help="payload: unchanged bytes (default); full: topic, offset, time, producer, key, "
-        "attributes and payload, separated by tabs; hex: payload as hexadecimal digits; or a "
-        "template such as '{offset} {key} {payload}'",
-    )
-    ends = group.add_mutually_exclusive_group()
-    ends.add_argument(
-        "--delimiter", metavar="TEXT", help="separator after each message (default: newline)"
-    )
-    ends.add_argument("-0", "--null", action="store_true", help="separate messages by a zero byte")
-    group.add_argument(
-        "--json", action="store_true", help="print one JSON object per line, with all fields"
-    )
+class Format:
+    """How a command prints messages."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._format: str = options.format
+        self._is_json: bool = options.json
+        # Arguments may be any bytes; Python decodes those that are not UTF-8 as surrogates.
+        text: str = options.delimiter or "\n"
+        self._delimiter = b"\0" if options.null else text.encode(errors="surrogateescape")
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> Self:
+        """What was given."""
+        return cls(options)
+
+    def formatter(self, *, is_terminal: bool) -> Callable[[Received], bytes]:
+        """Returns a function that formats a message, with its delimiter.
+
+        `is_terminal`: control characters in messages are shown as numbers.
+        """
+        if self._is_json or not is_template(self._format):
+            return formatter(
+                self._format,
+                is_json=self._is_json,
+                delimiter=self._delimiter,
+                is_terminal=is_terminal,
+            )
+        rendered = parse_template(self._format, printable if is_terminal else bytes)
+        return lambda message: rendered(message) + self._delimiter
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds `--format`, `--json` and the delimiters."""
+        group = parser.add_argument_group("output")
+        group.add_argument(
+            "--format",
+            metavar="FORMAT",
+            type=_checked(_parse_format),
+            default="payload",
+            help="payload: unchanged bytes (default); full: topic, offset, time, producer, key, "
+            "attributes and payload, separated by tabs; hex: payload as hexadecimal digits; or a "
+            "template such as '{offset} {key} {payload}'",
+        )
+        ends = group.add_mutually_exclusive_group()
+        ends.add_argument(
+            "--delimiter", metavar="TEXT", help="separator after each message (default: newline)"
+        )
+        ends.add_argument(
+            "-0", "--null", action="store_true", help="separate messages by a zero byte"
+        )
+        add_json_argument(group, "print one JSON object per line, with all fields")
 
 
 def _parse_format(text: str) -> str:
@@ -126,26 +166,6 @@ def _parse_format(text: str) -> str:
             "'{offset} {key} {payload}'"
         )
     return text
-
-
-def make_formatter(
-    options: argparse.Namespace, *, is_terminal: bool
-) -> Callable[[Received], bytes]:
-    """Returns a function that formats a message, with its delimiter.
-
-    Args:
-        options: With those that `add_format_arguments` adds.
-        is_terminal: The output is a terminal: control characters in messages are shown as numbers.
-    """
-    # Arguments may be any bytes; Python decodes those that are not UTF-8 as surrogates.
-    text: str = options.delimiter or "\n"
-    delimiter = b"\0" if options.null else text.encode(errors="surrogateescape")
-    if options.json or not is_template(options.format):
-        return formatter(
-            options.format, is_json=options.json, delimiter=delimiter, is_terminal=is_terminal
-        )
-    rendered = parse_template(options.format, printable if is_terminal else bytes)
-    return lambda message: rendered(message) + delimiter
 
 
 def matching(wanted: MessageFilter, messages: Sequence[Received]) -> Sequence[Received]:

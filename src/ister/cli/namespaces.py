@@ -1,92 +1,56 @@
-"""`ister namespaces list|create|delete`: the first part of topics' names.
-
-Owns: arguments, output. Does not own: namespaces, which a broker keeps (`ister.client`).
-"""
+"""`ister namespaces`: the first part of topics' names."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from typing import Annotated
 
-from ister.cli.connection import add_broker_arguments, connected, parse_name, print_change
-from ister.cli.errors_out import answer, print_json
-from ister.cli.output import Subparsers, add_command, print_table
+from ister.cli.command import Arg, Group, Shown, Table, command
+from ister.cli.connection import Broker, parse_name
 
+NAMESPACES = Group(
+    "namespaces",
+    "list, create and delete namespaces",
+    description="The topic /shop/orders is in the namespace shop. The namespace default "
+    "always exists; create others before creating topics in them.",
+    examples=("ister namespaces list", "ister namespaces create shop"),
+)
+register = NAMESPACES.register
 
-def register(commands: Subparsers) -> None:
-    """Adds the command to the parser."""
-    parser = add_command(
-        commands,
-        "namespaces",
-        help="list, create and delete namespaces",
-        description="The topic /shop/orders is in the namespace shop. The namespace default "
-        "always exists; create others before creating topics in them.",
-        examples=("ister namespaces list", "ister namespaces create shop"),
-    )
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
-
-    listed = add_command(
-        actions,
-        "list",
-        help="list the names of all namespaces",
-        examples=("ister namespaces list", "ister namespaces list --json"),
-    )
-    listed.set_defaults(run=_run_list)
-
-    created = add_command(
-        actions, "create", help="create a namespace", examples=("ister namespaces create shop",)
-    )
-    created.set_defaults(run=_run_create)
-
-    deleted = add_command(
-        actions,
-        "delete",
-        help="delete a namespace without topics",
-        examples=("ister namespaces delete shop",),
-    )
-    deleted.set_defaults(run=_run_delete)
-
-    for action in (created, deleted):
-        action.add_argument("name", metavar="NAME", type=parse_name, help="namespace, such as shop")
-    for action in (listed, created, deleted):
-        action.add_argument("--json", action="store_true", help="print one JSON object")
-        add_broker_arguments(action)
+Namespace = Annotated[str, Arg("namespace, such as shop", "NAME", parse_name)]
 
 
-def _run_list(options: argparse.Namespace) -> int:
-    def show() -> int:
-        with connected(options) as client:
-            names = client.namespaces()
-        if options.json:
-            print_json({"namespaces": names})
-        else:
-            print_table(("namespace",), [(name,) for name in names])
-        return 0
+@command(NAMESPACES, "list", "ls", failed={"namespaces": []})
+def list_namespaces(broker: Broker) -> Shown:
+    """List the names of all namespaces.
 
-    return answer(options, show, {"namespaces": []})
-
-
-def _run_create(options: argparse.Namespace) -> int:
-    def create() -> str:
-        with connected(options) as client:
-            client.create_namespace(options.name)
-        return f"created {options.name}"
-
-    return _changed(options, create)
+    Examples:
+        ister namespaces list
+        ister namespaces list --json
+    """
+    with broker.connect() as client:
+        names = client.namespaces()
+    return Shown({"namespaces": names}, Table(("namespace",), [(name,) for name in names]))
 
 
-def _run_delete(options: argparse.Namespace) -> int:
-    def delete() -> str:
-        with connected(options) as client:
-            client.delete_namespace(options.name)
-        return f"deleted {options.name}"
+@command(NAMESPACES, "create", failed={"ok": False}, echo={"namespace": "name"})
+def create_namespace(broker: Broker, name: Namespace) -> Shown:
+    """Create a namespace.
 
-    return _changed(options, delete)
+    Examples:
+        ister namespaces create shop
+    """
+    with broker.connect() as client:
+        client.create_namespace(name)
+    return broker.changed(f"created {name}", namespace=name)
 
 
-def _changed(options: argparse.Namespace, change: Callable[[], str]) -> int:
-    def work() -> int:
-        print_change(options, change(), {"namespace": options.name})
-        return 0
+@command(NAMESPACES, "delete", "rm", failed={"ok": False}, echo={"namespace": "name"})
+def delete_namespace(broker: Broker, name: Namespace) -> Shown:
+    """Delete a namespace without topics.
 
-    return answer(options, work, {"ok": False, "namespace": options.name})
+    Examples:
+        ister namespaces delete shop
+    """
+    with broker.connect() as client:
+        client.delete_namespace(name)
+    return broker.changed(f"deleted {name}", namespace=name)

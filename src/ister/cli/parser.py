@@ -25,6 +25,8 @@ from ister.errors import ConfigError
 _EXIT_USAGE: Final = 2
 _PATHS: Final = ("DIR", "FILE", "PATH", "TABLE", "URL-or-PATH")
 """Metavars of the arguments that are paths."""
+_NEAR: Final = 0.65
+"""How similar words have to be: `health` is not `auth`, and `--tail` is not `--tls`."""
 _WIDTH_MAX: Final = 110
 _WIDTH_MIN: Final = 40
 _HELP_POSITION_MAX: Final = 26
@@ -48,14 +50,17 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**options)
         self.groups = groups
+        self.moved: Mapping[str, str] = {}
+        """Sub-commands of the past, each with what to use."""
         self._given: list[str] = []
         self._positionals.title = "arguments"
 
     @property
     def commands(self) -> dict[str, Parser]:
-        """The sub-commands by name; empty if there are none."""
+        """The sub-commands by name, without aliases; empty if there are none."""
         action = self._sub_commands()
-        return {} if action is None else dict(action.choices)
+        shown = [] if action is None else action._choices_actions  # noqa: SLF001 - argparse's
+        return {item.dest: action.choices[item.dest] for item in shown if action is not None}
 
     @property
     def arguments(self) -> list[argparse.Action]:
@@ -181,7 +186,7 @@ class Parser(argparse.ArgumentParser):
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - has no public name
             self.refuse(
                 f"unknown command {f'{self.prog} {value}'!r}",
-                hint=near or f"known: {', '.join(known)}",
+                hint=self.moved.get(str(value)) or near or f"known: {', '.join(self.commands)}",
             )
         name = "/".join(action.option_strings) or action.metavar or action.dest
         self.refuse(f"{name}: {value!r} is not one of {', '.join(known)}", hint=near)
@@ -201,8 +206,9 @@ def walk_commands(parser: Parser) -> Iterator[Parser]:
 
 
 def _nearest(word: str, known: Iterable[str]) -> str | None:
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"did you mean {near[0]!r}?" if near else None
+    by_text = {one.lstrip("-"): one for one in known}
+    near = difflib.get_close_matches(word.lstrip("-"), by_text, n=1, cutoff=_NEAR)
+    return f"did you mean {by_text[near[0]]!r}?" if near else None
 
 
 def _width(file: TextIO | None) -> int:

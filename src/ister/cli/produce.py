@@ -1,7 +1,7 @@
 """`ister produce TOPIC`: messages from standard input, a file or the command line.
 
-Owns: arguments, what is printed, exit codes. Does not own: taking input apart (`messages_in`),
-publishing (`ister.client`).
+Owns: what is printed. Does not own: taking input apart (`messages_in`), publishing
+(`ister.client`).
 
     input ─► messages ─► the client, many on their way ─► outcomes, in order ─► `{offset}` a line
 
@@ -22,34 +22,27 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from ister.base.clock import SystemClock
 from ister.base.model import AckLevel
-from ister.cli.connection import (
-    add_broker_arguments,
-    broker_address,
-    connected,
-    parse_count,
-    parse_name,
-)
+from ister.cli.command import Arg, UsageError, command, register_command
+from ister.cli.connection import PatientBroker, parse_count, parse_name
 from ister.cli.interrupts import Interrupts
-from ister.cli.location import add_topic_argument
+from ister.cli.location import Topic
 from ister.cli.messages_in import InputMessage, InputOptions, read_messages
-from ister.cli.output import (
-    ProgressBar,
-    Subparsers,
-    add_command,
-    format_bytes,
-    print_error,
-    progress,
+from ister.cli.output import ProgressBar, format_bytes, print_error, progress
+from ister.errors import (
+    CapacityError,
+    InvalidRequestError,
+    IsterError,
+    NotFoundError,
+    topic_not_found,
 )
-from ister.errors import CapacityError, InvalidRequestError, IsterError, NotFoundError
 
 if TYPE_CHECKING:
-    from ister.client import Client, Producer, SentMessage
+    from ister.client import Producer, SentMessage
 
-_RETRY_SECONDS: Final = 60.0
 # After a signal, accepted messages have this long to be acknowledged.
 _GRACE_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 0.25
@@ -58,80 +51,7 @@ _ERRORS_SHOWN: Final = 5
 _PROGRESS_EVERY: Final = 500
 # A pipe with any room has room for this much.
 _WRITE_BYTES: Final = 4096
-
-
-def register(commands: Subparsers) -> None:
-    """Adds the command to the parser."""
-    parser = add_command(
-        commands,
-        "produce",
-        help="publish messages from standard input, a file or the command line",
-        description="Publishes each line of standard input as a message, until the input "
-        "ends. The topic is created if it does not exist and the broker allows that.\n\nThe "
-        "command ends with 0 only if the broker acknowledged every message; otherwise "
-        "standard error says how many were acknowledged.",
-        examples=(
-            "ister produce /default/orders --message 'hello'",
-            "ister produce /default/orders < orders.jsonl",
-            "ister produce /default/orders --key-field customer.id --file orders.jsonl --json",
-            "ister consume /default/a --no-follow --json | ister produce /default/b --json-lines",
-        ),
-    )
-    add_topic_argument(parser)
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--file", metavar="FILE", help="read this file instead of standard input")
-    source.add_argument("--message", metavar="TEXT", help="publish this text as one message")
-    form = parser.add_argument_group("messages")
-    ends = form.add_mutually_exclusive_group()
-    ends.add_argument(
-        "--delimiter", metavar="TEXT", help="the separator between messages (default: newline)"
-    )
-    ends.add_argument(
-        "-0", "--null", action="store_true", help="messages are separated by a zero byte"
-    )
-    ends.add_argument("--whole", action="store_true", help="publish the whole input as one message")
-    ends.add_argument(
-        "--json-lines",
-        action="store_true",
-        help="input is one JSON object per line, as printed by `ister consume --json`: "
-        "payload or payload_base64, routing_key, attributes",
-    )
-    form.add_argument("--key", metavar="KEY", help="routing key of messages without one")
-    form.add_argument(
-        "--key-field",
-        metavar="FIELD",
-        help="take the routing key from this field of each JSON message; a.b for a nested field",
-    )
-    form.add_argument(
-        "--attribute",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        type=_parse_attribute,
-        help="attribute of every message; repeatable",
-    )
-    form.add_argument(
-        "--name",
-        metavar="NAME",
-        type=parse_name,
-        help="producer name; only one producer may use it at a time",
-    )
-    form.add_argument("--rate", metavar="N", type=parse_count, help="maximum messages per second")
-    made = parser.add_argument_group("if the topic does not exist")
-    made.add_argument(
-        "--create",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="create the topic even if brokers do not create topics automatically, or never "
-        "create it",
-    )
-    made.add_argument("--ack", choices=list(AckLevel), help="durability level of acknowledgements")
-    made.add_argument("--partitions", metavar="N", type=parse_count, help="number of partitions")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object per message, with its offset"
-    )
-    add_broker_arguments(parser, retry_for=_RETRY_SECONDS)
-    parser.set_defaults(run=_run)
+_NEW: Final = "if the topic does not exist"
 
 
 def _parse_attribute(text: str) -> tuple[str, str]:
@@ -141,36 +61,159 @@ def _parse_attribute(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _run(options: argparse.Namespace) -> int:
-    input_options = _input_options(options)
+@command(None, "produce", json="print one JSON object per message, with its offset")
+def produce(
+    broker: PatientBroker,
+    topic: Topic,
+    text: Annotated[str | None, Arg("publish this text as one message", "MESSAGE")] = None,
+    *,
+    file: Annotated[
+        str | None, Arg("read this file instead of standard input", "FILE", one_of="source")
+    ] = None,
+    message: Annotated[
+        str | None, Arg("publish this text as one message", "TEXT", one_of="source")
+    ] = None,
+    delimiter: Annotated[
+        str | None,
+        Arg(
+            "the separator between messages (default: newline)",
+            "TEXT",
+            group="messages",
+            one_of="ends",
+        ),
+    ] = None,
+    null: Annotated[
+        bool,
+        Arg(
+            "messages are separated by a zero byte", flags=("-0",), group="messages", one_of="ends"
+        ),
+    ] = False,
+    whole: Annotated[
+        bool, Arg("publish the whole input as one message", group="messages", one_of="ends")
+    ] = False,
+    json_lines: Annotated[
+        bool,
+        Arg(
+            "input is one JSON object per line, as printed by `ister consume --json`: payload or "
+            "payload_base64, routing_key, attributes",
+            group="messages",
+            one_of="ends",
+        ),
+    ] = False,
+    key: Annotated[
+        str | None,
+        Arg("routing key of messages without one", "KEY", flags=("-k",), group="messages"),
+    ] = None,
+    key_field: Annotated[
+        str | None,
+        Arg(
+            "take the routing key from this field of each JSON message; a.b for a nested field",
+            "FIELD",
+            group="messages",
+        ),
+    ] = None,
+    attribute: Annotated[
+        list[tuple[str, str]],
+        Arg(
+            "attribute of every message; repeatable",
+            "NAME=VALUE",
+            _parse_attribute,
+            group="messages",
+        ),
+    ] = [],  # noqa: B006 - copied
+    name: Annotated[
+        str | None,
+        Arg(
+            "producer name; only one producer may use it at a time",
+            "NAME",
+            parse_name,
+            group="messages",
+        ),
+    ] = None,
+    rate: Annotated[
+        int | None, Arg("maximum messages per second", "N", parse_count, group="messages")
+    ] = None,
+    create: Annotated[
+        bool | None,
+        Arg(
+            "create the topic even if brokers do not create topics automatically, or never create "
+            "it",
+            group=_NEW,
+        ),
+    ] = None,
+    ack: Annotated[AckLevel | None, Arg("durability level of acknowledgements", group=_NEW)] = None,
+    partitions: Annotated[
+        int | None, Arg("number of partitions", "N", parse_count, group=_NEW)
+    ] = None,
+    json: bool,
+) -> int:
+    """Publish messages from standard input, a file or the command line.
+
+    Publishes each line of standard input as a message, until the input ends. The topic is created
+    if it does not exist and the broker allows that.
+
+    The command ends with 0 only if the broker acknowledged every message. Standard error says how
+    many were, and their offsets.
+
+    Examples:
+        ister produce orders hello
+        ister produce /default/orders < orders.jsonl
+        ister produce /default/orders --key-field customer.id --file orders.jsonl --json
+        ister consume /default/a --no-follow --json | ister produce /default/b --json-lines
+    """
+    if text is not None and (message is not None or file is not None):
+        raise UsageError("MESSAGE cannot be combined with --message or --file")
+    if json_lines and key_field:
+        raise InvalidRequestError(
+            "--key-field cannot be used with --json-lines", hint="there, routing_key is the key"
+        )
+    message = text if message is None else message
+    # Any bytes may be given, and Python has those that are no text as surrogates.
+    between = (delimiter or "\n").encode(errors="surrogateescape")
+    input_options = InputOptions(
+        # With a message as argument, the text is all of it.
+        is_whole=whole or message is not None,
+        is_json=json_lines,
+        delimiter=b"\0" if null else between,
+        key=key,
+        key_field=key_field,
+        attributes=dict(attribute),
+    )
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
-        read = _open_input(options, interrupts, stack)
-        client = stack.enter_context(connected(options))
+        read = _open_input(message, file, interrupts, stack)
+        client = stack.enter_context(broker.connect())
         with interrupts.breaking():  # nothing is sent yet
-            is_new = _prepare_topic(client, options)
+            is_new = not client.partitions(topic)
+            if is_new and create is False:
+                raise topic_not_found(topic)
+            if is_new and (create or partitions):
+                client.create_topic(topic, partitions=partitions or 0, ack=ack)
             producer = client.producer(
-                str(options.topic),
-                name=options.name,
-                create=options.create is None,
-                ack=AckLevel(options.ack) if options.ack else None,
-                timeout=options.retry_for or None,
+                topic, name=name, create=create is None, ack=ack, timeout=broker.retry_for or None
             )
         if is_new:
-            where = f"(broker {broker_address(options)})"
-            print(f"ister: {options.topic} created {where}", file=sys.stderr)
-        shown = stack.enter_context(_progress(options))
+            print(f"ister: {topic} created (broker {broker.address})", file=sys.stderr)
+        # A bar would run into lines that are typed, or printed.
+        is_in_the_way = json and sys.stdout is not None and sys.stdout.isatty()
+        is_typed = file is None and sys.stdin is not None and sys.stdin.isatty()
+        shown = None
+        if message is None and not is_typed and not is_in_the_way:
+            shown = stack.enter_context(progress(f"to {topic}"))
         report = _Report(
-            is_json=options.json,
-            is_partitioned=_is_partitioned(client, options),
-            broker=broker_address(options),
+            is_json=json,
+            is_partitioned=client.partitions(topic) not in ([], [topic]),
+            broker=broker.address,
         )
-        work = _Production(producer, interrupts, report, rate=options.rate, shown=shown)
+        work = _Production(producer, interrupts, report, rate=rate, shown=shown)
         failure = work.run(_counted(read_messages(read, input_options), report))
-    if options.key_field and report.keyless:
+    if key_field and report.keyless:
         count = f"{report.keyless:,} message{'' if report.keyless == 1 else 's'}"
-        print(f"ister: {count} without {options.key_field} to take a key from", file=sys.stderr)
+        print(f"ister: {count} without {key_field} to take a key from", file=sys.stderr)
     return _conclude(report, failure, is_interrupted=interrupts.is_set)
+
+
+register = register_command(produce)
 
 
 def _counted(messages: Iterator[InputMessage], report: _Report) -> Iterator[InputMessage]:
@@ -180,38 +223,19 @@ def _counted(messages: Iterator[InputMessage], report: _Report) -> Iterator[Inpu
         yield message
 
 
-def _input_options(options: argparse.Namespace) -> InputOptions:
-    if options.json_lines and options.key_field:
-        raise InvalidRequestError(
-            "--key-field cannot be used with --json-lines", hint="there, routing_key is the key"
-        )
-    # Any bytes may be given, and Python has those that are no text as surrogates.
-    between = (options.delimiter or "\n").encode(errors="surrogateescape")
-    delimiter = b"\0" if options.null else between
-    return InputOptions(
-        # With --message, the text is all of it.
-        is_whole=options.whole or options.message is not None,
-        is_json=options.json_lines,
-        delimiter=delimiter,
-        key=options.key,
-        key_field=options.key_field,
-        attributes=dict(options.attribute),
-    )
-
-
 def _open_input(
-    options: argparse.Namespace, interrupts: Interrupts, stack: contextlib.ExitStack
+    message: str | None, file: str | None, interrupts: Interrupts, stack: contextlib.ExitStack
 ) -> Callable[[int], bytes]:
-    if options.message is not None:
-        pieces = iter([options.message.encode(errors="surrogateescape"), b""])
+    if message is not None:
+        pieces = iter([message.encode(errors="surrogateescape"), b""])
         return lambda size: next(pieces)
-    if options.file is not None:
+    if file is not None:
         try:
-            fd = os.open(options.file, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise NotFoundError(f"{options.file} cannot be read: {error.strerror}") from error
+            raise NotFoundError(f"{file} cannot be read: {error.strerror}") from error
         stack.callback(os.close, fd)
-        return _readable(interrupts.reading(fd), options.file)
+        return _readable(interrupts.reading(fd), file)
     if sys.stdin is None:
         raise InvalidRequestError("standard input is closed", hint="--file or --message")
     if sys.stdin.isatty():
@@ -227,35 +251,6 @@ def _readable(read: Callable[[int], bytes], name: str) -> Callable[[int], bytes]
             raise InvalidRequestError(f"{name} cannot be read: {error.strerror}") from error
 
     return attempt
-
-
-def _prepare_topic(client: Client, options: argparse.Namespace) -> bool:
-    """Makes the topic where that was asked for; whether it is new."""
-    topic = str(options.topic)
-    if client.partitions(topic):
-        return False
-    if options.create is False:
-        raise NotFoundError(f"topic {topic} does not exist", topic=topic)
-    if options.create or options.partitions:
-        client.create_topic(topic, partitions=options.partitions or 0, ack=options.ack)
-    return True
-
-
-def _is_partitioned(client: Client, options: argparse.Namespace) -> bool:
-    topic = str(options.topic)
-    return client.partitions(topic) not in ([], [topic])
-
-
-@contextlib.contextmanager
-def _progress(options: argparse.Namespace) -> Iterator[ProgressBar | None]:
-    # A bar would run into lines that are typed, or printed.
-    is_in_the_way = options.json and sys.stdout is not None and sys.stdout.isatty()
-    is_typed = options.file is None and sys.stdin is not None and sys.stdin.isatty()
-    if options.message is not None or is_typed or is_in_the_way:
-        yield None
-        return
-    with progress(f"to {options.topic}") as shown:
-        yield shown
 
 
 # -- publishing -----------------------------------------------------------------------------
@@ -441,12 +436,13 @@ class _Report:
 
     def words(self) -> str:
         """How many there are, and where."""
-        places = ", ".join(
-            f"offsets {first} up to {last + 1}" + (f" of {topic}" if self._is_partitioned else "")
+        places = [
+            (f"offset {first}" if first == last else f"offsets {first}–{last}")
+            + (f" of {topic}" if self._is_partitioned else "")
             for topic, (first, last) in sorted(self.offsets.items())[:_ERRORS_SHOWN]
-        )
+        ]
         number = f"{self.acknowledged:,} message{'' if self.acknowledged == 1 else 's'}"
-        return f"{number} acknowledged" + (f": {places}" if places else "")
+        return ", ".join((number, *places))
 
 
 def _conclude(report: _Report, failure: IsterError | None, *, is_interrupted: bool) -> int:
@@ -460,8 +456,7 @@ def _conclude(report: _Report, failure: IsterError | None, *, is_interrupted: bo
     unknown = report.accepted - report.acknowledged
     is_done = failure is None and not unknown and report.output_error is None
     if is_done and not is_interrupted:
-        if sys.stderr.isatty():
-            print(_summary(report), file=sys.stderr)
+        print(_summary(report) if sys.stderr.isatty() else report.words(), file=sys.stderr)
         return 0
     if failure is not None:
         print_error(failure.message, hint=failure.hint)
@@ -469,7 +464,8 @@ def _conclude(report: _Report, failure: IsterError | None, *, is_interrupted: bo
         print_error(report.output_error)
     elif is_interrupted:
         print_error("interrupted before the end of the input")
-    print(f"ister: {report.words()}" + (f"; {unknown:,} not" if unknown else ""), file=sys.stderr)
+    text = f"ister: acknowledged: {report.words()}"
+    print(text + (f"; {unknown:,} not" if unknown else ""), file=sys.stderr)
     return 1
 
 

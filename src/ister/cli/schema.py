@@ -1,25 +1,21 @@
 """`ister schema`: subjects of the schema registry, their versions, compatibility.
 
-Owns: arguments, output, detection of a file's schema type. Does not own: the registry and the
-compatibility check, which are the broker's (`ister.client`).
+Owns: detection of a file's schema type. Does not own: the registry and the compatibility check,
+which are the broker's (`ister.client`).
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
-from ister.base.model import JsonObject
 from ister.base.positions import format_time
-from ister.cli.connection import add_broker_arguments, connected, parse_count, print_change
-from ister.cli.errors_out import answer, print_json
-from ister.cli.output import Subparsers, add_command, print_facts, print_table
+from ister.cli.command import Arg, Facts, Group, Shown, Table, command
+from ister.cli.connection import Broker, parse_count
 from ister.cli.table import plain
 from ister.errors import ConfigError, InvalidRequestError
 from ister.topic.schema_kinds import CompatibilityMode, SchemaType
@@ -38,155 +34,46 @@ _JSON_SCHEMA_WORDS: Final = frozenset(
     {"$schema", "$id", "$ref", "$defs", "properties", "allOf", "anyOf", "oneOf", "const"}
 )
 _AVRO_TYPES: Final = frozenset({"record", "enum", "fixed", "map", "error"})
+_MODES: Final = ", ".join(CompatibilityMode)
 
+SCHEMA = Group(
+    "schema",
+    "list, show, register and check schemas",
+    description="The schema registry of a broker. A subject has the versions of one schema; the "
+    "subject of a topic usually has the topic's name.",
+    examples=(
+        "ister schema list",
+        "ister schema register orders order.avsc",
+        "ister schema check orders order-2.avsc",
+    ),
+)
+register = SCHEMA.register
 
-def register(commands: Subparsers) -> None:
-    """Adds the command to the parser."""
-    parser = add_command(
-        commands,
-        "schema",
-        help="list, show, register and check schemas",
-        description="The schema registry of a broker. A subject has the versions of one schema; "
-        "the subject of a topic usually has the topic's name.",
-        examples=(
-            "ister schema list",
-            "ister schema register orders order.avsc",
-            "ister schema check orders order-2.avsc",
-        ),
-    )
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
-
-    _register(
-        actions, "list", _list, {"subjects": []}, help="list subjects", examples=("schema list",)
-    )
-
-    shown = _register(
-        actions,
-        "show",
-        _show,
-        {"ok": False},
-        help="show a subject: its versions, and the definition of one",
-        examples=("schema show orders", "schema show orders --version 1 --definition > order.avsc"),
-    )
-    _add_subject(shown)
-    shown.add_argument(
-        "--version", metavar="N", type=parse_count, help="version to show (default: the latest)"
-    )
-    shown.add_argument(
-        "--definition", action="store_true", help="print the definition alone, byte for byte"
-    )
-
-    registered = _register(
-        actions,
-        "register",
-        _add_version,
-        {"ok": False},
-        help="register a schema from a file",
-        description="Adds a version to a subject; the first version creates the subject. A "
-        "definition that is already registered keeps its version.",
-        examples=(
-            "schema register orders order.avsc",
-            "schema register orders order.json --type json_schema --description 'with tax'",
-        ),
-    )
-    _add_subject(registered)
-    _add_definition(registered)
-    registered.add_argument(
-        "--description", metavar="TEXT", default="", help="description of the version"
-    )
-    registered.add_argument(
-        "--tag", metavar="WORD", action="append", default=[], help="tag; repeatable"
-    )
-
-    checked = _register(
-        actions,
-        "check",
-        _check,
-        {"ok": False},
-        help="check whether a file could be the next version",
-        description="Checks a definition against the latest version of a subject and changes "
-        "nothing. Exit code 1 if it is not compatible, with the reasons.",
-        examples=("schema check orders order-2.avsc", "schema check orders o.avsc --mode full"),
-    )
-    _add_subject(checked)
-    _add_definition(checked)
-    checked.add_argument(
-        "--mode",
-        metavar="MODE",
-        choices=[*CompatibilityMode],
-        help=f"{', '.join(CompatibilityMode)} (default: the subject's own)",
-    )
-
-    compat = _register(
-        actions,
-        "compat",
-        _compat,
-        {"ok": False},
-        help="show or set the compatibility mode of a subject",
-        description="Shows or sets how new versions must be compatible with the latest one. "
-        "backward: readers with the new version can read old messages; forward: readers with the "
-        "old version can read new messages; full: both; none: not checked.",
-        examples=("schema compat orders", "schema compat orders full"),
-    )
-    _add_subject(compat)
-    compat.add_argument(
-        "mode",
-        metavar="MODE",
-        nargs="?",
-        choices=[*CompatibilityMode],
-        help=f"{', '.join(CompatibilityMode)}; without it, the mode is shown",
-    )
-
-
-def _register(
-    actions: Subparsers,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    facts: JsonObject,
-    *,
-    help: str,
-    examples: tuple[str, ...],
-    description: str | None = None,
-) -> argparse.ArgumentParser:
-    lines = tuple(f"ister {one}" for one in examples)
-    parser = add_command(actions, name, help=help, description=description, examples=lines)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_broker_arguments(parser)
-    parser.set_defaults(run=lambda options: answer(options, lambda: run(options), facts))
-    return parser
-
-
-def _add_subject(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("subject", metavar="SUBJECT", help="subject, such as orders")
-
-
-def _add_definition(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="file with the definition; - for stdin")
-    parser.add_argument(
-        "--type",
-        metavar="TYPE",
-        choices=[*SchemaType],
-        help=f"{', '.join(SchemaType)} (default: detected from the file's name and content)",
-    )
+Subject = Annotated[str, Arg("subject, such as orders", "SUBJECT")]
+File = Annotated[str, Arg("file with the definition; - for stdin", "FILE")]
+Type = Annotated[
+    SchemaType | None,
+    Arg(f"{', '.join(SchemaType)} (default: detected from the file's name and content)", "TYPE"),
+]
 
 
 # -- definitions ----------------------------------------------------------------------------
 
 
-def _read(options: argparse.Namespace) -> tuple[bytes, str]:
+def _read(path: str, kind: SchemaType | None) -> tuple[bytes, str]:
     """The definition in a file, and its type."""
     try:
-        if options.file == "-":
+        if path == "-":
             data = sys.stdin.buffer.read()
         else:
-            with open(options.file, "rb") as file:
+            with open(path, "rb") as file:
                 data = file.read()
     except OSError as error:
-        raise ConfigError(f"cannot read the file: {error.strerror}", path=options.file) from error
-    kind = options.type or detect_type(options.file, data)
+        raise ConfigError(f"cannot read the file: {error.strerror}", path=path) from error
+    kind = kind or detect_type(path, data)
     if kind is None:
         raise InvalidRequestError(
-            f"cannot tell the schema type of {options.file}",
+            f"cannot tell the schema type of {path}",
             hint=f"pass --type {'|'.join(SchemaType)}",
         )
     return data, str(kind)
@@ -216,49 +103,59 @@ def detect_type(path: str, data: bytes) -> SchemaType | None:
 # -- commands -------------------------------------------------------------------------------
 
 
-def _list(options: argparse.Namespace) -> int:
-    with connected(options) as client:
+@command(SCHEMA, "list", "ls", failed={"subjects": []})
+def list_subjects(broker: Broker) -> Shown:
+    """List subjects.
+
+    Examples:
+        ister schema list
+    """
+    with broker.connect() as client:
         found = client.schema_subjects()
-    if options.json:
-        print_json({"subjects": [asdict(one) for one in found]})
-    elif not found:
-        print("no subjects; register one with `ister schema register`")
-    else:
-        rows = [
-            (
-                one.subject,
-                one.schema_type,
-                one.latest_version,
-                one.compatibility,
-                one.schema_id,
-                ", ".join(one.tags),
-            )
-            for one in found
-        ]
-        print_table(("subject", "type", "version", "compatibility", "id", "tags"), rows)
-    return 0
+    rows = [
+        (
+            one.subject,
+            one.schema_type,
+            one.latest_version,
+            one.compatibility,
+            one.schema_id,
+            ", ".join(one.tags),
+        )
+        for one in found
+    ]
+    titles = ("subject", "type", "version", "compatibility", "id", "tags")
+    empty = "no subjects; register one with `ister schema register`"
+    return Shown({"subjects": [asdict(one) for one in found]}, Table(titles, rows, empty=empty))
 
 
-def _show(options: argparse.Namespace) -> int:
-    with connected(options) as client:
-        schema = client.schema(options.subject, options.version)
-        versions = [] if options.definition else client.schema_versions(options.subject)
-    if options.definition and not options.json:
-        sys.stdout.flush()
-        sys.stdout.buffer.write(schema.definition)
-        sys.stdout.buffer.flush()
-        return 0
+@command(SCHEMA, "show", failed={"ok": False})
+def show_schema(
+    broker: Broker,
+    subject: Subject,
+    *,
+    version: Annotated[
+        int | None, Arg("version to show (default: the latest)", "N", parse_count)
+    ] = None,
+    definition: Annotated[bool, Arg("print the definition alone, byte for byte")] = False,
+) -> Shown:
+    """Show a subject: its versions, and the definition of one.
+
+    Examples:
+        ister schema show orders
+        ister schema show orders --version 1 --definition > order.avsc
+    """
+    with broker.connect() as client:
+        schema = client.schema(subject, version)
+        versions = [] if definition else client.schema_versions(subject)
     text = _text(schema.definition)
-    if options.json:
-        shown: JsonObject = {
-            **asdict(schema),
-            "definition": text,
-            "definition_base64": base64.b64encode(schema.definition).decode("ascii"),
-        }
-        print_json({**shown, "versions": [asdict(one) for one in versions]})
-        return 0
-    print_facts(_facts(schema), title=f"{schema.subject}, version {schema.version}")
-    print()
+    json = {
+        **asdict(schema),
+        "definition": text,
+        "definition_base64": base64.b64encode(schema.definition).decode("ascii"),
+        "versions": [asdict(one) for one in versions],
+    }
+    if definition:
+        return Shown(json, lambda: _write(schema.definition))
     rows = [
         (
             one.version,
@@ -268,13 +165,18 @@ def _show(options: argparse.Namespace) -> int:
         )
         for one in versions
     ]
-    print_table(("version", "created", "by", "description"), rows)
-    print()
-    if text is None:
-        print(f"({len(schema.definition)} bytes, binary)")
-    else:
-        print("\n".join(plain(line.expandtabs()) for line in text.rstrip().splitlines()))
-    return 0
+    shown = f"({len(schema.definition)} bytes, binary)"
+    if text is not None:
+        shown = "\n".join(plain(line.expandtabs()) for line in text.rstrip().splitlines())
+    facts = Facts(_facts(schema), f"{schema.subject}, version {schema.version}")
+    table = Table(("version", "created", "by", "description"), rows)
+    return Shown(json, [facts, "", table, "", shown])
+
+
+def _write(definition: bytes) -> None:
+    sys.stdout.flush()
+    sys.stdout.buffer.write(definition)
+    sys.stdout.buffer.flush()
 
 
 def _facts(schema: Schema) -> dict[str, object]:
@@ -298,49 +200,87 @@ def _text(definition: bytes) -> str | None:
     return text if not any(ord(one) < 32 and one not in "\t\n\r" for one in text) else None
 
 
-def _add_version(options: argparse.Namespace) -> int:
-    data, kind = _read(options)
-    with connected(options) as client:
+@command(SCHEMA, "register", failed={"ok": False})
+def register_schema(
+    broker: Broker,
+    subject: Subject,
+    file: File,
+    *,
+    type: Type = None,
+    description: Annotated[str, Arg("description of the version", "TEXT")] = "",
+    tag: Annotated[list[str], Arg("tag; repeatable", "WORD")] = [],  # noqa: B006 - copied
+) -> Shown:
+    """Register a schema from a file.
+
+    Adds a version to a subject; the first version creates the subject. A definition that is already
+    registered keeps its version.
+
+    Examples:
+        ister schema register orders order.avsc
+        ister schema register orders order.json --type json_schema --description 'with tax'
+    """
+    data, kind = _read(file, type)
+    with broker.connect() as client:
         made = client.register_schema(
-            options.subject,
-            data,
-            schema_type=kind,
-            description=options.description,
-            tags=options.tag,
+            subject, data, schema_type=kind, description=description, tags=tag
         )
     verb = "registered" if made.is_new else "already registered"
-    text = f"{verb}: {options.subject} version {made.version}, {kind}, id {made.schema_id}"
-    print_change(options, text, {**asdict(made), "type": kind})
-    return 0
+    text = f"{verb}: {subject} version {made.version}, {kind}, id {made.schema_id}"
+    return broker.changed(text, **asdict(made), type=kind)
 
 
-def _check(options: argparse.Namespace) -> int:
-    data, kind = _read(options)
-    with connected(options) as client:
-        problems = client.check_schema(options.subject, data, schema_type=kind, mode=options.mode)
-    if options.json:
-        print_json(
-            {"subject": options.subject, "is_compatible": not problems, "problems": problems}
-        )
-    elif not problems:
-        print(f"{options.file} is compatible with {options.subject}")
-    else:
-        print(f"{options.file} is not compatible with {options.subject}:")
-        for problem in problems:
-            print(f"  {plain(problem)}")
-    return 1 if problems else 0
+@command(SCHEMA, "check", failed={"ok": False})
+def check_schema(
+    broker: Broker,
+    subject: Subject,
+    file: File,
+    *,
+    type: Type = None,
+    mode: Annotated[
+        CompatibilityMode | None, Arg(f"{_MODES} (default: the subject's own)", "MODE")
+    ] = None,
+) -> Shown:
+    """Check whether a file could be the next version.
+
+    Checks a definition against the latest version of a subject and changes nothing. Exit code 1 if
+    it is not compatible, with the reasons.
+
+    Examples:
+        ister schema check orders order-2.avsc
+        ister schema check orders o.avsc --mode full
+    """
+    data, kind = _read(file, type)
+    with broker.connect() as client:
+        problems = client.check_schema(subject, data, schema_type=kind, mode=mode)
+    text = [f"{file} is {'not ' if problems else ''}compatible with {subject}"]
+    if problems:
+        text = [f"{text[0]}:", *(f"  {plain(problem)}" for problem in problems)]
+    json = {"subject": subject, "is_compatible": not problems, "problems": problems}
+    return Shown(json, text, not problems)
 
 
-def _compat(options: argparse.Namespace) -> int:
-    with connected(options) as client:
-        if options.mode is None:
-            mode = client.schema(options.subject).compatibility
-            if options.json:
-                print_json({"subject": options.subject, "compatibility": mode})
-            else:
-                print(mode)
-            return 0
-        client.set_compatibility(options.subject, options.mode)
-    facts = {"subject": options.subject, "compatibility": options.mode}
-    print_change(options, f"compatibility of {options.subject}: {options.mode}", facts)
-    return 0
+@command(SCHEMA, "compat", failed={"ok": False})
+def set_compatibility(
+    broker: Broker,
+    subject: Subject,
+    mode: Annotated[
+        CompatibilityMode | None, Arg(f"{_MODES}; without it, the mode is shown", "MODE")
+    ] = None,
+) -> Shown:
+    """Show or set the compatibility mode of a subject.
+
+    Shows or sets how new versions must be compatible with the latest one. backward: readers with
+    the new version can read old messages; forward: readers with the old version can read new
+    messages; full: both; none: not checked.
+
+    Examples:
+        ister schema compat orders
+        ister schema compat orders full
+    """
+    with broker.connect() as client:
+        if mode is None:
+            found = client.schema(subject).compatibility
+            return Shown({"subject": subject, "compatibility": found}, found)
+        client.set_compatibility(subject, mode)
+    text = f"compatibility of {subject}: {mode}"
+    return broker.changed(text, subject=subject, compatibility=mode)

@@ -8,7 +8,7 @@
 
 `messages` has what a consumer gets, `options` how a client reaches brokers, `tls_probe` whether a
 port that does not answer wants TLS; `admin`, `cluster_admin`, `rights`, `schemas` and
-`dead_letters` the calls for operators. Besides, for Arrow data: `tables` reads topics, `flight`
+`dead_letters` the calls for operators. Besides, for Arrow data: `ranges` reads topics, `flight`
 ranges of one, `publisher` publishes tables, `frames` fetches a topic's frames for an upload.
 
 Nothing is loaded before it is asked for: gRPC and pyarrow are an extra, `ister[client]`.
@@ -22,10 +22,17 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from ister.base.serializers import JsonSerializer, Serializer
     from ister.client.admin import SubscriptionDescription, TopicDescription
-    from ister.client.aio import AsyncClient, AsyncConsumer, AsyncProducer, AsyncSentMessage
+    from ister.client.aio import (
+        AsyncClient,
+        AsyncConsumer,
+        AsyncProducer,
+        AsyncReader,
+        AsyncSentMessage,
+    )
     from ister.client.dead_letters import LetterFilter
-    from ister.client.messages import ReceivedMessage
+    from ister.client.messages import ReceivedMessage, TopicMessage
     from ister.client.options import TlsOptions
+    from ister.client.ranges import Reader
     from ister.client.rights import BindingDescription, RoleDescription
     from ister.client.schemas import RegisteredSchema, Schema, SchemaVersion, SubjectDescription
     from ister.client.sync import Client, Consumer, Producer, SentMessage
@@ -35,6 +42,7 @@ __all__ = [
     "AsyncClient",
     "AsyncConsumer",
     "AsyncProducer",
+    "AsyncReader",
     "AsyncSentMessage",
     "AsyncTopicTable",
     "BindingDescription",
@@ -43,6 +51,7 @@ __all__ = [
     "JsonSerializer",
     "LetterFilter",
     "Producer",
+    "Reader",
     "ReceivedMessage",
     "RegisteredSchema",
     "RoleDescription",
@@ -55,6 +64,7 @@ __all__ = [
     "SubscriptionDescription",
     "TlsOptions",
     "TopicDescription",
+    "TopicMessage",
     "TopicTable",
 ]
 
@@ -62,6 +72,7 @@ _HOMES: Final = {
     "AsyncClient": "ister.client.aio",
     "AsyncConsumer": "ister.client.aio",
     "AsyncProducer": "ister.client.aio",
+    "AsyncReader": "ister.client.aio",
     "AsyncSentMessage": "ister.client.aio",
     "AsyncTopicTable": "ister.topic.table",
     "BindingDescription": "ister.client.rights",
@@ -70,6 +81,7 @@ _HOMES: Final = {
     "JsonSerializer": "ister.base.serializers",
     "LetterFilter": "ister.client.dead_letters",
     "Producer": "ister.client.sync",
+    "Reader": "ister.client.ranges",
     "ReceivedMessage": "ister.client.messages",
     "RegisteredSchema": "ister.client.schemas",
     "RoleDescription": "ister.client.rights",
@@ -82,6 +94,7 @@ _HOMES: Final = {
     "SubscriptionDescription": "ister.client.admin",
     "TlsOptions": "ister.client.options",
     "TopicDescription": "ister.client.admin",
+    "TopicMessage": "ister.client.messages",
     "TopicTable": "ister.topic.table",
 }
 

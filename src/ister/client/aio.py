@@ -31,9 +31,9 @@ from ister.client.core.batches import Batch
 from ister.client.core.consumer import ConsumerCore, ConsumerOptions
 from ister.client.core.network import Network
 from ister.client.core.producer import Outgoing, Post, ProducerCore, ProducerOptions
-from ister.client.messages import ReceivedMessage
+from ister.client.messages import ReceivedMessage, TopicMessage
 from ister.client.options import TlsOptions, Token
-from ister.client.tables import ArrowRead
+from ister.client.ranges import ArrowRead, Locate, Reader, TopicRanges
 from ister.errors import ClosedError, InvalidRequestError, IsterError, WaitTimeoutError
 from ister.subscription.policy import SubscriptionKind
 from ister.topic.arguments import as_timeout
@@ -106,6 +106,17 @@ def outgoing(payload: bytes, options: SendOptions) -> Outgoing:
     )
 
 
+def shown_sent(sent: object, core: ProducerCore, batch: Batch, row: int) -> str:
+    """A message that was accepted, for `repr`: its offset, its error, or that it is on its way."""
+    shown = "pending"
+    if batch.is_done:
+        try:
+            shown = f"offset={core.outcome(batch, row)}"
+        except IsterError as error:
+            shown = f"failed={error.code}"
+    return f"<{type(sent).__name__} {batch.topic} {shown}>"
+
+
 class AsyncSentMessage:
     """A message that was accepted. Awaiting it, any number of times, gives its offset."""
 
@@ -142,6 +153,9 @@ class AsyncSentMessage:
 
     def __await__(self) -> Generator[object, None, int]:
         return self.offset().__await__()
+
+    def __repr__(self) -> str:
+        return shown_sent(self, self._core, self._batch, self._row)
 
 
 class ProducerView:
@@ -306,6 +320,9 @@ class AsyncAck:
     def __await__(self) -> Generator[object, None, None]:
         return self._core.settled(self._message).__await__()
 
+    def __repr__(self) -> str:
+        return f"<AsyncAck {self._message.topic} offset={self._message.offset}>"
+
 
 class AsyncConsumer(ConsumerView):
     """Receives a topic's messages. Made by `AsyncClient.consumer`; await it, or enter it, to open.
@@ -447,6 +464,65 @@ class AsyncConsumer(ConsumerView):
             return
         with contextlib.suppress(IsterError):
             await self.close(_ERROR_EXIT_SECONDS)
+
+
+class AsyncReader:
+    """Reads a topic without a subscription. Made by `AsyncClient.reader`; see `Reader`."""
+
+    def __init__(self, topic: str, open_reader: Callable[[], Reader]) -> None:
+        self.topic = topic
+        """The topic that is read."""
+        self._open_reader = open_reader
+        self._reader: Reader | None = None
+
+    async def read(self, timeout: float | None = None) -> list[TopicMessage]:
+        """Returns the next messages, as many as come at once; see `Reader.read`."""
+        reader = await self._opened()
+        try:
+            return await asyncio.to_thread(reader.read, timeout)
+        except asyncio.CancelledError:
+            reader.stop()
+            raise
+
+    async def __aiter__(self) -> AsyncIterator[TopicMessage]:
+        reader = await self._opened()
+        while not reader.is_done:
+            for message in await self.read():
+                yield message
+
+    def stop(self) -> None:
+        """Ends `async for` and `read` after the messages that were read."""
+        if self._reader is not None:
+            self._reader.stop()
+
+    async def close(self) -> None:
+        """Ends the reader and its connections. May be called twice."""
+        if self._reader is not None:
+            self._reader.stop()
+            # After a cancellation, a thread may still read: then it cannot be closed.
+            with contextlib.suppress(ValueError):
+                await asyncio.to_thread(self._reader.close)
+
+    async def _opened(self) -> Reader:
+        if self._reader is None:
+            self._reader = await asyncio.to_thread(self._open_reader)
+        return self._reader
+
+    async def _open(self) -> Self:
+        await self._opened()
+        return self
+
+    def __await__(self) -> Generator[object, None, Self]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> Self:
+        return await self._open()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<AsyncReader {self.topic}>"
 
 
 class AsyncClient(AdminCalls):
@@ -640,21 +716,57 @@ class AsyncClient(AdminCalls):
         columns: Sequence[str] | None,
     ) -> Callable[[], ArrowRead]:
         """Makes what opens a range of a topic, in a thread other than the loop's."""
-        loop, network = asyncio.get_running_loop(), self._network
-
-        def locate(name: str) -> list[tuple[str, str]]:
-            return asyncio.run_coroutine_threadsafe(network.locate_flight(name), loop).result()
-
         return partial(
             ArrowRead,
             topic,
             start,
             end,
             columns,
-            locate=locate,
-            open_flight=network.open_flight,
-            timeout=network.timeout,
+            locate=self._locate(),
+            open_flight=self._network.open_flight,
+            timeout=self._network.timeout,
         )
+
+    def _locate(self) -> Locate:
+        """Locates topics, from other threads than the loop's."""
+        loop, network = asyncio.get_running_loop(), self._network
+
+        def locate(topic: str) -> list[tuple[str, str]]:
+            return asyncio.run_coroutine_threadsafe(network.locate_flight(topic), loop).result()
+
+        return locate
+
+    def reader(
+        self,
+        topic: str,
+        start: Start = "earliest",
+        *,
+        follow: bool = True,
+        last: int | None = None,
+        serializer: AnySerializer | None = None,
+        timeout: float | None = None,
+    ) -> AsyncReader:
+        """Reads a topic without a subscription: `async for message in client.reader(…)`.
+
+        Arguments and errors are those of `Client.reader`. Await it, or enter it, to open it.
+        Threads wait for the messages, as Arrow Flight's reader blocks.
+        """
+        locate, network = self._locate(), self._network
+
+        def open_ranges(columns: Sequence[str]) -> TopicRanges:
+            return TopicRanges(
+                topic,
+                start,
+                None,
+                columns,
+                locate=locate,
+                open_flight=network.open_flight,
+                timeout=network.timeout if timeout is None else as_timeout(timeout),
+                follow=follow,
+                last=last,
+            )
+
+        return AsyncReader(topic, partial(Reader, topic, open_ranges, serializer))
 
     def joined(self, one: AsyncProducer | AsyncConsumer) -> None:
         """Remembers an open producer or consumer, to close it with the client."""

@@ -1,4 +1,4 @@
-"""A message as a consumer gets it from a broker.
+"""Messages as a consumer or a reader gets them from a broker.
 
 Payloads are decoded on access, so one that cannot be decoded raises where the program can reject
 the message, and the consumer continues.
@@ -17,65 +17,55 @@ from ister.base.positions import EPOCH
 from ister.base.serializers import JSON, TEXT, Json, Serializer, decode_payload_by
 
 
-class ReceivedMessage:
-    """One message. Acknowledge it with the consumer that gave it."""
+class TopicMessage:
+    """A message of a topic."""
 
     __slots__ = (
-        "attempt",
+        "_serializer",
         "attributes",
-        "life",
         "offset",
         "payload",
         "producer_name",
         "publish_time_ms",
-        "receiver",
         "routing_key",
         "schema_id",
         "schema_version",
-        "token",
         "topic",
     )
 
-    def __init__(self, delivered: ister_api.Delivered, receiver: Receiver, life: int) -> None:
-        """Takes over what the broker has sent.
-
-        Args:
-            delivered: The protocol's message.
-            receiver: Where it came from.
-            life: Which of the receiver's streams delivered it.
-        """
-        self.topic: str = receiver.topic
+    def __init__(  # noqa: PLR0917 - made for each message
+        self,
+        topic: str,
+        offset: int,
+        payload: bytes,
+        publish_time_ms: int,
+        producer_name: str,
+        attributes: dict[str, str],
+        routing_key: str | None,
+        schema_id: int | None,
+        schema_version: int | None,
+        *,
+        serializer: Serializer[Json] | None,
+    ) -> None:
+        self.topic = topic
         """The topic, or the partition of one."""
-        self.offset: int = delivered.offset
-        self.payload: bytes = delivered.payload
-        self.publish_time_ms: int = delivered.publish_time
-        self.producer_name: str = delivered.producer_name
-        attributes = delivered.attributes
-        self.attributes: dict[str, str] = dict(attributes) if attributes else {}
-        self.routing_key: str | None = (
-            delivered.routing_key if delivered.HasField("routing_key") else None
-        )
-        self.schema_id: int | None = (
-            delivered.schema_id if delivered.HasField("schema_id") else None
-        )
-        self.schema_version: int | None = (
-            delivered.schema_version if delivered.HasField("schema_version") else None
-        )
-        self.attempt: int = delivered.attempt
-        """1 for the first delivery; one more for each that has failed."""
-        self.token: int = delivered.token
-        """The delivery receipt, which is returned to the broker with the acknowledgement."""
-        self.receiver = receiver
-        self.life = life
+        self.offset = offset
+        self.payload = payload
+        self.publish_time_ms = publish_time_ms
+        self.producer_name = producer_name
+        self.attributes = attributes
+        self.routing_key = routing_key
+        self.schema_id = schema_id
+        self.schema_version = schema_version
+        self._serializer = serializer
 
     @property
     def value(self) -> Json:
-        """The payload, decoded by the consumer's serializer; the payload itself without one.
+        """The payload, decoded by the serializer of the consumer or reader; itself without one.
 
         Decoded anew at each call. What the serializer raises is raised here.
         """
-        serializer = self.receiver.serializer
-        return self.payload if serializer is None else self._decoded(serializer)
+        return self.payload if self._serializer is None else self._decoded(self._serializer)
 
     def json(self) -> Json:
         """The payload, decoded as JSON.
@@ -106,6 +96,42 @@ class ReceivedMessage:
 
     def __repr__(self) -> str:
         return (
-            f"<ReceivedMessage {self.topic} offset={self.offset} bytes={len(self.payload)} "
-            f"attempt={self.attempt}>"
+            f"<{type(self).__name__} {self.topic} offset={self.offset} bytes={len(self.payload)}>"
         )
+
+
+class ReceivedMessage(TopicMessage):
+    """A message that a consumer got. Acknowledge it with the consumer that gave it."""
+
+    __slots__ = ("attempt", "life", "receiver", "token")
+
+    def __init__(self, delivered: ister_api.Delivered, receiver: Receiver, life: int) -> None:
+        """Takes over what the broker has sent.
+
+        Args:
+            delivered: The protocol's message.
+            receiver: Where it came from.
+            life: Which of the receiver's streams delivered it.
+        """
+        has, attributes = delivered.HasField, delivered.attributes
+        super().__init__(
+            receiver.topic,
+            delivered.offset,
+            delivered.payload,
+            delivered.publish_time,
+            delivered.producer_name,
+            dict(attributes) if attributes else {},
+            delivered.routing_key if has("routing_key") else None,
+            delivered.schema_id if has("schema_id") else None,
+            delivered.schema_version if has("schema_version") else None,
+            serializer=receiver.serializer,
+        )
+        self.attempt: int = delivered.attempt
+        """1 for the first delivery; one more for each that has failed."""
+        self.token: int = delivered.token
+        """The delivery receipt, which is returned to the broker with the acknowledgement."""
+        self.receiver = receiver
+        self.life = life
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]} attempt={self.attempt}>"

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, Self, TypeVar, 
 from ister.base import forks
 from ister.base.clock import SystemClock
 from ister.base.model import Start
-from ister.base.serializers import JSON
+from ister.base.serializers import JSON, AnySerializer
 from ister.client.admin import AdminCalls
 from ister.client.aio import (
     AsyncClient,
@@ -37,13 +37,14 @@ from ister.client.aio import (
     SendOptions,
     check_limit,
     outgoing,
+    shown_sent,
 )
 from ister.client.core.batches import Batch
 from ister.client.core.producer import Outgoing, ProducerCore
 from ister.client.loop_thread import STEP_SECONDS, LoopThread, wait_in_steps
 from ister.client.messages import ReceivedMessage
 from ister.client.options import TlsOptions, Token
-from ister.client.tables import ArrowRead
+from ister.client.ranges import ArrowRead, Reader, TopicRanges
 from ister.errors import ClosedError, IsterError, WaitTimeoutError
 from ister.topic.arguments import as_timeout
 from ister.topic.table import TopicTable
@@ -124,6 +125,9 @@ class SentMessage:
 
         if not self._core.when_done(self._batch, call):
             call()
+
+    def __repr__(self) -> str:
+        return shown_sent(self, self._core, self._batch, self._row)
 
     def _wait(self, timeout: float | None) -> None:
         self._thread.check_process()
@@ -504,7 +508,7 @@ class Client:
     requeue_dead_letters = _blocking(AsyncClient.requeue_dead_letters)
     drop_dead_letters = _blocking(AsyncClient.drop_dead_letters)
 
-    # -- tables -----------------------------------------------------------------------------
+    # -- without a subscription -------------------------------------------------------------
 
     def read_arrow(
         self,
@@ -541,7 +545,7 @@ class Client:
             start,
             end,
             columns,
-            locate=lambda name: self._run(network.locate_flight(name)),
+            locate=self._locate,
             open_flight=network.open_flight,
             timeout=network.timeout,
         )
@@ -560,6 +564,55 @@ class Client:
         Each use reads the range again. Arguments are those of `read_arrow`.
         """
         return TopicTable(topic, lambda: self.read_arrow(topic, start, end=end, columns=columns))
+
+    def reader(
+        self,
+        topic: str,
+        start: Start = "earliest",
+        *,
+        follow: bool = True,
+        last: int | None = None,
+        serializer: AnySerializer | None = None,
+        timeout: float | None = None,
+    ) -> Reader:
+        """Reads a topic without a subscription: there is no position to keep, nothing to ack.
+
+            for message in client.reader("/default/orders", follow=False): ...
+
+        Args:
+            topic: Topic name; all partitions of a partitioned topic, in turns.
+            start: `earliest`, `latest`, an offset, or a time with its time zone.
+            follow: Wait for new messages; if False, stop at the current end.
+            last: Begin with the last messages instead, so many of each partition.
+            serializer: Decodes `message.value`: `json`, `text`, `bytes`, or a `Serializer`.
+            timeout: Overrides the client's timeout.
+
+        Raises:
+            InvalidRequestError: An offset in a partitioned topic, or, without `follow`, messages
+                that are in memory only.
+            NotFoundError: There is no such topic.
+            OffsetOutOfRangeError: The topic does not have the offset `start`.
+            IsterError: It is refused, or no broker responded in time.
+        """
+        network = self._aio._network  # noqa: SLF001
+
+        def open_ranges(columns: Sequence[str]) -> TopicRanges:
+            return TopicRanges(
+                topic,
+                start,
+                None,
+                columns,
+                locate=self._locate,
+                open_flight=network.open_flight,
+                timeout=network.timeout if timeout is None else as_timeout(timeout),
+                follow=follow,
+                last=last,
+            )
+
+        return Reader(topic, open_ranges, serializer)
+
+    def _locate(self, topic: str) -> list[tuple[str, str]]:
+        return self._run(self._aio._network.locate_flight(topic))  # noqa: SLF001
 
     def _run(self, work: Coroutine[object, None, _Result]) -> _Result:
         if self._is_closed:

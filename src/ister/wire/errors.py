@@ -185,9 +185,8 @@ def error_of(error: grpc.aio.AioRpcError, address: str, topic: str | None = None
     if name == "RESOURCE_EXHAUSTED" and is_too_large(text):
         return MessageTooLargeError(f"{address}: {text}", topic=topic)
     kind = _STATUSES.get(name)
-    is_named = topic is not None and topic in text
     if name == "UNAVAILABLE" and is_answer(error):
-        return UnavailableError(text or name, topic=None if is_named else topic)
+        return UnavailableError(text or name, topic=topic)
     if kind is WaitTimeoutError and not is_answer(error):
         return NoAnswerError(address, "time-out", topic=topic)
     if kind is None:
@@ -198,7 +197,7 @@ def error_of(error: grpc.aio.AioRpcError, address: str, topic: str | None = None
         IsterError.__init__(out, text, topic=topic)
         vars(out).update(earliest=-1, next=-1)
         return out
-    return kind(text or f"{address} refused the call", topic=None if is_named else topic)
+    return kind(text or f"{address} refused the call", topic=topic)
 
 
 def is_too_large(text: str) -> bool:

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from benchmarks import broker_engines, chain, history, jobs, spark, upload
+from benchmarks.__main__ import main
 from ister.base.limits import MIB
-from ister.cli.main import main
 from tests.support.cases import each
 from tests.support.scale import nightly
 
@@ -45,7 +45,7 @@ def test_quick_run_prints_its_results_as_json(name, tmp_path, capsys, monkeypatc
         module, values = SMALLER[name]
         for attribute, value in values.items():
             monkeypatch.setattr(module, attribute, value)
-    assert main(["bench", name, "--quick", "--json", "--dir", str(tmp_path)]) == 0
+    assert main([name, "--quick", "--json", "--dir", str(tmp_path)]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["bench"] == name
     assert printed["results"]
@@ -64,7 +64,7 @@ def test_quick_run_prints_its_results_as_json(name, tmp_path, capsys, monkeypatc
 
 
 def test_directory_that_does_not_exist_is_an_error(tmp_path, capsys):
-    assert main(["bench", "append", "--quick", "--dir", str(tmp_path / "none")]) == 1
+    assert main(["append", "--quick", "--dir", str(tmp_path / "none")]) == 1
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "none" in shown.err
@@ -73,7 +73,7 @@ def test_directory_that_does_not_exist_is_an_error(tmp_path, capsys):
 def test_too_little_room_is_said_before_anything_is_written(tmp_path, capsys, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
-    assert main(["bench", "recover", "--dir", str(tmp_path)]) == 1
+    assert main(["recover", "--dir", str(tmp_path)]) == 1
     assert "--dir" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -81,7 +81,7 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path, capsys, mo
 @each("name", ["spark", "jobs"])
 def test_without_java_nothing_is_written(name, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "none"))
-    assert main(["bench", name, "--quick", "--dir", str(tmp_path)]) == 1
+    assert main([name, "--quick", "--dir", str(tmp_path)]) == 1
     assert "Java" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

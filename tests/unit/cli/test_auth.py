@@ -79,7 +79,7 @@ def test_what_is_wrong_is_said(capsys):
     for arguments, said in [
         (["key", "two words"], "one word"),
         (["token", "a", "--key-file", "nowhere", "--issuer", "i", "--audience", "a"], "key file"),
-        (["grant", "ada", "producer", "--broker", "127.0.0.1:1"], "is `ister serve` running?"),
+        (["grant", "ada", "producer", "--broker", "127.0.0.1:1"], "`ister serve`"),
         (["grant", "ada", "producer", "--ca-file", "no.pem"], "no.pem cannot be read"),
         (["grant", "ada", "producer", "--tls-ca", "no.pem"], "no.pem cannot be read"),
     ]:

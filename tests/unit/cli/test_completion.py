@@ -238,7 +238,7 @@ def test_bash_asks_for_names_and_evaluates_none(script, tmp_path):
         ("ister topics describe --broker b:1 ", "topics"),
         ("ister subscriptions seek /default/orders bi", "subscriptions"),
         ("ister consume /default/orders --subscription ", "subscriptions"),
-        ("ister subscriptions lag --namespace ", "namespaces"),
+        ("ister subscriptions list --namespace ", "namespaces"),
         ("ister pipeline replay /default/a ", "topics"),
         ("ister schema show ", "subjects"),
         ("ister context use ", "contexts"),

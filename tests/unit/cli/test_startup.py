@@ -39,7 +39,7 @@ loaded("open")
 def test_heavy_modules_are_loaded_when_they_are_needed():
     """Goal: `import ister` within 150 ms of CPU, `ister --help` within 200.
 
-    Times are measured by `ister bench startup`; here what decides about them is counted.
+    Times are measured by `python -m benchmarks startup`; here what decides about them is counted.
     """
     program = _PROGRAM.replace("{heavy!r}", repr(_HEAVY))
     done = subprocess.run(

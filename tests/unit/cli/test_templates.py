@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ister.cli.main import make_parser
-from ister.cli.message_options import make_filter, make_formatter, matching
+from ister.cli.message_options import Filters, Format, matching
 from ister.cli.messages_out import Received
 from ister.cli.templates import parse_template
 from ister.errors import InvalidRequestError
@@ -84,8 +84,8 @@ def consume(*arguments):
 
 def lines(*arguments, is_terminal=False):
     options = consume(*arguments)
-    make = make_formatter(options, is_terminal=is_terminal)
-    return b"".join(map(make, matching(make_filter(options), [MESSAGE, BARE])))
+    make = Format(options).formatter(is_terminal=is_terminal)
+    return b"".join(map(make, matching(Filters(options).filter, [MESSAGE, BARE])))
 
 
 def test_a_template_ends_with_the_delimiter():
@@ -132,9 +132,3 @@ def test_wrong_options_are_wrong_usage(arguments, message, capsys):
         consume(*arguments)
     assert caught.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_kind_is_the_name_and_type_still_works():
-    assert consume().kind == "exclusive"
-    assert consume("--kind", "shared").kind == consume("--type", "shared").kind == "shared"
-    assert "--type" not in PARSER.commands["consume"].format_help()

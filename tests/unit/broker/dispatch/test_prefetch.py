@@ -1,7 +1,7 @@
 """How much is read to deliver: each byte once, and for a redelivery what it takes.
 
 The log has files in memory and caches one message, so that everything that is not held is read from
-them. What counts are the log's own counters of bytes read, as `ister bench broker` uses them.
+them. What counts are the log's own counters of bytes read, as `benchmarks broker` uses them.
 """
 
 from dataclasses import replace

@@ -1,27 +1,30 @@
-"""`ister demo`: a small shop on a real broker, from the first order to a table, with proofs.
-
-Owns: the arguments. The demo itself is the checkout's package `demo`, which is not in the wheel.
-"""
+"""`python -m demo`: a small shop on a real broker, from the first order to a table, with proofs."""
 
 from __future__ import annotations
 
-import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
-from ister.cli.checkout import use_checkout
-from ister.cli.output import Subparsers, add_command
+from demo.command import run
+from ister.base import logs
+from ister.cli.command import add_json_argument
+from ister.cli.errors_out import print_errors
+from ister.cli.output import print_error
+from ister.cli.parser import Parser
+from ister.errors import InvariantError, IsterError
 
 _REPORT: Final = "ister-demo.html"
 _MESSAGES: Final = 120_000
 _SEED: Final = 7
 
 
-def register(commands: Subparsers) -> None:
-    """Adds the command to the parser."""
-    parser = add_command(
-        commands,
-        "demo",
-        help="run the demo, in under three minutes (needs a checkout)",
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the demo; returns the exit code."""
+    parser = Parser(
+        prog="python -m demo",
         description="Starts a broker in a temporary directory and simulates a day of a small shop "
         "on it: publishes orders, payments and clicks, consumes them by every type of "
         "subscription, kills the broker with SIGKILL in the middle, moves everything to the bucket "
@@ -30,13 +33,9 @@ def register(commands: Subparsers) -> None:
         "Leaves a report, and nothing else. Without Java, the steps that need Spark are skipped. "
         "With --cluster, the shop is on three brokers: one is killed and the others take its "
         "topics, then each is restarted in turn.",
-        examples=(
-            "ister demo",
-            "ister demo --keep",
-            "ister demo --messages 20000 --seed 42 --report shop.html",
-            "ister demo --no-spark --json",
-            "ister demo --cluster",
-        ),
+        epilog="examples:\n  python -m demo\n  python -m demo --keep\n"
+        "  python -m demo --messages 20000 --seed 42 --report shop.html\n"
+        "  python -m demo --no-spark --json\n  python -m demo --cluster",
     )
     parser.add_argument(
         "--cluster",
@@ -67,14 +66,22 @@ def register(commands: Subparsers) -> None:
         help="empty directory for the data, which is kept (default: a temporary one)",
     )
     parser.add_argument("--no-spark", action="store_true", help="skip the steps that need Spark")
-    parser.add_argument(
-        "--json", action="store_true", help="print all figures as one JSON object at the end"
-    )
-    parser.set_defaults(run=_run)
+    add_json_argument(parser, "print all figures as one JSON object at the end")
+    options = parser.parse_args(arguments)
+    # Child processes import this package, wherever they run.
+    root = str(Path(__file__).resolve().parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    logs.configure(level="ERROR", as_text=True)
+    try:
+        return run(options)
+    except InvariantError:
+        raise
+    except IsterError as error:
+        print_errors([error])
+    except KeyboardInterrupt:
+        print_error("interrupted")
+    return 1
 
 
-def _run(options: argparse.Namespace) -> int:
-    use_checkout("ister demo", "demo")
-    from demo.command import run  # noqa: PLC0415 - importable from here on
-
-    return run(options)
+if __name__ == "__main__":
+    sys.exit(main())

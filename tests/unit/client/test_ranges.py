@@ -9,7 +9,7 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 
 from ister.base.model import AckLevel, Codec
-from ister.client.tables import ArrowRead
+from ister.client.ranges import ArrowRead, Reader, TopicRanges
 from ister.errors import (
     ConflictError,
     InvalidRequestError,
@@ -49,6 +49,13 @@ class Brokers:
         named = {"start": "earliest", "end": None, "columns": ["offset"], **named}
         return ArrowRead(TOPIC, **named, locate=self.locate, open_flight=self.open, timeout=timeout)
 
+    def reader(self, *, start="earliest", timeout=30.0, **named):
+        def open_ranges(columns):
+            more = {"locate": self.locate, "open_flight": self.open, "timeout": timeout}
+            return TopicRanges(TOPIC, start, None, columns, **more, **named)
+
+        return Reader(TOPIC, open_ranges)
+
 
 class Flight:
     def __init__(self, brokers, address):
@@ -86,7 +93,12 @@ class Flight:
         for offset in range(ticket.start, ticket.end, 2):
             self._fail(offset)
             rows = [
-                {"topic": ticket.topic, "offset": one, "payload": b"%d" % one}
+                {
+                    "topic": ticket.topic,
+                    "offset": one,
+                    "payload": b"%d" % one,
+                    "publish_time": datetime.fromtimestamp(one / 1000, UTC),
+                }
                 for one in range(offset, min(offset + 2, ticket.end))
             ]
             schema = arrow_schema(ticket.columns)
@@ -182,3 +194,63 @@ def test_messages_in_memory_only_are_not_passed_over_in_silence():
         Brokers(ack=AckLevel.MEMORY, synced=0).read()
     assert offsets(Brokers(ack=AckLevel.MEMORY, synced=4).read()) == [0, 1, 2, 3]
     assert offsets(Brokers(ack=AckLevel.MEMORY, count=0).read()) == []
+
+
+# -- readers --------------------------------------------------------------------------------
+
+
+def test_a_reader_ends_at_the_end_unless_it_follows():
+    brokers = Brokers(count=3)
+    with brokers.reader() as reader:
+        assert [(one.topic, one.offset, one.publish_time_ms) for one in reader] == [
+            (TOPIC, offset, offset) for offset in range(3)
+        ]
+        assert reader.is_done
+        assert reader.read() == []
+    brokers = Brokers(count=2)
+    with brokers.reader(follow=True) as reader:
+        assert [one.payload for one in reader.read()] == [b"0", b"1"]
+        assert reader.read(timeout=0) == []
+        assert not reader.is_done
+        assert repr(reader) == f"<Reader {TOPIC} next=2>"
+        brokers.count = brokers.synced = 4
+        assert [one.offset for one in reader.read(timeout=30)] == [2, 3]
+    assert all(one.is_closed for one in brokers.opened)
+
+
+def test_where_a_reader_begins():
+    for named, first in (
+        ({"start": "latest"}, 10),
+        ({"start": 4}, 4),
+        ({"last": 3}, 7),
+        ({"last": 30}, 0),
+        ({"start": datetime.fromtimestamp(0.002, UTC)}, 2),
+    ):
+        reader = Brokers().reader(follow=True, **named)
+        assert reader.positions == {TOPIC: first}, named
+        reader.close()
+
+
+def test_a_reader_goes_on_at_another_broker_and_can_be_stopped():
+    brokers = Brokers()
+    brokers.faults = [(4, UnavailableError("gone"))]
+    with brokers.reader() as reader:
+        assert [one.offset for one in reader] == list(range(10))
+    assert [asked[2] for asked in brokers.asked] == [0, 4]
+    reader = Brokers().reader(follow=True)
+    for message in reader:
+        if message.offset == 5:
+            reader.stop()
+    assert reader.is_done
+    brokers = Brokers()
+    brokers.faults = [(4, UnavailableError("gone"))] * 1000
+    with pytest.raises(UnavailableError), brokers.reader(timeout=0.05) as reader:
+        list(reader)
+
+
+def test_partitions_take_turns():
+    brokers = Brokers([f"{TOPIC}-part-0", f"{TOPIC}-part-1"], count=30_000)
+    with brokers.reader() as reader:
+        found = [message.topic for message in reader]
+    assert len(found) == 60_000
+    assert found.index(brokers.topics[1]) == 20_000
