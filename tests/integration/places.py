@@ -23,10 +23,10 @@ from ister.config import load_config
 from ister.errors import IsterError
 from ister.format.descriptor import ObjectDescriptor
 from ister.format.frame import scan_frames
-from ister.metadata.memory import MemoryMetadata
 from tests.support.danube_storage import StartPosition, TopicStream, WalStorage, WalStorageFactory
 from tests.support.machine import PATIENCE_SECONDS, numbered
 from tests.support.memory_fs import MemoryFileSystem
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.memory_store import MemoryObjectStore
 
 TOPIC = "/default/orders"

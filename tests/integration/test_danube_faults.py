@@ -15,7 +15,6 @@ from dataclasses import replace
 import pytest
 
 from ister.base import failpoints
-from ister.base.clock import ManualClock
 from ister.base.model import MessageId, TopicState
 from ister.config import load_config
 from ister.errors import (
@@ -52,6 +51,7 @@ from tests.integration.places import (
     tiered_offsets,
 )
 from tests.support.builders import measured_allocation
+from tests.support.clock import ManualClock
 from tests.support.danube_storage import StartPosition, WalStorageFactory
 from tests.support.machine import Task, eventually, numbered, payloads
 from tests.support.memory_fs import SimulatedCrash

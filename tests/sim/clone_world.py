@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import ister.bucket.membership
-from ister.base.clock import ManualClock
 from ister.base.model import TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.names import TopicKeys
@@ -42,7 +41,6 @@ from ister.errors import (
     UnavailableError,
     WaitsForDiskError,
 )
-from ister.metadata.memory import MemoryMetadata
 from ister.topic.log import Log
 from ister.topic.topic import Topic
 from ister.wal.directory import WalDirectory
@@ -54,7 +52,9 @@ from tests.sim.world import (
     other_processes,
     seeded_names,
 )
+from tests.support.clock import ManualClock
 from tests.support.memory_fs import MemoryFileSystem
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.memory_store import MemoryObjectStore
 
 __all__ = ["CloneWorld", "run_seed"]

@@ -39,7 +39,6 @@ from typing import Final
 
 import ister.broker.cluster.assignments
 import ister.bucket.membership
-from ister.base.clock import ManualClock
 from ister.base.model import TopicName
 from ister.broker.cluster.cluster import Cluster
 from ister.bucket.members import Load, Member, MemberState
@@ -54,7 +53,6 @@ from ister.errors import (
     NotFoundError,
     UnavailableError,
 )
-from ister.metadata.memory import MemoryMetadata
 from ister.topic.log import Log
 from ister.topic.topic import Topic
 from tests.sim.restores import REFUSALS, Restores
@@ -65,7 +63,9 @@ from tests.sim.world import (
     other_processes,
     seeded_names,
 )
+from tests.support.clock import ManualClock
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.memory_store import MemoryObjectStore
 
 __all__ = ["ClusterWorld", "run_seed"]

@@ -21,15 +21,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from ister.base.clock import ManualClock
 from ister.base.limits import KIB
 from ister.config import load_config
 from ister.errors import CapacityError, IsterError, UnavailableError
-from ister.metadata.memory import MemoryMetadata
 from ister.topic.log import Log
 from ister.topic.topic import Topic
 from tests.sim.world import BrokenPromiseError, InlineSchedule
+from tests.support.clock import ManualClock
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.memory_store import MemoryObjectStore
 
 TOPICS = ("/ns/a", "/ns/b")

@@ -51,13 +51,13 @@ from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor
 from ister.format.frame import scan_frames
 from ister.format.records import decode_retired, decode_topic
 from ister.metadata.base import Operation, Put
-from ister.metadata.memory import MemoryMetadata
 from ister.objectstore.slices import with_slices
 from ister.rescue.rebuild import find_topics, rebuild_topic
 from ister.topic.express import Express, ExpressBatch
 from ister.topic.message import MessageBatch
 from ister.topic.topic import Topic
 from tests.sim.world import BrokenPromiseError
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.memory_store import MemoryObjectStore
 
 if TYPE_CHECKING:

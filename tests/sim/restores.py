@@ -54,13 +54,13 @@ from ister.errors import (
     WaitsForDiskError,
 )
 from ister.format.records import TopicRecord, decode_topic
-from ister.metadata.memory import MemoryMetadata
 from ister.topic.log import Log
 from ister.topic.metadata_trust import UNKNOWN, MetadataTrust
 from ister.topic.topic import Topic
 from tests.sim.world import BrokenPromiseError, InlineSchedule
 from tests.support.backups import BucketBackup, DiskBackup, MetadataBackup
 from tests.support.memory_fs import MemoryFileSystem, _Directory
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.memory_store import MemoryObjectStore
 
 __all__ = ["REFUSALS", "Restores"]

@@ -29,7 +29,6 @@ from ister.format.descriptor import RunId, decode_descriptor
 from ister.format.express import encode_footer
 from ister.format.records import decode_retired
 from ister.metadata.base import Delete, Put
-from ister.metadata.memory import MemoryMetadata
 from ister.objectstore.slices import SlicedStore
 from ister.topic.express import Express
 from tests.sim.known_seeds import say_caught, seeds_for
@@ -40,6 +39,7 @@ from tests.sim.test_tier_planted_bugs import (
 from tests.sim.tier_world import run_seed
 from tests.sim.world import BrokenPromiseError, find_break
 from tests.support.memory_fs import SimulatedCrash
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.scale import nightly
 from tests.support.stores import TTL_SECONDS, Cluster, Pipeline, Site, a_descriptor
 from tests.unit.bucket.test_express import Node, topic_name

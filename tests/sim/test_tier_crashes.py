@@ -13,18 +13,18 @@ from contextlib import suppress
 
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.base.model import TopicName
 from ister.bucket.names import object_key
 from ister.config import load_config
 from ister.errors import ConflictError, FencedError, NotFoundError, UnavailableError
 from ister.format.descriptor import ObjectDescriptor
-from ister.metadata.memory import MemoryMetadata
 from ister.topic.log import Log
 from ister.topic.topic import Topic
 from tests.sim.tier_world import POINTS, read_all, run_seed
 from tests.sim.world import InlineSchedule
+from tests.support.clock import ManualClock
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.memory_store import MemoryObjectStore
 from tests.support.scale import first_seed, scaled
 

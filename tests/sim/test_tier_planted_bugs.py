@@ -35,7 +35,6 @@ from ister.errors import CommitUnknownError, ConflictError, UnavailableError
 from ister.format.descriptor import ObjectDescriptor
 from ister.format.records import TopicRecord
 from ister.metadata.base import Absent
-from ister.metadata.memory import MemoryMetadata
 from ister.topic.bucket_link import TopicBucket
 from ister.topic.idle_mark import IdleMark
 from ister.topic.log import Log
@@ -52,6 +51,7 @@ from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.test_tier_crashes import collect_late
 from tests.sim.tier_world import run_seed
 from tests.sim.world import BrokenPromiseError, find_break
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.scale import nightly
 from tests.support.stores import Cluster, Pipeline, a_descriptor
 

@@ -59,7 +59,6 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ister.base import failpoints
-from ister.base.clock import ManualClock
 from ister.base.clock_guard import STEP_SECONDS
 from ister.base.model import AckLevel, Codec, TopicName, TopicState
 from ister.bucket.names import (
@@ -101,7 +100,6 @@ from ister.format.records import (
     encode_progress,
 )
 from ister.metadata.base import Put
-from ister.metadata.memory import MemoryMetadata
 from ister.topic.log import Log
 from ister.topic.message import MessageBatch
 from ister.topic.read_only import ReadOnlyTopic
@@ -116,7 +114,9 @@ from tests.sim.world import (
     other_processes,
     seeded_names,
 )
+from tests.support.clock import ManualClock
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash, _Directory
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.memory_store import MemoryObjectStore
 
 TOPIC: Final = "/ns/a"

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ister.base.clock import ManualClock
 from ister.base.model import AckLevel, TopicState
 from ister.config import load_config
 from ister.errors import ClosedError, IsterError
@@ -31,6 +30,7 @@ from ister.topic.log import Log
 from ister.topic.topic import Topic
 from ister.wal import signals
 from ister.wal.commit import Committer
+from tests.support.clock import ManualClock
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
 
 TOPICS = ("/ns/a", "/ns/b")

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ister.metadata.memory import MemoryMetadata
 from tests.support.memory_fs import MemoryFileSystem, _Directory
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.memory_store import MemoryObjectStore
 
 _LEASE_SECONDS = 6.0

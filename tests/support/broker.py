@@ -29,9 +29,9 @@ from ister.broker.topics.topics import Topics
 from ister.bucket.members import Member
 from ister.config import Config, load_config
 from ister.metadata.base import MetadataStore
-from ister.metadata.memory import MemoryMetadata
 from ister.topic.log import Log
 from tests.servers.broker import broker_settings
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.waiting import PATIENCE_SECONDS, TEST_TASK, run
 from tests.support.waiting import eventually_async as eventually
 

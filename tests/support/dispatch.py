@@ -23,12 +23,12 @@ from ister.broker.dispatch.dead_letters import LetterSigner
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.policies import Rate
-from ister.metadata.memory import MemoryMetadata
 from ister.subscription.policy import Backoff, FailurePolicy, SubscriptionKind
 from ister.subscription.progress import ProgressPlan
 from ister.subscription.store import SubscriptionStore
 from tests.support.broker import broker_tasks, broker_timers, eventually
 from tests.support.machine import Machine
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.stores import Site
 
 NAME = "/default/t"

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Self
 
-from ister.base.clock import Clock, ManualClock, SystemClock
+from ister.base.clock import Clock, SystemClock
 from ister.config import load_config
 from ister.errors import IsterError
 from ister.format.frame import scan_frames
 from ister.topic.log import Log
 from ister.topic.topic import Topic
+from tests.support.clock import ManualClock
 from tests.support.memory_fs import MemoryFileSystem
 from tests.support.waiting import PATIENCE_SECONDS, eventually
 

@@ -12,13 +12,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from ister.base.clock import ManualClock
 from ister.broker.security.guard import Guard
 from ister.broker.security.minting import make_api_key, make_token
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import Binding, Scope
 from ister.config import load_config
-from ister.metadata.memory import MemoryMetadata
+from tests.support.clock import ManualClock
+from tests.support.memory_metadata import MemoryMetadata
 
 SECRET = "canary-jwt-0123456789abcdef0123456789abcdef"
 ISSUER, AUDIENCE = "https://issuer.example", "ister-tests"

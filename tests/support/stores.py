@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Self
 
-from ister.base.clock import Clock, ManualClock
+from ister.base.clock import Clock
 from ister.base.metrics import Metrics
 from ister.base.model import AckLevel, Codec, TopicName
 from ister.base.positions import EPOCH
@@ -29,14 +29,15 @@ from ister.format.frame import FrameBatch, encode_frame
 from ister.format.message import encode_message
 from ister.format.records import Progress, encode_progress
 from ister.metadata.base import Put
-from ister.metadata.memory import MemoryMetadata
 from ister.topic.local_tail import LocalTail
 from ister.topic.log import Log
 from ister.topic.stores import upload_settings
 from ister.wal.scheduler import Threads
 from tests.support.builders import a_message
+from tests.support.clock import ManualClock
 from tests.support.machine import ROOT
 from tests.support.memory_fs import MemoryFileSystem
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.memory_store import MemoryObjectStore
 from tests.support.waiting import PATIENCE_SECONDS
 

@@ -6,5 +6,5 @@ leases          a lease as its holder has it
 transact        read, decide, change if nothing else came first
 sqlite, sqlite_change, sqlite_file              SQLite, for one machine
 etcd, etcd_endpoint, etcd_errors, etcd_tls, etcd_usage      etcd, for several
-memory          in memory; can lose answers and delay them, for tests
+memory          in memory
 """

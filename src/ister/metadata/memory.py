@@ -1,19 +1,7 @@
-"""Metadata in memory: the backend `memory`, and the fake whose answers get lost or come late.
+"""Metadata in memory, shared by the threads of one process: the backend `memory`.
 
-As a backend it lives as long as its object and is shared by the threads of one process. As a
-fake it survives simulated crashes of a process, because the test keeps the object and gives it
-to the next one. Faults come in by:
-
-- `before(kind, key)`, called before an operation: an error raised there means that nothing
-  happened;
-- `after(kind, key)`, called after it: an error raised there is a lost answer, the change has
-  happened;
-- `delay_next_change()`: the change's answer is lost, and the change itself lands only when the
-  test calls `deliver_delayed()`, with its compares evaluated then; what a test removes from
-  `delayed` never lands.
-
-Both hooks run outside of the store's lock, so that one may hold its thread back, or use the
-store, while others go on. Does not own: durability; it has none.
+Owns: entries, leases and watches, as long as the object lives. Does not own: durability; it has
+none.
 
 Invariants: `_keys` is sorted and has exactly the keys of `_entries`; a key whose lease has ended
 is absent for every caller from that moment on, and is removed, with a revision of its own, by
@@ -31,7 +19,7 @@ from typing import Final, TypeVar
 
 from ister.base import threads
 from ister.base.clock import Clock, SystemClock
-from ister.errors import ClosedError, CommitUnknownError, NotFoundError
+from ister.errors import ClosedError, NotFoundError
 from ister.metadata.base import (
     Compare,
     KeyValue,
@@ -57,10 +45,6 @@ _T = TypeVar("_T")
 _ENDED: Final = float("-inf")
 
 
-def _no_fault(kind: str, key: str) -> None:
-    """Lets every operation pass."""
-
-
 @dataclass(slots=True)
 class _Entry:
     value: bytes
@@ -74,23 +58,11 @@ class MemoryMetadata:
     location = "memory"
 
     def __init__(self, clock: Clock | None = None) -> None:
-        self.before: Callable[[str, str], None] = _no_fault
-        """Called with (kind, key) before each operation; may raise anything."""
-        self.after: Callable[[str, str], None] = _no_fault
-        """Called with (kind, key) after each operation that succeeded; may raise anything.
-
-        Kinds: get, get_many, range, current_revision, put, delete, delete_prefix, transact,
-        grant_lease, renew, revoke. The key of a transaction is that of its first operation, or
-        else of its first compare; of several keys, the first; of a lease, its number.
-        """
-        self.delayed: list[Callable[[], object]] = []
-        """Changes whose outcome is unknown and that have not landed, oldest first."""
         self.revision = 0
         """Of the last change."""
         self._clock: Clock = clock if clock is not None else SystemClock()
         self._lock = threading.RLock()
         self._is_closed = False
-        self._changes_to_delay = 0
         self._entries: dict[str, _Entry] = {}
         self._keys: list[str] = []
         self._lease_ends: dict[int, float] = {}
@@ -101,7 +73,7 @@ class MemoryMetadata:
 
     def get(self, key: str) -> KeyValue | None:
         encode_key(key)
-        return self._read("get", key, lambda: self._find(key))
+        return self._read(lambda: self._find(key))
 
     def get_many(self, keys: Sequence[str]) -> dict[str, KeyValue]:
         wanted = dict.fromkeys(keys)
@@ -111,7 +83,7 @@ class MemoryMetadata:
         def read() -> dict[str, KeyValue]:
             return {key: found for key in wanted if (found := self._find(key)) is not None}
 
-        return self._read("get_many", keys[0] if keys else "", read)
+        return self._read(read)
 
     def range(
         self,
@@ -122,10 +94,10 @@ class MemoryMetadata:
         limit: int | None = None,
     ) -> list[KeyValue]:
         bounds = key_bounds(prefix, start, end, limit)
-        return self._read("range", prefix, lambda: self._select(bounds, limit))
+        return self._read(lambda: self._select(bounds, limit))
 
     def current_revision(self, key: str) -> int:
-        return self._read("current_revision", key, lambda: self.revision)
+        return self._read(lambda: self.revision)
 
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
         check_put(key, value)
@@ -135,25 +107,22 @@ class MemoryMetadata:
             self._apply([operation])
             return self.revision
 
-        return self._change("put", key, change)
+        return self._change(change)
 
     def delete(self, key: str) -> bool:
         encode_key(key)
-        return self._change("delete", key, lambda: self._remove([key]) == 1)
+        return self._change(lambda: self._remove([key]) == 1)
 
     def delete_prefix(self, prefix: str) -> int:
         change_prefix(prefix)
         bounds = key_bounds(prefix, None, None, None)
         return self._change(
-            "delete_prefix",
-            prefix,
             lambda: self._remove([found.key for found in self._select(bounds, None)]),
         )
 
     def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
         compares, operations = tuple(compares), tuple(operations)
         check_transaction(compares, operations)
-        parts = (*operations, *compares)
 
         def change() -> int | None:
             if not all(holds(compare, self._find(compare.key)) for compare in compares):
@@ -161,18 +130,16 @@ class MemoryMetadata:
             self._apply(operations)
             return self.revision
 
-        return self._change("transact", parts[0].key if parts else "", change)
+        return self._change(change)
 
-    def grant_lease(self, ttl_seconds: float) -> Lease:
+    def grant_lease(self, ttl_seconds: float) -> HeldLease:
         check_lease_time(ttl_seconds)
         asked_at = self._clock.boottime()
-        self.before("grant_lease", "")
         with self._lock:
             self._check_open()
             self._leases_granted += 1
             lease_id = self._leases_granted
             self._lease_ends[lease_id] = self._clock.boottime() + ttl_seconds
-        self.after("grant_lease", str(lease_id))
         return HeldLease(self, lease_id, ttl_seconds, asked_at + ttl_seconds)
 
     def watch(self, prefix: str, on_change: Callable[[str], None]) -> Watch:
@@ -194,56 +161,22 @@ class MemoryMetadata:
         for watch in watches:
             watch.close()
 
-    # -- for tests --------------------------------------------------------------------------
-
-    def delay_next_change(self, count: int = 1) -> None:
-        """Has the next `count` changes raise CommitUnknownError and wait in `delayed`."""
-        with self._lock:
-            self._changes_to_delay += count
-
-    def deliver_delayed(self) -> list[object]:
-        """Lets every delayed change land, in order.
-
-        Returns:
-            What each call would have answered; for one that failed, its error.
-        """
-        with self._lock:
-            landing, self.delayed = self.delayed, []
-            results: list[object] = []
-            for change in landing:
-                try:
-                    self._remove_ended()
-                    results.append(change())
-                except NotFoundError as error:
-                    results.append(error)
-            return results
-
     # -- inside -----------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the metadata store was closed")
 
-    def _read(self, kind: str, key: str, read: Callable[[], _T]) -> _T:
-        self.before(kind, key)
+    def _read(self, read: Callable[[], _T]) -> _T:
         with self._lock:
             self._check_open()
-            result = read()
-        self.after(kind, key)
-        return result
+            return read()
 
-    def _change(self, kind: str, key: str, change: Callable[[], _T]) -> _T:
-        self.before(kind, key)
+    def _change(self, change: Callable[[], _T]) -> _T:
         with self._lock:
             self._check_open()
-            if self._changes_to_delay:
-                self._changes_to_delay -= 1
-                self.delayed.append(change)
-                raise CommitUnknownError(f"the answer to {kind} {key} was lost")
             self._remove_ended()
-            result = change()
-        self.after(kind, key)
-        return result
+            return change()
 
     def _is_alive(self, entry: _Entry, now: float) -> bool:
         return entry.lease_id is None or self._lease_ends.get(entry.lease_id, _ENDED) > now
@@ -335,23 +268,19 @@ class MemoryMetadata:
     def renew_lease(self, lease: HeldLease) -> float:
         """Moves a lease's end; see `Lease.renew`."""
         asked_at = self._clock.boottime()
-        self.before("renew", str(lease.id))
         with self._lock:
             self._check_open()
             self._remove_ended()
             if lease.id not in self._lease_ends:
                 raise NotFoundError(f"the lease {lease.id} has ended")
             self._lease_ends[lease.id] = self._clock.boottime() + lease.ttl_seconds
-        self.after("renew", str(lease.id))
         return asked_at + lease.ttl_seconds
 
     def revoke_lease(self, lease_id: int) -> None:
         """Ends a lease and removes its keys; see `Lease.revoke`."""
-        self.before("revoke", str(lease_id))
         with self._lock:
             if not self._is_closed:
                 self._end_leases({lease_id})
-        self.after("revoke", str(lease_id))
 
     def forget_watch(self, watch: _MemoryWatch) -> None:
         """Called by a watch that ends."""

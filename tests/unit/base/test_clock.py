@@ -2,7 +2,8 @@
 
 import time
 
-from ister.base.clock import ManualClock, SystemClock
+from ister.base.clock import SystemClock
+from tests.support.clock import ManualClock
 
 
 def test_system_clock_is_the_machines():

@@ -2,9 +2,9 @@
 
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.base.clock_guard import OFF_SECONDS_MAX, STEP_SECONDS, ClockGuard, ClockMark
 from tests.support.cases import each
+from tests.support.clock import ManualClock
 
 DAY = 86_400
 DAY_MS = DAY * 1000

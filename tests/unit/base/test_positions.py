@@ -4,7 +4,6 @@ from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.base.positions import (
     EPOCH,
     PUBLISH_TIME_MS_MAX,
@@ -16,6 +15,7 @@ from ister.base.positions import (
     to_milliseconds,
 )
 from ister.errors import InvalidRequestError
+from tests.support.clock import ManualClock
 
 NOON = datetime(2026, 1, 31, 12, 30, 15, 250_000, tzinfo=UTC)
 ELSEWHERE = NOON.astimezone(timezone(timedelta(hours=-9, minutes=-30)))

@@ -7,7 +7,6 @@ import random
 import pytest
 
 from ister.base import retry
-from ister.base.clock import ManualClock
 from ister.base.retry import AsyncRetry, RetryPolicy, backoff_seconds, retry_unavailable
 from ister.errors import (
     AlreadyExistsError,
@@ -18,6 +17,7 @@ from ister.errors import (
     UnavailableError,
     UnsupportedOperationError,
 )
+from tests.support.clock import ManualClock
 
 
 class Call:

@@ -16,11 +16,11 @@ from ister.broker.security.rights import Binding, Scope
 from ister.client import AsyncClient
 from ister.client.core import receiver
 from ister.errors import UnavailableError
-from ister.metadata.memory import MemoryMetadata
 from ister.wire import danube, danube_admin, ister_api
 from tests.support.broker import a_broker, a_record, eventually
 from tests.support.cases import each
 from tests.support.certificates import LOCAL_NAMES, Authority
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.security import auth_settings, sign
 
 TOPIC = "/default/orders"

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ister.base.clock import ManualClock
 from ister.base.metrics import Metrics
 from ister.base.model import Codec
 from ister.bucket.chunks import FirstRange, ObjectPart, ObjectsAhead, fetch_chunks
 from ister.errors import NotFoundError, UnavailableError
 from tests.support.cases import each
+from tests.support.clock import ManualClock
 from tests.support.machine import PATIENCE_SECONDS
 from tests.support.memory_store import MemoryObjectStore
 from tests.support.stores import a_descriptor

@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import ister
-from ister.base.clock import ManualClock, SystemClock
+from ister.base.clock import SystemClock
 from ister.base.limits import KIB, MIB
 from ister.bucket.egress import EgressLimit
+from tests.support.clock import ManualClock
 from tests.support.machine import eventually, numbered, payloads
 from tests.support.stores import NAME, Site
 

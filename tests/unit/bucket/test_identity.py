@@ -14,12 +14,12 @@ from ister.bucket.identity import BUCKET_KEY, BucketIdentity, check_bucket
 from ister.bucket.members import Member, encode_member, member_key
 from ister.cli.main import main
 from ister.errors import ConflictError, CorruptDataError, UnavailableError
-from ister.metadata.memory import MemoryMetadata
 from ister.topic import stores
 from ister.topic.log import Log
 from ister.topic.stores import open_identity, open_metadata
 from tests.support.machine import PATIENCE_SECONDS, Task
 from tests.support.memory_fs import SimulatedCrash
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.memory_store import MemoryObjectStore
 
 ROOT = "/danube"

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.bucket.fence import Fence
 from ister.bucket.pipeline import (
     REQUEST_SECONDS_MAX,
@@ -15,8 +14,9 @@ from ister.bucket.pipeline import (
 )
 from ister.config import load_config
 from ister.errors import CommitUnknownError, ConflictError, InvalidRequestError, TopicNameError
-from ister.metadata.memory import MemoryMetadata
 from ister.topic.pipeline_status import describe_pipeline, read_status
+from tests.support.clock import ManualClock
+from tests.support.memory_metadata import MemoryMetadata
 
 KEYS = PipelineKeys(load_config(None, {}).storage.metadata.root_prefix)
 A, B = "/default/a", "/default/b"

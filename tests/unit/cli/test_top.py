@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.cli.main import make_parser
 from ister.cli.top import SORTS, View, measure, sort_loads
 from ister.errors import UnavailableError
+from tests.support.clock import ManualClock
 
 PARSER = make_parser()
 

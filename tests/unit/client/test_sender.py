@@ -9,7 +9,6 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("grpc")
 
 from ister.base import retry
-from ister.base.clock import ManualClock
 from ister.base.retry import AsyncRetry
 from ister.client.core import network as network_module
 from ister.client.core import sender as sender_module
@@ -26,6 +25,7 @@ from ister.errors import (
 )
 from ister.topic.dedup import Sequences
 from ister.wire.contract import PutAck
+from tests.support.clock import ManualClock
 from tests.support.waiting import eventually_async
 
 TOPIC = "/default/t"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ister.base.clock import ManualClock, SystemClock
+from ister.base.clock import SystemClock
 from ister.errors import (
     CapacityError,
     CommitUnknownError,
@@ -24,6 +24,7 @@ from ister.metadata.base import Absent, Put
 from ister.metadata.etcd import EtcdMetadata
 from tests.servers.etcd import EtcdCluster, EtcdServer, etcd_binary
 from tests.servers.ports import free_port
+from tests.support.clock import ManualClock
 
 
 @pytest.fixture(scope="module")

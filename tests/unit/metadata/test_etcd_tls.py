@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ister.base.clock import ManualClock, SystemClock
+from ister.base.clock import SystemClock
 from ister.config import EtcdTlsConfig, load_config
 from ister.errors import ConfigError, UnavailableError
 from ister.metadata import etcd_endpoint
@@ -18,6 +18,7 @@ from ister.metadata.etcd_tls import ClientTls
 from ister.topic.stores import open_metadata
 from tests.servers.etcd import EtcdServer
 from tests.support.certificates import LOCAL_NAMES, Authority
+from tests.support.clock import ManualClock
 
 
 class Files:

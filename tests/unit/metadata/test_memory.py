@@ -2,12 +2,12 @@
 
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.errors import CommitUnknownError, NotFoundError, UnavailableError
 from ister.metadata.base import Absent, Delete, Put, ValueIs
-from ister.metadata.memory import MemoryMetadata
 from tests.support.cases import each
+from tests.support.clock import ManualClock
 from tests.support.memory_fs import SimulatedCrash
+from tests.support.memory_metadata import MemoryMetadata
 
 
 @pytest.fixture

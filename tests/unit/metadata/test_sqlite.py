@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ister.base.clock import ManualClock, SystemClock
+from ister.base.clock import SystemClock
 from ister.errors import (
     CapacityError,
     CommitUnknownError,
@@ -31,6 +31,7 @@ from ister.metadata import sqlite, sqlite_change, sqlite_file
 from ister.metadata.base import Put, RevisionIs
 from ister.metadata.sqlite import SqliteMetadata
 from tests.support.cases import each
+from tests.support.clock import ManualClock
 
 
 @pytest.fixture

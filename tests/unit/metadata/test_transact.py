@@ -4,9 +4,9 @@ import pytest
 
 from ister.errors import CommitUnknownError, ConflictError
 from ister.metadata.base import Put
-from ister.metadata.memory import MemoryMetadata
 from ister.metadata.transact import ATTEMPTS, transact, unchanged
 from tests.support.cases import each
+from tests.support.memory_metadata import MemoryMetadata
 
 LOST = CommitUnknownError("lost")
 CONFLICT = ConflictError("it keeps changing")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ister.base.clock import ManualClock, SystemClock
+from ister.base.clock import SystemClock
 from ister.base.limits import KIB
 from ister.errors import (
     AlreadyExistsError,
@@ -22,6 +22,7 @@ from ister.errors import (
 from ister.fs.local import LocalFileSystem
 from ister.objectstore.opendal_store import open_store
 from ister.objectstore.staged_files import StagedFiles
+from tests.support.clock import ManualClock
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.errors import NotFoundError, UnavailableError, UnsupportedOperationError
 from tests.support.cases import each
+from tests.support.clock import ManualClock
 from tests.support.memory_fs import SimulatedCrash
 from tests.support.memory_store import MemoryObjectStore
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.errors import CorruptDataError, NotFoundError, UnsupportedOperationError
 from ister.objectstore.slices import SlicedStore, with_slices
 from tests.support.cases import each
+from tests.support.clock import ManualClock
 from tests.support.memory_store import MemoryObjectStore
 
 KEY = "storage/express/n/0000000000000000/00000000000000000000.dnbx"

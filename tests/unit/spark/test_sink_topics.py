@@ -13,7 +13,6 @@ import pytest
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType, TimestampType
 
 from ister.base import failpoints, retry
-from ister.base.clock import ManualClock
 from ister.bucket.shared_staging import read_segments
 from ister.errors import InvalidRequestError, MessageTooLargeError, UnavailableError
 from ister.spark import location, row_staging
@@ -21,6 +20,7 @@ from ister.spark.row_staging import _commit_at_once
 from ister.topic import batches
 from tests.servers.flight import FlightTopics
 from tests.support.cases import each
+from tests.support.clock import ManualClock
 from tests.support.cluster import enter
 from tests.support.machine import PATIENCE_SECONDS, Task, eventually, payloads
 from tests.support.sinks import BY_TOPIC, Sink, crash_at, in_both_places

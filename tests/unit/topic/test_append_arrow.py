@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import ister
 from ister import kernels
-from ister.base.clock import ManualClock
 from ister.base.limits import INDEX_STRIDE_BYTES, MIB
 from ister.base.model import AckLevel, Codec, TopicState
 from ister.errors import (
@@ -23,6 +22,7 @@ from ister.errors import (
     MessageTooLargeError,
 )
 from ister.format.payloads import Payloads
+from tests.support.clock import ManualClock
 from tests.support.machine import NAME, Gate, Machine, NoThreads, Task, numbered, payloads
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

@@ -11,11 +11,11 @@ from ister.bucket.express import find_runs
 from ister.bucket.names import EXPRESS_PREFIX, manifest_key
 from ister.errors import CapacityError, FencedError, PermissionDeniedError, UnavailableError
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
-from ister.metadata.memory import MemoryMetadata
 from ister.rescue.rebuild import find_topics, rebuild_topic
 from tests.support.cases import each
 from tests.support.express import Shared
 from tests.support.machine import ROOT
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.stores import PREFIX, Site
 
 

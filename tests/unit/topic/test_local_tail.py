@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ister
-from ister.base.clock import ManualClock, SystemClock
+from ister.base.clock import SystemClock
 from ister.base.metrics import Metrics
 from ister.base.model import TopicName
 from ister.errors import (
@@ -27,6 +27,7 @@ from ister.topic.local_tail import LocalTail
 from ister.topic.node import NODE_NAME
 from ister.wal.directory import WalDirectory
 from ister.wal.reader import WalReader
+from tests.support.clock import ManualClock
 from tests.support.machine import Task, numbered, payloads
 from tests.support.scale import first_seed, scaled
 from tests.support.stores import NAME, Site

@@ -6,7 +6,6 @@ import random
 import pytest
 
 from ister.base import failpoints
-from ister.base.clock import ManualClock
 from ister.base.model import TopicState
 from ister.bucket.names import TopicKeys, object_key, terms_prefix
 from ister.errors import (
@@ -29,6 +28,7 @@ from ister.wal.directory import WalDirectory
 from ister.wal.log import Wal
 from ister.wal.recovery import recover
 from tests.support.cases import each
+from tests.support.clock import ManualClock
 from tests.support.machine import ROOT, NoThreads, numbered, payloads
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
 from tests.support.stores import NAME, PREFIX, TTL_SECONDS, Site

@@ -2,10 +2,10 @@
 
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.base.limits import KIB
 from ister.base.metrics import Metrics
 from ister.topic.pace import PacedReader
+from tests.support.clock import ManualClock
 from tests.support.machine import NoThreads, Task, eventually, numbered, waiting
 from tests.support.stores import NAME, Site
 

@@ -14,12 +14,12 @@ from ister.bucket.names import TopicKeys, object_key, objects_prefix, parse_obje
 from ister.bucket.orphans import collect_orphans
 from ister.errors import CorruptDataError, NotFoundError, UnavailableError
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
-from ister.metadata.memory import MemoryMetadata
 from ister.rescue.rebuild import find_topics, rebuild_topic
 from ister.topic.resorting import RunSorter
 from tests.support.express import Shared
 from tests.support.machine import Task, eventually
 from tests.support.memory_fs import SimulatedCrash
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.stores import PREFIX, Pipeline, Site
 
 NAME = TopicName.parse("/default/t0")

@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.base.limits import (
     CHECKPOINT_INTERVAL_SECONDS,
     LAZY_WRITE_SECONDS,
@@ -16,6 +15,7 @@ from ister.base.limits import (
 from ister.base.model import AckLevel, TopicState
 from ister.errors import ClosedError, DiskError, WaitTimeoutError
 from ister.wal.waiters import Waiter
+from tests.support.clock import ManualClock
 from tests.support.machine import (
     PATIENCE_SECONDS,
     Calls,

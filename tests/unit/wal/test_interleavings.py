@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.base.limits import ENVELOPE_SIZE_BYTES_MAX, FRAME_BODY_BYTES_MAX, MESSAGE_SIZE_BYTES_MAX
 from ister.base.model import AckLevel, Codec, TopicState
 from ister.errors import CapacityError, ClosedError, DiskError
@@ -15,6 +14,7 @@ from ister.format.message import BodyEncoder
 from ister.wal.directory import WalDirectory
 from ister.wal.waiters import ThreadWaiter
 from ister.wal.writer import SyncFailedError
+from tests.support.clock import ManualClock
 from tests.support.machine import NAME, ROOT, Calls, Gate, NoThreads, Task, eventually, payloads
 
 PATH = f"{ROOT}{NAME}"

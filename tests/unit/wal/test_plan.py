@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ister.base.clock import ManualClock
 from ister.errors import CorruptDataError, InvariantError, OffsetOutOfRangeError
 from ister.format.frame import encode_frame
 from ister.wal.reader import WalReader
+from tests.support.clock import ManualClock
 from tests.support.machine import ROOT, Calls, Machine
 
 PATH = f"{ROOT}/default/orders"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ister.base.clock import ManualClock, SystemClock
+from ister.base.clock import SystemClock
 from ister.base.metrics import Metrics
 from ister.base.model import Codec
 from ister.errors import NotFoundError, OffsetOutOfRangeError, UnsupportedVersionError
@@ -12,6 +12,7 @@ from ister.wal.directory import CHECKPOINT_NAME, WalDirectory
 from ister.wal.reader import WalReader
 from ister.wal.snapshot import load_snapshot
 from tests.support.builders import with_valid_crc
+from tests.support.clock import ManualClock
 from tests.support.machine import NAME, ROOT, NoThreads, numbered
 from tests.support.memory_fs import MemoryFileSystem
 

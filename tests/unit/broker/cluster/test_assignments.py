@@ -4,7 +4,7 @@ import pytest
 
 from ister.broker.cluster.assignments import Assignment, Assignments
 from ister.metadata.base import Absent, ValueIs
-from ister.metadata.memory import MemoryMetadata
+from tests.support.memory_metadata import MemoryMetadata
 
 HOLDS = Absent("/other")
 FAILS = ValueIs("/other", b"x")

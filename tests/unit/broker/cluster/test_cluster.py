@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.base.model import TopicName
 from ister.broker.cluster.cluster import Cluster
 from ister.broker.cluster.placement import rendezvous
 from ister.bucket.members import MemberState
 from ister.config import ClusterConfig
 from ister.errors import FencedError, NotFoundError, UnavailableError
+from tests.support.clock import ManualClock
 from tests.support.cluster import TTL, a_member
 from tests.support.waiting import eventually
 

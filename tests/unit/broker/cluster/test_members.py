@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.broker.cluster.members import Members
 from ister.bucket.members import Load, MemberState
 from ister.errors import FencedError, UnavailableError
+from tests.support.clock import ManualClock
 from tests.support.cluster import TTL, a_member
 
 

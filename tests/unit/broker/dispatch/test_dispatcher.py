@@ -35,7 +35,6 @@ from ister.errors import (
     MessageTooLargeError,
     UnavailableError,
 )
-from ister.metadata.memory import MemoryMetadata
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy, SubscriptionKind
 from ister.subscription.progress import ProgressPlan
 from ister.subscription.store import SubscriptionStore
@@ -45,6 +44,7 @@ from tests.support.broker import a_record, broker_tasks, broker_timers, eventual
 from tests.support.cases import each
 from tests.support.dispatch import ack as acknowledge
 from tests.support.machine import Machine
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.stores import Site
 
 NAME = "/default/t"

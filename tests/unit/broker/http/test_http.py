@@ -12,15 +12,16 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from ister.base.clock import ManualClock, SystemClock
+from ister.base.clock import SystemClock
 from ister.broker.http.port import Connections, make_application
 from ister.broker.security.guard import Guard
 from ister.broker.security.tls import ServerTls
 from ister.config import ClientAuth, TlsConfig, load_config
-from ister.metadata.memory import MemoryMetadata
 from tests.support.broker import run
 from tests.support.cases import each
 from tests.support.certificates import LOCAL_NAMES, Authority
+from tests.support.clock import ManualClock
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.security import GuardRig
 from tests.support.waiting import eventually_async
 

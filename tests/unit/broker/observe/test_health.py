@@ -19,9 +19,9 @@ from ister.bucket.pipeline import PipelineKeys
 from ister.config import DiskConfig, load_config
 from ister.errors import UnavailableError
 from ister.metadata.base import Put, StoreUsage
-from ister.metadata.memory import MemoryMetadata
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from tests.support.broker import a_broker, a_record, eventually
+from tests.support.memory_metadata import MemoryMetadata
 
 NAME = "/default/secret"
 

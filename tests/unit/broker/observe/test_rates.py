@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.broker.observe import rates as rates_module
 from ister.broker.observe.rates import (
     DAY,
@@ -20,6 +19,7 @@ from ister.broker.policies import Policies
 from ister.errors import InvalidRequestError
 from tests.support.broker import a_record, some_topics
 from tests.support.cases import each
+from tests.support.clock import ManualClock
 
 
 class Made:

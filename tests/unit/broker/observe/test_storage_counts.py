@@ -2,7 +2,6 @@
 
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.base.metrics import Metrics
 from ister.base.model import TopicName
 from ister.broker.observe import storage_counts as module
@@ -11,7 +10,8 @@ from ister.bucket.catalog import Catalog
 from ister.bucket.names import TopicKeys, format_object_id
 from ister.errors import UnavailableError
 from ister.format.descriptor import ObjectDescriptor, encode_descriptor
-from ister.metadata.memory import MemoryMetadata
+from tests.support.clock import ManualClock
+from tests.support.memory_metadata import MemoryMetadata
 
 TOPIC = "/default/t"
 

@@ -2,12 +2,13 @@
 
 import pytest
 
-from ister.base.clock import ManualClock, SystemClock
+from ister.base.clock import SystemClock
 from ister.base.model import TopicName
 from ister.broker.publish.producer_names import ProducerNames
 from ister.broker.topics.broker_records import BrokerRecords
 from ister.errors import PermissionDeniedError, UnavailableError
-from ister.metadata.memory import MemoryMetadata
+from tests.support.clock import ManualClock
+from tests.support.memory_metadata import MemoryMetadata
 
 TOPIC = TopicName.parse("/default/orders")
 SHOP, OTHER = "service:shop", "service:other"

@@ -11,8 +11,8 @@ from contextlib import ExitStack, suppress
 import grpc
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.broker.rpc.native_connections import ConnectionLimits
+from tests.support.clock import ManualClock
 
 OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 LONG = 3600.0

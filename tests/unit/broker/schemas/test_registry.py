@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ister.base.clock import ManualClock, SystemClock
+from ister.base.clock import SystemClock
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.errors import (
     CommitUnknownError,
@@ -17,11 +17,12 @@ from ister.errors import (
     TopicNameError,
     UnavailableError,
 )
-from ister.metadata.memory import MemoryMetadata
 from ister.metadata.sqlite import SqliteMetadata
 from ister.topic.schema_kinds import CompatibilityMode, ValidationPolicy
 from ister.topic.schema_records import TopicConfig
 from tests.support.cases import each
+from tests.support.clock import ManualClock
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.waiting import eventually
 
 ROOT = "/ister"

@@ -11,9 +11,9 @@ from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.rights import Permission
 from ister.broker.services.schemas import SchemaService
 from ister.errors import NotFoundError, PermissionDeniedError
-from ister.metadata.memory import MemoryMetadata
 from ister.wire import danube_schema
 from tests.support.cases import each
+from tests.support.memory_metadata import MemoryMetadata
 
 TOPIC = "/default/orders"
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ister.base.clock import ManualClock, SystemClock
+from ister.base.clock import SystemClock
 from ister.broker.security.access import STALE_SECONDS_MAX, AccessControl
 from ister.broker.security.principal import ANONYMOUS, Principal, PrincipalKind
 from ister.broker.security.rights import SYSTEM_ROLES, Binding, Permission, Role, Scope
@@ -21,8 +21,9 @@ from ister.errors import (
     NotFoundError,
     UnavailableError,
 )
-from ister.metadata.memory import MemoryMetadata
 from tests.support.cases import each
+from tests.support.clock import ManualClock
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.waiting import eventually
 
 USER, SERVICE = PrincipalKind.USER, PrincipalKind.SERVICE

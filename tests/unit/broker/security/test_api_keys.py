@@ -4,12 +4,12 @@ import logging
 
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.broker.security.api_keys import ApiKeyFile, format_line, parse_line
 from ister.broker.security.minting import make_api_key
 from ister.broker.security.principal import PrincipalKind
 from ister.errors import ConfigError, InvalidRequestError
 from tests.support.cases import each
+from tests.support.clock import ManualClock
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ import logging
 
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.broker.security.audit import AuditLog, Outcome
 from ister.broker.security.principal import Principal, PrincipalKind
 from ister.errors import ConfigError
 from tests.support.cases import each
+from tests.support.clock import ManualClock
 
 ALICE = Principal(name="alice", kind=PrincipalKind.USER, via="jwt")
 

@@ -11,13 +11,13 @@ from datetime import timedelta
 import jwt
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.broker.security.authentication import Authenticator, collect_headers, read_certificate
 from ister.broker.security.minting import make_api_key, make_token
 from ister.config import AuthConfig, AuthMode, JwtConfig
 from ister.errors import ConfigError, UnauthenticatedError
 from tests.support.cases import each
 from tests.support.certificates import IDENTITIES, Authority, signing_keys
+from tests.support.clock import ManualClock
 
 SECRET = "0123456789abcdef" * 4
 ISSUER, AUDIENCE = "https://issuer.example", "ister"

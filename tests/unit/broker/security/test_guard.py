@@ -5,15 +5,15 @@ import tracemalloc
 
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.broker.security import guard as guard_module
 from ister.broker.security.guard import Guard, current_caller, current_principal, entered
 from ister.broker.security.principal import ANONYMOUS
 from ister.broker.security.rights import Permission
 from ister.config import load_config
 from ister.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
-from ister.metadata.memory import MemoryMetadata
 from tests.support.certificates import Authority
+from tests.support.clock import ManualClock
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.security import GuardRig
 
 ORDERS = "/default/orders"

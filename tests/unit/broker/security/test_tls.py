@@ -11,12 +11,12 @@ from datetime import timedelta
 import grpc
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.broker.security.tls import ServerTls, check_exposure, is_loopback
 from ister.config import AuthConfig, AuthMode, BrokerConfig, ClientAuth, TlsConfig
 from ister.errors import ConfigError
 from tests.support.cases import each
 from tests.support.certificates import LOCAL_NAMES, Authority
+from tests.support.clock import ManualClock
 
 AUTHORITY = Authority("servers")
 

@@ -13,7 +13,7 @@ from ister.errors import (
     NotFoundError,
     UnavailableError,
 )
-from ister.metadata.memory import MemoryMetadata
+from tests.support.memory_metadata import MemoryMetadata
 
 NAME = TopicName.parse("/default/t")
 OTHER = TopicName.parse("/default/t2")

@@ -23,11 +23,11 @@ from ister.errors import (
     TopicNameError,
     UnavailableError,
 )
-from ister.metadata.memory import MemoryMetadata
 from ister.subscription.policy import SubscriptionKind
 from tests.support.broker import a_record, eventually, some_topics, take
 from tests.support.cases import each
 from tests.support.dispatch import ack
+from tests.support.memory_metadata import MemoryMetadata
 
 NAME = "/default/t"
 EXCLUSIVE = SubscriptionKind.EXCLUSIVE

@@ -7,7 +7,6 @@ import grpc
 import pytest
 
 from ister.errors import UnavailableError
-from ister.metadata.memory import MemoryMetadata
 from ister.subscription.policy import SubscriptionKind
 from ister.wire import ister_api
 from tests.support.broker import a_broker, a_record, some_topics
@@ -24,6 +23,7 @@ from tests.support.broker_calls import (
     read,
 )
 from tests.support.cases import each
+from tests.support.memory_metadata import MemoryMetadata
 
 
 @asynccontextmanager

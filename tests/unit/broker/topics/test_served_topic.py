@@ -18,10 +18,10 @@ from ister.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from ister.metadata.memory import MemoryMetadata
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from tests.support.broker import a_record, eventually, run, some_topics, take
 from tests.support.cases import each
+from tests.support.memory_metadata import MemoryMetadata
 
 NAME = "/default/t"
 POLICY = FailurePolicy(max_redelivery_count=0, poison=PoisonPolicy.DROP)

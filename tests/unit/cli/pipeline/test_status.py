@@ -7,7 +7,7 @@ from contextlib import redirect_stdout
 
 import pytest
 
-from ister.base.clock import ManualClock, SystemClock
+from ister.base.clock import SystemClock
 from ister.bucket.fence import Fence
 from ister.bucket.pipeline import PipelineKeys
 from ister.cli.pipeline import status
@@ -15,6 +15,7 @@ from ister.cli.pipeline.status import print_status
 from ister.config import load_config
 from ister.errors import InvalidRequestError
 from ister.topic.stores import open_metadata
+from tests.support.clock import ManualClock
 
 CLOCK = ManualClock()
 NOW = CLOCK.now_ns() // 1_000_000_000

@@ -12,7 +12,7 @@ import pytest
 
 import ister
 from ister.base import failpoints
-from ister.base.clock import ManualClock, SystemClock
+from ister.base.clock import SystemClock
 from ister.base.model import TopicName
 from ister.bucket.names import (
     TopicKeys,
@@ -31,6 +31,7 @@ from ister.spark.jobs.gc_job import collect_topics, gc
 from ister.spark.jobs.job import open_job
 from tests.integration.spark_topics import SparkPlace, fill, rows_in, without_spark
 from tests.support.cases import case
+from tests.support.clock import ManualClock
 from tests.support.grace import without_least_grace
 from tests.support.spark_here import SparkHere
 

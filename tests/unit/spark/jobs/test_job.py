@@ -6,18 +6,19 @@ import json
 
 import pytest
 
-from ister.base.clock import ManualClock, SystemClock
+from ister.base.clock import SystemClock
 from ister.bucket.fence import Fence
 from ister.bucket.pipeline import PipelineKeys
 from ister.config import load_config
 from ister.errors import ConflictError, FencedError, NotFoundError
-from ister.metadata.memory import MemoryMetadata
 from ister.spark.jobs import job as jobs
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.leases import LeaseKeeper
 from ister.topic.stores import open_metadata
 from tests.integration.spark_topics import SparkPlace
 from tests.support.cases import case
+from tests.support.clock import ManualClock
+from tests.support.memory_metadata import MemoryMetadata
 from tests.support.spark_here import SparkHere
 
 TOPICS = ["/a/orders", "/a/prices", "/b/orders"]

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from ister.base.clock import ManualClock
 from ister.spark.jobs.pipeline_term import Schedule, sample_memory
+from tests.support.clock import ManualClock
 
 HOUR = 3600.0
 

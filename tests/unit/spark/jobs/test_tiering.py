@@ -11,7 +11,7 @@ import pytest
 
 import ister
 from ister.base import failpoints
-from ister.base.clock import ManualClock, SystemClock
+from ister.base.clock import SystemClock
 from ister.base.model import TopicName
 from ister.bucket.egress import EgressLimit
 from ister.bucket.names import TopicKeys
@@ -31,6 +31,7 @@ from ister.spark.jobs.tier_topics import Cycle, TierTopics
 from tests.integration.spark_topics import SparkPlace, fill, without_spark
 from tests.servers.flight import FlightTopics
 from tests.support.cases import case
+from tests.support.clock import ManualClock
 from tests.support.spark_here import SparkHere
 
 A, B = "/default/a", "/default/b"

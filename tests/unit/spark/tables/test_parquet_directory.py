@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from ister.base import failpoints
-from ister.base.clock import ManualClock
 from ister.errors import (
     CapacityError,
     CommitUnknownError,
@@ -22,6 +21,7 @@ from ister.objectstore.base import Capabilities
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.parquet_directory import ParquetDirectory
 from ister.spark.tables.targets import Storage, StoreTarget
+from tests.support.clock import ManualClock
 from tests.support.exports import (
     TOPIC,
     add_rows,
