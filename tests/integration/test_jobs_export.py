@@ -1,7 +1,6 @@
 """The export on Spark: three formats, read back by DuckDB and by Spark."""
 
 import runpy
-import threading
 from pathlib import Path
 
 import pytest
@@ -142,24 +141,6 @@ def test_typed_columns(spark, tmp_path, format):
     letters = _read_by_spark(spark, tmp_path, format, "orders_dead_letters")
     assert sorted(item.offset for item in letters.collect()) == bad
     assert offsets_in(tmp_path, format, "orders_dead_letters") == bad
-
-
-def test_two_exports_at_once(spark, place, tmp_path):
-    """One has the key, the other one says so; together they add each offset once."""
-    reports = []
-
-    def run() -> None:
-        reports.append(export(spark, place.config, to=where(tmp_path, "delta"), format="delta"))
-
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sum(report.total("messages") for report in reports) == 1000
-    assert offsets_in(tmp_path, "delta") == list(range(1000))
-    for report in reports:
-        assert report.ok or "another export" in report.errors[0]["message"]
 
 
 @pytest.mark.nightly

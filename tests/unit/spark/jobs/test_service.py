@@ -17,7 +17,7 @@ from ister.errors import ConflictError, FencedError, InvalidRequestError, Unavai
 from ister.metadata.base import Put
 from ister.spark.jobs import pipeline_term, service
 from ister.spark.jobs.pipeline_term import SlowJob, TermSettings, measure_lag, sample_memory
-from ister.spark.jobs.service import Service, requested_job, scheduled_jobs
+from ister.spark.jobs.service import Service, requested_job, run_once, scheduled_jobs
 from ister.spark.location import _close_all, place_of
 from ister.topic.log import Log
 from ister.topic.stores import open_metadata
@@ -368,6 +368,25 @@ def test_lag_is_what_is_synced_and_not_tiered(place, config):
 def replace_engine(config):
     uploader = replace(config.storage.uploader, engine=Engine.NONE)
     return replace(config, storage=replace(config.storage, uploader=uploader))
+
+
+# -- once -------------------------------------------------------------------------------------
+
+
+def test_jobs_run_with_their_settings(config, tmp_path):
+    with Log(replace_engine(config)) as log:
+        topic = log.topic("/default/a", create=True)
+        topic.append_many([b"x"] * 20)
+        topic.flush()
+    export = replace(config.pipeline.export, to=str(tmp_path / "table"))
+    config = replace(config, pipeline=replace(config.pipeline, export=export))
+    report = run_once(SparkHere(), config, jobs=["tier", "export", "scrub"])
+    _close_all()
+    assert report.ok, report.errors
+    done = report.topics["/default/a"]
+    assert (done["tier"]["messages"], done["export"]["messages"]) == (20, 20)
+    assert done["scrub"]["findings"] == []
+    assert list((tmp_path / "table").rglob("*.parquet"))
 
 
 # -- settings ---------------------------------------------------------------------------------
