@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import grpc
+import pyarrow as pa
 import pytest
 
 from ister import wire
@@ -13,12 +14,13 @@ from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import Binding, Permission, Role, Scope
 from ister.client.flight import FlightClient
 from ister.errors import IsterError, PermissionDeniedError
+from ister.wire import danube, danube_schema, ister_api
 from ister.wire.contract import RangeTicket
 from tests.support.broker import a_broker
 from tests.support.security import auth_settings, sign
 from tools.broker_operations import SERVICES, operations
 
-THERE, MISSING = "/shop/orders", "/nowhere/nothing"
+THERE, MISSING, OWN = "/shop/orders", "/nowhere/nothing", "/own/nothing"
 NEEDS = {route.handler: route.needs for route in ROUTES}
 BODIES = {
     "create": {"topic": "{topic}"},
@@ -29,6 +31,44 @@ BODIES = {
     "seek": {"to": "earliest"},
     "move": {"to": "none"},
     "request_job": {"job": "compact"},
+}
+BY_THEMSELVES = {  # operations that ask the guard by themselves, with requests for a topic
+    "danube.ProducerService/CreateProducer": (
+        "produce",
+        lambda name: danube.ProducerRequest(topic_name=name, producer_name="p"),
+    ),
+    "danube.ProducerService/SendMessage": (
+        "produce",
+        lambda name: danube.StreamMessage(
+            msg_id=danube.MsgID(topic_name=name, producer_id=1), producer_name="p"
+        ),
+    ),
+    "danube.ConsumerService/Subscribe": (
+        "consume",
+        lambda name: danube.ConsumerRequest(
+            topic_name=name, consumer_name="c", subscription="other"
+        ),
+    ),
+    "danube.ConsumerService/Ack": (
+        "consume",
+        lambda name: danube.AckRequest(msg_id=danube.MsgID(topic_name=name), subscription_name="s"),
+    ),
+    "danube.ConsumerService/Nack": (
+        "consume",
+        lambda name: danube.NackRequest(
+            msg_id=danube.MsgID(topic_name=name), subscription_name="s"
+        ),
+    ),
+    "danube_schema.SchemaRegistry/RegisterSchema": (
+        "manage_schema",
+        lambda name: danube_schema.RegisterSchemaRequest(
+            subject=name, schema_type="json_schema", schema_definition=b"no schema"
+        ),
+    ),
+    "ister.Admin/RestrictSubscription": (
+        "manage_namespace",
+        lambda name: ister_api.RestrictSubscriptionRequest(topic=name, subscription="s"),
+    ),
 }
 OF_HANDLERS = {  # of paths that lead to no operation of gRPC
     "topic": "lookup",
@@ -45,11 +85,14 @@ OF_HANDLERS = {  # of paths that lead to no operation of gRPC
 
 @asynccontextmanager
 async def a_guarded_broker(tmp_path):
-    """With `only-<permission>` and `without-<permission>`, on the whole cluster."""
+    """With `only-<permission>` and `without-<permission>`, on the whole cluster.
+
+    And with `of-topic` and `of-namespace`, who may do everything with `OWN` and in its namespace.
+    """
     async with a_broker(tmp_path, {"broker": {"auth": auth_settings(tmp_path)}}) as found:
         access = found[0].guard.access
 
-        def bind(name, permissions):
+        def bind(name, permissions, scope=Scope.CLUSTER, resource=""):
             access.create_role(Role(name=name, permissions=frozenset(permissions)))
             access.create_binding(
                 Binding(
@@ -57,9 +100,13 @@ async def a_guarded_broker(tmp_path):
                     principal_kind=PrincipalKind.USER,
                     principal_name=name,
                     roles=(name,),
-                    scope=Scope.CLUSTER,
+                    scope=scope,
+                    resource=resource,
                 )
             )
+
+        await asyncio.to_thread(bind, "of-topic", Permission, Scope.TOPIC, OWN)
+        await asyncio.to_thread(bind, "of-namespace", Permission, Scope.NAMESPACE, "own")
 
         for one in Permission:
             await asyncio.to_thread(bind, f"only-{one}", [one])
@@ -73,12 +120,16 @@ async def a_guarded_broker(tmp_path):
 
 async def ask_rpc(services, path, need, who, name):
     service, _, method = path.partition("/")
-    rpc = wire.Rpc(service, method)
     described = next(one for one in wire.describe_service(service).methods if one.name == method)
     request = wire.message_class(described.input_type)()
     if need.field:
         value = name if need.on == "topic" else name.split("/")[1]
         setattr(request, need.field, value)
+    return await send(services, path, request, who, name)
+
+
+async def send(services, path, request, who, name):
+    rpc = wire.Rpc(*path.split("/"))
     credentials = [("authorization", f"Bearer {sign(who)}")]
     try:
         answer = await rpc.on(services.channel)(request, metadata=credentials, timeout=60)
@@ -130,6 +181,36 @@ async def test_grpc_asks_for_the_permission_of_each_operation(tmp_path):
             assert status != "INTERNAL", (path, text)
 
 
+async def test_grpc_asks_for_permissions_where_they_are_given(tmp_path):
+    """On a topic, in a namespace, or on the cluster."""
+    async with a_guarded_broker(tmp_path) as (_, services, _listening):
+        for path, need in operations():
+            if need.permission is None:
+                continue
+            for who, reach in (("of-topic", ["topic"]), ("of-namespace", ["topic", "namespace"])):
+                found = (await ask_rpc(services, path, need, who, OWN))[0]
+                assert (found != "PERMISSION_DENIED") == (need.on in reach), (path, who)
+                assert (await ask_rpc(services, path, need, who, THERE))[0] == "PERMISSION_DENIED"
+
+
+async def test_operations_that_ask_by_themselves(tmp_path):
+    async with a_guarded_broker(tmp_path) as (_, services, _listening):
+        for path, (permission, make) in BY_THEMSELVES.items():
+
+            async def ask(who, name, path=path, make=make):
+                return await send(services, path, make(name), who, name)
+
+            refused = [await ask(without(permission), name) for name in (THERE, MISSING)]
+            assert refused[0][0] == "PERMISSION_DENIED", (path, refused)
+            words = [refused[0][1].replace("shop", ""), refused[1][1].replace("nowhere", "")]
+            assert words[0] == words[1]
+            assert (await ask("of-topic", THERE))[0] == "PERMISSION_DENIED", path
+            for who in (f"only-{permission}", "of-namespace"):
+                assert (await ask(who, OWN))[0] != "PERMISSION_DENIED", (path, who)
+            in_topic = permission != "manage_namespace"
+            assert ((await ask("of-topic", OWN))[0] != "PERMISSION_DENIED") == in_topic
+
+
 async def test_http_asks_for_the_permission_of_each_path(tmp_path):
     needs = {path: need.permission for path, need in operations()}
     async with a_guarded_broker(tmp_path) as (_, _services, listening):
@@ -153,6 +234,17 @@ async def test_http_asks_for_the_permission_of_each_path(tmp_path):
                 assert status not in {403, 500}, (route, text)
 
 
+async def test_metrics_are_for_those_who_may_look_up_everything(tmp_path):
+    async with (
+        a_guarded_broker(tmp_path) as (_, _services, listening),
+        aiohttp.ClientSession(f"http://127.0.0.1:{listening.http}") as session,
+    ):
+        for who, status in (("nobody", 403), ("of-topic", 403), ("only-lookup", 200)):
+            headers = {"Authorization": f"Bearer {sign(who)}"}
+            async with session.get("/metrics", headers=headers) as answer:
+                assert answer.status == status, who
+
+
 async def test_lists_have_what_the_caller_may_see(tmp_path):
     async with a_guarded_broker(tmp_path) as (_, services, listening):
         base = f"http://127.0.0.1:{listening.http}"
@@ -169,12 +261,20 @@ async def test_lists_have_what_the_caller_may_see(tmp_path):
                 assert (await ask_http(session, overview, who, THERE))[0] == (200 if sees else 403)
 
 
+def publish(client, name):
+    rows = pa.record_batch({"payload": pa.array([b"x"], pa.binary())})
+    with client.publish(name, rows.schema) as publisher:
+        publisher.write(rows)
+        publisher.flush()
+
+
 async def test_flight_asks_for_the_permission_of_each_call(tmp_path):
     calls = {
         "lookup": lambda client, name: client.watermarks([name]),
         "consume": lambda client, name: list(
             client.read(RangeTicket(topic=name, start=0, end=1, incarnation=""))
         ),
+        "produce": publish,
     }
     async with a_guarded_broker(tmp_path) as (_, _services, listening):
 
@@ -194,5 +294,9 @@ async def test_flight_asks_for_the_permission_of_each_call(tmp_path):
                 str(one).replace(n, "") for one, n in zip(refused, (THERE, MISSING), strict=True)
             ]
             assert texts[0] == texts[1]
-            found = await asyncio.to_thread(asked, call, f"only-{permission}", MISSING)
-            assert not isinstance(found, PermissionDeniedError)
+            for who, name in ((f"only-{permission}", MISSING), ("of-topic", OWN)):
+                found = await asyncio.to_thread(asked, call, who, name)
+                assert not isinstance(found, PermissionDeniedError)
+        for who, sees in (("nobody", []), ("of-topic", []), ("only-consume", [THERE])):
+            with FlightClient(f"grpc://127.0.0.1:{listening.flight}", token=sign(who)) as client:
+                assert await asyncio.to_thread(client.topics) == sees

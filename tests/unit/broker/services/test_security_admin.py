@@ -151,41 +151,13 @@ def test_role_in_use_stays(rig):
     run(rig, scenario)
 
 
-def test_only_managers_of_the_cluster_get_in(rig):
-    """All nine calls; a manager of a namespace is not one."""
-    rig.allow("manager", "admin", namespace="default")
+def test_a_binding_is_in_the_audit_log_with_what_it_gives(rig):
     rig.allow("chief", "admin")
-    requests = {
-        "CreateRole": role(),
-        "GetRole": danube_admin.GetRoleRequest(name="admin"),
-        "ListRoles": danube_admin.Empty(),
-        "CreateBinding": binding(),
-        "ListBindings": danube_admin.ListBindingsRequest(scope="cluster"),
-        "ListAllBindings": danube_admin.Empty(),
-        "GetBinding": danube_admin.GetBindingRequest(
-            scope="topic", resource_name="/default/orders", binding_id="b1"
-        ),
-        "DeleteBinding": danube_admin.DeleteBindingRequest(
-            scope="topic", resource_name="/default/orders", binding_id="b1"
-        ),
-        "DeleteRole": danube_admin.DeleteRoleRequest(name="ops"),
-    }
 
     async def scenario(call):
-        for who in ("nobody", "manager"):
-            for name, request in requests.items():
-                with refused(Code.PERMISSION_DENIED):
-                    await call(name, request, who)
-        for name, request in requests.items():
-            await call(name, request, "chief")
+        await call("CreateBinding", binding(), "chief")
 
     run(rig, scenario)
-    lines = rig.audited()
-    assert sum(line["outcome"] == "denied" for line in lines) == 18
-    (made,) = (
-        line
-        for line in lines
-        if line["action"] == f"{SERVICE}/CreateBinding" and line["outcome"] == "allowed"
-    )
-    assert made["principal"] == "user:chief"
+    (made,) = rig.audited()
+    assert (made["principal"], made["outcome"]) == ("user:chief", "allowed")
     assert "service_account loader gets producer in topic /default/orders" in made["detail"]
