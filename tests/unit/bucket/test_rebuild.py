@@ -23,6 +23,7 @@ from ister.rescue.rebuild import (
     rebuild_topic,
     save_manifest,
 )
+from tests.support.cases import each
 from tests.support.stores import KIB, NAME, Cluster, Frames, frames_of, read_all
 
 
@@ -30,50 +31,67 @@ def name(start, end, epoch=1):
     return ObjectName(start=start, end=end, epoch=epoch)
 
 
-def chosen(*names, start=None):
-    """(what makes up the topic, what does not, the gaps), as plain tuples."""
-    yes, no, gaps = choose_objects([name(*item) for item in names], start=start)
-    return (
-        [(n.start, n.end, n.epoch) for n in yes],
-        [(n.start, n.end, n.epoch) for n in no],
-        gaps,
-    )
-
-
 # -- which objects ------------------------------------------------------------------------------
 
+CHOICES = {
+    "none": ([], [], [], []),
+    "objects that follow each other": (
+        [(10, 20), (0, 10), (20, 25)],
+        [(0, 10), (10, 20), (20, 25)],
+        [],
+        [],
+    ),
+    "a topic may begin anywhere": ([(70, 80), (80, 81)], [(70, 80), (80, 81)], [], []),
+    "the owner of epoch 1 went on after epoch 2 had begun at 10": (
+        [(0, 10), (10, 20), (10, 15, 2), (15, 30, 2)],
+        [(0, 10), (10, 15, 2), (15, 30, 2)],
+        [(10, 20)],
+        [],
+    ),
+    "a fenced owner's object that reaches further": (
+        [(0, 10), (10, 100), (10, 15, 2)],
+        [(0, 10), (10, 15, 2)],
+        [(10, 100)],
+        [],
+    ),
+    "a repaired object in the place of the old one": (
+        [(0, 10), (10, 20), (20, 30), (10, 20, 4)],
+        [(0, 10), (10, 20, 4), (20, 30)],
+        [(10, 20)],
+        [],
+    ),
+    "a cycle was given up after its upload, and the next one was planned differently": (
+        [(0, 10), (0, 14), (10, 20), (20, 40)],
+        [(0, 10), (10, 20), (20, 40)],
+        [(0, 14)],
+        [],
+    ),
+    "of two from one offset the one that gets further": (
+        [(0, 10), (0, 14), (14, 20)],
+        [(0, 14), (14, 20)],
+        [(0, 10)],
+        [],
+    ),
+    "the longer one of two last ones": (
+        [(0, 10), (10, 12), (10, 15)],
+        [(0, 10), (10, 15)],
+        [(10, 12)],
+        [],
+    ),
+    "gaps are told and read over": (
+        [(0, 10), (15, 20), (30, 31)],
+        [(0, 10), (15, 20), (30, 31)],
+        [],
+        [(10, 15), (20, 30)],
+    ),
+}
 
-def test_objects_that_follow_each_other_are_the_topic():
-    yes, no, gaps = chosen((10, 20), (0, 10), (20, 25))
-    assert yes == [(0, 10, 1), (10, 20, 1), (20, 25, 1)]
-    assert (no, gaps) == ([], [])
 
-
-def test_no_objects_are_no_topic():
-    assert chosen() == ([], [], [])
-
-
-def test_topic_may_begin_anywhere():
-    assert chosen((70, 80), (80, 81)) == ([(70, 80, 1), (80, 81, 1)], [], [])
-
-
-def test_objects_of_a_fenced_owner_are_left_out():
-    # The owner of epoch 1 went on after epoch 2 had begun at 10.
-    yes, no, gaps = chosen((0, 10, 1), (10, 20, 1), (10, 15, 2), (15, 30, 2))
-    assert yes == [(0, 10, 1), (10, 15, 2), (15, 30, 2)]
-    assert (no, gaps) == ([(10, 20, 1)], [])
-
-
-def test_object_of_a_fenced_owner_that_reaches_further_is_left_out():
-    yes, no, _ = chosen((0, 10, 1), (10, 100, 1), (10, 15, 2))
-    assert yes == [(0, 10, 1), (10, 15, 2)]
-    assert no == [(10, 100, 1)]
-
-
-def test_repaired_object_takes_the_place_of_the_old_one():
-    yes, no, gaps = chosen((0, 10, 1), (10, 20, 1), (20, 30, 1), (10, 20, 4))
-    assert yes == [(0, 10, 1), (10, 20, 4), (20, 30, 1)]
-    assert (no, gaps) == ([(10, 20, 1)], [])
+@each("what", CHOICES)
+def test_objects_that_make_up_a_topic(what):
+    names, yes, no, gaps = CHOICES[what]
+    found = choose_objects([name(*item) for item in names])
+    assert found == ([name(*item) for item in yes], [name(*item) for item in no], gaps)
 
 
 def test_merged_object_that_is_left_out_excludes_nothing():
@@ -86,38 +104,13 @@ def test_merged_object_that_is_left_out_excludes_nothing():
         replace(name(0, 4, 4), tag="00000001"),
         replace(name(1, 4, 7), tag="00000002"),
     ]
-    yes, no, gaps = choose_objects(names)
-    assert yes == [names[0], names[2]]
-    assert (no, gaps) == ([names[1]], [])
-
-
-def test_of_two_from_one_offset_the_one_that_gets_further_is_taken():
-    # A cycle was given up after its upload, and the next one was planned differently.
-    yes, no, gaps = chosen((0, 10), (0, 14), (10, 20), (20, 40))
-    assert yes == [(0, 10, 1), (10, 20, 1), (20, 40, 1)]
-    assert (no, gaps) == ([(0, 14, 1)], [])
-    yes, no, _ = chosen((0, 10), (0, 14), (14, 20))
-    assert yes == [(0, 14, 1), (14, 20, 1)]
-    assert no == [(0, 10, 1)]
-
-
-def test_last_of_two_from_one_offset_is_the_longer_one():
-    yes, no, _ = chosen((0, 10), (10, 12), (10, 15))
-    assert yes == [(0, 10, 1), (10, 15, 1)]
-    assert no == [(10, 12, 1)]
-
-
-def test_gaps_are_told_and_read_over():
-    yes, no, gaps = chosen((0, 10), (15, 20), (30, 31))
-    assert yes == [(0, 10, 1), (15, 20, 1), (30, 31, 1)]
-    assert (no, gaps) == ([], [(10, 15), (20, 30)])
+    assert choose_objects(names) == ([names[0], names[2]], [names[1]], [])
 
 
 def test_continuation_begins_at_its_offset_and_ends_at_the_first_gap():
-    yes, no, gaps = chosen((10, 20), (20, 25), (30, 40), start=10)
-    assert (yes, gaps) == ([(10, 20, 1), (20, 25, 1)], [])
-    assert no == [(30, 40, 1)]
-    assert chosen((11, 20), start=10)[0] == []
+    names = [name(10, 20), name(20, 25), name(30, 40)]
+    assert choose_objects(names, start=10) == (names[:2], names[2:], [])
+    assert choose_objects([name(11, 20)], start=10)[0] == []
 
 
 _NAMES = st.lists(
