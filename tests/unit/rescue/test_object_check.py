@@ -282,7 +282,7 @@ def test_a_store_that_does_not_answer_is_no_finding():
 
 @pytest.mark.parametrize("seed", range(30))
 def test_random_damage_is_found_and_never_understated(seed):
-    """Replay: pytest "tests/unit/spark/jobs/test_object_check.py" -k "damage_is_found" """
+    """Replay: pytest "tests/unit/rescue/test_object_check.py" -k "damage_is_found" """
     rng = random.Random(seed)
     bench = Bench(count=30, size=rng.choice((0, 20, 300)))
     data = bytearray(bench.data)
