@@ -20,7 +20,6 @@ manifest        which segments make up a batch
 payloads        rows that have only a payload
 crc             crc32
 offset_ranges   ranges of offsets: union, difference
-compiled        calls the compiled loops over frames
-scan_kernel     these loops
+scan_kernel     the compiled loops over frames, called by `ister.kernels`
 arrow           frames ⇄ Arrow columns
 """

@@ -28,7 +28,6 @@ from ister import kernels
 from ister.base.limits import FRAME_BODY_BYTES_MAX, KIB
 from ister.base.model import Codec
 from ister.errors import InvariantError, MessageTooLargeError, check
-from ister.format import compiled
 from ister.format.crc import Buffer, crc32
 
 _HEADER = struct.Struct("<QII")
@@ -202,8 +201,8 @@ def scan_frames(
     offset_next = expected_offset
     offset_end = _OFFSET_END if end_offset is None else end_offset
     if size - position >= _COMPILED_BYTES_MIN and offset_next < _COMPILED_OFFSET_END:
-        if compiled.is_loaded():
-            starts, position = compiled.scan(
+        if kernels.current() is not None:
+            starts, position = kernels.scan(
                 view, position, offset_next, min(offset_end, _COMPILED_OFFSET_END)
             )
             offset_next += len(starts)

@@ -26,7 +26,6 @@ from ister import kernels
 from ister.base.limits import KIB
 from ister.base.model import Codec
 from ister.errors import check
-from ister.format import compiled
 from ister.format.bincode import varint_form
 from ister.format.crc import crc32
 from ister.format.frame import FRAME_HEADER_SIZE, pack_header
@@ -78,14 +77,14 @@ class FrameEncoder:
         """
         size, count = sum(map(len, parts)), len(parts) // 3
         if not (
-            compiled.is_loaded()
+            kernels.current() is not None
             and size >= _COMPILED_BYTES_MIN
             and first_offset + count <= _COMPILED_OFFSET_END
         ):
             kernels.count_work(size)
             return self._fill(parts, first_offset)
         data = bytearray().join(parts)
-        end = compiled.fill(
+        end = kernels.fill(
             data,
             first_offset,
             count,

@@ -35,10 +35,10 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from typing import Final, NamedTuple, TypeVar
 
+from ister import kernels
 from ister.base.limits import SUFFIX_CACHE_ENTRIES_MAX
 from ister.base.model import Codec, MessageId, StreamMessage
 from ister.errors import CorruptDataError, InvalidRequestError
-from ister.format import compiled
 from ister.format.bincode import (
     BincodeError,
     BodyReader,
@@ -435,8 +435,8 @@ def decode_publish_times(
 
     `starts` has where each frame begins, `end` where the last one ends.
     """
-    if compiled.is_loaded():
-        return compiled.publish_times(chunk, starts, end, is_varint=codec is Codec.BINCODE2)
+    if kernels.current() is not None:
+        return kernels.publish_times(chunk, starts, end, is_varint=codec is Codec.BINCODE2)
     try:
         times = [
             decode_publish_time(chunk, codec, start=start + FRAME_HEADER_SIZE, end=stop)

@@ -1,4 +1,4 @@
-"""The loops of `ister.format.compiled`, compiled by `ister.kernels`; numba is an extra.
+"""The loops over frames that `ister.kernels` compiles and calls; numba is an extra.
 
 Nothing else imports them. They are in a separate file so that the cache on disk, which depends on
 this file's content, stays valid when other code changes. Written for the compiler: flat,

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from ister import kernels
 from ister.base.model import Codec
-from ister.format import compiled
 from ister.format.frame import encode_frame
 from ister.format.message import decode_publish_times
 from tests.support.builders import VARINT_BOUNDARIES, a_message, bincode_body
@@ -25,7 +24,7 @@ def loaded():
 
 def both(chunk, starts, end, codec):
     """What each of the two loops says."""
-    fast = compiled.publish_times(chunk, starts, end, is_varint=codec is Codec.BINCODE2)
+    fast = kernels.publish_times(chunk, starts, end, is_varint=codec is Codec.BINCODE2)
     kept, kernels._current = kernels._current, None
     try:
         return fast, decode_publish_times(chunk, starts, end, codec)
