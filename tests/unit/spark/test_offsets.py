@@ -27,7 +27,7 @@ from ister.spark.offsets import (
     check_loss,
     has_news,
 )
-from tests.support.cases import case
+from tests.support.cases import case, each
 
 _GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "stream_offset.json"
 
@@ -245,52 +245,74 @@ def test_text_that_is_no_json_is_refused():
 # -- going on ---------------------------------------------------------------------------------
 
 
-def test_advance_goes_on_where_the_stream_stood():
-    previous = StreamOffset({A: at(10, 4), B: at(7, 2)})
-    heads = {A: head(0, 20), B: head(0, 30)}
-    assert advance(previous, heads, {A: 15, B: 30}) == StreamOffset({A: at(15, 10), B: at(30, 7)})
+STOOD = {A: at(10, 4), B: at(7, 2)}
+OWNED_AGAIN = ((1, 0), (2, 10))
 
 
-def test_advance_without_news_is_the_previous_offset_itself():
-    """Another `from` for the same place would be another text, and so an empty batch for ever."""
-    previous = StreamOffset({A: at(10, 4), B: at(7, 7)})
-    heads = {A: head(0, 10), B: head(0, 7)}
-    assert advance(previous, heads, ends_of(heads)) is previous
-    assert advance(previous, heads, {}) is previous
-
-
-def test_topic_without_news_is_not_read_again_in_a_batch_of_others():
-    previous = StreamOffset({A: at(10, 4), B: at(7, 2)})
-    following = advance(previous, {A: head(0, 10), B: head(0, 8)}, {A: 10, B: 8})
-    assert following == StreamOffset({A: at(10, 10), B: at(8, 7)})
-    assert following.ranges() == {B: (7, 8)}
-
-
-def test_new_topic_begins_at_its_earliest():
-    previous = StreamOffset({A: at(10)})
-    following = advance(previous, {A: head(0, 10), B: head(5, 9)}, {A: 10, B: 7})
-    assert following == StreamOffset({A: at(10), B: at(7, 5)})
-
-
-def test_new_topic_without_messages_is_no_news():
-    previous = StreamOffset({A: at(10, 3)})
-    heads = {A: head(0, 10), B: head(5, 5)}
-    assert advance(previous, heads, ends_of(heads)) is previous
-    heads = {A: head(0, 11), B: head(5, 5)}
-    assert advance(previous, heads, ends_of(heads)) == StreamOffset({A: at(11, 10), B: at(5)})
-
-
-def test_vanished_topic_stays_where_it_is_and_is_not_read_again():
-    previous = StreamOffset({A: at(10, 4), B: at(7, 2)})
-    following = advance(previous, {B: head(0, 9)}, {B: 9})
-    assert following == StreamOffset({A: at(10, 10), B: at(9, 7)})
-    assert advance(previous, {}, {}) is previous
-
-
-def test_stream_never_goes_backwards():
-    previous = StreamOffset({A: at(10, 4), B: at(3)})
-    following = advance(previous, {A: head(0, 8), B: head(0, 5)}, {A: 8, B: 5})
-    assert following == StreamOffset({A: at(10), B: at(5, 3)})
+@each(
+    ("previous", "heads", "ends", "expected"),
+    [
+        # It goes on where it stood; without news it is the previous one itself, because another
+        # `from` or epoch for the same place would be another text, and so an empty batch for ever.
+        (STOOD, {A: head(0, 20), B: head(0, 30)}, {A: 15}, {A: at(15, 10), B: at(7)}),
+        (STOOD, {A: head(0, 10), B: head(0, 7)}, {A: 10, B: 7}, None),
+        (STOOD, {A: head(0, 10), B: head(0, 7)}, {}, None),
+        (STOOD, {A: head(0, 10, lineage=OWNED_AGAIN), B: head(0, 7)}, {A: 10, B: 7}, None),
+        # A topic without news is not read again beside one that has some.
+        (STOOD, {A: head(0, 10), B: head(0, 8)}, {A: 10, B: 8}, {A: at(10), B: at(8, 7)}),
+        (
+            STOOD,
+            {A: head(0, 10, lineage=OWNED_AGAIN), B: head(0, 8)},
+            {A: 10, B: 8},
+            {A: at(10, epoch=2), B: at(8, 7)},
+        ),
+        # A new topic begins at its earliest, and is no news without messages.
+        ({A: at(10)}, {A: head(0, 10), B: head(5, 9)}, {B: 7}, {A: at(10), B: at(7, 5)}),
+        ({A: at(10, 3)}, {A: head(0, 10), B: head(5, 5)}, {A: 10, B: 5}, None),
+        (
+            {A: at(10, 3)},
+            {A: head(0, 11), B: head(5, 5)},
+            {A: 11, B: 5},
+            {A: at(11, 10), B: at(5)},
+        ),
+        ({}, {A: head(5, 9, lineage=((1, 0), (6, 2)))}, {A: 9}, {A: at(9, 5, epoch=6)}),
+        # One that has vanished stays where it is, with its epoch.
+        (
+            {A: at(10, 4, epoch=3), B: at(7, 2)},
+            {B: head(0, 9)},
+            {B: 9},
+            {A: at(10, epoch=3), B: at(9, 7)},
+        ),
+        (STOOD, {}, {}, None),
+        # It never goes backwards.
+        (STOOD, {A: head(0, 8), B: head(0, 9)}, {A: 8, B: 9}, {A: at(10), B: at(9, 7)}),
+        # A node that opens its own topic again has a new epoch, and the lineage stays.
+        (
+            {A: at(10, 4, epoch=4)},
+            {A: head(0, 12, lineage=((1, 0), (4, 3)))},
+            {A: 12},
+            {A: at(12, 10, epoch=4)},
+        ),
+        *(
+            (
+                {A: at(10, 4)},
+                {A: head(0, 15, lineage=((1, 0), (2, start)))},
+                {A: 12},
+                {A: at(12, 10, epoch=2)},
+            )
+            for start in (10, 11, 15)
+        ),
+    ],
+)
+def test_stream_goes_on(previous, heads, ends, expected):
+    previous = StreamOffset(previous)
+    following = advance(previous, heads, ends)
+    if expected is None:
+        assert following is previous
+    else:
+        assert following == StreamOffset(expected)
+    if set(previous.topics) <= set(heads) and heads[A].end >= 10:
+        assert check_loss(previous, heads, fails=True) == (previous, []), "nothing is lost"
 
 
 def test_first_batch_says_where_it_began():
@@ -407,6 +429,44 @@ LOSSES = [
         "goes back to 8",
         at(8, epoch=2),
     ),
+    *(
+        (
+            {A: head(0, 40, lineage=lineage), B: head(0, 9)},
+            ConflictError,
+            "a disk was lost, and the topic's new owner went on from 6",
+            "goes back to 6",
+            at(6, epoch=5),
+        )
+        for lineage in (
+            ((1, 0), (2, 8), (5, 6)),
+            ((1, 0), (2, 6), (5, 8)),
+            ((1, 0), (2, 6), (5, 30)),
+        )
+    ),
+    (
+        # Where it goes on aged out.
+        {A: head(9, 20, lineage=((1, 0), (2, 8))), B: head(0, 9)},
+        ConflictError,
+        "a disk was lost, and the topic's new owner went on from 8",
+        "goes back to 9",
+        at(9, epoch=2),
+    ),
+    (
+        # The new owner took over beyond the stream: what is missing was kept, and aged out.
+        {A: head(15, 40, lineage=((1, 0), (2, 30))), B: head(0, 9)},
+        DataGapError,
+        "the messages 10 up to, not including, 15 aged out",
+        "continues at message 15",
+        at(15, epoch=2),
+    ),
+    (
+        # Its epochs go on from those of the deleted one, so its first owner is a newer one.
+        {A: head(3, 99, "j", lineage=((4, 0),)), B: head(0, 9)},
+        ConflictError,
+        "the topic was deleted and made again",
+        "reads the new one from its earliest message, 3, on",
+        at(3, incarnation="j", epoch=4),
+    ),
     (
         {A: head(12, 12), B: head(0, 9)},
         DataGapError,
@@ -475,27 +535,6 @@ def test_every_loss_has_its_warning():
 # -- take-overs -------------------------------------------------------------------------------
 
 
-def test_new_owner_that_lost_nothing_of_the_stream_is_no_loss_and_moves_the_epoch():
-    for start in [10, 11, 15]:
-        with case(start):
-            previous = StreamOffset({A: at(10, 4)})
-            heads = {A: head(0, 15, lineage=((1, 0), (2, start)))}
-            assert check_loss(previous, heads, fails=True) == (previous, [])
-            assert check_loss(previous, heads, fails=False)[0] is previous
-            following = advance(previous, heads, {A: 12})
-            assert following == StreamOffset({A: at(12, 10, epoch=2)})
-
-
-def test_new_owner_without_news_does_not_change_the_text():
-    """Another epoch for the same place would be another text, and so an empty batch."""
-    previous = StreamOffset({A: at(10, 4), B: at(7, 2)})
-    heads = {A: head(0, 10, lineage=((1, 0), (2, 10))), B: head(0, 7)}
-    assert advance(previous, heads, ends_of(heads)) is previous
-    heads[B] = head(0, 8)
-    following = advance(previous, heads, ends_of(heads))
-    assert following == StreamOffset({A: at(10, epoch=2), B: at(8, 7)})
-
-
 def test_epoch_that_was_moved_lets_the_next_take_over_be_seen():
     """Goal: an owner is judged once. What it gave up was not read then, and may be read now."""
     heads = {A: head(0, 20, lineage=((1, 0), (2, 10)))}
@@ -506,14 +545,6 @@ def test_epoch_that_was_moved_lets_the_next_take_over_be_seen():
     heads = {A: head(0, 20, lineage=((1, 0), (2, 10), (3, 17)))}
     with pytest.raises(ConflictError, match="new owner went on from 17"):
         check_loss(stream, heads, fails=True)
-
-
-def test_epochs_without_a_change_of_owner_are_no_loss():
-    """A node that opens its own topic again has a new epoch, and the lineage stays."""
-    stream = StreamOffset({A: at(10, 4, epoch=4)})
-    heads = {A: head(0, 12, lineage=((1, 0), (4, 3)))}
-    assert check_loss(stream, heads, fails=True) == (stream, [])
-    assert advance(stream, heads, {A: 12}) == StreamOffset({A: at(12, 10, epoch=4)})
 
 
 def test_given_up_is_the_lowest_start_of_the_owners_since():
@@ -536,19 +567,6 @@ def test_given_up_is_the_lowest_start_of_the_owners_since():
 def test_epoch_of_a_topic_is_that_of_its_last_owner():
     assert head(0, 9, lineage=((1, 0), (4, 8))).epoch == 4
     assert TopicHead(incarnation="i", earliest=0, end=9).epoch == 0
-
-
-def test_stream_goes_back_to_the_lowest_of_several_take_overs():
-    for lineage in [((1, 0), (2, 8), (5, 6)), ((1, 0), (2, 6), (5, 8)), ((1, 0), (2, 6), (5, 30))]:
-        with case(lineage):
-            heads = {A: head(0, 40, lineage=lineage)}
-            previous = StreamOffset({A: at(10, 4)})
-            with pytest.raises(ConflictError, match="new owner went on from 6") as caught:
-                check_loss(previous, heads, fails=True)
-            assert (caught.value.topic, caught.value.offset) == (A, 10)
-            adjusted, (warning,) = check_loss(previous, heads, fails=False)
-            assert adjusted == StreamOffset({A: at(6, epoch=5)})
-            assert warning.endswith("the stream goes back to 6")
 
 
 def test_messages_of_a_new_owner_in_a_range_that_was_read_are_read():
@@ -583,45 +601,6 @@ def test_replay_of_a_batch_has_the_same_text_whatever_owners_came_since():
     heads[A] = head(0, 12, lineage=((1, 0), (2, 10), (3, 12)))
     checked, _ = check_loss(replayed, heads, fails=True)
     assert advance(checked, heads, ends_of(heads)).to_json_text() == text
-
-
-def test_vanished_topic_keeps_its_epoch():
-    previous = StreamOffset({A: at(10, 4, epoch=3), B: at(7, 2)})
-    following = advance(previous, {B: head(0, 9)}, {B: 9})
-    assert following == StreamOffset({A: at(10, epoch=3), B: at(9, 7)})
-
-
-def test_new_topic_has_the_epoch_of_its_owner():
-    following = advance(StreamOffset({}), {A: head(5, 9, lineage=((1, 0), (6, 2)))}, {A: 9})
-    assert following == StreamOffset({A: at(9, 5, epoch=6)})
-
-
-def test_topic_that_was_made_again_is_not_measured_by_the_old_ones_epoch():
-    """Its epochs go on from those of the deleted one, so its first owner is a newer one."""
-    heads = {A: head(3, 99, "j", lineage=((4, 0),))}
-    previous = StreamOffset({A: at(10, 4)})
-    with pytest.raises(ConflictError, match="deleted and made again"):
-        check_loss(previous, heads, fails=True)
-    adjusted, _ = check_loss(previous, heads, fails=False)
-    assert adjusted == StreamOffset({A: at(3, incarnation="j", epoch=4)})
-
-
-def test_take_over_whose_start_aged_out_goes_on_at_the_earliest():
-    heads = {A: head(9, 20, lineage=((1, 0), (2, 8)))}
-    previous = StreamOffset({A: at(10, 4)})
-    with pytest.raises(ConflictError, match="a disk was lost"):
-        check_loss(previous, heads, fails=True)
-    adjusted, _ = check_loss(previous, heads, fails=False)
-    assert adjusted == StreamOffset({A: at(9, epoch=2)})
-
-
-def test_messages_that_aged_out_under_a_new_owner_are_a_gap():
-    """The new owner took over beyond the stream: what is missing was kept, and aged out."""
-    previous = StreamOffset({A: at(10, 4)})
-    heads = {A: head(15, 40, lineage=((1, 0), (2, 30)))}
-    with pytest.raises(DataGapError, match="aged out") as caught:
-        check_loss(previous, heads, fails=True)
-    assert (caught.value.start, caught.value.end) == (10, 15)
 
 
 @st.composite
