@@ -78,18 +78,6 @@ def broker(home, *, port=0):
         yield log, server
 
 
-def open_second(home, name):
-    """A node with files of its own, and the same stores."""
-    path = home.path / name
-    path.mkdir()
-    second = Home(
-        path,
-        cloud={"root": str(home.path / "objects")},
-        metadata={"path": str(home.path / "metadata.db")},
-    )
-    return second.open()
-
-
 def head_of(place, topic, **options):
     parsed = ReadOptions.parse({"topic": topic, "config": "-", **options}, is_streaming=False)
     return OffsetResolver(place, parsed).heads()[topic]
@@ -109,7 +97,7 @@ def test_the_owners_entry_has_its_address(home, place):
 def test_each_topic_has_its_own_broker(home, place):
     with ExitStack() as stack:
         log, first = stack.enter_context(broker(home))
-        other = stack.enter_context(open_second(home, "second"))
+        other = stack.enter_context(home.second_node().open())
         second = stack.enter_context(FlightTopics(other))
         enter(other, second.address)
         publish(log.topic(A, create=True), 3)
@@ -132,7 +120,7 @@ def test_given_addresses_come_after_the_owners(home):
         own = f"grpc://{server.address}"
         # The only broker that there is must be the one that is given.
         assert find_owner(place, A).addresses == (*given, own)
-        other = stack.enter_context(open_second(home, "second"))
+        other = stack.enter_context(home.second_node().open())
         enter(other, "z:1")
         assert find_owner(place, A).addresses == (own, *given)
         owners._silent[own] = float("inf")
@@ -472,7 +460,7 @@ def test_task_gives_up_on_a_broker_that_does_not_come_back(home, monkeypatch):
 def test_task_reads_a_topic_that_has_moved(home):
     """What was planned is in the bucket by now; what comes after it, the new broker has."""
     with ExitStack() as stack:
-        other = stack.enter_context(open_second(home, "second"))
+        other = stack.enter_context(home.second_node().open())
         second = stack.enter_context(FlightTopics(other))
         enter(other, second.address)
         with broker(home) as (log, _):
@@ -495,7 +483,7 @@ def remote_query(home, **options):
 def test_stream_goes_on_while_its_topic_moves_to_and_fro(home):
     """Between the plan of a batch and its tasks, and between two batches."""
     with ExitStack() as stack:
-        other = stack.enter_context(open_second(home, "second"))
+        other = stack.enter_context(home.second_node().open())
         log = stack.enter_context(home.open())
         for one in (log, other):
             server = stack.enter_context(FlightTopics(one))
@@ -526,7 +514,7 @@ def test_stream_whose_topic_is_taken_over_says_what_it_has_passed(home, has_read
         if has_read:
             query.finish(query.collect())
     with ExitStack() as stack:
-        other = stack.enter_context(open_second(home, "second"))
+        other = stack.enter_context(home.second_node().open())
         server = stack.enter_context(FlightTopics(other))
         enter(other, server.address)
         topic = other.topic(A, take_over=True)
