@@ -3,8 +3,8 @@
     {"version": 1, "topics": {"/default/a": {"<incarnation>": {"epoch": 2, "ranges": [[0, 90]]}}},
      "row": ["/default/a", 80]}
 
-Owns: the algebra of half-open ranges, and the record that a table keeps in its own commits. Does
-not own: where a table keeps it.
+Owns: the record that a table keeps in its own commits, of half-open ranges. Does not own: where a
+table keeps it; how ranges are merged (`format.offset_ranges`).
 
 Invariant: ranges ascend, do not touch each other, and none is empty. An offset is added to a table
 once: adding it again is refused.
@@ -20,6 +20,7 @@ import msgspec
 
 from ister.base.structs import known
 from ister.errors import ConflictError, CorruptDataError, UnsupportedVersionError
+from ister.format.offset_ranges import merge_ranges, missing_from
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -29,48 +30,17 @@ _SHOWN: Final = 3
 
 def normalise(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Returns the same offsets as ranges that ascend and do not touch."""
-    found: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if start >= end:
-            continue
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return tuple(found)
-
-
-def union(one: Ranges, other: Ranges) -> Ranges:
-    """Returns the offsets in either."""
-    return normalise((*one, *other))
-
-
-def intersect(one: Ranges, other: Ranges) -> Ranges:
-    """Returns the offsets in both."""
-    found: list[tuple[int, int]] = []
-    at = 0
-    for start, end in one:
-        while at < len(other) and other[at][1] <= start:
-            at += 1
-        beyond = at
-        while beyond < len(other) and other[beyond][0] < end:
-            found.append((max(start, other[beyond][0]), min(end, other[beyond][1])))
-            beyond += 1
-    return tuple(found)
+    return tuple(merge_ranges((start, end) for start, end in ranges if start < end))
 
 
 def subtract(one: Ranges, other: Ranges) -> Ranges:
     """Returns the offsets in `one` that are not in `other`."""
-    found: list[tuple[int, int]] = []
-    for start, end in one:
-        at = start
-        for gone_start, gone_end in intersect(((start, end),), other):
-            if at < gone_start:
-                found.append((at, gone_start))
-            at = gone_end
-        if at < end:
-            found.append((at, end))
-    return tuple(found)
+    return tuple(left for start, end in one for left in missing_from(other, start, end))
+
+
+def intersect(one: Ranges, other: Ranges) -> Ranges:
+    """Returns the offsets in both."""
+    return subtract(one, subtract(one, other))
 
 
 def count(ranges: Ranges) -> int:
@@ -131,14 +101,6 @@ class Coverage:
         known = self.topics.get(topic, {})
         return [name for name in known if name != incarnation]
 
-    def add(self, topic: str, incarnation: str, epoch: int, ranges: Ranges) -> Coverage:
-        """Returns the coverage with these ranges added.
-
-        Raises:
-            ConflictError: It has some of them already.
-        """
-        return self.add_all([(topic, incarnation, epoch, ranges)])
-
     def add_all(self, items: Iterable[tuple[str, str, int, Ranges]]) -> Coverage:
         """Returns the coverage with ranges added: topic, incarnation, epoch and ranges of each.
 
@@ -157,7 +119,7 @@ class Coverage:
                 )
             known = dict(topics.get(topic, {}))
             own = known.get(incarnation, Covered(0, ())).ranges
-            known[incarnation] = Covered(epoch, union(own, ranges))
+            known[incarnation] = Covered(epoch, (*own, *ranges))
             topics[topic] = known
         return Coverage(topics, self.row)
 
