@@ -5,7 +5,7 @@
     wal.origin                          empty, made with the directory; where not even this is,
                                         files were lost
     wal.ckpt                            the checkpoint, a hint
-    uploader.ckpt                       how far uploads have come, a hint
+    uploader.ckpt                       how far uploads have come at least; may be missing
     wal.gaps                            offsets that were given up, where there are any
     wal.ckpt.tmp  wal.4.log.tmp         what was being written when a crash came; ignored
     wal.3.log.cut-4096                  bytes cut off a tail without a checkpoint to judge them by
@@ -197,7 +197,7 @@ class WalDirectory:
         self._replace(self.checkpoint_path, data, "wal", is_synced=is_synced)
 
     def load_uploader(self) -> UploaderCheckpoint | None:
-        """Returns the uploader's checkpoint; None if it is missing or damaged.
+        """Returns a lower bound of what is uploaded; None if it is missing or damaged.
 
         Raises:
             UnsupportedVersionError: A newer Ister wrote it.
@@ -206,9 +206,9 @@ class WalDirectory:
         return None if data is None else decode_uploader_checkpoint(data)
 
     def save_uploader(self, checkpoint: UploaderCheckpoint) -> None:
-        """Replaces the uploader's checkpoint; durable on return."""
+        """Replaces the uploader's checkpoint, without a sync: a power cut may take it."""
         path = f"{self.path}/{UPLOADER_CHECKPOINT_NAME}"
-        self._replace(path, encode_uploader_checkpoint(checkpoint), "tier")
+        self._replace(path, encode_uploader_checkpoint(checkpoint), "tier", is_synced=False)
 
     def load_gaps(self) -> Gaps | None:
         """Which offsets were given up; None if none were, or if the record is damaged."""

@@ -1,5 +1,7 @@
 """A topic's directory: the uploader's checkpoint in it, and where a log without files begins."""
 
+from dataclasses import replace
+
 import pytest
 
 from ister.base import failpoints
@@ -13,7 +15,7 @@ from ister.format.checkpoint import (
 )
 from ister.wal.directory import UPLOADER_CHECKPOINT_NAME, WalDirectory
 from ister.wal.recovery import recover
-from tests.support.machine import NAME, ROOT, numbered, payloads
+from tests.support.machine import NAME, ROOT, Calls, numbered, payloads
 from tests.support.memory_fs import SimulatedCrash
 
 PATH = f"{ROOT}{NAME}"
@@ -42,11 +44,27 @@ def test_uploader_checkpoint_comes_back_as_it_was(directory):
     assert directory.fs.list_directory(PATH) == [UPLOADER_CHECKPOINT_NAME]
 
 
-def test_uploader_checkpoint_survives_a_power_cut_once_saved(machine, directory):
+def test_uploader_checkpoint_costs_no_sync_and_survives_a_kill(machine, directory):
+    machine.fs.before = calls = Calls()
     directory.save_uploader(CHECKPOINT)
-    for seed in range(5):
+    assert calls.count("sync") == calls.count("sync_directory") == 0
+    machine.kill()
+    assert directory.load_uploader() == CHECKPOINT
+
+
+def test_power_cut_leaves_an_earlier_uploader_checkpoint_a_later_one_or_none(machine, directory):
+    """Method: three saves, then the machine ends in many of the states that are possible."""
+    ends = (7, 8, 9)
+    found = set()
+    for seed in range(40):
+        for end in ends:
+            directory.save_uploader(replace(CHECKPOINT, last_committed_offset=end))
         machine.cut_power(seed)
-        assert directory.load_uploader() == CHECKPOINT
+        kept = directory.load_uploader() if machine.fs.exists(PATH) else None
+        found.add(None if kept is None else kept.last_committed_offset)
+        machine.fs.make_directories(PATH)
+    assert len(found) > 1
+    assert found <= {None, *ends}
 
 
 def test_damaged_uploader_checkpoint_is_as_good_as_none(machine, directory):
@@ -66,7 +84,7 @@ def test_damaged_uploader_checkpoint_is_as_good_as_none(machine, directory):
 
 
 @pytest.mark.parametrize("point", ["tier.before_checkpoint_rename", "tier.after_checkpoint"])
-def test_crash_while_saving_leaves_the_old_one_or_the_new_one(machine, directory, point):
+def test_kill_while_saving_leaves_the_old_one_or_the_new_one(machine, directory, point):
     directory.save_uploader(CHECKPOINT)
     newer = UploaderCheckpoint(
         last_committed_offset=99,
@@ -83,7 +101,7 @@ def test_crash_while_saving_leaves_the_old_one_or_the_new_one(machine, directory
     with pytest.raises(SimulatedCrash):
         directory.save_uploader(newer)
     failpoints.disarm()
-    machine.cut_power(1)
+    machine.kill()
     expected = CHECKPOINT if point == "tier.before_checkpoint_rename" else newer
     assert directory.load_uploader() == expected
 
