@@ -78,7 +78,7 @@ def run(run: Run) -> None:
         bucket = _tier_of(topic)
         _fill(topic, count)
         topic.upload()
-        bucket.trim()
+        bucket.retention.trim()
         check(topic.local_start > 0, "the beginning of the topic is in the bucket alone")
         first_times, first_limits = _time_first_messages(
             run, topic, run.scaled(_FIRST_READS, at_least=5)
@@ -178,7 +178,7 @@ class _Activity:
 
     def _trim(self) -> None:
         while not self._stopping.wait(_TRIM_SECONDS):
-            self._tier.trim()
+            self._tier.retention.trim()
 
 
 # -- the reader -----------------------------------------------------------------------------

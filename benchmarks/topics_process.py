@@ -93,7 +93,9 @@ class _Topics:
 
     def settle(self) -> dict[str, Any]:
         """Waits until everything is uploaded."""
-        while any(topic.bucket is not None and topic.bucket.lag_bytes for topic in self._topics):
+        while any(
+            topic.bucket is not None and topic.bucket.uploads.lag_bytes for topic in self._topics
+        ):
             time.sleep(_SETTLE_SECONDS)
         return {}
 

@@ -462,7 +462,9 @@ class World:
             time.sleep(0.02)
             for name in (*self.sent, *self.replays):
                 bucket = log.topic(name).bucket
-                collected += len(bucket.collect_orphans()) + len(bucket.collect_shared_staging())
+                collected += len(bucket.retention.collect_orphans()) + len(
+                    bucket.retention.collect_shared_staging()
+                )
             stale = log.stores.objects.remove_stale_parts(0)
             staged = [info.key for info in log.stores.objects.list(STAGING_PREFIX)]
         assert not staged, f"staged files that nobody removes: {staged}"

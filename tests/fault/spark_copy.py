@@ -110,7 +110,7 @@ class _Producer:
                 publish(self._topic, count, size=self._size, keys=self._keys)
                 if self._chance.random() < 0.1:
                     self._topic.upload()
-                    self._topic.bucket.trim()
+                    self._topic.bucket.retention.trim()
         except BaseException as error:
             self._failure = error
 
@@ -202,7 +202,7 @@ class Copy:
             publish(topic, count, size=self.payload_bytes, keys=self.keys)
             if uploads:
                 topic.upload()
-                topic.bucket.trim()
+                topic.bucket.retention.trim()
         self.sent += count
 
     def produce_more(self, count: int) -> None:
@@ -299,9 +299,9 @@ class Copy:
             self._seen |= self._read(log)
             topic.upload()
             if chance.random() < 0.7:
-                topic.bucket.collect_orphans()
-            topic.bucket.trim()
-            told["expired"] = topic.bucket.expire()
+                topic.bucket.retention.collect_orphans()
+            topic.bucket.retention.trim()
+            told["expired"] = topic.bucket.retention.expire()
         by_key = chance.random() < 0.7
         report = compact(
             SparkHere(),
@@ -357,7 +357,9 @@ class Copy:
             # A file's time is not finer than this, and "old" begins now.
             time.sleep(0.02)
             bucket = log.topic(B).bucket
-            swept = len(bucket.collect_orphans()) + len(bucket.collect_shared_staging())
+            swept = len(bucket.retention.collect_orphans()) + len(
+                bucket.retention.collect_shared_staging()
+            )
         left = [path for path in (self._home / "objects" / "staging").rglob("*") if path.is_file()]
         assert not left, f"staged files that nobody removes: {left}"
         return swept

@@ -454,7 +454,7 @@ def test_fenced_owner_whose_producers_wait_for_room_tells_them(place, cluster):
     topic_a.upload()
     topic_a.append(b"x" * 20_000)
     topic_a.flush()
-    topic_a.bucket.apply_pressure()
+    topic_a.bucket.uploads.apply_pressure()
     outcome = []
 
     def append():

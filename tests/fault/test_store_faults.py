@@ -127,7 +127,7 @@ class Place:
         """The fault is over: everything comes together, and can be read from the bucket alone."""
         self.proxy.clear()
         converge(self.history, self.topic)
-        self.topic.bucket.trim()
+        self.topic.bucket.retention.trim()
         converge(self.history, self.topic)
 
 
@@ -230,11 +230,11 @@ def test_storm_fails_the_upload_and_not_the_producers(place, method):
     assert DATA in str(caught.value)
     assert place.proxy.count(method, DATA) <= 10
     place.send(20)
-    assert topic.bucket.last_error is not None
+    assert topic.bucket.uploads.last_error is not None
     assert topic.watermarks.tiered == 0
     verify_topic(place.history, topic)
     place.settle()
-    assert topic.bucket.last_error is None
+    assert topic.bucket.uploads.last_error is None
 
 
 @pytest.mark.nightly
@@ -338,7 +338,7 @@ def tier_and_trim(place, messages=60):
     for _ in range(messages // 20):
         place.send(20)
     topic.upload()
-    assert topic.bucket.trim() > 0
+    assert topic.bucket.retention.trim() > 0
     assert topic.wal.trimmed > 20
     place.proxy.clear()
     return topic.wal.trimmed
@@ -504,7 +504,7 @@ def test_object_that_went_bad_is_uploaded_again_before_local_files_go(place, dam
     damage_object(place, place.objects()[0], damage)
     verify_topic(place.history, topic)
     assert topic.wal.trimmed == 0
-    assert topic.bucket.trim() > 0
+    assert topic.bucket.retention.trim() > 0
     assert "lost or damaged" in caplog.text
     place.settle()
     assert topic.wal.trimmed > 0
@@ -520,7 +520,7 @@ def test_object_in_the_place_of_another_one_is_found_out(place):
     size = len(read_whole(place, first))
     place.direct.put(first, read_whole(place, second)[:size].ljust(size))
     verify_topic(place.history, topic)
-    assert topic.bucket.trim() > 0
+    assert topic.bucket.retention.trim() > 0
     place.settle()
 
 
@@ -593,10 +593,10 @@ def test_garbage_collection_that_fails_removes_nothing_that_is_needed(place, met
     make_orphan(place)
     place.proxy.add(Action.INTERNAL_ERROR, method=method, count=None)
     with pytest.raises(UnavailableError):
-        topic.bucket.collect_orphans()
+        topic.bucket.retention.collect_orphans()
     assert len(place.objects()) == len(list(topic.bucket.owned.catalog.descriptors())) + 1
     place.proxy.clear()
-    assert topic.bucket.collect_orphans() == ["data-0-99999.dnb1"]
+    assert topic.bucket.retention.collect_orphans() == ["data-0-99999.dnb1"]
     place.settle()
 
 
@@ -610,12 +610,12 @@ def test_expiry_whose_deletions_fail_leaves_garbage_and_nothing_else(place):
     topic.upload()
     place.proxy.add(Action.INTERNAL_ERROR, method="DELETE", count=None)
     place.history.trim(TOPIC, topic.bucket.owned.last.start)
-    assert topic.bucket.expire() == 0
+    assert topic.bucket.retention.expire() == 0
     assert topic.bucket.owned.first.start > 0
     assert orphans(topic)
     place.proxy.clear()
     verify_topic(place.history, topic)
-    assert topic.bucket.collect_orphans()
+    assert topic.bucket.retention.collect_orphans()
     assert not orphans(topic)
     assert topic.watermarks.tiered == 24
 
@@ -630,8 +630,8 @@ def test_expiry_before_the_local_files_go_does_not_keep_them_for_ever(place):
         place.send(4, size=65536)
     topic.upload()
     place.history.trim(TOPIC, topic.bucket.owned.last.start)
-    assert topic.bucket.expire() > 0
-    assert topic.bucket.trim() > 0
+    assert topic.bucket.retention.expire() > 0
+    assert topic.bucket.retention.trim() > 0
     verify_topic(place.history, topic)
 
 
@@ -662,7 +662,9 @@ def test_denied_uploads_in_the_background_are_no_storm(place):
     while time.monotonic() < end:
         place.send(2)
         time.sleep(0.02)
-    eventually(lambda: isinstance(topic.bucket.last_error, PermissionDeniedError), "it is told")
+    eventually(
+        lambda: isinstance(topic.bucket.uploads.last_error, PermissionDeniedError), "it is told"
+    )
     assert 1 <= place.proxy.count("PUT", DATA) <= 5
     place.settle()
 
@@ -720,7 +722,7 @@ def test_outage_holds_producers_back_only_at_the_limit_and_then_refuses(place):
     )
     place.proxy.add(Action.RESET, count=None)
     place.send(20, size=1000)
-    eventually(lambda: topic.bucket.lag_bytes > 20_000, "the lag grows")
+    eventually(lambda: topic.bucket.uploads.lag_bytes > 20_000, "the lag grows")
     accepted = 20
 
     def is_refused():
@@ -823,7 +825,7 @@ def test_closing_during_an_outage_keeps_everything(place):
     topic = place.open(uploader={"engine": "auto", "max_batch_bytes": 1})
     place.proxy.add(Action.RESET, count=None)
     place.send(50)
-    eventually(lambda: topic.bucket.last_error is not None, "an upload fails")
+    eventually(lambda: topic.bucket.uploads.last_error is not None, "an upload fails")
     began = time.monotonic()
     place.close()
     assert time.monotonic() - began < IN_TIME_SECONDS
@@ -850,7 +852,7 @@ def test_credentials_are_in_no_log_and_no_error(place, caplog):
     texts = [repr(place.log), repr(place.log.config), str(place.log.config), repr(topic)]
     calls = (
         topic.upload,
-        topic.bucket.collect_orphans,
+        topic.bucket.retention.collect_orphans,
         lambda: place.log.topic("/fault/other", create=True),
         lambda: place.log.stores.objects.read("x", 0, 10),
     )
@@ -897,7 +899,7 @@ def test_everything_read_during_faults_was_right(place):
         place.send(20)
         with contextlib.suppress(UnavailableError):
             topic.upload()
-            topic.bucket.trim()
+            topic.bucket.retention.trim()
         with contextlib.suppress(UnavailableError):
             verify_topic(place.history, topic)
     assert dict(read_all(topic)) == dict(read_all_right(place))

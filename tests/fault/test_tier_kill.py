@@ -271,7 +271,7 @@ def test_repeated_kill_at_the_same_point_goes_on(tmp_path, request, point):
             assert garbage, "an object that nobody committed is left"
         # The grace period is nothing, and still over: a file's time is not finer than this.
         time.sleep(0.02)
-        removed = topic.bucket.collect_orphans()
+        removed = topic.bucket.retention.collect_orphans()
         assert sorted(removed) == garbage
         assert not orphans(topic)
         converge(history, topic)

@@ -147,7 +147,7 @@ def replaced_while_stopped(directory, history, child, etcd=None):
         check_catalog(topic)
         garbage = orphans(topic)
         time.sleep(0.02)
-        assert sorted(topic.bucket.collect_orphans()) == garbage
+        assert sorted(topic.bucket.retention.collect_orphans()) == garbage
         assert not orphans(topic)
         converge(history, topic)
     finally:
@@ -343,7 +343,7 @@ def test_late_deletion_of_a_replaced_owner_takes_nothing_of_the_next_one(tmp_pat
 
         monkeypatch.setattr(objects, "delete", stopped_before)
         with contextlib.suppress(FencedError):
-            topic_a.bucket.collect_orphans()
+            topic_a.bucket.retention.collect_orphans()
         (topic_b,) = taken or [take_over(log_b)[0]]
         give_up(history, topic_b.watermarks.next)
         Producer(history, TOPIC, "b").send(topic_b, 5)

@@ -182,8 +182,8 @@ class SparkPlace:
     def sweep(self, name: str) -> None:
         """What the topic's owner does once in a while; set `cloud.orphan_grace_minutes` to 0."""
         with self.open() as log, without_least_grace():
-            log.topic(name).bucket.collect_orphans()
-            log.topic(name).bucket.collect_shared_staging()
+            log.topic(name).bucket.retention.collect_orphans()
+            log.topic(name).bucket.retention.collect_shared_staging()
 
 
 # -- topics -------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def objects_of(topic: Topic) -> list[ObjectDescriptor]:
 
 def expire_before(log: Log, topic: Topic, offset: int) -> int:
     """Bucket and files lose what lies before an offset, by whole objects; the new earliest."""
-    topic.bucket.trim()
+    topic.bucket.retention.trim()
     expired = [described for described in objects_of(topic) if described.end <= offset]
     expire(topic.bucket.owned, log.stores.objects, expired, metrics=log.metrics)
     return topic.earliest
@@ -380,9 +380,9 @@ def fill_runs(topic: Topic, *sizes: int, first: int = 0) -> None:
 def upload_of(topic: Topic, start: int, end: int) -> tuple[ObjectDescriptor, bytes]:
     """What the embedded uploader makes of a range: the descriptor and the bytes of the object."""
     bucket = topic.bucket
-    source = bucket._source()
+    source = bucket.uploads.open_files()
     try:
-        made = bucket._uploader._make_object(source, start, end)
+        made = bucket.uploads.uploader._make_object(source, start, end)
     finally:
         source.close()
     key = object_key(TopicName.parse(topic.name), made.object_id)

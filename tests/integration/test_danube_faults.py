@@ -181,7 +181,7 @@ def test_live_reader_that_lags_beyond_the_cache_goes_on_in_files_and_bucket(plac
         fill(storage, numbered(300, first=5, size=50), every=10)
         assert offsets(take(in_files, 300)) == list(range(5, 305))
         storage.topic.upload()
-        eventually(storage.topic.bucket.trim)
+        eventually(storage.topic.bucket.retention.trim)
         assert storage.topic.watermarks.trimmed > 200
         assert offsets(take(in_bucket, 300)) == list(range(5, 305))
         fill(storage, numbered(1, first=305))
@@ -249,7 +249,7 @@ def test_upload_that_resumes_never_begins_in_the_middle_of_a_frame(place):
         fill(storage, sent[at : at + 3])
         # One more is on its way and not synced: no part of it is uploaded.
         storage.append_message(TOPIC, record(sent[at + 3]))
-        storage.topic.bucket.upload()
+        storage.topic.bucket.uploads.upload()
         assert descriptors(one)[-1].end == at + 3
     storage.topic.upload()
     assert tiered_offsets(one) == list(range(40))
@@ -342,7 +342,7 @@ def test_file_with_a_damaged_head_is_neither_passed_over_nor_deleted(place):
     assert tiered_offsets(one) == list(range(100))
     for path in place.logs():
         grow_old(path)
-    assert storage.topic.bucket.trim() == 1
+    assert storage.topic.bucket.retention.trim() == 1
     assert place.logs()[0] == damaged
     flip_byte(damaged, 20)
     storage.topic.upload()
@@ -374,7 +374,7 @@ def test_retention_is_not_undone_by_the_next_flush(place):
     three_files(storage)
     storage.topic.upload()
     grow_old(place.logs()[0])
-    assert storage.topic.bucket.trim() == 1
+    assert storage.topic.bucket.retention.trim() == 1
     fill(storage, numbered(100, first=200, size=100), every=50)
     storage.topic.wal.save_checkpoint()
     assert checkpoint_of(place).start_offset == 100
@@ -393,7 +393,7 @@ def test_list_of_rotated_files_does_not_grow_without_an_end(place):
     for _ in range(10):
         fill(storage, numbered(30, size=300), every=10)
         storage.topic.upload()
-        eventually(storage.topic.bucket.trim, "the oldest file is a millisecond old")
+        eventually(storage.topic.bucket.retention.trim, "the oldest file is a millisecond old")
     storage.topic.wal.save_checkpoint()
     assert len(storage.topic.wal.files) < 4
     assert len(checkpoint_of(place).rotated_files) < 4
@@ -410,7 +410,7 @@ def test_files_removed_by_time_count_for_the_size_limit(place):
     for path in place.logs()[:4]:
         grow_old(path)
     # 9 files of 200 KiB are over 1 MiB; the 5 that are left by the time rule are not.
-    assert storage.topic.bucket.trim() == 4
+    assert storage.topic.bucket.retention.trim() == 4
     assert len(place.logs()) == 5
 
 
@@ -677,7 +677,7 @@ def test_every_tier_stamps_the_offset_into_the_message(place):
         storage.flush(TOPIC)
         if storage.topic.wal.next == 50:
             storage.topic.upload()
-    eventually(storage.topic.bucket.trim)
+    eventually(storage.topic.bucket.retention.trim)
     assert (storage.topic.watermarks.trimmed, storage.topic.cache.start) == (50, 145)
     found = read_from(storage, 0)
     assert offsets(found) == list(range(150))

@@ -454,10 +454,10 @@ def test_time_based_retention_removes_the_old_uploaded_file_alone(place):
         three_files(storage)
     for name in ("/default/a", "/default/b"):
         grow_old(place.logs("one", name)[0])
-    assert uploaded.topic.bucket.trim() == 0, "nothing is in the bucket yet"
+    assert uploaded.topic.bucket.retention.trim() == 0, "nothing is in the bucket yet"
     uploaded.topic.upload()
     young.topic.upload()
-    assert [s.topic.bucket.trim() for s in (uploaded, waiting, young)] == [1, 0, 0]
+    assert [s.topic.bucket.retention.trim() for s in (uploaded, waiting, young)] == [1, 0, 0]
     assert [s.topic.watermarks.trimmed for s in (uploaded, waiting, young)] == [100, 0, 0]
     assert [path.name for path in place.logs("one", "/default/a")] == ["wal.1.log", "wal.2.log"]
     state = WalDirectory(one.log._fs, str(place.files("one", "/default/a"))).load_state()
@@ -474,7 +474,9 @@ def test_reader_under_way_does_not_notice_retention(place):
     storage.topic.upload()
     with storage.create_reader(TOPIC, StartPosition.at(0)) as stream:
         before = take(stream, 40)
-        eventually(lambda: storage.topic.bucket.trim() or storage.topic.watermarks.trimmed == 150)
+        eventually(
+            lambda: storage.topic.bucket.retention.trim() or storage.topic.watermarks.trimmed == 150
+        )
         assert place.logs("one")[0].name == "wal.2.log"
         found = before + take(stream, 160)
     assert offsets(found) == list(range(200))
@@ -508,7 +510,7 @@ def test_deleter_passes_over_a_file_that_is_missing(place):
         grow_old(path)
     place.logs()[0].unlink()
     assert offsets(read_from(storage, 0)) == list(range(200))
-    storage.topic.bucket.trim()
+    storage.topic.bucket.retention.trim()
     assert [path.name for path in place.logs()] == ["wal.2.log"]
     assert storage.topic.watermarks.trimmed == 150
 
@@ -548,6 +550,6 @@ def make_tiers(storage, *, bucket, files):
     fill(storage, sent[:bucket])
     storage.topic.upload()
     fill(storage, sent[bucket:])
-    eventually(storage.topic.bucket.trim, "the first file is a millisecond old")
+    eventually(storage.topic.bucket.retention.trim, "the first file is a millisecond old")
     assert storage.topic.watermarks.trimmed == bucket
     return sent

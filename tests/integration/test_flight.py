@@ -116,7 +116,7 @@ def in_both_tiers(log, *, codec=None, count=300):
     topic = log.topic(TOPIC, create=True, codec=codec)
     fill(topic, count * 2 // 3, seed=1)
     topic.upload()
-    topic.bucket.trim()
+    topic.bucket.retention.trim()
     fill(topic, count - count * 2 // 3, seed=2)
     marks = topic.watermarks
     assert 0 < marks.trimmed <= marks.tiered < marks.synced == count

@@ -146,7 +146,7 @@ def test_frames_that_were_trimmed_are_refused(log, client):
     topic = log.topic(TOPIC, create=True)
     fill(topic, 200)
     topic.upload()
-    assert topic.bucket.trim()
+    assert topic.bucket.retention.trim()
     with pytest.raises(OffsetOutOfRangeError) as raised:
         list(client.frames(a_ticket(topic, 0, 200)))
     assert raised.value.earliest == topic.watermarks.trimmed
@@ -231,7 +231,7 @@ def test_plan_for_what_was_trimmed_is_a_gap(log, client):
     topic = log.topic(TOPIC, create=True)
     fill(topic, 200)
     topic.upload()
-    assert topic.bucket.trim()
+    assert topic.bucket.retention.trim()
     with pytest.raises(DataGapError):
         client.plan_upload(a_question(topic, 3))
 

@@ -107,7 +107,7 @@ def test_stream_goes_on_from_its_checkpoint_across_re_sorting(spark, tmp_path):
             topic = log.topic(A, create=True, ack="tiered")
             for number in range(3):
                 fill_runs(topic, 5, 1, 9, first=15 * number)
-                topic.bucket.trim()
+                topic.bucket.retention.trim()
                 writing = (
                     spark.readStream.format("ister")
                     .options(config=place.config, topic=A, startingOffsets="earliest")
@@ -145,7 +145,7 @@ def test_every_way_of_reading_yields_the_same_as_before(spark, place, kind, requ
         topic = log.topic(A, create=True)
         upload_randomly(topic, random.Random(seed), 12)
         rows = rows_of(topic)
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
         before = len(objects_of(topic))
         # A few groups, and an end that is too short for one.
         report = compact(spark, place.config, format=kind, target_mb=1, min_objects=3)
@@ -195,7 +195,7 @@ def test_stream_goes_on_from_its_checkpoint_across_compactions(spark, place, tmp
         with place.open() as log:
             topic = log.topic(A, create=True)
             upload_randomly(topic, rng, 4, each=20)
-            topic.bucket.trim()
+            topic.bucket.retention.trim()
         stream()
         old = descriptors(place)
         assert compact(
@@ -220,7 +220,7 @@ def test_read_that_was_planned_before_goes_on_when_the_old_objects_are_gone(spar
     with place.open() as log:
         topic = log.topic(A, create=True)
         upload_randomly(topic, random.Random(6), 8)
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
         rows = rows_of(topic)
     planned = ReadHere(topic=A, config=place.config, minPartitions="12")
     for kind in ("dnb1", "parquet"):
@@ -248,7 +248,7 @@ def test_owner_appends_and_uploads_meanwhile(spark, place):
                 try:
                     fill(topic, 5, first=topic.watermarks.next)
                     topic.upload()
-                    topic.bucket.trim()
+                    topic.bucket.retention.trim()
                 except ister.IsterError as error:
                     failures.append(error)
 
@@ -316,7 +316,7 @@ def test_only_the_latest_message_of_each_key_is_left(spark, place, request):
                 append_keyed(topic, rng, rng.randrange(60, 120), now_ms=now_ms)
                 topic.upload()
             every += [row for row in rows_of(topic) if row.offset >= len(every)]
-            topic.bucket.trim()
+            topic.bucket.retention.trim()
         wanted = latest(every, now_ms, hours=24)
         gone = len(history_rows(place)) - len(wanted)
         settings = {
@@ -357,7 +357,7 @@ def test_tombstone_never_goes_before_what_it_stands_for(spark, place, monkeypatc
             topic.flush()
             topic.upload()
         rows = rows_of(topic)
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
     original, refused = OwnedTopic.swap, []
 
     def swap(self, old, new, **arguments):
@@ -385,7 +385,7 @@ def test_topic_that_cannot_be_searched_is_left_as_it_was(spark, place):
             for _ in range(3):
                 fill_keyed(topic, 20)
                 topic.upload()
-            topic.bucket.trim()
+            topic.bucket.retention.trim()
     before = descriptors(place)
     flip_byte(path_of(place, before[1]), 60)
     report = compact(

@@ -149,7 +149,7 @@ def test_the_same_while_somebody_has_the_log_open(spark, place):
         waiter = Task(topic.wait, 399, "tiered", timeout=60)
         report = tier(spark, other.config)
         assert report.ok, report.errors
-        assert topic.bucket.follow() == 400
+        assert topic.bucket.uploads.follow() == 400
         waiter.result()
         expected = rows_of(topic)
     assert len(expected) == 400
@@ -222,7 +222,7 @@ def test_the_same_through_a_broker(spark, place, rng, codec):
         report = tier(spark, other.elsewhere, broker=server.address)
         assert report.ok, report.errors
         assert server.calls["plan_upload"] >= 2
-        topic.bucket.follow()
+        topic.bucket.uploads.follow()
     assert_same(place, other, A)
     fields = by_topic(report)[A]
     assert fields == by_topic(plan)[A]

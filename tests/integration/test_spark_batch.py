@@ -135,7 +135,7 @@ def _lay_out(layout: str, log, topic, rng: random.Random) -> list[Row]:
         else:
             fill(topic, 60)
             topic.upload()
-            topic.bucket.trim()
+            topic.bucket.retention.trim()
             rows = rows_of(topic)
             assert topic.watermarks.trimmed > 0
             assert topic.watermarks.tiered == topic.watermarks.next
@@ -144,7 +144,7 @@ def _lay_out(layout: str, log, topic, rng: random.Random) -> list[Row]:
         fill_randomly(topic, rng, rng.randrange(1, 80))
         topic.upload()
         if rng.random() < 0.5:
-            topic.bucket.trim()
+            topic.bucket.retention.trim()
     fill_randomly(topic, rng, rng.randrange(1, 80))
     return rows_of(topic)
 
@@ -989,7 +989,7 @@ def test_tail_that_was_uploaded_and_trimmed_reads_the_same(here, moving, columns
     topic.upload()
     fill(topic, 100, first=360)
     topic.upload()
-    topic.bucket.trim()
+    topic.bucket.retention.trim()
     assert topic.watermarks.trimmed >= 360
     assert pa.Table.from_batches(planned.batches()) == expected
     assert expected.num_rows == 360

@@ -434,7 +434,7 @@ def test_every_message_once_while_its_owner_does_everything(home, stream, seen, 
             if rng.random() < 0.4:
                 topic.upload()
             if rng.random() < 0.6:
-                topic.bucket.trim()
+                topic.bucket.retention.trim()
 
         options = {"topic": f"{A},{B}", "minPartitions": "3"}
         if where == "broker":

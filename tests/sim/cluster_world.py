@@ -614,7 +614,7 @@ class ClusterWorld:
             topic = machine.process.log.topic(self.rng.choice(served))
             topic.upload()
             if machine.is_diskless:
-                topic.bucket.drop_tiered(is_enough=lambda: False)
+                topic.bucket.retention.drop_tiered(is_enough=lambda: False)
 
     def _unload(self, process: Process, name: str, to: str, reason: str) -> None:
         """Hands a topic over; see `Topics.unload`."""

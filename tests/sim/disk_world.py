@@ -254,9 +254,9 @@ class DiskWorld:
         now = self.clock.monotonic()
         for name in TOPICS:
             bucket = self.topic(name).bucket
-            if bucket.is_due(now):
+            if bucket.uploads.is_due(now):
                 with suppress(IsterError):
-                    bucket.upload()
+                    bucket.uploads.upload()
         self.schedule.run()
         if any(state.is_tight for state in self.log.room.disk.states):
             self.log.room.disk.free_space()

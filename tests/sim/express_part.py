@@ -80,12 +80,12 @@ class Rounds:
     def add(self, topic: Topic) -> None:
         """A topic was opened."""
         if topic.bucket is not None:
-            self.express.add(topic.bucket)
+            self.express.add(topic.bucket.uploads)
 
     def remove(self, topic: Topic) -> None:
         """It was closed."""
         if topic.bucket is not None:
-            self.express.remove(topic.bucket)
+            self.express.remove(topic.bucket.uploads)
 
     def stop(self) -> None:
         """The log is closed; so are its topics."""
@@ -208,7 +208,7 @@ class Sharing:
 
     def resort(self, topic: Topic, *, groups_max: int) -> None:
         """Some of a topic's runs become objects of its own."""
-        while groups_max and topic.bucket.resort() is not None:
+        while groups_max and topic.bucket.uploads.resort() is not None:
             self.resorted += 1
             groups_max -= 1
 

@@ -192,7 +192,7 @@ class World:
         with ExitStack() as held:
             for topic in self.topics.values():
                 if topic.bucket is not None:
-                    held.enter_context(topic.bucket._uploading)
+                    held.enter_context(topic.bucket.uploads.lock)
                 wal = topic.wal
                 held.enter_context(wal.committer.commit_lock)
                 held.enter_context(wal.committer.sync_lock)

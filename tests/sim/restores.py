@@ -248,7 +248,7 @@ class Restores:
         """A producer sends some messages, and waits for each answer."""
         for _ in range(self.rng.choice((1, 1, 2, 4))):
             payload = self.payload()
-            topic.bucket.idle_mark.clear()  # here nobody else does it
+            topic.bucket.uploads.idle_mark.clear()  # here nobody else does it
             offset = topic.append(payload)
             schedule.run()
             if str(topic.ack) == "tiered":
@@ -256,7 +256,7 @@ class Restores:
             topic.wait(offset)
             self.note_ack(machine, name, topic, topic.bucket.owned.record, offset, payload)
             if self.rng.random() < 0.3:
-                topic.bucket.begin_term()
+                topic.bucket.uploads.begin_term()
 
     def renew(self, log: Log) -> None:
         """Does what threads do beside each renewal of the lease, or now and then."""

@@ -15,8 +15,8 @@ from ister.broker.cluster.placement import Move, Placement
 from ister.bucket.ownership import OwnedTopic
 from ister.format.records import OwnerRecord, TopicRecord, encode_owner
 from ister.metadata.base import Absent, Put
-from ister.topic.bucket_link import TopicBucket, UploadResult
 from ister.topic.log import Log
+from ister.topic.uploads import TopicUploads, UploadResult
 from tests.sim.cluster_world import run_seed
 from tests.sim.known_seeds import say_caught, seeds_for
 from tests.sim.world import find_break
@@ -80,12 +80,12 @@ def test_brokers_without_disks_lose_nothing_and_settle() -> None:
 
 
 def messages_are_acknowledged_before_the_commit(patch: pytest.MonkeyPatch) -> None:
-    def upload(self: TopicBucket, **_: object) -> UploadResult:
+    def upload(self: TopicUploads, **_: object) -> UploadResult:
         start = self._wal.tiered or 0
         self._wal.levels.advance_tiered(self._wal.synced)
         return UploadResult(start=start, end=self._wal.synced)
 
-    patch.setattr(TopicBucket, "upload", upload)
+    patch.setattr(TopicUploads, "upload", upload)
 
 
 @pytest.mark.sim

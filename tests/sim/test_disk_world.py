@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from ister.topic.bucket_link import TopicBucket
 from ister.topic.disk import DiskGuard
+from ister.topic.retention import Retention
 from ister.wal.log import Wal
 from tests.sim.disk_world import DiskMetadata, run_seed
 from tests.sim.known_seeds import say_caught, seeds_for
@@ -77,10 +77,10 @@ def active_file_never_goes(patch: pytest.MonkeyPatch) -> None:
 
 
 def files_go_that_the_bucket_does_not_have(patch: pytest.MonkeyPatch) -> None:
-    def release(self: TopicBucket, *, past_subscriptions, is_enough) -> int:
+    def release(self: Retention, *, past_subscriptions, is_enough) -> int:
         return self._wal.trim(self._wal.synced)
 
-    patch.setattr(TopicBucket, "release", release)
+    patch.setattr(Retention, "release", release)
 
 
 def open_topics_are_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -385,7 +385,7 @@ def kill_a_re_sort_at_any_operation() -> None:
             site.metadata.before = site.metadata.after = end
             site.objects.before = site.objects.after = end
             with suppress(SimulatedCrash):
-                shared.topics[0].bucket.resort()
+                shared.topics[0].bucket.uploads.resort()
             site.metadata.before = site.metadata.after = lambda kind, key: None
             site.objects.before = site.objects.after = lambda kind, key: None
             keys = shared.topics[0].bucket.owned.catalog.keys

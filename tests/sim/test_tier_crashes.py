@@ -276,7 +276,7 @@ def collect_late(number: int, finalize: str = "direct") -> None:
     def collect() -> None:
         stage.clock.advance(100)
         with suppress(FencedError):
-            a.bucket.collect_orphans()
+            a.bucket.retention.collect_orphans()
 
     stage.act_at(number, collect)
     b.upload()
@@ -445,9 +445,9 @@ def test_local_files_go_whose_objects_have_expired() -> None:
     log.stores.membership.renew()
     sent = _fill(topic, 9, b"b")
     topic.upload()
-    assert topic.bucket.expire() > 0
+    assert topic.bucket.retention.expire() > 0
     stage.clock.advance(1)
-    assert topic.bucket.trim() > 0
+    assert topic.bucket.retention.trim() > 0
     assert set(read_all(topic).items()) >= set(sent.items())
 
 
@@ -464,7 +464,7 @@ def test_retention_of_an_owner_that_was_fenced_says_so() -> None:
     b.upload()
     before = stage.descriptors(b)
     with pytest.raises(FencedError):
-        a.bucket.expire()
+        a.bucket.retention.expire()
     assert stage.descriptors(b) == before
 
 
@@ -479,7 +479,7 @@ def test_expired_messages_are_not_a_gap_although_the_answer_was_lost() -> None:
             topic.upload()
         stage.clock.advance(200)
         log.stores.membership.renew()
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
         failed = False
 
         def fail() -> None:
@@ -489,7 +489,7 @@ def test_expired_messages_are_not_a_gap_although_the_answer_was_lost() -> None:
 
         stage.act_at(number, fail)
         with suppress(UnavailableError):
-            topic.bucket.expire()
+            topic.bucket.retention.expire()
         stage.pass_all()
         found = read_all(topic)
         assert sorted(found) == list(range(topic.earliest, topic.wal.next)), number

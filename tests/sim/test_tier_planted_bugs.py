@@ -21,6 +21,7 @@ import ister.bucket.upload
 import ister.topic.bucket_link
 import ister.topic.opening
 import ister.topic.reconcile
+import ister.topic.retention
 from ister.base.clock_guard import ClockGuard
 from ister.base.model import AckLevel
 from ister.bucket.catalog import Catalog
@@ -41,10 +42,10 @@ from ister.topic.log import Log
 from ister.topic.node_clock import NodeClock
 from ister.topic.reader import Reader
 from ister.topic.reconcile import remove_directory
-from ister.topic.retention import list_files, plan_trim
+from ister.topic.retention import Retention, list_files, plan_trim
 from ister.topic.stores import Stores
 from ister.topic.topic import Topic
-from ister.topic.uploads import UploadResult
+from ister.topic.uploads import TopicUploads, UploadResult
 from ister.wal.directory import WalDirectory
 from ister.wal.levels import Levels
 from tests.sim.known_seeds import say_caught, seeds_for
@@ -113,13 +114,13 @@ def descriptor_before_object(patch: pytest.MonkeyPatch) -> None:
 
 
 def tiered_is_told_before_the_commit(patch: pytest.MonkeyPatch) -> None:
-    real = TopicBucket._upload
+    real = TopicUploads._upload
 
-    def upload(self: TopicBucket, is_crowded, **options):
+    def upload(self: TopicUploads, is_crowded, **options):
         self._wal.levels.advance_tiered(self._wal.synced)
         return real(self, is_crowded, **options)
 
-    patch.setattr(TopicBucket, "_upload", upload)
+    patch.setattr(TopicUploads, "_upload", upload)
 
 
 def lost_answers_are_taken_for_success(patch: pytest.MonkeyPatch) -> None:
@@ -149,13 +150,13 @@ def a_failed_commit_is_only_logged(patch: pytest.MonkeyPatch) -> None:
 def upload_of_what_is_not_synced(patch: pytest.MonkeyPatch) -> None:
     def upload(self: Topic):
         if self.wal.next:
-            self.wal.wait(self.wal.next - 1, ister.topic.bucket_link.AckLevel.WRITTEN)
-        with self.bucket._uploading:
-            return self.bucket._upload(lambda: False, is_paced=True)
+            self.wal.wait(self.wal.next - 1, AckLevel.WRITTEN)
+        with self.bucket.uploads.lock:
+            return self.bucket.uploads._upload(lambda: False, is_paced=True)
 
-    real = TopicBucket._upload
+    real = TopicUploads._upload
 
-    def upload_written(self: TopicBucket, is_crowded, **options):
+    def upload_written(self: TopicUploads, is_crowded, **options):
         levels = self._wal.levels
         synced, levels.synced = levels.synced, levels.written
         try:
@@ -163,13 +164,12 @@ def upload_of_what_is_not_synced(patch: pytest.MonkeyPatch) -> None:
         finally:
             levels.synced = synced
 
-    patch.setattr(ister.topic.bucket_link, "AckLevel", ister.base.model.AckLevel, raising=False)
-    patch.setattr(TopicBucket, "_upload", upload_written)
+    patch.setattr(TopicUploads, "_upload", upload_written)
     patch.setattr(Topic, "upload", upload)
 
 
 def trim_before_the_commit(patch: pytest.MonkeyPatch) -> None:
-    def trim(self: TopicBucket) -> int:
+    def trim(self: Retention) -> int:
         before = plan_trim(
             list_files(self._wal),
             WalRetentionConfig(time_minutes=0, size_mb=0),
@@ -178,11 +178,11 @@ def trim_before_the_commit(patch: pytest.MonkeyPatch) -> None:
         )
         return 0 if before is None else self._wal.trim(before)
 
-    patch.setattr(TopicBucket, "trim", trim)
+    patch.setattr(Retention, "trim", trim)
 
 
 def trim_without_a_look_at_the_object(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TopicBucket, "_assure", lambda self, start, end, assured=None: None)
+    patch.setattr(TopicBucket, "assure", lambda self, start, end, assured=None: None)
 
 
 def trim_looks_at_the_size_alone(patch: pytest.MonkeyPatch) -> None:
@@ -194,11 +194,11 @@ def _verify_size(store, key, descriptor, *, chunk_bytes) -> None:
 
 
 def the_checkpoint_is_trusted_over_the_catalog(patch: pytest.MonkeyPatch) -> None:
-    def next_start(self: TopicBucket) -> int:
+    def next_start(self: TopicUploads) -> int:
         checkpoint = self._wal.directory.load_uploader()
         return self._wal.trimmed if checkpoint is None else checkpoint.last_committed_offset + 1
 
-    patch.setattr(TopicBucket, "_next_start", next_start)
+    patch.setattr(TopicUploads, "_next_start", next_start)
 
 
 def garbage_collection_asks_nobody(patch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def garbage_collection_asks_nobody(patch: pytest.MonkeyPatch) -> None:
                 store.delete(prefix + object_id)
         return found
 
-    patch.setattr(ister.topic.bucket_link, "collect_orphans", collect)
+    patch.setattr(ister.topic.retention, "collect_orphans", collect)
 
 
 def garbage_collection_goes_by_epoch(patch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def seal_before_the_upload(patch: pytest.MonkeyPatch) -> None:
 
     def seal(self: Log, name: str) -> int:
         bucket = self.topic(name).bucket
-        bucket.upload = lambda: UploadResult(start=0, end=0)
+        bucket.uploads.upload = lambda: UploadResult(start=0, end=0)
         return real(self, name)
 
     patch.setattr(Log, "seal", seal)
@@ -293,7 +293,7 @@ def retention_takes_from_the_middle(patch: pytest.MonkeyPatch) -> None:
     def plan(descriptors, *, now_ms, time_minutes, size_mb, correct_ms):
         return list(descriptors)[1:-1]
 
-    patch.setattr(ister.topic.bucket_link, "plan_expiry", plan)
+    patch.setattr(ister.topic.retention, "plan_expiry", plan)
 
 
 def objects_expire_before_their_descriptors(patch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ def objects_expire_before_their_descriptors(patch: pytest.MonkeyPatch) -> None:
             owned.expire(expired)
         return len(expired)
 
-    patch.setattr(ister.topic.bucket_link, "expire", expire)
+    patch.setattr(ister.topic.retention, "expire", expire)
 
 
 def a_deletion_is_not_marked(patch: pytest.MonkeyPatch) -> None:
@@ -400,14 +400,14 @@ def a_lease_lasts_while_the_machine_is_suspended(patch: pytest.MonkeyPatch) -> N
 
 def garbage_is_old_by_a_stepped_clock(patch: pytest.MonkeyPatch) -> None:
     """Trim and expiry look at the clock, and garbage collection does not."""
-    real = TopicBucket.collect_orphans
+    real = Retention.collect_orphans
 
-    def collect(self: TopicBucket) -> list[str]:
+    def collect(self: Retention) -> list[str]:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(NodeClock, "check", lambda self: None)
             return real(self)
 
-    patch.setattr(TopicBucket, "collect_orphans", collect)
+    patch.setattr(Retention, "collect_orphans", collect)
 
 
 def times_of_a_clock_that_was_behind_are_believed(patch: pytest.MonkeyPatch) -> None:

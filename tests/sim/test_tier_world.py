@@ -64,11 +64,11 @@ def trim_late(
 
     def trim(decided: int) -> int:
         tier.check_owner()
-        tier._assure(wal.trimmed, decided)
+        tier.assure(wal.trimmed, decided)
         work()
         return wal.trim(decided if before is None else before)
 
-    tier._trim = trim
+    tier.retention._trim = trim
     world.pass_time(61)
     world.renew(process)
     world.trim(process)

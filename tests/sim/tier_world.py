@@ -1351,7 +1351,7 @@ class TierWorld:
                 publish_time = self.clock_rng.choice((None, None, 0, _YEAR_2099_MS))
             self.arrived[payload] = self.clock.boottime()
             # Here nobody else does it.
-            topic.bucket.idle_mark.clear()
+            topic.bucket.uploads.idle_mark.clear()
             if self.sharing is not None:
                 self.sharing.incarnations[payload] = topic.bucket.owned.record.incarnation
             offset = topic.append(payload, publish_time=publish_time)
@@ -1365,7 +1365,7 @@ class TierWorld:
             return
         offset = self.rng.randrange(topic.earliest, topic.wal.next)
         level = self.rng.choice(("synced", "synced", "written", "tiered"))
-        if level == "tiered" and topic.bucket.is_express:
+        if level == "tiered" and topic.bucket.uploads.is_express:
             self.sharing.drain(process, rounds_max=3)
             if topic.watermarks.tiered <= offset:
                 return  # with threads, the caller would wait for another round
@@ -1396,7 +1396,7 @@ class TierWorld:
         topic = self.open_topic(process)
         if self.rng.random() < 0.5:
             topic.upload()
-        topic.bucket.idle_mark.set()
+        topic.bucket.uploads.idle_mark.set()
 
     def upload(self, process: Process) -> None:
         topic = self.open_topic(process)
@@ -1447,7 +1447,7 @@ class TierWorld:
         topic = self.open_topic(process)
         self.look()
         expected = min(self.seen.end, topic.watermarks.synced)
-        tiered = topic.bucket.follow()
+        tiered = topic.bucket.uploads.follow()
         self.look()
         if self.is_right(process) and tiered < expected:
             raise BrokenPromiseError(f"follows up to {tiered}, and the bucket had {expected}")
@@ -1558,7 +1558,7 @@ class TierWorld:
     def trim(self, process: Process) -> None:
         topic = self.open_topic(process)
         before = topic.wal.trimmed
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
         retention = self.config.storage.wal.retention
         if self.restores is not None:
             return
@@ -1575,7 +1575,7 @@ class TierWorld:
         """The disk is low: what the bucket has goes, the active file included."""
         topic = self.open_topic(process)
         before = topic.wal.trimmed
-        topic.bucket.release(
+        topic.bucket.retention.release(
             past_subscriptions=self.rng.random() < 0.5, is_enough=lambda: self.rng.random() < 0.5
         )
         if self.restores is None and topic.wal.trimmed > before and not self.is_right(process):
@@ -1591,7 +1591,7 @@ class TierWorld:
     def expire(self, process: Process) -> None:
         topic = self.open_topic(process)
         try:
-            topic.bucket.expire()
+            topic.bucket.retention.expire()
         except UnavailableError:
             process.state.has_cut_expiry = True
             raise
@@ -1601,7 +1601,7 @@ class TierWorld:
         if self.restores is not None:
             self.pass_time(self.rng.choice((1.0, GRACE_MINUTES * 60 + 5)))
             self.renew(process)
-        for object_id in topic.bucket.collect_orphans():
+        for object_id in topic.bucket.retention.collect_orphans():
             made = self.made.get(object_key(self.at.name, object_id))
             self._check_age(object_id, made, GRACE_MINUTES * 60)
 
@@ -1777,7 +1777,7 @@ class TierWorld:
             raise BrokenPromiseError(f"uploads do not catch up: {marks}")
 
     def _upload_all(self, process: Process, topic: Topic) -> None:
-        if not topic.bucket.is_express:
+        if not topic.bucket.uploads.is_express:
             topic.upload()
             return
         topic.flush()
@@ -1798,12 +1798,12 @@ class TierWorld:
 
     def _check_bucket(self, topic: Topic) -> None:
         """Retention and garbage collection do their work, and history is read from the bucket."""
-        topic.bucket.expire()
+        topic.bucket.retention.expire()
         self.look()
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
         if len(topic.wal.files) > 1 and topic.wal.files[1].first_offset < topic.wal.synced:
             raise BrokenPromiseError("old files that are in the bucket are not trimmed")
-        topic.bucket.collect_orphans()
+        topic.bucket.retention.collect_orphans()
         self.look()
         described = {object_key(self.at.name, d.object_id) for d in self.seen.described.values()}
         garbage = {

@@ -51,7 +51,7 @@ class Place:
             self.fill_keys(count // 10, size=size)
             self.topic.upload()
         self.site.clock.advance(1)
-        self.topic.bucket.trim()
+        self.topic.bucket.retention.trim()
         assert self.topic.wal.trimmed >= count * 8 // 10
 
     def fill_keys(self, count, *, size, keys=50):

@@ -16,8 +16,8 @@ class Shared:
 
     def open(self, name, **arguments):
         topic = self.log.topic(name, create=True, ack="tiered", **arguments)
-        topic.bucket.begin_term()
-        self.express.add(topic.bucket)
+        topic.bucket.uploads.begin_term()
+        self.express.add(topic.bucket.uploads)
         return topic
 
     def append(self, number, *payloads):
@@ -26,7 +26,7 @@ class Shared:
             offset = topic.append(payload)
         topic.wait(offset, level="synced")
         # The thread that has synced it says so to waiting callers first.
-        eventually(lambda: topic.bucket in self.express._waiting)
+        eventually(lambda: topic.bucket.uploads in self.express._waiting)
         return offset
 
     def formats(self, number):

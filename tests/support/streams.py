@@ -104,7 +104,7 @@ class Home:
         """Everything below an offset is gone in both tiers: an object and a file begin there."""
         with self.open() as log:
             topic = log.topic(name)
-            topic.bucket.trim()
+            topic.bucket.retention.trim()
             owned = topic.bucket.owned
             old = [found for found, _ in owned.catalog.descriptors() if found.end <= before]
             expire(owned, log.stores.objects, old, metrics=log.metrics)

@@ -162,9 +162,11 @@ class Worker:
             what = chance.choice(["upload", "upload", "trim", "trim", "read", "collect"])
             call = {
                 "upload": topic.upload,
-                "trim": bucket.trim if not self.options.broken else partial(break_trim, topic),
+                "trim": bucket.retention.trim
+                if not self.options.broken
+                else partial(break_trim, topic),
                 "read": lambda topic=topic: check_read(topic, chance),
-                "collect": bucket.collect_orphans,
+                "collect": bucket.retention.collect_orphans,
             }[what]
             self.attempt(what, call)
             time.sleep(chance.uniform(0.0, 0.01))
@@ -180,9 +182,9 @@ class Worker:
             assert bucket is not None
             what = chance.choice(["resort", "resort", "collect", "trim", "read"])
             call = {
-                "resort": bucket.resort,
+                "resort": bucket.uploads.resort,
                 "collect": background._express.collect,
-                "trim": bucket.trim,
+                "trim": bucket.retention.trim,
                 "read": lambda topic=topic: check_read(topic, chance),
             }[what]
             self.attempt(what, call)
@@ -235,8 +237,8 @@ class Worker:
             if bucket.owned.last is not None:
                 # The newest object stays, so this is the most that may go.
                 say("trim", topic.name, bucket.owned.last.start)
-            self.attempt("expire", bucket.expire)
-            self.attempt("trim", bucket.trim)
+            self.attempt("expire", bucket.retention.expire)
+            self.attempt("trim", bucket.retention.trim)
 
     def delete(self) -> None:
         number = 0

@@ -518,11 +518,11 @@ class Committer:
         if bucket is None:
             return
         try:
-            if self._uploads and bucket.is_due_by_age(SystemClock.now_ns() / 1e9):
-                bucket.upload()
-                bucket.trim()
+            if self._uploads and bucket.uploads.is_due_by_age(SystemClock.now_ns() / 1e9):
+                bucket.uploads.upload()
+                bucket.retention.trim()
             if is_swept:
-                bucket.collect_orphans()
+                bucket.retention.collect_orphans()
         except IsterError as error:
             _log.warning(
                 "maintenance after the commit failed",
@@ -566,12 +566,12 @@ class _EarlyUpload:
             self._running.result()
 
     def _is_due(self) -> bool:
-        return self._tier.lag_bytes >= _UPLOAD_BYTES
+        return self._tier.uploads.lag_bytes >= _UPLOAD_BYTES
 
     def _upload(self) -> None:
         try:
             while self._is_due():
-                self._tier.upload(is_paced=False)
+                self._tier.uploads.upload(is_paced=False)
         except IsterError as error:
             # The rows are in the log; `Committer._tidy` tries once more.
             self._has_failed = True

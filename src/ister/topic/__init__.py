@@ -21,8 +21,8 @@ resorting           re-sorts a topic's runs in express objects
 idle_mark           records that the bucket has everything, while a topic is idle
 upload_plan         which objects an upload would make
 pace                slows uploads down beside a busy producer
-bucket_link         local retention, checks, repairs and garbage of a topic with a bucket
-retention           which local files may be removed, by age and by size
+bucket_link         a topic's link to the bucket: its owner, checks and repairs of objects
+retention           removes local files, objects and garbage of a topic with a bucket
 local_trim          runs that without a bucket
 background          the threads: lease, uploads, retention
 disk                free space: the watermark for appends, and the reserve

@@ -23,13 +23,14 @@ from ister.base.limits import APPEND_CHUNK_BYTES, ENVELOPE_SIZE_BYTES_MAX, SUFFI
 from ister.base.metrics import Metrics
 from ister.base.model import Codec, MessageId, StreamMessage
 from ister.base.positions import to_milliseconds
-from ister.errors import InvalidRequestError, MessageTooLargeError
+from ister.errors import InvalidRequestError, IsterError, MessageTooLargeError
 from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import BodyEncoder
 from ister.format.payloads import FEW_ROWS, Payloads
 from ister.topic.arguments import as_bytes, as_number, as_payloads
 from ister.topic.cache import Cache
 from ister.wal.log import Wal
+from ister.wal.waiters import Waiter
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -404,6 +405,47 @@ class Appender:
             return len(bodies)
 
         return self._accept(size, put)
+
+    def notify(self, offset: int, on_done: Callable[[IsterError | None], None]) -> bool:
+        """Calls `on_done`, in any thread, once a message has reached the topic's ack level.
+
+        Returns:
+            False if it has already; then `on_done` is not called.
+
+        Raises:
+            As `Topic.wait`, without a timeout.
+        """
+        return self.wal.enlist(Waiter(offset, on_done), self.wal.settings.ack)
+
+    def commit_with(self, append: Callable[[], int | None]) -> tuple[int | None, bool]:
+        """Appends and commits in this thread, unless another one commits already.
+
+        Args:
+            append: Appends messages; returns the last offset, or None if there is none.
+
+        Returns:
+            What `append` returned, and whether that message has reached the ack level.
+
+        Raises:
+            As `Topic.append` and `Topic.wait`.
+        """
+        # Before the append, which would otherwise wake a thread to commit.
+        has_turn = self.wal.committer.take_turn()
+        try:
+            last = append()
+            is_done = (
+                has_turn
+                and last is not None
+                and self.wal.committer.commit_in_turn(last, self.wal.settings.ack)
+            )
+            return last, is_done
+        finally:
+            if has_turn:
+                self.wal.committer.end_turn()
+
+    def now_seconds(self) -> int:
+        """The time in seconds since the Unix epoch, by the log's clock."""
+        return self._now_ns() // 1_000_000_000
 
     def _suffix(
         self,

@@ -8,7 +8,7 @@
     tidier   trims, expires and collects, a few topics at a time: uploads do not wait for it
     marker   marks idle topics, and removes the mark when a producer waits for that
 
-Owns: threads and when things are due. Does not own: how it is done (`uploads`, `bucket_link`).
+Owns: threads and when things are due. Does not own: how it is done (`uploads`, `retention`).
 
 With `storage.uploader.engine: auto`, uploads and re-sorting are left to a pipeline while one holds
 the lease, and taken back when it does not; a topic that it leaves behind for long is served here
@@ -33,11 +33,12 @@ from ister.base.clock import Clock
 from ister.bucket.pipeline import PipelineKeys, PipelineWatch
 from ister.config import Engine, StorageConfig
 from ister.errors import ClosedError, ConflictError, FencedError, IsterError
-from ister.topic.bucket_link import TopicBucket
 from ister.topic.express import Express
 from ister.topic.idle_mark import IdleMark
+from ister.topic.resorting import RunSorter
 from ister.topic.stores import Stores
 from ister.topic.topic import Topic
+from ister.topic.uploads import NoWatcher, TopicUploads
 
 _log = logging.getLogger("ister.topic.background")
 
@@ -46,7 +47,7 @@ _ORPHAN_CHECK_SECONDS: Final = 3600.0
 _PROBE_AFTER_SECONDS: Final = 10.0
 _MARK_THREADS: Final = 8
 """A producer that comes back waits for one transaction, not for those of many other topics."""
-_TIDY_THREADS: Final = 4
+_RETENTION_THREADS: Final = 4
 """Each thread buffers one chunk of the object that it reads back."""
 # How often all topics are checked: a thread interrupted right after a sync may not have listed its
 # topic.
@@ -79,7 +80,7 @@ class Background:
         self._storage = storage
         self._clock = clock
         self._stopping = threading.Event()
-        self._look = threading.Event()
+        self._due = threading.Event()
         engine = storage.uploader.engine
         self._uploads = engine in (Engine.AUTO, Engine.EMBEDDED)
         self._follows = engine in (Engine.AUTO, Engine.SPARK)
@@ -109,7 +110,9 @@ class Background:
         # Those that are due, the one that waits longest first; found anew every second.
         self._unsorted: deque[Topic] = deque()
         self._unsorted_at = now
-        self._tidier = ThreadPoolExecutor(_TIDY_THREADS, thread_name_prefix="ister-retention")
+        self._retainer = ThreadPoolExecutor(
+            _RETENTION_THREADS, thread_name_prefix="ister-retention"
+        )
         self._marker = ThreadPoolExecutor(_MARK_THREADS, thread_name_prefix="ister-idle")
         # Topics whose mark could not be removed: it is tried again.
         self._held_up: set[Topic] = set()
@@ -125,18 +128,14 @@ class Background:
         if bucket is None:
             return
         self._added.add(topic)
-        bucket.on_wanted = self._look.set
-        bucket.on_backlog = partial(self._list, topic, bucket)
-        bucket.idle_mark.on_append = partial(self._clear_soon, topic, bucket.idle_mark)
-        # After setting `on_backlog`: later syncs list the topic, earlier ones are covered here.
-        self._list(topic, bucket)
-        self._express.add(bucket)
-        # In this order, for the same reason.
-        bucket.sorter.on_runs = partial(self._with_runs.add, topic)
+        bucket.uploads.watcher = _Watcher(self, topic, bucket.uploads)
+        # After that: later syncs list the topic, earlier ones are covered here.
+        self.watch(topic, bucket.uploads)
+        self._express.add(bucket.uploads)
         self._with_runs.add(topic)
         if self._uploads:
             self._unchecked.append(topic)
-        self._look.set()
+        self._due.set()
 
     def remove(self, topic: Topic) -> None:
         """Forgets a closed topic."""
@@ -145,35 +144,43 @@ class Background:
         self._held_up.discard(topic)
         self._with_runs.discard(topic)
         if topic.bucket is not None:
-            topic.bucket.sorter.on_runs = lambda: None
-            self._express.remove(topic.bucket)
+            topic.bucket.uploads.watcher = NoWatcher()
+            self._express.remove(topic.bucket.uploads)
 
-    def _list(self, topic: Topic, bucket: TopicBucket) -> None:
+    def wake(self) -> None:
+        """Has the tender check at once what is due."""
+        self._due.set()
+
+    def list_runs(self, topic: Topic) -> None:
+        """Has a topic's runs re-sorted when they are due."""
+        self._with_runs.add(topic)
+
+    def watch(self, topic: Topic, uploads: TopicUploads) -> None:
         """Lists a topic for the tender until it is idle. Called after every sync: takes no lock.
 
         Each step is a single, atomic set operation.
         """
-        bucket.is_listed = True
+        uploads.is_listed = True
         self._listed.add(topic)
 
-    def _unlist_idle(self, topic: Topic, bucket: TopicBucket) -> bool:
+    def _unlist_idle(self, topic: Topic, uploads: TopicUploads) -> bool:
         """Removes a topic from the tender's list if it is idle; returns whether it is."""
-        bucket.is_listed = False
+        uploads.is_listed = False
         self._listed.discard(topic)
         # After removing it: syncs before this check are seen by it, later ones list the topic.
-        if bucket.is_idle:
+        if uploads.is_idle:
             return True
         if topic in self._added:
-            self._list(topic, bucket)
+            self.watch(topic, uploads)
         return False
 
     def stop(self) -> None:
         """Ends the threads; a running upload stops between two chunks."""
         self._stopping.set()
-        self._look.set()
+        self._due.set()
         for topic in self._topics():
             if topic.bucket is not None:
-                topic.bucket.stop()
+                topic.bucket.uploads.stop()
         self._express.stop()
         # Calls that pause between two attempts end here.
         self._stores.objects.close()
@@ -183,7 +190,7 @@ class Background:
         for thread in self._threads:
             thread.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._tidier.shutdown(wait=True, cancel_futures=True)
+        self._retainer.shutdown(wait=True, cancel_futures=True)
         self._marker.shutdown(wait=True, cancel_futures=True)
 
     # -- the lease --------------------------------------------------------------------------
@@ -238,8 +245,8 @@ class Background:
 
     def _maintain(self) -> None:
         while not self._stopping.is_set():
-            self._look.wait(_TICK_SECONDS)
-            self._look.clear()
+            self._due.wait(_TICK_SECONDS)
+            self._due.clear()
             if self._stopping.is_set():
                 return
             # An unexpected error must not end the uploads of all topics.
@@ -276,40 +283,41 @@ class Background:
         is_sweep = has_retention or has_orphans or now >= self._sweep_at
         if is_sweep:
             self._sweep_at = now + _SWEEP_SECONDS
-            self._tidier.submit(threads.run, "ister-trust", self._stores.trust.follow)
+            self._retainer.submit(threads.run, "ister-trust", self._stores.trust.follow)
         for topic in tuple(self._held_up):
             self._held_up.discard(topic)
             if topic.bucket is not None:
-                self._clear_soon(topic, topic.bucket.idle_mark)
+                self.clear_soon(topic, topic.bucket.uploads.idle_mark)
         for topic in list(self._added if is_sweep else self._listed):
             bucket = topic.bucket
             if bucket is None:
                 continue
-            if is_sweep and self._stores.marks_idle and bucket.idle_mark.is_due(now):
-                self._marker.submit(threads.run, "ister-idle", self._mark, topic, bucket.idle_mark)
-            if self._unlist_idle(topic, bucket) and not has_retention and not has_orphans:
+            uploads = bucket.uploads
+            if is_sweep and self._stores.marks_idle and uploads.idle_mark.is_due(now):
+                self._marker.submit(threads.run, "ister-idle", self._mark, topic, uploads.idle_mark)
+            if self._unlist_idle(topic, uploads) and not has_retention and not has_orphans:
                 continue
-            bucket.apply_pressure()
-            if not (bucket.has_begun or bucket.is_idle) and now >= bucket.begin_at:
+            uploads.apply_pressure()
+            if not (uploads.has_begun or uploads.is_idle) and now >= uploads.begin_at:
                 # Not by the first upload, which may be much later.
-                bucket.begin_at = now + _SWEEP_SECONDS
-                self._tidier.submit(threads.run, "ister-term", self._begin, topic)
-            if not bucket.is_submitted:
-                self._hand_out_upload(topic, bucket, now, is_left=is_left)
-            if has_retention and not bucket.is_retaining:
-                bucket.is_retaining = True
-                self._tidier.submit(threads.run, "ister-retention", self._retain, topic)
+                uploads.begin_at = now + _SWEEP_SECONDS
+                self._retainer.submit(threads.run, "ister-term", self._begin, topic)
+            if not uploads.is_submitted:
+                self._hand_out_upload(topic, uploads, now, is_left=is_left)
+            if has_retention and not bucket.retention.is_submitted:
+                bucket.retention.is_submitted = True
+                self._retainer.submit(threads.run, "ister-retention", self._retain, topic)
             if has_orphans:
-                self._tidier.submit(threads.run, "ister-orphans", self._collect, topic)
+                self._retainer.submit(threads.run, "ister-orphans", self._collect, topic)
         if self._uploads:
             self._hand_out_resorts(now, is_left=is_left)
         if has_orphans:
-            self._tidier.submit(threads.run, "ister-express-gc", self._express.collect)
+            self._retainer.submit(threads.run, "ister-express-gc", self._express.collect)
             staged = self._stores.collect_shared_staging
-            self._tidier.submit(threads.run, "ister-staging-gc", staged)
+            self._retainer.submit(threads.run, "ister-staging-gc", staged)
         if now >= self._probe_at:
             self._probe_at = now + _ORPHAN_CHECK_SECONDS
-            self._tidier.submit(threads.run, "ister-probe", self._stores.probe)
+            self._retainer.submit(threads.run, "ister-probe", self._stores.probe)
 
     def _hand_out_checks(self, now: float) -> None:
         passed = now - self._checks_at
@@ -318,16 +326,16 @@ class Background:
         while self._unchecked and self._checks >= 1:
             self._checks -= 1
             topic = self._unchecked.popleft()
-            self._tidier.submit(threads.run, "ister-check", self._check, topic)
+            self._retainer.submit(threads.run, "ister-check", self._check, topic)
 
     def _hand_out_upload(
-        self, topic: Topic, bucket: TopicBucket, now: float, *, is_left: bool
+        self, topic: Topic, uploads: TopicUploads, now: float, *, is_left: bool
     ) -> None:
-        if is_left and not (self._uploads and bucket.is_left_behind(now)):
-            if bucket.is_follow_due(now):
-                self._submit(topic, bucket, bucket.follow)
-        elif self._uploads and bucket.is_due(now):
-            self._submit(topic, bucket, partial(bucket.upload, is_crowded=self._is_crowded))
+        if is_left and not (self._uploads and uploads.is_left_behind(now)):
+            if uploads.is_follow_due(now):
+                self._submit(topic, uploads, uploads.follow)
+        elif self._uploads and uploads.is_due(now):
+            self._submit(topic, uploads, partial(uploads.upload, is_crowded=self._is_crowded))
 
     def _hand_out_resorts(self, now: float, *, is_left: bool) -> None:
         """Hands out topics with runs, few at a time: uploads need threads, too."""
@@ -337,71 +345,71 @@ class Background:
         room = max(1, self._storage.uploader.threads // 2) - self._resorts
         while self._unsorted and room > 0:
             topic = self._unsorted.popleft()
-            bucket = topic.bucket
-            if bucket is None or bucket.is_submitted or not bucket.sorter.is_due(now):
+            uploads = topic.bucket.uploads if topic.bucket is not None else None
+            if uploads is None or uploads.is_submitted or not uploads.sorter.is_due(now):
                 continue
             room -= 1
             with self._queue_lock:
                 self._resorts += 1
-            self._submit(topic, bucket, partial(self._resort, bucket))
+            self._submit(topic, uploads, partial(self._resort, uploads))
 
     def _find_unsorted(self, now: float, *, is_left: bool) -> list[Topic]:
         """The topics whose runs are due, the one that waits longest first."""
         due: list[tuple[float, int, Topic]] = []
         for number, topic in enumerate(tuple(self._with_runs)):
-            bucket = topic.bucket
-            if bucket is None or self._forget_sorted(topic, bucket):
+            sorter = topic.bucket.uploads.sorter if topic.bucket is not None else None
+            if sorter is None or self._forget_sorted(topic, sorter):
                 continue
-            is_ours = not is_left or bucket.sorter.is_left_behind(now)
-            if is_ours and bucket.sorter.is_due(now):
-                due.append((bucket.sorter.since or now, number, topic))
+            is_ours = not is_left or sorter.is_left_behind(now)
+            if is_ours and sorter.is_due(now):
+                due.append((sorter.since or now, number, topic))
         return [topic for _, _, topic in sorted(due)]
 
-    def _forget_sorted(self, topic: Topic, bucket: TopicBucket) -> bool:
+    def _forget_sorted(self, topic: Topic, sorter: RunSorter) -> bool:
         """Removes a topic from the set if it has no runs; returns whether it has none."""
-        if bucket.sorter.has_runs():
+        if sorter.has_runs():
             return False
         self._with_runs.discard(topic)
         # After removing it: a run before this check is seen by it, a later one adds the topic.
-        if bucket.sorter.has_runs():
+        if sorter.has_runs():
             self._with_runs.add(topic)
         return True
 
-    def _resort(self, bucket: TopicBucket) -> None:
+    def _resort(self, uploads: TopicUploads) -> None:
         try:
-            bucket.resort()
+            uploads.resort()
         finally:
             with self._queue_lock:
                 self._resorts -= 1
             if self._unsorted:
-                self._look.set()
+                self._due.set()
 
-    def _submit(self, topic: Topic, bucket: TopicBucket, work: Callable[[], object]) -> None:
-        bucket.is_submitted = True
+    def _submit(self, topic: Topic, uploads: TopicUploads, work: Callable[[], object]) -> None:
+        uploads.is_submitted = True
         with self._queue_lock:
             self._queued_count += 1
-        self._pool.submit(self._run, topic, bucket, work)
+        self._pool.submit(self._run, topic, uploads, work)
 
     def _is_crowded(self) -> bool:
         """Whether topics wait for a thread; a topic with a long backlog then yields to them."""
         return self._queued_count > 0
 
-    def _run(self, topic: Topic, bucket: TopicBucket, work: Callable[[], object]) -> None:
+    def _run(self, topic: Topic, uploads: TopicUploads, work: Callable[[], object]) -> None:
         with self._queue_lock:
             self._queued_count -= 1
         try:
             work()
         except IsterError:
-            # Noted by the tier, which decides when to try again.
+            # Recorded by `TopicUploads`, which decides when to try again.
             _log.debug("upload", exc_info=True)
         except Exception as error:  # noqa: BLE001 - the thread has other topics to serve
             threads.record("ister-upload", error, topic=topic.name)
         finally:
-            bucket.is_submitted = False
-            if bucket.is_wanted and work != bucket.follow:
+            uploads.is_submitted = False
+            if uploads.is_wanted and work != uploads.follow:
                 # An upload was requested during this cycle, or the cycle yielded to other topics;
                 # the tender skipped the topic meanwhile.
-                self._look.set()
+                self._due.set()
 
     # -- terms ------------------------------------------------------------------------------
 
@@ -410,7 +418,7 @@ class Background:
         if topic.bucket is None or topic.wal.damage:
             return
         try:
-            topic.bucket.begin_term()
+            topic.bucket.uploads.begin_term()
         except ClosedError:
             return
         except IsterError as error:
@@ -424,7 +432,7 @@ class Background:
         except IsterError as error:
             _log.info("idle topic not marked", extra={"topic": topic.name, "error": str(error)})
 
-    def _clear_soon(self, topic: Topic, mark: IdleMark) -> None:
+    def clear_soon(self, topic: Topic, mark: IdleMark) -> None:
         """Has a mark removed. Called for each append that waits, with the log's lock held."""
         if not mark.is_clearing:
             mark.is_clearing = True
@@ -443,11 +451,11 @@ class Background:
             self._held_up.add(topic)
 
     def _retain(self, topic: Topic) -> None:
-        bucket = topic.bucket
-        if bucket is None:
+        if topic.bucket is None:
             return
+        retention = topic.bucket.retention
         try:
-            for what in (bucket.trim, bucket.expire):
+            for what in (retention.trim, retention.expire):
                 try:
                     what()
                 except (FencedError, ClosedError):
@@ -456,7 +464,7 @@ class Background:
                     self._stores.metrics.count("retention.errors_total")
                     _log.warning("retention", extra={"topic": topic.name, "error": str(error)})
         finally:
-            bucket.is_retaining = False
+            retention.is_submitted = False
 
     def _check(self, topic: Topic) -> None:
         """Uploads lost objects of a newly opened topic again while local files still have them."""
@@ -473,8 +481,30 @@ class Background:
         if topic.bucket is None:
             return
         try:
-            topic.bucket.collect_orphans()
+            topic.bucket.retention.collect_orphans()
         except ClosedError:
             return
         except IsterError as error:
             _log.warning("orphans", extra={"topic": topic.name, "error": str(error)})
+
+
+class _Watcher:
+    """The `UploadWatcher` of one topic: tells the threads of its log."""
+
+    def __init__(self, background: Background, topic: Topic, uploads: TopicUploads) -> None:
+        self._background = background
+        self._topic = topic
+        self._uploads = uploads
+        self.on_wanted = background.wake
+
+    def on_backlog(self) -> None:
+        """Has the tender check the topic until it is idle."""
+        self._background.watch(self._topic, self._uploads)
+
+    def on_runs(self) -> None:
+        """Has the runs re-sorted when they are due."""
+        self._background.list_runs(self._topic)
+
+    def on_append(self) -> None:
+        """Has the mark of the idle topic removed."""
+        self._background.clear_soon(self._topic, self._uploads.idle_mark)

@@ -212,7 +212,7 @@ def append_staged(
 def settle(topic: Topic, owned: OwnedTopic, objects: ObjectStore, *, clock: Clock) -> None:
     """Writes down where the rows of open batches are, so that jobs need not wait for these batches.
 
-    Call it while no batch is appended (`Topic.append_alone`).
+    Call it while no batch is appended (`Topic._append_alone`).
 
     Raises:
         FencedError: Another owner has the topic.

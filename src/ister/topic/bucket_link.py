@@ -1,29 +1,28 @@
-"""A topic's link to the bucket: local retention, checks, repairs and garbage, on top of uploads.
+"""A topic's link to the bucket: whether this process owns it, and whether the bucket has a range.
 
-Owns: the order of things between the local log and the bucket. Does not own: threads
-(`background`), the local files (`ister.wal`), the bucket's rules (`ister.bucket`), uploads
-(`uploads`).
+    TopicBucket ── uploads (`uploads`)      synced messages become objects
+                └─ retention (`retention`)  what is in the bucket need not stay here
 
-A local file is removed only after the bucket's copy of all its offsets was found in the catalog and
-checked, byte for byte unless configured otherwise; a copy that is lost or damaged is uploaded again
-first. Retention runs beside uploads, except where it changes objects. Nothing is removed while the
-metadata store is distrusted (`ister.bucket.trust`), except files in memory.
+Owns: the claim's effect on the log, checks and repairs of objects. Does not own: threads
+(`background`), the local files (`ister.wal`), the bucket's rules (`ister.bucket`).
+
+A process whose lease is not certainly valid acknowledges nothing.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
 from ister.bucket.check import verify_content, verify_size
+from ister.bucket.fence import MemberFence
+from ister.bucket.history_reader import HistoryReader
 from ister.bucket.names import object_key
-from ister.bucket.orphans import at_least, collect_orphans, sweep_staging
-from ister.bucket.pipeline import PipelineKeys
-from ister.bucket.retention import expire, keep_findable, list_known, plan_expiry
-from ister.bucket.writer_files import find_open_batch
+from ister.bucket.ownership import OwnedTopic
 from ister.config import Verify
 from ister.errors import (
     ClosedError,
@@ -33,12 +32,13 @@ from ister.errors import (
     IsterError,
     NotFoundError,
     OffsetOutOfRangeError,
+    UnavailableError,
 )
 from ister.format.descriptor import ObjectDescriptor
-from ister.topic.retention import list_files, plan_trim
-from ister.topic.uploads import TopicUploads, UploadResult
-
-__all__ = ["RepairedObjects", "TopicBucket", "UploadResult"]
+from ister.topic.retention import ActiveFloor, Retention, no_floor
+from ister.topic.stores import Stores
+from ister.topic.uploads import TopicUploads, fenced_error
+from ister.wal.log import Wal
 
 _log = logging.getLogger("ister.topic.bucket_link")
 
@@ -57,129 +57,126 @@ class RepairedObjects:
     """Offsets that the bucket does not have."""
 
 
-class TopicBucket(TopicUploads):
+class TopicBucket:
     """The bucket side of one topic. Thread-safe."""
 
-    def trim(self) -> int:
-        """Removes the local files that retention does not keep, once the bucket certainly has them.
+    def __init__(
+        self,
+        *,
+        wal: Wal,
+        owned: OwnedTopic,
+        stores: Stores,
+        backlog_bytes: int = 0,
+        floor: ActiveFloor = no_floor,
+        settle_batches: Callable[[], None] = lambda: None,
+        fence: MemberFence | None = None,
+    ) -> None:
+        """Takes over a topic that was claimed and whose log was recovered.
 
-        File by file: a file that passed its check is removed even if a later one fails. Retention
-        does not apply to files in memory: `drop_tiered` removes them.
-
-        Returns:
-            How many.
-
-        Raises:
-            IsterError: A check or a removal failed; later files were not removed.
+        Args:
+            wal: The topic's log.
+            owned: The claim.
+            stores: The stores.
+            backlog_bytes: About how much of the local files is not tiered yet.
+            floor: Returns the lowest cursor of the subscriptions that the broker knows.
+            settle_batches: Writes down where the rows of open batches are.
+            fence: Lets this process move the cursors of a topic that another one owns: then nothing
+                is uploaded or removed here.
         """
-        wal, retention = self._wal, self._stores.storage.wal.retention
-        with self._trimming:
-            if not self._may_remove or self._stores.is_diskless:
-                return 0
-            step = self._stores.node_clock.check()
-            floor = self._subscription_floor(include_inactive=step is not None)
-            before = plan_trim(
-                list_files(wal),
-                retention,
-                # The catalog's end may be known before the log's own mark says so, for a moment or,
-                # where an answer was lost, until the next upload. Readers go by the mark.
-                safe_before=min(self.owned.tiered, wal.tiered or 0, floor),
-                now_ms=self._clock.now_ns() // 1_000_000,
-                is_clock_trusted=step is None,
-                correct_ms=self._stores.node_clock.correct_ms,
-            )
-            if before is None or before <= wal.trimmed:
-                return 0
-            return self._trim(before)
+        self._wal = wal
+        self.owned = owned
+        self._stores = stores
+        self._fence = fence
+        self.on_fenced: Callable[[], None] = lambda: None
+        """Called, in any thread, when another node owns the topic by now; set by the broker."""
+        self.uploads = TopicUploads(
+            wal=wal, owned=owned, stores=stores, backlog_bytes=backlog_bytes
+        )
+        self.retention = Retention(
+            wal=wal,
+            uploads=self.uploads,
+            stores=stores,
+            floor=floor,
+            settle=settle_batches,
+            check_owner=self.check_owner,
+            assure=self.assure,
+        )
+        owned.on_fenced = self._on_fenced
+        owned.on_regained = self._on_regained
+        if fence is not None:
+            self.uploads.stop()
+
+    # -- what it is -------------------------------------------------------------------------
 
     @property
-    def _may_remove(self) -> bool:
-        return not (self._stopping.is_set() or self._stores.trust.is_distrusted)
+    def earliest(self) -> int:
+        """The first offset that any tier holds."""
+        first = self.owned.first
+        trimmed = self._wal.trimmed
+        return trimmed if first is None else min(first.start, trimmed)
 
-    def _trim(self, before: int) -> int:
-        wal, removed = self._wal, 0
-        assured: set[tuple[str, int]] = set()
-        for end in [file.first_offset for file in wal.files[1:] if file.first_offset <= before]:
-            if self._stopping.is_set():
-                break
-            self.check_owner()
-            self._assure(wal.trimmed, end, assured)
-            removed += wal.trim(end)
-        return removed
+    @property
+    def is_diskless(self) -> bool:
+        """Whether the local files are in memory."""
+        return self._stores.is_diskless
 
-    def release(self, *, past_subscriptions: bool, is_enough: Callable[[], bool]) -> int:
-        """Removes local files whose upload is verified, even if retention would keep them.
+    def history(self) -> HistoryReader:
+        """A reader of the topic's objects."""
+        return self._stores.reader(self.owned.catalog)
 
-        For a disk that is low: such files are only a cache. Removes one after the other until
-        `is_enough` returns True, and returns their number.
+    # -- the owner --------------------------------------------------------------------------
 
-        Args:
-            past_subscriptions: Remove files that an active subscription has not read, too; it then
-                reads them from the bucket.
-            is_enough: Called after each file.
+    def check_owner(self) -> None:
+        """Checks that this process may acknowledge messages now.
 
         Raises:
-            IsterError: The bucket's copy could not be read, or a file not be removed.
+            FencedError: Another owner has the topic.
+            UnavailableError: The lease may have expired; the metadata store has not answered.
         """
-        wal, count = self._wal, 0
-        with self._trimming:
-            assured: set[tuple[str, int]] = set()
-            floor: int | None = None if past_subscriptions else -1
-            while self._may_remove or (self._stores.is_diskless and not self._stopping.is_set()):
-                safe_before = min(self.owned.tiered, wal.tiered or 0)
-                before = wal.next_trim(safe_before)
-                if before is None:
-                    return count
-                if floor == -1:
-                    floor = self._subscription_floor(
-                        include_inactive=self._stores.node_clock.check() is not None
-                    )
-                if floor is not None and before > floor:
-                    return count
-                self.check_owner()
-                self._assure(wal.trimmed, before, assured)
-                removed = wal.trim(before, whole=True)
-                count += removed
-                if not removed or is_enough():
-                    return count
-        return count
+        # In this order: a renewal in between notices a new owner before it makes the lease valid
+        # again.
+        fence = self._fence
+        is_leased = self.owned.is_leased if fence is None else fence.is_valid
+        if self.owned.is_fenced:
+            raise fenced_error(self.owned.topic)
+        if not is_leased:
+            raise self.lapsed_error()
 
-    def drop_tiered(self, *, is_enough: Callable[[], bool]) -> int:
-        """Removes files in memory that are uploaded, one after the other; returns their number.
+    def lapsed_error(self) -> UnavailableError:
+        """The error of waiters while it is uncertain that this process owns the topic."""
+        return self._lapsed("whether the message counts is unknown until the store answers")
 
-        The active file is rotated if a part of it is uploaded, so that it can be removed soon.
+    def refused_error(self) -> FencedError | UnavailableError:
+        """The error of appends without a valid lease; `FencedError` if the topic was lost."""
+        if self.owned.is_fenced:
+            return fenced_error(self.owned.topic)
+        return self._lapsed("nothing was accepted; appends resume when the store answers")
 
-        Raises:
-            IsterError: The topic is closed, or the lease has expired.
-        """
-        wal = self._wal
-        count = self.release(past_subscriptions=True, is_enough=is_enough)
-        files = wal.files
-        if not is_enough() and files and files[-1].first_offset < (wal.tiered or 0):
-            wal.rotate()
-        return count
-
-    def _subscription_floor(self, *, include_inactive: bool) -> int:
-        """The lowest offset that an active subscription has not read.
-
-        Args:
-            include_inactive: Consider all subscriptions, because an untrusted clock cannot tell
-                which ones are active.
-        """
-        retention, correct_ms = (
-            self._stores.storage.wal.retention,
-            self._stores.node_clock.correct_ms,
+    def _lapsed(self, hint: str) -> UnavailableError:
+        return UnavailableError(
+            "the metadata store has not answered in time, so the topic may have another owner",
+            topic=self.owned.topic,
+            hint=hint,
         )
-        oldest = self._clock.now_ns() // 1_000_000 - (
-            retention.active_subscription_grace_seconds * 1000
-        )
-        stored = [
-            found.progress.offset
-            for found in self.owned.catalog.subscriptions()
-            if (include_inactive or correct_ms(found.progress.timestamp) >= oldest)
-            and found.progress.incarnation in ("", self.owned.record.incarnation)
-        ]
-        return min([self.active_floor(include_inactive=include_inactive), *stored])
+
+    def _on_fenced(self, error: FencedError) -> None:
+        self._wal.gate.hold("fenced", lambda: fenced_error(self.owned.topic), waits=False)
+        self._wal.levels.end_tiering(error)
+        self.on_fenced()
+
+    def _on_regained(self) -> None:
+        self._wal.gate.unhold("lease")
+
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """Stops, and keeps everything that changes objects out while the topic is deleted."""
+        self.uploads.stop()
+        # A run of it may be on its way, and fail, while this process has the topic open again.
+        self.on_fenced = lambda: None
+        with self.retention.lock, self.uploads.lock:
+            yield
+
+    # -- whether the bucket has a range -----------------------------------------------------
 
     def recent_start(self, start: int, end: int, *, objects: int, seconds: int) -> int:
         """The first offset of the newest objects in a range: `objects` of them, or more if young.
@@ -216,7 +213,7 @@ class TopicBucket(TopicUploads):
             As `upload`, or that an object is bad and could not be uploaded again.
         """
         assured = set[tuple[str, int]]()
-        self.upload()
+        self.uploads.upload()
         self.assure_local(self._wal.tiered or 0, assured)
         return assured
 
@@ -228,11 +225,11 @@ class TopicBucket(TopicUploads):
         Raises:
             IsterError: It does not, and could not be made to.
         """
-        with self._trimming:
+        with self.retention.lock:
             self.check_owner()
-            self._assure(self._wal.trimmed, end, assured)
+            self.assure(self._wal.trimmed, end, assured)
 
-    def _assure(self, start: int, end: int, assured: set[tuple[str, int]] | None = None) -> None:
+    def assure(self, start: int, end: int, assured: set[tuple[str, int]] | None = None) -> None:
         """Makes sure that the bucket holds a range, whole and readable, and repairs it if not.
 
         Args:
@@ -287,7 +284,7 @@ class TopicBucket(TopicUploads):
             else:
                 verify_size(self._stores.objects, key, described.size_bytes)
         except (NotFoundError, CorruptDataError) as error:
-            if self._stopping.is_set():
+            if self.uploads.is_stopping:
                 raise ClosedError("the topic is being closed or deleted") from error
             if described.start < self._wal.trimmed or described.kept:
                 # Local files may have messages that compaction removed: they would come back.
@@ -301,10 +298,10 @@ class TopicBucket(TopicUploads):
         return False
 
     def _upload_again(self, described: ObjectDescriptor, revision: int) -> None:
-        with self._uploading:
-            source = self._source()
+        with self.uploads.lock:
+            source = self.uploads.open_files()
             try:
-                self._uploader.upload_again(source, described, revision)
+                self.uploads.uploader.upload_again(source, described, revision)
             finally:
                 source.close()
 
@@ -379,17 +376,17 @@ class TopicBucket(TopicUploads):
             raise DataGapError(
                 "no object holds the offset", start=start, end=end, topic=self.owned.topic
             )
-        with self._uploading:
-            source = self._source()
+        with self.uploads.lock:
+            source = self.uploads.open_files()
             try:
-                return [d.object_id for d in self._uploader.fill(source, start, end)]
+                return [d.object_id for d in self.uploads.uploader.fill(source, start, end)]
             finally:
                 source.close()
 
     def find_local_damage(self) -> IsterError | None:
         """Reads the local files; returns the first damage, or None."""
         wal = self._wal
-        source = self._source()
+        source = self.uploads.open_files()
         try:
             at = wal.trimmed
             while at < wal.synced:
@@ -401,81 +398,3 @@ class TopicBucket(TopicUploads):
         finally:
             source.close()
         return None
-
-    def expire(self) -> int:
-        """Removes the objects that bucket retention does not keep; returns their number."""
-        retention = self._stores.storage.cloud.retention
-        if retention.time_minutes is None and retention.size_mb is None:
-            return 0
-        with self._trimming:
-            if not self._may_remove:
-                return 0
-            step = self._stores.node_clock.check()
-            self.owned.check()
-            found = list_known(self.owned)
-            if found is None:
-                _log.warning("retention waits: objects overlap", extra={"topic": self.owned.topic})
-                return 0
-            planned = plan_expiry(
-                found,
-                now_ms=self._clock.now_ns() // 1_000_000,
-                time_minutes=retention.time_minutes if step is None else None,
-                size_mb=retention.size_mb,
-                correct_ms=self._stores.node_clock.correct_ms,
-            )
-            if planned:
-                self._settle_batches(planned[-1].end)
-            return expire(self.owned, self._stores.objects, planned, metrics=self._metrics)
-
-    def _settle_batches(self, end: int) -> None:
-        """Has the rows of open batches written down, if those hold up jobs below an offset."""
-        waits = find_open_batch(self.owned.catalog, self.owned.record.incarnation)
-        if waits is None or waits.counted_from >= end:
-            return
-        try:
-            self.settle_batches()
-        except (FencedError, ClosedError):
-            raise
-        except IsterError as error:
-            # Jobs wait, and the next call tries again.
-            _log.warning(
-                "rows of an open batch not counted",
-                extra={"topic": self.owned.topic, "writer": waits.writer, "error": str(error)},
-            )
-
-    def collect_orphans(self) -> list[str]:
-        """Removes objects without a descriptor, after their grace period; returns their names.
-
-        Staged rows that no batch needs are removed, too, and a missing manifest is saved.
-        """
-        if self._may_remove:
-            # Beside uploads: it may read much of the log.
-            self._settle_batches(self.owned.tiered)
-        with self._uploading:
-            if not self._may_remove or self._stores.node_clock.check() is not None:
-                return []
-            objects = self._stores.objects
-            storage = self._stores.storage
-            grace_seconds: float = storage.cloud.orphan_grace_minutes * 60
-            keys = PipelineKeys(storage.metadata.root_prefix)
-            has_jobs = partial(keys.has_jobs, self._stores.metadata)
-            if has_jobs():
-                # Its objects have no descriptors until it commits them.
-                grace_seconds = at_least(grace_seconds)
-            keep_findable(self.owned, objects)
-            return [
-                *collect_orphans(
-                    self.owned,
-                    objects,
-                    grace_seconds=grace_seconds,
-                    clock=self._clock,
-                    metrics=self._metrics,
-                    has_jobs=has_jobs,
-                    correct_ms=self._stores.node_clock.correct_ms,
-                ),
-                *sweep_staging(self.owned, objects, grace_seconds=grace_seconds, clock=self._clock),
-            ]
-
-    def collect_shared_staging(self) -> list[str]:
-        """Removes old staged files that topics share; see `Stores.collect_shared_staging`."""
-        return self._stores.collect_shared_staging()

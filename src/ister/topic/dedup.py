@@ -496,7 +496,7 @@ class SequencedTopic:
     def _check_epoch(self, producer: str, epoch: int) -> None:
         """Refuses an epoch that is far above all that a producer can have; the lock is held."""
         last = self._table().last(producer)
-        known = max(0 if last is None else last[0], self.topic.now_seconds())
+        known = max(0 if last is None else last[0], self.topic.appender.now_seconds())
         if epoch > known + EPOCH_STEP_MAX:
             raise InvalidRequestError(
                 f"epoch {epoch} of producer {producer!r} is too high",

@@ -369,7 +369,7 @@ class DiskGuard:
                 if topic.bucket is None:
                     continue
                 try:
-                    count += topic.bucket.release(
+                    count += topic.bucket.retention.release(
                         past_subscriptions=past_subscriptions, is_enough=self.has_plenty
                     )
                 except (FencedError, ClosedError):

@@ -122,18 +122,18 @@ class Express:
     def add(self, uploads: TopicUploads) -> None:
         """Adds a topic that was opened, if it shares express objects."""
         if uploads.is_express:
-            uploads.on_express = lambda: self._note(uploads)
+            uploads.express = self
             # Messages that an earlier process has synced.
-            self._note(uploads)
+            self.enlist(uploads)
 
     def remove(self, uploads: TopicUploads) -> None:
         """Forgets a closed topic."""
-        uploads.on_express = lambda: None
+        uploads.express = None
         self._waiting.pop(uploads, None)
         self._later.pop(uploads, None)
 
-    def _note(self, uploads: TopicUploads) -> None:
-        """Called after every sync: takes no lock."""
+    def enlist(self, uploads: TopicUploads) -> None:
+        """Has the next object include a topic; called after every sync, takes no lock."""
         self._waiting.setdefault(uploads)
         self._wake()
 
@@ -330,7 +330,7 @@ class Express:
             return
         self._failures += 1
         for uploads in failed:
-            self._note(uploads)
+            self.enlist(uploads)
 
     def _take(self, run: Run, planned: PlannedRun, error: IsterError | None) -> IsterError | None:
         """Records a run's outcome; returns the error if the run has to be retried."""
@@ -349,7 +349,7 @@ class Express:
             except IsterError as unknown:
                 error = unknown
             else:
-                self._note(uploads)
+                self.enlist(uploads)
                 return None
         self._fail(planned, error)
         return error

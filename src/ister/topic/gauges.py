@@ -19,7 +19,9 @@ _OF_TOPIC: Final[dict[str, Callable[[Topic], int]]] = {
     "wal.cache.evictions": lambda topic: topic.cache.evictions,
     "wal.open_files": lambda topic: int(topic.wal.committer.has_open_file),
     "wal.file_bytes": lambda topic: topic.wal.file_bytes,
-    "uploader.lag_bytes": lambda topic: topic.bucket.lag_bytes if topic.bucket is not None else 0,
+    "uploader.lag_bytes": lambda topic: (
+        topic.bucket.uploads.lag_bytes if topic.bucket is not None else 0
+    ),
     "wal_reader.active_readers": lambda topic: len(topic.readers),
 }
 

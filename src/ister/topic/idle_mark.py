@@ -29,8 +29,19 @@ _HOLD = "idle"
 class IdleMark:
     """The mark of one topic. Thread-safe."""
 
-    def __init__(self, wal: Wal, owned: OwnedTopic, *, after_seconds: float) -> None:
-        """The mark of a topic that is idle `after_seconds` without an append."""
+    def __init__(
+        self,
+        wal: Wal,
+        owned: OwnedTopic,
+        *,
+        after_seconds: float,
+        on_append: Callable[[], None],
+    ) -> None:
+        """The mark of a topic that is idle `after_seconds` without an append.
+
+        `on_append` is called when an append waits for `clear`, with the log's lock held, and must
+        not block.
+        """
         self._wal = wal
         self._owned = owned
         self._after = after_seconds
@@ -41,8 +52,7 @@ class IdleMark:
         """Whether the record has the mark, or may have it."""
         self.is_clearing = False
         """Whether `clear` is about to be called; set by `background`."""
-        self.on_append: Callable[[], None] = lambda: None
-        """Called when an append waits for `clear`, with the log's lock held; must not block."""
+        self._on_append = on_append
 
     def is_due(self, now: float) -> bool:
         """Whether the topic has been idle for long enough; called now and then."""
@@ -92,9 +102,6 @@ class IdleMark:
                 self._owned.set_acked_end(None)
                 self.is_set = False
                 self._wal.gate.unhold(_HOLD)
-
-    def _on_append(self) -> None:
-        self.on_append()
 
     def _held_error(self) -> CapacityError:
         return CapacityError(

@@ -263,7 +263,7 @@ class Log:
         """
         topic = self.topic(name)
         if topic.bucket is not None:
-            return topic.wal.run_shielded(topic.bucket.trim)
+            return topic.wal.run_shielded(topic.bucket.retention.trim)
         retention = self._local_retention
         if retention is None:
             return 0
@@ -490,7 +490,7 @@ class Log:
             try:
                 topic.flush()
                 if bucket is not None:
-                    bucket.upload()
+                    bucket.uploads.upload()
                     # The bucket's copy is about to be the only one.
                     bucket.assure_local(topic.wal.next, assured)
                 next_offset = topic.wal.next
@@ -530,7 +530,7 @@ class Log:
             clock=self._clock,
             gate=gate,
         )
-        return topic.wal.run_shielded(partial(topic.append_alone, append))
+        return topic.wal.run_shielded(partial(topic._append_alone, append))  # noqa: SLF001 - of this package
 
     @contextmanager
     def _exclusively(self, name: str) -> Iterator[Topic]:

@@ -6,7 +6,7 @@
                                (`storage.wal.buffer_full`)
 
 Owns: the hold `memory` on every topic, and one thread that drops files. Does not own: how files are
-removed (`bucket_link`, `ister.wal`), uploads (`background`), the caches of topics.
+removed (`retention`, `ister.wal`), uploads (`background`), the caches of topics.
 
 A file is dropped when committed descriptors cover all of it. Its objects are not read back, unlike
 those of a file on disk: producers were answered when the descriptor was committed, and from then on
@@ -202,7 +202,7 @@ class MemoryGuard:
             return int(self._retire(topic))
         if topic.bucket is None:
             return 0
-        return topic.bucket.drop_tiered(is_enough=self._has_enough)
+        return topic.bucket.retention.drop_tiered(is_enough=self._has_enough)
 
     def _has_enough(self) -> bool:
         return self._fs.used_bytes <= self._enough_bytes

@@ -36,7 +36,7 @@ from ister.topic.cache import Cache
 from ister.topic.directories import TopicDirectories
 from ister.topic.heads import Heads, compare_with_head, read_local
 from ister.topic.known_topics import KnownTopics
-from ister.topic.read_only import ReadOnlyTier, ReadOnlyTopic
+from ister.topic.read_only import ReadOnlyTopic
 from ister.topic.reconcile import finish_set_aside, measure_backlog, recover_tiered, set_aside
 from ister.topic.room import SpaceGuards
 from ister.topic.stores import Stores
@@ -64,12 +64,12 @@ class _Events:
     def on_synced(self) -> None:
         """Has the bucket's side take what was synced."""
         if self.bucket is not None:
-            self.bucket.on_synced()
+            self.bucket.uploads.on_synced()
 
     def on_tier_wanted(self) -> None:
         """Has an upload begin soon."""
         if self.bucket is not None:
-            self.bucket.want_upload()
+            self.bucket.uploads.want_upload()
 
 
 class TopicOpener:
@@ -295,9 +295,9 @@ class TopicOpener:
             owned=owned,
             stores=stores,
             backlog_bytes=measure_backlog(directory, recovered, owned.tiered),
+            floor=topic._subscription_floor,  # noqa: SLF001 - of this package
+            settle_batches=partial(topic._settle_batches, stores.objects),  # noqa: SLF001 - of this package
         )
-        topic.bucket.active_floor = topic.subscription_floor
-        topic.bucket.settle_batches = partial(topic.settle_batches, stores.objects)
         if not recovered.damage:
             is_new = not recovered.files
             # The first offset of a log without files is in its checkpoint alone, unless it is 0.
@@ -365,7 +365,7 @@ class TopicOpener:
         return ReadOnlyTopic(
             wal=wal,
             cache=cache,
-            bucket=ReadOnlyTier(wal=wal, owned=owned, stores=stores, fence=fence),
+            bucket=TopicBucket(wal=wal, owned=owned, stores=stores, fence=fence),
             waits=waits,
             fence=fence,
             max_message_size=self._storage.max_message_size,

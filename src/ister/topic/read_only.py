@@ -23,65 +23,13 @@ from ister.base.clock import Clock
 from ister.base.metrics import Metrics
 from ister.base.model import TopicName
 from ister.bucket.fence import MemberFence
-from ister.bucket.ownership import OwnedTopic
 from ister.errors import FencedError, UnavailableError, WaitsForDiskError
 from ister.topic.bucket_link import TopicBucket
 from ister.topic.cache import Cache
-from ister.topic.stores import Stores
 from ister.topic.topic import Topic
 from ister.topic.uploads import UploadResult
 from ister.wal.commit import Committer
 from ister.wal.log import ReadOnlyLog
-
-
-class ReadOnlyTier(TopicBucket):
-    """The bucket side of a read-only topic: it is read, and nothing in it is changed."""
-
-    def __init__(
-        self, *, wal: ReadOnlyLog, owned: OwnedTopic, stores: Stores, fence: MemberFence
-    ) -> None:
-        super().__init__(wal=wal, owned=owned, stores=stores, backlog_bytes=0)
-        self._history_log = wal
-        self._fence = fence
-        # Nothing is uploaded, trimmed, expired or collected here.
-        self.stop()
-
-    def check_owner(self) -> None:
-        """Checks that this process may move cursors now.
-
-        Raises:
-            FencedError: Another process has the topic, or serves its history.
-            UnavailableError: The lease may have ended.
-        """
-        if self.owned.is_fenced:
-            raise self._fenced_error()
-        if not self._fence.is_valid:
-            raise self.lapsed_error()
-
-    def upload(
-        self, *, is_crowded: Callable[[], bool] = lambda: False, is_paced: bool = True
-    ) -> UploadResult:
-        """Raises UnavailableError: another node has what is not in the bucket."""
-        raise UnavailableError(
-            "the topic is read-only: what is not in the bucket is on another node's disk",
-            topic=self.owned.topic,
-        )
-
-    def refresh(self) -> None:
-        """Reads again whether this process may serve the topic, and where its history ends.
-
-        Raises:
-            FencedError: Another process has the topic, or serves its history.
-            UnavailableError: The metadata store does not answer.
-        """
-        try:
-            self.owned.check()
-            self.owned.refresh()
-            self.owned.first = self.owned.catalog.first()
-        except FencedError as error:
-            self.owned.give_up(error)
-            raise
-        self._history_log.advance(self.owned.tiered)
 
 
 class ReadOnlyTopics:
@@ -124,7 +72,7 @@ class ReadOnlyTopic(Topic):
         *,
         wal: ReadOnlyLog,
         cache: Cache,
-        bucket: ReadOnlyTier,
+        bucket: TopicBucket,
         waits: WaitsForDiskError,
         fence: MemberFence,
         max_message_size: int,
@@ -143,7 +91,8 @@ class ReadOnlyTopic(Topic):
         )
         self.waits_for = waits.node
         """The node whose disk may have the topic's newest messages."""
-        self._link = bucket
+        self._history_log = wal
+        self._owned = bucket.owned
         self._fence = fence
         fence.on_gone = bucket.owned.give_up
         wal.gate.hold("read-only", self.refused_error, waits=False)
@@ -169,7 +118,22 @@ class ReadOnlyTopic(Topic):
             FencedError: Another process has the topic, or serves its history: this one has stopped.
             UnavailableError: The metadata store does not answer.
         """
-        self._link.refresh()
+        owned = self._owned
+        try:
+            owned.check()
+            owned.refresh()
+            owned.first = owned.catalog.first()
+        except FencedError as error:
+            owned.give_up(error)
+            raise
+        self._history_log.advance(owned.tiered)
+
+    def upload(self) -> UploadResult:
+        """Raises UnavailableError: another node has what is not in the bucket."""
+        raise UnavailableError(
+            "the topic is read-only: what is not in the bucket is on another node's disk",
+            topic=self.name,
+        )
 
     def _close(self) -> None:
         try:

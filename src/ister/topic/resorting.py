@@ -57,6 +57,7 @@ class RunSorter:
         owned: OwnedTopic,
         stores: Stores,
         open_files: Callable[[], WalReader],
+        on_runs: Callable[[], None],
         is_stopping: Callable[[], bool],
         is_express: bool,
     ) -> None:
@@ -67,6 +68,7 @@ class RunSorter:
             owned: The claim.
             stores: The stores.
             open_files: Opens its local files.
+            on_runs: Called when there may be runs and there were none before.
             is_stopping: Whether the topic is being closed.
             is_express: Whether the topic shares express objects.
         """
@@ -93,8 +95,7 @@ class RunSorter:
         """Why the last attempt failed; None if it succeeded."""
         self.since: float | None = None
         """Monotonic time since which the oldest run waits; None without runs."""
-        self.on_runs: Callable[[], None] = lambda: None
-        """Called when there may be runs and there were none before."""
+        self._on_runs = on_runs
         last = owned.last
         if is_express or (last is not None and last.format == FORMAT_EXPRESS):
             # Runs of an earlier process, maybe.
@@ -110,7 +111,7 @@ class RunSorter:
             if is_first:
                 self.since = self._clock.monotonic()
         if is_first:
-            self.on_runs()
+            self._on_runs()
 
     def has_runs(self) -> bool:
         """Whether runs wait, as far as is known."""

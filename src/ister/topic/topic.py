@@ -48,7 +48,6 @@ from ister.topic.uploads import UploadResult
 from ister.wal.directory import format_log_name
 from ister.wal.log import Wal
 from ister.wal.recovery import Damage
-from ister.wal.waiters import Waiter
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -222,15 +221,6 @@ class Topic:
             cache = self.cache
             return CacheRange(cache.start, cache.end, len(cache), cache.size_bytes)
 
-    @property
-    def file_mark(self) -> tuple[int, int, int]:
-        """The number of local files, the last one's number, and the offset that they end at.
-
-        Cheap to get; differs whenever the files do.
-        """
-        files = self.wal.files
-        return len(files), files[-1].seq if files else 0, self.wal.written
-
     def local_files(self) -> list[LocalFile]:
         """The topic's local files, ascending; their sizes are read from the disk."""
         directory, files, end = self.wal.directory, self.wal.files, self.wal.written
@@ -271,12 +261,12 @@ class Topic:
             self.bucket is not None and self.bucket.owned.is_fenced
         )
 
-    def append_alone(self, append: Callable[[], _T]) -> _T:
+    def _append_alone(self, append: Callable[[], _T]) -> _T:
         """Calls `append`, which appends a staged batch, while no other one is appended."""
         with self._batching:
             return append()
 
-    def settle_batches(self, objects: ObjectStore) -> None:
+    def _settle_batches(self, objects: ObjectStore) -> None:
         """Writes down where the rows of open batches are; does nothing while one is appended.
 
         Raises:
@@ -289,13 +279,9 @@ class Topic:
         finally:
             self._batching.release()
 
-    def subscription_floor(self, *, include_inactive: bool) -> int:
+    def _subscription_floor(self, *, include_inactive: bool) -> int:
         """The first offset that retention keeps for subscriptions; asks `active_floor`."""
         return self.active_floor(include_inactive=include_inactive)
-
-    def now_seconds(self) -> int:
-        """The time in seconds since the Unix epoch, by the log's clock."""
-        return self._clock.now_ns() // 1_000_000_000
 
     # -- appending --------------------------------------------------------------------------
 
@@ -441,12 +427,16 @@ class Topic:
         if level is AckLevel.MEMORY:
             return
         if level is AckLevel.TIERED and self.bucket is not None:
-            self.bucket.check_upload()
+            self.bucket.uploads.check_upload()
         try:
             self.wal.wait(offset, level, timeout)
         except WaitTimeoutError as error:
-            if level is AckLevel.TIERED and self.bucket is not None and self.bucket.upload_error:
-                error.hint = f"the last upload failed: {self.bucket.upload_error.message}"
+            if (
+                level is AckLevel.TIERED
+                and self.bucket is not None
+                and self.bucket.uploads.upload_error
+            ):
+                error.hint = f"the last upload failed: {self.bucket.uploads.upload_error.message}"
             raise
         if self.bucket is not None:
             self.bucket.check_owner()
@@ -466,41 +456,6 @@ class Topic:
         if level is AckLevel.TIERED and self.bucket is not None and self.bucket.owned.is_fenced:
             self.bucket.check_owner()
         return level
-
-    def notify(self, offset: int, on_done: Callable[[IsterError | None], None]) -> bool:
-        """Calls `on_done`, in any thread, once a message has reached the topic's ack level.
-
-        Returns:
-            False if it has already; then `on_done` is not called.
-
-        Raises:
-            As `wait`, without a timeout.
-        """
-        return self.wal.enlist(Waiter(offset, on_done), self.ack)
-
-    def commit_with(self, append: Callable[[], int | None]) -> tuple[int | None, bool]:
-        """Appends and commits in this thread, unless another one commits already.
-
-        Args:
-            append: Appends messages; returns the last offset, or None if there is none.
-
-        Returns:
-            What `append` returned, and whether that message has reached the ack level.
-
-        Raises:
-            As `append` and `wait`.
-        """
-        # Before the append, which would otherwise wake a thread to commit.
-        has_turn = self.wal.committer.take_turn()
-        try:
-            last = append()
-            is_done = (
-                has_turn and last is not None and self.wal.committer.commit_in_turn(last, self.ack)
-            )
-            return last, is_done
-        finally:
-            if has_turn:
-                self.wal.committer.end_turn()
 
     def flush(self, timeout: float | None = None) -> int:
         """Makes everything appended so far durable: synced, or tiered in a log without files.
@@ -565,7 +520,7 @@ class Topic:
             )
         self.wal.gate.check_process()
         self._sync_all()
-        return self.wal.run_shielded(self.bucket.upload)
+        return self.wal.run_shielded(self.bucket.uploads.upload)
 
     # -- reading ----------------------------------------------------------------------------
 

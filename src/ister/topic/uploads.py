@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from ister.base.model import AckLevel
 from ister.base.retry import backoff_seconds
 from ister.bucket.express import ExpressObject
-from ister.bucket.history_reader import HistoryReader
 from ister.bucket.ownership import OwnedTopic
 from ister.config import Engine
 from ister.errors import (
@@ -35,7 +33,6 @@ from ister.errors import (
     DiskError,
     FencedError,
     IsterError,
-    UnavailableError,
 )
 from ister.format.checkpoint import UploaderCheckpoint
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor
@@ -43,7 +40,6 @@ from ister.format.frame import FrameBatch
 from ister.topic.idle_mark import IdleMark
 from ister.topic.pace import PacedReader
 from ister.topic.resorting import RunSorter
-from ister.topic.retention import ActiveFloor, no_floor
 from ister.topic.stores import Stores
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
@@ -81,6 +77,19 @@ class UploadResult:
         return sum(described.size_bytes for described in self.objects)
 
 
+def fenced_error(topic: str) -> FencedError:
+    """The error of calls to a topic that this process has lost."""
+    return FencedError("another owner has the topic", topic=topic)
+
+
+class ExpressUploads(Protocol):
+    """Uploads the messages of several topics together."""
+
+    def enlist(self, uploads: TopicUploads) -> None:
+        """Has the next object include the topic; called after every sync, must not block."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
     """Messages of a topic that were added to an express object."""
@@ -91,8 +100,44 @@ class PlannedRun:
     """Whether it has all messages that were synced."""
 
 
+class UploadWatcher(Protocol):
+    """What the uploads of a topic tell those that run them; each call must not block."""
+
+    def on_wanted(self) -> None:
+        """An upload should not wait for its time."""
+        ...
+
+    def on_backlog(self) -> None:
+        """Messages were synced while the topic is not listed."""
+        ...
+
+    def on_runs(self) -> None:
+        """There may be runs to re-sort, and there were none before."""
+        ...
+
+    def on_append(self) -> None:
+        """An append waits until the mark of the idle topic was removed."""
+        ...
+
+
+class NoWatcher:
+    """The `UploadWatcher` of a topic without background threads."""
+
+    def on_wanted(self) -> None:
+        """Nobody uploads."""
+
+    def on_backlog(self) -> None:
+        """Nobody uploads."""
+
+    def on_runs(self) -> None:
+        """Nobody re-sorts."""
+
+    def on_append(self) -> None:
+        """Nobody sets marks."""
+
+
 class TopicUploads:
-    """Ownership and uploads of one topic. Thread-safe."""
+    """Uploads of one topic. Thread-safe."""
 
     def __init__(self, *, wal: Wal, owned: OwnedTopic, stores: Stores, backlog_bytes: int) -> None:
         """Takes over a topic that was claimed and whose log was recovered.
@@ -109,10 +154,11 @@ class TopicUploads:
         self._clock = stores.clock
         self._metrics = stores.metrics
         self._stopping = threading.Event()
-        self._uploader = stores.uploader(owned, self._stopping.is_set)
+        self.uploader = stores.uploader(owned, self._stopping.is_set)
+        """Makes objects; its callers hold `lock`."""
         # Reentrant, so that its holder is known: `check_upload`.
-        self._uploading = threading.RLock()
-        self._trimming = threading.Lock()
+        self.lock = threading.RLock()
+        """Held while objects are added or replaced."""
         self._lag_base = backlog_bytes
         self._lag_mark = 0
         self._cycle_at = -float("inf")
@@ -132,26 +178,21 @@ class TopicUploads:
         """Whether a caller waits for `tiered`."""
         self.is_submitted = False
         """Whether a cycle waits for a thread or runs; set by `background`."""
-        self.is_retaining = False
-        """Whether retention waits for a thread or runs; set by `background`."""
+        self.watcher: UploadWatcher = NoWatcher()
+        """Runs the uploads; set by `background`."""
+        self.express: ExpressUploads | None = None
+        """Uploads the topic's messages with those of others, if it shares express objects."""
         self.idle_mark = IdleMark(
-            wal, owned, after_seconds=stores.storage.metadata.lease_ttl_seconds
+            wal,
+            owned,
+            after_seconds=stores.storage.metadata.lease_ttl_seconds,
+            on_append=lambda: self.watcher.on_append(),  # noqa: PLW0108 - set later
         )
         """Says in the record that the bucket has everything, while the topic is idle."""
         self._is_held = False
         self._pressing = threading.Lock()
-        self.on_wanted: Callable[[], None] = lambda: None
-        """Called when an upload should not wait for its time."""
-        self.active_floor: ActiveFloor = no_floor
-        """Returns the lowest cursor of the active subscriptions; see `Topic`."""
-        self.settle_batches: Callable[[], None] = lambda: None
-        """Writes down where the rows of open batches are, unless one is appended just now."""
         self.is_listed = False
         """Whether `background` checks it a few times a second; set by `background`."""
-        self.on_backlog: Callable[[], None] = lambda: None
-        """Called when messages were synced while the topic is not listed."""
-        self.on_fenced: Callable[[], None] = lambda: None
-        """Called, in any thread, when another node turns out to own the topic."""
         uploader = stores.storage.uploader
         self.is_express = uploader.engine is not Engine.NONE and (
             uploader.express.all_topics or wal.settings.ack is AckLevel.TIERED
@@ -162,29 +203,19 @@ class TopicUploads:
         self._runs_end = 0
         self._runs_plan = 0
         self._runs_place: tuple[int, int] = (-1, 0)
-        self.on_express: Callable[[], None] = lambda: None
-        """Called when messages were synced that the next express object should have."""
         self.sorter = RunSorter(
             wal=wal,
             owned=owned,
             stores=stores,
             open_files=self._paced_source,
+            on_runs=lambda: self.watcher.on_runs(),  # noqa: PLW0108 - set later
             is_stopping=self._stopping.is_set,
             is_express=self.is_express,
         )
         """Re-sorts the topic's runs in express objects."""
-        owned.on_fenced = self._on_fenced
-        owned.on_regained = self._on_regained
         wal.levels.advance_tiered(min(owned.tiered, wal.synced))
 
     # -- what it is -------------------------------------------------------------------------
-
-    @property
-    def earliest(self) -> int:
-        """The first offset that any tier holds."""
-        first = self.owned.first
-        trimmed = self._wal.trimmed
-        return trimmed if first is None else min(first.start, trimmed)
 
     @property
     def lag_bytes(self) -> int:
@@ -192,11 +223,6 @@ class TopicUploads:
         if self._wal.synced <= (self._wal.tiered or 0):
             return 0
         return max(0, self._lag_base + self._wal.committer.synced_bytes_total - self._lag_mark)
-
-    @property
-    def is_diskless(self) -> bool:
-        """Whether the local files are in memory."""
-        return self._stores.is_diskless
 
     @property
     def last_error(self) -> IsterError | None:
@@ -208,67 +234,24 @@ class TopicUploads:
         """Upload cycles that failed since the last good one."""
         return self._failures
 
-    def check_owner(self) -> None:
-        """Checks that this process may acknowledge messages now.
-
-        Raises:
-            FencedError: Another owner has the topic.
-            UnavailableError: The lease may have expired; the metadata store has not answered.
-        """
-        # In this order: a renewal in between notices a new owner before it makes the lease valid
-        # again.
-        is_leased = self.owned.is_leased
-        if self.owned.is_fenced:
-            raise self._fenced_error()
-        if not is_leased:
-            raise self.lapsed_error()
-
-    def lapsed_error(self) -> UnavailableError:
-        """The error of waiters while it is uncertain that this process owns the topic."""
-        return self._lapsed("whether the message counts is unknown until the store answers")
-
-    def refused_error(self) -> FencedError | UnavailableError:
-        """The error of appends without a valid lease; `FencedError` if the topic was lost."""
-        if self.owned.is_fenced:
-            return self._fenced_error()
-        return self._lapsed("nothing was accepted; appends resume when the store answers")
-
-    def _lapsed(self, hint: str) -> UnavailableError:
-        return UnavailableError(
-            "the metadata store has not answered in time, so the topic may have another owner",
-            topic=self.owned.topic,
-            hint=hint,
-        )
-
-    def _fenced_error(self) -> FencedError:
-        return FencedError("another owner has the topic", topic=self.owned.topic)
-
-    def _on_fenced(self, error: FencedError) -> None:
-        self._wal.gate.hold("fenced", self._fenced_error, waits=False)
-        self._wal.levels.end_tiering(error)
-        self.on_fenced()
-
-    def _on_regained(self) -> None:
-        self._wal.gate.unhold("lease")
-
     def want_upload(self) -> None:
         """Has an upload begin soon; must not block."""
         if self.is_express:
-            self.on_express()
+            self._join_express()
             return
         self.is_wanted = True
-        self.on_wanted()
+        self.watcher.on_wanted()
 
     def on_synced(self) -> None:
         """Has what was synced uploaded in time; must not block."""
         if self.is_express:
-            self.on_express()
+            self._join_express()
         if not self.is_listed:
-            self.on_backlog()
+            self.watcher.on_backlog()
 
-    def history(self) -> HistoryReader:
-        """A reader of the topic's objects."""
-        return self._stores.reader(self.owned.catalog)
+    def _join_express(self) -> None:
+        if self.express is not None:
+            self.express.enlist(self)
 
     # -- the term ---------------------------------------------------------------------------
 
@@ -300,23 +283,19 @@ class TopicUploads:
                 self._stores.begin_term(self.owned, self._wal.synced)
             except ConflictError as error:
                 self.owned.give_up(error)
-                raise self._fenced_error() from error
+                raise fenced_error(self.owned.topic) from error
             self._has_begun = True
 
     # -- the end ----------------------------------------------------------------------------
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether no upload begins any more."""
+        return self._stopping.is_set()
+
     def stop(self) -> None:
         """Ends a running upload soon; no other one begins."""
         self._stopping.set()
-
-    @contextmanager
-    def ended(self) -> Iterator[None]:
-        """Stops, and keeps everything that changes objects out while the topic is deleted."""
-        self.stop()
-        # A run of it may be on its way, and fail, while this process has the topic open again.
-        self.on_fenced = lambda: None
-        with self._trimming, self._uploading:
-            yield
 
     # -- uploads ----------------------------------------------------------------------------
 
@@ -326,7 +305,7 @@ class TopicUploads:
         Raises:
             InvalidRequestError: This thread uploads, or records the term for an express object.
         """
-        if is_held(self._uploading) or is_held(self._beginning):
+        if is_held(self.lock) or is_held(self._beginning):
             raise endless_error()
 
     @property
@@ -386,7 +365,7 @@ class TopicUploads:
             PermissionDeniedError: A store refuses.
         """
         self.check_upload()
-        with self._uploading:
+        with self.lock:
             if self._stopping.is_set():
                 raise ClosedError("the topic is closed", topic=self.owned.topic)
             began = self._clock.monotonic()
@@ -422,7 +401,7 @@ class TopicUploads:
         wal.levels.advance_tiered(min(self.owned.tiered, synced))
         first = start = self._next_start()
         objects: list[ObjectDescriptor] = []
-        source = self._paced_source() if is_paced else self._source()
+        source = self._paced_source() if is_paced else self.open_files()
         try:
             self.begin_term()
             while (described := self._upload_next(source, start, synced)) is not None:
@@ -443,7 +422,7 @@ class TopicUploads:
         """The next object; if a pipeline was faster, the one after the pipeline's."""
         while True:
             try:
-                return self._uploader.upload(source, start, synced)
+                return self.uploader.upload(source, start, synced)
             except ConflictError:
                 if self.owned.tiered <= start:
                     raise
@@ -478,7 +457,7 @@ class TopicUploads:
             return None
         self._stores.assure_manifest(self.owned)
         self.begin_term()
-        source = self._source()
+        source = self.open_files()
         try:
             source.start_at(self._runs_end, self._runs_place)
             frames = _fetch_sound(source, start, synced, bytes_max)
@@ -547,7 +526,7 @@ class TopicUploads:
 
     def resort(self) -> ObjectDescriptor | None:
         """Re-sorts the oldest runs, if they are due; as `RunSorter.resort`."""
-        with self._uploading:
+        with self.lock:
             return self.sorter.resort()
 
     # -- uploads of a pipeline --------------------------------------------------------------
@@ -582,13 +561,13 @@ class TopicUploads:
         self._follow_at = now + _FOLLOW_SECONDS
         if self._behind_since is None:
             self._behind_since = now
-        if not self._uploading.acquire(blocking=False):
+        if not self.lock.acquire(blocking=False):
             return self._wal.tiered or 0  # a running upload reads it by itself
         try:
             self.owned.refresh()
             self._record_pipeline_uploads()
         finally:
-            self._uploading.release()
+            self.lock.release()
         return self._wal.tiered or 0
 
     def _record_pipeline_uploads(self) -> None:
@@ -611,7 +590,7 @@ class TopicUploads:
             self._lag_base, self._lag_mark = 0, self._wal.committer.synced_bytes_total
             self.is_wanted = False
         self.apply_pressure()
-        source = self._source()
+        source = self.open_files()
         try:
             self._save_checkpoint(last, source.place_of(last.end))
         except IsterError as error:
@@ -668,7 +647,8 @@ class TopicUploads:
             extra={"topic": self.owned.topic, "error": str(error), "retry_seconds": pause},
         )
 
-    def _source(self) -> WalReader:
+    def open_files(self) -> WalReader:
+        """A reader of the local files."""
         return WalReader(
             self._wal,
             chunk_bytes=self._stores.storage.uploader.stream_chunk_size // 2,

@@ -142,6 +142,15 @@ class Wal:
         return self.writer.files if self.writer is not None else ()
 
     @property
+    def file_mark(self) -> tuple[int, int, int]:
+        """The number of local files, the last one's number, and the offset that they end at.
+
+        Cheap to get; differs whenever the files do.
+        """
+        files = self.files
+        return len(files), files[-1].seq if files else 0, self.written
+
+    @property
     def file_bytes(self) -> int:
         """The size of the local files together."""
         return self.writer.file_bytes if self.writer is not None else 0

@@ -118,7 +118,7 @@ def test_retention_that_fails_unexpectedly_is_recorded(tmp_path, monkeypatch):
         log.topic("/default/a", create=True)
         monkeypatch.setattr(Background, "_retain", lambda *_: 1 / 0)
         log._background._retention_at = 0.0
-        log._background._look.set()
+        log._background._due.set()
         wait_for(lambda: "ister-retention" in found())
 
 

@@ -148,7 +148,7 @@ def a_trimmable_topic(site):
         for number in range(10):
             topic.append(b"m%d-%d" % (part, number) * 300)
         topic.wait(part * 10 + 9, AckLevel.SYNCED)
-        topic.bucket.upload()
+        topic.bucket.uploads.upload()
     site.clock.advance(3600)
     log.stores.membership.renew()
     return topic
@@ -170,9 +170,9 @@ def test_object_that_takes_the_place_of_others_during_a_trim_is_checked_too(monk
             return verify(*arguments, **more)
 
         monkeypatch.setattr(topic_tier, "verify_content", swap_and_verify)
-        assert topic.bucket.trim() > 0
+        assert topic.bucket.retention.trim() > 0
         assert swapped == [True]
-        topic.bucket.collect_orphans()
+        topic.bucket.retention.collect_orphans()
         reader = topic.bucket.history()
         assert len(read_all(reader, 0, topic.wal.trimmed)) == topic.wal.trimmed
         reader.close()
@@ -233,5 +233,5 @@ def test_repair_does_not_bring_back_what_compaction_left_out():
         assert report.bad == [(0, 10)]
         assert site.catalog().find(0) == made
         with pytest.raises(CorruptDataError):
-            topic.bucket.trim()
+            topic.bucket.retention.trim()
         assert topic.wal.trimmed == 0

@@ -208,7 +208,7 @@ def express(tmp_path_factory):
         shared = Express(log.stores)
         for name in (TOPIC, "/default/other"):
             topic = log.topic(name, create=True, ack="tiered")
-            shared.add(topic.bucket)
+            shared.add(topic.bucket.uploads)
             topic.append_many([b"message"] * COUNT)
             topic.flush()
         shared.write_next()

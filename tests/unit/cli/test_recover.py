@@ -102,7 +102,7 @@ def write_topics(place):
         orders = log.topic(ORDERS)
         fill(orders, 20, first=20)
         orders.upload()
-        assert orders.bucket.trim() > 0
+        assert orders.bucket.retention.trim() > 0
         fill(orders, 5, first=40)
 
 
@@ -173,7 +173,7 @@ def test_express_object_of_a_newer_version_keeps_only_its_topics_back(tmp_path, 
         express = Express(log.stores)
         for name in ("/default/a", "/default/b"):
             topic = log.topic(name, create=True, ack="tiered")
-            express.add(topic.bucket)
+            express.add(topic.bucket.uploads)
             topic.wait(topic.append(b"x"), level="synced")
             express.write_next()
     _, newer = sorted(place.path.glob("objects/storage/express/*/*/*.dnbx"))

@@ -256,7 +256,7 @@ def test_objects_that_were_not_adopted_are_never_collected(place, capsys):
     for path in (old, new):
         os.utime(path, (0, 0))
     with place.open() as log:
-        assert log.topic(TOPIC).bucket.collect_orphans() == []
+        assert log.topic(TOPIC).bucket.retention.collect_orphans() == []
     assert old.exists()
     assert new.exists()
 

@@ -153,7 +153,7 @@ def test_damaged_file_whose_range_is_in_the_bucket_is_replaced(place, capsys):
 
 def test_object_that_no_file_has_any_more_cannot_be_repaired(rotated, capsys):
     with rotated.open() as log:
-        assert log.topic(TOPIC).bucket.trim() > 0
+        assert log.topic(TOPIC).bucket.retention.trim() > 0
     (rotated.objects / "data-0-9.dnb1").unlink()
     code, printed = repair(rotated, capsys)
     assert code == 1
@@ -415,7 +415,7 @@ def test_log_without_a_bucket_continues_behind_the_cursors_of_its_broker(local, 
 
 def test_topic_of_which_the_bucket_has_nothing_left_is_given_up(rotated, capsys):
     with rotated.open() as log:
-        assert log.topic(TOPIC).bucket.trim() > 0
+        assert log.topic(TOPIC).bucket.retention.trim() > 0
     shutil.rmtree(rotated.objects.parent)
     code, topic = give_up(rotated, capsys, "--yes")
     assert (code, topic["status"]) == (0, "repaired")

@@ -349,7 +349,7 @@ def a_cold_log(site):
     log.topic(NAME).upload()
     site.clock.advance(60)
     log.stores.membership.renew()
-    assert log.topic(NAME).bucket.trim() > 3
+    assert log.topic(NAME).bucket.retention.trim() > 3
     return log
 
 

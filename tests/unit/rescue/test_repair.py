@@ -248,7 +248,7 @@ def cold(site):
     log.topic(TEXT).upload()
     site.clock.advance(60)
     log.stores.membership.renew()
-    assert log.topic(TEXT).bucket.trim() > 3
+    assert log.topic(TEXT).bucket.retention.trim() > 3
     return log
 
 

@@ -605,7 +605,7 @@ def test_upload_begins_while_rows_are_still_appended(early):
     def after_rows():
         visit = next(visits)
         if visit == 1:
-            eventually(lambda: tiers[0].lag_bytes > 0)
+            eventually(lambda: tiers[0].uploads.lag_bytes > 0)
         elif visit == 2:
             eventually(lambda: tiers[0].owned.tiered > 0)
 
@@ -625,7 +625,7 @@ def test_early_upload_that_fails_does_not_fail_the_commit(early, monkeypatch):
         raise UnavailableError("silent")
 
     monkeypatch.setattr(TopicUploads, "upload", refuse)
-    failpoints.arm("batch.after_rows", lambda: eventually(lambda: tiers[0].lag_bytes > 0))
+    failpoints.arm("batch.after_rows", lambda: eventually(lambda: tiers[0].uploads.lag_bytes > 0))
     sink.run(0, [[b"0"], [b"1"], [b"2"]])
     # Once while the rows are appended, and once more at the end.
     assert calls == [False, True]

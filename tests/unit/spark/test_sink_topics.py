@@ -174,8 +174,8 @@ def test_file_that_a_begun_batch_needs_is_not_collected_and_then_is(make, there,
         assert len(needed) == 2
         age_staged(home)
         with there.opened() as log:
-            log.topic(A).bucket.collect_orphans()
-            log.topic(A).bucket.collect_shared_staging()
+            log.topic(A).bucket.retention.collect_orphans()
+            log.topic(A).bucket.retention.collect_shared_staging()
         assert staged_rows(home) == needed
         writing.run(0, ANEW)
     for topic, wanted in WANTED.items():
@@ -183,7 +183,7 @@ def test_file_that_a_begun_batch_needs_is_not_collected_and_then_is(make, there,
     left = staged_rows(home)
     age_staged(home)
     with there.opened() as log:
-        assert set(log.topic(A).bucket.collect_shared_staging()) == left
+        assert set(log.topic(A).bucket.retention.collect_shared_staging()) == left
     assert staged_rows(home) == set()
 
 

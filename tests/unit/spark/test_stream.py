@@ -271,7 +271,7 @@ def test_idle_stream_makes_no_batch_because_something_moved(home, query):
         topic = log.topic(A)
         topic.upload()
         assert not running.plan()
-        assert topic.bucket.trim() > 0
+        assert topic.bucket.retention.trim() > 0
         assert not running.plan()
     home.append(B, 3)
     assert not running.plan(), "of another topic"
@@ -681,11 +681,11 @@ def test_cursor_keeps_files_that_are_not_processed(home, query):
         running.run()
         running.run()
         assert home.cursor("spark") == 100
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
         assert 0 < topic.watermarks.trimmed <= 100, "as far as the cursor, and no further"
         running.drain()
         assert home.cursor("spark") == 200
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
         assert 100 < topic.watermarks.trimmed <= 200
 
 
@@ -809,7 +809,7 @@ def test_batch_comes_again_the_same_after_its_messages_have_moved(home, query):
         topic.upload()
         running.restart()
         assert running.collect() == before, "from an object that has more than the batch"
-        assert topic.bucket.trim() > 0
+        assert topic.bucket.retention.trim() > 0
         running.restart(splitBytes="64k", minPartitions="4")
         assert running.collect() == before
     assert before == rows_of(A, range(100))
@@ -1072,7 +1072,7 @@ def test_available_now_with_a_producer_that_never_stops(home, limited_query):
                 publish(topic, 3)
                 if topic.watermarks.next % 5 == 0:
                     topic.upload()
-                    topic.bucket.trim()
+                    topic.bucket.retention.trim()
 
     writing = Task(append)
     running = limited_query(startingOffsets="earliest", maxMessagesPerTrigger="20")
@@ -1346,7 +1346,7 @@ def test_every_message_once_while_its_owner_does_everything_at_once(home, query,
                 if rng.random() < 0.4:
                     topic.upload()
                 if rng.random() < 0.5:
-                    topic.bucket.trim()
+                    topic.bucket.retention.trim()
 
         options = {"topic": ",".join(names), "startingOffsets": "earliest"}
         if where == "broker":

@@ -52,7 +52,7 @@ def test_many_bytes_are_uploaded_before_their_time(site):
     topic = opened(site, uploader={**SLOW, "max_batch_bytes": 20_000}).topic(TEXT, create=True)
     topic.append(b"first")
     topic.flush()
-    eventually(lambda: topic.bucket._cycle_at > 0)  # the first cycle is due at once
+    eventually(lambda: topic.bucket.uploads._cycle_at > 0)  # the first cycle is due at once
     eventually(lambda: topic.watermarks.tiered == 1)
     for payload in numbered(30, size=1000):
         topic.append(payload)
@@ -133,7 +133,7 @@ def test_failing_topic_backs_off_and_the_others_go_on(site):
     site.objects.before = fail
     bad.append(b"x")
     bad.flush()
-    eventually(lambda: bad.bucket.last_error is not None)
+    eventually(lambda: bad.bucket.uploads.last_error is not None)
     for number in range(3):
         good.wait(good.append(b"%d" % number), "tiered", timeout=60)
     attempts = sum(
@@ -142,7 +142,7 @@ def test_failing_topic_backs_off_and_the_others_go_on(site):
     assert attempts <= 4
     site.objects.before = lambda kind, key: None
     eventually(lambda: bad.watermarks.tiered == 1)
-    assert bad.bucket.last_error is None
+    assert bad.bucket.uploads.last_error is None
 
 
 def test_pool_that_ends_in_the_middle_of_a_tick_fails_the_waits(site, monkeypatch, caplog):
@@ -333,7 +333,7 @@ def test_close_while_the_bucket_is_silent_ends(site):
     site.objects.before = silent
     topic.append(b"x")
     topic.flush()
-    eventually(lambda: topic.bucket.last_error is not None)
+    eventually(lambda: topic.bucket.uploads.last_error is not None)
     log.close()
     assert ours() == []
     site.objects.before = lambda kind, key: None

@@ -377,7 +377,7 @@ def test_older_batch_of_which_no_row_is_in_is_forgotten(desk, what, how):
     assert without_foreign(contents(log)) == rows_of(1)
     # What it had staged is nobody's now.
     grow_old(desk, log, 30 * DAY_SECONDS)
-    log.topic(TEXT).bucket.collect_orphans()
+    log.topic(TEXT).bucket.retention.collect_orphans()
     assert desk.staged_keys() == []
 
 
@@ -906,7 +906,7 @@ def test_crash_between_the_tiers_leaves_the_rows_once(desk):
     topic.upload()
     desk.clock.advance(DAY_SECONDS)
     topic.bucket._stores.membership.renew()
-    assert topic.bucket.trim() > 2
+    assert topic.bucket.retention.trim() > 2
     desk.cut_power(log)
     log = desk.process(**settings)
     assert log.topic(TEXT).watermarks.trimmed > 10
@@ -965,11 +965,11 @@ def test_old_files_of_nobody_are_swept(desk):
     desk.stage_rows(rows_of())
     grow_old(desk, log, grace)
     young = desk.stage_rows(rows_of(1), batch=1)
-    assert len(log.topic(TEXT).bucket.collect_orphans()) == 0
+    assert len(log.topic(TEXT).bucket.retention.collect_orphans()) == 0
     grow_old(desk, log, 1)
-    assert len(log.topic(TEXT).bucket.collect_orphans()) == 2
+    assert len(log.topic(TEXT).bucket.retention.collect_orphans()) == 2
     assert desk.staged_keys() == sorted(file.key for file in young.files)
-    assert len(log.topic(TEXT).bucket.collect_orphans()) == 0
+    assert len(log.topic(TEXT).bucket.retention.collect_orphans()) == 0
 
 
 def test_sweep_keeps_to_its_topic(desk):
@@ -978,7 +978,7 @@ def test_sweep_keeps_to_its_topic(desk):
         desk.objects.put(key, b"x")
     grow_old(desk, log, 30 * DAY_SECONDS)
     before = desk.bucket_keys()
-    assert len(log.topic(TEXT).bucket.collect_orphans()) == 0
+    assert len(log.topic(TEXT).bucket.retention.collect_orphans()) == 0
     assert desk.bucket_keys() == before
 
 
@@ -990,7 +990,7 @@ def test_sweep_keeps_what_an_unfinished_batch_needs(desk, is_apart, point):
     assert len(needed) == 2 + is_apart
     desk.stage_rows(rows_of())  # of an asking that never came
     grow_old(desk, log, 30 * DAY_SECONDS)
-    assert len(log.topic(TEXT).bucket.collect_orphans()) == 2
+    assert len(log.topic(TEXT).bucket.retention.collect_orphans()) == 2
     assert desk.staged_keys() == needed
     second = shuffled(rows_of())
     ask(log, desk.stage_rows(second))
@@ -1013,7 +1013,7 @@ def test_sweep_removes_what_an_asking_left_that_was_given_up(desk, is_apart, is_
         assert len(needed) == 2 + is_apart
     assert sorted(needed + left) == desk.staged_keys()
     grow_old(desk, log, 30 * DAY_SECONDS)
-    assert len(log.topic(TEXT).bucket.collect_orphans()) == 2 + is_apart
+    assert len(log.topic(TEXT).bucket.retention.collect_orphans()) == 2 + is_apart
     assert desk.staged_keys() == needed
     ask(log, desk.stage_rows(rows_of()))
     assert contents(log) == second
@@ -1025,7 +1025,7 @@ def test_sweep_removes_what_a_crash_left(desk, is_apart, point):
     ask_and_crash(log, desk.stage_rows(rows_of()), point)
     assert len(desk.staged_keys()) == 2 + is_apart
     grow_old(desk, log, 30 * DAY_SECONDS)
-    assert len(log.topic(TEXT).bucket.collect_orphans()) == 2 + is_apart
+    assert len(log.topic(TEXT).bucket.retention.collect_orphans()) == 2 + is_apart
 
 
 def test_sweep_does_without_a_manifest_that_is_lost(desk):
@@ -1033,7 +1033,7 @@ def test_sweep_does_without_a_manifest_that_is_lost(desk):
     ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_begin")
     desk.objects.drop(desk.put_manifest_apart())
     grow_old(desk, log, 30 * DAY_SECONDS)
-    assert len(log.topic(TEXT).bucket.collect_orphans()) == 2
+    assert len(log.topic(TEXT).bucket.retention.collect_orphans()) == 2
 
 
 # -- staged files that are lost -----------------------------------------------------------------
@@ -1219,7 +1219,7 @@ def test_open_batch_is_settled_so_that_compaction_goes_on(desk, visit, times):
         supersede(log)
         log.topic(TEXT).upload()
         assert desk.compact(log) == (0 if number == 0 else 4)  # those below the end of last time
-        log.topic(TEXT).bucket.collect_orphans()
+        log.topic(TEXT).bucket.retention.collect_orphans()
         record = desk.writer_record()
         assert (record.is_done, record.end) == (False, log.topic(TEXT).watermarks.synced)
         assert record.runs == ((0, 0, visit),)
@@ -1237,7 +1237,7 @@ def test_batch_that_is_being_appended_is_not_settled(desk):
 
     def collect():
         log.topic(TEXT).upload()
-        log.topic(TEXT).bucket.collect_orphans()
+        log.topic(TEXT).bucket.retention.collect_orphans()
         seen.append(desk.writer_record())
 
     failpoints.arm("batch.after_rows", collect)
@@ -1255,7 +1255,7 @@ def test_take_over_behind_a_settled_batch_takes_its_rows_away(desk, cut):
     log.topic(TEXT).upload()
     log.topic(TEXT).append(b"lost")
     log.topic(TEXT).flush()
-    log.topic(TEXT).settle_batches(desk.objects)
+    log.topic(TEXT)._settle_batches(desk.objects)
     assert desk.writer_record().runs == ((0, 0, cut),)
     desk.put_record(end=cut + 1, runs=((0, 0, cut), (cut, cut, 1)))  # a row that was not tiered
     desk.lose_disk(log)
@@ -1339,11 +1339,11 @@ def test_retention_settles_an_open_batch_before_it_takes_its_rows(desk, is_settl
     topic.upload()
     grow_old(desk, log, DAY_SECONDS)
     if not is_settled:
-        topic.bucket.settle_batches = lambda: None
-        assert (topic.bucket.expire(), topic.earliest) == (0, 0)
+        topic.bucket.retention._settle = lambda: None
+        assert (topic.bucket.retention.expire(), topic.earliest) == (0, 0)
         return
-    assert topic.bucket.trim() > 0
-    assert topic.bucket.expire() > 0
+    assert topic.bucket.retention.trim() > 0
+    assert topic.bucket.retention.expire() > 0
     assert topic.earliest > 5
     assert desk.writer_record().runs == ((0, 0, 5),)
     ask(log, desk.stage([[[row] for row in shuffled(sent)]]))
@@ -1420,14 +1420,14 @@ def test_job_that_appends_for_hours_is_not_taken_for_an_old_one(desk):
 
     def sweep():
         grow_old(desk, log, 3000)
-        log.topic(TEXT).bucket.collect_orphans()
+        log.topic(TEXT).bucket.retention.collect_orphans()
 
     failpoints.arm("batch.after_rows", sweep)
     ask(log, desk.stage_rows(rows_of(), writer="job-1"))
     failpoints.disarm()
     assert contents(log) == rows_of()
     grow_old(desk, log, 3601)
-    log.topic(TEXT).bucket.collect_orphans()
+    log.topic(TEXT).bucket.retention.collect_orphans()
     assert desk.writer_record("job-1") is None
 
 
@@ -1436,11 +1436,11 @@ def test_staged_files_without_a_batch_outlive_a_grace_period_of_none(desk):
     log = desk.process(storage={"cloud": {"orphan_grace_minutes": 0}})
     staged = desk.stage_rows(rows_of())
     grow_old(desk, log, 3600)
-    assert log.topic(TEXT).bucket.collect_orphans() == []
+    assert log.topic(TEXT).bucket.retention.collect_orphans() == []
     assert not ask(log, staged).is_known
     desk.stage_rows(rows_of(1), batch=1)
     grow_old(desk, log, 3601)
-    assert len(log.topic(TEXT).bucket.collect_orphans()) == 2
+    assert len(log.topic(TEXT).bucket.retention.collect_orphans()) == 2
 
 
 # -- other owners -------------------------------------------------------------------------------
@@ -1506,8 +1506,8 @@ def test_batch_that_retention_took_is_known(desk, rows):
         topic.flush()
     topic.upload()
     grow_old(desk, log, DAY_SECONDS)
-    assert topic.bucket.trim() > 0
-    assert topic.bucket.expire() > 0
+    assert topic.bucket.retention.trim() > 0
+    assert topic.bucket.retention.expire() > 0
     # Either the whole batch is gone, or its first rows are.
     assert (topic.earliest >= 8) if rows == 8 else (0 < topic.earliest < 60)
     left = [*sent, *others][topic.earliest :]
@@ -2167,7 +2167,7 @@ class World:
     def sweep(self):
         """Nothing that is needed is taken, however old it is."""
         grow_old(self.desk, self.log, 30 * DAY_SECONDS)
-        self.crashes["swept"] += len(self.log.topic(TEXT).bucket.collect_orphans())
+        self.crashes["swept"] += len(self.log.topic(TEXT).bucket.retention.collect_orphans())
 
     def compact(self):
         """Messages that were replaced go, where no batch needs them."""

@@ -234,8 +234,8 @@ def test_epoch_far_above_the_time_is_refused_and_retires_nobody(machine, monkeyp
     """One message must not leave a producer without a higher epoch."""
     topic = machine.open().topic(NAME, create=True)
     sequenced = SequencedTopic(topic)
-    now = topic.now_seconds()
-    monkeypatch.setattr(topic, "now_seconds", lambda: now)
+    now = topic.appender.now_seconds()
+    monkeypatch.setattr(topic.appender, "now_seconds", lambda: now)
     sequenced.append_record(a_message(payload=b"1"), producer="p", epoch=now, sequence=1)
     forged = min(now + above, EPOCH_MAX)
     for append in (sequenced.append_record, sequenced.try_append_record):
@@ -253,7 +253,7 @@ def test_epoch_far_above_the_time_is_refused_and_retires_nobody(machine, monkeyp
 def test_epoch_may_rise_by_a_step_above_the_last_one_or_the_time(machine):
     topic = machine.open().topic(NAME, create=True)
     sequenced = SequencedTopic(topic)
-    now = topic.now_seconds()
+    now = topic.appender.now_seconds()
     for number, epoch in enumerate((0, 7, now, now + EPOCH_STEP_MAX, now + 2 * EPOCH_STEP_MAX)):
         offset = sequenced.append_record(
             a_message(payload=b"x"), producer="p", epoch=epoch, sequence=1

@@ -7,7 +7,7 @@ import pytest
 
 from ister.base.clock import SystemClock
 from ister.errors import ConflictError
-from ister.topic.bucket_link import TopicBucket
+from ister.topic.uploads import TopicUploads
 from tests.support.machine import Task, eventually, numbered, payloads
 from tests.support.scale import scaled
 from tests.support.stores import NAME, Pipeline, Site
@@ -141,7 +141,7 @@ def test_uploads_go_to_and_fro(site):
 
 
 def test_topic_that_a_pipeline_leaves_behind_is_uploaded_here(site, kept, monkeypatch):
-    monkeypatch.setattr(TopicBucket, "is_left_behind", lambda self, now: True)
+    monkeypatch.setattr(TopicUploads, "is_left_behind", lambda self, now: True)
     topic = a_topic(site, "auto")
     append(topic)
     eventually(lambda: topic.watermarks.tiered == 5)
@@ -153,7 +153,7 @@ def test_topic_that_a_pipeline_leaves_behind_is_uploaded_here(site, kept, monkey
 
 @pytest.mark.nightly
 def test_engine_spark_never_uploads(site, monkeypatch):
-    monkeypatch.setattr(TopicBucket, "is_left_behind", lambda self, now: True)
+    monkeypatch.setattr(TopicUploads, "is_left_behind", lambda self, now: True)
     topic = a_topic(site, "spark")
     append(topic)
     a_while()

@@ -84,8 +84,8 @@ def test_lost_disk_loses_nothing_that_was_acknowledged(site):
 def test_ordinary_topics_have_objects_of_their_own(site):
     shared = Shared(site, topics=0)
     topic = shared.log.topic("/default/orders", create=True)
-    assert not topic.bucket.is_express
-    shared.express.add(topic.bucket)
+    assert not topic.bucket.uploads.is_express
+    shared.express.add(topic.bucket.uploads)
     topic.wait(topic.append(b"a"), level="synced")
     shared.express.write_next()
     assert shared.objects() == []
@@ -94,12 +94,12 @@ def test_ordinary_topics_have_objects_of_their_own(site):
 def test_all_topics_share_if_configured(site):
     log = site.open(storage={"uploader": {"express": {"all_topics": True}}})
     topic = log.topic("/default/orders", create=True)
-    assert topic.bucket.is_express
+    assert topic.bucket.uploads.is_express
 
 
 def test_without_an_engine_nothing_is_shared(site):
     log = site.open(storage={"uploader": {"engine": "none"}})
-    assert not log.topic("/default/t", create=True, ack="tiered").bucket.is_express
+    assert not log.topic("/default/t", create=True, ack="tiered").bucket.uploads.is_express
 
 
 def test_object_of_its_own_by_call(shared):
@@ -186,12 +186,12 @@ def test_failed_put_is_tried_again(error):
 
         site.objects.before = fail
         shared.express.write_next()
-        assert isinstance(shared.topics[0].bucket.last_error, type(error))
+        assert isinstance(shared.topics[0].bucket.uploads.last_error, type(error))
         assert shared.read(0) == []
         site.objects.before = lambda kind, key: None
         shared.express.write_next()
         assert (shared.read(0), shared.read(1)) == ([b"a"], [b"b"])
-        assert shared.topics[0].bucket.last_error is None
+        assert shared.topics[0].bucket.uploads.last_error is None
         # A put whose answer is lost may have written the object: no name is used twice.
         assert len(set(shared.objects())) == len(shared.objects())
 
@@ -236,7 +236,7 @@ def test_damaged_file_does_not_stop_the_others(site):
     flip(site.disk(), path, 20)
     shared.express.write_next()
     assert shared.read(1) == [b"b"]
-    assert shared.topics[0].bucket.last_error is not None
+    assert shared.topics[0].bucket.uploads.last_error is not None
     flip(site.disk(), path, 20)
     site.clock.advance(2)
     shared.express.write_next()
@@ -271,7 +271,7 @@ def test_slow_bucket_holds_producers_back(site):
 def test_closed_topic_is_forgotten(shared):
     shared.append(0, b"a")
     shared.append(1, b"b")
-    shared.express.remove(shared.topics[0].bucket)
+    shared.express.remove(shared.topics[0].bucket.uploads)
     shared.express.write_next()
     assert (shared.read(0), shared.read(1)) == ([], [b"b"])
     shared.topics[0].wait(shared.topics[0].append(b"c"), level="synced")
@@ -341,7 +341,7 @@ def test_nothing_is_planned_twice(shared):
 def test_failed_first_object_takes_the_second_run_with_it(shared):
     first, second = two_batches(shared)
     shared.express.commit(first, UnavailableError("away"))
-    assert shared.topics[0].bucket.last_error is not None
+    assert shared.topics[0].bucket.uploads.last_error is not None
     # Planned from the bucket's end again, while the second one is still on its way.
     shared.append(0, b"c")
     third = shared.express.gather()

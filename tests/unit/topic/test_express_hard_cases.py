@@ -108,7 +108,7 @@ def test_topic_that_is_opened_again_during_an_object_that_fails(site):
         if kind == "put" and key.startswith(EXPRESS_PREFIX):
             quiet(site.objects)
             shared.log._retire(old)
-            shared.express.remove(old.bucket)
+            shared.express.remove(old.bucket.uploads)
             shared.topics[0] = shared.open("/default/t0")
             raise UnavailableError("away")
 
@@ -162,8 +162,8 @@ def test_topic_whose_metadata_cannot_be_used_does_not_slow_the_others(site):
         assert shared.express._failures == 0
         assert shared.express._is_awake, "the thread has to come back for it"
         assert shared.topics[1].watermarks.tiered == number + 2
-    assert isinstance(shared.topics[0].bucket.last_error, CorruptDataError)
-    assert shared.topics[0].bucket.failures == 3
+    assert isinstance(shared.topics[0].bucket.uploads.last_error, CorruptDataError)
+    assert shared.topics[0].bucket.uploads.failures == 3
     del owned.prepare_commit
     site.clock.advance(2)
     shared.express.write_next()
@@ -178,12 +178,12 @@ def test_topic_with_an_error_that_nobody_expected_does_not_stop_the_others(site)
     def add_run(made, bytes_max):
         raise ZeroDivisionError
 
-    shared.topics[0].bucket.add_run = add_run
+    shared.topics[0].bucket.uploads.add_run = add_run
     shared.express.write_next()
     assert shared.read(1) == [b"b"]
     assert [failure.thread for failure in threads.failures()] == ["ister-express"]
     threads.forget()
-    del shared.topics[0].bucket.add_run
+    del shared.topics[0].bucket.uploads.add_run
     site.clock.advance(2)
     shared.express.write_next()
     assert shared.read(0) == [b"a"]
@@ -239,7 +239,7 @@ def test_error_of_a_topic_that_is_gone_delays_nobody(shared):
     shared.express.write_next()
     quiet(shared.site.objects)
     assert shared.express._failures == 1
-    shared.express.remove(shared.topics[0].bucket)
+    shared.express.remove(shared.topics[0].bucket.uploads)
     shared.express.write_next()
     assert shared.express._failures == 0
 
@@ -304,7 +304,7 @@ def test_manifest_is_there_before_the_last_object_of_the_topics_own_goes(site):
     shared.log.stores.membership.renew()
     shared.append(0, b"b")
     shared.express.write_next()
-    assert shared.topics[0].bucket.expire() == 1
+    assert shared.topics[0].bucket.retention.expire() == 1
     assert shared.formats(0) == [(1, 2, FORMAT_EXPRESS)]
     name = TopicName.parse("/default/t0")
     assert name in find_topics(site.objects)
@@ -337,7 +337,7 @@ def test_manifest_that_is_gone_comes_back_with_the_next_collection(shared):
     shared.append(0, b"a")
     shared.express.write_next()
     shared.site.objects.drop("storage/topics/default/t0/topic.json")
-    shared.topics[0].bucket.collect_orphans()
+    shared.topics[0].bucket.retention.collect_orphans()
     assert TopicName.parse("/default/t0") in find_topics(shared.site.objects)
 
 
@@ -388,14 +388,14 @@ def test_wake_that_a_signal_interrupts_leaves_no_lock_behind(site):
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0.0001, 0.05)
                 while True:
                     shared.express._is_awake = False
-                    tier.on_express()
+                    tier.uploads.on_synced()
             except Interrupt:
                 count += 1
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
     shared.express._is_awake = False
-    other = threading.Thread(target=tier.on_express, daemon=True)
+    other = threading.Thread(target=tier.uploads.on_synced, daemon=True)
     other.start()
     other.join(60)
     assert not other.is_alive()

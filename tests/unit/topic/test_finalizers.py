@@ -90,7 +90,7 @@ def test_finalizer_in_a_thread_that_has_the_lock_is_refused(tmp_path, call):
     [
         lambda topic: topic.upload(),
         # What a thread does that writes an express object, before it reads the messages.
-        lambda topic: topic.bucket.begin_term(),
+        lambda topic: topic.bucket.uploads.begin_term(),
     ],
 )
 @each("late", [lambda topic: topic.wait(0, level="tiered"), lambda topic: topic.upload()])

@@ -64,9 +64,9 @@ def test_what_a_pipeline_commits_is_tiered(site):
     fill(topic, 10)
     Pipeline(site).upload()
     assert topic.watermarks.tiered == 0
-    assert topic.bucket.follow() == 10
+    assert topic.bucket.uploads.follow() == 10
     assert topic.watermarks.tiered == 10
-    assert topic.bucket.is_idle
+    assert topic.bucket.uploads.is_idle
 
 
 def test_waiters_for_the_bucket_are_woken(site):
@@ -76,17 +76,17 @@ def test_waiters_for_the_bucket_are_woken(site):
     save(topic)
     waiter = Task(topic.wait, offset, timeout=60)
     eventually(lambda: waiting(topic, "tiered"))
-    topic.bucket.follow()
+    topic.bucket.uploads.follow()
     assert waiter.is_running
     Pipeline(site).upload()
-    topic.bucket.follow()
+    topic.bucket.uploads.follow()
     waiter.result()
 
 
 def test_nothing_to_follow_changes_nothing(site):
     topic = a_topic(site)
     fill(topic, 10)
-    assert topic.bucket.follow() == 0
+    assert topic.bucket.uploads.follow() == 0
     assert checkpoint(site) is None
 
 
@@ -95,11 +95,11 @@ def test_part_of_what_is_synced_is_followed(site):
     fill(topic, 10)
     pipeline = Pipeline(site)
     pipeline.upload(end=4)
-    assert topic.bucket.follow() == 4
+    assert topic.bucket.uploads.follow() == 4
     topic.append_many(numbered(5))  # more comes, which is not durable yet
     pipeline.upload()
-    assert topic.bucket.follow() == 10
-    assert not topic.bucket.is_idle
+    assert topic.bucket.uploads.follow() == 10
+    assert not topic.bucket.uploads.is_idle
 
 
 @each("uploader", [{}, {"max_object_bytes": 4096}, {"index_every_messages": 3}])
@@ -114,7 +114,7 @@ def test_pipeline_leaves_what_the_owner_would_have(uploader):
                 topic.upload()
             else:
                 Pipeline(site).upload(**uploader)
-                topic.bucket.follow()
+                topic.bucket.uploads.follow()
         found = [
             [
                 replace(d, incarnation="", arrival_time_max=None, etag=None)
@@ -134,18 +134,18 @@ def test_pipeline_leaves_what_the_owner_would_have(uploader):
 def test_producers_that_were_held_are_let_go(site):
     topic = a_topic(site, storage={"uploader": {"max_lag_bytes": 2000}})
     fill(topic, 10, size=500)
-    topic.bucket.apply_pressure()
-    assert topic.bucket.lag_bytes > 2000
+    topic.bucket.uploads.apply_pressure()
+    assert topic.bucket.uploads.lag_bytes > 2000
     producer = Task(topic.append, b"x")
     pipeline = Pipeline(site)
     pipeline.upload(end=2)
-    topic.bucket.follow()
-    assert 2000 < topic.bucket.lag_bytes < 5000
+    topic.bucket.uploads.follow()
+    assert 2000 < topic.bucket.uploads.lag_bytes < 5000
     assert producer.is_running
     pipeline.upload()
-    topic.bucket.follow()
+    topic.bucket.uploads.follow()
     assert producer.result() == 10
-    assert topic.bucket.lag_bytes < 100
+    assert topic.bucket.uploads.lag_bytes < 100
 
 
 def test_objects_that_were_merged_meanwhile_are_followed(site):
@@ -168,15 +168,15 @@ def test_objects_that_were_merged_meanwhile_are_followed(site):
     )
     site.objects.put(f"storage/topics{TEXT}/objects/{new.object_id}", data)
     assert pipeline.acting().swap(old, new, until=0)
-    assert topic.bucket.follow() == 20
+    assert topic.bucket.uploads.follow() == 20
     assert payloads(topic.read()) == numbered(20)
 
 
 def test_closed_topic_is_not_followed(site):
     topic = a_topic(site)
     fill(topic, 5)
-    topic.bucket.stop()
-    assert not topic.bucket.is_follow_due(site.clock.monotonic() + 100)
+    topic.bucket.uploads.stop()
+    assert not topic.bucket.uploads.is_follow_due(site.clock.monotonic() + 100)
 
 
 def test_silent_store_says_so(site):
@@ -188,10 +188,10 @@ def test_silent_store_says_so(site):
 
     site.metadata.before = silent
     with pytest.raises(UnavailableError):
-        topic.bucket.follow()
+        topic.bucket.uploads.follow()
     site.metadata.before = lambda kind, key: None
     Pipeline(site).upload()
-    assert topic.bucket.follow() == 5
+    assert topic.bucket.uploads.follow() == 5
 
 
 @pytest.mark.parametrize("kind", ["get", "range"])
@@ -210,7 +210,7 @@ def test_look_that_fails_half_way_is_made_up_for(site, kind):
 
         site.metadata.before = silent
         try:
-            topic.bucket.follow()
+            topic.bucket.uploads.follow()
         except UnavailableError:
             assert topic.watermarks.tiered == 0
         else:
@@ -235,7 +235,7 @@ def test_successors_uploads_are_not_followed(site):
     other.upload()
     assert site.ranges() == [(0, 5)]
     with pytest.raises(FencedError):
-        topic.bucket.follow()
+        topic.bucket.uploads.follow()
     with pytest.raises(FencedError):
         waiter.result()
     assert topic.watermarks.tiered == 0
@@ -284,7 +284,7 @@ def test_owner_goes_on_where_a_faster_pipeline_has_ended(site, point, end):
     assert site.ranges() == ([(0, end), (end, 10)] if end < 10 else [(0, 10)])
     assert topic.watermarks.tiered == 10
     assert payloads(topic.read()) == numbered(10)
-    assert topic.bucket.last_error is None
+    assert topic.bucket.uploads.last_error is None
 
 
 def test_what_a_pipeline_has_done_is_not_done_again(site):
@@ -315,7 +315,7 @@ def test_follow_does_not_wait_for_an_upload_under_way(site):
     topic = a_topic(site)
     fill(topic, 10)
     found = []
-    between("tier.before_commit", lambda: found.append(topic.bucket.follow()))
+    between("tier.before_commit", lambda: found.append(topic.bucket.uploads.follow()))
     topic.upload()
     assert found == [0]
 
@@ -323,7 +323,7 @@ def test_follow_does_not_wait_for_an_upload_under_way(site):
 def test_upload_after_the_end_is_refused(site):
     topic = a_topic(site)
     fill(topic, 10)
-    topic.bucket.stop()
+    topic.bucket.uploads.stop()
     with pytest.raises(ClosedError):
         topic.upload()
 
@@ -333,24 +333,24 @@ def test_upload_after_the_end_is_refused(site):
 
 def test_looks_are_a_second_apart(site):
     topic = a_topic(site)
-    tier, clock = topic.bucket, site.clock
-    assert not tier.is_follow_due(clock.monotonic())  # nothing is missing
+    uploads, clock = topic.bucket.uploads, site.clock
+    assert not uploads.is_follow_due(clock.monotonic())  # nothing is missing
     fill(topic, 5)
-    assert tier.is_follow_due(clock.monotonic())
-    tier.follow()
-    assert not tier.is_follow_due(clock.monotonic())
+    assert uploads.is_follow_due(clock.monotonic())
+    uploads.follow()
+    assert not uploads.is_follow_due(clock.monotonic())
     clock.advance(1.1)
-    assert tier.is_follow_due(clock.monotonic())
+    assert uploads.is_follow_due(clock.monotonic())
 
 
 def is_left_behind(site, topic):
-    return topic.bucket.is_left_behind(site.clock.monotonic())
+    return topic.bucket.uploads.is_left_behind(site.clock.monotonic())
 
 
 def test_topic_is_left_behind_when_nothing_comes_for_long(site):
     topic = a_topic(site)
     fill(topic, 10)
-    topic.bucket.follow()
+    topic.bucket.uploads.follow()
     site.clock.advance(59)
     assert not is_left_behind(site, topic)
     site.clock.advance(2)
@@ -358,14 +358,14 @@ def test_topic_is_left_behind_when_nothing_comes_for_long(site):
     # One object is enough to show that somebody is at it.
     topic.bucket._stores.membership.renew()
     Pipeline(site).upload(end=3)
-    topic.bucket.follow()
+    topic.bucket.uploads.follow()
     assert not is_left_behind(site, topic)
 
 
 def test_pipeline_gets_another_chance_after_an_upload_of_the_owners_own(site):
     topic = a_topic(site)
     fill(topic, 10)
-    topic.bucket.follow()
+    topic.bucket.uploads.follow()
     site.clock.advance(14)
     topic.bucket._stores.membership.renew()
     for _ in range(5):
@@ -375,14 +375,14 @@ def test_pipeline_gets_another_chance_after_an_upload_of_the_owners_own(site):
     topic.upload()
     fill(topic, 5)
     assert not is_left_behind(site, topic)
-    topic.bucket.follow()
+    topic.bucket.uploads.follow()
     assert not is_left_behind(site, topic)
 
 
 def test_patience_is_longer_where_uploads_are_rare(site):
     topic = a_topic(site, storage={"uploader": {"interval_seconds": 600}})
     fill(topic, 10)
-    topic.bucket.follow()
+    topic.bucket.uploads.follow()
     site.clock.advance(3599)
     assert not is_left_behind(site, topic)
     site.clock.advance(2)

@@ -131,7 +131,7 @@ def without_its_first_object(site, **settings):
 def test_files_before_the_oldest_object_stay_until_they_are_in_the_bucket(site):
     log, topic = without_its_first_object(site)
     with pytest.raises(DataGapError):
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
     with pytest.raises(DataGapError):
         log.seal(TEXT)
     topic = log.topic(TEXT)
@@ -139,7 +139,7 @@ def test_files_before_the_oldest_object_stay_until_they_are_in_the_bucket(site):
     assert log.repair(TEXT).is_whole
     assert site.ranges()[0] == (0, 30)
     topic = log.topic(TEXT)
-    assert topic.bucket.trim() > 0
+    assert topic.bucket.retention.trim() > 0
     assert sum(1 for _ in topic.read(0)) == 120
 
 
@@ -152,9 +152,9 @@ def test_files_whose_objects_have_expired_are_not_owed(site):
         topic.upload()
     site.clock.advance(3600)
     log.stores.membership.renew()
-    assert topic.bucket.expire() == 3
+    assert topic.bucket.retention.expire() == 3
     assert topic.bucket.owned.record.expired_before == 90
-    assert topic.bucket.trim() > 0
+    assert topic.bucket.retention.trim() > 0
     assert payloads(topic.read(topic.earliest)) == [b"x" * 3000] * (120 - topic.earliest)
 
 
@@ -187,7 +187,7 @@ def test_object_whose_expiry_was_interrupted_is_owed_while_it_is_read(site, harm
 
     site.metadata.before = stop_before_the_second_change
     with pytest.raises(SimulatedCrash):
-        topic.bucket.expire()
+        topic.bucket.retention.expire()
     site.metadata.before = lambda kind, key: None
     site.kill(log)
     if harm == "lost":
@@ -199,7 +199,7 @@ def test_object_whose_expiry_was_interrupted_is_owed_while_it_is_read(site, harm
     assert topic.bucket.owned.record.expired_before == 90
     assert topic.earliest == 0
     if how == "trim":
-        assert topic.bucket.trim() > 0
+        assert topic.bucket.retention.trim() > 0
         assert topic.wal.trimmed > 0
     else:
         log.seal(TEXT)
@@ -221,7 +221,7 @@ def test_object_whose_commit_got_no_answer_is_not_counted_by_expiry(site):
     topic.bucket.owned.last = known
     site.clock.advance(3600)
     log.stores.membership.renew()
-    assert topic.bucket.expire() == 1
+    assert topic.bucket.retention.expire() == 1
     assert site.ranges() == [(30, 60), (60, 90)]
 
 
@@ -259,7 +259,7 @@ def test_objects_that_are_merged_under_the_walk_do_not_count_twice(site, monkeyp
     before = site.ranges()
     assert len(before) == 12
     merge_under_walk(site, monkeypatch, *((20, 40 + 10 * number) for number in range(walks)))
-    assert topic.bucket.expire() == 0
+    assert topic.bucket.retention.expire() == 0
     monkeypatch.undo()
     assert site.ranges()[0][0] == 0, "all of it is less than 1 MiB"
     assert topic.bucket.owned.record.expired_before == 0
@@ -293,11 +293,11 @@ def test_object_whose_commit_got_no_answer_leaves_no_gap_between_the_tiers(site)
     assert topic.bucket.owned.tiered == 90
     site.clock.advance(3600)
     log.stores.membership.renew()
-    assert topic.bucket.trim() > 0
+    assert topic.bucket.retention.trim() > 0
     assert topic.wal.trimmed <= topic.wal.tiered == 60
     assert payloads(topic.read(0)) == [b"x" * 3000] * 120
     topic.upload()
-    assert topic.bucket.trim() > 0
+    assert topic.bucket.retention.trim() > 0
     assert topic.wal.trimmed > 60
     assert payloads(topic.read(0)) == [b"x" * 3000] * 120
 
@@ -311,13 +311,13 @@ def test_time_query_beside_expiry_begins_with_what_is_left(site):
         topic.upload()
         site.clock.advance(600)
         log.stores.membership.renew()
-    assert topic.bucket.trim() > 0
+    assert topic.bucket.retention.trim() > 0
     is_expired = []
 
     def before(kind, key):
         if kind == "read" and not is_expired:
             is_expired.append(True)
-            topic.bucket.expire()
+            topic.bucket.retention.expire()
 
     site.objects.before = before
     assert topic.reader(EPOCH).next_offset == 90
@@ -343,7 +343,7 @@ def test_time_query_beside_trim_skips_nothing(site):
         def find_time(*args, **options):
             found = find(*args, **options)
             if not is_trimmed:
-                is_trimmed.append(topic.bucket.trim())
+                is_trimmed.append(topic.bucket.retention.trim())
             return found
 
         reader.find_time = find_time
@@ -426,7 +426,7 @@ def test_upload_under_way_publishes_nothing_into_a_deleted_topic(live_site):
 
     def upload():
         try:
-            outcome.append(topic.bucket.upload())
+            outcome.append(topic.bucket.uploads.upload())
         except (FencedError, ClosedError) as error:
             outcome.append(error)
 

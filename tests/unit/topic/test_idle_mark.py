@@ -50,7 +50,7 @@ def held(topic):
 
 def test_mark_is_in_the_record_and_holds_appends_until_it_is_removed(site):
     _, topic = idle(site)
-    mark = topic.bucket.idle_mark
+    mark = topic.bucket.uploads.idle_mark
     assert mark.set()
     record, _ = site.catalog().record()
     assert (record.acked_end, record.acked_epoch) == (5, 1)
@@ -67,8 +67,8 @@ def test_mark_is_in_the_record_and_holds_appends_until_it_is_removed(site):
 
 def test_append_wakes_whoever_removes_the_mark(site):
     _, topic = idle(site)
-    mark, woken = topic.bucket.idle_mark, []
-    mark.on_append = lambda: woken.append(topic.wal.gate.holds_lock)
+    mark, woken = topic.bucket.uploads.idle_mark, []
+    mark._on_append = lambda: woken.append(topic.wal.gate.holds_lock)
     mark.set()
     assert not woken
     task = held(topic)
@@ -80,7 +80,7 @@ def test_append_wakes_whoever_removes_the_mark(site):
 @pytest.mark.parametrize("policy", ["block", "refuse"])
 def test_append_waits_for_it_whatever_the_policy_is(site, policy):
     _, topic = idle(site, buffer_full=policy)
-    mark = topic.bucket.idle_mark
+    mark = topic.bucket.uploads.idle_mark
     mark.set()
 
     async def append():
@@ -98,9 +98,9 @@ def test_append_waits_for_it_whatever_the_policy_is(site, policy):
 def test_topic_with_a_message_that_is_not_uploaded_gets_no_mark(site):
     _, topic = idle(site)
     topic.append(b"x")
-    assert not topic.bucket.idle_mark.set()
+    assert not topic.bucket.uploads.idle_mark.set()
     topic.flush()
-    assert not topic.bucket.idle_mark.set()
+    assert not topic.bucket.uploads.idle_mark.set()
     assert acked_end(site) is None
     assert topic.append(b"y") == 6
 
@@ -114,14 +114,14 @@ def test_append_that_comes_just_before_the_hold_prevents_the_mark(site, monkeypa
         hold(name, *more, **options)
 
     monkeypatch.setattr(topic.wal.gate, "hold", late)
-    assert not topic.bucket.idle_mark.set()
+    assert not topic.bucket.uploads.idle_mark.set()
     assert acked_end(site) is None
     assert topic.append(b"y") == 6
 
 
 def test_mark_is_due_after_a_while_without_an_append(site):
     _, topic = idle(site)
-    mark = topic.bucket.idle_mark
+    mark = topic.bucket.uploads.idle_mark
     assert not mark.is_due(0.0), "it is looked at for the first time"
     assert not mark.is_due(TTL_SECONDS - 1)
     assert mark.is_due(TTL_SECONDS)
@@ -135,8 +135,8 @@ def test_mark_is_due_after_a_while_without_an_append(site):
 
 def test_empty_topic_is_marked_and_a_tiered_one_needs_no_mark(site):
     log = site.open()
-    empty = log.topic("/default/empty", create=True).bucket.idle_mark
-    tiered = log.topic("/default/tiered", create=True, ack="tiered").bucket.idle_mark
+    empty = log.topic("/default/empty", create=True).bucket.uploads.idle_mark
+    tiered = log.topic("/default/tiered", create=True, ack="tiered").bucket.uploads.idle_mark
     for now in (0.0, TTL_SECONDS):
         is_due = empty.is_due(now), tiered.is_due(now)
     assert is_due == (True, False)
@@ -149,7 +149,7 @@ def test_empty_topic_is_marked_and_a_tiered_one_needs_no_mark(site):
 @pytest.mark.parametrize("happens", [True, False])
 def test_mark_whose_answer_was_lost_counts_as_set(site, happens):
     _, topic = idle(site)
-    mark, store = topic.bucket.idle_mark, site.metadata
+    mark, store = topic.bucket.uploads.idle_mark, site.metadata
 
     def lose(kind, key):
         if kind == "transact":
@@ -172,7 +172,7 @@ def test_mark_whose_answer_was_lost_counts_as_set(site, happens):
 
 def test_mark_that_arrives_late_is_refused(site, monkeypatch):
     _, topic = idle(site)
-    mark, store, late = topic.bucket.idle_mark, site.metadata, []
+    mark, store, late = topic.bucket.uploads.idle_mark, site.metadata, []
 
     def delay(compares, operations):
         late.append((compares, operations))
@@ -192,7 +192,7 @@ def test_mark_that_arrives_late_is_refused(site, monkeypatch):
 
 def test_appends_stay_held_while_the_mark_cannot_be_removed(site):
     _, topic = idle(site)
-    mark = topic.bucket.idle_mark
+    mark = topic.bucket.uploads.idle_mark
     mark.set()
     task = held(topic)
 
@@ -213,7 +213,7 @@ def test_appends_stay_held_while_the_mark_cannot_be_removed(site):
 
 def test_idle_topic_moves_to_another_node_when_its_owner_is_gone(site):
     log, topic = idle(site)
-    topic.bucket.idle_mark.set()
+    topic.bucket.uploads.idle_mark.set()
     site.kill(log)
     site.clock.advance(TTL_SECONDS + 1)
     other = site.open("b").topic(TEXT)
@@ -224,8 +224,8 @@ def test_idle_topic_moves_to_another_node_when_its_owner_is_gone(site):
 
 def test_topic_that_was_written_after_its_mark_waits_for_the_disk(site):
     log, topic = idle(site)
-    topic.bucket.idle_mark.set()
-    topic.bucket.idle_mark.clear()
+    topic.bucket.uploads.idle_mark.set()
+    topic.bucket.uploads.idle_mark.clear()
     topic.append(b"acknowledged")
     topic.flush()
     site.kill(log)
@@ -237,7 +237,7 @@ def test_topic_that_was_written_after_its_mark_waits_for_the_disk(site):
 
 def test_owner_that_slept_accepts_nothing_after_another_one_claimed_its_idle_topic(site):
     _, topic = idle(site)
-    mark = topic.bucket.idle_mark
+    mark = topic.bucket.uploads.idle_mark
     mark.set()
     site.clock.advance(TTL_SECONDS + 1)
     other = site.open("b").topic(TEXT)
@@ -252,17 +252,17 @@ def test_owner_that_slept_accepts_nothing_after_another_one_claimed_its_idle_top
 def test_fenced_or_lapsed_owner_sets_no_mark(site):
     _, topic = idle(site)
     site.clock.advance(TTL_SECONDS + 1)
-    assert not topic.bucket.idle_mark.set(), "the lease has ended"
+    assert not topic.bucket.uploads.idle_mark.set(), "the lease has ended"
     site.open("b").topic(TEXT, take_over=True)
     with pytest.raises(FencedError):
         topic.bucket.owned.check()
-    assert not topic.bucket.idle_mark.set()
+    assert not topic.bucket.uploads.idle_mark.set()
     assert acked_end(site) is None
 
 
 def test_marked_topic_is_sealed_and_claimed_as_any_other(site):
     log, topic = idle(site)
-    topic.bucket.idle_mark.set()
+    topic.bucket.uploads.idle_mark.set()
     assert log.seal(TEXT) == 5
     assert site.open("b").topic(TEXT).append(b"new") == 5
     assert acked_end(site) is None
@@ -272,7 +272,7 @@ def test_retention_keeps_the_mark(site):
     _, topic = idle(site, storage={"cloud": {"retention": {"time_minutes": 1}}})
     topic.append(b"x")
     topic.upload()
-    topic.bucket.idle_mark.set()
+    topic.bucket.uploads.idle_mark.set()
     site.clock.advance(10)
     topic.bucket.owned.expire([next(site.catalog().descriptors())[0]])
     assert acked_end(site) == 6
@@ -287,7 +287,7 @@ def sweep(site, log):
     site.clock.advance(TTL_SECONDS / 4)
     log.stores.membership.renew()
     log._background._sweep_at = 0.0
-    log._background._look.set()
+    log._background._due.set()
 
 
 def marked(site, log):

@@ -14,6 +14,7 @@ from ister.objectstore.staged_files import StagedFiles
 from ister.topic.bucket_link import TopicBucket
 from ister.topic.dedup import SequencedTopics
 from ister.topic.topic import Topic
+from ister.topic.uploads import TopicUploads
 from tests.support.machine import ROOT, NoThreads, eventually, numbered
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
 from tests.support.stores import NAME, Site
@@ -258,9 +259,9 @@ def test_only_the_newest_objects_are_looked_at_when_a_topic_is_opened(site, coun
 
 def test_idle_topics_are_not_checked(monkeypatch):
     looked = Counter()
-    is_idle = TopicBucket.is_idle.fget
+    is_idle = TopicUploads.is_idle.fget
     monkeypatch.setattr(
-        TopicBucket, "is_idle", property(lambda bucket: looked.update([bucket]) or is_idle(bucket))
+        TopicUploads, "is_idle", property(lambda one: looked.update([one]) or is_idle(one))
     )
     with Site(clock=SystemClock()) as site:
         log = site.open(background=True, storage={"uploader": {"interval_seconds": 1}})
@@ -276,7 +277,7 @@ def test_idle_topics_are_not_checked(monkeypatch):
         topics[3].append(b"two")
         topics[3].flush()
         eventually(lambda: topics[3].watermarks.tiered == 2)
-        assert set(looked) == {topics[3].bucket}
+        assert set(looked) == {topics[3].bucket.uploads}
 
 
 def test_topic_that_left_the_log_is_not_looked_at_again():
@@ -285,7 +286,7 @@ def test_topic_that_left_the_log_is_not_looked_at_again():
         topic = make(log, 0)
         eventually(lambda: topic.watermarks.tiered == 1)
         log.delete(topic.name)
-        topic.bucket.on_backlog()
+        topic.bucket.uploads.on_synced()
         background = log._background
         assert topic not in background._added
         eventually(lambda: topic not in background._listed)
@@ -302,7 +303,7 @@ def test_objects_of_many_topics_are_looked_at_a_few_at_a_time(monkeypatch, site)
     eventually(lambda: len(checked) >= 36)
     background = log._background
     background._hand_out(site.clock.monotonic())
-    background._tidier.submit(int).result()
+    background._retainer.submit(int).result()
     assert len(set(checked)) == len(checked) == 36
 
 

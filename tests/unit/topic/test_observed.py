@@ -44,7 +44,7 @@ def test_reader_start_hand_off_and_trim_are_logged_with_topic_and_offset(site, c
     for _ in range(8):
         fill(topic, 4, size=600)
     topic.upload()
-    assert topic.bucket.trim()
+    assert topic.bucket.retention.trim()
     *_, trimmed = lines(caplog, "trimmed")
     assert trimmed["levelno"] == logging.INFO
     assert (trimmed["topic"], trimmed["offset"]) == (str(NAME), topic.watermarks.trimmed)
@@ -99,7 +99,7 @@ def test_replay_of_the_bucket_reads_no_cached_message_again(site):
     for _ in range(10):
         fill(topic, 10, size=1000)
     topic.upload()
-    assert topic.bucket.trim()
+    assert topic.bucket.retention.trim()
     assert topic.watermarks.trimmed > topic.cache.start == 40
     with topic.reader(0) as reader:
         assert sum(len(batch) for batch in iter(reader.poll, [])) == 100
@@ -212,7 +212,7 @@ def test_local_files_are_told_in_bytes_whoever_wrote_them(site):
     topic = log.topic(str(NAME))
     assert sizes(log, topic) == before
     topic.upload()
-    assert topic.bucket.trim()
+    assert topic.bucket.retention.trim()
     assert 0 <= sizes(log, topic) < before
 
 
@@ -226,7 +226,7 @@ def test_reads_of_whole_objects_and_of_parts_are_told_apart(site):
         """Uploads, trims, and reads all of it; returns the requests of a part, and full ones."""
         start = topic.watermarks.tiered
         topic.upload()
-        assert topic.bucket.trim()
+        assert topic.bucket.retention.trim()
         before = log.metrics.snapshot()
         with topic.reader(start) as reader:
             while reader.poll(10):

@@ -430,7 +430,7 @@ def forgetful(site, *, parts=4, keep=1):
         topic.upload()
     site.clock.advance(60)
     log.stores.membership.renew()
-    topic.bucket.trim()
+    topic.bucket.retention.trim()
     trimmed = topic.watermarks.trimmed
     assert trimmed > 10 * (parts - 1)
     log.close()
@@ -985,9 +985,9 @@ def test_lag_after_opening_is_what_waits(site):
     topic = log.topic(TEXT)
     directory = WalDirectory(site.disk(), PATH)
     sizes = [len(read_file(site.disk(), directory.log_path(s))) for s in directory.log_seqs()]
-    assert topic.bucket.lag_bytes == sum(sizes)
+    assert topic.bucket.uploads.lag_bytes == sum(sizes)
     topic.upload()
-    assert topic.bucket.lag_bytes == 0
+    assert topic.bucket.uploads.lag_bytes == 0
 
 
 def test_topic_that_was_handed_over_to_a_full_disk_can_be_opened_elsewhere(site, monkeypatch):

@@ -70,14 +70,14 @@ def test_pause_is_twice_the_time_of_the_chunk_while_a_producer_is_busy(
 def test_upload_does_not_pause_while_somebody_waits_for_tiered():
     with Site() as site:
         topic = site.open("a").topic(str(NAME), create=True)
-        assert topic.bucket._may_pause()
+        assert topic.bucket.uploads._may_pause()
         waiter = Task(topic.wait, topic.append(b"a"), "tiered")
         eventually(lambda: waiting(topic, "tiered") == 1)
-        assert not topic.bucket._may_pause()
+        assert not topic.bucket.uploads._may_pause()
         topic.flush()
         topic.upload()
         waiter.result()
-        assert topic.bucket._may_pause()
+        assert topic.bucket.uploads._may_pause()
 
 
 def test_upload_does_not_pause_once_the_lag_grows():
@@ -86,7 +86,7 @@ def test_upload_does_not_pause_once_the_lag_grows():
         topic = log.topic(str(NAME), create=True)
         topic.append(b"x" * 500)
         topic.flush()
-        assert topic.bucket._may_pause()
+        assert topic.bucket.uploads._may_pause()
         topic.append(b"x" * 600)
         topic.flush()
-        assert not topic.bucket._may_pause()
+        assert not topic.bucket.uploads._may_pause()

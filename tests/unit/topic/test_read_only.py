@@ -160,9 +160,9 @@ def test_nothing_of_it_is_changed(site):
     before = (site.ranges(), site.bucket_keys(), site.catalog().record())
     with pytest.raises(UnavailableError, match="read-only"):
         topic.upload()
-    assert topic.bucket.trim() == 0
-    assert topic.bucket.expire() == 0
-    assert topic.bucket.collect_orphans() == []
+    assert topic.bucket.retention.trim() == 0
+    assert topic.bucket.retention.expire() == 0
+    assert topic.bucket.retention.collect_orphans() == []
     topic.check()
     assert (site.ranges(), site.bucket_keys(), site.catalog().record()) == before
 

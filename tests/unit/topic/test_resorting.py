@@ -68,9 +68,9 @@ def bytes_of(site, object_id):
 def uploaded(shared, start, end):
     """What the embedded uploader makes of a range: the descriptor, and the object's bytes."""
     tier = shared.topics[0].bucket
-    source = tier._source()
+    source = tier.uploads.open_files()
     try:
-        made = tier._uploader._make_object(source, start, end)
+        made = tier.uploads.uploader._make_object(source, start, end)
     finally:
         source.close()
     data = bytes_of(shared.site, made.object_id)
@@ -90,7 +90,7 @@ def test_object_is_what_the_uploader_makes_of_the_range(site, finalize):
     runs = descriptors(shared)
     wanted, data = uploaded(shared, 0, 15)
     age(site)
-    made = shared.topics[0].bucket.resort()
+    made = shared.topics[0].bucket.uploads.resort()
     assert descriptors(shared) == [made]
     assert bytes_of(site, made.object_id) == data
     assert len(made.offset_index) == 5
@@ -107,7 +107,7 @@ def test_retention_is_not_postponed(site, shared):
     shared.fill(2, 2)
     runs = descriptors(shared)
     age(site, 3600)
-    made = shared.topics[0].bucket.resort()
+    made = shared.topics[0].bucket.uploads.resort()
     assert made.arrived_ms == runs[-1].arrived_ms
     assert made.created_at == runs[-1].created_at
 
@@ -116,7 +116,7 @@ def test_groups_follow_each_other_oldest_first(site, shared):
     shared.fill(*[1] * 230)
     made = []
     age(site)
-    while (one := shared.topics[0].bucket.resort()) is not None:
+    while (one := shared.topics[0].bucket.uploads.resort()) is not None:
         made.append((one.start, one.end))
     assert made == [(0, 100), (100, 200), (200, 230)]
     assert shared.read(0) == payloads(230)
@@ -130,8 +130,11 @@ def test_span_of_an_object_is_bounded(site, shared):
     shared.fill(1, first=2)
     age(site)
     tier = shared.topics[0].bucket
-    assert [(m.start, m.end) for m in (tier.resort(), tier.resort())] == [(0, 2), (2, 3)]
-    assert tier.resort() is None
+    assert [(m.start, m.end) for m in (tier.uploads.resort(), tier.uploads.resort())] == [
+        (0, 2),
+        (2, 3),
+    ]
+    assert tier.uploads.resort() is None
     assert shared.read(0) == payloads(3)
 
 
@@ -143,7 +146,7 @@ def test_objects_of_other_kinds_stay_as_they_are(site, shared):
     age(site)
     tier = shared.topics[0].bucket
     before = descriptors(shared)[2]
-    while tier.resort() is not None:
+    while tier.uploads.resort() is not None:
         pass
     found = descriptors(shared)
     assert [(d.start, d.end, d.format) for d in found] == [
@@ -166,7 +169,7 @@ def test_commits_go_on_beside_it(site, shared):
             shared.fill(3, first=4)
 
     site.objects.before = write
-    assert (tier.resort().start, tier.owned.tiered) == (0, 7)
+    assert (tier.uploads.resort().start, tier.owned.tiered) == (0, 7)
     shared.fill(1, first=7)
     assert [(d.start, d.end) for d in descriptors(shared)] == [(0, 4), (4, 7), (7, 8)]
     assert shared.read(0) == payloads(8)
@@ -176,23 +179,23 @@ def test_commits_go_on_beside_it(site, shared):
 
 
 def is_due(shared):
-    return shared.topics[0].bucket.sorter.is_due(shared.site.clock.monotonic())
+    return shared.topics[0].bucket.uploads.sorter.is_due(shared.site.clock.monotonic())
 
 
 def test_due_by_age(site, shared):
     tier = shared.topics[0].bucket
-    assert tier.resort() is None  # no runs
-    assert not tier.sorter.has_runs()
+    assert tier.uploads.resort() is None  # no runs
+    assert not tier.uploads.sorter.has_runs()
     shared.fill(1)
     assert not is_due(shared)
-    assert tier.resort() is None
+    assert tier.uploads.resort() is None
     age(site, 299)
     assert not is_due(shared)
     age(site, 1)
     assert is_due(shared)
-    assert tier.resort() is not None
+    assert tier.uploads.resort() is not None
     assert not is_due(shared)
-    assert not tier.sorter.has_runs()
+    assert not tier.uploads.sorter.has_runs()
 
 
 def test_due_by_number(site, shared):
@@ -200,8 +203,8 @@ def test_due_by_number(site, shared):
     assert not is_due(shared)
     shared.fill(1, first=99)
     assert is_due(shared)
-    assert shared.topics[0].bucket.resort().end == 100
-    assert not shared.topics[0].bucket.sorter.has_runs()
+    assert shared.topics[0].bucket.uploads.resort().end == 100
+    assert not shared.topics[0].bucket.uploads.sorter.has_runs()
 
 
 def test_due_by_size(site):
@@ -213,7 +216,10 @@ def test_due_by_size(site):
     shared.express.write_next()
     assert is_due(shared)
     tier = shared.topics[0].bucket
-    assert (tier.resort().start, tier.resort()) == (0, None)  # the second run waits for others
+    assert (tier.uploads.resort().start, tier.uploads.resort()) == (
+        0,
+        None,
+    )  # the second run waits for others
 
 
 def test_run_that_is_committed_during_a_turn_is_not_forgotten(site, shared, monkeypatch):
@@ -228,11 +234,11 @@ def test_run_that_is_committed_during_a_turn_is_not_forgotten(site, shared, monk
         shared.fill(1, first=1)
 
     monkeypatch.setattr(RunSorter, "_walk", late)
-    assert tier.resort() is not None
+    assert tier.uploads.resort() is not None
     monkeypatch.undo()
-    assert tier.sorter.has_runs()
+    assert tier.uploads.sorter.has_runs()
     age(site)
-    assert tier.resort().start == 1
+    assert tier.uploads.resort().start == 1
 
 
 def test_runs_of_an_earlier_process_are_found(site, shared):
@@ -240,8 +246,8 @@ def test_runs_of_an_earlier_process_are_found(site, shared):
     site.kill(shared.log)
     age(site)
     again = Shared(site, topics=1)
-    assert again.topics[0].bucket.sorter.has_runs()
-    assert again.topics[0].bucket.resort().end == 2
+    assert again.topics[0].bucket.uploads.sorter.has_runs()
+    assert again.topics[0].bucket.uploads.resort().end == 2
     assert again.topics[0].bucket.owned.epoch == descriptors(again)[0].epoch == 2
 
 
@@ -258,7 +264,7 @@ def test_old_history_is_not_read_for_the_runs_at_its_end(site, shared):
     topic.bucket.owned.catalog.descriptors = lambda *range: (
         reads.append(one) or one for one in found(*range)
     )
-    assert topic.bucket.resort().start == 600
+    assert topic.bucket.uploads.resort().start == 600
     assert len(reads) < 400
 
 
@@ -273,7 +279,7 @@ def test_frames_come_from_local_files(site, shared):
     shared.fill(3, 4)
     age(site)
     site.objects.reads.clear()
-    shared.topics[0].bucket.resort()
+    shared.topics[0].bucket.uploads.resort()
     assert express_reads(site) == []
 
 
@@ -283,7 +289,7 @@ def test_frames_come_from_the_bucket_without_local_files(site, shared):
     age(site)
     other = Shared(site, "b", topics=1, storage=OBJECTS)
     site.objects.reads.clear()
-    made = other.topics[0].bucket.resort()
+    made = other.topics[0].bucket.uploads.resort()
     # One read for each run.
     assert len(express_reads(site)) == 2
     assert (made.start, made.end) == (0, 7)
@@ -298,7 +304,7 @@ def test_damaged_local_files_are_passed_over(site, shared):
     file = site.disk().open(path)
     file.write_at(40, [bytes([file.read_at(40, 1)[0] ^ 1])])
     file.close()
-    made = tier.resort()
+    made = tier.uploads.resort()
     assert len(express_reads(site)) == 2
     assert (made.start, made.end, made.messages) == (0, 7, 7)
     site.kill(shared.log)
@@ -311,7 +317,7 @@ def test_damaged_run_does_not_matter_while_local_files_have_it(site, shared):
     shared.fill(3, 4)
     site.objects.corrupt(shared.objects()[0], 20)
     age(site)
-    assert shared.topics[0].bucket.resort().end == 7
+    assert shared.topics[0].bucket.uploads.resort().end == 7
     assert shared.read(0) == payloads(7)
 
 
@@ -329,16 +335,19 @@ def test_run_that_cannot_be_read_holds_up_no_other(site, shared, loss):
     tier = other.topics[0].bucket
     for _ in range(3):
         with pytest.raises((NotFoundError, CorruptDataError)) as error:
-            tier.resort()
+            tier.uploads.resort()
         assert middle in error.value.path
-        assert tier.last_error is not None
+        assert tier.uploads.last_error is not None
         assert not is_due(other)  # it waits before it tries again
     age(site)
     assert is_due(other)
-    assert [(one.start, one.end) for one in (tier.resort(), tier.resort())] == [(0, 1), (2, 3)]
-    assert tier.resort() is None
-    assert tier.last_error is None
-    assert not tier.sorter.has_runs()
+    assert [(one.start, one.end) for one in (tier.uploads.resort(), tier.uploads.resort())] == [
+        (0, 1),
+        (2, 3),
+    ]
+    assert tier.uploads.resort() is None
+    assert tier.uploads.last_error is None
+    assert not tier.uploads.sorter.has_runs()
     assert [d.format for d in descriptors(other)] == [FORMAT_FRAMES, FORMAT_EXPRESS, FORMAT_FRAMES]
 
 
@@ -353,11 +362,11 @@ def test_object_that_is_not_what_was_written_is_not_swapped(site, shared):
 
     site.objects.after = rot
     with pytest.raises(CorruptDataError):
-        shared.topics[0].bucket.resort()
+        shared.topics[0].bucket.uploads.resort()
     assert descriptors(shared) == runs
     assert own_objects(site) == []
     site.objects.after = lambda kind, key: None
-    assert shared.topics[0].bucket.resort().end == 4
+    assert shared.topics[0].bucket.uploads.resort().end == 4
 
 
 # -- beside others --------------------------------------------------------------------------------
@@ -378,11 +387,11 @@ def test_pipeline_that_is_faster_wins(site, shared):
             assert acting.swap(old, other, until=0)
 
     site.objects.before = swap_first
-    assert tier.resort() is None
+    assert tier.uploads.resort() is None
     assert descriptors(shared) == [other]
     assert own_objects(site) == [other.object_id]
-    assert tier.resort() is None
-    assert not tier.sorter.has_runs()
+    assert tier.uploads.resort() is None
+    assert not tier.uploads.sorter.has_runs()
     assert shared.read(0) == payloads(4)
 
 
@@ -399,7 +408,7 @@ def test_process_whose_lease_has_ended_swaps_nothing(site, shared):
             shared.log.stores.membership.renew()
 
     site.objects.before = pause
-    assert shared.topics[0].bucket.resort() is None
+    assert shared.topics[0].bucket.uploads.resort() is None
     assert descriptors(shared) == runs
 
 
@@ -408,12 +417,12 @@ def test_replaced_runs_stay_for_their_readers(site, shared):
     keys = shared.topics[0].bucket.owned.catalog.keys
     shared.fill(1, 1)
     age(site)
-    shared.topics[0].bucket.resort()
+    shared.topics[0].bucket.uploads.resort()
     assert site.metadata.range(keys.retired("")) == []
     shared.fill(1, 1, first=2)
     young = shared.objects()
     age(site, 23 * 60 * MINUTES)
-    made = shared.topics[0].bucket.resort()
+    made = shared.topics[0].bucket.uploads.resort()
     [retired] = site.metadata.range(keys.retired(""))
     assert retired.key.endswith(made.object_id)
     age(site, 2 * 60 * MINUTES)
@@ -436,7 +445,7 @@ def test_reader_goes_on_across_swaps_and_collections(site):
     for message in topic.read(start=0, end=40):
         seen.append((message.offset, message.payload))
         if len(seen) == 7:
-            assert topic.bucket.resort().end == 40
+            assert topic.bucket.uploads.resort().end == 40
             age(site, 60)
             assert len(other.express.collect().removed) == 20
     assert seen == list(enumerate(payloads(40)))
@@ -447,7 +456,7 @@ def test_uncommitted_object_is_collected_as_an_orphan(site, shared):
     shared.fill(2, 2)
     age(site)
     with crash_at("express.after_resort"), suppress(SimulatedCrash):
-        shared.topics[0].bucket.resort()
+        shared.topics[0].bucket.uploads.resort()
     assert len(own_objects(site)) == 1
     owned = shared.topics[0].bucket.owned
     stores = shared.log.stores
@@ -455,7 +464,7 @@ def test_uncommitted_object_is_collected_as_an_orphan(site, shared):
     assert collect_orphans(owned, site.objects, grace_seconds=3600, **arguments) == []
     age(site, 3601)
     assert len(collect_orphans(owned, site.objects, grace_seconds=3600, **arguments)) == 1
-    assert shared.topics[0].bucket.resort().end == 4
+    assert shared.topics[0].bucket.uploads.resort().end == 4
     assert shared.read(0) == payloads(4)
 
 
@@ -476,7 +485,7 @@ def rebuilt(site):
 def test_recovery_takes_the_object_and_not_its_runs(site, shared):
     shared.fill(2, 2)
     age(site)
-    made = shared.topics[0].bucket.resort()
+    made = shared.topics[0].bucket.uploads.resort()
     report = rebuilt(site)
     assert [d.object_id for d in report.objects] == [made.object_id]
     assert not report.errors
@@ -486,7 +495,7 @@ def test_recovery_takes_runs_where_the_object_was_never_finished(site, shared):
     shared.fill(2, 2)
     age(site)
     with crash_at("express.after_resort"), suppress(SimulatedCrash):
-        shared.topics[0].bucket.resort()
+        shared.topics[0].bucket.uploads.resort()
     [name] = own_objects(site)
     site.objects.put(object_key(NAME, name), bytes_of(site, name)[:-10])
     report = rebuilt(site)
@@ -535,13 +544,13 @@ def test_crash_at_a_failpoint_leaves_the_topic_as_it_was(site, name, disk):
     shared.fill(2, 3)
     age(site)
     with crash_at(name), pytest.raises(SimulatedCrash):
-        shared.topics[0].bucket.resort()
+        shared.topics[0].bucket.uploads.resort()
     site.kill(shared.log)
     age(site, 60)
     other = Shared(site, disk, topics=1)
     assert other.read(0) == payloads(5)
     age(site)
-    other.topics[0].bucket.resort()
+    other.topics[0].bucket.uploads.resort()
     [described] = descriptors(other)
     assert (described.start, described.end, described.format) == (0, 5, FORMAT_FRAMES)
     assert other.read(0) == payloads(5)
@@ -569,7 +578,7 @@ def test_half_a_swap_is_impossible(site, moment):
         setattr(site.objects, moment, die)
         setattr(site.metadata, moment, die)
         try:
-            shared.topics[0].bucket.resort()
+            shared.topics[0].bucket.uploads.resort()
             is_through = True
         except SimulatedCrash:
             pass
@@ -599,11 +608,11 @@ def test_lost_answer_of_the_swap(site, shared):
     site.metadata.after = lose
     tier = shared.topics[0].bucket
     with suppress(UnavailableError):
-        tier.resort()
+        tier.uploads.resort()
     assert calls
     assert [(d.start, d.end, d.format) for d in descriptors(shared)] == [(0, 4, FORMAT_FRAMES)]
     age(site, 60)
-    assert tier.resort() is None
+    assert tier.uploads.resort() is None
     assert len(own_objects(site)) == 1
     assert shared.read(0) == payloads(4)
 
@@ -669,7 +678,7 @@ def test_pipeline_keeps_the_log_from_it_unless_it_leaves_topics_behind(monkeypat
         log = site.open(background=True, storage=storage)
         topic = log.topic(str(NAME), create=True, ack="tiered")
         topic.wait(topic.append(b"message 0"), timeout=60)
-        sorter = topic.bucket.sorter
+        sorter = topic.bucket.uploads.sorter
         asked = []
         patience = RunSorter.is_left_behind
 

@@ -46,7 +46,7 @@ def send(topic: Topic, count: int, mark: str) -> list[bytes]:
         topic.flush()
         topic.upload()
     topic.wait(offsets[-1])
-    topic.bucket.begin_term()  # as a thread does soon after the first message
+    topic.bucket.uploads.begin_term()  # as a thread does soon after the first message
     return sent
 
 
@@ -117,7 +117,7 @@ def test_topic_that_the_metadata_has_forgotten_keeps_its_objects(site):
     site.clock.advance(DAY_SECONDS)
     log.stores.membership.renew()
     for topic in log._open_topics():
-        topic.bucket.collect_orphans()
+        topic.bucket.retention.collect_orphans()
     lost = [key for key in kept if ".dnb1" in key and key not in site.bucket_keys()]
     assert lost == []
 
@@ -143,7 +143,7 @@ def test_local_files_of_another_incarnation_do_not_continue_an_older_catalog(sit
     for topic in log._open_topics():
         topic.rotate()
         topic.upload()
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
         assert payloads(topic.read("earliest"))[: len(acked)] == acked
     assert aside(site) == []
 
@@ -335,9 +335,9 @@ def test_idle_mark_that_was_put_back_proves_nothing(site):
     topic = made(log)
     acked = send(topic, 5, "first")
     topic.upload()
-    assert topic.bucket.idle_mark.set()
+    assert topic.bucket.uploads.idle_mark.set()
     backup = MetadataBackup.of(site.metadata)
-    topic.bucket.idle_mark.clear()
+    topic.bucket.uploads.idle_mark.clear()
     acked += send(topic, 20, "on the disk")
     site.open("b").close()  # it has seen the store's revision
     end(site, log)
@@ -549,7 +549,7 @@ def test_accepting_rebuilds_a_catalog_whose_runs_a_later_owner_has_replaced(site
     site.clock.advance(3600)
     other.log.stores.membership.renew()
     runs = other.objects()
-    assert other.topics[0].bucket.resort().end == 4
+    assert other.topics[0].bucket.uploads.resort().end == 4
     for key in runs:
         site.objects.drop(key)
     other.fill(1, first=4)

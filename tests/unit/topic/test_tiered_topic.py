@@ -65,7 +65,7 @@ def cold(site, count=40, **settings):
     topic.upload()
     site.clock.advance(DAY_SECONDS)
     topic.bucket._stores.membership.renew()
-    assert topic.bucket.trim() > 2
+    assert topic.bucket.retention.trim() > 2
     return topic, sent
 
 
@@ -151,13 +151,13 @@ def test_failed_upload_is_remembered_until_one_succeeds(site):
     site.objects.before = silent
     with pytest.raises(UnavailableError):
         topic.upload()
-    assert "silent" in str(topic.bucket.last_error)
+    assert "silent" in str(topic.bucket.uploads.last_error)
     with pytest.raises(WaitTimeoutError) as late:
         topic.wait(offset, "tiered", timeout=0.01)
     assert "silent" in late.value.hint
     site.objects.before = lambda kind, key: None
     topic.upload()
-    assert topic.bucket.last_error is None
+    assert topic.bucket.uploads.last_error is None
     topic.wait(offset, "tiered")
 
 
@@ -180,7 +180,7 @@ def test_wait_for_tiered_returns_when_the_bucket_has_it(site):
     offset = topic.append(b"x")
     task = Task(topic.wait, offset, "tiered")
     eventually(lambda: waiting(topic, AckLevel.TIERED) == 1)
-    assert topic.bucket.is_wanted
+    assert topic.bucket.uploads.is_wanted
     assert task.is_running
     topic.upload()
     task.result()
@@ -209,7 +209,7 @@ def test_reader_of_a_tiered_topic_waits_for_the_upload_and_does_not_cause_it(sit
     reading = Task(lambda: payloads(topic.read()))
     following = Task(lambda: payloads(topic.reader().next_batch()))
     eventually(lambda: waiting(topic, AckLevel.TIERED) == 2)
-    assert not topic.bucket.is_wanted
+    assert not topic.bucket.uploads.is_wanted
     assert not topic.wal.levels.is_tiered_wanted
     assert reading.is_running
     assert following.is_running
@@ -234,7 +234,7 @@ def test_tasks_that_read_a_tiered_topic_are_woken_by_the_upload(site):
             await asyncio.sleep(0)
         topic.append(b"x")
         await asyncio.to_thread(topic.flush)
-        assert not topic.bucket.is_wanted
+        assert not topic.bucket.uploads.is_wanted
         bounded = asyncio.ensure_future(anext(aiter(topic.aio.read())))
         await asyncio.sleep(0)
         assert not waits.done()
@@ -371,7 +371,7 @@ def test_reader_that_is_overtaken_by_trim_goes_on_in_the_bucket(site):
     got = payloads(reader.next_batch(3))
     site.clock.advance(60)
     topic.bucket._stores.membership.renew()
-    topic.bucket.trim()
+    topic.bucket.retention.trim()
     assert topic.watermarks.trimmed > 3
     while len(got) < 40:
         got += payloads(reader.next_batch(3, timeout=1))
@@ -390,7 +390,7 @@ def test_trim_inside_of_a_readers_own_file_operation_hurts_nothing(site):
         def trim(operation, path, kind=kind, suffix=suffix):
             if operation == kind and path.endswith(suffix):
                 site.disk().before = lambda kind, path: None
-                topic.bucket.trim()
+                topic.bucket.retention.trim()
 
         site.disk().before = trim
         start = reader.next_offset
@@ -520,7 +520,7 @@ def test_offset_that_no_tier_keeps_is_out_of_range(site):
     topic.bucket._stores.membership.renew()
     fill(topic, 1)
     topic.upload()
-    assert topic.bucket.expire() == 1
+    assert topic.bucket.retention.expire() == 1
     assert topic.earliest > 0
     with pytest.raises(OffsetOutOfRangeError) as refused:
         topic.reader(0)
@@ -541,7 +541,7 @@ def test_reader_of_what_expires_under_it_is_told_what_is_left(site):
     reader.next_batch(1)
     site.clock.advance(3600)
     topic.bucket._stores.membership.renew()
-    assert topic.bucket.expire() > 1
+    assert topic.bucket.retention.expire() > 1
     # The chunk at hand is read to its end first.
     with pytest.raises(OffsetOutOfRangeError) as refused:
         payloads(reader)
@@ -564,7 +564,7 @@ def test_start_by_time_is_found_in_whichever_tier(site):
         topic.bucket._stores.membership.renew()
     site.clock.advance(60)
     topic.bucket._stores.membership.renew()
-    topic.bucket.trim()
+    topic.bucket.retention.trim()
     assert 0 < topic.watermarks.trimmed <= 30
     for number in (0, 1, 7, topic.watermarks.trimmed - 1, topic.watermarks.trimmed, 30, 39):
         start = began + timedelta(seconds=number)
@@ -586,10 +586,10 @@ def test_trim_removes_what_is_in_the_bucket_and_nothing_else(site):
     files = len(topic.wal.files)
     site.clock.advance(60)
     topic.bucket._stores.membership.renew()
-    removed = topic.bucket.trim()
+    removed = topic.bucket.retention.trim()
     assert 0 < removed < files - 1
     assert topic.watermarks.trimmed <= 20
-    assert topic.bucket.trim() == 0
+    assert topic.bucket.retention.trim() == 0
     assert payloads(topic.read()) == sent
 
 
@@ -597,7 +597,7 @@ def test_trim_without_an_upload_removes_nothing(site):
     topic = a_topic(site, **ROTATE, **KEEP_NOTHING)
     fill(topic, 40, size=500)
     site.clock.advance(DAY_SECONDS)
-    assert topic.bucket.trim() == 0
+    assert topic.bucket.retention.trim() == 0
     assert topic.watermarks.trimmed == 0
 
 
@@ -612,7 +612,7 @@ def test_bad_object_is_uploaded_again_before_the_local_copy_goes(site, how):
         site.objects.corrupt(site.key(0), 3000)
     site.clock.advance(60)
     topic.bucket._stores.membership.renew()
-    assert topic.bucket.trim() > 2
+    assert topic.bucket.retention.trim() > 2
     assert topic._metrics.snapshot()["uploader.objects_repaired_total"] == 1
     assert payloads(topic.read()) == sent
     assert topic.bucket.repair_objects() == RepairedObjects()
@@ -627,7 +627,7 @@ def test_size_alone_does_not_notice_a_flipped_bit(site):
     site.clock.advance(60)
     topic.bucket._stores.membership.renew()
     reads = len(site.objects.reads)
-    assert topic.bucket.trim() > 2
+    assert topic.bucket.retention.trim() > 2
     assert len(site.objects.reads) == reads
 
 
@@ -639,7 +639,7 @@ def test_trim_while_the_bucket_is_silent_removes_nothing(site):
     topic.bucket._stores.membership.renew()
     site.objects.before = silent
     with pytest.raises(UnavailableError):
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
     assert topic.watermarks.trimmed == 0
 
 
@@ -650,11 +650,11 @@ def test_trim_by_an_owner_that_was_replaced_removes_nothing(site):
     site.clock.advance(TTL_SECONDS + 60)
     a_topic(site, "b", take_over=True)
     with pytest.raises((FencedError, UnavailableError)):
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
     with suppress(UnavailableError):
         topic.bucket._stores.membership.renew()
     with pytest.raises(FencedError):
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
     assert topic.watermarks.trimmed == 0
 
 
@@ -673,9 +673,9 @@ def test_active_subscription_keeps_what_it_has_yet_to_read(site):
     topic.bucket._stores.membership.renew()
     cursor(site, "slow", 5)
     cursor(site, "fast", 40)
-    assert topic.bucket.trim() == 0
+    assert topic.bucket.retention.trim() == 0
     cursor(site, "slow", 20)
-    assert topic.bucket.trim() > 0
+    assert topic.bucket.retention.trim() > 0
     assert topic.watermarks.trimmed <= 20
 
 
@@ -689,7 +689,7 @@ def test_subscription_that_is_not_active_keeps_nothing(site, gone):
     site.clock.advance(DAY_SECONDS)
     topic.bucket._stores.membership.renew()
     cursor(site, "slow", 5, **gone)
-    assert topic.bucket.trim() > 2
+    assert topic.bucket.retention.trim() > 2
 
 
 # -- lag ----------------------------------------------------------------------------------------
@@ -700,13 +700,13 @@ LAG = {"uploader": {"max_lag_bytes": 5000}}
 def test_producers_wait_while_too_much_waits_for_its_upload(site):
     topic = a_topic(site, storage=LAG)
     sent = fill(topic, 10, size=600)
-    assert topic.bucket.lag_bytes > 5000
-    topic.bucket.apply_pressure()
+    assert topic.bucket.uploads.lag_bytes > 5000
+    topic.bucket.uploads.apply_pressure()
     task = Task(topic.append, b"10")
     eventually(lambda: len(topic.wal.gate.waiting) == 1)
-    assert topic.bucket.is_wanted
-    topic.bucket.upload()
-    assert topic.bucket.lag_bytes == 0
+    assert topic.bucket.uploads.is_wanted
+    topic.bucket.uploads.upload()
+    assert topic.bucket.uploads.lag_bytes == 0
     assert task.result() == 10
     topic.flush()
     assert payloads(topic.read()) == [*sent, b"10"]
@@ -722,7 +722,7 @@ def test_producers_are_refused_where_that_is_the_policy(site):
         topic.append(b"x")
     assert "max_lag_bytes" in refused.value.hint
     site.objects.before = lambda kind, key: None
-    topic.bucket.upload()
+    topic.bucket.uploads.upload()
     assert topic.append(b"x") == 10
 
 
@@ -798,13 +798,13 @@ def test_wait_for_tiered_ends_when_the_owner_was_replaced(site):
 def test_held_append_ends_when_the_owner_was_replaced(site):
     topic = a_topic(site, storage=LAG)
     fill(topic, 10, size=600)
-    topic.bucket.apply_pressure()
+    topic.bucket.uploads.apply_pressure()
     task = Task(topic.append, b"x")
     eventually(lambda: len(topic.wal.gate.waiting) == 1)
     site.clock.advance(TTL_SECONDS + 1)
     a_topic(site, "b", take_over=True)
     with pytest.raises(FencedError):
-        topic.bucket.upload()
+        topic.bucket.uploads.upload()
     task.join(2)
     is_held = task.is_running
     topic.close()
@@ -879,7 +879,7 @@ def test_crash_at_any_step_of_an_upload_loses_and_doubles_nothing(site, point):
     assert payloads(topic.read()) == sent
     site.clock.advance(2 * DAY_SECONDS)
     topic.bucket._stores.membership.renew()
-    topic.bucket.collect_orphans()
+    topic.bucket.retention.collect_orphans()
     assert topic.bucket.repair_objects() == RepairedObjects()
     assert len([key for key in site.bucket_keys() if key.endswith(".dnb1")]) == 2
 
@@ -1016,7 +1016,7 @@ def test_watermarks_form_a_chain_at_every_moment(site):
         look()
         site.clock.advance(60)
         topic.bucket._stores.membership.renew()
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
         look()
     for one, other in pairwise(seen):
         assert one.trimmed <= other.trimmed

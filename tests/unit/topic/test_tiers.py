@@ -730,7 +730,7 @@ def test_objects_that_local_files_no_longer_have_whole_are_not_looked_at(site):
         topic.upload()
     site.clock.advance(60)
     log.stores.membership.renew()
-    topic.bucket.trim()
+    topic.bucket.retention.trim()
     assert 21 < topic.watermarks.trimmed < 28
     fill(topic, 7, size=900)
     topic.upload()

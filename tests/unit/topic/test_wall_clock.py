@@ -55,7 +55,11 @@ def tidy(log):
     if topic.bucket is None:
         return log.trim(TEXT)
     log.stores.membership.renew()
-    return topic.bucket.trim() + topic.bucket.expire() + len(topic.bucket.collect_orphans())
+    return (
+        topic.bucket.retention.trim()
+        + topic.bucket.retention.expire()
+        + len(topic.bucket.retention.collect_orphans())
+    )
 
 
 # -- steps --------------------------------------------------------------------------------------
@@ -148,12 +152,12 @@ def test_orphan_that_is_seconds_old_stays_under_a_stepped_clock(site):
     topic = fill(log)
     site.objects.put(site.key(0).replace("data-0-0", "data-7-9"), b"made by somebody just now")
     site.clock.jump_wall(30 * DAY_MS)
-    assert topic.bucket.collect_orphans() == []
+    assert topic.bucket.retention.collect_orphans() == []
     site.clock.jump_wall(-30 * DAY_MS)
-    assert topic.bucket.collect_orphans() == []
+    assert topic.bucket.retention.collect_orphans() == []
     site.clock.advance(3700)
     log.stores.membership.renew()
-    assert topic.bucket.collect_orphans() == ["data-7-9.dnb1"]
+    assert topic.bucket.retention.collect_orphans() == ["data-7-9.dnb1"]
 
 
 def test_stepped_clock_makes_no_subscription_inactive(site):
@@ -163,7 +167,7 @@ def test_stepped_clock_makes_no_subscription_inactive(site):
     progress = Progress(offset=1, timestamp=site.clock.now_ns() // 1_000_000)
     site.metadata.put(keys.progress("slow"), encode_progress(progress))
     site.clock.jump_wall(30 * DAY_MS)
-    assert topic.bucket.trim() == 1
+    assert topic.bucket.retention.trim() == 1
     assert topic.watermarks.trimmed == 1
 
 
@@ -238,10 +242,10 @@ def test_trim_goes_as_far_as_objects_can_be_read(site):
 
     site.objects.before = fail
     with pytest.raises(UnavailableError):
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
     assert topic.watermarks.trimmed == 2
     site.objects.before = lambda kind, key: None
     reads = len(site.objects.reads)
-    assert topic.bucket.trim() == 2
+    assert topic.bucket.retention.trim() == 2
     assert topic.watermarks.trimmed == 4
     assert not [key for key, *_ in site.objects.reads[reads:] if key in (site.key(0), site.key(1))]

@@ -232,9 +232,9 @@ class BrokerHealth:
                 found.by_state.setdefault(core.state.value, []).append(topic)
             bucket = core.bucket
             if bucket is not None:
-                if bucket.last_error is not None:
+                if bucket.uploads.last_error is not None:
                     found.failing.append(topic)
-                lag = bucket.lag_bytes
+                lag = bucket.uploads.lag_bytes
                 if lag > limit:
                     found.held.append(topic)
                 elif lag > limit * _LAG_LOW_SHARE or (
@@ -609,7 +609,7 @@ def state_of(topic: ServedTopic) -> str:
 
 def _error_of(topic: ServedTopic) -> str | None:
     bucket = topic.topic.bucket if topic.topic is not None else None
-    error = bucket.last_error if bucket is not None else None
+    error = bucket.uploads.last_error if bucket is not None else None
     return error.message if error is not None else None
 
 

@@ -203,7 +203,7 @@ class HealthProbe:
             core = topic.topic
             if core is None or core.bucket is None:
                 continue
-            is_failing = is_failing or core.bucket.last_error is not None
+            is_failing = is_failing or core.bucket.uploads.last_error is not None
             end, tiered = core.synced, core.tiered
             lag = self._lags.get(topic.name)
             if end <= tiered:

@@ -232,10 +232,10 @@ class PrometheusMetrics:
             if bucket is not None:
                 waiting = max(0, core.synced - core.tiered)
                 gauges["ister_upload_lag_messages", ()] = waiting
-                gauges["ister_upload_lag_bytes", ()] = bucket.lag_bytes
+                gauges["ister_upload_lag_bytes", ()] = bucket.uploads.lag_bytes
                 gauges["ister_upload_lag_seconds", ()] = self._health.probe.lag_seconds(topic)
-                gauges["ister_upload_failures", ()] = bucket.failures
-                is_well = is_well and not bucket.failures
+                gauges["ister_upload_failures", ()] = bucket.uploads.failures
+                is_well = is_well and not bucket.uploads.failures
                 weight += waiting
         for one in subscriptions:
             labels = (one.name,)

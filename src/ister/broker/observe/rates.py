@@ -393,7 +393,7 @@ def _add(totals: OpenTotals, topic: ServedTopic, now: float, spread: _Spread) ->
     if core is not None:
         totals.messages += max(0, core.next_offset - core.earliest)
         if core.bucket is not None:
-            totals.upload_lag_bytes += core.bucket.lag_bytes
+            totals.upload_lag_bytes += core.bucket.uploads.lag_bytes
     totals.lag_messages += lag
     return lag
 

@@ -268,7 +268,7 @@ class StorageCounts:
 
     def files(self, topic: Topic) -> tuple[int, int]:
         """The number and bytes of a topic's local files, cached for a moment."""
-        mark = topic.file_mark
+        mark = topic.wal.file_mark
         now = self._clock.monotonic()
         with self._lock:
             known = self._files.get(topic.name)

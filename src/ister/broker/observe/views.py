@@ -277,7 +277,9 @@ class Views:
             cache=_cache(core),
             producers=topic.count_producers(now),
             rates=self.history.rates(topic.name).as_json(),
-            upload_lag=UploadLag(max(0, lag), bucket.lag_bytes if bucket is not None else 0),
+            upload_lag=UploadLag(
+                max(0, lag), bucket.uploads.lag_bytes if bucket is not None else 0
+            ),
             subscriptions=describe_subscriptions(described[:subscriptions_max]),
             subscriptions_total=len(described),
             damage=_damage(core),
@@ -667,7 +669,7 @@ def _damage(core: Topic | None) -> list[JsonObject]:
 def _errors(core: Topic | None) -> list[JsonObject]:
     if core is None:
         return []
-    found = [core.failure, core.bucket.last_error if core.bucket is not None else None]
+    found = [core.failure, core.bucket.uploads.last_error if core.bucket is not None else None]
     if isinstance(core, ReadOnlyTopic):
         found.append(core.refused_error())
     return [{**error.to_dict()} for error in found if error is not None]

@@ -97,7 +97,7 @@ class BatchedSends:
         error: IsterError | None = None
         last, is_done = None, False
         try:
-            last, is_done = topic.commit_with(partial(self._append, batch))
+            last, is_done = topic.appender.commit_with(partial(self._append, batch))
         except IsterError as failed:
             error = failed
         finally:
@@ -221,7 +221,7 @@ class BatchedSends:
     def _wait(self, batch: _TopicBatch, last: int, topic: Topic) -> None:
         """Answers the calls once their last message has reached the topic's ack level."""
         try:
-            is_waiting = topic.notify(last, partial(self._finish, batch))
+            is_waiting = topic.appender.notify(last, partial(self._finish, batch))
         except IsterError as error:
             self._finish(batch, error)
             return

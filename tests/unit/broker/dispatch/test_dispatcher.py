@@ -755,8 +755,8 @@ async def in_a_bucket():
             log.stores.membership.renew()
 
         def expire():
-            assert rig.topic.bucket.trim() > 0
-            assert rig.topic.bucket.expire() > 0
+            assert rig.topic.bucket.retention.trim() > 0
+            assert rig.topic.bucket.retention.expire() > 0
             assert rig.topic.earliest == 90
             assert not rig.topic.bucket.owned.is_fenced
 

@@ -33,7 +33,7 @@ def owned_by_a(site):
     """A topic with ten messages in the bucket, and ten in the files of node a."""
     topic = site.open("a").topic(TEXT, create=True)
     append(topic, 0, 10, b"old")
-    topic.bucket.upload()
+    topic.bucket.uploads.upload()
     append(topic, 10, 20, b"a")
     return topic
 

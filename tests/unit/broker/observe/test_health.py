@@ -154,7 +154,7 @@ async def test_uploads_that_fail_are_bad_after_a_while(tmp_path, monkeypatch):
     async with a_broker(tmp_path) as (broker, _, _):
         topic, health = await a_topic(broker), broker.health
         assert found(health, "uploads").state == "ok"
-        topic.topic.bucket.upload_error = UnavailableError("the bucket does not answer")
+        topic.topic.bucket.uploads.upload_error = UnavailableError("the bucket does not answer")
         await health.probe.record_lags()
         check = found(health, "uploads")
         assert check.state == "attention"
@@ -162,7 +162,7 @@ async def test_uploads_that_fail_are_bad_after_a_while(tmp_path, monkeypatch):
         assert "secret" not in found(health, "uploads", names=False).words
         health.probe.failing_since -= 3600
         assert found(health, "uploads").state == "bad"
-        topic.topic.bucket.upload_error = None
+        topic.topic.bucket.uploads.upload_error = None
         await health.probe.record_lags()
         assert health.probe.failing_since is None
         assert found(health, "uploads").state == "ok"
@@ -173,7 +173,7 @@ async def test_upload_lag_is_said_by_bytes_and_by_time(tmp_path, monkeypatch):
         topic, health = await a_topic(broker), broker.health
         assert found(health, "upload_lag").state == "ok"
         storage = health._config.storage
-        lag = topic.topic.bucket.lag_bytes
+        lag = topic.topic.bucket.uploads.lag_bytes
         assert lag > 0
 
         def set_limit(limit):

@@ -328,7 +328,7 @@ def test_owner_goes_on_while_its_newest_object_is_merged(stage):
         upload(topic, 4)
         assert stage.compact().ok
         upload(topic, 4, first=160)
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
         assert stage.compact(format="parquet").ok
         rows = rows_of(topic)
         assert [row.offset for row in rows] == list(range(320))
@@ -378,7 +378,7 @@ def test_swap_is_refused_when_an_object_has_expired_meanwhile(stage):
     with stage.place.open() as log:
         topic = log.topic(A, create=True)
         upload(topic, 6)
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
         rows = rows_of(topic)
 
         def expire():
@@ -402,7 +402,7 @@ def test_group_whose_objects_are_gone_is_planned_again(stage):
     with stage.place.open() as log:
         topic = log.topic(A, create=True)
         upload(topic, 6)
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
 
         def expire():
             failpoints.disarm()

@@ -414,7 +414,7 @@ def test_topic_that_a_process_has_open_is_left_to_it(stage):
         assert report.more["open_topics"] == 1
         assert list(report.topics) == [B]
         assert len(stage.stored(A)) == 5
-        assert len(topic.bucket.collect_orphans()) == 4
+        assert len(topic.bucket.retention.collect_orphans()) == 4
     assert stage.stored(B) == stage.named(B)
 
 
@@ -440,7 +440,7 @@ def test_topic_that_is_opened_in_the_middle_is_left_alone(tmp_path, point):
         assert "opened the topic" in report.topics[A]["skipped"]
         gone = 1 if point == "tier.after_delete_object" else 0
         assert len(stage.stored()) == 5 - gone
-        assert len(logs[0].topic(A).bucket.collect_orphans()) == 4 - gone
+        assert len(logs[0].topic(A).bucket.retention.collect_orphans()) == 4 - gone
     finally:
         for log in logs:
             log.close()

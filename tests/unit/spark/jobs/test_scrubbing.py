@@ -652,7 +652,7 @@ def test_a_live_owner_goes_on(spark, place, patient):
         assert scrub(spark, place.config, repair=True).ok
         fill(topic, 5, first=OBJECTS * EACH)
         topic.upload()
-        topic.bucket.trim()
+        topic.bucket.retention.trim()
         assert [message.payload for message in topic.read()][: len(rows)] == rows
     assert named(scrub(spark, place.config)) == []
 

@@ -279,7 +279,7 @@ def test_owner_that_was_faster_with_a_part_is_followed_by_the_rest(place, tasks,
     with place.open() as log:
         topic = log.topic(A, create=True)
         fill(topic, 200)
-        uploader, done = topic.bucket._uploader, []
+        uploader, done = topic.bucket.uploads.uploader, []
         upload = uploader.upload
 
         def two_objects(*arguments):
@@ -296,7 +296,7 @@ def test_owner_that_was_faster_with_a_part_is_followed_by_the_rest(place, tasks,
             if is_slow:
                 assert job.report.topics[A]["messages"] == 200 - done[-1].end
         assert len(done) == 2
-        assert topic.bucket.follow() == 200
+        assert topic.bucket.uploads.follow() == 200
     check_chain(place, 200)
 
 
