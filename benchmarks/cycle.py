@@ -28,7 +28,6 @@ from benchmarks.catalog import find_etcd, start_etcd
 from benchmarks.measurement import Run, stopwatch
 from ister.base.model import TopicName
 from ister.bucket.names import TopicKeys
-from ister.bucket.pipeline import PipelineKeys
 from ister.config import Config, load_config
 from ister.errors import InvariantError
 from ister.format.records import OwnerRecord, decode_topic, encode_owner, encode_topic
@@ -126,8 +125,7 @@ def _cycle(job: Job, topics: Sequence[str], report: JobReport) -> None:
 
 @contextmanager
 def _job(config: Config) -> Iterator[Job]:
-    lease = PipelineKeys(config.storage.metadata.root_prefix).lease
-    with open_job("tier", LocalRunner(), config, exclusive=lease) as job:
+    with open_job("tier", LocalRunner(), config, exclusive=lambda keys: keys.lease) as job:
         yield job
 
 

@@ -289,8 +289,7 @@ def test_dry_run_changes_nothing_and_is_right(spark, place):
 
 def test_one_pipeline_at_a_time(spark, place):
     place.fill(A, 20)
-    key = PipelineKeys("/danube").lease
-    with open_job("run", spark, place.config, exclusive=key):
+    with open_job("run", spark, place.config, exclusive=lambda keys: keys.lease):
         with pytest.raises(ConflictError, match="run on"):
             tier(spark, place.config)
         assert by_topic(tier(spark, place.config, dry_run=True))[A]["messages"] == 20

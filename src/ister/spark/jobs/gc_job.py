@@ -37,7 +37,6 @@ from ister.base.clock_guard import ClockGuard, ClockMark, ClockStep
 from ister.bucket.express_collection import collect_express
 from ister.bucket.orphans import at_least, collect_unowned, sweep_staging
 from ister.bucket.ownership import OwnedTopic
-from ister.bucket.pipeline import PipelineKeys
 from ister.bucket.retention import expire, list_known, plan_expiry
 from ister.bucket.shared_staging import collect_shared_staging
 from ister.bucket.trust import Trust
@@ -55,7 +54,6 @@ from ister.spark.jobs.job import (
     Job,
     JobConfig,
     TopicNames,
-    find_job_place,
     open_job,
     parse_topics,
 )
@@ -103,17 +101,15 @@ def gc(
         FencedError: The job's lease has expired; what was removed is gone.
         UnavailableError: A store does not respond.
     """
-    place = find_job_place(config, broker)
-    keys = PipelineKeys(place.config.storage.metadata.root_prefix)
     wanted = parse_topics(topics)
     with open_job(
         "gc",
         spark,
-        place,
+        config,
+        broker=broker,
         dry_run=dry_run,
         progress=progress,
-        # A dry run needs no exclusive lease.
-        exclusive=None if dry_run else keys.gc,
+        exclusive=lambda keys: keys.gc,
     ) as job:
         collect_topics(
             job, job.topics(wanted), is_everything=topics is None, confirm_clock=confirm_clock

@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Final, TypeAlias
@@ -161,7 +161,7 @@ def open_job(
     broker: str | None = None,
     dry_run: bool = False,
     progress: JobProgress | None = None,
-    exclusive: str | None = None,
+    exclusive: Callable[[PipelineKeys], str] | None = None,
     clock: Clock | None = None,
 ) -> Iterator[Job]:
     """Opens a job; at the end its report is complete and saved.
@@ -176,7 +176,8 @@ def open_job(
             brokers that are not reached by the addresses in the metadata store.
         dry_run: Plan only; change nothing.
         progress: Receives the job's progress.
-        exclusive: A key that only one job may hold at a time; by default a key of its own.
+        exclusive: The key that only one job may hold at a time; by default a key of its own, and
+            for dry runs, which change nothing.
         clock: The clock; the system's by default.
 
     Raises:
@@ -194,7 +195,8 @@ def open_job(
     metadata = place.config.storage.metadata
     store = open_metadata(metadata, clock)
     holder = secrets.token_hex(8)
-    key = exclusive or PipelineKeys(metadata.root_prefix).job(holder)
+    keys = PipelineKeys(metadata.root_prefix)
+    key = keys.job(holder) if exclusive is None or dry_run else exclusive(keys)
     try:
         with closing(open_objects(place.config.storage, clock)) as objects:
             BucketIdentity(objects, store, root_prefix=metadata.root_prefix).verify()

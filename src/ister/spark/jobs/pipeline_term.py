@@ -389,7 +389,7 @@ class PipelineTerm:
                 slow.name,
                 self._job.spark,
                 self._job.place,
-                exclusive=None if slow.key is None else slow.key(self._job.keys),
+                exclusive=slow.key,
                 clock=self._clock,
             ) as job:
                 with self._lock:

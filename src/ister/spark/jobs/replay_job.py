@@ -45,7 +45,6 @@ from ister.base.positions import format_time
 from ister.base.retry import backoff_seconds, retry_unavailable
 from ister.bucket.names import TopicKeys
 from ister.bucket.orphans import REPLAY_PREFIX
-from ister.bucket.pipeline import PipelineKeys
 from ister.errors import (
     CommitUnknownError,
     ConflictError,
@@ -186,15 +185,19 @@ def _open(
 ) -> Job:
     """Opens the job; waits for the lease of a run that was killed a moment ago."""
     metadata = place.config.storage.metadata
-    key = None
-    if not dry_run:
-        key = PipelineKeys(metadata.root_prefix).job(f"replay-{request.lock}")
     deadline = SystemClock.monotonic() + _LEASES * metadata.lease_ttl_seconds
     pause = threading.Event()
     while True:
         try:
             return opened.enter_context(
-                open_job("replay", spark, place, dry_run=dry_run, progress=progress, exclusive=key)
+                open_job(
+                    "replay",
+                    spark,
+                    place,
+                    dry_run=dry_run,
+                    progress=progress,
+                    exclusive=lambda keys: keys.job(f"replay-{request.lock}"),
+                )
             )
         except ConflictError:
             if SystemClock.monotonic() >= deadline:

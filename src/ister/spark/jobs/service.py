@@ -142,7 +142,7 @@ def run_once(
                 place,
                 dry_run=dry_run,
                 progress=progress,
-                exclusive=None if dry_run or slow.key is None else slow.key(_keys(place)),
+                exclusive=slow.key,
             ) as job:
                 part = job.report
                 slow.work(job)
@@ -222,10 +222,6 @@ def _make_job(
         work=lambda job: _WORKS[name](job, pipeline, topics),
         key=_KEYS.get(name),
     )
-
-
-def _keys(place: LogLocation) -> PipelineKeys:
-    return PipelineKeys(place.config.storage.metadata.root_prefix)
 
 
 def _tiers(config: Config) -> bool:
@@ -364,7 +360,7 @@ class Service:
     def _lead(self, stop: threading.Event, ends_at: float) -> None:
         """Runs a term, for as long as the lease lasts."""
         with open_job(
-            "run", self._spark, self._place, exclusive=_keys(self._place).lease, clock=self._clock
+            "run", self._spark, self._place, exclusive=lambda keys: keys.lease, clock=self._clock
         ) as job:
             self._totals.terms += 1
             self._last_error = None

@@ -48,7 +48,6 @@ from ister.bucket.egress import EgressLimit
 from ister.bucket.names import object_key
 from ister.bucket.object_maker import FrameSource, ObjectMaker
 from ister.bucket.ownership import OwnedTopic
-from ister.bucket.pipeline import PipelineKeys
 from ister.client.frames import BrokerFrames
 from ister.errors import (
     ConflictError,
@@ -64,7 +63,6 @@ from ister.spark.jobs.job import (
     Job,
     JobConfig,
     TopicNames,
-    find_job_place,
     open_job,
     parse_topics,
 )
@@ -513,17 +511,15 @@ def tier(
         raise InvalidRequestError(
             f"invalid interval {interval}" if not dry_run else "a dry run has no interval"
         )
-    place = find_job_place(config, broker)
-    keys = PipelineKeys(place.config.storage.metadata.root_prefix)
     wanted = parse_topics(topics)
     with open_job(
         "tier",
         spark,
-        place,
+        config,
+        broker=broker,
         dry_run=dry_run,
         progress=progress,
-        # A dry run needs no exclusive lease.
-        exclusive=None if dry_run else keys.lease,
+        exclusive=lambda keys: keys.lease,
     ) as job:
         if interval is None:
             tier_cycle(job, job.topics(wanted))

@@ -463,7 +463,7 @@ def test_one_export_of_a_topic_into_a_table_at_a_time(spark, place, tmp_path):
     finally:
         Fence.take = classmethod(real)
     [key] = [key for key in taken if "/exports/" in key]
-    with open_job("other", spark, place.config, exclusive=key):
+    with open_job("other", spark, place.config, exclusive=lambda _: key):
         report = _export(spark, place, tmp_path)
         assert "another export" in report.errors[0]["message"]
         # Into another table it may.

@@ -87,7 +87,7 @@ class Stage:
             SPARK,
             self.place.config,
             dry_run=dry_run,
-            exclusive=KEYS.gc,
+            exclusive=lambda keys: keys.gc,
             clock=self.clock,
         ) as job:
             collect_topics(job, job.topics(["*"]), **more)
@@ -450,7 +450,7 @@ def test_topic_that_is_opened_in_the_middle_is_left_alone(tmp_path, point):
 
 def test_one_runs_at_a_time(stage):
     stage.merge()
-    with open_job("gc", SPARK, stage.place.config, exclusive=KEYS.gc):
+    with open_job("gc", SPARK, stage.place.config, exclusive=lambda keys: keys.gc):
         with pytest.raises(ConflictError, match="another gc job is running"):
             stage.gc()
         assert stage.gc(dry_run=True).topics[A]["orphans"] == 4

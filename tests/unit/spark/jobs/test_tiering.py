@@ -16,7 +16,6 @@ from ister.base.model import TopicName
 from ister.bucket.egress import EgressLimit
 from ister.bucket.names import TopicKeys
 from ister.bucket.ownership import OwnedTopic
-from ister.bucket.pipeline import PipelineKeys
 from ister.errors import FencedError, IsterError, UnavailableError
 from ister.format.records import decode_topic, encode_current, encode_topic
 from ister.metadata.sqlite import SqliteMetadata
@@ -35,7 +34,6 @@ from tests.support.clock import ManualClock
 from tests.support.spark_here import SparkHere
 
 A, B = "/default/a", "/default/b"
-LEASE = PipelineKeys("/danube").lease
 SPARK = SparkHere()
 
 
@@ -95,7 +93,7 @@ def tasks(monkeypatch):
 
 @contextmanager
 def a_job(place, **more):
-    with open_job("tier", SPARK, place.config, exclusive=LEASE, **more) as job:
+    with open_job("tier", SPARK, place.config, exclusive=lambda keys: keys.lease, **more) as job:
         yield job
 
 
