@@ -81,7 +81,7 @@ class BrokerAdminService(_Service):
         super().__init__(topics, guard)
         self._control = control
 
-    @needs(Permission.MANAGE_BROKER)
+    @needs(Permission.LOOKUP)
     async def ListBrokers(
         self, request: danube_admin.Empty, context: object
     ) -> danube_admin.BrokerListResponse:
@@ -104,7 +104,7 @@ class BrokerAdminService(_Service):
             ]
         )
 
-    @needs(Permission.MANAGE_BROKER)
+    @needs(Permission.LOOKUP)
     async def GetLeaderBroker(
         self, request: danube_admin.Empty, context: object
     ) -> danube_admin.BrokerResponse:
@@ -164,7 +164,7 @@ class BrokerAdminService(_Service):
         await self._control.activate(request.broker_id)
         return danube_admin.ActivateBrokerResponse(success=True)
 
-    @needs(Permission.MANAGE_BROKER)
+    @needs(Permission.LOOKUP)
     async def GetClusterBalance(
         self, request: danube_admin.ClusterBalanceRequest, context: object
     ) -> danube_admin.ClusterBalanceResponse:

@@ -11,12 +11,12 @@ from ister import __version__
 from ister.base.model import AckLevel, Codec, Start, TopicName
 from ister.base.partitions import base_of_partition
 from ister.base.positions import time_of
-from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.observe.cluster_view import (
     describe_balance,
     describe_drain,
     describe_rebalance,
 )
+from ister.broker.observe.subscriptions import describe_subscription
 from ister.broker.observe.views import Views, list_topics
 from ister.broker.operations import checks, needs
 from ister.broker.policies import parse_overrides
@@ -320,28 +320,20 @@ class IsterAdminService:
 def describe(
     topic: ServedTopic, subscription: AnySubscription
 ) -> ister_api.SubscriptionDescription:
-    """A subscription in the protocol's words."""
-    names = {known.id: name for name, known in subscription.stored.consumers.items()}
-    described = ister_api.SubscriptionDescription(
+    """A subscription in the protocol's words, with all of its consumers."""
+    view = describe_subscription(subscription, consumers_max=len(subscription.attached))
+    return ister_api.SubscriptionDescription(
         topic=topic.name,
-        subscription=subscription.name,
-        kind=subscription.kind.value,
-        consumers=[names.get(one, str(one)) for one in subscription.attached],
+        subscription=view.name,
+        kind=view.type,
+        consumers=view.consumers,
         restricted=subscription.principals is not None,
-        principals=subscription.principals or (),
+        principals=subscription.principals,
+        cursor=view.cursor,
+        lag=view.lag,
+        in_flight=view.in_flight,
+        waiting=view.waiting,
+        max_unacked_messages=view.max_unacked_messages,
+        blocked=view.blocked,
+        active=view.active,
     )
-    if isinstance(subscription, Dispatcher):
-        stats = subscription.delivery.stats()
-        described.cursor = subscription.delivery.cursor
-        described.lag = subscription.lag
-        described.in_flight = stats.in_flight
-        described.waiting = stats.pending + stats.waiting_retry
-        described.max_unacked_messages = subscription.window
-        if stats.blocked is not None:
-            described.blocked = stats.blocked
-        active = subscription.delivery.active
-    else:
-        active = subscription.active
-    if active is not None and subscription.kind.value in ("exclusive", "failover"):
-        described.active = names.get(active, str(active))
-    return described
