@@ -24,6 +24,7 @@ from typing import Final
 import grpc
 import pyarrow as pa
 
+from benchmarks.flight_publisher import publishing
 from benchmarks.measurement import (
     MESSAGE_BYTES,
     Run,
@@ -113,8 +114,14 @@ def measure(run: Run, address: str) -> None:
 
 def _publish(client: FlightClient, batch: pa.RecordBatch, count: int, *, epoch: int) -> float:
     """Messages a second, from the first batch to the last answer."""
-    publisher = client.publish(
-        _TOPIC, batch.schema, producer="bench", epoch=epoch, create=True, ack=AckLevel.SYNCED
+    publisher = publishing(
+        client,
+        _TOPIC,
+        batch.schema,
+        producer="bench",
+        epoch=epoch,
+        create=True,
+        ack=AckLevel.SYNCED,
     )
     with publisher:
         elapsed = stopwatch()
@@ -128,8 +135,8 @@ def _publish_one_by_one(
     client: FlightClient, batch: pa.RecordBatch, count: int, *, epoch: int
 ) -> list[float]:
     times: list[float] = []
-    with client.publish(
-        _TOPIC, batch.schema, producer="lone", epoch=epoch, create=True, ack=AckLevel.SYNCED
+    with publishing(
+        client, _TOPIC, batch.schema, producer="lone", epoch=epoch, create=True, ack=AckLevel.SYNCED
     ) as publisher:
         for _ in range(count):
             elapsed = stopwatch()

@@ -20,6 +20,7 @@ from typing import Final
 
 import pyarrow as pa
 
+from benchmarks.flight_publisher import publishing
 from benchmarks.measurement import Run, status_kib, stopwatch
 from benchmarks.spark_process import read_processes
 from ister.base.limits import KIB
@@ -104,7 +105,7 @@ def _publish(flight: str) -> None:
     with FlightClient(flight) as client:
         for number in range(_TOPICS):
             name = f"/default/topic-{number}"
-            with client.publish(name, rows.schema, create=True) as stream:
+            with publishing(client, name, rows.schema, create=True) as stream:
                 stream.write(rows)
                 stream.flush()
 

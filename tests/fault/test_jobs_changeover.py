@@ -19,6 +19,7 @@ import pyarrow as pa
 import pytest
 
 import ister
+from benchmarks.flight_publisher import publishing
 from ister.base.clock import SystemClock
 from ister.bucket.fence import read_holder
 from ister.bucket.pipeline import PipelineKeys
@@ -65,7 +66,7 @@ class Load(threading.Thread):
         try:
             with FlightClient(self._address) as client:
                 schema = pa.schema([("payload", pa.binary())])
-                streams = [client.publish(name, schema, create=True) for name in TOPICS]
+                streams = [publishing(client, name, schema, create=True) for name in TOPICS]
                 while not self._is_over.wait(0.1):
                     payloads = [payload_of(self.sent + number) for number in range(20)]
                     for stream in streams:

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("danube")
 
+from benchmarks.flight_publisher import publishing
 from ister.client import Client
 from ister.client.flight import FlightClient
 from tests.support.broker import a_broker
@@ -62,7 +63,7 @@ def by_client(broker, topic):
 def by_flight(broker, topic):
     with (
         FlightClient(broker.flight) as flight,
-        flight.publish(topic, ROWS.schema, create=True) as rows,
+        publishing(flight, topic, ROWS.schema, create=True) as rows,
     ):
         rows.write(ROWS)
 
@@ -71,7 +72,7 @@ def by_flight_with_attributes(broker, topic):
     batch = ROWS.append_column("routing_key", pa.array(["k", None]))
     with (
         FlightClient(broker.flight) as flight,
-        flight.publish(topic, batch.schema, producer="p", create=True) as rows,
+        publishing(flight, topic, batch.schema, producer="p", create=True) as rows,
     ):
         rows.write(batch)
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from benchmarks.broker_abuse import gzip_bomb, resident_mib, send_call
+from benchmarks.flight_publisher import publishing
 from ister import wire
 from ister.base.limits import MIB
 from ister.client.flight import FlightClient
@@ -117,11 +118,11 @@ def test_messages_over_the_limits_are_refused(broker):
     """A batch of rows may be larger than other requests; both have their limit."""
     rows = pa.record_batch([pa.array([bytes(9 * MIB)] * 3, pa.binary())], schema=SCHEMA)
     with FlightClient(broker.flight) as client:
-        with client.publish(TOPIC, SCHEMA, producer="p", create=True) as publisher:
+        with publishing(client, TOPIC, SCHEMA, producer="p", create=True) as publisher:
             publisher.write(rows)
             publisher.flush()
         too_large = pa.record_batch([pa.array([bytes(9 * MIB)] * 5, pa.binary())], schema=SCHEMA)
-        publisher = client.publish(TOPIC, SCHEMA, producer="q")
+        publisher = publishing(client, TOPIC, SCHEMA, producer="q")
         publisher.write(too_large)
         with pytest.raises(MessageTooLargeError):
             publisher.close()

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from benchmarks.flight_publisher import publishing
 from ister.client.flight import FlightClient
 from ister.errors import InvalidRequestError, NotFoundError, OffsetOutOfRangeError
 from ister.spark.jobs.replay_job import replay
@@ -116,7 +117,7 @@ def test_copy_through_a_server_that_has_the_log_open(spark, place):
 def test_broker_that_has_the_log_open_is_found_by_itself(spark, tmp_path):
     rows = pa.record_batch({"payload": pa.array([b"%d." % n for n in range(50)], pa.binary())})
     with BrokerProcess(tmp_path) as broker, FlightClient(broker.flight) as client:
-        with client.publish(A, rows.schema, create=True) as stream:
+        with publishing(client, A, rows.schema, create=True) as stream:
             stream.write(rows)
             stream.flush()
         report = replay(spark, str(tmp_path / "ister.yml"), source=A, target=B, start=10)

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 import pyarrow as pa
 import pytest
 
+from benchmarks.flight_publisher import publishing
 from ister.base.clock import SystemClock
 from ister.base.limits import GIB, MIB
 from ister.bucket.fence import read_holder
@@ -52,7 +53,7 @@ class Up:
         rows = pa.record_batch({"payload": pa.array([b"x"] * count, pa.binary())})
         with (
             FlightClient(self.flight) as client,
-            client.publish(TOPIC, rows.schema, create=True) as stream,
+            publishing(client, TOPIC, rows.schema, create=True) as stream,
         ):
             stream.write(rows)
             stream.flush()

@@ -9,7 +9,7 @@
 `messages` has what a consumer gets, `options` how a client reaches brokers, `tls_probe` whether a
 port that does not answer wants TLS; `admin`, `cluster_admin`, `rights`, `schemas` and
 `dead_letters` the calls for operators. Besides, for Arrow data: `ranges` reads topics, `flight`
-ranges of one, `publisher` publishes tables, `frames` fetches a topic's frames for an upload.
+ranges of one, `frames` fetches a topic's frames for an upload.
 
 Nothing is loaded before it is asked for: gRPC and pyarrow are an extra, `ister[client]`.
 """

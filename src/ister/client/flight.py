@@ -28,7 +28,6 @@ from ister.base import forks, threads
 from ister.base.extras import missing_extra
 from ister.base.model import AckLevel, Codec, JsonObject
 from ister.client.options import shown_address
-from ister.client.publisher import Publisher
 from ister.client.tls_probe import find_tls_mismatch
 from ister.errors import (
     ClosedError,
@@ -50,7 +49,6 @@ from ister.wire.contract import (
     FoundTime,
     FramesTicket,
     PlanUpload,
-    PutAck,
     PutOpen,
     RangeTicket,
     TopicNames,
@@ -131,7 +129,7 @@ class FlightClient:
         if not timeout_seconds > 0:
             raise InvalidRequestError(f"timeout must be above 0 seconds, not {timeout_seconds}")
         self.address = address
-        self._timeout = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._flight = flight
         self._arrow_schema: Callable[[tuple[str, ...] | None], pa.Schema] = arrow_schema
         self._errors = (flight.FlightError, pyarrow.ArrowException, OSError)
@@ -285,7 +283,7 @@ class FlightClient:
         timeout_seconds: float | None = None,
     ) -> list[bytes]:
         self._check_open()
-        options = self._options(timeout_seconds or self._timeout)
+        options = self._options(timeout_seconds or self.timeout_seconds)
         with self._translated(topic):
             results = self._client.do_action(self._flight.Action(str(action), body), options)
             return [result.body.to_pybytes() for result in results]
@@ -319,7 +317,7 @@ class FlightClient:
         try:
             while True:
                 with self._translated(ticket.topic):
-                    batch = stream.take(self._timeout)
+                    batch = stream.take(self.timeout_seconds)
                 if batch is None:
                     break
                 has_holes = has_holes or HOLES in (batch.schema.metadata or {})
@@ -364,7 +362,7 @@ class FlightClient:
         try:
             while True:
                 with self._translated(ticket.topic):
-                    batch = stream.take(self._timeout)
+                    batch = stream.take(self.timeout_seconds)
                 if batch is None:
                     break
                 for frames in self._decode_frames(batch, ticket, next_offset):
@@ -437,53 +435,20 @@ class FlightClient:
 
     # -- publishing -------------------------------------------------------------------------
 
-    def publish(
-        self,
-        topic: str,
-        schema: pa.Schema,
-        *,
-        producer: str | None = None,
-        epoch: int = 0,
-        create: bool = False,
-        ack: AckLevel | None = None,
-        first_sequence: int = 0,
-        on_ack: Callable[[PutAck], None] | None = None,
-        unanswered_bytes_max: int | None = None,
-        timeout_seconds: float | None = None,
-    ) -> Publisher:
-        """Opens a stream of rows to a topic; see `ister.client.publisher`.
+    def put(
+        self, opened: PutOpen, schema: pa.Schema
+    ) -> tuple[flight.FlightStreamWriter, flight.FlightMetadataReader]:
+        """Opens a stream of rows to a topic: Flight's own writer, and the reader of answers.
 
-        Args:
-            topic: Where to.
-            schema: The columns of all batches, out of those of `ister.Topic.append_arrow`.
-            producer: Who publishes: rows that are sent again count once. None to do without.
-            epoch: Which producer of that name; a higher one replaces those before it.
-            create: Make the topic if it does not exist, with the following.
-            ack: Its ack level.
-            first_sequence: The sequence of the first row.
-            on_ack: Called with each answer, in order, by a thread of the publisher.
-            unanswered_bytes_max: How much may be on its way; 32 MiB by default.
-            timeout_seconds: How long to wait for an answer; the client's timeout by default.
+        Producers of `ister.client` use a stream that can be cancelled (`core.put_stream`).
 
         Raises:
-            ClosedError: The client is closed. Everything else shows when rows are written.
+            ClosedError: The client is closed.
         """
         self._check_open()
-        opened = PutOpen(topic=topic, producer=producer, epoch=epoch, create=create, ack=ack)
         descriptor = self._flight.FlightDescriptor.for_command(opened.to_json())
-        more = {}
-        if unanswered_bytes_max is not None:
-            more["unanswered_bytes_max"] = unanswered_bytes_max
-        return Publisher(
-            topic=topic,
-            schema=schema,
-            open_stream=lambda: self._client.do_put(descriptor, schema, self._options()),
-            translate=lambda error: self._translate(error, topic),
-            first_sequence=first_sequence,
-            on_ack=on_ack,
-            timeout_seconds=timeout_seconds or self._timeout,
-            **more,
-        )
+        writer, reader = self._client.do_put(descriptor, schema, self._options())
+        return writer, reader
 
     # -- errors -----------------------------------------------------------------------------
 
@@ -493,9 +458,10 @@ class FlightClient:
         try:
             yield
         except self._errors as error:
-            raise self._translate(error, topic) from error
+            raise self.translate(error, topic) from error
 
-    def _translate(self, error: Exception, topic: str | None) -> IsterError:
+    def translate(self, error: Exception, topic: str | None = None) -> IsterError:
+        """The error of ours that an error of the transport stands for."""
         text = str(error)
         if carries_error(text):
             return received_error(text)

@@ -14,6 +14,7 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 from pyarrow import flight
 
+from benchmarks.flight_publisher import publishing
 from ister.base import failpoints
 from ister.base.limits import MIB
 from ister.base.model import AckLevel
@@ -100,7 +101,7 @@ def publish(client, batches, **more):
     acks = []
     more = {"producer": "p", "first_sequence": batches[0].start if batches else 0, **more}
     try:
-        with client.publish(TOPIC, SCHEMA, on_ack=acks.append, **more) as publisher:
+        with publishing(client, TOPIC, SCHEMA, on_ack=acks.append, **more) as publisher:
             for batch in batches:
                 publisher.write(rows(batch.start, len(batch)))
     except IsterError as error:
@@ -138,7 +139,7 @@ def test_small_batches_take_no_thread(client, topic, monkeypatch):
     assert error is None
     assert len(acks) == len(threads) == 20
     assert not [name for name in threads if name.startswith("ister-flight")], "not on the loop"
-    with client.publish(TOPIC, SCHEMA, producer="p", first_sequence=60) as publisher:
+    with publishing(client, TOPIC, SCHEMA, producer="p", first_sequence=60) as publisher:
         publisher.write(rows(60, 1000, size=100))
     assert threads[-1].startswith("ister-flight"), "much work is not the loop's"
 
@@ -150,7 +151,7 @@ def test_small_batches_do_not_overtake_large_ones(client, topic):
         count, size = (400, 200) if number % 5 == 0 else (3, 10)
         batches.append(rows(start, count, size=size))
         start += count
-    with client.publish(TOPIC, SCHEMA, producer="p", on_ack=acks.append) as publisher:
+    with publishing(client, TOPIC, SCHEMA, producer="p", on_ack=acks.append) as publisher:
         for batch in batches:
             publisher.write(batch)
     assert numbers_in(topic) == list(range(start))
@@ -162,7 +163,7 @@ def test_batches_before_one_that_is_refused_are_answered_and_none_behind_it_is_t
     acks = []
 
     def publish_all():
-        with client.publish(TOPIC, SCHEMA, producer="p", on_ack=acks.append) as publisher:
+        with publishing(client, TOPIC, SCHEMA, producer="p", on_ack=acks.append) as publisher:
             for number in range(12):
                 sequence = number * 400 + (number > 5)  # one is left out
                 publisher.write(rows(number * 400, 400, size=200), sequence=sequence)
@@ -181,7 +182,7 @@ def test_small_batch_for_a_topic_that_is_held_waits_and_the_others_go_on(client,
     held.start()
     try:
         for number in range(20):
-            with client.publish("/default/other", SCHEMA, producer=f"q{number}") as publisher:
+            with publishing(client, "/default/other", SCHEMA, producer=f"q{number}") as publisher:
                 publisher.write(rows(0, 3))
         assert topic.watermarks.next == 0
     finally:
@@ -197,7 +198,7 @@ def test_answered_rows_are_synced(client, topic):
     def on_ack(ack):
         seen.append(topic.watermarks.synced - ack.end)
 
-    with client.publish(TOPIC, SCHEMA, producer="p", on_ack=on_ack) as publisher:
+    with publishing(client, TOPIC, SCHEMA, producer="p", on_ack=on_ack) as publisher:
         for start in range(0, 500, 10):
             publisher.write(rows(start, 10))
     assert len(seen) == 50
@@ -216,7 +217,7 @@ def test_all_columns_arrive(client, topic):
             "producer_name": pa.array(["x", "y"]),
         }
     )
-    with client.publish(TOPIC, batch.schema) as publisher:
+    with publishing(client, TOPIC, batch.schema) as publisher:
         publisher.write(batch)
     first, second = topic.read()
     assert (first.payload, first.publish_time_ms, first.attributes) == (b"a", 1000, {"k": "v"})
@@ -248,7 +249,7 @@ def test_rows_without_a_producer_may_come_twice(client, topic):
 def test_batch_after_one_that_was_left_out_is_refused(client, topic):
     """Goal: what came before is answered, nothing after it is appended, and the error says why."""
     acks = []
-    publisher = client.publish(TOPIC, SCHEMA, producer="p", on_ack=acks.append)
+    publisher = publishing(client, TOPIC, SCHEMA, producer="p", on_ack=acks.append)
     for start, count in ((0, 5), (6, 4), (10, 2)):
         publisher.write(rows(start, count), start)
     with pytest.raises(ConflictError, match="left out"):
@@ -259,7 +260,7 @@ def test_batch_after_one_that_was_left_out_is_refused(client, topic):
 
 
 def test_newer_epoch_replaces_a_producer(client, topic):
-    with client.publish(TOPIC, SCHEMA, producer="p", epoch=1) as old:
+    with publishing(client, TOPIC, SCHEMA, producer="p", epoch=1) as old:
         old.write(rows(0, 5))
         old.flush()
         assert publish(client, [range(5)], epoch=2) == ([ack(0, 5, 10)], None)
@@ -272,14 +273,14 @@ def test_newer_epoch_replaces_a_producer(client, topic):
 
 def test_topic_is_made_if_asked_for(log, client):
     name = "/default/new"
-    with pytest.raises(NotFoundError) as caught, client.publish(name, SCHEMA) as publisher:
+    with pytest.raises(NotFoundError) as caught, publishing(client, name, SCHEMA) as publisher:
         publisher.write(rows(0, 1))
     assert caught.value.topic == name
-    with client.publish(name, SCHEMA, create=True, ack=AckLevel.WRITTEN) as publisher:
+    with publishing(client, name, SCHEMA, create=True, ack=AckLevel.WRITTEN) as publisher:
         publisher.write(rows(0, 3))
     assert log.topic(name).ack is AckLevel.WRITTEN
     assert numbers_in(log.topic(name)) == [0, 1, 2]
-    with client.publish(name, SCHEMA, create=True, ack=AckLevel.SYNCED) as publisher:
+    with publishing(client, name, SCHEMA, create=True, ack=AckLevel.SYNCED) as publisher:
         publisher.write(rows(3, 1))
     assert log.topic(name).ack is AckLevel.WRITTEN
 
@@ -293,8 +294,12 @@ def test_many_streams_at_once(client, log, server):
         try:
             with (
                 FlightClient(server.address) as mine,
-                (mine if number % 2 else client).publish(
-                    names[number % 2], SCHEMA, producer=f"p{number}", create=True
+                publishing(
+                    mine if number % 2 else client,
+                    names[number % 2],
+                    SCHEMA,
+                    producer=f"p{number}",
+                    create=True,
                 ) as publisher,
             ):
                 for start in range(0, 400, 20):
@@ -377,7 +382,7 @@ def test_malformed_arrow_is_refused_and_harms_nobody(server, client, topic):
             }
         ),
     }
-    with client.publish(TOPIC, SCHEMA, producer="p") as good:
+    with publishing(client, TOPIC, SCHEMA, producer="p") as good:
         for number, (what, batch) in enumerate(broken.items()):
             opened = PutOpen(topic=TOPIC, producer=f"bad-{number}")
             answers, error = raw_put(server, [batch], schema=batch.schema, command=opened.to_json())
@@ -533,14 +538,14 @@ def test_batches_that_are_too_large_are_refused(log, topic):
     with (
         FlightTopics(log, limits=limits) as server,
         FlightClient(server.address) as client,
-        client.publish(TOPIC, SCHEMA, producer="good") as good,
+        publishing(client, TOPIC, SCHEMA, producer="good") as good,
     ):
         acks, error = publish(client, [range(10), range(10, 21)])
         assert type(error) is InvalidRequestError
         assert "not 11" in error.message
         assert len(acks) == 1
         large = rows(0, 10, size=2 * MIB)
-        publisher = client.publish(TOPIC, SCHEMA, producer="q")
+        publisher = publishing(client, TOPIC, SCHEMA, producer="q")
         publisher.write(large)
         with pytest.raises(MessageTooLargeError):
             publisher.close()
@@ -551,13 +556,13 @@ def test_batches_that_are_too_large_are_refused(log, topic):
 def test_message_that_is_too_large_is_refused_with_its_batch(client, log, topic):
     limit = log.config.storage.max_message_size
     batch = pa.record_batch([pa.array([b"0", b"x" * (limit + 1)])], schema=SCHEMA)
-    publisher = client.publish(TOPIC, SCHEMA, producer="p")
+    publisher = publishing(client, TOPIC, SCHEMA, producer="p")
     publisher.write(batch)
     with pytest.raises(MessageTooLargeError):
         publisher.close()
     assert topic.watermarks.next == 0
     largest = pa.record_batch([pa.array([b"x" * limit])], schema=SCHEMA)
-    with client.publish(TOPIC, SCHEMA, producer="p") as publisher:
+    with publishing(client, TOPIC, SCHEMA, producer="p") as publisher:
         publisher.write(largest)
     assert topic.watermarks.next == 1
 
@@ -567,11 +572,11 @@ def test_more_streams_than_allowed_are_refused(log, topic, monkeypatch):
     with (
         FlightTopics(log, limits=FlightLimits(streams_max=2)) as server,
         FlightClient(server.address) as client,
-        client.publish(TOPIC, SCHEMA, producer="a") as first,
+        publishing(client, TOPIC, SCHEMA, producer="a") as first,
     ):
         first.write(rows(0, 1))
         first.flush()
-        with client.publish(TOPIC, SCHEMA, producer="b") as second:
+        with publishing(client, TOPIC, SCHEMA, producer="b") as second:
             second.write(rows(1, 1))
             second.flush()
             acks, error = publish(client, [range(5)], producer="c")
@@ -590,8 +595,8 @@ def test_an_idle_stream_ends_before_another_one_is_refused(log, topic, monkeypat
     with (
         FlightTopics(log, limits=FlightLimits(streams_max=2)) as server,
         FlightClient(server.address) as client,
-        client.publish(TOPIC, SCHEMA, producer="a") as first,
-        client.publish(TOPIC, SCHEMA, producer="b") as second,
+        publishing(client, TOPIC, SCHEMA, producer="a") as first,
+        publishing(client, TOPIC, SCHEMA, producer="b") as second,
     ):
         for number, one in enumerate((first, second)):
             one.write(rows(number, 1))
@@ -624,7 +629,7 @@ def test_server_takes_no_more_than_it_may_owe_answers_for(log, topic):
     with (
         FlightTopics(log, limits=limits) as server,
         FlightClient(server.address) as client,
-        client.publish(TOPIC, SCHEMA, producer="p", unanswered_bytes_max=1 << 30) as publisher,
+        publishing(client, TOPIC, SCHEMA, producer="p", unanswered_bytes_max=1 << 30) as publisher,
     ):
         with held_disk():
             for start in range(0, 2000, 10):
@@ -644,7 +649,7 @@ def test_server_takes_no_more_batches_than_it_may_owe_answers_for(log, topic):
     with (
         FlightTopics(log, limits=FlightLimits(unacked_bytes_max=100_000)) as server,
         FlightClient(server.address) as client,
-        client.publish(TOPIC, kind, producer="p", unanswered_bytes_max=1 << 30) as publisher,
+        publishing(client, TOPIC, kind, producer="p", unanswered_bytes_max=1 << 30) as publisher,
     ):
         with held_disk():
             for _ in range(300):
@@ -657,7 +662,7 @@ def test_server_takes_no_more_batches_than_it_may_owe_answers_for(log, topic):
 
 
 def test_client_sends_no_more_than_it_may(client, topic):
-    with client.publish(TOPIC, SCHEMA, producer="p", unanswered_bytes_max=1000) as publisher:
+    with publishing(client, TOPIC, SCHEMA, producer="p", unanswered_bytes_max=1000) as publisher:
         with held_disk():
             publisher.write(rows(0, 1, size=900))
             with pytest.raises(UnavailableError, match="no answer"):
@@ -694,7 +699,7 @@ def test_failed_sync_is_told(client, log, topic):
 
 def resend(client, publisher, acks):
     """What a program does about a publisher that has failed."""
-    with client.publish(TOPIC, SCHEMA, producer="p", on_ack=acks.append) as again:
+    with publishing(client, TOPIC, SCHEMA, producer="p", on_ack=acks.append) as again:
         for sequence, batch in publisher.unanswered:
             again.write(batch, sequence)
 
@@ -710,7 +715,7 @@ def test_connection_cut_between_append_and_answer(server, client, topic):
 
     failpoints.arm("wal.after_sync", cut)
     acks = []
-    publisher = client.publish(TOPIC, SCHEMA, producer="p", on_ack=acks.append)
+    publisher = publishing(client, TOPIC, SCHEMA, producer="p", on_ack=acks.append)
     publisher.write(rows(0, 10))
     with pytest.raises(UnavailableError):
         publisher.flush()
@@ -736,8 +741,8 @@ def test_server_killed_under_load(tmp_path, seed):
         left = []
         for _ in range(3):
             with FlightClient(process.address, timeout_seconds=SECONDS) as client:
-                publisher = client.publish(
-                    TOPIC, SCHEMA, producer="p", create=True, on_ack=acks.append
+                publisher = publishing(
+                    client, TOPIC, SCHEMA, producer="p", create=True, on_ack=acks.append
                 )
                 killer = threading.Timer(chance.uniform(0.05, 0.4), process.kill)
                 killer.start()
@@ -755,8 +760,8 @@ def test_server_killed_under_load(tmp_path, seed):
                     sequence = left[-1].sequence + left[-1].batch.num_rows
             process.start()
         with FlightClient(process.address) as client:
-            resend_all = client.publish(
-                TOPIC, SCHEMA, producer="p", create=True, on_ack=acks.append
+            resend_all = publishing(
+                client, TOPIC, SCHEMA, producer="p", create=True, on_ack=acks.append
             )
             for number, batch in left:
                 resend_all.write(batch, number)
@@ -773,7 +778,7 @@ def test_server_that_hangs_is_given_up(tmp_path):
         FlightProcess(tmp_path) as process,
         FlightClient(process.address, timeout_seconds=1) as client,
     ):
-        publisher = client.publish(TOPIC, SCHEMA, producer="p", create=True)
+        publisher = publishing(client, TOPIC, SCHEMA, producer="p", create=True)
         publisher.write(rows(0, 1))
         publisher.flush(SECONDS)
         process.pause()
@@ -787,7 +792,7 @@ def test_server_that_hangs_is_given_up(tmp_path):
 
 def test_server_that_ends_tells_its_publishers(log, topic):
     with FlightTopics(log) as server, FlightClient(server.address) as client:
-        idle = client.publish(TOPIC, SCHEMA, producer="p")
+        idle = publishing(client, TOPIC, SCHEMA, producer="p")
         idle.write(rows(0, 5))
         idle.flush()
         server.server.close(SECONDS)
@@ -877,8 +882,8 @@ def test_right_that_is_taken_away_ends_the_stream(log, topic):
         FlightServer(LogSource(log), access=rights) as server,
         FlightClient(server.address) as client,
     ):
-        busy = client.publish(TOPIC, SCHEMA, producer="a")
-        idle = client.publish(TOPIC, SCHEMA, producer="b")
+        busy = publishing(client, TOPIC, SCHEMA, producer="a")
+        idle = publishing(client, TOPIC, SCHEMA, producer="b")
         for publisher in (busy, idle):
             publisher.write(rows(0, 1))
             publisher.flush()
@@ -897,7 +902,7 @@ def test_streams_are_counted_by_caller(log, monkeypatch):
     with (
         FlightServer(LogSource(log), access=Rights("produce"), limits=limits) as server,
         FlightClient(server.address) as client,
-        client.publish(TOPIC, SCHEMA, producer="a") as first,
+        publishing(client, TOPIC, SCHEMA, producer="a") as first,
     ):
         first.write(rows(0, 1))
         first.flush()
@@ -938,7 +943,7 @@ class Liar(flight.FlightServerBase):
 def test_answers_that_are_none_end_the_stream(answers, kind):
     with Liar() as liar, FlightClient(f"127.0.0.1:{liar.port}") as client:
         liar.answers = answers
-        publisher = client.publish(TOPIC, SCHEMA, producer="p")
+        publisher = publishing(client, TOPIC, SCHEMA, producer="p")
         publisher.write(rows(0, 3))
         wait_until(lambda: publisher.failure is not None)
         assert type(publisher.failure) is kind
@@ -950,7 +955,7 @@ def test_answers_that_are_none_end_the_stream(answers, kind):
 def test_server_that_is_not_there_is_unavailable(server):
     server.close()
     with FlightClient(server.address) as client:
-        publisher = client.publish(TOPIC, SCHEMA)
+        publisher = publishing(client, TOPIC, SCHEMA)
         with pytest.raises(UnavailableError):  # noqa: PT012 - with the first call that notices
             publisher.write(rows(0, 1))
             publisher.close()
@@ -958,7 +963,7 @@ def test_server_that_is_not_there_is_unavailable(server):
 
 
 def test_publisher_refuses_what_makes_no_sense(client, topic):
-    with client.publish(TOPIC, SCHEMA) as publisher:
+    with publishing(client, TOPIC, SCHEMA) as publisher:
         with pytest.raises(InvalidRequestError):
             publisher.write(pa.record_batch({"payload": ["a"]}))
         with pytest.raises(InvalidRequestError):
@@ -976,7 +981,7 @@ def test_error_in_on_ack_fails_the_publisher(client):
     def fail(ack):
         raise ValueError("mine")
 
-    publisher = client.publish(TOPIC, SCHEMA, on_ack=fail)
+    publisher = publishing(client, TOPIC, SCHEMA, on_ack=fail)
     publisher.write(rows(0, 1))
     with pytest.raises(InvariantError, match="ValueError"):
         publisher.flush()

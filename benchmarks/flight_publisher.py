@@ -1,6 +1,8 @@
-"""One stream of rows to the owner of a topic by Arrow Flight: sent as they come, answered in order.
+"""A program that publishes by Arrow Flight with pyarrow's own client, for benchmarks and tests.
 
-    with client.publish("/default/orders", schema, producer="till-3", on_ack=print) as publisher:
+One stream of rows to the owner of a topic: sent as they come, answered in order.
+
+    with publishing(client, "/default/orders", schema, on_ack=print) as publisher:
         publisher.write(batch)          # returns when there is room, not when it is answered
 
 Owns: the stream, the bound on what is not answered, and whether an answer is the one that is due.
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypeAlias
 
 from ister.base import forks, threads
 from ister.base.limits import MIB
+from ister.base.model import AckLevel
 from ister.errors import (
     ClosedError,
     CorruptDataError,
@@ -29,18 +32,48 @@ from ister.errors import (
     UnavailableError,
     WaitTimeoutError,
 )
-from ister.wire.contract import PutAck, PutBatch
+from ister.wire.contract import PutAck, PutBatch, PutOpen
 from ister.wire.errors import carries_error, decode_error
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyarrow import flight
 
+    from ister.client.flight import FlightClient
+
 _UNANSWERED_BYTES_MAX: Final = 32 * MIB
 # Threads that have to be left alone are waited for so long.
 _END_SECONDS: Final = 1.0
 
 Stream: TypeAlias = "tuple[flight.FlightStreamWriter, flight.FlightMetadataReader]"
+
+
+def publishing(
+    client: FlightClient,
+    topic: str,
+    schema: pa.Schema,
+    *,
+    producer: str | None = None,
+    epoch: int = 0,
+    create: bool = False,
+    ack: AckLevel | None = None,
+    first_sequence: int = 0,
+    on_ack: Callable[[PutAck], None] | None = None,
+    unanswered_bytes_max: int = _UNANSWERED_BYTES_MAX,
+    timeout_seconds: float | None = None,
+) -> Publisher:
+    """Opens a stream of rows to a topic; what is wrong shows when rows are written."""
+    opened = PutOpen(topic=topic, producer=producer, epoch=epoch, create=create, ack=ack)
+    return Publisher(
+        topic=topic,
+        schema=schema,
+        open_stream=lambda: client.put(opened, schema),
+        translate=lambda error: client.translate(error, topic),
+        first_sequence=first_sequence,
+        on_ack=on_ack,
+        unanswered_bytes_max=unanswered_bytes_max,
+        timeout_seconds=timeout_seconds or client.timeout_seconds,
+    )
 
 
 class Unanswered(NamedTuple):
@@ -58,7 +91,7 @@ class _Item(NamedTuple):
 
 
 class Publisher:
-    """See the module header. Thread-safe. Made by `FlightClient.publish`."""
+    """See the module header. Thread-safe. Made by `publishing`."""
 
     def __init__(
         self,
