@@ -303,7 +303,7 @@ def test_connections_that_say_nothing(broker):
         channel = own_channel(broker)
         stream = wire.stub(channel, "ister.Delivery").Consume()
         status, text = await outcome(stream.read())
-        assert (status, text) == ("INVALID_ARGUMENT", "a stream is opened within 10 s")
+        assert (status, "within 10 s" in text) == ("INVALID_ARGUMENT", True)
         await channel.close()
 
     with (

@@ -234,7 +234,7 @@ class AccessControl:
         """
         found = self._reload().roles.get(name)
         if found is None:
-            raise NotFoundError(f"there is no role {name[:120]!r}")
+            raise NotFoundError(f"role {name[:120]!r} does not exist")
         return found
 
     def create_role(self, role: Role) -> bool:
@@ -273,7 +273,7 @@ class AccessControl:
         def plan(state: _State) -> list[Operation]:
             known = state.roles.get(name)
             if known is None:
-                raise NotFoundError(f"there is no role {name[:120]!r}")
+                raise NotFoundError(f"role {name[:120]!r} does not exist")
             if known.is_system:
                 raise InvalidRequestError(f"the role {name!r} is always there")
             users = [binding.id for binding in state.bindings.values() if name in binding.roles]
@@ -312,7 +312,7 @@ class AccessControl:
         """
         found = self._reload().bindings.get(self._key(scope, resource, id))
         if found is None:
-            raise NotFoundError(f"there is no binding {id[:120]!r} there")
+            raise NotFoundError(f"binding {id[:120]!r} does not exist in this scope")
         return found
 
     def create_binding(self, binding: Binding) -> bool:
@@ -337,7 +337,7 @@ class AccessControl:
                 )
             missing = [role for role in binding.roles if role not in state.roles]
             if missing:
-                raise NotFoundError(f"there is no role {missing[0]!r}", hint="create it first")
+                raise NotFoundError(f"role {missing[0]!r} does not exist", hint="create it first")
             if len(state.bindings) >= _BINDINGS_MAX:
                 raise CapacityError(f"there are {len(state.bindings)} bindings already")
             return [Put(key, binding.to_json())]
@@ -356,7 +356,7 @@ class AccessControl:
 
         def plan(state: _State) -> list[Operation]:
             if key not in state.bindings:
-                raise NotFoundError(f"there is no binding {id[:120]!r} there")
+                raise NotFoundError(f"binding {id[:120]!r} does not exist in this scope")
             return [Delete(key)]
 
         self._change(plan)
@@ -364,7 +364,7 @@ class AccessControl:
     def _key(self, scope: Scope, resource: str, id: str) -> str:
         if "/" in id:
             # It would be a key of another scope.
-            raise NotFoundError("there is no binding with a '/' in its id")
+            raise NotFoundError("invalid binding id: it has a '/'")
         return f"{self._prefix}bindings/{resource_path(scope, resource)}/{id}"
 
     # -- the store --------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def parse_permission(text: object) -> Permission:
     permission = _PERMISSIONS.get(plain)
     if permission is None:
         raise InvalidRequestError(
-            f"there is no permission {str(text)[:64]!r}", hint=f"one of: {', '.join(Permission)}"
+            f"unknown permission {str(text)[:64]!r}", hint=f"use one of: {', '.join(Permission)}"
         )
     return permission
 
@@ -94,7 +94,7 @@ def parse_scope(text: object) -> Scope:
         return Scope(str(text).lower())
     except ValueError as error:
         raise InvalidRequestError(
-            f"there is no scope {str(text)[:64]!r}", hint=f"one of: {', '.join(Scope)}"
+            f"unknown scope {str(text)[:64]!r}", hint=f"use one of: {', '.join(Scope)}"
         ) from error
 
 

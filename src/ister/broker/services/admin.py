@@ -583,9 +583,14 @@ def decode_policy(message: danube_admin.SubscriptionFailurePolicy) -> FailurePol
         InvalidRequestError: A value is invalid; names it.
     """
     if not 0 <= message.backoff_strategy < len(_BACKOFFS):
-        raise InvalidRequestError(f"there is no backoff strategy {message.backoff_strategy}")
+        raise InvalidRequestError(
+            f"invalid backoff_strategy {message.backoff_strategy}: use 0 (fixed) or 1 (exponential)"
+        )
     if not 0 <= message.poison_policy < len(_POISONS):
-        raise InvalidRequestError(f"there is no poison policy {message.poison_policy}")
+        raise InvalidRequestError(
+            f"invalid poison_policy {message.poison_policy}: "
+            "use 0 (dead letter), 1 (block) or 2 (drop)"
+        )
     return FailurePolicy(
         max_redelivery_count=message.max_redelivery_count,
         ack_timeout_ms=message.ack_timeout_ms,

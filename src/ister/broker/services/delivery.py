@@ -59,10 +59,10 @@ class DeliveryService:
                     opening = await anext(requests, None)
             except TimeoutError as error:
                 raise InvalidRequestError(
-                    f"a stream is opened within {_OPEN_SECONDS:.0f} s"
+                    f"no request arrived within {_OPEN_SECONDS:.0f} s of opening the stream"
                 ) from error
             if opening is None or opening.WhichOneof("step") != "open":
-                raise InvalidRequestError("the first request of a stream opens it")
+                raise InvalidRequestError("the first request of a stream must be `open`")
             answers = self._serve(opening.open, requests)
             try:
                 async for answer in answers:
@@ -125,8 +125,8 @@ class DeliveryService:
             kind = SubscriptionKind(request.kind or SubscriptionKind.EXCLUSIVE)
         except ValueError as error:
             raise InvalidRequestError(
-                f"there is no kind of subscription {request.kind!r}",
-                hint=f"one of: {', '.join(SubscriptionKind)}",
+                f"invalid subscription kind {request.kind!r}",
+                hint=f"use one of: {', '.join(SubscriptionKind)}",
             ) from error
         topic = await self._topics.get(request.topic)
         if not topic.is_reliable:

@@ -77,7 +77,9 @@ class HealthService:
             if not is_known:
                 self._topics.consumers.dismiss(request.id)
         else:
-            raise InvalidRequestError(f"there is no client type {request.client}")
+            raise InvalidRequestError(
+                f"invalid client type {request.client}: use 0 (producer) or 1 (consumer)"
+            )
         status = danube.HealthCheckResponse.ClientStatus
         return danube.HealthCheckResponse(status=status.Value("OK" if is_known else "CLOSE"))
 

@@ -132,7 +132,7 @@ class ClusterControl:
         if found is None:
             found = next((one for one in members if str(broker_number(one.node)) == broker), None)
         if found is None:
-            raise NotFoundError(f"there is no broker {broker[:64]}", hint="ister brokers list")
+            raise NotFoundError(f"broker {broker[:64]} does not exist", hint="ister brokers list")
         return found
 
     async def _find_own(self, broker: str) -> Member:
@@ -260,7 +260,7 @@ class ClusterControl:
             As `Topics.move`.
         """
         if not to:
-            raise NotFoundError("the target broker is empty", hint="ister brokers list")
+            raise NotFoundError("no target broker was given", hint="ister brokers list")
         target = await self.find(to)
         await self._topics.move(topic, target.node)
         return target

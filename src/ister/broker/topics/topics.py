@@ -827,7 +827,7 @@ class Topics:
         members = {one.node: one for one in await asyncio.to_thread(self.cluster.brokers)}
         target = members.get(to)
         if target is None:
-            raise NotFoundError(f"there is no broker {to}", hint="ister brokers list")
+            raise NotFoundError(f"broker {to} does not exist", hint="ister brokers list")
         if not target.takes_topics:
             why = f"is {target.state}" if not target.is_active else "has no room on its disk"
             raise ConflictError(f"the broker {to} {why}")

@@ -102,7 +102,7 @@ def add_pages(application: web.Application) -> None:
 def _answer(request: web.Request, name: str) -> web.Response:
     file = _files().get(name)
     if file is None:
-        return web.Response(text="There is no such file.\n", status=404, headers=_HEADERS)
+        return web.Response(text="File not found.\n", status=404, headers=_HEADERS)
     asked = request.if_none_match or ()
     if any(tag.value in (file.etag, "*") for tag in asked):
         answer = web.Response(status=304, headers=_HEADERS)
