@@ -169,7 +169,7 @@ def test_broker_keeps_no_file(rig):
         ]
     assert list(rig.empty.iterdir()) == []
     # Without a broker: from the bucket and etcd alone.
-    assert "40" in rig.run("inspect", "topic", TOPIC, "--config", str(rig.config))
+    assert "40" in rig.run("topics", "describe", TOPIC, "--config", str(rig.config))
     assert "whole" in rig.run("repair", "--config", str(rig.config))
     assert "bucket" in rig.run("config", "check", str(rig.config))
 

@@ -45,7 +45,6 @@ from ister.errors import (
     NotFoundError,
     OffsetOutOfRangeError,
     UnavailableError,
-    UnsupportedOperationError,
 )
 from ister.format.descriptor import (
     FORMAT_EXPRESS,
@@ -56,7 +55,7 @@ from ister.format.descriptor import (
 from ister.format.frame import FrameBatch, NothingLeftError
 from ister.format.records import TopicRecord
 from ister.rescue.object_check import ObjectChecker
-from ister.rescue.rebuild import describe_object
+from ister.rescue.rebuild import copy_bytes, describe_object
 from ister.topic.history import BucketLog
 from ister.topic.stores import upload_settings
 
@@ -462,7 +461,14 @@ class _Mender:
         )
         try:
             size_bytes = itself.size_bytes if itself is not None else None
-            self._copy_bytes(source.name, object_id, size_bytes)
+            copy_bytes(
+                self._store,
+                object_key(self._topic, source.name),
+                object_key(self._topic, object_id),
+                limit=size_bytes,
+                chunk_bytes=self._settings.chunk_bytes,
+                concurrent_parts=self._settings.concurrent_parts,
+            )
             # Describing the copy reads and checks every byte of it.
             made = describe_object(
                 self._store,
@@ -482,32 +488,6 @@ class _Mender:
         _log.info("copy failed verification", extra={"object": source.name, "reason": reason})
         self._discard(object_id)
         return None
-
-    def _copy_bytes(self, source_id: str, target_id: str, size_bytes: int | None) -> None:
-        """Copies an object, or its first `size_bytes`."""
-        source, target = (object_key(self._topic, item) for item in (source_id, target_id))
-        if size_bytes is None:
-            with suppress(UnsupportedOperationError):
-                self._store.copy(source, target)
-                return
-        limit = 1 << 63 if size_bytes is None else size_bytes
-        writer = self._store.open_writer(
-            target,
-            chunk_bytes=self._settings.chunk_bytes,
-            concurrent_parts=self._settings.concurrent_parts,
-        )
-        try:
-            position = 0
-            while position < limit:
-                size = min(self._settings.read_bytes, limit - position)
-                chunk = self._store.read(source, position, size)
-                if not chunk:
-                    break
-                writer.write(chunk)
-                position += len(chunk)
-            writer.close()
-        finally:
-            writer.abort()
 
     def _verify(self, made: ObjectDescriptor) -> None:
         """Reads a new object back."""

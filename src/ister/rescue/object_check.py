@@ -28,10 +28,9 @@ import pyarrow as pa
 from ister.base.clock import Clock
 from ister.base.metrics import Metrics
 from ister.base.model import Codec, TopicName
-from ister.bucket.check import ObjectFile, load_archives, walk_frames
+from ister.bucket.check import ObjectFile, load_archives
 from ister.bucket.chunks import ObjectPart, fetch_chunks
-from ister.bucket.names import object_key, parse_object_id
-from ister.bucket.object_maker import ObjectSummary
+from ister.bucket.names import ObjectName, object_key, parse_object_id
 from ister.errors import CorruptDataError, DiskError, NotFoundError
 from ister.format.arrow.decode import ColumnarDecoder, DecodedFrames
 from ister.format.crc import Buffer, crc32
@@ -53,6 +52,7 @@ from ister.format.frame_walk import BadBytes, FrameWalk
 from ister.format.message import decode_message, decode_publish_times, recognise
 from ister.objectstore.base import ObjectInfo, ObjectStore
 from ister.rescue.examine_object import walk_archive
+from ister.rescue.rebuild import describe_object
 
 if TYPE_CHECKING:
     from ister.format.archive import ArchiveReader, RowGroup
@@ -160,7 +160,7 @@ class ObjectChecker:
         problems, right = sums.bad_bodies, None
         if not problems and (problems := sums.compare()):
             etag = None if described.format == FORMAT_EXPRESS else info.etag
-            right = replace(self._describe(key, described), etag=etag)
+            right = replace(self._describe(described), etag=etag)
         return Checked(
             bytes=info.size,
             messages=sums.messages - len(sums.bad_bodies),
@@ -261,7 +261,7 @@ class ObjectChecker:
         messages = sums.messages + sum(len(scan.starts) for _, _, scan in walk)
         size_bytes = walk.size
         if [problem.kind for problem in problems] == [ProblemKind.WRONG_DESCRIPTOR]:
-            return self._as_named(key, size_bytes, described, problems, messages)
+            return self._as_named(size_bytes, described, problems, messages)
         if (walk.next_offset or 0) >= end and walk.end < size_bytes:
             following = decode_frame(
                 self._store.read(key, walk.end, self._chunk_bytes), expected_offset=end
@@ -269,14 +269,13 @@ class ObjectChecker:
             if isinstance(following, Frame):
                 reason = f"the object has frames beyond the offset {end}, where its descriptor ends"
                 add(ProblemKind.WRONG_DESCRIPTOR, reason, walk.end, end, end)
-                return self._as_named(key, size_bytes, described, problems, messages)
+                return self._as_named(size_bytes, described, problems, messages)
             reason = f"{size_bytes - walk.end} bytes come after the last frame"
             add(ProblemKind.DAMAGED, reason, walk.end, end, end)
         return Checked(bytes=size_bytes, messages=messages, problems=tuple(problems))
 
     def _as_named(
         self,
-        key: str,
         size_bytes: int,
         described: ObjectDescriptor,
         problems: list[ObjectProblem],
@@ -287,25 +286,24 @@ class ObjectChecker:
         end = _end_by_name(described)
         if len(problems) == 1 and end is not None:
             try:
-                right = self._describe(key, replace(described, end=end))
+                right = self._describe(replace(described, end=end))
             except CorruptDataError:
                 right = None
         return Checked(bytes=size_bytes, messages=messages, problems=tuple(problems), right=right)
 
-    def _describe(self, key: str, described: ObjectDescriptor) -> ObjectDescriptor:
-        summary = ObjectSummary(described.start, index_every_messages=self._every)
-        for batch in walk_frames(
-            self._store, key, described.start, described.end, chunk_bytes=self._chunk_bytes
-        ):
-            summary.add(batch)
-        right = summary.describe(
+    def _describe(self, described: ObjectDescriptor) -> ObjectDescriptor:
+        right = describe_object(
+            self._store,
+            self._topic,
             described.object_id,
-            epoch=described.epoch,
+            ObjectName(start=described.start, end=described.end, epoch=described.epoch),
             incarnation=described.incarnation,
             created_at=described.created_at,
-            etag=None,
+            index_every_messages=self._every,
         )
-        return replace(right, format=described.format, arrival_time_max=described.arrival_time_max)
+        return replace(
+            right, etag=None, format=described.format, arrival_time_max=described.arrival_time_max
+        )
 
     # -- Parquet ----------------------------------------------------------------------------
 

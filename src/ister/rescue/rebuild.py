@@ -316,6 +316,7 @@ def describe_object(
     *,
     incarnation: str,
     created_at: int,
+    index_every_messages: int = _INDEX_EVERY,
 ) -> ObjectDescriptor:
     """Reads an object whole and describes it.
 
@@ -334,7 +335,7 @@ def describe_object(
         except CorruptDataError as error:
             error.topic = str(topic)
             raise
-    summary = ObjectSummary(name.start, index_every_messages=_INDEX_EVERY)
+    summary = ObjectSummary(name.start, index_every_messages=index_every_messages)
     try:
         for batch in walk_frames(store, key, name.start, name.end, chunk_bytes=_CHUNK_BYTES):
             summary.add(batch)
@@ -506,26 +507,44 @@ def secure_objects(
         )
         key = object_key(topic, object_id)
         try:
-            _copy(store, object_key(topic, described.object_id), key, described.size_bytes)
-            etag = store.stat(key).etag
+            copy_bytes(store, object_key(topic, described.object_id), key)
+            etag = verify_size(store, key, described.size_bytes)
         except (NotFoundError, CorruptDataError):
             break
         secured.append(replace(described, object_id=object_id, epoch=epoch, etag=etag))
     return secured
 
 
-def _copy(store: ObjectStore, source: str, target: str, size_bytes: int) -> None:
+def copy_bytes(
+    store: ObjectStore,
+    source: str,
+    target: str,
+    *,
+    limit: int | None = None,
+    chunk_bytes: int = _CHUNK_BYTES,
+    concurrent_parts: int = 1,
+) -> None:
+    """Copies an object, or its first `limit` bytes; by hand where the store cannot.
+
+    Raises:
+        NotFoundError: There is no such object.
+        UnavailableError: The store does not answer.
+    """
+    if limit is None:
+        with suppress(UnsupportedOperationError):
+            store.copy(source, target)
+            return
+    writer = store.open_writer(target, chunk_bytes=chunk_bytes, concurrent_parts=concurrent_parts)
     try:
-        store.copy(source, target)
-    except UnsupportedOperationError:
-        writer = store.open_writer(target, chunk_bytes=_CHUNK_BYTES, concurrent_parts=1)
-        try:
-            for position in range(0, size_bytes, _CHUNK_BYTES):
-                writer.write(store.read(source, position, _CHUNK_BYTES))
-            writer.close()
-        finally:
-            writer.abort()
-    verify_size(store, target, size_bytes)
+        position, left = 0, 1 << 63 if limit is None else limit
+        # With its copy for the store, what is read takes up one part.
+        while left and (chunk := store.read(source, position, min(chunk_bytes // 2, left))):
+            writer.write(chunk)
+            position += len(chunk)
+            left -= len(chunk)
+        writer.close()
+    finally:
+        writer.abort()
 
 
 def rebuild_topic(
