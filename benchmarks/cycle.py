@@ -34,7 +34,7 @@ from ister.format.records import OwnerRecord, decode_topic, encode_owner, encode
 from ister.metadata.base import KeyValue, MetadataStore, Put
 from ister.spark.jobs.job import Job, open_job
 from ister.spark.jobs.job_report import JobReport
-from ister.spark.jobs.tasks import LocalRunner
+from ister.spark.jobs.tasks import TaskRunner
 from ister.spark.jobs.tier_job import tier_cycle
 
 _TOPICS: Final = 10_000
@@ -125,7 +125,7 @@ def _cycle(job: Job, topics: Sequence[str], report: JobReport) -> None:
 
 @contextmanager
 def _job(config: Config) -> Iterator[Job]:
-    with open_job("tier", LocalRunner(), config, exclusive=lambda keys: keys.lease) as job:
+    with open_job("tier", TaskRunner(), config, exclusive=lambda keys: keys.lease) as job:
         yield job
 
 

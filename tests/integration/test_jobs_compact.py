@@ -19,7 +19,6 @@ from tests.integration.places import flip_byte
 from tests.integration.spark_topics import (
     EXPRESS,
     PUBLISHED_MS,
-    ReadHere,
     SparkPlace,
     fill,
     fill_randomly,
@@ -27,7 +26,6 @@ from tests.integration.spark_topics import (
     objects_of,
     rows_in,
     rows_of,
-    upload_of,
     without_spark,
 )
 from tests.support.writer_child import new_seed, say_replay
@@ -71,31 +69,6 @@ def upload_randomly(topic, rng, uploads, *, each=30, **kinds):
 
 
 # -- express runs -------------------------------------------------------------------------------
-
-
-def test_express_runs_become_what_the_uploader_makes_of_the_range(spark, tmp_path):
-    """Goal: after re-sorting on Spark, Danube's tools find what they find after an upload."""
-    with without_spark():
-        place = SparkPlace(tmp_path, uploader=EXPRESS)
-        with place.open() as log:
-            topic = log.topic(A, create=True, ack="tiered")
-            fill_runs(topic, 1, 40, 2, 17)
-            rows, runs = rows_of(topic), objects_of(topic)
-            wanted, data = upload_of(topic, 0, 60)
-            assert {run.format for run in runs} == {"express"}
-            assert spark_rows(spark, place) == rows
-            report = compact(spark, place.config)
-            assert report.ok, report.errors
-            [made] = objects_of(topic)
-            assert path_of(place, made).read_bytes() == data
-            assert (made.format, made.offset_index, made.publish_time_index, made.checksum) == (
-                "dnb1",
-                wanted.offset_index,
-                wanted.publish_time_index,
-                wanted.checksum,
-            )
-            assert made.arrived_ms == runs[-1].arrived_ms
-            assert rows_of(topic) == rows == spark_rows(spark, place)
 
 
 @pytest.mark.nightly
@@ -213,25 +186,6 @@ def test_stream_goes_on_from_its_checkpoint_across_compactions(spark, place, tmp
     assert [(row.offset, bytes(row.payload)) for row in found] == [
         (row.offset, row.payload) for row in rows
     ]
-
-
-@pytest.mark.nightly
-def test_read_that_was_planned_before_goes_on_when_the_old_objects_are_gone(spark, place):
-    with place.open() as log:
-        topic = log.topic(A, create=True)
-        upload_randomly(topic, random.Random(6), 8)
-        topic.bucket.retention.trim()
-        rows = rows_of(topic)
-    planned = ReadHere(topic=A, config=place.config, minPartitions="12")
-    for kind in ("dnb1", "parquet"):
-        old = descriptors(place)
-        assert compact(
-            spark, place.config, format=kind, min_objects=1, grace_minutes=0, target_mb=1
-        ).ok
-        for described in old:
-            if described not in descriptors(place):
-                path_of(place, described).unlink(missing_ok=True)
-        assert planned.rows() == rows
 
 
 @pytest.mark.nightly

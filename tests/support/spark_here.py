@@ -6,10 +6,10 @@ What works here travels to an executor.
 import pickle
 from collections.abc import Sequence
 
-from ister.spark.jobs.tasks import LocalRunner, Work
+from ister.spark.jobs.tasks import TaskRunner, Work
 
 
-class SparkHere(LocalRunner):
+class SparkHere(TaskRunner):
     """Passed to jobs instead of a session."""
 
     def __init__(self) -> None:

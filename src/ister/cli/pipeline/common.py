@@ -163,7 +163,7 @@ def open_runner(
         is_short: See `open_session`.
         is_eager: Whether to start Spark at once.
     """
-    from ister.spark.jobs.tasks import LocalRunner, SparkRunner  # noqa: PLC0415 - loads Arrow
+    from ister.spark.jobs.tasks import SparkRunner, TaskRunner  # noqa: PLC0415 - loads Arrow
 
     config = place.config
     master = options.master or (config.pipeline.master if config is not None else "local[*]")
@@ -177,7 +177,7 @@ def open_runner(
                 open_session(master, conf, name=f"ister {job}", is_quiet=True, is_short=is_short)
             )
 
-        runner: TaskRunner = LocalRunner() if is_here else SparkRunner(open_spark)
+        runner = TaskRunner() if is_here else SparkRunner(open_spark)
         if not is_here and (is_eager or tracing.is_wanted(os.environ)):
             # Before tracing: its thread would start in the process forked for the JVM, too.
             runner.session()

@@ -46,7 +46,7 @@ from ister.errors import CorruptDataError, InvariantError, IsterError
 from ister.format.descriptor import ObjectDescriptor
 from ister.objectstore.base import ObjectStore, ObjectWriter
 from ister.spark.jobs.job_report import ErrorFields, error_as_fields
-from ister.spark.jobs.tasks import LocalRunner, TaskRunner, map_tasks
+from ister.spark.jobs.tasks import SparkRunner, TaskRunner, map_tasks
 from ister.spark.location import LogLocation
 from ister.topic.columns import Decoders
 from ister.topic.dedup import find_sequenced
@@ -179,7 +179,7 @@ def find_latest(
     """Searches topics for the messages that stay.
 
     Args:
-        runner: Where to search. A `LocalRunner` searches up to 5 million messages in all.
+        runner: Where to search. A runner without Spark searches up to 5 million messages in all.
         place: Where the objects are.
         topics: Which ones.
         tombstones_before_ms: Tombstones published before this go.
@@ -205,7 +205,7 @@ def find_latest(
     ]
     uncounted: frozenset[str] = frozenset()
     rows: list[_StagedRow] = []
-    if isinstance(runner, LocalRunner):
+    if not isinstance(runner, SparkRunner):
         uncounted = _beyond(topics, _LOCAL_MESSAGES_MAX)
         for number, topic in enumerate(topics):
             if topic.name not in uncounted:

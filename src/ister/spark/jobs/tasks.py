@@ -16,8 +16,8 @@ slots idle. A stage's function is sent to every executor with the items of all i
 bounds the bytes of a Spark job.
 
 Uses only public calls that a Connect session has, too. A runner may open its session when it is
-first needed: a job that finds nothing to do starts no JVM. Dry runs use a `LocalRunner`: they need
-neither Java nor PySpark.
+first needed: a job that finds nothing to do starts no JVM. Dry runs use a plain `TaskRunner`: they
+need neither Java nor PySpark.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import os
 import pickle
 import re
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
@@ -181,19 +180,21 @@ def _run_tasks(
 # -- where tasks run ------------------------------------------------------------------------
 
 
-class TaskRunner(ABC):
-    """Runs tasks. Thread-safe."""
+class TaskRunner:
+    """Runs tasks, in threads of this process. Thread-safe."""
+
+    def __init__(self, slots: int = _LOCAL_SLOTS) -> None:
+        self._local_slots = slots
 
     @property
-    @abstractmethod
     def slots(self) -> int:
         """Number of tasks that run in parallel."""
+        return self._local_slots
 
-    @abstractmethod
     def session(self) -> SparkSession:
-        """Returns the Spark session, for work that needs more than tasks."""
+        """Returns the Spark session, for work that needs more than tasks; this runner has none."""
+        raise InvalidRequestError("this dry run needs Spark", hint="pass a Spark session")
 
-    @abstractmethod
     def run(self, work: Work, bundles: Sequence[bytes], *, name: str) -> list[bytes]:
         """Runs `work(bundle)` as one task for each; returns the results in order.
 
@@ -206,6 +207,10 @@ class TaskRunner(ABC):
             ConfigError: Spark's workers cannot import `ister`.
             Exception: A task failed.
         """
+        if len(bundles) == 1:
+            return [work(bundles[0])]
+        with ThreadPoolExecutor(self.slots, thread_name_prefix="ister-task") as pool:
+            return list(pool.map(work, bundles))
 
     @contextmanager
     def described(self, name: str) -> Iterator[SparkSession]:
@@ -258,30 +263,7 @@ def runner_of(spark: SparkOrRunner, *, dry_run: bool = False) -> TaskRunner:
         raise InvalidRequestError(
             "spark is None", hint="pass a Spark session; None is for dry runs only"
         )
-    return LocalRunner()
-
-
-class LocalRunner(TaskRunner):
-    """Runs tasks in threads of this process."""
-
-    def __init__(self, slots: int = _LOCAL_SLOTS) -> None:
-        self._slots = slots
-
-    @property
-    def slots(self) -> int:
-        """Number of threads."""
-        return self._slots
-
-    def session(self) -> SparkSession:
-        """Raises InvalidRequestError: this runner has no Spark."""
-        raise InvalidRequestError("this dry run needs Spark", hint="pass a Spark session")
-
-    def run(self, work: Work, bundles: Sequence[bytes], *, name: str) -> list[bytes]:
-        """See `TaskRunner.run`."""
-        if len(bundles) == 1:
-            return [work(bundles[0])]
-        with ThreadPoolExecutor(self._slots, thread_name_prefix="ister-task") as pool:
-            return list(pool.map(work, bundles))
+    return TaskRunner()
 
 
 class SparkRunner(TaskRunner):
@@ -294,6 +276,7 @@ class SparkRunner(TaskRunner):
         clock: Clock | None = None,
     ) -> None:
         """Takes a session, or a function that opens one when it is first needed."""
+        super().__init__()
         self._lock = threading.Lock()
         self._open: Callable[[], SparkSession] | None = None
         self._session: SparkSession | None = None

@@ -13,7 +13,7 @@ from ister.errors import CorruptDataError, NotFoundError
 from ister.format.descriptor import ObjectDescriptor
 from ister.spark.jobs import latest_per_key
 from ister.spark.jobs.latest_per_key import KeyedTopic, Latest, LatestOffsets, find_latest
-from ister.spark.jobs.tasks import LocalRunner
+from ister.spark.jobs.tasks import TaskRunner
 from ister.spark.location import find_place
 from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace, without_spark
 
@@ -57,7 +57,7 @@ def topic_of(place, name, *, groups=None):
 
 def find(place, *topics, before_hours=0, run="compact-x"):
     return find_latest(
-        LocalRunner(),
+        TaskRunner(),
         find_place(place.config),
         topics,
         tombstones_before_ms=PUBLISHED_MS + before_hours * HOUR_MS,

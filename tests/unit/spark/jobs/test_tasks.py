@@ -15,8 +15,8 @@ from ister.errors import (
 )
 from ister.spark.jobs import tasks
 from ister.spark.jobs.tasks import (
-    LocalRunner,
     SparkRunner,
+    TaskRunner,
     raise_for_other_python,
     run_tasks,
     runner_of,
@@ -48,7 +48,7 @@ class SparkJobs(SparkHere):
         return super().run(work, bundles, name=name)
 
 
-@pytest.mark.parametrize("runner", [SparkHere(), LocalRunner(), LocalRunner(slots=1)])
+@pytest.mark.parametrize("runner", [SparkHere(), TaskRunner(), TaskRunner(slots=1)])
 def test_failed_item_is_its_result(runner):
     found = list(run_tasks(runner, list(range(40)), half, weigh=lambda item: 1))
     assert [done.item for done in found] == list(range(40))
@@ -99,15 +99,15 @@ def test_tasks_of_this_process_run_side_by_side():
         both.wait()
         return data
 
-    assert LocalRunner(slots=2).run(meet, [b"a", b"b"], name="meet") == [b"a", b"b"]
+    assert TaskRunner(slots=2).run(meet, [b"a", b"b"], name="meet") == [b"a", b"b"]
 
 
 def test_only_a_dry_run_does_without_a_session():
-    assert isinstance(runner_of(None, dry_run=True), LocalRunner)
+    assert type(runner_of(None, dry_run=True)) is TaskRunner
     with pytest.raises(InvalidRequestError, match="spark is None"):
         runner_of(None)
     with pytest.raises(InvalidRequestError, match="needs Spark"):
-        LocalRunner().session()
+        TaskRunner().session()
 
 
 def test_session_is_opened_when_it_is_first_needed():
