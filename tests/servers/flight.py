@@ -162,7 +162,7 @@ class LogSource:
             if creator is None:
                 raise
             topic = self._log.topic(name, create=True, ack=ack, codec=codec)
-        return self._sequenced.of(topic)
+        return self._sequenced.get(topic)
 
     def names(self):
         return self._log.topics()

@@ -346,7 +346,7 @@ class Sharing:
             MemoryMetadata(world.clock),
             TopicKeys("/danube", topic),
             found.get(topic, []),
-            runs=find_runs(store, on_damage=_refuse_damage).of(topic),
+            runs=find_runs(store, on_damage=_refuse_damage).runs_of(topic),
             clock=world.clock,
             dry_run=True,
         )

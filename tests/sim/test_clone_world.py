@@ -56,7 +56,7 @@ def older_copies_join(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_renewal_does_not_compare(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Membership, "_look", lambda self: self._store.get(self._key))
+    patch.setattr(Membership, "_read_key", lambda self: self._store.get(self._key))
     patch.setattr(ister.bucket.membership, "_is_older", lambda known, latest: False)
 
 
@@ -65,7 +65,7 @@ def a_replaced_process_comes_back(patch: pytest.MonkeyPatch) -> None:
 
     def rejoin(self: Membership):
         lease = self._store.grant_lease(self._ttl)
-        self._look()
+        self._read_key()
         self._store.transact([Absent(self._key)], [Put(self._key, self._value, lease)])
         return lease
 

@@ -71,7 +71,9 @@ class ObjectPart:
         return self.end_position - self.position
 
     @classmethod
-    def of(cls, topic: str, described: ObjectDescriptor, start: int, end: int) -> ObjectPart:
+    def overlapping(
+        cls, topic: str, described: ObjectDescriptor, start: int, end: int
+    ) -> ObjectPart:
         """Returns the part of an object that overlaps a range; it has to overlap."""
         start, end = max(start, described.start), min(end, described.end)
         index_offset, position = described.position_before(start)
@@ -106,7 +108,7 @@ class FirstRange(NamedTuple):
     """Size of the whole object."""
 
     @classmethod
-    def of(cls, key: str, part: ObjectPart, chunk_bytes: int) -> FirstRange | None:
+    def of_part(cls, key: str, part: ObjectPart, chunk_bytes: int) -> FirstRange | None:
         """Returns the first bytes of a part; None if they are not known without reading."""
         if part.format == FORMAT_PARQUET:
             size = part.object_bytes
@@ -234,7 +236,7 @@ def fetch_chunks(
     )
     metrics.count("cloud_reader.objects_opened_total")
     position = part.position
-    first = FirstRange.of(key, part, chunk_bytes)
+    first = FirstRange.of_part(key, part, chunk_bytes)
     coming = upcoming.take(first) if upcoming is not None and first is not None else None
     try:
         while position < part.end_position:

@@ -221,7 +221,7 @@ class ExpressRuns:
     _unread: list[tuple[str, Collection[TopicName] | None]] = field(default_factory=list)
     """Keys of objects of a newer Ister with the topics in them; None if these are unknown."""
 
-    def of(self, topic: TopicName) -> Sequence[ObjectDescriptor]:
+    def runs_of(self, topic: TopicName) -> Sequence[ObjectDescriptor]:
         """The runs of one topic.
 
         Raises:
@@ -294,5 +294,5 @@ def find_runs_from(
             mine = [run for name, run in runs if (name, run.incarnation) == (topic, incarnation)]
             if any(run.start < start for run in mine):
                 break
-    known = found.of(topic)
+    known = found.runs_of(topic)
     return [run for run in known if run.incarnation == incarnation and run.start >= start]

@@ -367,7 +367,7 @@ class Membership:
             FencedError: Another process has it.
             UnavailableError: The metadata store does not respond.
         """
-        found = self._look()
+        found = self._read_key()
         if found is None:
             self.renew()
 
@@ -385,7 +385,7 @@ class Membership:
         # One at a time: with two new leases, some owner keys would be under the wrong one.
         with self._renewing:
             # Check before renewing: a renewed lease would make a replaced process look valid.
-            found = self._look()
+            found = self._read_key()
             if found is None or not self._extend():
                 _log.warning("lease expired; joining again", extra={"node": self.node})
                 lease = self._rejoin()
@@ -393,7 +393,7 @@ class Membership:
                     self.lease = lease
             self._reclaim()
 
-    def _look(self) -> KeyValue | None:
+    def _read_key(self) -> KeyValue | None:
         """Reads the node's key; None if it is absent.
 
         Raises:
@@ -436,7 +436,7 @@ class Membership:
 
         def take(lease: Lease) -> bool:
             # Overwrites a key of this process, too: it may be under an abandoned lease.
-            found, latest = self._look(), self._store.get(self._latest_key)
+            found, latest = self._read_key(), self._store.get(self._latest_key)
             if _is_older(self._directory.instances(), latest):
                 self._lose("a process with a copy of this directory has used the node meanwhile")
             compares = [unchanged(self._key, found), unchanged(self._latest_key, latest)]
@@ -505,7 +505,7 @@ class Membership:
         except NotFoundError as error:
             raise UnavailableError("a new lease has ended at once") from error
         except ConflictError:
-            if self._look() is None:
+            if self._read_key() is None:
                 raise UnavailableError("a new lease has ended at once") from None
             raise
 

@@ -190,7 +190,9 @@ class ForgottenRuns:
         self._lock = threading.Lock()
         self._found: dict[str, ExpressRuns] = {}
 
-    def of(self, topic: TopicName, processes: Iterable[tuple[str, str]]) -> list[ObjectDescriptor]:
+    def runs_of(
+        self, topic: TopicName, processes: Iterable[tuple[str, str]]
+    ) -> list[ObjectDescriptor]:
         """The runs of a topic in the newest express objects of some processes.
 
         Args:
@@ -205,7 +207,7 @@ class ForgottenRuns:
             return [
                 run
                 for node, instance in processes
-                for run in self._runs(f"{node}/{instance}/", node, instance).of(topic)
+                for run in self._runs(f"{node}/{instance}/", node, instance).runs_of(topic)
             ]
 
     def _runs(self, folder: str, node: str, instance: str) -> ExpressRuns:

@@ -165,7 +165,7 @@ class Recovery:
                     self._metadata,
                     keys,
                     self._found[name],
-                    runs=self._runs.of(name),
+                    runs=self._runs.runs_of(name),
                     clock=self._clock,
                     dry_run=self._is_dry,
                     layout=self._storage.cloud.layout,

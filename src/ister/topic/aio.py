@@ -272,7 +272,7 @@ class AsyncReader:
                 # At the tail, which is where readers wait, this is all there is to do.
                 if messages := core.poll_cache(max_messages, max_bytes):
                     if is_measured:
-                        core.note_tail_read(self._seconds_visible())
+                        core.observe_tail_read(self._seconds_visible())
                     return messages
                 if core.next_offset >= self._wal.visible:
                     if core.is_at_end:

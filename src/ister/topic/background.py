@@ -5,7 +5,7 @@
     pool     runs uploads, `storage.uploader.threads` at a time: that bounds their memory; and
              re-sorts express runs, on half of them
     express  writes the objects that topics share (`express`)
-    tidier   trims, expires and collects, a few topics at a time: uploads do not wait for it
+    retainer trims, expires and collects, a few topics at a time: uploads do not wait for it
     marker   marks idle topics, and removes the mark when a producer waits for that
 
 Owns: threads and when things are due. Does not own: how it is done (`uploads`, `retention`).

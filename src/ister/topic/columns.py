@@ -78,9 +78,9 @@ class Decoders:
         self._topic = topic
         self._columns = columns
         self._by_codec: dict[Codec, ColumnarDecoder] = {}
-        self.schema: pa.Schema = self.of(Codec.BINCODE2).schema
+        self.schema: pa.Schema = self.decoder_for(Codec.BINCODE2).schema
 
-    def of(self, codec: Codec) -> ColumnarDecoder:
+    def decoder_for(self, codec: Codec) -> ColumnarDecoder:
         """The decoder for bodies in `codec`."""
         decoder = self._by_codec.get(codec)
         if decoder is None:
@@ -95,7 +95,7 @@ def decode_frames(frames: FrameBatch, decoders: Decoders) -> Iterator[Rows]:
     Raises:
         CorruptDataError: A body is not a message; the rows before it were returned.
     """
-    decoder = decoders.of(frames.codec)
+    decoder = decoders.decoder_for(frames.codec)
     buffer = memoryview(frames.chunk)[: frames.end]
     position, start = frames.starts[0], frames.first_offset
     try:
@@ -177,7 +177,7 @@ def read_part(
             _log.info("read again with care", extra={"path": key, "error": str(error)})
     elif part.codec is not None:
         feed = FrameFeed(
-            decoders.of(part.codec), expected_offset=part.index_offset, end_offset=part.end
+            decoders.decoder_for(part.codec), expected_offset=part.index_offset, end_offset=part.end
         )
         chunks = fetch_chunks(
             store,
@@ -232,7 +232,7 @@ def _read_archived(  # noqa: PLR0917
         object_bytes=part.object_bytes,
     )
     metrics.count("cloud_reader.objects_opened_total")
-    first = FirstRange.of(key, part, chunk_bytes)
+    first = FirstRange.of_part(key, part, chunk_bytes)
     whole: Buffer | None = None
     if upcoming is not None and first is not None:
         fetch = upcoming.take(first)

@@ -558,7 +558,7 @@ class SequencedTopics:
         self._topics: dict[str, SequencedTopic] = {}
         self._drop_at = 0
 
-    def of(self, topic: Topic) -> SequencedTopic:
+    def get(self, topic: Topic) -> SequencedTopic:
         """The `SequencedTopic` of a topic; a topic that was reopened has a new one."""
         with self._lock:
             found = self._topics.get(topic.name)

@@ -91,7 +91,7 @@ class TopicDirectories:
 
     def remove(self, name: TopicName) -> None:
         """Removes a topic's directory and what is in it; one that does not exist is fine."""
-        path = self.of(name).path
+        path = self.directory_of(name).path
         removed = f"{path}{_REMOVED_SUFFIX}"
         remove_directory(self._fs, removed)
         if self._fs.exists(path):
@@ -120,7 +120,7 @@ class TopicDirectories:
         if self._held is not None:
             self._held.release()
 
-    def of(self, name: TopicName) -> WalDirectory:
+    def directory_of(self, name: TopicName) -> WalDirectory:
         """A topic's directory, which need not exist."""
         path = f"{self.root}/{name.namespace}/{name.topic}"
         return WalDirectory(self._fs, path, durable=self._durable)

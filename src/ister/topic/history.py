@@ -149,7 +149,7 @@ class BucketLog:
         reads = MeasuredReads(self.objects, clock=self.clock, metrics=self.metrics)
         upcoming = ObjectsAhead(reads.view, ahead, bytes_max=chunk_bytes)
         keys = ((object_key(TopicName.parse(part.topic), part.object_id), part) for part in parts)
-        ranges = (FirstRange.of(key, part, chunk_bytes) for key, part in keys)
+        ranges = (FirstRange.of_part(key, part, chunk_bytes) for key, part in keys)
         upcoming.expect(first for first in ranges if first is not None)
         return upcoming
 
@@ -418,7 +418,7 @@ class BucketTopic:
     def _batches(self, start: int, end: int, decoders: Decoders) -> Iterator[pa.RecordBatch]:
         found = self.descriptors(start, end)
         upcoming = self._history.ahead_of(
-            ObjectPart.of(self.name, described, start, end) for described in found
+            ObjectPart.overlapping(self.name, described, start, end) for described in found
         )
         try:
             for described in found:
@@ -427,7 +427,7 @@ class BucketTopic:
                     yield from _batches(self.read_range(start, min(end, described.start), decoders))
                     start = described.start
                 if described.end > start:
-                    part = ObjectPart.of(self.name, described, start, end)
+                    part = ObjectPart.overlapping(self.name, described, start, end)
                     yield from _batches(self.read_part(part, decoders, upcoming))
                     start = min(end, described.end)
         finally:

@@ -80,7 +80,7 @@ class KnownTopics:
         if self._stores is not None and (found := self._stores.catalog(name).record()) is not None:
             return found[0].is_open
         directories = self._directories
-        return directories is not None and self._fs.exists(directories.of(name).path)
+        return directories is not None and self._fs.exists(directories.directory_of(name).path)
 
     def partitions_of(self, name: TopicName) -> list[str]:
         """The partitions of a topic, in the order of their numbers."""

@@ -300,7 +300,7 @@ class MetadataTrust:
     def _runs_of(self, name: TopicName) -> Sequence[ObjectDescriptor]:
         if self._runs is None:
             self._runs = find_runs(self._objects, on_damage=lambda error: _log.error("%s", error))
-        return self._runs.of(name)
+        return self._runs.runs_of(name)
 
     def _find(self, name: TopicName) -> _Found:
         keys = TopicKeys(self._root, name)
@@ -318,7 +318,7 @@ class MetadataTrust:
         row.epoch = record.epoch if record is not None else 0
         row.bucket_epoch = max((term.epoch for term in found.terms), default=0)
         self._compare_objects(found, catalog, name)
-        for run in self._forgotten.of(name, self._processes(found)):
+        for run in self._forgotten.runs_of(name, self._processes(found)):
             row.bucket_end = max(row.bucket_end, run.end)
         if record is None:
             row.status = UNKNOWN

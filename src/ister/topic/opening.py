@@ -135,7 +135,7 @@ class TopicOpener:
                 text, None, Recovered(), ack or AckLevel.MEMORY, codec or storage.codec
             )
             return topic
-        directory = directories.of(name)
+        directory = directories.directory_of(name)
         is_new = not self._fs.exists(directory.path)
         if is_new:
             if not create:
@@ -179,7 +179,7 @@ class TopicOpener:
         check(directories is not None, "a log with a bucket has files")
         if directories is None:
             raise _not_found(str(name))
-        directory = directories.of(name)
+        directory = directories.directory_of(name)
         finish_set_aside(directory)
         try:
             claimed = None
@@ -331,7 +331,7 @@ class TopicOpener:
         if stores is None or directories is None:
             raise InvalidRequestError("this log has no object store", topic=text)
         view = stores.view(name)
-        local = read_local(directories.of(name), self._heads.get(text))
+        local = read_local(directories.directory_of(name), self._heads.get(text))
         try:
             stores.check_claim(name, view, new=None, local=local, take_over=False)
         except WaitsForDiskError as error:

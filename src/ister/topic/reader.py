@@ -166,7 +166,7 @@ class Reader:
                         return []
                     woken_at = self._wait_visible(remaining)
                     if woken_at is not None and (messages := self.poll(max_messages, bytes_max)):
-                        self.note_tail_read(self._clock.monotonic() - woken_at)
+                        self.observe_tail_read(self._clock.monotonic() - woken_at)
                         return messages
             except BaseException as error:
                 self._settle(error, start, messages)
@@ -175,7 +175,7 @@ class Reader:
             self._settle(error, start, messages)
             raise
 
-    def note_tail_read(self, seconds: float) -> None:
+    def observe_tail_read(self, seconds: float) -> None:
         """Records how long messages were visible before this waiting reader returned them."""
         self._metrics.observe("wal.tail_read_latency_ms", seconds * 1000)
 

@@ -101,7 +101,7 @@ class RunSorter:
             # Runs of an earlier process, maybe.
             self.since = self._clock.monotonic()
 
-    def note(self, run: ObjectDescriptor) -> None:
+    def add_run(self, run: ObjectDescriptor) -> None:
         """Records a run that was committed."""
         with self._lock:
             self._noted += 1

@@ -492,7 +492,7 @@ class Stores:
         elif before.view.sealed is not None or self._has_ended(known):
             return []
         else:
-            runs = self._forgotten_runs.of(name, self._processes(name, known, before.terms))
+            runs = self._forgotten_runs.runs_of(name, self._processes(name, known, before.terms))
         # Not the record after a take-over: what the previous owner uploaded is part of the topic.
         return find_continuation(self.objects, name, tiered, record=known, runs=runs)
 

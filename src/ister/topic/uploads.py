@@ -488,7 +488,7 @@ class TopicUploads:
         self.upload_error = None
         self._lag_base -= described.size_bytes
         self._advance(described.end)
-        self.sorter.note(described)
+        self.sorter.add_run(described)
 
     def take_run_conflict(self, plan: int) -> None:
         """Finds out what was committed instead of a run, by another process or thread.
@@ -502,7 +502,7 @@ class TopicUploads:
         self._advance(min(self.owned.tiered, self._wal.synced))
         last = self.owned.last
         if last is not None and last.format == FORMAT_EXPRESS:
-            self.sorter.note(last)  # it may be this run: the answer to its commit was lost
+            self.sorter.add_run(last)  # it may be this run: the answer to its commit was lost
 
     def take_run_failure(self, error: IsterError, plan: int) -> None:
         """Records the error of a run; `ister.topic.express` decides when to retry."""

@@ -14,7 +14,6 @@ recovery        opening files after a crash: where they end, what is damaged
 index           the sparse index of a file
 reader          reads frames back, a chunk at a time
 snapshot        files as the checkpoint describes them, for other processes
-arrivals        when offsets were written, for retention by age
 signals         protection against exceptions that signal handlers raise
 settings        the settings of one log
 """

@@ -439,14 +439,14 @@ class WalReader:
         check(start < end, "a range has messages")
         if self._wal.writer is None:
             return None
-        if (known := self._wal.writer.arrivals.of(end - 1)) is not None:
+        if (known := self._wal.writer.arrivals.times_of(end - 1)) is not None:
             return known[1]
         return self._modified_ms(self._resolve(end - 1)[0])
 
     def _end_of_span(self, start: int, end: int, span_ms_max: int) -> int:
         """Shortens a range so that its messages arrived within a time; returns the new end."""
         arrivals = self._wal.writer.arrivals if self._wal.writer is not None else None
-        if arrivals is not None and (known := arrivals.of(start)) is not None:
+        if arrivals is not None and (known := arrivals.times_of(start)) is not None:
             return arrivals.end_before(known[0] + span_ms_max, start=start, end=end)
         since = self._modified_ms(self._resolve(start)[0])
         if since is None:

@@ -178,7 +178,7 @@ DESCRIBED = a_descriptor(100, 140, size_bytes=4000, offset_index=INDEX)
     ],
 )
 def test_part_is_what_the_index_tells_of_a_range(start, end, expected):
-    part = ObjectPart.of("/default/orders", DESCRIBED, start, end)
+    part = ObjectPart.overlapping("/default/orders", DESCRIBED, start, end)
     assert part.object_id == DESCRIBED.object_id
     assert part.codec is Codec.BINCODE2
     found = (
@@ -194,7 +194,7 @@ def test_part_is_what_the_index_tells_of_a_range(start, end, expected):
 
 def test_part_of_an_object_without_an_index_is_read_from_its_beginning():
     described = a_descriptor(100, 140, size_bytes=4000, offset_index=(), codec=None)
-    part = ObjectPart.of("/default/orders", described, 120, 130)
+    part = ObjectPart.overlapping("/default/orders", described, 120, 130)
     assert (part.index_offset, part.position, part.end_position) == (100, 0, 4000)
     assert part.boundaries == ()
     assert part.codec is None
@@ -209,7 +209,7 @@ def test_part_of_an_object_without_an_index_is_read_from_its_beginning():
 def test_part_covers_its_offsets_whatever_the_index(offsets, start, count):
     index = ((100, 0), *((offset, (offset - 100) * 7) for offset in offsets))
     described = a_descriptor(100, 200, size_bytes=700, offset_index=index)
-    part = ObjectPart.of("/default/orders", described, start, start + count)
+    part = ObjectPart.overlapping("/default/orders", described, start, start + count)
     assert part.position <= (part.start - 100) * 7
     assert part.end_position >= (part.end - 100) * 7
     assert part.position == (part.index_offset - 100) * 7

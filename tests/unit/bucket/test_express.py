@@ -277,9 +277,9 @@ def test_object_of_a_newer_version_concerns_only_its_topics(node, caplog):
         continuation(node, 2, 0)
     assert (refused.value.topic, refused.value.path) == (str(topic_name(2)), last)
     runs = find_runs(node.cluster.objects, on_damage=pytest.fail)
-    assert [run.end for run in runs.of(topic_name(0))] == [10, 20]
+    assert [run.end for run in runs.runs_of(topic_name(0))] == [10, 20]
     with pytest.raises(UnsupportedVersionError):
-        runs.of(topic_name(2))
+        runs.runs_of(topic_name(2))
     # The catalog knows the run after it.
     renew(node.cluster.objects, first)
     assert continuation(node, 0, 20) == []

@@ -66,7 +66,8 @@ def test_objects_of_a_task_are_fetched_at_the_same_time():
         ) as history:
             incarnation = history.topic(A).record().incarnation
             slices = tuple(
-                ObjectPart.of(A, one, 0, 150) for one in history.topic(A).descriptors(0, 150)
+                ObjectPart.overlapping(A, one, 0, 150)
+                for one in history.topic(A).descriptors(0, 150)
             )
             assert len(slices) > OBJECTS_AHEAD_MAX + 1
             task = ReadTask(

@@ -378,12 +378,12 @@ def test_column_of_names_of_another_type_is_refused(machine):
 def test_topics_have_one_each_until_they_are_opened_again(machine):
     log, all_of_them = machine.open(), SequencedTopics()
     topic = log.topic(NAME, create=True)
-    found = all_of_them.of(topic)
-    assert all_of_them.of(topic) is found
-    assert all_of_them.of(log.topic("/default/other", create=True)) is not found
+    found = all_of_them.get(topic)
+    assert all_of_them.get(topic) is found
+    assert all_of_them.get(log.topic("/default/other", create=True)) is not found
     log.close()
     again = machine.open().topic(NAME)
-    assert all_of_them.of(again).topic is again
+    assert all_of_them.get(again).topic is again
     assert list(all_of_them._topics) == [NAME]
     all_of_them.forget(NAME)
     assert not all_of_them._topics

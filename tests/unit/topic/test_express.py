@@ -384,7 +384,7 @@ def rebuild(site, name="/default/t0"):
         metadata,
         keys,
         find_topics(site.objects).get(topic, []),
-        runs=runs.of(topic),
+        runs=runs.runs_of(topic),
         clock=site.clock,
         dry_run=False,
     )

@@ -288,7 +288,7 @@ def test_process_killed_before_the_manifest_leaves_it_to_the_next(site):
     name = TopicName.parse("/default/t0")
     assert name in find_topics(site.objects)
     manifest = load_manifest(site.objects, name)
-    (run,) = find_runs(site.objects, on_damage=pytest.fail).of(name)
+    (run,) = find_runs(site.objects, on_damage=pytest.fail).runs_of(name)
     assert manifest.incarnation == run.incarnation
 
 

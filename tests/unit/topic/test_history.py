@@ -348,7 +348,7 @@ def test_part_of_an_object_that_went_with_its_topic_is_not_read_from_the_next_on
     with a_history(site) as history:
         seen = BucketTopic(history, NAME, history.topic(TEXT).record().incarnation)
         (described,) = seen.descriptors(0, 30)
-        part = ObjectPart.of(TEXT, described, 0, 30)
+        part = ObjectPart.overlapping(TEXT, described, 0, 30)
         topic.log.delete(TEXT)
         fill(topic.log.topic(TEXT, create=True), 30, size=200 if is_alike else 77)
         topic.log.topic(TEXT).upload()
@@ -484,7 +484,7 @@ def test_parts_of_an_object_are_read_without_metadata(site):
     topic = a_cold_bucket(site)
     expected = rows_of(topic)
     described = site.catalog().find(20)
-    part = ObjectPart.of(TEXT, described, 20, described.end)
+    part = ObjectPart.overlapping(TEXT, described, 20, described.end)
     with a_history(site) as history:
         seen = history.topic(TEXT)
 
@@ -509,7 +509,7 @@ def test_every_cut_of_an_object_gives_the_same_rows(site):
         for step in (1, 4, 7, 13, 60):
             found = []
             for start in range(0, 60, step):
-                part = ObjectPart.of(TEXT, described, start, start + step)
+                part = ObjectPart.overlapping(TEXT, described, start, start + step)
                 for rows in seen.read_part(part, decoders):
                     found += rows.batch.to_pylist()
                     assert rows.next_offset == len(found)

@@ -344,7 +344,7 @@ def test_publishing_to_a_new_topic_looks_at_no_others_each_time(site, monkeypatc
         Topic, "state", property(lambda topic: looked.update([topic]) or state(topic))
     )
     for topic in topics:
-        sequenced.of(topic)
+        sequenced.get(topic)
     assert looked.total() <= 2 * MANY
 
 
@@ -352,6 +352,6 @@ def test_closed_topics_do_not_pile_up_among_those_that_are_published_to(site):
     log, sequenced = opened(site, mode="local_only"), SequencedTopics()
     for number in range(3 * 64):
         topic = log.topic(f"/default/topic-{number:04d}", create=True)
-        sequenced.of(topic)
+        sequenced.get(topic)
         topic.close()
     assert len(sequenced._topics) <= 64

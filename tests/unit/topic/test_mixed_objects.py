@@ -212,7 +212,7 @@ def test_a_parquet_object_that_is_gone_or_damaged_is_read_with_care():
             return new
 
         archive = merge("parquet", "00000001")
-        part = ObjectPart.of(TEXT, archive, 3, COUNT - 3)
+        part = ObjectPart.overlapping(TEXT, archive, 3, COUNT - 3)
         merge("dnb1", "00000002")
         tree = {"storage": {**SMALL, "wal": {"dir": "/nowhere"}}}
         history = BucketLog(

@@ -476,7 +476,7 @@ def rebuilt(site):
         metadata,
         TopicKeys(PREFIX, NAME),
         find_topics(site.objects)[NAME],
-        runs=runs.of(NAME),
+        runs=runs.runs_of(NAME),
         clock=site.clock,
         dry_run=True,
     )

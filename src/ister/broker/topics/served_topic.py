@@ -142,7 +142,7 @@ class ServedTopic:
         self.names = ProducerNames(context.records, name, clock=context.clock)
         self.counters = TopicCounters()
         self.publish_rate = Rate(policies.max_publish_rate)
-        self.sequenced = context.sequenced.of(topic) if topic is not None else None
+        self.sequenced = context.sequenced.get(topic) if topic is not None else None
         self.subscriptions: dict[str, AnySubscription] = {}
         self._context = context
         # Consumers that have subscribed and have no stream yet, each with when its place is free.

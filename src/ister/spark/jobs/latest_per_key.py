@@ -325,7 +325,7 @@ def _scan_object(
     newest: dict[str, int] = {}
     rows = keyed = waiting = 0
     tables: list[pa.Table] = []
-    part = ObjectPart.of(topic, described, described.start, described.end)
+    part = ObjectPart.overlapping(topic, described, described.start, described.end)
     reader = BucketTopic(search.place.history(), TopicName.parse(topic), incarnation)
     for found in reader.read_part(part, Decoders(topic, columns)):
         batch = found.batch
