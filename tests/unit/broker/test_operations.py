@@ -7,6 +7,7 @@ import aiohttp
 import grpc
 import pyarrow as pa
 import pytest
+from pyarrow import flight
 
 from ister import wire
 from ister.broker.http.api import ROUTES
@@ -15,7 +16,8 @@ from ister.broker.security.rights import Binding, Permission, Role, Scope
 from ister.client.flight import FlightClient
 from ister.errors import IsterError, PermissionDeniedError
 from ister.wire import danube, danube_schema, ister_api
-from ister.wire.contract import RangeTicket
+from ister.wire.contract import PutOpen, RangeTicket
+from ister.wire.errors import decode_error
 from tests.support.broker import a_broker
 from tests.support.security import auth_settings, sign
 from tools.broker_operations import SERVICES, operations
@@ -138,14 +140,15 @@ async def send(services, path, request, who, name):
     return "OK", str(answer).replace(name, "NAME")
 
 
-async def ask_http(session, route, who, name):
+async def ask_http(session, route, who, name, *, action="yes"):
     _, namespace, topic = name.split("/")
     path = route.path.format(namespace=namespace, topic=topic, subscription="s", node="none")
     body = {
         key: value.format(topic=name) if isinstance(value, str) else value
         for key, value in BODIES.get(route.handler, {}).items()
     }
-    headers = {"Authorization": f"Bearer {sign(who)}", "X-Ister-Action": "yes"}
+    headers = {"Authorization": f"Bearer {sign(who)}"} if who else {}
+    headers["X-Ister-Action"] = action
     more = {"json": body} if route.method == "POST" else {}
     async with session.request(route.method, path, headers=headers, **more) as answer:
         text = (await answer.text()).replace(name, "NAME")
@@ -230,6 +233,10 @@ async def test_http_asks_for_the_permission_of_each_path(tmp_path):
                 ]
                 assert refused[0][0] == 403, (route, refused)
                 assert refused[0] == refused[1], route
+                assert (await ask_http(session, route, None, THERE))[0] == 401
+                if route.method == "POST":  # as a page of another origin could send it
+                    status, text = await ask_http(session, route, "root", THERE, action="")
+                    assert (status, "X-Ister-Action" in text) == (403, True)
                 status, text = await ask_http(session, route, f"only-{permission}", MISSING)
                 assert status not in {403, 500}, (route, text)
 
@@ -263,9 +270,15 @@ async def test_lists_have_what_the_caller_may_see(tmp_path):
 
 def publish(client, name):
     rows = pa.record_batch({"payload": pa.array([b"x"], pa.binary())})
-    with client.publish(name, rows.schema) as publisher:
-        publisher.write(rows)
-        publisher.flush()
+    opened = flight.FlightDescriptor.for_command(PutOpen(topic=name, producer=None).to_json())
+    try:
+        writer, answers = client._client.do_put(opened, rows.schema, client._options())
+        with writer:
+            writer.done_writing()
+            while answers.read() is not None:
+                pass
+    except flight.FlightError as error:
+        raise decode_error(str(error)) from error
 
 
 async def test_flight_asks_for_the_permission_of_each_call(tmp_path):

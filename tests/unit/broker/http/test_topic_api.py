@@ -11,8 +11,7 @@ from ister.base.partitions import partition_of
 from ister.broker.http import requests
 from ister.subscription.policy import SubscriptionKind
 from tests.support.broker import a_record
-from tests.support.http_api import ACTION, Callers, T, an_api, filled
-from tests.support.security import auth_settings
+from tests.support.http_api import T, an_api, filled
 
 
 async def test_topics_are_created_and_deleted(tmp_path):
@@ -129,39 +128,6 @@ async def test_subscriptions_get_policies_and_are_deleted(tmp_path):
         assert (await page.post(f"{path}/delete", {"confirm": "s"}))[0] == 200
         assert (await page.found("topics/default/t"))["subscriptions"] == []
         assert (await page.post(f"{path}/delete", {"confirm": "s"}))[0] == 404
-
-
-async def test_changes_need_their_right_and_the_header(tmp_path):
-    settings = {"broker": {"auth": auth_settings(tmp_path)}}
-    async with an_api(tmp_path, settings) as (broker, page):
-        topic = await filled(broker)
-        await topic.subscribe("s", SubscriptionKind.SHARED, "c", (), "earliest")
-        callers = Callers(broker)
-        callers.allow("reader", "consumer", T)
-        callers.allow("writer", "producer", T)
-        callers.allow("boss", "admin")
-        publish = {"topics/default/t/publish": {"payload": "x"}}
-        changes = {
-            "topics": {"topic": "/default/new"},
-            "topics/default/t/policies": {"max_publish_rate": 1000},
-            "topics/default/t/subscriptions/s/policy": {"max_redelivery_count": 1},
-            "topics/default/t/subscriptions/s/delete": {"confirm": "s"},
-            "topics/default/t/delete": {"confirm": T},
-        }
-
-        async def statuses(name, paths, headers=ACTION):
-            sent = {**callers.of(name), **headers}
-            return [(await page.post(path, body, headers=sent))[0] for path, body in paths.items()]
-
-        for name in ("reader", "writer", "nobody"):
-            assert await statuses(name, changes) == [403] * 5, name
-        assert await statuses("reader", publish) == await statuses("nobody", publish) == [403]
-        assert await statuses("writer", publish) == await statuses("boss", publish) == [200]
-        overview = await page.found("overview", headers=callers.of("writer"))
-        assert overview["rights"] == {"create": False, "brokers": False}
-        # A page of another origin cannot send the header.
-        assert await statuses("boss", changes, {}) == [403] * 5
-        assert await statuses("boss", {**changes}) == [200] * 5
 
 
 # -- messages that match --------------------------------------------------------------------
