@@ -69,12 +69,18 @@ CASES = [
     ("the last file", 38),
     ("the last file", 40),
 ]
-on_each_case = each(("harm", "start"), CASES)
 # What the other tier does not have lies in one file, or in several.
-in_one_file = each(
-    ("harm", "start"), [("a file", 36), ("the last file", 38), ("the last file", 40)]
+on_crashes = each(
+    ("harm", "start"),
+    [
+        ("a file", 36),
+        ("the last file", 38),
+        ("the last file", 40),
+        ("a frame", 12),
+        ("a file", 12),
+        ("the first file", 5),
+    ],
 )
-in_several_files = each(("harm", "start"), [("a frame", 12), ("a file", 12), ("the first file", 5)])
 
 _disks: dict[str, tuple] = {}
 
@@ -135,64 +141,39 @@ def check_goes_on(machine, start):
 # -- what it does -------------------------------------------------------------------------------
 
 
-@on_each_case
-def test_frames_from_the_start_on_are_copied_byte_for_byte(harm, start):
-    machine, frames = a_machine(harm)
-    with machine:
-        log, topic = opened(machine)
-        assert rewrite(topic, start) == COUNT - start
-        assert machine.read(NEW) == b"".join(frames[start:])
-        log.close()
-
-
-@on_each_case
-def test_rewritten_log_goes_on(harm, start):
-    machine, _ = a_machine(harm)
-    with machine:
-        log, topic = opened(machine)
-        rewrite(topic, start)
-        log.close()
-        assert WalDirectory(machine.fs, PATH).log_seqs() == [8]
-        check_goes_on(machine, start)
-
-
-@on_each_case
-def test_old_files_are_set_aside_as_they_were(harm, start):
-    machine, _ = a_machine(harm)
-    with machine:
-        log, topic = opened(machine)
-        before = content(machine)
-        rewrite(topic, start)
-        after = content(machine)
-        log.close()
-    old = [name for name in before if name.endswith((".log", ".idx"))]
-    assert len(old) >= 13
-    assert {f"{name}.aside": before[name] for name in old}.items() <= after.items()
-    assert sorted(name for name in after if not name.endswith(".aside")) == [
-        "wal.8.log",
-        "wal.ckpt",
-    ]
-
-
-@on_each_case
-def test_checkpoint_says_what_the_new_file_is(harm, start):
+@each(("harm", "start"), CASES)
+def test_frames_from_the_start_on_are_in_a_new_file_and_the_old_ones_are_set_aside(harm, start):
     machine, frames = a_machine(harm)
     with machine:
         log, topic = opened(machine)
         topic.wal.settings = replace(
             topic.wal.settings, incarnation="of this topic", epoch=7, claim="of its owner"
         )
-        rewrite(topic, start)
-        state = WalDirectory(machine.fs, PATH).load_state()
+        before, handles = content(machine), machine.fs.open_files
+        assert rewrite(topic, start) == COUNT - start
+        assert machine.fs.open_files == handles
+        after, state = content(machine), WalDirectory(machine.fs, PATH).load_state()
         log.close()
-    assert (state.synced, state.is_poisoned) == (COUNT, False)
-    assert state.synced_position == len(b"".join(frames[start:]))
-    assert (state.ack, state.codec) == (topic.ack, topic.codec)
-    assert (state.incarnation, state.epoch, state.claim) == ("of this topic", 7, "of its owner")
-    checkpoint = state.checkpoint
-    assert (checkpoint.start_offset, checkpoint.last_offset) == (start, COUNT - 1)
-    assert (checkpoint.file_seq, checkpoint.active_file_name) == (8, "wal.8.log")
-    assert checkpoint.rotated_files == ()
+        old = [name for name in before if name.endswith((".log", ".idx"))]
+        assert len(old) >= 13
+        assert {f"{name}.aside": before[name] for name in old}.items() <= after.items()
+        left = sorted(name for name in after if not name.endswith(".aside"))
+        assert left == ["wal.8.log", "wal.ckpt"]
+        assert after["wal.8.log"] == b"".join(frames[start:])
+        assert (state.synced, state.is_poisoned) == (COUNT, False)
+        assert state.synced_position == len(after["wal.8.log"])
+        assert (state.ack, state.codec) == (topic.ack, topic.codec)
+        assert (state.incarnation, state.epoch, state.claim) == ("of this topic", 7, "of its owner")
+        checkpoint = state.checkpoint
+        assert (checkpoint.start_offset, checkpoint.last_offset) == (start, COUNT - 1)
+        assert (checkpoint.file_seq, checkpoint.active_file_name) == (8, "wal.8.log")
+        assert checkpoint.rotated_files == ()
+    machine, _ = a_machine(harm)
+    with machine:
+        log, topic = opened(machine)
+        rewrite(topic, start)
+        log.close()
+        check_goes_on(machine, start)
 
 
 @each("chunk_bytes", [64, 1000, 4096, 1 << 20])
@@ -202,16 +183,6 @@ def test_size_of_a_chunk_changes_nothing(chunk_bytes):
         log, topic = opened(machine)
         assert rewrite(topic, 12, chunk_bytes=chunk_bytes) == COUNT - 12
         assert machine.read(NEW) == b"".join(frames[12:])
-        log.close()
-
-
-def test_no_handle_stays_open():
-    machine, _ = a_machine("a frame")
-    with machine:
-        log, topic = opened(machine)
-        handles = machine.fs.open_files
-        rewrite(topic, 12)
-        assert machine.fs.open_files == handles
         log.close()
 
 
@@ -243,62 +214,32 @@ def test_log_that_was_rewritten_can_be_rewritten_again():
 
 
 @each(
-    ("harm", "start", "offset"),
+    ("harm", "start", "offset", "error"),
     [
-        ("a frame", 5, 7),
-        ("a frame", 7, 7),
-        ("a frame", 0, 7),
-        ("the last file", 12, 36),
-        ("the last file", 36, 36),
+        ("a frame", 5, 7, CorruptDataError),
+        ("a frame", 7, 7, CorruptDataError),
+        ("a frame", 0, 7, CorruptDataError),
+        ("the last file", 12, 36, CorruptDataError),
+        ("the last file", 36, 36, CorruptDataError),
+        ("a file", 2, None, CorruptDataError),
+        ("the first file", 3, None, OffsetOutOfRangeError),
     ],
 )
-def test_damage_at_or_behind_the_start_changes_nothing(harm, start, offset):
+def test_damage_and_loss_at_or_behind_the_start_change_nothing(harm, start, offset, error):
+    """Goal: nothing changed means nothing; a half copy may be as large as the log."""
     machine, _ = a_machine(harm)
     with machine:
         log, topic = opened(machine)
-        before, state = content(machine), topic.state
-        with pytest.raises(CorruptDataError) as damaged:
+        before, names, state = content(machine), machine.fs.list_directory(PATH), topic.state
+        with pytest.raises(error) as refused:
             rewrite(topic, start)
-        assert damaged.value.offset == offset
-        assert content(machine) == before
+        assert offset is None or refused.value.offset == offset
+        assert (content(machine), machine.fs.list_directory(PATH)) == (before, names)
         assert topic.state is state
-        assert payloads(topic.read(12, end=36)) == SENT[12:36]
+        if offset is not None:
+            assert payloads(topic.read(12, end=36)) == SENT[12:36]
         log.close()
         assert content(machine) == before
-
-
-def test_offsets_that_are_not_in_the_files_change_nothing():
-    machine, _ = a_machine("the first file")
-    with machine:
-        log, topic = opened(machine)
-        before = content(machine)
-        with pytest.raises(OffsetOutOfRangeError):
-            rewrite(topic, 3)
-        log.close()
-        assert content(machine) == before
-
-
-def test_file_that_is_missing_behind_the_start_changes_nothing():
-    machine, _ = a_machine("a file")
-    with machine:
-        log, topic = opened(machine)
-        before = content(machine)
-        with pytest.raises(CorruptDataError):
-            rewrite(topic, 2)
-        log.close()
-        assert content(machine) == before
-
-
-def test_refused_rewriting_leaves_no_half_copy_behind():
-    """Goal: nothing changed means nothing; a half copy may be as large as the log."""
-    machine, _ = a_machine("the last file")
-    with machine:
-        log, topic = opened(machine)
-        before = machine.fs.list_directory(PATH)
-        with pytest.raises(CorruptDataError):
-            rewrite(topic, 12)
-        assert machine.fs.list_directory(PATH) == before
-        log.close()
 
 
 @each("kind", ["create", "write", "sync", "rename", "sync_directory"])
@@ -380,38 +321,20 @@ def crash_and_rewrite_again(harm, start, at, end):
         return before, content(machine)
 
 
-def check_kills(harm, start):
+@on_crashes
+def test_killed_at_any_step_the_next_rewriting_ends_the_same(harm, start):
     for at in range(1, steps_of(harm, start) + 1):
         before, after = crash_and_rewrite_again(harm, start, at, methodcaller("kill"))
         kept = {data for name, data in after.items() if name.endswith(".aside")}
         assert {data for name, data in before.items() if name.endswith(".log")} <= kept
 
 
-def check_power_cuts(harm, start, *, seeds):
+@on_crashes
+def test_power_cut_at_any_step_the_next_rewriting_ends_the_same(harm, start):
     for at in range(1, steps_of(harm, start) + 1):
-        for seed in range(seeds):
+        for seed in range(4):
             cut = methodcaller("cut_power", 1000 * at + seed)
             crash_and_rewrite_again(harm, start, at, cut)
-
-
-@in_one_file
-def test_killed_at_any_step_the_next_rewriting_ends_the_same(harm, start):
-    check_kills(harm, start)
-
-
-@in_several_files
-def test_killed_at_any_step_with_much_to_copy_the_next_rewriting_ends_the_same(harm, start):
-    check_kills(harm, start)
-
-
-@in_one_file
-def test_power_cut_at_any_step_the_next_rewriting_ends_the_same(harm, start):
-    check_power_cuts(harm, start, seeds=4)
-
-
-@in_several_files
-def test_power_cut_at_any_step_with_much_to_copy_the_next_rewriting_ends_the_same(harm, start):
-    check_power_cuts(harm, start, seeds=4)
 
 
 @each(("harm", "start"), [("a frame", 12), ("the last file", 38)])
