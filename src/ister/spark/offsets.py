@@ -40,7 +40,9 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, NoReturn, Self
+
+import msgspec
 
 from ister.base.model import TopicName
 from ister.base.positions import lag_of
@@ -160,8 +162,7 @@ class StreamOffset:
             UnsupportedVersionError: Another version of Ister wrote the checkpoint.
             InvalidRequestError: The checkpoint is not one of this source.
         """
-        fields = _object(value, "it")
-        version = fields.get("version")
+        version = value.get("version") if isinstance(value, dict) else None
         if isinstance(version, bool) or not isinstance(version, int):
             _refuse("it has no version")
         if version not in (_VERSION, _PACKED_VERSION):
@@ -170,13 +171,15 @@ class StreamOffset:
                 f"versions {_VERSION} and {_PACKED_VERSION}",
                 hint="run the query with the Ister that wrote it, or with a newer one",
             )
-        packed = [_PACKED] if version == _PACKED_VERSION else []
-        if set(fields) != {"version", "topics", *packed}:
-            _refuse(f"it has the keys {sorted(fields)}")
-        topics = _object(fields["topics"], "`topics`")
-        if packed:
-            topics = _unpack(fields[_PACKED]) | topics
-        return cls({topic: _topic_offset(topic, place) for topic, place in topics.items()})
+        try:
+            if version == _PACKED_VERSION:
+                packed = msgspec.convert(value, _Packed)
+                topics = _unpack(packed.unchanged) | packed.topics
+            else:
+                topics = msgspec.convert(value, _Plain).topics
+            return cls({topic: _topic_offset(topic, place) for topic, place in topics.items()})
+        except (ValueError, zlib.error, RecursionError, TopicNameError) as error:
+            _refuse(str(error), error)
 
     @classmethod
     def from_json_text(cls, text: str) -> Self:
@@ -327,48 +330,44 @@ def _find_loss(place: TopicOffset, head: TopicHead | None) -> _Loss | None:
     return None
 
 
-def _topic_offset(topic: str, value: object) -> TopicOffset:
-    try:
-        TopicName.parse(topic)
-    except TopicNameError as error:
-        _refuse(f"{topic!r} is no topic", error)
-    fields = _object(value, topic)
-    if set(fields) != set(_FIELDS):
-        _refuse(f"{topic} has the keys {sorted(fields)}")
-    incarnation = fields["incarnation"]
-    if not isinstance(incarnation, str):
-        _refuse(f"{topic} has the incarnation {incarnation!r}")
-    epoch, offset, start = (_number(topic, name, fields[name]) for name in _FIELDS[1:])
-    if start > offset:
-        _refuse(f"{topic} goes from {start} to {offset}")
-    return TopicOffset(incarnation=incarnation, epoch=epoch, offset=offset, start=start)
+_Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
-def _unpack(packed: object) -> dict[str, object]:
+class _Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"start": "from"}):
+    """A `TopicOffset` as it is stored."""
+
+    incarnation: str
+    epoch: _Number
+    offset: _Number
+    start: _Number
+
+
+class _Plain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: int
+    topics: dict[str, _Place]
+
+
+class _Packed(_Plain, frozen=True, forbid_unknown_fields=True):
+    unchanged: str
+
+
+def _topic_offset(topic: str, place: _Place) -> TopicOffset:
+    TopicName.parse(topic)
+    if place.start > place.offset:
+        raise ValueError(f"{topic} goes from {place.start} to {place.offset}")
+    return TopicOffset(
+        incarnation=place.incarnation, epoch=place.epoch, offset=place.offset, start=place.start
+    )
+
+
+def _unpack(packed: str) -> dict[str, _Place]:
     """Returns unchanged topics in the form of the others."""
-    try:
-        text = zlib.decompress(base64.b64decode(str(packed), validate=True))
-        unchanged: object = json.loads(text)
-    except (ValueError, zlib.error, RecursionError) as error:
-        _refuse(f"`{_PACKED}` cannot be decoded: {error}", error)
-    found: dict[str, object] = {}
-    for topic, values in _object(unchanged, f"`{_PACKED}`").items():
-        if not isinstance(values, list) or len(values) != len(_FIELDS) - 1:
-            _refuse(f"{topic} is {values!r}")
-        found[topic] = dict(zip(_FIELDS, (*values, values[-1]), strict=True))
-    return found
-
-
-def _number(topic: str, name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        _refuse(f"{topic} has the {name} {value!r}")
-    return value
-
-
-def _object(value: object, what: str) -> dict[str, object]:
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        _refuse(f"{what} is no JSON object, but {value!r}")
-    return value
+    text = zlib.decompress(base64.b64decode(packed, validate=True))
+    unchanged = msgspec.json.decode(text, type=dict[str, tuple[str, _Number, _Number]])
+    return {
+        topic: _Place(incarnation, epoch, offset, offset)
+        for topic, (incarnation, epoch, offset) in unchanged.items()
+    }
 
 
 def _refuse(reason: str, cause: Exception | None = None) -> NoReturn:
