@@ -170,23 +170,15 @@ def test_micro_batch_waits_no_longer_than_the_delay(home, query, now):
     assert running.run() == [], "the delay begins with the last micro-batch"
 
 
-def test_no_delay_waits_for_nothing(home, query, now):
+@pytest.mark.parametrize(("delay", "idle"), [("0s", 0), ("30s", 60)])
+def test_message_after_the_delay_is_taken_at_once(home, query, now, delay, idle):
+    """The delay does not begin again without messages."""
     home.append(A, 1)
     running = query(
-        topic=A, startingOffsets="earliest", minOffsetsPerTrigger="3", maxTriggerDelay="0s"
+        topic=A, startingOffsets="earliest", minOffsetsPerTrigger="3", maxTriggerDelay=delay
     )
     running.run()
-    home.append(A, 1)
-    assert offsets_of(running.run()) == [1]
-
-
-def test_delay_does_not_begin_again_without_messages(home, query, now):
-    home.append(A, 1)
-    running = query(
-        topic=A, startingOffsets="earliest", minOffsetsPerTrigger="3", maxTriggerDelay="30s"
-    )
-    running.run()
-    now["now"] += 60
+    now["now"] += idle
     assert running.run() == []
     home.append(A, 1)
     assert offsets_of(running.run()) == [1]

@@ -169,36 +169,21 @@ def test_option_of_the_other_direction_is_refused():
     refused(write, "the option startingOffsets is not for writing", startingoffsets="earliest")
 
 
-def test_option_of_a_batch_is_refused_for_a_stream():
-    for name, value in [
-        ("endingOffsets", "latest"),
-        ("endingTimestamp", "5"),
-        ("pushdown", "false"),
-    ]:
-        with case(name, value):
-            batch(**{name: value})
-            refused(
-                stream,
-                f"the option {name} is not for a stream",
-                "spark.read",
-                **{name.lower(): value},
-            )
-
-
-def test_option_of_a_stream_is_refused_for_a_batch():
-    for name, value in [
-        ("maxMessagesPerTrigger", "5"),
-        ("maxBytesPerTrigger", "5"),
-        ("subscription", "s"),
-    ]:
-        with case(name, value):
-            stream(**{name: value})
-            refused(
-                batch,
-                f"the option {name} is not for a batch",
-                "spark.readStream",
-                **{name.lower(): value},
-            )
+@each(
+    ("parse", "other", "hint", "name", "value"),
+    [
+        (batch, stream, "not for a stream", "endingOffsets", "latest"),
+        (batch, stream, "not for a stream", "endingTimestamp", "5"),
+        (batch, stream, "not for a stream", "pushdown", "false"),
+        (stream, batch, "not for a batch", "maxMessagesPerTrigger", "5"),
+        (stream, batch, "not for a batch", "maxBytesPerTrigger", "5"),
+        (stream, batch, "not for a batch", "subscription", "s"),
+    ],
+)
+def test_option_of_a_batch_or_a_stream_is_refused_for_the_other(parse, other, hint, name, value):
+    parse(**{name: value})
+    where = "spark.readStream" if parse is stream else "spark.read"
+    refused(other, f"the option {name} is {hint}", where, **{name.lower(): value})
 
 
 def test_empty_value_is_refused():

@@ -6,6 +6,7 @@ As in `test_sink`, without Spark.
 import itertools
 import os
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -250,17 +251,23 @@ def test_group_that_waits_holds_up_no_other(monkeypatch):
     assert set(done[:10]) == set(fast)
 
 
-def test_owner_that_is_down_delays_its_own_topics_only(home, monkeypatch):
-    """Goal: two brokers append at once; one is dead at first, and is retried."""
-    monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.01, 0.05))
-    second = home.second_node()
-    with home.open() as one, second.open() as two, FlightTopics(one) as at_one:
+@contextmanager
+def one_of_two_is_down(home):
+    """Two owners; the second does not answer at its port."""
+    with home.open() as one, home.second_node().open() as two, FlightTopics(one) as at_one:
         at_two = FlightTopics(two)
         enter(one, at_one.address)
         enter(two, at_two.address)
         one.topic(A, create=True)
         two.topic(B, create=True)
         at_two.close()
+        yield one, two, at_two.port
+
+
+def test_owner_that_is_down_delays_its_own_topics_only(home, monkeypatch):
+    """Goal: two brokers append at once; one is dead at first, and is retried."""
+    monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.01, 0.05))
+    with one_of_two_is_down(home) as (one, two, port):
         options = {"config": home.remote_config(), "commitTimeoutSeconds": "30"}
         writing = Sink(monkeypatch, options, schema=BY_TOPIC)
         messages = writing.stage(0, [[(B, b"b0"), (A, b"a0")], [(B, b"b1")]])
@@ -268,7 +275,7 @@ def test_owner_that_is_down_delays_its_own_topics_only(home, monkeypatch):
         eventually(lambda: payloads(one.topic(A).read()) == [b"a0"])
         assert committing.is_running
         assert len(staged_rows(home)) == 2, "topic B needs them"
-        with FlightTopics(two, port=at_two.port):
+        with FlightTopics(two, port=port):
             committing.join(PATIENCE_SECONDS)
             committing.result()
         assert payloads(two.topic(B).read()) == [b"b0", b"b1"]
@@ -277,21 +284,14 @@ def test_owner_that_is_down_delays_its_own_topics_only(home, monkeypatch):
 
 def test_owner_that_stays_down_ends_the_commit_with_its_topic(home, monkeypatch):
     monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.01, 0.02))
-    second = home.second_node()
-    with home.open() as one, second.open() as two, FlightTopics(one) as at_one:
-        at_two = FlightTopics(two)
-        enter(one, at_one.address)
-        enter(two, at_two.address)
-        one.topic(A, create=True)
-        two.topic(B, create=True)
-        at_two.close()
+    with one_of_two_is_down(home) as (one, two, port):
         options = {"config": home.remote_config(), "commitTimeoutSeconds": "0.3"}
         writing = Sink(monkeypatch, options, schema=BY_TOPIC)
         with pytest.raises(UnavailableError) as caught:
             writing.run(0, [[(B, b"b0"), (A, b"a0")]])
         assert caught.value.topic == B
         assert staged_rows(home), "topic B may need them"
-        with FlightTopics(two, port=at_two.port):
+        with FlightTopics(two, port=port):
             location._close_all()
             writing.run(0, [[(A, b"other"), (B, b"b0")]])
         assert payloads(one.topic(A).read()) == [b"a0"]
