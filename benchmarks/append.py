@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -174,14 +175,21 @@ class _FrameBuilder:
 
     def __init__(self) -> None:
         encoder = BodyEncoder(Codec.BINCODE2)
-        encode, head = encoder.body, encoder.head(0, 0, TOPIC, "")
+        head, number = encoder.head(0, 0, TOPIC, ""), encoder.number
         tail = encoder.tail("", "", {}, schema_id=None, schema_version=None, routing_key=None)
         parts: list[bytes] = []
         offset = size = 0
+        length, length_of, join = b"", -1, b"".join
+        # A time of these days takes a tag and eight bytes.
+        pack_time = struct.Struct("<BQ").pack
 
         def build(payload: bytes) -> None:
-            nonlocal offset, size
-            body = encode(head, offset, payload, time.time_ns() // 1_000_000, tail)
+            nonlocal offset, size, length, length_of
+            if len(payload) != length_of:
+                length_of = len(payload)
+                length = number(length_of)
+            now = pack_time(0xFD, time.time_ns() // 1_000_000)
+            body = join((head, number(offset), length, payload, now, tail))
             parts.append(pack_header(offset, len(body), crc32(body)))
             parts.append(body)
             offset += 1
