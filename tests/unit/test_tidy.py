@@ -186,7 +186,7 @@ def test_packages_do_not_import_what_is_forbidden_to_them():
 
 
 _BROKER_LAYERS = (
-    {"counters", "tasks", "followed", "policies", "topic_names"},
+    {"counters", "tasks", "followed", "policies"},
     {"schemas", "security", "rpc"},
     {"cluster", "dispatch"},
     {"publish", "topics"},

@@ -17,5 +17,4 @@ counters      what is counted while messages pass
 tasks         work that continues although its caller was cancelled
 followed      a part of the metadata store that is read again when it changes
 policies      limits and rates of a topic
-topic_names   an index that finds the partitions of a topic
 """

@@ -9,6 +9,7 @@ import pytest
 
 from ister import wire
 from ister.base.clock import SystemClock
+from ister.broker.cluster.members import Members
 from ister.broker.cluster.peers import FORWARDED
 from ister.broker.security.cluster_secret import read_secret
 from ister.broker.security.principal import PrincipalKind
@@ -349,6 +350,9 @@ async def test_clients_stay_while_no_broker_reaches_the_store(tmp_path, monkeypa
 
     async with tiered_brokers(tmp_path) as [(a, here, _), (b, _, _)]:
         topic = a.topics.find_open(TOPIC)
+        # Cut off from the store, they do not see each other leave.
+        known = {one.cluster.members: one.cluster.members.known_others for one in (a, b)}
+        monkeypatch.setattr(Members, "known_others", property(known.__getitem__))
         for one in (b, a):
             cut_off(one, monkeypatch)
         for _ in range(3):

@@ -6,7 +6,7 @@ names           names of topics and namespaces, and their policies
 assignee        follows the assignments of the cluster
 cluster_control drain, rebalance, move and take over, for operators
 served_topic    one open topic: its producers and its subscriptions
-listing         the names of all topics, cached
+listing         the names of all topics, cached, and their partitions
 broker_records  what the broker itself keeps in the metadata store
 time_searches   searches for the first message of a time
 """

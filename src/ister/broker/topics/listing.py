@@ -1,23 +1,64 @@
 """The names of all topics, cached: listing them takes as long as there are topics.
 
-Owns: the cache. What this broker creates and deletes shows at once; what other brokers create or
-delete shows after the age that a caller accepts. Used only on the broker's loop.
+Owns: the cache, and an index that finds the partitions of a topic: creating a topic looks for them,
+and the cost of a lookup does not depend on the number of topics. What this broker creates and
+deletes shows at once; what other brokers create or delete shows after the age that a caller
+accepts. Used only on the broker's loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from ister.base.model import TopicName
-from ister.base.partitions import partition_name
-from ister.broker.topic_names import TopicNameIndex
+from ister.base.partitions import parse_partition, partition_name
 from ister.broker.topics.broker_records import BrokerRecords
 from ister.bucket.catalog import list_partitions
 from ister.topic.log import Log
 
 _CHANGES_MAX: Final = 10_000
+
+
+class TopicNameIndex:
+    """A set of topic names with an index of partitions. Not thread-safe."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names: set[str] = set()
+        self._partitions: dict[str, dict[int, str]] = {}
+        for name in names:
+            self.add(name)
+
+    def add(self, name: str) -> None:
+        """Adds a name."""
+        self._names.add(name)
+        if (partition := parse_partition(name)) is not None:
+            base, number = partition
+            self._partitions.setdefault(base, {})[number] = name
+
+    def discard(self, name: str) -> None:
+        """Removes a name if it is present."""
+        self._names.discard(name)
+        if (partition := parse_partition(name)) is not None:
+            base, number = partition
+            partitions = self._partitions.get(base, {})
+            partitions.pop(number, None)
+            if not partitions:
+                self._partitions.pop(base, None)
+
+    def partitions_of(self, base: str) -> list[str]:
+        """The partitions of a topic, in the order of their numbers."""
+        return [name for _, name in sorted(self._partitions.get(base, {}).items())]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class TopicListing:

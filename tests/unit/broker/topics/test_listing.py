@@ -2,7 +2,7 @@
 
 from ister.base import partitions
 from ister.base.partitions import parse_partition
-from ister.broker.topic_names import TopicNameIndex
+from ister.broker.topics.listing import TopicNameIndex
 from tests.support.broker import some_topics
 
 
