@@ -580,6 +580,40 @@ def outcome(action):
         return error
 
 
+def test_append_during_a_repair_is_refused_or_there_afterwards(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    topic.append_many([b"m%03d" % number * 50 for number in range(40)])
+    topic.flush()
+    topic.upload()
+    topic.append_many([b"n%03d" % number for number in range(20)])
+    topic.flush()
+    file = site.disk().open(f"{PATH}/wal.log")
+    file.write_at(300, [b"\xaa"])
+    file.sync()
+    file.close()
+    unhold, acked = topic.wal.gate.unhold, []
+
+    def unhold_and_append(name):
+        unhold(name)
+        try:
+            offset = topic.append(b"acked")
+            topic.wait(offset)
+        except ister_errors:
+            return
+        acked.append(offset)
+
+    ister_errors = (UnavailableError, ClosedError)
+    topic.wal.gate.unhold = unhold_and_append
+    report = log.repair(TEXT)
+    assert (report.local_frames, report.errors) == (20, ())
+    topic = log.topic(TEXT)
+    assert topic.state is TopicState.OPEN
+    assert acked == []
+    assert topic.append(b"next") == 60
+    assert sum(1 for _ in topic.read(0)) == 61
+
+
 def test_append_in_the_middle_is_refused_and_takes_no_offset(site):
     log = a_log(site)
     topic = log.topic(TEXT)

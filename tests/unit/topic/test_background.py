@@ -1,6 +1,7 @@
 """What a log does on its own, with real threads: uploads when due, leases, retention, the end."""
 
 import threading
+import time
 
 import pytest
 
@@ -8,6 +9,7 @@ from ister.base import threads
 from ister.base.clock import SystemClock
 from ister.base.model import AckLevel
 from ister.errors import ClosedError, FencedError, UnavailableError
+from ister.topic.background import Background
 from tests.support.machine import Task, TurningClock, eventually, numbered, payloads, waiting
 from tests.support.stores import NAME, TTL_SECONDS, Site
 
@@ -348,3 +350,46 @@ def test_waiters_for_tiered_are_told_when_the_log_closes(site):
     eventually(lambda: waiting(topic, AckLevel.TIERED) == 1)
     log.close()
     assert "closed" in str(task.error())
+
+
+def test_tender_does_not_spin_while_producers_are_held(site, monkeypatch):
+    rounds, hand_out = [], Background._hand_out
+
+    def counted(self, now):
+        rounds.append(now)
+        hand_out(self, now)
+
+    monkeypatch.setattr(Background, "_hand_out", counted)
+    log = site.open(
+        background=True, storage={"uploader": {"max_lag_bytes": 1000}}, buffer_full="refuse"
+    )
+    topic = log.topic(TEXT, create=True)
+
+    def down(kind, key):
+        raise UnavailableError("the bucket is down")
+
+    site.objects.before = down
+    topic.append_many([b"x" * 100] * 20)
+    topic.flush()
+    eventually(lambda: "lag" in topic.wal.gate.holds)
+    before = len(rounds)
+    time.sleep(1)
+    assert len(rounds) - before < 50
+
+
+def test_log_closes_without_uploading_a_backlog(site):
+    log = site.open(
+        background=True, storage={"uploader": {"max_object_bytes": 4096, "interval_seconds": 1}}
+    )
+    topic = log.topic(TEXT, create=True)
+
+    def slow(kind, key):
+        if kind == "close":
+            time.sleep(0.2)
+
+    site.objects.before = slow
+    topic.append_many([b"x" * 1000] * 200)
+    topic.flush()
+    eventually(lambda: bool(site.ranges()))
+    log.close()
+    assert topic.watermarks.tiered < 200

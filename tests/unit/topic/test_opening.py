@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+import ister.topic.opening
 from ister.base import failpoints
 from ister.base.model import TopicState
 from ister.bucket.names import TopicKeys, object_key, terms_prefix
@@ -12,10 +13,12 @@ from ister.errors import (
     CapacityError,
     ConflictError,
     CorruptDataError,
+    FencedError,
     UnavailableError,
     WaitsForDiskError,
 )
 from ister.format.frame import scan_frames
+from ister.format.records import decode_progress, encode_topic
 from ister.rescue.rebuild import find_topics, rebuild_topic
 from ister.topic.node import INSTANCES_NAME
 from ister.topic.reconcile import (
@@ -31,7 +34,7 @@ from tests.support.cases import each
 from tests.support.clock import ManualClock
 from tests.support.machine import ROOT, NoThreads, numbered, payloads
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
-from tests.support.stores import NAME, PREFIX, TTL_SECONDS, Site
+from tests.support.stores import NAME, PREFIX, TTL_SECONDS, Site, save_cursor
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"
@@ -391,6 +394,49 @@ def test_damage_that_the_bucket_does_not_have_is_quarantined_and_stays(site):
     assert aside(site.disk()) == []
 
 
+def overwrite(site, position, data):
+    file = site.disk().open(f"{PATH}/wal.log")
+    file.write_at(position, [data])
+    file.sync()
+    file.close()
+
+
+@pytest.mark.parametrize("size", [1, 2048], ids=["a byte", "many frames"])
+def test_messages_behind_damage_that_the_bucket_does_not_have_are_not_given_up(site, size):
+    """Goal: acknowledged frames above `tiered`, behind damage below it, keep their offsets."""
+    sent = [b"m%d" % number for number in range(1000)]
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    topic.append_many(sent[:500])
+    topic.flush()
+    topic.upload()
+    topic.append_many(sent[500:])
+    topic.flush()
+    site.kill(log)
+    at = read_file(site.disk(), f"{PATH}/wal.log").find((498).to_bytes(8, "little"))
+    overwrite(site, at + (20 if size == 1 else 0), b"\xaa" * size)
+    topic = site.open().topic(TEXT)
+    assert (topic.state, topic.wal.next) == (TopicState.QUARANTINED, 1000)
+    assert payloads(topic.read(990)) == sent[990:]
+
+
+def test_bytes_that_nobody_can_read_are_not_taken_for_nothing(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    topic.append_many([b"m%d" % number for number in range(500)])
+    topic.flush()
+    topic.upload()
+    topic.append_many([b"m%d" % number for number in range(500, 1000)])
+    topic.flush()
+    site.kill(log)
+    data = read_file(site.disk(), f"{PATH}/wal.log")
+    at = data.find((498).to_bytes(8, "little"))
+    overwrite(site, at, b"\xaa" * (len(data) - at))
+    topic = site.open().topic(TEXT)
+    assert topic.state is TopicState.QUARANTINED
+    assert site.disk().list_directory(f"{ROOT}/default") == ["orders"]
+
+
 def test_quarantined_topic_keeps_its_cursors(site):
     """Goal: what is ahead of a damaged end may be there after the repair."""
     log = site.open()
@@ -415,6 +461,71 @@ def test_cursors_ahead_of_what_is_left_are_put_back(site):
     site.open("a").topic(TEXT)
     found = {s.name: s.progress.offset for s in site.catalog().subscriptions()}
     assert found == {"behind": 4, "ahead": 15}
+
+
+# -- who owns it ------------------------------------------------------------------------------
+
+
+def test_two_owners_of_one_epoch_are_told_apart(site):
+    """Goal: an older copy of the metadata was restored, and another node claimed from it."""
+    log_a = site.open("a")
+    log_a.topic(TEXT, create=True)
+    log_a.close()
+    older = site.catalog().record()[0]
+    log_a = site.open("a")
+    a = log_a.topic(TEXT)
+    a.append_many([b"a"] * 5)
+    a.flush()
+    keys = a.bucket.owned.catalog.keys
+    site.metadata.put(keys.record, encode_topic(older))
+    site.metadata.delete(keys.owner)
+    b = site.open("b").topic(TEXT, take_over=True)
+    assert b.bucket.owned.epoch == a.bucket.owned.epoch
+    b.append_many([b"b"] * 3)
+    b.flush()
+    b.upload()
+    with pytest.raises(FencedError):
+        a.upload()
+    assert site.ranges() == [(0, 3)]
+
+
+def test_unreadable_record_of_one_topic_leaves_the_others_their_lease(site):
+    log = site.open()
+    a, b = log.topic("/default/a", create=True), log.topic("/default/b", create=True)
+    site.metadata.put(a.bucket.owned.catalog.keys.record, b'{"epoch": 7, "ack": "replicated"}')
+    site.clock.advance(60)
+    log.stores.membership.renew()
+    b.wait(b.append(b"x"))
+    with pytest.raises(FencedError):
+        a.wait(a.append(b"x"))
+
+
+def test_replaced_owner_puts_no_cursor_back(site, monkeypatch):
+    log = site.open("a")
+    topic = log.topic(TEXT, create=True)
+    topic.append_many([b"x"] * 10)
+    topic.flush()
+    topic.upload()
+    key = topic.bucket.owned.catalog.keys.progress("s")
+    log.close()
+    real = ister.topic.opening.recover_tiered
+
+    def slow(*args, **options):
+        """The recovery takes longer than the lease."""
+        monkeypatch.setattr(ister.topic.opening, "recover_tiered", real)
+        recovered = real(*args, **options)
+        site.clock.advance(60)
+        other = site.open("b").topic(TEXT, take_over=True)
+        other.append_many([b"y"] * 10)
+        other.flush()
+        save_cursor(other.bucket.owned, "s", 20)
+        return recovered
+
+    log = site.open("a")
+    monkeypatch.setattr(ister.topic.opening, "recover_tiered", slow)
+    with pytest.raises(FencedError):
+        log.topic(TEXT)
+    assert decode_progress(site.metadata.get(key).value, key=key).offset == 20
 
 
 # -- objects that the catalog has forgotten -----------------------------------------------------

@@ -1035,3 +1035,16 @@ def test_two_topics_with_names_alike_do_not_mix(site):
     assert payloads(other.read()) == numbered(9)
     assert other.bucket.repair_objects() == RepairedObjects()
     assert log.topics() == [f"{TEXT}2"]
+
+
+def test_time_is_found_in_the_bucket_where_a_local_frame_is_damaged(site):
+    log = site.open(cache_capacity=10)
+    topic = log.topic(TEXT, create=True)
+    for number in range(2000):
+        topic.append(b"x" * 300, publish_time=1000 + number)
+    topic.upload()
+    log.close()
+    topic = site.open(cache_capacity=10).topic(TEXT)
+    corrupt_local(site, "wal.log", 3)
+    assert topic.reader(datetime.fromtimestamp(1.01, UTC)).next_offset == 10
+    assert topic.reader(datetime.fromtimestamp(2.99, UTC)).next_offset == 1990

@@ -1,32 +1,18 @@
-"""Interleavings and damage that were once answered wrongly, each as small as it gets."""
+"""Trim and expiry of a topic with a bucket: objects that are lost, unknown, expiring or merged."""
 
-import threading
-import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
-import ister.topic.opening as topic_opening
-from ister.base.clock import SystemClock
-from ister.base.model import TopicState
 from ister.bucket.catalog import Catalog
 from ister.bucket.names import format_object_id
-from ister.errors import (
-    ClosedError,
-    CommitUnknownError,
-    DataGapError,
-    FencedError,
-    UnavailableError,
-)
-from ister.format.records import decode_progress, encode_topic
-from ister.topic.background import Background
-from tests.support.machine import ROOT, eventually, payloads
+from ister.errors import CommitUnknownError, DataGapError, UnavailableError
+from tests.support.machine import payloads
 from tests.support.memory_fs import SimulatedCrash
-from tests.support.stores import NAME, Pipeline, Site, save_cursor
+from tests.support.stores import NAME, Pipeline, Site
 
 TEXT = str(NAME)
-PATH = f"{ROOT}{TEXT}"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -36,83 +22,10 @@ def site():
         yield site
 
 
-@pytest.fixture
-def live_site():
-    """With the machine's own clock, for threads."""
-    with Site(clock=SystemClock()) as site:
-        yield site
-
-
-def overwrite(site, position, data, name="wal.log"):
-    file = site.disk().open(f"{PATH}/{name}")
-    file.write_at(position, [data])
-    file.sync()
-    file.close()
-
-
-def local_bytes(site, name="wal.log"):
-    file = site.disk().open_read(f"{PATH}/{name}")
-    try:
-        return file.read_at(0, file.size())
-    finally:
-        file.close()
-
-
 def fill(topic, payloads_):
     for payload in payloads_:
         topic.append(payload)
     topic.flush()
-
-
-# -- damage before acknowledged messages --------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, 2048], ids=["a byte", "many frames"])
-def test_messages_behind_damage_that_the_bucket_does_not_have_are_not_given_up(site, size):
-    """Goal: acknowledged frames above `tiered`, behind damage below it, keep their offsets."""
-    sent = [b"m%d" % number for number in range(1000)]
-    log = site.open()
-    topic = log.topic(TEXT, create=True)
-    fill(topic, sent[:500])
-    topic.upload()
-    fill(topic, sent[500:])
-    site.kill(log)
-    at = local_bytes(site).find((498).to_bytes(8, "little"))
-    overwrite(site, at + (20 if size == 1 else 0), b"\xaa" * size)
-    topic = site.open().topic(TEXT)
-    assert (topic.state, topic.wal.next) == (TopicState.QUARANTINED, 1000)
-    assert payloads(topic.read(990)) == sent[990:]
-
-
-def test_bytes_that_nobody_can_read_are_not_taken_for_nothing(site):
-    log = site.open()
-    topic = log.topic(TEXT, create=True)
-    fill(topic, [b"m%d" % number for number in range(500)])
-    topic.upload()
-    fill(topic, [b"m%d" % number for number in range(500, 1000)])
-    site.kill(log)
-    data = local_bytes(site)
-    at = data.find((498).to_bytes(8, "little"))
-    overwrite(site, at, b"\xaa" * (len(data) - at))
-    topic = site.open().topic(TEXT)
-    assert topic.state is TopicState.QUARANTINED
-    assert site.disk().list_directory(f"{ROOT}/default") == ["orders"]
-
-
-def test_time_is_found_in_the_bucket_where_a_local_frame_is_damaged(site):
-    log = site.open(cache_capacity=10)
-    topic = log.topic(TEXT, create=True)
-    for number in range(2000):
-        topic.append(b"x" * 300, publish_time=1000 + number)
-    topic.upload()
-    log.close()
-    topic = site.open(cache_capacity=10).topic(TEXT)
-    overwrite(site, 1200, b"\xaa" * 20)
-    assert topic.reader(EPOCH + timedelta(milliseconds=1010)).next_offset == 10
-    assert topic.reader(EPOCH + timedelta(milliseconds=2990)).next_offset == 1990
-
-
-# -- what the catalog lacks ---------------------------------------------------------------------
 
 
 def without_its_first_object(site, **settings):
@@ -352,192 +265,3 @@ def test_time_query_beside_trim_skips_nothing(site):
     topic.bucket.history = trimmed_after_its_search
     assert topic.reader(EPOCH + timedelta(seconds=20)).next_offset == 20
     assert is_trimmed[0] > 0
-
-
-# -- two at once --------------------------------------------------------------------------------
-
-
-def test_append_during_a_repair_is_refused_or_there_afterwards(live_site):
-    log = live_site.open()
-    topic = log.topic(TEXT, create=True)
-    fill(topic, [b"m%03d" % number * 50 for number in range(40)])
-    topic.upload()
-    fill(topic, [b"n%03d" % number for number in range(20)])
-    overwrite(live_site, 300, b"\xaa")
-    unhold, acked = topic.wal.gate.unhold, []
-
-    def unhold_and_append(name):
-        unhold(name)
-        try:
-            offset = topic.append(b"acked")
-            topic.wait(offset)
-        except ister_errors:
-            return
-        acked.append(offset)
-
-    ister_errors = (UnavailableError, ClosedError)
-    topic.wal.gate.unhold = unhold_and_append
-    report = log.repair(TEXT)
-    assert (report.local_frames, report.errors) == (20, ())
-    topic = log.topic(TEXT)
-    assert topic.state is TopicState.OPEN
-    assert acked == []
-    assert topic.append(b"next") == 60
-    assert sum(1 for _ in topic.read(0)) == 61
-
-
-def test_slow_deletion_deletes_a_topic_that_was_made_since_whole(live_site):
-    log = live_site.open()
-    log.topic(TEXT, create=True)
-    real, has_it, may_go = log.topic, threading.Event(), threading.Event()
-
-    def slow(name, **options):
-        topic = real(name, **options)
-        if threading.current_thread().name == "slow" and not has_it.is_set():
-            has_it.set()
-            may_go.wait(60)
-        return topic
-
-    log.topic = slow
-    deleting = threading.Thread(target=lambda: log.delete(TEXT), name="slow")
-    deleting.start()
-    assert has_it.wait(60)
-    log.delete(TEXT)
-    log.topic(TEXT, create=True)
-    may_go.set()
-    deleting.join(60)
-    # It was asked to delete the name, and deletes the topic that has it now, whole.
-    assert log.topics() == []
-
-
-def test_upload_under_way_publishes_nothing_into_a_deleted_topic(live_site):
-    log = live_site.open()
-    topic = log.topic(TEXT, create=True)
-    fill(topic, [b"deleted"] * 10)
-    is_under_way, may_go = threading.Event(), threading.Event()
-
-    def before(kind, key):
-        if kind == "close" and threading.current_thread().name == "uploading":
-            is_under_way.set()
-            may_go.wait(60)
-
-    live_site.objects.before = before
-    outcome = []
-
-    def upload():
-        try:
-            outcome.append(topic.bucket.uploads.upload())
-        except (FencedError, ClosedError) as error:
-            outcome.append(error)
-
-    uploading = threading.Thread(target=upload, name="uploading")
-    uploading.start()
-    assert is_under_way.wait(60)
-    deleting = threading.Thread(target=lambda: log.delete(TEXT))
-    deleting.start()
-    may_go.set()
-    uploading.join(10)
-    deleting.join(10)
-    live_site.objects.before = lambda kind, key: None
-    again = log.topic(TEXT, create=True)
-    assert (again.earliest, again.wal.next, payloads(again.read())) == (0, 0, [])
-    assert outcome
-
-
-def test_two_owners_of_one_epoch_are_told_apart(site):
-    """Goal: an older copy of the metadata was restored, and another node claimed from it."""
-    log_a = site.open("a")
-    log_a.topic(TEXT, create=True)
-    log_a.close()
-    older = site.catalog().record()[0]
-    log_a = site.open("a")
-    a = log_a.topic(TEXT)
-    fill(a, [b"a"] * 5)
-    keys = a.bucket.owned.catalog.keys
-    site.metadata.put(keys.record, encode_topic(older))
-    site.metadata.delete(keys.owner)
-    b = site.open("b").topic(TEXT, take_over=True)
-    assert b.bucket.owned.epoch == a.bucket.owned.epoch
-    fill(b, [b"b"] * 3)
-    b.upload()
-    with pytest.raises(FencedError):
-        a.upload()
-    assert site.ranges() == [(0, 3)]
-
-
-def test_unreadable_record_of_one_topic_leaves_the_others_their_lease(site):
-    log = site.open()
-    a, b = log.topic("/default/a", create=True), log.topic("/default/b", create=True)
-    site.metadata.put(a.bucket.owned.catalog.keys.record, b'{"epoch": 7, "ack": "replicated"}')
-    site.clock.advance(60)
-    log.stores.membership.renew()
-    b.wait(b.append(b"x"))
-    with pytest.raises(FencedError):
-        a.wait(a.append(b"x"))
-
-
-def test_replaced_owner_puts_no_cursor_back(site, monkeypatch):
-    log = site.open("a")
-    topic = log.topic(TEXT, create=True)
-    fill(topic, [b"x"] * 10)
-    topic.upload()
-    key = topic.bucket.owned.catalog.keys.progress("s")
-    log.close()
-    recover = topic_opening.recover_tiered
-
-    def slow(*args, **options):
-        """The recovery takes longer than the lease."""
-        monkeypatch.setattr(topic_opening, "recover_tiered", recover)
-        recovered = recover(*args, **options)
-        site.clock.advance(60)
-        other = site.open("b").topic(TEXT, take_over=True)
-        fill(other, [b"y"] * 10)
-        save_cursor(other.bucket.owned, "s", 20)
-        return recovered
-
-    log = site.open("a")
-    monkeypatch.setattr(topic_opening, "recover_tiered", slow)
-    with pytest.raises(FencedError):
-        log.topic(TEXT)
-    assert decode_progress(site.metadata.get(key).value, key=key).offset == 20
-
-
-def test_tender_does_not_spin_while_producers_are_held(live_site, monkeypatch):
-    rounds, hand_out = [], Background._hand_out
-
-    def counted(self, now):
-        rounds.append(now)
-        hand_out(self, now)
-
-    monkeypatch.setattr(Background, "_hand_out", counted)
-    log = live_site.open(
-        background=True, storage={"uploader": {"max_lag_bytes": 1000}}, buffer_full="refuse"
-    )
-    topic = log.topic(TEXT, create=True)
-
-    def down(kind, key):
-        raise UnavailableError("the bucket is down")
-
-    live_site.objects.before = down
-    fill(topic, [b"x" * 100] * 20)
-    eventually(lambda: "lag" in topic.wal.gate.holds)
-    before = len(rounds)
-    time.sleep(1)
-    assert len(rounds) - before < 50
-
-
-def test_log_closes_without_uploading_a_backlog(live_site):
-    log = live_site.open(
-        background=True, storage={"uploader": {"max_object_bytes": 4096, "interval_seconds": 1}}
-    )
-    topic = log.topic(TEXT, create=True)
-
-    def slow(kind, key):
-        if kind == "close":
-            time.sleep(0.2)
-
-    live_site.objects.before = slow
-    fill(topic, [b"x" * 1000] * 200)
-    eventually(lambda: bool(live_site.ranges()))
-    log.close()
-    assert topic.watermarks.tiered < 200

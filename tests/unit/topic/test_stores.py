@@ -2,10 +2,12 @@
 
 import random
 import re
+import threading
 
 import pytest
 
 from ister.base import failpoints
+from ister.base.clock import SystemClock
 from ister.base.model import AckLevel, Codec, TopicState
 from ister.bucket.names import manifest_key, object_key
 from ister.bucket.topic_manifest import load_manifest
@@ -29,6 +31,13 @@ KEEP_NOTHING = {"retention": {"time_minutes": 0, "size_mb": 0}}
 @pytest.fixture
 def site():
     with Site() as site:
+        yield site
+
+
+@pytest.fixture
+def live_site():
+    """With the machine's own clock, for threads."""
+    with Site(clock=SystemClock()) as site:
         yield site
 
 
@@ -571,6 +580,64 @@ def test_zombie_that_goes_on_deleting_spares_the_topic_that_was_made_again(site,
     assert load_manifest(site.objects, NAME).incarnation == topic.bucket.owned.record.incarnation
     assert topic.bucket.repair_objects() == RepairedObjects()
     assert topic.append(b"on") == 4
+
+
+def test_slow_deletion_deletes_a_topic_that_was_made_since_whole(live_site):
+    log = live_site.open()
+    log.topic(TEXT, create=True)
+    real, has_it, may_go = log.topic, threading.Event(), threading.Event()
+
+    def slow(name, **options):
+        topic = real(name, **options)
+        if threading.current_thread().name == "slow" and not has_it.is_set():
+            has_it.set()
+            may_go.wait(60)
+        return topic
+
+    log.topic = slow
+    deleting = threading.Thread(target=lambda: log.delete(TEXT), name="slow")
+    deleting.start()
+    assert has_it.wait(60)
+    log.delete(TEXT)
+    log.topic(TEXT, create=True)
+    may_go.set()
+    deleting.join(60)
+    # It was asked to delete the name, and deletes the topic that has it now, whole.
+    assert log.topics() == []
+
+
+def test_upload_under_way_publishes_nothing_into_a_deleted_topic(live_site):
+    log = live_site.open()
+    topic = log.topic(TEXT, create=True)
+    fill(topic, 10)
+    is_under_way, may_go = threading.Event(), threading.Event()
+
+    def before(kind, key):
+        if kind == "close" and threading.current_thread().name == "uploading":
+            is_under_way.set()
+            may_go.wait(60)
+
+    live_site.objects.before = before
+    outcome = []
+
+    def upload():
+        try:
+            outcome.append(topic.bucket.uploads.upload())
+        except (FencedError, ClosedError) as error:
+            outcome.append(error)
+
+    uploading = threading.Thread(target=upload, name="uploading")
+    uploading.start()
+    assert is_under_way.wait(60)
+    deleting = threading.Thread(target=lambda: log.delete(TEXT))
+    deleting.start()
+    may_go.set()
+    uploading.join(10)
+    deleting.join(10)
+    live_site.objects.before = lambda kind, key: None
+    again = log.topic(TEXT, create=True)
+    assert (again.earliest, again.wal.next, payloads(again.read())) == (0, 0, [])
+    assert outcome
 
 
 # -- probes -------------------------------------------------------------------------------------
