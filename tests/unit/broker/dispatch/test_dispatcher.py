@@ -94,6 +94,12 @@ class Rig:
         if self.topic.ack != "memory":
             self.topic.flush()
 
+    def serve(self, count, *, size=0, **more):
+        """Messages, a subscription of them, and what is on its way to its consumer 1."""
+        self.fill(count, size=size)
+        dispatch = self.open(**more)
+        return dispatch, dispatch.attach(1, ())
+
     async def publish_dead_letter(self, name, message):
         if self.letter_error is not None:
             raise self.letter_error
@@ -224,9 +230,7 @@ async def silence(outbox, seconds=0.1):
 @each("place", [in_memory, on_disk])
 async def test_messages_come_in_order_old_and_new(place):
     async with place() as rig:
-        rig.fill(300)
-        dispatch = rig.open()
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(300)
         got = []
         while len(got) < 300:
             got += await receive(dispatch, outbox, 50, ack=True)
@@ -241,9 +245,7 @@ async def test_messages_come_in_order_old_and_new(place):
 
 async def test_a_window_is_not_exceeded_and_acks_make_room():
     async with in_memory() as rig:
-        rig.fill(300)
-        dispatch = rig.open(window=10)
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(300, window=10)
         assert offsets(await receive(dispatch, outbox, 10)) == list(range(10))
         await silence(outbox)
         acknowledge(dispatch, 3)
@@ -254,9 +256,7 @@ async def test_a_window_is_not_exceeded_and_acks_make_room():
 
 async def test_a_consumer_that_writes_nothing_gets_no_more_than_its_outbox():
     async with in_memory() as rig:
-        rig.fill(1000)
-        dispatch = rig.open(window=1000)
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(1000, window=1000)
         await eventually(lambda: outbox.room == 0)
         assert len(outbox._items) == OUTBOX_MESSAGES
         assert dispatch.delivery.stats().in_flight == OUTBOX_MESSAGES
@@ -275,9 +275,7 @@ async def test_what_is_held_is_bounded_and_the_rest_is_read_again(monkeypatch):
     monkeypatch.setattr(bytes_side, "_HELD_BYTES_MAX", 20_000)
 
     async with on_disk() as rig:
-        rig.fill(200, size=1000)
-        dispatch = rig.open(window=1000)
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(200, size=1000, window=1000)
         await eventually(lambda: not dispatch.prefetcher.wanted.is_set())
         assert 20_000 <= dispatch.prefetcher.held_bytes < 31_000
         assert 12 <= len(dispatch.prefetcher.held) <= 20
@@ -294,9 +292,7 @@ async def test_acks_of_what_was_not_sent_again_do_not_stop_reading(monkeypatch):
     monkeypatch.setattr(bytes_side, "_HELD_BYTES_MAX", 20_000)
 
     async with on_disk() as rig:
-        rig.fill(400, size=1000)
-        dispatch = rig.open(window=1000)
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(400, size=1000, window=1000)
         await eventually(lambda: not dispatch.prefetcher.wanted.is_set())
         for offset in range(350):
             acknowledge(dispatch, offset)
@@ -326,9 +322,7 @@ async def test_a_redelivery_reads_the_message_again(monkeypatch):
     monkeypatch.setattr(bytes_side, "_KEPT_BYTES_MAX", 0)
 
     async with on_disk() as rig:
-        rig.fill(50, size=100)
-        dispatch = rig.open()
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(50, size=100)
         await receive(dispatch, outbox, 50)
         assert dispatch.prefetcher.held == {}
         for offset in (7, 3):
@@ -345,9 +339,7 @@ async def test_many_redeliveries_at_once_each_get_their_message(monkeypatch):
     monkeypatch.setattr(bytes_side, "_KEPT_BYTES_MAX", 0)
 
     async with on_disk() as rig:
-        rig.fill(40, size=100)
-        dispatch = rig.open()
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(40, size=100)
         await receive(dispatch, outbox, 40)
         found = await asyncio.gather(*(dispatch.prefetcher.message(n) for n in reversed(range(40))))
         assert [m.offset for m in found] == list(reversed(range(40)))
@@ -358,9 +350,7 @@ async def test_a_redelivery_that_is_given_up_leaves_no_reader(monkeypatch):
     monkeypatch.setattr(bytes_side, "_KEPT_BYTES_MAX", 0)
 
     async with on_disk() as rig:
-        rig.fill(40, size=100)
-        dispatch = rig.open()
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(40, size=100)
         await receive(dispatch, outbox, 40)
         for _ in range(20):
             reading = asyncio.create_task(dispatch.prefetcher.message(5))
@@ -373,9 +363,7 @@ async def test_a_redelivery_that_is_given_up_leaves_no_reader(monkeypatch):
 
 async def test_a_rate_delays_and_drops_nothing():
     async with in_memory() as rig:
-        rig.fill(60)
-        dispatch = rig.open(rate=100)
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(60, rate=100)
         loop = asyncio.get_running_loop()
         start = loop.time()
         got = await receive(dispatch, outbox, 60, ack=True)
@@ -394,9 +382,7 @@ async def test_a_rate_delays_and_drops_nothing():
 
 async def test_a_seek_reaches_a_reader_that_waits_at_the_end():
     async with in_memory() as rig:
-        rig.fill(10)
-        dispatch = rig.open()
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(10)
         await receive(dispatch, outbox, 10, ack=True)
         await silence(outbox)
         await dispatch.seek(4)
@@ -409,9 +395,7 @@ async def test_a_seek_reaches_a_reader_that_waits_at_the_end():
 
 async def test_a_seek_forgets_what_is_in_flight_and_what_was_acknowledged():
     async with in_memory() as rig:
-        rig.fill(20)
-        dispatch = rig.open(window=10)
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(20, window=10)
         await receive(dispatch, outbox, 10)
         acknowledge(dispatch, 5)
         dispatch.nack(2, delay_ms=None, reason=None)
@@ -425,9 +409,7 @@ async def test_acks_that_come_during_a_seek_do_not_undo_it():
     """The store is slow: what is acknowledged meanwhile counts for nothing."""
 
     async with in_memory() as rig:
-        rig.fill(50)
-        dispatch = rig.open(delta=1)
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(50, delta=1)
         got = await receive(dispatch, outbox, 50)
         loop = asyncio.get_running_loop()
         reached, go_on = asyncio.Event(), module.asyncio.Event()
@@ -471,9 +453,7 @@ async def test_seek_during_a_read_begins_at_its_offset(monkeypatch, leaves):
 
     try:
         async with on_disk() as rig:
-            rig.fill(60)
-            dispatch = rig.open(cursor=40)
-            outbox = dispatch.attach(1, ())
+            dispatch, outbox = rig.serve(60, cursor=40)
             assert await asyncio.to_thread(started.wait, 20)
             if leaves:
                 dispatch.detach(outbox)
@@ -488,9 +468,7 @@ async def test_seek_during_a_read_begins_at_its_offset(monkeypatch, leaves):
 
 async def test_seeks_at_any_moment_lose_nothing_behind_them():
     async with on_disk() as rig:
-        rig.fill(500, size=200)
-        dispatch = rig.open(window=50, delta=10)
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(500, size=200, window=50, delta=10)
         for target in (400, 0, 499, 250, 250, 3):
             await asyncio.sleep(0.002)
             await dispatch.seek(target)
@@ -505,9 +483,7 @@ async def test_seeks_at_any_moment_lose_nothing_behind_them():
 
 async def test_a_seek_that_cannot_be_written_down_changes_nothing():
     async with in_memory() as rig:
-        rig.fill(10)
-        dispatch = rig.open()
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(10)
         await receive(dispatch, outbox, 10, ack=True)
         rig.store.error = UnavailableError("gone")
         with pytest.raises(UnavailableError):
@@ -522,9 +498,7 @@ async def test_a_seek_that_cannot_be_written_down_changes_nothing():
 
 async def test_another_window_is_in_force_at_once_and_kept():
     async with in_memory() as rig:
-        rig.fill(50)
-        dispatch = rig.open(window=5)
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(50, window=5)
         await receive(dispatch, outbox, 5)
         await silence(outbox)
         await dispatch.set_window(20)
@@ -552,9 +526,7 @@ async def test_another_policy_is_in_force_at_once_and_kept():
 
 async def test_an_ack_timeout_that_is_shortened_counts_for_what_is_in_flight():
     async with in_memory() as rig:
-        rig.fill(1)
-        dispatch = rig.open()
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(1)
         await receive(dispatch, outbox, 1)
         await dispatch.set_policy(replace(QUICK, ack_timeout_ms=50))
         assert await receive(dispatch, outbox, 1) == [(0, 2, b"0")]
@@ -720,9 +692,7 @@ async def test_a_dead_letter_under_way_does_not_hold_up_the_end(monkeypatch):
 
 async def test_attempts_survive_the_broker():
     async with in_memory() as rig:
-        rig.fill(3)
-        dispatch = rig.open()
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(3)
         await receive(dispatch, outbox, 3)
         acknowledge(dispatch, 0)
         acknowledge(dispatch, 2)
@@ -861,9 +831,7 @@ async def test_a_damaged_message_is_not_passed_over(monkeypatch, caplog):
 
 async def test_a_body_that_is_no_message_counts_as_failed():
     async with in_memory() as rig:
-        rig.fill(1)
-        dispatch = rig.open()
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(1)
         await take(outbox, 1)
 
         class Broken:
@@ -883,9 +851,7 @@ async def test_a_body_that_is_no_message_counts_as_failed():
 
 async def test_a_cursor_is_written_when_it_has_moved_far():
     async with in_memory() as rig:
-        rig.fill(30)
-        dispatch = rig.open(delta=10)
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(30, delta=10)
         got = await receive(dispatch, outbox, 30)
         for offset, _, _ in got[:9]:
             acknowledge(dispatch, offset)
@@ -898,9 +864,7 @@ async def test_a_cursor_is_written_when_it_has_moved_far():
 
 async def test_a_cursor_is_written_some_time_after_it_moved():
     async with in_memory() as rig:
-        rig.fill(3)
-        dispatch = rig.open(interval=0.1)
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(3, interval=0.1)
         await receive(dispatch, outbox, 3)
         assert rig.store.written == []
         acknowledge(dispatch, 0)
@@ -916,9 +880,7 @@ async def test_a_cursor_is_written_some_time_after_it_moved():
 
 async def test_a_cursor_is_written_at_the_end():
     async with in_memory() as rig:
-        rig.fill(3)
-        dispatch = rig.open()
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(3)
         await receive(dispatch, outbox, 3, ack=True)
         assert rig.kept == 0
         await dispatch.close(None)
@@ -929,9 +891,7 @@ async def test_a_cursor_is_written_at_the_end():
 
 async def test_an_end_that_is_not_to_write_writes_nothing():
     async with in_memory() as rig:
-        rig.fill(3)
-        dispatch = rig.open()
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(3)
         await receive(dispatch, outbox, 3, ack=True)
         await dispatch.close(None, flush=False)
         assert rig.store.written == []
@@ -958,9 +918,7 @@ async def test_a_cursor_that_could_not_be_written_is_written_later(monkeypatch, 
 
 async def test_an_end_is_an_end_although_the_store_does_not_answer(caplog):
     async with in_memory() as rig:
-        rig.fill(1)
-        dispatch = rig.open()
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(1)
         await receive(dispatch, outbox, 1, ack=True)
         rig.store.error = UnavailableError("gone")
         await dispatch.close(None)
@@ -969,9 +927,7 @@ async def test_an_end_is_an_end_although_the_store_does_not_answer(caplog):
 
 async def test_what_is_acknowledged_while_a_cursor_is_written_is_written_next():
     async with in_memory() as rig:
-        rig.fill(20)
-        dispatch = rig.open(delta=5)
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(20, delta=5)
         await receive(dispatch, outbox, 20)
         first = []
 
@@ -1061,9 +1017,7 @@ async def test_what_is_held_for_the_last_consumer_is_let_go_after_a_while(monkey
     monkeypatch.setattr(bytes_side, "_IDLE_SECONDS", 0.2)
 
     async with on_disk() as rig:
-        rig.fill(20, size=100)
-        dispatch = rig.open(window=1000)
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(20, size=100, window=1000)
         await eventually(lambda: dispatch.prefetcher.held_bytes > 0)
         dispatch.detach(outbox)
         dispatch.detach(outbox)
@@ -1151,9 +1105,7 @@ async def test_a_consumer_with_filters_that_does_not_come_back_is_forgotten():
 
 async def test_acks_may_come_twice_late_and_in_any_order_but_not_too_early():
     async with in_memory() as rig:
-        rig.fill(5)
-        dispatch = rig.open()
-        outbox = dispatch.attach(1, ())
+        dispatch, outbox = rig.serve(5)
         await receive(dispatch, outbox, 5)
         for offset in (4, 2, 2, 0, 0, 1, 3, 3):
             acknowledge(dispatch, offset)
