@@ -25,7 +25,6 @@ from ister.wire.contract import Action, PutBatch, PutOpen, RangeTicket
 from ister.wire.errors import decode_error
 from tests.servers.flight import FlightServer, LogSource
 from tests.support.certificates import LOCAL_NAMES, Authority
-from tests.support.security import GuardRig
 
 ORDERS = "/default/orders"
 SCHEMA = pa.schema([("payload", pa.binary())])
@@ -97,12 +96,6 @@ def refused(kind, flight_kind=flight.FlightError):
 @pytest.fixture(autouse=True)
 def quick_refusals(monkeypatch):
     monkeypatch.setattr("ister.broker.security.guard.REFUSAL_SECONDS", 0.01)
-
-
-@pytest.fixture
-def rig(tmp_path):
-    with GuardRig(tmp_path) as rig:
-        yield rig
 
 
 @pytest.fixture

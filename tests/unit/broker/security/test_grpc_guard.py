@@ -20,7 +20,6 @@ from ister.broker.security.tls import ServerTls
 from ister.config import ClientAuth, TlsConfig
 from ister.errors import IsterError
 from tests.support.certificates import LOCAL_NAMES, Authority
-from tests.support.security import GuardRig
 
 ORDERS = "/default/orders"
 SERVERS, CLIENTS = Authority("servers"), Authority("clients")
@@ -143,12 +142,6 @@ async def code_of(awaitable):
 
 def metadata(headers):
     return tuple(headers.items())
-
-
-@pytest.fixture
-def rig(tmp_path):
-    with GuardRig(tmp_path) as rig:
-        yield rig
 
 
 @pytest.fixture(autouse=True)

@@ -19,12 +19,6 @@ from tests.support.security import GuardRig
 ORDERS = "/default/orders"
 
 
-@pytest.fixture
-def rig(tmp_path):
-    with GuardRig(tmp_path) as rig:
-        yield rig
-
-
 def test_caller_is_the_current_one_inside_of_its_call(rig):
     assert current_caller() is None
     assert current_principal() is ANONYMOUS

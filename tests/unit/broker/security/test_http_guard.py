@@ -4,20 +4,12 @@ import asyncio
 import contextlib
 
 import aiohttp
-import pytest
 from aiohttp import web
 
 from ister.broker.security.guard import current_principal
 from ister.broker.security.http_guard import http_guard
 from ister.broker.security.rights import Permission
 from tests.support.cases import each
-from tests.support.security import GuardRig
-
-
-@pytest.fixture
-def rig(tmp_path):
-    with GuardRig(tmp_path) as rig:
-        yield rig
 
 
 @contextlib.asynccontextmanager

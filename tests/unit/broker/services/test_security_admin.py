@@ -11,16 +11,9 @@ from ister.broker.rpc.methods import methods_of
 from ister.broker.security.grpc_guard import GrpcGuard
 from ister.broker.services.security_admin import SecurityAdmin
 from ister.wire import danube_admin, stub
-from tests.support.security import GuardRig
 
 Code = grpc.StatusCode
 SERVICE = "danube_admin.SecurityAdmin"
-
-
-@pytest.fixture
-def rig(tmp_path):
-    with GuardRig(tmp_path) as rig:
-        yield rig
 
 
 def run(rig, scenario):
