@@ -62,7 +62,7 @@ def _use(spark: SparkSession, directory: Path, *, is_all: bool) -> dict[str, obj
     config = place.config
     found["tier"] = took(jobs.tier(spark, config), "messages")
     query = "SELECT offset, upper(text) AS payload FROM messages WHERE offset % 2 = 0"
-    arguments = {"source": TOPIC, "target": "/default/sql", "sql": query, "chunk_bytes": 2_000}
+    arguments = {"source": TOPIC, "target": "/default/sql", "sql": query}
     found["sample"] = len(jobs.replay(spark, config, **arguments, dry_run=True).more["sample"])
     found["replay sql"] = took(jobs.replay(spark, config, **arguments), "messages", "chunks")
     lake = str(directory / "lake" / "{topic}")

@@ -52,7 +52,7 @@ def test_jobs_run_through_spark_connect(tmp_path):
     assert found == {
         "tier": [40],
         "sample": 10,
-        "replay sql": [60, 6],
+        "replay sql": [60, 1],
         "export": [120],
         **scaled({}, by_night),
         "lake": 120,
