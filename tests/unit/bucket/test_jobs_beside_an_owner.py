@@ -1,4 +1,4 @@
-"""What jobs beside an owner must not do to it; each was found by reading the code as an enemy."""
+"""What jobs beside an owner must not do to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ister.bucket.object_maker import ObjectMaker, UploadSettings
 from ister.bucket.orphans import collect_orphans
 from ister.bucket.pipeline import PipelineKeys
 from ister.errors import CorruptDataError
-from ister.topic import bucket_link as topic_tier
+from ister.topic import bucket_link
 from tests.support.cases import each
 from tests.support.stores import (
     NAME,
@@ -162,14 +162,14 @@ def test_object_that_takes_the_place_of_others_during_a_trim_is_checked_too(monk
         old = list(site.catalog().descriptors(0, 20))
         made = merge(site.objects, [described for described, _ in old], acting)
         damage(site.objects, object_key(NAME, made.object_id))
-        verify, swapped = topic_tier.verify_content, []
+        verify, swapped = bucket_link.verify_content, []
 
         def swap_and_verify(*arguments, **more):
             if not swapped:
                 swapped.append(acting.swap(old, made, until=0))
             return verify(*arguments, **more)
 
-        monkeypatch.setattr(topic_tier, "verify_content", swap_and_verify)
+        monkeypatch.setattr(bucket_link, "verify_content", swap_and_verify)
         assert topic.bucket.retention.trim() > 0
         assert swapped == [True]
         topic.bucket.retention.collect_orphans()
