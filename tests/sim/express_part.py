@@ -39,6 +39,7 @@ from ister.base.model import Codec, TopicName
 from ister.bucket.express import find_runs
 from ister.bucket.express_collection import collect_express
 from ister.bucket.names import EXPRESS_PREFIX, TopicKeys, manifest_key, object_key
+from ister.bucket.trust import Trust
 from ister.errors import (
     ClosedError,
     ConflictError,
@@ -148,9 +149,11 @@ def check_footer(data: bytes, topic: TopicName, described: ObjectDescriptor) -> 
 class Sharing:
     """See the module header."""
 
-    def __init__(self, world: TierWorld, rng: random.Random) -> None:
+    def __init__(self, world: TierWorld, rng: random.Random, *, judges: bool = True) -> None:
         self._world = world
         self.rng = rng
+        self._judges = judges
+        """Off where stores go back, to which other rules apply."""
         self.topics_per_transaction = rng.choice((1, 2, 40))
         self.max_bytes = rng.choice((1, 2000, 65536))
         self.puts: dict[str, int | None] = {}
@@ -168,7 +171,8 @@ class Sharing:
             self._check_commits(operations)
             real(operations)
 
-        world.meta._apply = apply
+        if judges:
+            world.meta._apply = apply
 
     # -- processes --------------------------------------------------------------------------
 
@@ -231,6 +235,8 @@ class Sharing:
     def collect_outside(self) -> None:
         """What a pipeline does for topics that nobody has open."""
         world = self._world
+        if Trust(world.store, world.meta, "/danube", world.clock).check():
+            return
         collect_express(
             with_slices(world.store),
             world.meta,
@@ -252,6 +258,8 @@ class Sharing:
 
     def note_put(self, key: str) -> None:
         """An object was put."""
+        if not self._judges:
+            return
         self.lost_manifests -= {v.name for v in self._world.views if key == manifest_key(v.name)}
         if key.startswith(EXPRESS_PREFIX):
             with self._world._quietly():
@@ -274,6 +282,8 @@ class Sharing:
 
     def note_delete(self, key: str) -> None:
         """An object was removed."""
+        if not self._judges:
+            return
         deleting = []
         for view in self._world.views:
             found = self._world.meta._entries.get(view.seen.keys.record)

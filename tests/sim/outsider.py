@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from ister.base.metrics import Metrics
@@ -20,6 +21,7 @@ from ister.bucket.names import format_object_id, object_key
 from ister.bucket.object_maker import ObjectMaker, ObjectSummary
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.pipeline import PipelineKeys
+from ister.bucket.terms import newest_terms, refuse_older
 from ister.errors import (
     ConflictError,
     CorruptDataError,
@@ -152,7 +154,8 @@ class Outsider:
     def upload(self) -> None:
         """Some objects, from the files of the node that wrote last, up to anywhere."""
         world, owned = self._world, self._act()
-        record = owned.record
+        record, name = owned.record, world.seen.keys.topic
+        refuse_older(name, record, newest_terms(world.store, name), where="the bucket")
         fs = next((node.fs for node in world.nodes if node.id == record.node), None)
         tail = self._tail(owned, fs) if fs is not None else None
         opened = tail.source(chunk_bytes=65536) if tail is not None else None
@@ -223,6 +226,8 @@ class Outsider:
         count = world.rng.randrange(2, min(len(found), 5) + 1)
         at = world.rng.randrange(len(found) - count + 1)
         old = found[at : at + count]
+        if any(one.end != after.start for (one, _), (after, _) in pairwise(old)):
+            return  # the catalog was put back to an older one while it was listed
         try:
             new = self._copy(owned, [described for described, _ in old])
         except (CorruptDataError, NotFoundError):

@@ -10,7 +10,8 @@ The rule: a store that is older than the others is noticed, said, and never acte
 nothing acknowledged is lost without an error that names it. What is checked, without the code under
 test, by searching for the payloads in the bytes of the stores:
 
-- kept: no process removes the last copy of an acknowledged message;
+- kept: no process removes the last copy of an acknowledged message, unless it is old enough to
+  expire;
 - offsets: no message is acknowledged at the offset of another one that is in the bucket, or on the
   disk of the process that acknowledges; or on another disk, where a store that was not put back
   proves the term of ownership that it belongs to;
@@ -41,7 +42,7 @@ from typing import Any, Final, Protocol
 
 from ister.base.clock import Clock
 from ister.base.model import AckLevel, TopicName, TopicState
-from ister.bucket.names import TopicKeys
+from ister.bucket.names import EXPRESS_PREFIX, TopicKeys
 from ister.errors import (
     ClosedError,
     ConflictError,
@@ -159,6 +160,8 @@ class Restores:
         clock: Of the world.
         quietly: A context in which nothing fails.
         trace: Told what happens.
+        upload: Uploads what a topic of the level `tiered` has.
+        expires_after: How old messages are that retention may remove, in seconds; None for never.
     """
 
     def __init__(
@@ -173,6 +176,8 @@ class Restores:
         clock: Clock,
         quietly: Callable[[], AbstractContextManager[None]],
         trace: Callable[[str], None],
+        upload: Callable[[Any, Topic], object] = lambda machine, topic: topic.upload(),
+        expires_after: float | None = None,
     ) -> None:
         self.rng = random.Random(f"restores {seed}")
         self._meta = meta
@@ -183,6 +188,10 @@ class Restores:
         self._quietly = quietly
         self._clock = clock
         self._trace = trace
+        self._upload = upload
+        self._expires_after = expires_after
+        self._arrived: dict[int, float] = {}
+        """By number: when a message came."""
         self._owed = {name: Owed() for name in self._names}
         self._backups: list[Backup] = []
         self._numbers = 0
@@ -193,6 +202,8 @@ class Restores:
         self._is_bumped = False
         self._metadata_from: Backup | None = None
         """The backup that the metadata store was last put back to."""
+        self._is_bucket_older = False
+        """Whether the bucket was put back, and no operator has accepted it."""
         self._seen_before: dict[int, int] = {}
         """By machine: the revision that its process had seen when something was put back."""
         self._moments = 0
@@ -242,7 +253,12 @@ class Restores:
     def payload(self) -> bytes:
         """The next message; no two are equal."""
         self._numbers += 1
+        self._arrived[self._numbers] = self._clock.boottime()
         return b"<%d>" % self._numbers
+
+    def _may_expire(self, number: int) -> bool:
+        limit = self._expires_after
+        return limit is not None and self._clock.boottime() - self._arrived[number] >= limit
 
     def append(self, machine: Machine, name: str, topic: Topic, schedule: InlineSchedule) -> None:
         """A producer sends some messages, and waits for each answer."""
@@ -252,7 +268,9 @@ class Restores:
             offset = topic.append(payload)
             schedule.run()
             if str(topic.ack) == "tiered":
-                topic.upload()
+                self._upload(machine, topic)
+                if topic.watermarks.tiered <= offset:
+                    return  # with threads, the producer would wait for another round
             topic.wait(offset)
             self.note_ack(machine, name, topic, topic.bucket.owned.record, offset, payload)
             if self.rng.random() < 0.3:
@@ -301,7 +319,8 @@ class Restores:
         known = {
             n: one
             for n, one in owed.acked.items()
-            if n in here or (not is_cut_off and self._is_known(name, one, record, here, own))
+            if not self._is_within_term(one, record)
+            and (n in here or (not is_cut_off and self._is_known(name, one, record, here, own)))
         }
         # Opened while the bucket did not answer, which is compared before the first upload.
         is_unread = topic.bucket.owned.unread is not None
@@ -352,7 +371,11 @@ class Restores:
         """After something a process did: was the last copy of a message removed?"""
         now = self._everywhere()
         for name, owed in self._owed.items():
-            if gone := sorted((self._held - now) & owed.acked.keys()):
+            gone = sorted((self._held - now) & owed.acked.keys())
+            for number in [one for one in gone if self._may_expire(one)]:
+                del owed.acked[number]
+                gone.remove(number)
+            if gone:
                 raise BrokenPromiseError(
                     f"{name}: the last copies of {[owed.acked[n] for n in gone]} were removed"
                 )
@@ -411,6 +434,23 @@ class Restores:
         seen = self._revision_seen - _CHANGES_BEFORE
         return record.ack is not AckLevel.TIERED and seen > source.revision
 
+    def _is_within_term(self, other: Acked, record: TopicRecord) -> bool:
+        """Whether metadata and bucket were both put back within the term of a message.
+
+        If the fall of the revision is not noticed, either, they agree: at `tiered` another owner
+        continues where the bucket ends, and what only the files have is set aside.
+        """
+        source = self._metadata_from
+        return (
+            source is not None
+            and self._is_bucket_older
+            and record.ack is AckLevel.TIERED
+            and record.claim != other.claim
+            and other.claim in source.claims
+            and other.number not in self._in_bucket()
+            and self._revision_seen - _CHANGES_BEFORE <= source.revision
+        )
+
     def _find_revision_seen(self) -> int:
         """The highest revision that the bucket has a witness of; 0 if the store is a new one."""
         found = self._meta._entries.get(f"{_ROOT}/cluster/store")
@@ -432,7 +472,13 @@ class Restores:
             is_said = isinstance(found, IsterError) and not isinstance(found, OffsetOutOfRangeError)
             if is_said and not is_strict:
                 continue
+            if isinstance(found, IsterError) and self._may_expire(acked.number):
+                continue
             if is_strict and self._is_other_topic(owed, acked, found):
+                continue
+            # The catalog names a merged object that the older bucket does not have; those that it
+            # has replaced stay for `ister repair`.
+            if isinstance(found, NotFoundError) and self.put_back_bucket.__name__ in self.done:
                 continue
             raise BrokenPromiseError(
                 f"{name}: {acked} is in the stores, and reads as {found!r} "
@@ -545,6 +591,7 @@ class Restores:
         """Objects made since are gone, and those deleted since are back."""
         self._trace(f"the bucket is put back to when metadata was {backup.revision}")
         backup.bucket.put_back(self._store)
+        self._is_bucket_older = True
 
     def put_back_disk(self, backup: Backup) -> None:
         """A machine starts again from a copy of its disk."""
@@ -620,6 +667,7 @@ class Restores:
                 is_known = self._knows(acked.claim)
                 if (
                     acked.number in lost
+                    and not self._may_expire(acked.number)
                     and acked.claim == record.claim
                     and (name in self._emptied or (is_known and is_later))
                 ):
@@ -648,6 +696,7 @@ class Restores:
         self.accepted += 1
         self.is_pending = False
         self._metadata_from = None
+        self._is_bucket_older = False
         for owed in self._owed.values():
             for number in owed.unsaid:
                 owed.acked.pop(number, None)
@@ -711,6 +760,8 @@ class Restores:
                         return True
                     # A take-over gives up the files that it sets aside, whose topic was refused.
                     here = self._in_bucket() | self._on_disk(machine, aside=not gives_up)
+                    if gives_up:
+                        here -= self._left_in_runs(name, topic, record) - self._on_disk(machine)
                     if is_accepted:
                         self._declare_lost(name, here)
                     self.note_opened(machine, name)
@@ -724,6 +775,28 @@ class Restores:
                 else:
                     return True
         return False
+
+    def _left_in_runs(self, name: str, topic: Topic, before: TopicRecord | None) -> set[int]:
+        """What a take-over does not find in objects that were not committed.
+
+        It looks for objects that begin where the catalog ends, and for runs of the owner before it.
+        Its owner may have opened the topic again since it put the object, and have had the messages
+        in its files; or it, or a pipeline, has committed some of them from there in another object.
+        Then the disk was lost. What was acknowledged at `tiered` is in a committed object.
+        """
+        owned, acked = topic.bucket.owned, self._owed[name].acked
+        if owned.record.ack is AckLevel.TIERED:
+            return set()
+        start, found = owned.record.lineage[-1].start, set[int]()
+        for key, entry in self._store._objects.items():
+            run = [number for number in _numbers(entry.data) if number in acked]
+            is_cut = any(acked[number].offset < start for number in run)
+            is_others = key.startswith(EXPRESS_PREFIX) and (
+                before is None or key.split("/")[3] not in before.claim
+            )
+            if is_cut or is_others:
+                found |= {number for number in run if acked[number].offset >= start}
+        return found
 
     def _declare_lost(self, name: str, here: set[int]) -> None:
         """What an operator gave up with other disks."""

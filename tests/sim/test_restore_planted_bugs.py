@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from ister.bucket import claim, terms
-from ister.bucket.terms import Term
+from ister.bucket import claim, express_collection, terms
+from ister.bucket.terms import ForgottenRuns, Term
+from ister.bucket.trust import Trust
+from ister.format.descriptor import ObjectDescriptor
+from ister.format.records import TopicRecord
 from ister.metadata.base import Put
 from ister.topic import heads, metadata_trust, reconcile
 from ister.topic.metadata_trust import MetadataTrust
@@ -75,6 +79,33 @@ def accepting_keeps_a_seal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(metadata_trust, "Delete", lambda key: Put("/danube/nothing", b""))
 
 
+def runs_are_not_adopted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ForgottenRuns, "of", lambda self, *_: [])
+
+
+def express_objects_of_forgotten_owners_are_collected(patch: pytest.MonkeyPatch) -> None:
+    """The metadata store is believed, although it may be older than the objects."""
+    real = express_collection.is_needed
+
+    def is_needed(run: ObjectDescriptor, record: TopicRecord | None, **others: Any) -> bool:
+        is_its = record is not None and run.incarnation == record.incarnation
+        return is_its and run.epoch <= record.epoch and real(run, record, **others)
+
+    patch.setattr(express_collection, "is_needed", is_needed)
+    patch.setattr(Trust, "is_distrusted", property(lambda self: False))
+
+
+def accepting_ignores_the_names_of_objects(patch: pytest.MonkeyPatch) -> None:
+    """A pipeline has uploaded under a term that its owner has not recorded."""
+    real = MetadataTrust._compare_objects
+
+    def compare(self: MetadataTrust, found: Any, *arguments: Any) -> None:
+        real(self, found, *arguments)
+        found.terms = [term for term in found.terms if term.claim]
+
+    patch.setattr(MetadataTrust, "_compare_objects", compare)
+
+
 PLANTS: list[tuple[str, Plant]] = [
     ("tier", an_older_record_is_believed),
     ("tier", the_bucket_is_not_asked_for_terms),
@@ -86,6 +117,9 @@ PLANTS: list[tuple[str, Plant]] = [
     ("tier", accepting_keeps_an_older_record),
     ("tier", accepting_goes_on_below_the_highest_epoch),
     ("tier", accepting_keeps_a_seal),
+    ("tier", runs_are_not_adopted),
+    ("tier", express_objects_of_forgotten_owners_are_collected),
+    ("tier", accepting_ignores_the_names_of_objects),
 ]
 
 

@@ -15,7 +15,8 @@ owner has marked the topic as idle). Where it may do neither, it serves the hist
 subscription is served by whoever has the topic, and its cursor is saved.
 
 With `restores`, stores are put back to older states, too, and other rules apply than those below
-(`restores`): there are two topics, no pipeline, no express objects and no steps of the clock.
+(`restores`): there are two topics, and no steps of the clock. In some of these worlds the topics
+share express objects, messages expire, or a pipeline merges objects.
 
 In a third of the worlds there are two or three topics, which share express objects
 (`express_part`): every turn is about one of them, and all of them are looked at after it.
@@ -597,7 +598,10 @@ class TierWorld:
             shares: Whether topics share express objects; by default, the seed tells.
             restores: Whether stores are put back to older states.
         """
-        shares = False if restores else shares
+        # Of its own: the other worlds are what they were before stores were put back in these.
+        beside = random.Random(f"beside restores {seed}")
+        if restores:
+            shares = beside.random() < 0.4
         self.seed = seed
         self.rng = rng = random.Random(seed)
         self.failpoint = failpoint
@@ -631,7 +635,8 @@ class TierWorld:
         self.expires = rng.random() < 0.3 or "expire" in _LEADING.get(failpoint or "", ())
         # A clock that steps matters where something becomes too old.
         self.expires = self.expires or (self.steps_clock and self.clock_rng.random() < 0.7)
-        self.expires = self.expires and not restores
+        if restores:
+            self.expires = beside.random() < 0.3
         self.fault_rate = rng.choice((0.0, 0.0, 0.02, 0.08))
         self.config = self._make_config(share_rng if shares else None)
         self.nodes = [Node(number, self._make_disk()) for number in range(2)]
@@ -645,9 +650,10 @@ class TierWorld:
         ]
         self.at = self.views[0]
         """The topic that a turn is about."""
-        self.sharing = Sharing(self, share_rng) if shares else None
+        self.sharing = Sharing(self, share_rng, judges=not restores) if shares else None
         self.outsider: Outsider | None = None
-        if (rng.random() < 0.7 or failpoint in OUTSIDE_POINTS) and not restores:
+        has_outsider = rng.random() < 0.7 or failpoint in OUTSIDE_POINTS
+        if beside.random() < 0.4 if restores else has_outsider:
             self.outsider = Outsider(self, self._make_outside)
         self.restores: Restores | None = None
         if restores:
@@ -686,7 +692,17 @@ class TierWorld:
             clock=self.clock,
             quietly=self._quietly,
             trace=self._say,
+            upload=self._upload_restored,
+            expires_after=60.0 if self.expires else None,
         )
+
+    def _upload_restored(self, node: Node, topic: Topic) -> None:
+        """Uploads what a topic of the level `tiered` has, so that it can be acknowledged."""
+        if topic.bucket.is_express:
+            topic.flush()
+            self.sharing.drain(node.process, rounds_max=3)
+        else:
+            topic.upload()
 
     def _say(self, text: str) -> None:
         self.trace(text)
@@ -990,7 +1006,7 @@ class TierWorld:
                         self.turn(self._whose_turn())
                 if self.restores is not None:
                     self.restores.maybe_act()
-                if self.sharing is not None and self.sharing.rng.random() < 0.1:
+                elif self.sharing is not None and self.sharing.rng.random() < 0.1:
                     self.check_recoverable()
             self.heal()
         finally:
@@ -1336,6 +1352,10 @@ class TierWorld:
             self.close: 2,
             self.kill: 1,
         }
+        if self.expires:
+            actions[self.expire] = 4
+        if self.sharing is not None:
+            actions |= {self.write: 8, self.collect_express: 4, self.resort: 4}
         return self.rng.choices(list(actions), list(actions.values()))[0]
 
     def append(self, process: Process) -> None:
@@ -1603,7 +1623,9 @@ class TierWorld:
             self.renew(process)
         for object_id in topic.bucket.retention.collect_orphans():
             made = self.made.get(object_key(self.at.name, object_id))
-            self._check_age(object_id, made, GRACE_MINUTES * 60)
+            # A pipeline that has lost its lease may write it again in the middle, for nothing.
+            if self.restores is None or self.outsider is None:
+                self._check_age(object_id, made, GRACE_MINUTES * 60)
 
     def rot(self, process: Process) -> None:
         """The bucket loses or damages an object of which there is a local copy.

@@ -5,6 +5,7 @@
 An express object is removed as a whole, when none of its runs is needed. A run is needed
 
 - while a descriptor of its topic names it, or one that was replaced lately did (`retired`);
+- if an object that has its messages, too, is not in the bucket, which may have been rolled back;
 - if the metadata store may be older than the run: it does not have the topic or the epoch, its
   descriptors have a hole there, or the run continues the topic and no later owner has committed.
 
@@ -34,7 +35,7 @@ from ister.base.model import TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.express import read_footer
 from ister.bucket.fence import Fence
-from ister.bucket.names import EXPRESS_PREFIX, TopicKeys
+from ister.bucket.names import EXPRESS_PREFIX, TopicKeys, object_key
 from ister.errors import CorruptDataError, IsterError, NotFoundError, UnsupportedVersionError
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor, is_express_name
 from ister.format.express import ExpressRun
@@ -171,6 +172,8 @@ class _Collector:
         self._renew_at = clock.boottime()
         self._clock = clock
         self._metrics = metrics
+        self._there: set[str] = set()
+        """Keys of objects that were found in the bucket."""
 
     def unneeded(
         self, batch: Sequence[ObjectInfo], found: ExpressCollection
@@ -206,6 +209,16 @@ class _Collector:
             self._fence.renew()
             self._renew_at = self._clock.boottime() + _LEASE_SECONDS / 3
 
+    def _is_there(self, topic: TopicName, described: ObjectDescriptor) -> bool:
+        key = object_key(topic, described.object_id).partition("@")[0]
+        if key not in self._there:
+            try:
+                self._objects.stat(key)
+            except NotFoundError:
+                return False
+            self._there.add(key)
+        return True
+
     def _needed(self, topic: TopicName, runs: Sequence[ObjectDescriptor]) -> set[str]:
         keys = TopicKeys(self._root, topic)
         catalog = Catalog(self._metadata, keys, clock=self._clock, metrics=self._metrics)
@@ -221,6 +234,9 @@ class _Collector:
                 if retired.until > now:
                     kept.update(retired.objects)
         record = catalog.record()
+        if any(run.object_id not in kept for run in runs):
+            # In a bucket that was rolled back, runs may be all that is left of what replaced them.
+            described = [one for one in described if self._is_there(topic, one)]
         return {
             run.object_id
             for run in runs
@@ -266,7 +282,7 @@ def is_needed(
     Args:
         run: Its descriptor in the footer.
         record: The topic's record; None if the metadata store does not have the topic.
-        described: The topic's objects in the run's range, ascending.
+        described: The topic's objects in the run's range that are in the bucket, ascending.
         last: The topic's newest object.
         kept: Names of objects that have a descriptor, or that are kept for readers.
     """

@@ -40,6 +40,7 @@ from ister.errors import (
     FencedError,
     IsterError,
     NotFoundError,
+    StoresDifferError,
     UnavailableError,
     check,
 )
@@ -726,14 +727,18 @@ class OwnedTopic:
 
         Raises:
             FencedError: Another process owns the topic.
+            StoresDifferError: The bucket ends elsewhere.
             UnavailableError: The metadata store does not answer.
         """
         keys = self.catalog.keys
         with self.lock:
-            check(
-                next_offset in (self.tiered, self.start),
-                f"sealed at {next_offset}, and the bucket ends at {self.tiered}",
-            )
+            if next_offset not in (self.tiered, self.start):
+                # The local files of an earlier term, and a catalog that was put back to before it.
+                raise StoresDifferError(
+                    f"the local files end at {next_offset}, and the bucket at {self.tiered}",
+                    topic=self.topic,
+                    hint="`ister metadata check` shows what the other stores have",
+                )
             state = SealedState(
                 next_offset=next_offset,
                 node=self._node,

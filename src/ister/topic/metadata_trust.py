@@ -358,7 +358,7 @@ class MetadataTrust:
         return _Files(local.term, local.incarnation, ack, local.start, end)
 
     def _compare_objects(self, found: _Found, catalog: Catalog, name: TopicName) -> None:
-        row, there = found.row, set[str]()
+        row, there, epoch = found.row, set[str](), 0
         for info in found.objects:
             object_id = object_id_of(name, info.key)
             there.add(object_id)
@@ -366,8 +366,13 @@ class MetadataTrust:
             if parsed is None:
                 continue
             row.bucket_end = max(row.bucket_end, parsed.end)
+            epoch = max(epoch, parsed.epoch)
             if parsed.tag is not None:
                 found.tagged.append(parsed)
+        if epoch > row.bucket_epoch:
+            # A pipeline may upload before the owner has recorded its term.
+            row.bucket_epoch = epoch
+            found.terms.append(Term(epoch, ""))
         for described, _ in catalog.descriptors():
             row.catalog_end = described.end
             if not self._is_there(name, described.object_id, there):
@@ -401,7 +406,7 @@ class MetadataTrust:
             CorruptDataError: There is no record, and the term in the bucket cannot be read.
         """
         record = found.record[0] if found.record is not None else None
-        later = [term for term in found.terms if term.is_after(record)]
+        later = [term for term in found.terms if term.is_after(record) and term.claim]
         if later:
             stored = load_term(self._objects, found.keys.topic, max(later))
             if stored is not None:

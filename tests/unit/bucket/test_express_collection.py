@@ -8,7 +8,7 @@ from ister.base.model import AckLevel, Codec
 from ister.bucket.express import commit_runs
 from ister.bucket.express_collection import collect_express, is_needed
 from ister.bucket.fence import Fence
-from ister.bucket.names import EXPRESS_PREFIX
+from ister.bucket.names import EXPRESS_PREFIX, object_key
 from ister.bucket.object_maker import ObjectMaker, UploadSettings
 from ister.errors import ConflictError, CorruptDataError
 from ister.format.descriptor import FORMAT_EXPRESS
@@ -88,6 +88,17 @@ def test_object_goes_when_its_last_run_was_replaced(cluster, node):
     assert found.removed_bytes > 0
     assert keys(cluster) == []
     assert cluster.metrics.snapshot()["cloud.orphans_removed"] == 1
+
+
+def test_run_stays_when_the_object_that_replaced_it_is_gone(cluster, node):
+    """Goal: the bucket was rolled back to before the merge, and the metadata was not."""
+    node.write([5, None, None])
+    pass_time(cluster, node)
+    resort(cluster, node.topics[0], 5)
+    ((described, _),) = node.topics[0].catalog.descriptors()
+    cluster.objects.delete(object_key(topic_name(0), described.object_id))
+    assert collect(cluster, process=node.membership.instance).removed == []
+    assert len(keys(cluster)) == 1
 
 
 def test_dry_run_removes_nothing(cluster, node):

@@ -456,6 +456,31 @@ def test_names_of_objects_tell_of_later_owners_when_the_terms_are_deleted(site):
     assert is_noticed_or_whole(go_on(site.open()), acked)
 
 
+def test_accepting_goes_on_above_an_object_whose_term_is_not_recorded(site):
+    """A pipeline uploads in the name of an owner that has not recorded its term yet."""
+    log = site.open()
+    acked = send(made(log), 10, "first")
+    made(log).upload()
+    end(site, log)
+    metadata = MetadataBackup.of(site.metadata)
+    (term,) = (key for key in site.bucket_keys() if "/terms/" in key)
+    data = site.objects.read(term, 0, 1 << 20)
+    log = site.open()
+    acked += send(made(log), 10, "second")
+    made(log).upload()
+    end(site, log)
+    for key in site.bucket_keys():
+        if "/terms/" in key:
+            site.objects.delete(key)
+    site.objects.put(term, data)
+    metadata.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert accept(site, "b") == "accepted"
+    log = site.open("b")
+    assert log.topic(TEXT, take_over=True).bucket.owned.epoch > 3
+    assert payloads(log.topic(TEXT).read(0)) == acked
+
+
 def test_files_whose_node_has_lost_its_name_say_how_to_continue(site):
     log = site.open()
     acked = send(made(log), 10, "first")

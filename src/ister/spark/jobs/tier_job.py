@@ -48,6 +48,7 @@ from ister.bucket.egress import EgressLimit
 from ister.bucket.names import object_key
 from ister.bucket.object_maker import FrameSource, ObjectMaker
 from ister.bucket.ownership import OwnedTopic
+from ister.bucket.terms import newest_terms, refuse_older
 from ister.client.frames import BrokerFrames
 from ister.errors import (
     ConflictError,
@@ -59,6 +60,7 @@ from ister.errors import (
 )
 from ister.format.checkpoint import UploaderCheckpoint
 from ister.format.descriptor import ObjectDescriptor
+from ister.format.records import TopicRecord
 from ister.spark.jobs.job import (
     Job,
     JobConfig,
@@ -100,10 +102,10 @@ class _UploadItem:
     end: int
     size_bytes: int
     """Estimated."""
-    epoch: int
-    incarnation: str
-    node: str
-    """The node whose files have its frames."""
+    record: TopicRecord
+    """Names the node whose files have its frames."""
+    is_first: bool
+    """Whether it is the topic's first one of the round: no later one is committed without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,9 +273,8 @@ class _Tiering:
                 start=planned.start,
                 end=planned.end,
                 size_bytes=planned.size_bytes,
-                epoch=owned.epoch,
-                incarnation=record.incarnation,
-                node=record.node,
+                record=record,
+                is_first=planned is plan.objects[0],
             )
             for planned in plan.objects
         ]
@@ -563,11 +564,14 @@ def _make_object(place: LogLocation, item: _UploadItem, *, task_count: int = 1) 
     `task_count` tasks run in parallel, and share `uploader.max_bytes_per_second`.
     """
     compile_for(item.size_bytes)
-    history = place.history()
+    history, record = place.history(), item.record
+    name = TopicName.parse(item.topic)
+    if item.is_first:
+        refuse_older(name, record, newest_terms(history.objects, name), where="the bucket")
     settings = upload_settings(place.config.storage.uploader, place.config.storage.cloud.layout)
     rate = place.config.storage.uploader.max_bytes_per_second
     maker = ObjectMaker(
-        TopicName.parse(item.topic),
+        name,
         history.objects,
         settings=settings,
         clock=history.clock,
@@ -575,7 +579,7 @@ def _make_object(place: LogLocation, item: _UploadItem, *, task_count: int = 1) 
         pending_tag=secrets.token_hex(4),
         egress=None if rate is None else _egress(rate / task_count),
     )
-    make = partial(maker.make, epoch=item.epoch, incarnation=item.incarnation)
+    make = partial(maker.make, epoch=record.epoch, incarnation=record.incarnation)
     with _frames_of(place, item) as source:
         damage: CorruptDataError | None = None
         try:
@@ -603,7 +607,8 @@ def _make_object(place: LogLocation, item: _UploadItem, *, task_count: int = 1) 
 def _frames_of(place: LogLocation, item: _UploadItem) -> Iterator[FrameSource]:
     """Opens the owner's files, if they are on this machine, or asks the owner for them."""
     source: FrameSource | None = None
-    local = place.local_tail(item.topic, item.node, item.incarnation)
+    record = item.record
+    local = place.local_tail(item.topic, record.node, record.incarnation)
     if local is not None:
         opened = local.source(chunk_bytes=place.config.storage.uploader.stream_chunk_size // 2)
         if opened is not None:
@@ -614,7 +619,7 @@ def _frames_of(place: LogLocation, item: _UploadItem) -> Iterator[FrameSource]:
                 files.close()
     if source is None:
         client = connect(place, item.topic)
-        source = BrokerFrames(client, item.topic, item.incarnation, item.epoch)
+        source = BrokerFrames(client, item.topic, record.incarnation, record.epoch)
     try:
         yield source
     finally:

@@ -16,7 +16,8 @@ from ister.base.model import TopicName
 from ister.bucket.egress import EgressLimit
 from ister.bucket.names import TopicKeys
 from ister.bucket.ownership import OwnedTopic
-from ister.errors import FencedError, IsterError, UnavailableError
+from ister.bucket.terms import save_term
+from ister.errors import FencedError, IsterError, StoresDifferError, UnavailableError
 from ister.format.records import decode_topic, encode_current, encode_topic
 from ister.metadata.sqlite import SqliteMetadata
 from ister.spark.jobs import tier_job
@@ -165,7 +166,8 @@ def test_broker_that_was_replaced_is_no_source(place, tasks, monkeypatch):
 
         # It happens between the plan and the upload: the task is refused.
         def replaced(spark, items, work, **more):
-            return tasks.run(spark, items, lambda item: work(replace(item, epoch=2)), **more)
+            late = [replace(item, record=replace(item.record, epoch=2)) for item in items]
+            return tasks.run(spark, late, work, **more)
 
         with monkeypatch.context() as patched:
             patched.setattr(tier_job, "run_tasks", replaced)
@@ -438,6 +440,18 @@ def test_topic_that_failed_is_left_alone_for_a_while(place, tasks):
         clock.advance(61)
         assert tier_cycle(job, [A], only_due=True).objects == 1
         assert job.report.ok
+
+
+def test_nothing_is_uploaded_for_an_owner_that_is_older_than_the_bucket(place, tasks):
+    """Goal: after a rollback of the metadata, its record is that of an earlier owner."""
+    place.fill(A, 20)
+    with a_job(place) as job:
+        record = job.catalog(A).record()[0]
+        later = replace(record, epoch=record.epoch + 1, claim="0f" * 8)
+        save_term(job.history.objects, TopicName.parse(A), later)
+        tier_cycle(job, [A])
+        assert [error["code"] for error in job.report.errors] == [StoresDifferError.code]
+        assert ranges(place) == []
 
 
 def test_failure_to_look_at_a_topic_is_its_own(place, tasks):
