@@ -13,6 +13,7 @@ from ister.format.frame import scan_frames
 from ister.rescue.rebuild import rebuild_topic
 from tests.support.builders import with_bit_flipped
 from tests.support.cases import each
+from tests.support.crash import Crash
 from tests.support.machine import NAME, ROOT, Machine, NoThreads, numbered, payloads
 from tests.support.memory_fs import SimulatedCrash
 from tests.support.scale import scaled
@@ -262,32 +263,6 @@ def test_file_that_is_lost_after_that_is_damage():
         machine._logs.clear()
         lose(machine, 4)
         assert opened(machine)[1].state is TopicState.QUARANTINED
-
-
-class Crash:
-    """Ends the process at an operation that changes something; nothing happens after that."""
-
-    KINDS = frozenset(
-        {"create", "write", "sync", "rename", "sync_directory", "put", "delete", "transact"}
-        | {"open_writer", "close", "copy"}
-    )
-
-    def __init__(self, at):
-        self.at, self.seen, self.step = at, 0, ""
-
-    def __call__(self, kind, path):
-        if kind in self.KINDS:
-            self.seen += 1
-            if self.step or self.seen == self.at:
-                self.step = self.step or f"{kind} {path}"
-                raise SimulatedCrash
-
-    def arm(self, site):
-        site.disk().before = site.objects.before = site.metadata.before = self
-
-    @staticmethod
-    def disarm(site):
-        site.disk().before = site.objects.before = site.metadata.before = lambda kind, key: None
 
 
 @each("end_life", [Machine.kill, Machine.cut_power])

@@ -17,6 +17,7 @@ from ister.topic.log import Log
 from ister.wal.directory import WalDirectory
 from tests.support.builders import with_bit_flipped
 from tests.support.cases import each
+from tests.support.crash import Crash
 from tests.support.machine import NAME, ROOT, Machine, ManualClock, NoThreads, numbered, payloads
 from tests.support.memory_fs import FaultPlan, SimulatedCrash
 
@@ -264,26 +265,6 @@ def test_new_file_that_cannot_be_written_leaves_the_log_as_it_was(kind, number):
 
 
 # -- crashes ------------------------------------------------------------------------------------
-
-
-class Crash:
-    """Ends the process at an operation that changes something; nothing happens after that."""
-
-    KINDS = frozenset({"create", "write", "sync", "rename", "sync_directory"})
-
-    def __init__(self, at):
-        self.at = at
-        self.seen = 0
-        self.step = ""
-
-    def __call__(self, kind, path):
-        if self.step:
-            raise SimulatedCrash
-        if kind in self.KINDS:
-            self.seen += 1
-            if self.seen == self.at:
-                self.step = f"{kind} {path}"
-                raise SimulatedCrash
 
 
 def steps_of(harm, start):

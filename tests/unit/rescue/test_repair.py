@@ -19,6 +19,7 @@ from ister.errors import (
 )
 from ister.format.frame import scan_frames
 from ister.rescue.repair import Repaired
+from tests.support.crash import Crash
 from tests.support.machine import ROOT, NoThreads, Task, numbered, payloads
 from tests.support.memory_fs import SimulatedCrash
 from tests.support.stores import NAME, TTL_SECONDS, Site
@@ -736,32 +737,6 @@ def test_disk_that_takes_no_new_file_leaves_everything_as_it_was(site):
     assert logs_of(content(site)) == before
     assert log.repair(TEXT).is_whole
     check_whole(site, log)
-
-
-class Crash:
-    """Ends the process at an operation that changes something; nothing happens after that."""
-
-    KINDS = frozenset(
-        {"create", "write", "sync", "rename", "sync_directory", "put", "delete", "transact"}
-        | {"open_writer", "close", "copy"}
-    )
-
-    def __init__(self, at):
-        self.at, self.seen, self.step = at, 0, ""
-
-    def __call__(self, kind, path):
-        if kind in self.KINDS:
-            self.seen += 1
-            if self.step or self.seen == self.at:
-                self.step = self.step or f"{kind} {path}"
-                raise SimulatedCrash
-
-    def arm(self, site):
-        site.disk().before = site.objects.before = site.metadata.before = self
-
-    @staticmethod
-    def disarm(site):
-        site.disk().before = site.objects.before = site.metadata.before = lambda kind, key: None
 
 
 def a_harmed_log(site):

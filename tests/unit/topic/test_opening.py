@@ -32,6 +32,7 @@ from ister.wal.log import Wal
 from ister.wal.recovery import recover
 from tests.support.cases import each
 from tests.support.clock import ManualClock
+from tests.support.crash import Crash
 from tests.support.machine import ROOT, NoThreads, numbered, payloads
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
 from tests.support.stores import NAME, PREFIX, TTL_SECONDS, Site, save_cursor
@@ -823,29 +824,15 @@ def a_directory():
     return fs, WalDirectory(fs, PATH)
 
 
-class Crash:
-    """Ends the process at an operation that changes something; nothing happens after that."""
-
-    def __init__(self, at):
-        self.at, self.seen, self.step = at, 0, ""
-
-    def __call__(self, kind, path):
-        if kind in KINDS:
-            self.seen += 1
-            if self.step or self.seen == self.at:
-                self.step = self.step or f"{kind} {path}"
-                raise SimulatedCrash
-
-
 def crashes(action, make=a_directory):
     """A disk and its directory after a crash at each step of `action`, one after the other."""
     fs, directory = make()
-    fs.before = count = Crash(at=0)
+    fs.before = count = Crash(0, KINDS)
     action(directory)
     assert count.seen > 1
     for at in range(1, count.seen + 1):
         fs, directory = make()
-        fs.before = step = Crash(at)
+        fs.before = step = Crash(at, KINDS)
         with pytest.raises(SimulatedCrash):
             action(directory)
         yield fs, directory, f"before step {at}: {step.step}"
@@ -962,7 +949,7 @@ def test_half_made_directory_gets_its_mark_when_it_takes_its_place():
 
 def test_nothing_to_finish_changes_nothing():
     fs, directory = a_directory()
-    fs.before = count = Crash(at=0)
+    fs.before = count = Crash(0, KINDS)
     finish_set_aside(directory)
     assert count.seen == 0
     assert content(fs) == OLD

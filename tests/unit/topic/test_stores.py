@@ -16,6 +16,7 @@ from ister.objectstore.base import Capabilities
 from ister.topic.bucket_link import RepairedObjects
 from ister.topic.node import NODE_NAME, Node
 from tests.support.cases import each
+from tests.support.crash import Crash
 from tests.support.machine import ROOT, NoThreads, eventually, numbered, payloads
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
 from tests.support.memory_store import MemoryObjectStore
@@ -441,33 +442,13 @@ def test_deleted_topic_leaves_nothing_but_its_epoch(site):
     check_deleted(site, log)
 
 
-class Crash:
-    """Ends the process at a change of any kind below the topic; nothing happens after that."""
-
-    KINDS = frozenset({"remove", "remove_directory", "sync_directory", "put", "delete", "transact"})
-
-    def __init__(self, at):
-        self.at, self.seen, self.step = at, 0, ""
-
-    def __call__(self, kind, path):
-        if kind in self.KINDS:
-            self.seen += 1
-            if self.step or self.seen == self.at:
-                self.step = self.step or f"{kind} {path}"
-                raise SimulatedCrash
-
-    def arm(self, site):
-        site.disk().before = site.objects.before = site.metadata.before = self
-
-    @staticmethod
-    def disarm(site):
-        site.disk().before = site.objects.before = site.metadata.before = calm
+DELETING = {"remove", "remove_directory", "sync_directory", "put", "delete", "transact"}
 
 
 def steps_of_a_deletion():
     with Site() as site:
         log = a_topic_to_delete(site)
-        count = Crash(at=0)
+        count = Crash(0, DELETING)
         count.arm(site)
         log.delete(TEXT)
         Crash.disarm(site)
@@ -480,7 +461,7 @@ def test_deletion_that_a_crash_has_interrupted_anywhere_is_finished_by_the_next_
     for at in range(1, steps + 1):
         with Site() as site:
             log = a_topic_to_delete(site)
-            crash = Crash(at)
+            crash = Crash(at, DELETING)
             crash.arm(site)
             with pytest.raises(SimulatedCrash):
                 log.delete(TEXT)
