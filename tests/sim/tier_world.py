@@ -698,7 +698,7 @@ class TierWorld:
 
     def _upload_restored(self, node: Node, topic: Topic) -> None:
         """Uploads what a topic of the level `tiered` has, so that it can be acknowledged."""
-        if topic.bucket.is_express:
+        if topic.bucket.uploads.is_express:
             topic.flush()
             self.sharing.drain(node.process, rounds_max=3)
         else:
