@@ -220,7 +220,7 @@ def _loop_factory(config: Config) -> Callable[[], asyncio.AbstractEventLoop] | N
     """Returns uvloop's loop factory, which costs less per call; None for asyncio's own loop.
 
     None if uvloop is not installed, and with TLS: uvloop reads from a connection before its
-    handshake has begun, and what it read is lost. `broker.observe.http` begins handshakes later, to
+    handshake has begun, and what it read is lost. `broker.http.port` begins handshakes later, to
     limit how many are in progress.
     """
     if config.broker.tls.cert_file is not None:

@@ -1,7 +1,7 @@
 """The health of a broker: whether clients should connect, and what an operator should look at.
 
 Owns: the checks and their texts. Does not own: probes of the stores and the machine
-(`observe.probe`), how health is served (`observe.http`, `observe.prometheus`).
+(`observe.probe`), how health is served (`ister.broker.http`, `observe.prometheus`).
 
 - `/ready` is for machines: 200 while every topic is recovered and the lease is valid;
 - a check is for people: `ok`, `attention` (look at it, nothing is lost) or `bad` (messages are
