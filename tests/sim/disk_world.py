@@ -73,9 +73,9 @@ class DiskMetadata(MemoryMetadata):
                 raise
             self._write()
 
-    def _change(self, kind: str, key: str, change: Callable[[], _T]) -> _T:
+    def _change(self, change: Callable[[], _T]) -> _T:
         self._with_room()
-        return super()._change(kind, key, change)
+        return super()._change(change)
 
     def renew_lease(self, lease) -> float:
         self._with_room()
