@@ -80,7 +80,8 @@ def accepting_keeps_a_seal(patch: pytest.MonkeyPatch) -> None:
 
 
 def runs_are_not_adopted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ForgottenRuns, "of", lambda self, *_: [])
+    patch.setattr(ForgottenRuns, "runs_of", lambda self, *_: [])
+    patch.setattr("ister.topic.stores.find_runs_from", lambda *_: [])
 
 
 def express_objects_of_forgotten_owners_are_collected(patch: pytest.MonkeyPatch) -> None:

@@ -474,8 +474,9 @@ class Stores:
         Args:
             catalog: The topic's, which no other process changes.
             before: The result of `check_claim`.
-            has_gap: Whether the local files begin after the catalog's end: then runs are searched
-                in the express objects of all processes.
+            has_gap: Whether the local files begin after the catalog's end: then, and while the
+                metadata store is distrusted, runs are searched in the express objects of all
+                processes.
 
         Raises:
             StoresDifferError: The bucket has newer messages in an object that begins before the
@@ -487,7 +488,8 @@ class Stores:
             return []
         last = catalog.last()
         tiered = last.end if last is not None else 0
-        if has_gap:
+        # After a rollback, owners follow each other quickly, and each removes the terms before its.
+        if has_gap or self.trust.is_distrusted:
             runs = find_runs_from(self.objects, name, tiered, known.incarnation)
         elif before.view.sealed is not None or self._has_ended(known):
             return []
