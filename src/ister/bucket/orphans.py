@@ -8,6 +8,8 @@ catalog is read again right before each removal. These objects are kept:
 - those that a merged object has replaced, until the time that the merge has set: they may still be
   read;
 - those in a hole of the catalog: their descriptors may be restored;
+- those whose messages a named object has, too, that is not in the bucket: it may have been rolled
+  back to before a merge;
 - those with names that Ister does not give: files of others, and objects that Danube wrote. Of the
   latter, those go that belonged to the topic and that a merged object has replaced.
 
@@ -95,7 +97,9 @@ def collect_orphans(
     if not dry_run:
         _forget_retired(owned, store, now)
     removed: list[str] = []
-    for info in list(list_objects(store, topic)):
+    listed = list(list_objects(store, topic))
+    there = {object_id_of(topic, info.key) for info in listed}
+    for info in listed:
         object_id = object_id_of(topic, info.key)
         if object_id in under_way or not is_past(info, oldest, correct_ms):
             continue
@@ -106,6 +110,7 @@ def collect_orphans(
             and not (_is_ahead(owned, object_id) and has_jobs())
             and _is_still_past(store, info.key, oldest, correct_ms)
             and not keeps(object_id)
+            and not _is_successor_lost(owned, store, there, object_id)
         ):
             removed.append(object_id)
             if not dry_run:
@@ -176,6 +181,17 @@ def _is_held(owned: OwnedTopic, store: ObjectStore, there: set[str], object_id: 
             return False
         at = max(at, described.end)
     return at >= name.end
+
+
+def _is_successor_lost(
+    owned: OwnedTopic, store: ObjectStore, there: set[str], object_id: str
+) -> bool:
+    """Whether the bucket lacks an object that has messages of this one, which it has replaced."""
+    name = parse_object_id(object_id)
+    return name is not None and any(
+        not _is_there(owned, store, there, described.object_id)
+        for described, _ in owned.catalog.descriptors(name.start, name.end)
+    )
 
 
 def _is_there(owned: OwnedTopic, store: ObjectStore, there: set[str], object_id: str) -> bool:

@@ -196,6 +196,15 @@ def test_replaced_objects_stay_until_the_time_that_the_merge_has_set(cluster, ow
     assert collect(cluster, owned) == []
 
 
+def test_replaced_objects_stay_when_the_merged_one_is_gone(cluster, owned):
+    """Goal: the bucket was rolled back to before the merge, and the metadata was not."""
+    new = retire(cluster, owned, until=NOW_MS // 1000)
+    cluster.objects.delete(cluster.key(new.object_id))
+    cluster.clock.advance(10 * GRACE)
+    assert collect(cluster, owned) == []
+    assert cluster.data_keys() == ["data-0-9.dnb1", "data-10-19.dnb1"]
+
+
 def test_replaced_objects_that_are_young_wait_for_the_grace_period_too(cluster, owned):
     retire(cluster, owned, until=NOW_MS // 1000)
     cluster.clock.advance(GRACE - 1)
