@@ -281,7 +281,7 @@ class ClusterPlayer(Story):
         async with AsyncExitStack() as stack:
             producers = {}
             for topic in TOPICS:
-                await client.create_topic(topic, ack="tiered")
+                await client.admin.create_topic(topic, ack="tiered")
                 producers[topic] = await stack.enter_async_context(
                     client.producer(topic, name="shop")
                 )
@@ -366,8 +366,8 @@ class ClusterPlayer(Story):
         owners: dict[str, str] = {}
         for topic in TOPICS:
             while topic not in owners:
-                owner = (await client.show_topic(topic))["owner"]
-                for one in await client.brokers():
+                owner = (await client.admin.show_topic(topic))["owner"]
+                for one in await client.admin.brokers():
                     if owner is not None and one["node"] == owner["node"]:
                         owners[topic] = names[one["broker_url"].partition("://")[2]]
                 if topic not in owners:

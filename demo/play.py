@@ -181,7 +181,7 @@ class Player(Story):
             give_up_at = self._clock.monotonic() + _UPLOAD_SECONDS
             with Client(self.broker.addresses.grpc, timeout=_HTTP_SECONDS) as client:
                 for topic in TOPICS:
-                    while (found := client.describe_topic(topic)).tiered < found.next:
+                    while (found := client.admin.describe_topic(topic)).tiered < found.next:
                         if self._clock.monotonic() > give_up_at:
                             raise UnavailableError("the broker does not upload", topic=topic)
                         waiting.wait(_POLL_SECONDS)
@@ -216,7 +216,7 @@ class Player(Story):
             began = self._clock.monotonic()
             with Client(self.broker.addresses.grpc, timeout=_HTTP_SECONDS) as client:
                 for topic in TOPICS:
-                    client.unload_topic(topic)
+                    client.admin.unload_topic(topic)
             self.broker.stop()
             self.broker.configure(wal="wal-of-another-machine")
             self.broker.start()
@@ -376,7 +376,7 @@ class Player(Story):
     def _draw_map(self, title: str) -> None:
         """Notes where each topic's messages are."""
         with Client(self.broker.addresses.grpc, timeout=_HTTP_SECONDS) as client:
-            views = [client.show_topic(topic) for topic in TOPICS]
+            views = [client.admin.show_topic(topic) for topic in TOPICS]
         self.figures["tier_maps"].append({"title": title, "topics": [_lean(v) for v in views]})
 
     def _chain(

@@ -420,7 +420,7 @@ class Traffic:
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(AsyncClient(address, timeout=_CALL_SECONDS))
             for topic in TOPICS:
-                await client.create_topic(topic)
+                await client.admin.create_topic(topic)
             consumers: dict[str, list[AsyncConsumer]] = {}
             for one in SUBSCRIPTIONS:
                 consumers[one.name] = [

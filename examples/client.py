@@ -134,7 +134,7 @@ def run(broker: Broker) -> None:
         # The producer is closed: every order is acknowledged.
         for program in programs:
             program.join()
-        topic = client.describe_topic(TOPIC)
+        topic = client.admin.describe_topic(TOPIC)
     print(f"{topic.next} orders in the topic, ack level {topic.ack}")
     for shop, orders in sorted(by_shop.items()):
         print(f"{shop}: {orders} orders")

@@ -74,9 +74,9 @@ class Broker:
     async def stored(self, topic: str) -> int:
         """How many messages a topic has."""
         async with AsyncClient(self.grpc, timeout=60) as client:
-            return (await client.describe_topic(topic)).next
+            return (await client.admin.describe_topic(topic)).next
 
     async def make_topic(self, topic: str, ack: str) -> None:
         """Makes a topic of an ack level."""
         async with AsyncClient(self.grpc, timeout=60) as client:
-            await client.create_topic(topic, ack=ack)
+            await client.admin.create_topic(topic, ack=ack)

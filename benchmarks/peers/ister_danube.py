@@ -90,7 +90,7 @@ class IsterDanube(Contender):
         await consumer.subscribe()
         if from_start:
             async with AsyncClient(self._broker.grpc) as client:
-                await client.seek(self.topic, name, to="earliest")
+                await client.admin.seek(self.topic, name, to="earliest")
         return consumer, await consumer.receive()
 
     async def consume(self, name: str, quota: Quota) -> None:

@@ -86,7 +86,7 @@ class IsterFlight(Contender):
                     break
             await consumer.flush()
             quota.end()
-        await self._client.unsubscribe(self.topic, name)
+        await self._client.admin.unsubscribe(self.topic, name)
 
     async def replay(self, quota: Quota) -> None:
         await asyncio.to_thread(self._replay, quota)

@@ -185,10 +185,12 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 def find_owners(client: Client, brokers: list[Broker]) -> dict[str, str | None]:
     """The name of each topic's broker; None for a topic on its way."""
     names = {broker.address: broker.name for broker in brokers}
-    nodes = {one["node"]: names[one["broker_url"].rpartition("/")[2]] for one in client.brokers()}
+    nodes = {
+        one["node"]: names[one["broker_url"].rpartition("/")[2]] for one in client.admin.brokers()
+    }
     owners = {}
     for topic in TOPICS:
-        owner = client.show_topic(topic)["owner"]
+        owner = client.admin.show_topic(topic)["owner"]
         owners[topic] = nodes.get(owner["node"]) if owner is not None else None
     return owners
 
@@ -250,7 +252,7 @@ def main() -> None:
 def run(client: Client, brokers: list[Broker]) -> None:
     """Publishes while brokers die and restart; checks every message."""
     for topic in TOPICS:
-        client.create_topic(topic, ack="tiered")
+        client.admin.create_topic(topic, ack="tiered")
     tills = [Till(client, topic) for topic in TOPICS]
     for till in tills:
         till.start()

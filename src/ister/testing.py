@@ -260,7 +260,7 @@ else:
         """The name of a new topic, which is deleted at the end of the test."""
         name = ister_broker.topic_name()
         with ister_broker.client() as client:
-            client.create_topic(name)
+            client.admin.create_topic(name)
             yield name
             with suppress(IsterError):  # the test has deleted it
-                client.delete_topic(name)
+                client.admin.delete_topic(name)

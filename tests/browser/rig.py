@@ -140,7 +140,7 @@ def running_shop(address: str, *, is_trading: bool = False) -> Iterator[None]:
 def set_up_rights(address: str) -> None:
     """A topic of `root`'s, which `reader` may look at and consume, and `viewer` may look at."""
     with Client(address, token=sign("root")) as client:
-        client.create_topic("/default/secrets")
+        client.admin.create_topic("/default/secrets")
         with client.producer("/default/secrets") as producer:
             producer.publish(b"the answer is 42")
         with client.consumer("/default/secrets", "audit", start="earliest") as consumer:

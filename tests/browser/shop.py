@@ -161,11 +161,11 @@ class Shop:
 
     def fill(self) -> None:
         client = self._client
-        client.create_namespace("shop")
+        client.admin.create_namespace("shop")
         self._register()
         for topic in ("/default/orders", "/default/payments", "/shop/page-views"):
-            client.create_topic(topic)
-        client.create_topic("/default/stock", partitions=3)
+            client.admin.create_topic(topic)
+        client.admin.create_topic("/default/stock", partitions=3)
         admin = wire.stub(self._channel, "ister.Admin")
         admin.CreateTopic(ister_api.CreateTopicRequest(topic="/shop/prices", non_reliable=True))
         registry = wire.stub(self._channel, "danube_schema.SchemaRegistry")
@@ -180,7 +180,7 @@ class Shop:
         with client.producer("/default/orders", name="checkout") as producer:
             self.send(producer, 2500)
         # All of it is in the bucket then, and nothing of it on disk.
-        client.unload_topic("/default/orders")
+        client.admin.unload_topic("/default/orders")
         for topic, name, count in (
             ("/default/orders", "checkout", 1250),
             ("/default/payments", "cashier", 900),
@@ -219,7 +219,7 @@ class Shop:
         self._work(self._consumer("/default/payments", "ledger", start="earliest"), None)
         # Nothing of it fails while it is looked at.
         patient = FailurePolicy(ack_timeout_ms=3_600_000)
-        self._client.set_failure_policy(orders, "search-index", patient)
+        self._client.admin.set_failure_policy(orders, "search-index", patient)
         for worker in self._workers:
             worker.start()
 
@@ -234,7 +234,7 @@ class Shop:
         consumer = self._consumer(topic, subscription, kind="key_shared", start=3400)
         self._stack.callback(consumer.close)
         policy = FailurePolicy(max_redelivery_count=0, base_redelivery_delay_ms=0)
-        self._client.set_failure_policy(topic, subscription, policy)
+        self._client.admin.set_failure_policy(topic, subscription, policy)
         consumer.nack(consumer.receive(60), reason="no such address")
         consumer.flush()
 

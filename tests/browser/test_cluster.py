@@ -45,8 +45,8 @@ def test_brokers_are_drained_and_activated_from_any_page(pair, open_page):
     a, b = pair
     there = node_of(b)
     with Client(a.address) as client:
-        client.create_topic(TOPIC)
-        client.move_topic(TOPIC, there)
+        client.admin.create_topic(TOPIC)
+        client.admin.move_topic(TOPIC, there)
     page = open_page(a, "#/brokers")
     settled(page)
     card = page.get_by_label(f"Broker {there}")
@@ -70,8 +70,8 @@ def test_brokers_are_drained_and_activated_from_any_page(pair, open_page):
 def test_topic_is_moved_to_the_broker_that_is_chosen(pair, open_page):
     a, b = pair
     with Client(a.address) as client:
-        client.create_topic("/default/moved")
-        client.move_topic("/default/moved", node_of(a))
+        client.admin.create_topic("/default/moved")
+        client.admin.move_topic("/default/moved", node_of(a))
     page = open_page(b, "#/topics/default/moved")
     settled(page)
     page.get_by_role("button", name="Move…").click()

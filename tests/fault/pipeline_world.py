@@ -45,7 +45,7 @@ class PipelineWorld:
         self._sent: dict[str, int] = {}
 
     def __enter__(self) -> PipelineWorld:
-        self.client.create_namespace(self.namespace)
+        self.client.admin.create_namespace(self.namespace)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,7 +58,7 @@ class PipelineWorld:
     def topic(self, name: str, *, at: int | None = None, ack: str = "synced") -> str:
         """Makes a topic, and has it at a broker."""
         topic = f"/{self.namespace}/{name}"
-        self.client.create_topic(topic, ack=ack)
+        self.client.admin.create_topic(topic, ack=ack)
         self.acked.setdefault(topic, {})
         if at is not None:
             self.move(topic, at)
@@ -66,7 +66,7 @@ class PipelineWorld:
 
     def move(self, topic: str, at: int) -> None:
         """Moves a topic to a broker."""
-        self.client.move_topic(topic, self.node(at))
+        self.client.admin.move_topic(topic, self.node(at))
 
     def node(self, number: int) -> str:
         """The node of a broker, as its directory has it."""

@@ -153,7 +153,7 @@ async def fill(cluster, client, *topics):
     Subscription `before` has acknowledged half of the history.
     """
     for topic in topics:
-        await client.create_topic(topic, ack="synced")
+        await client.admin.create_topic(topic, ack="synced")
         await publish(client, topic, numbered(HISTORY))
         await eventually_async(lambda t=topic: is_tiered(client, t), "not all in the bucket")
         consumer = await client.consumer(topic, "before", start="earliest")
@@ -182,7 +182,7 @@ async def publish(client, topic, payloads):
 
 
 async def is_tiered(client, topic):
-    found = await client.describe_topic(topic)
+    found = await client.admin.describe_topic(topic)
     return found.tiered == found.next
 
 
@@ -264,7 +264,7 @@ def test_history_of_a_dead_brokers_synced_topic_is_read_everywhere(cluster, tmp_
                 async with AsyncClient(cluster.addresses[number]) as one:
                     found = await read_all(one, topic, f"new-{number}", HISTORY)
                     assert found == whole[:HISTORY]
-                    listed = {row["topic"]: row for row in await one.list_topics()}
+                    listed = {row["topic"]: row for row in await one.admin.list_topics()}
                     assert listed[topic]["watermarks"]["tiered"] == HISTORY
                     with pytest.raises(UnavailableError, match="disk"):
                         async with one.producer(topic, timeout=2.0) as producer:
@@ -281,7 +281,7 @@ def test_history_of_a_dead_brokers_synced_topic_is_read_everywhere(cluster, tmp_
             # Danube's client, too.
             async with connect(cluster.brokers[cluster.alive()[0]], own_connection=True) as other:
                 inbox = await other.consumer(topic, subscription="danube", attached=False)
-                await client.seek(topic, "danube", to="earliest")
+                await client.admin.seek(topic, "danube", to="earliest")
                 assert texts(await inbox.take(HISTORY)) == numbered(HISTORY)
             cluster.heal(owner, Link.BUCKET)
             await asyncio.to_thread(dead.start)
@@ -367,7 +367,7 @@ def test_sealed_topics_are_served_while_their_broker_is_away(cluster):
     async def scenario():
         async with AsyncClient(cluster.addresses) as client:
             for topic in topics:
-                await client.create_topic(topic, ack="synced")
+                await client.admin.create_topic(topic, ack="synced")
                 async with client.producer(topic) as producer:
                     for payload in numbered(5):
                         await producer.publish(payload.encode())
@@ -436,7 +436,7 @@ def test_many_topics_have_a_broker_soon_after_a_start_and_after_a_kill(cluster):
 
     async def create_all():
         async with AsyncClient(cluster.addresses) as client:
-            await on_all(topics, lambda topic: client.create_topic(topic, ack="tiered"))
+            await on_all(topics, lambda topic: client.admin.create_topic(topic, ack="tiered"))
 
     async def send_all(names):
         async with AsyncClient(cluster.addresses) as client:

@@ -130,7 +130,7 @@ class Scenario:
             self.history = stack.enter_context(cluster.open_bucket())
             client = await stack.enter_async_context(AsyncClient(cluster.addresses))
             danube = await stack.enter_async_context(connect(cluster.brokers[AWAY]))
-            await client.create_topic(TOPIC)
+            await client.admin.create_topic(TOPIC)
             await self.bring_back(client)
             ours, theirs = self.programs
             producer = await stack.enter_async_context(client.producer(TOPIC))
@@ -224,11 +224,11 @@ class Scenario:
         address = f"http://{self.cluster.addresses[AWAY]}"
 
         async def is_back():
-            nodes = {one["broker_url"]: one["node"] for one in await client.brokers()}
+            nodes = {one["broker_url"]: one["node"] for one in await client.admin.brokers()}
             with contextlib.suppress(IsterError):
                 if address in nodes:
                     self.away = nodes[address]
-                    await client.move_topic(TOPIC, self.away)
+                    await client.admin.move_topic(TOPIC, self.away)
                     return True
             return False
 

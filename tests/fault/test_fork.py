@@ -303,7 +303,7 @@ def test_a_client_after_a_fork_is_refused(tmp_path):
         client = Client("127.0.0.1:1", timeout=1)
         pid = os.fork()
         if pid == 0:
-            refused(lambda: client.create_topic("/default/a"))
+            refused(lambda: client.admin.create_topic("/default/a"))
             refused(lambda: client.producer("/default/a"))
             client.close()
             sys.exit(0)

@@ -184,7 +184,7 @@ def test_a_topic_that_was_taken_over_is_read_to_its_new_end(world, spark):
 
 def _take_over(world, topic):
     try:
-        world.client.take_over(topic, confirm=True)
+        world.client.admin.take_over(topic, confirm=True)
     except IsterError:
         return False
     return True

@@ -112,11 +112,11 @@ def accept(cluster: BrokerCluster) -> None:
 
 def move_some(load: Load, rng: random.Random) -> None:
     """Topics change their owners, so that later terms begin."""
-    nodes = [broker["node"] for broker in load.client.brokers()]
+    nodes = [broker["node"] for broker in load.client.admin.brokers()]
     for topic in TOPICS:
         if rng.random() < 0.5:
             with contextlib.suppress(IsterError):
-                load.client.move_topic(topic, rng.choice(nodes))
+                load.client.admin.move_topic(topic, rng.choice(nodes))
 
 
 def run_round(

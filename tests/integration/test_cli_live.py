@@ -44,7 +44,7 @@ def client(broker):
 @pytest.fixture
 def topic(client):
     name = f"/default/live-{next(_numbers)}"
-    client.create_topic(name)
+    client.admin.create_topic(name)
     return name
 
 
@@ -138,14 +138,14 @@ def test_seek_says_what_it_would_do(run, client, topic):
     (move,) = json.loads(out)["moves"]
     assert (code, move["before"], move["cursor"], move["skipped"]) == (0, 4, 10, 6)
     assert "out of range" in run(*seek, "11")[2]
-    assert client.describe_subscription(topic, "s").cursor == 4, "nothing has moved"
+    assert client.admin.describe_subscription(topic, "s").cursor == 4, "nothing has moved"
     assert run("subscriptions", "seek", topic, "s", "--to", "7")[0] == 0
-    assert client.describe_subscription(topic, "s").cursor == 7
+    assert client.admin.describe_subscription(topic, "s").cursor == 7
 
 
 def test_seek_of_partitions_is_planned_one_by_one(run, client):
     topic = f"/default/live-{next(_numbers)}"
-    client.create_topic(topic, partitions=2)
+    client.admin.create_topic(topic, partitions=2)
     publish(client, topic)
     first = ("--subscription", "s", "--from", "earliest", "--no-follow")
     assert run("consume", topic, *first)[0] == 0
@@ -166,7 +166,7 @@ def test_seek_of_partitions_is_planned_one_by_one(run, client):
 
 def test_lag_of_all_topics_in_one_table(run, client, topic):
     other = f"/default/live-{next(_numbers)}"
-    client.create_topic(other)
+    client.admin.create_topic(other)
     publish(client, topic)
     publish(client, other, 5)
     for name, one, start in (("behind", topic, "0"), ("half", topic, "5"), ("more", other, "0")):
@@ -296,7 +296,7 @@ def test_top_is_live_sorts_by_keys_and_quits(broker, client, topic):
         screen.press(b"s")
         screen.until("OUT/S*")
         new = f"{topic}-new"
-        client.create_topic(new)
+        client.admin.create_topic(new)
         screen.press(b"r")
         screen.until(new[-6:])
         screen.press(b"q")

@@ -46,9 +46,9 @@ def dead(broker):
         max_redelivery_count=0, poison=PoisonPolicy.DEAD_LETTER, dead_letter_topic=target
     )
     with Client(broker.address, timeout=PATIENCE) as client:
-        client.create_topic(source)
+        client.admin.create_topic(source)
         for name in ("billing", "mail"):
-            client.set_failure_policy(source, name, policy)
+            client.admin.set_failure_policy(source, name, policy)
         with client.producer(source) as producer:
             for payload in (b"a", b"b"):
                 producer.send(payload, attributes={"shop": "eu"}, routing_key="k")
@@ -57,7 +57,9 @@ def dead(broker):
                 for _ in range(2):
                     message = consumer.receive(timeout=PATIENCE)
                     consumer.nack(message, reason=f"{name} failed on {message.payload.decode()}")
-                eventually(lambda name=name: client.describe_subscription(source, name).cursor == 2)
+                eventually(
+                    lambda name=name: client.admin.describe_subscription(source, name).cursor == 2
+                )
     return source, target
 
 
@@ -136,8 +138,8 @@ def test_letters_that_cannot_be_requeued_are_told_and_stay(run, dead, broker):
     source, target = dead
     with Client(broker.address, timeout=PATIENCE) as client:
         for name in ("billing", "mail"):
-            client.unsubscribe(source, name)
-        client.delete_topic(source)
+            client.admin.unsubscribe(source, name)
+        client.admin.delete_topic(source)
     code, out, err = run("dlq", "requeue", target, "--offset", "0-1", "--yes")
     assert code == 1
     assert out.startswith("0 dead letters")

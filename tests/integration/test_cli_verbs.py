@@ -151,7 +151,7 @@ def test_a_topic_is_made_as_it_is_said_or_not_at_all(run, topic, broker):
         ("0", 1),
     ]
     with Client(broker.address) as client:
-        assert client.describe_topic(f"{topic}-part-1").ack == "written"
+        assert client.admin.describe_topic(f"{topic}-part-1").ack == "written"
 
 
 def test_sigint_reports_what_is_acknowledged(broker, topic):

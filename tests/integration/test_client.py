@@ -145,7 +145,7 @@ def test_many_messages_in_order_acknowledged_and_gone(client, topic):
             found.append(message.payload)
             consumer.ack(message)
     assert found == numbered(20_000)
-    described = client.describe_subscription(topic, "s")
+    described = client.admin.describe_subscription(topic, "s")
     assert (described.cursor, described.lag, described.consumers) == (20_000, 0, ())
     with client.consumer(topic, "s") as consumer, pytest.raises(WaitTimeoutError):
         consumer.receive(0.3)
@@ -241,8 +241,8 @@ def test_something_else_than_a_number_is_refused_and_harms_nothing(broker, clien
             lambda: next(consumer.messages(limit=bad)),
             lambda: consumer.flush(bad),
             lambda: consumer.close(bad),
-            lambda: client.create_topic(topic, partitions=bad),
-            lambda: client.drain_broker("b", timeout=bad),
+            lambda: client.admin.create_topic(topic, partitions=bad),
+            lambda: client.admin.drain_broker("b", timeout=bad),
         ):
             with pytest.raises(InvalidRequestError):
                 call()
@@ -255,14 +255,14 @@ def test_something_else_than_a_number_is_refused_and_harms_nothing(broker, clien
 
 
 def test_something_else_than_a_text_is_refused_by_name(client, topic):
-    client.create_topic(topic)
+    client.admin.create_topic(topic)
     for call, name in (
         (lambda: client.producer(topic, name=object()), "name"),
         (lambda: client.consumer(topic, 1), "subscription"),
         (lambda: client.consumer(topic, "s", key_filters=[1]), "key filter"),
-        (lambda: client.create_namespace(1), "name"),
-        (lambda: client.seek(topic, 1, to="earliest"), "subscription"),
-        (lambda: client.set_failure_policy(topic, "s", 1), "set_failure_policy"),
+        (lambda: client.admin.create_namespace(1), "name"),
+        (lambda: client.admin.seek(topic, 1, to="earliest"), "subscription"),
+        (lambda: client.admin.set_failure_policy(topic, "s", 1), "set_failure_policy"),
         (lambda: Client([1]), "address"),
         (lambda: Client(1), "address"),
         (lambda: Client("b:1", token=1), "token"),
@@ -273,8 +273,8 @@ def test_something_else_than_a_text_is_refused_by_name(client, topic):
 
 
 def test_a_message_that_is_refused_fails_alone(broker, client, topic):
-    client.create_topic(topic)
-    client.set_topic_policies(topic, {"max_message_size": 1000})
+    client.admin.create_topic(topic)
+    client.admin.set_topic_policies(topic, {"max_message_size": 1000})
     with client.producer(topic) as producer:
         sent = [producer.send(b"x" * (5000 if number in (3, 200) else 10)) for number in range(300)]
         assert isinstance(sent[3].exception(PATIENCE), InvalidRequestError)
@@ -303,8 +303,8 @@ def test_nack_has_a_message_come_again(client, topic):
         policy = FailurePolicy(
             max_redelivery_count=1, base_redelivery_delay_ms=1, poison=PoisonPolicy.DROP
         )
-        client.set_failure_policy(topic, "s", policy)
-        assert client.failure_policy(topic, "s") == policy
+        client.admin.set_failure_policy(topic, "s", policy)
+        assert client.admin.failure_policy(topic, "s") == policy
         attempts = Counter()
         for message in consumer.messages(limit=3, timeout=PATIENCE):
             attempts[message.payload] += 1
@@ -314,7 +314,7 @@ def test_nack_has_a_message_come_again(client, topic):
                 assert message.attempt == attempts[b"poison"]
                 consumer.nack(message, delay=0.01, reason="bad")
         assert attempts == {b"poison": 2, b"fine": 1}
-        eventually(lambda: client.describe_subscription(topic, "s").cursor == 2)
+        eventually(lambda: client.admin.describe_subscription(topic, "s").cursor == 2)
 
 
 def test_a_consumer_that_does_not_take_holds_little(client, topic):
@@ -329,7 +329,7 @@ def test_a_consumer_that_does_not_take_holds_little(client, topic):
         for message in consumer.messages(limit=200, timeout=PATIENCE):
             consumer.ack(message)
         consumer.flush(PATIENCE)
-    assert client.describe_subscription(topic, "s").cursor == 200
+    assert client.admin.describe_subscription(topic, "s").cursor == 200
 
 
 def test_a_consumer_whose_buffer_is_full_is_heard(client, topic):
@@ -340,7 +340,9 @@ def test_a_consumer_whose_buffer_is_full_is_heard(client, topic):
     with client.consumer(topic, "s", start="earliest", buffer_bytes=65_536) as consumer:
         for number in range(1, 61):
             consumer.ack(consumer.receive(timeout=PATIENCE))
-            eventually(lambda end=number: client.describe_subscription(topic, "s").cursor == end)
+            eventually(
+                lambda end=number: client.admin.describe_subscription(topic, "s").cursor == end
+            )
 
 
 def test_an_exclusive_subscription_that_is_taken(client, topic):
@@ -357,7 +359,7 @@ def test_an_exclusive_subscription_that_is_taken(client, topic):
 
 def test_partitions_are_published_to_by_turns_or_by_key(broker, client, topic):
     parts = [f"{topic}-part-{number}" for number in range(3)]
-    client.create_topic(topic, partitions=3)
+    client.admin.create_topic(topic, partitions=3)
     keys = [f"key-{number}" for number in range(40)]
     with client.producer(topic) as producer:
         for payload in numbered(30):
@@ -377,18 +379,18 @@ def test_partitions_are_published_to_by_turns_or_by_key(broker, client, topic):
     assert set(found) == set(parts)
     for part in parts:
         assert found[part] == payloads_in(broker, part)
-    assert client.subscriptions(topic) == ["s"]
-    client.seek(topic, "s", to="earliest")
+    assert client.admin.subscriptions(topic) == ["s"]
+    client.admin.seek(topic, "s", to="earliest")
     with pytest.raises(InvalidRequestError):
-        client.seek(topic, "s", to=5)
-    client.seek(parts[1], "s", to=5)
-    assert client.describe_subscription(parts[1], "s").cursor == 5
+        client.admin.seek(topic, "s", to=5)
+    client.admin.seek(parts[1], "s", to=5)
+    assert client.admin.describe_subscription(parts[1], "s").cursor == 5
 
 
 def test_open_producers_and_consumers_use_new_partitions(broker, client, topic, monkeypatch):
     """Goal: each key goes to its old partition, and then to new ones, as partitions are added."""
     monkeypatch.setattr(network, "_PARTITIONS_SECONDS", 0.05)
-    client.create_topic(topic, partitions=2)
+    client.admin.create_topic(topic, partitions=2)
     keys = [f"key-{number}" for number in range(20)]
     sent = defaultdict(list)
 
@@ -401,7 +403,7 @@ def test_open_producers_and_consumers_use_new_partitions(broker, client, topic, 
 
     with client.producer(topic) as producer, client.consumer(topic, "s") as consumer:
         assert not has_moved()
-        parts = client.grow_topic(topic, 5)
+        parts = client.admin.grow_topic(topic, 5)
         eventually(has_moved)
         received = defaultdict(list)
         for message in consumer.messages(limit=sum(map(len, sent.values())), timeout=PATIENCE):
@@ -426,101 +428,101 @@ def test_open_producers_and_consumers_use_new_partitions(broker, client, topic, 
 
 def test_topics_and_brokers_as_dictionaries(client, broker, topic):
     with pytest.raises(NotFoundError):
-        client.show_topic(topic)
-    client.create_topic(topic, ack="written")
+        client.admin.show_topic(topic)
+    client.admin.create_topic(topic, ack="written")
     with client.consumer(topic, "s", start="earliest"), client.producer(topic) as producer:
         for _ in range(3):
             producer.publish(b"a")
-        view = client.show_topic(topic)
+        view = client.admin.show_topic(topic)
         assert (view["topic"], view["ack"], view["state"]) == (topic, "written", "open")
         assert view["watermarks"]["next"] == 3
         assert [one["name"] for one in view["subscriptions"]] == ["s"]
         assert len(view["subscriptions"][0]["consumers"]) == 1
         assert view["files"][-1]["next_offset"] == 3
-    [listed] = [one for one in client.list_topics("default") if one["topic"] == topic]
+    [listed] = [one for one in client.admin.list_topics("default") if one["topic"] == topic]
     assert listed["watermarks"]["next"] == 3
     assert listed["files_total"] == 1
     assert "files" not in listed
-    assert client.list_topics("system") == []
+    assert client.admin.list_topics("system") == []
     parted = f"{topic}-parted"
-    client.create_topic(parted, partitions=2)
-    parts = client.partitions(parted)
-    assert client.show_topic(parted)["partitions"] == parts
-    names = [one["topic"] for one in client.list_topics()]
+    client.admin.create_topic(parted, partitions=2)
+    parts = client.admin.partitions(parted)
+    assert client.admin.show_topic(parted)["partitions"] == parts
+    names = [one["topic"] for one in client.admin.list_topics()]
     assert names == sorted(names)
     assert set(parts) < set(names)
-    folded = {one["topic"]: one for one in client.list_topics(with_partitions=False)}
+    folded = {one["topic"]: one for one in client.admin.list_topics(with_partitions=False)}
     assert folded[parted]["partitions"] == parts
     assert not set(parts) & set(folded)
-    [one] = client.brokers()
+    [one] = client.admin.brokers()
     assert one["is_this"]
     assert one["broker_url"] == broker.url
-    client.delete_topic(topic)
+    client.admin.delete_topic(topic)
     with pytest.raises(ConflictError, match=f"delete {parted}"):
-        client.delete_topic(parts[1])
-    assert client.partitions(parted) == parts
-    client.delete_topic(parted)
-    assert client.partitions(parted) == []
+        client.admin.delete_topic(parts[1])
+    assert client.admin.partitions(parted) == parts
+    client.admin.delete_topic(parted)
+    assert client.admin.partitions(parted) == []
     with pytest.raises(NotFoundError):
-        client.delete_topic(parted)
+        client.admin.delete_topic(parted)
 
 
 def test_topics_and_brokers_as_dictionaries_asynchronously(broker, topic):
     async def scenario():
         async with AsyncClient(broker.address) as client:
-            await client.create_topic(topic)
-            assert (await client.show_topic(topic))["watermarks"]["next"] == 0
-            assert topic in [one["topic"] for one in await client.list_topics()]
-            assert [one["is_this"] for one in await client.brokers()] == [True]
+            await client.admin.create_topic(topic)
+            assert (await client.admin.show_topic(topic))["watermarks"]["next"] == 0
+            assert topic in [one["topic"] for one in await client.admin.list_topics()]
+            assert [one["is_this"] for one in await client.admin.brokers()] == [True]
 
     asyncio.run(scenario())
 
 
 def test_administration(client, topic):
     with pytest.raises(NotFoundError):
-        client.describe_topic(topic)
+        client.admin.describe_topic(topic)
     with pytest.raises(NotFoundError):
         client.producer(topic)
     with pytest.raises(NotFoundError):
         client.consumer(topic, "s")
-    made = client.create_topic(topic, ack="written")
+    made = client.admin.create_topic(topic, ack="written")
     assert (made.topic, made.ack, made.next, made.partitions) == (topic, "written", 0, ())
-    assert client.create_topic(topic).incarnation == made.incarnation
+    assert client.admin.create_topic(topic).incarnation == made.incarnation
     with pytest.raises(AlreadyExistsError):
-        client.create_topic(topic, partitions=2)
+        client.admin.create_topic(topic, partitions=2)
     assert topic in client.topics()
-    assert client.partitions(topic) == [topic]
+    assert client.admin.partitions(topic) == [topic]
     with client.consumer(topic, "s", start="earliest"):
         with client.producer(topic) as producer:
             producer.publish(b"a")
-            assert client.show_topic(topic)["producers"] == 1
-            assert client.describe_topic(topic).producers == 1
+            assert client.admin.show_topic(topic)["producers"] == 1
+            assert client.admin.describe_topic(topic).producers == 1
             later = datetime.now(UTC) + timedelta(hours=1)
-        [subscription] = client.describe_topic(topic).subscriptions
+        [subscription] = client.admin.describe_topic(topic).subscriptions
         assert (subscription.subscription, subscription.lag) == ("s", 1)
-        client.seek(topic, "s", to="latest")
-        assert client.describe_subscription(topic, "s").cursor == 1
-        client.seek(topic, "s", to=0)
-        client.seek(topic, "s", to=later)
-        assert client.describe_subscription(topic, "s").cursor == 1
+        client.admin.seek(topic, "s", to="latest")
+        assert client.admin.describe_subscription(topic, "s").cursor == 1
+        client.admin.seek(topic, "s", to=0)
+        client.admin.seek(topic, "s", to=later)
+        assert client.admin.describe_subscription(topic, "s").cursor == 1
         with pytest.raises(ConflictError):
-            client.unsubscribe(topic, "s")
-        client.set_max_unacked_messages(topic, "s", 5)
-        assert client.describe_subscription(topic, "s").max_unacked_messages == 5
+            client.admin.unsubscribe(topic, "s")
+        client.admin.set_max_unacked_messages(topic, "s", 5)
+        assert client.admin.describe_subscription(topic, "s").max_unacked_messages == 5
     with pytest.raises(InvalidRequestError):
-        client.seek(topic, "s", to="middle")
-    client.unload_topic(topic)
-    client.unsubscribe(topic, "s")
-    assert client.subscriptions(topic) == []
-    client.delete_topic(topic)
+        client.admin.seek(topic, "s", to="middle")
+    client.admin.unload_topic(topic)
+    client.admin.unsubscribe(topic, "s")
+    assert client.admin.subscriptions(topic) == []
+    client.admin.delete_topic(topic)
     with pytest.raises(NotFoundError):
-        client.delete_topic(topic)
-    client.create_namespace("clients")
+        client.admin.delete_topic(topic)
+    client.admin.create_namespace("clients")
     with pytest.raises(AlreadyExistsError):
-        client.create_namespace("clients")
-    assert "clients" in client.namespaces()
+        client.admin.create_namespace("clients")
+    assert "clients" in client.admin.namespaces()
     assert client.topics("clients") == []
-    client.delete_namespace("clients")
+    client.admin.delete_namespace("clients")
     with pytest.raises(NotFoundError):
         client.topics("clients")
 
@@ -529,7 +531,7 @@ def test_producers_that_have_gone_do_not_count(client, topic):
     with client.producer(topic, create=True) as producer:
         producer.publish(b"a")
     deadline = time.monotonic() + PATIENCE
-    while client.show_topic(topic)["producers"]:
+    while client.admin.show_topic(topic)["producers"]:
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -628,7 +630,7 @@ def check_log(broker, topic, loads):
 
 def test_a_broker_is_killed_under_load(tmp_path, topic):
     with BrokerProcess(tmp_path) as broker, Client(broker.address) as client:
-        client.create_topic(topic)
+        client.admin.create_topic(topic)
         consumer = client.consumer(topic, "s", start="earliest")
         loads = [Load(client, topic, name) for name in ("p", "q")]
         taker = Taker(consumer)
@@ -645,7 +647,7 @@ def test_a_broker_is_killed_under_load(tmp_path, topic):
         eventually(lambda: len({offset for offset, _ in taker.seen}) == len(log))
         taker.stop()
         consumer.flush(PATIENCE)
-        assert client.describe_subscription(topic, "s").cursor == len(log)
+        assert client.admin.describe_subscription(topic, "s").cursor == len(log)
         consumer.close()
         for offset, payload in taker.seen:
             assert log[offset] == payload
@@ -656,7 +658,7 @@ def test_a_broker_is_killed_under_load(tmp_path, topic):
 @pytest.mark.nightly
 def test_a_broker_is_restarted_under_load_and_nothing_comes_twice(tmp_path, topic):
     with BrokerProcess(tmp_path) as broker, Client(broker.address) as client:
-        client.create_topic(topic)
+        client.admin.create_topic(topic)
         consumer = client.consumer(topic, "s", start="earliest")
         loads = [Load(client, topic, name) for name in ("p", "q")]
         taker = Taker(consumer)
@@ -689,7 +691,7 @@ def test_what_the_program_holds_is_not_handed_out_again(tmp_path, topic):
             for message in held + more:
                 consumer.ack(message)
             consumer.flush(PATIENCE)
-            assert client.describe_subscription(topic, "s").cursor == 20
+            assert client.admin.describe_subscription(topic, "s").cursor == 20
             with pytest.raises(WaitTimeoutError):
                 consumer.receive(0.5)
 
@@ -709,7 +711,7 @@ def test_acknowledgements_are_said_again_until_they_are_confirmed(tmp_path, topi
                 consumer.flush(0.3)
             broker.start()
             consumer.flush(PATIENCE)
-            assert client.describe_subscription(topic, "s").cursor == 20
+            assert client.admin.describe_subscription(topic, "s").cursor == 20
 
 
 @pytest.mark.nightly
@@ -723,7 +725,7 @@ def test_messages_fail_when_the_time_is_over_and_later_ones_go_on(tmp_path, topi
                 with pytest.raises(UnavailableError):
                     one.result(PATIENCE)
             with pytest.raises(UnavailableError):
-                client.describe_topic(topic)
+                client.admin.describe_topic(topic)
             with pytest.raises(UnavailableError):
                 client.consumer(topic, "s")
             broker.start()
@@ -787,14 +789,14 @@ def test_a_topic_that_is_moved_to_another_broker(tmp_path, topic):
         BrokerProcess(tmp_path / "b", settings=shared) as other,
         Client(f"{one.address},{other.address}") as client,
     ):
-        client.create_topic(topic)
+        client.admin.create_topic(topic)
         consumer = client.consumer(topic, "s", start="earliest")
         load, taker = Load(client, topic, "p"), Taker(consumer)
         eventually(lambda: len(load.acked) > 200)
         # Which broker got it is the leader's choice.
         first, second = (one, other) if topic in open_topics(one) else (other, one)
         assert topic in open_topics(first)
-        client.unload_topic(topic)
+        client.admin.unload_topic(topic)
         before = len(load.acked)
         eventually(lambda: len(load.acked) > before + 200)
         load.stop()
@@ -833,7 +835,7 @@ def test_closing(broker, topic):
     sent = [producer.send(payload) for payload in numbered(100)]
     ended = threading.Thread(target=lambda: [None for _ in consumer])
     ended.start()
-    eventually(lambda: client.describe_subscription(topic, "s").in_flight)
+    eventually(lambda: client.admin.describe_subscription(topic, "s").in_flight)
     client.close()
     client.close()
     ended.join(PATIENCE)
@@ -894,7 +896,7 @@ def test_asyncio(broker, topic):
             async for message in consumer.messages(limit=2001, timeout=PATIENCE):
                 consumer.ack(message)
             await consumer.flush(PATIENCE)
-            assert (await client.describe_subscription(topic, "s")).cursor == 2001
+            assert (await client.admin.describe_subscription(topic, "s")).cursor == 2001
             waiting = asyncio.create_task(consumer.receive())
             await asyncio.sleep(0.05)
             waiting.cancel()
@@ -902,7 +904,7 @@ def test_asyncio(broker, topic):
                 await waiting
             with pytest.raises(WaitTimeoutError):
                 await consumer.receive(0.05)
-            await client.seek(topic, "s", to=1999)
+            await client.admin.seek(topic, "s", to=1999)
             found = [message.payload async for message in consumer.messages(limit=2)]
             assert found == [b"m-1999", b"last"]
             await consumer.close()
@@ -949,7 +951,7 @@ def test_two_loops_and_a_blocking_client_in_one_process(broker, client, topic):
             for payload in numbered(50, name):
                 await producer.publish(payload)
 
-    client.create_topic(topic)
+    client.admin.create_topic(topic)
     threads = [threading.Thread(target=asyncio.run, args=(scenario(name),)) for name in ("a", "b")]
     for thread in threads:
         thread.start()

@@ -61,11 +61,11 @@ def client(trio):
 
 def nodes(client):
     """The nodes of all brokers, by address."""
-    return {one["broker_url"].partition("://")[2]: one["node"] for one in client.brokers()}
+    return {one["broker_url"].partition("://")[2]: one["node"] for one in client.admin.brokers()}
 
 
 def owner(client, topic):
-    return client.show_topic(topic)["owner"]["node"]
+    return client.admin.show_topic(topic)["owner"]["node"]
 
 
 def asked(broker, service, rpc, request):
@@ -81,9 +81,9 @@ def status(broker, service, rpc, request):
 
 
 def test_brokers_leader_and_load(trio, client, run):
-    found = client.brokers()
+    found = client.admin.brokers()
     assert len(found) == 3
-    eventually(lambda: sum(one["is_leader"] for one in client.brokers()) == 1)
+    eventually(lambda: sum(one["is_leader"] for one in client.admin.brokers()) == 1)
     assert {one["state"] for one in found} == {"active"}
     assert {one["zone"] for one in found} == {"here"}
     assert all(one["version"] and one["http_url"] for one in found)
@@ -118,7 +118,7 @@ def test_brokers_leader_and_load(trio, client, run):
 def test_move_from_any_broker_to_any(trio, client, run, topic):
     """Goal: the topic goes where it is sent, with messages and cursors; every broker says so."""
     by_address = nodes(client)
-    client.create_topic(topic)
+    client.admin.create_topic(topic)
     with client.producer(topic) as producer, client.consumer(topic, "s") as consumer:
         producer.send(b"0")
         assert consumer.receive(timeout=60).payload == b"0"
@@ -162,14 +162,14 @@ def test_move_from_any_broker_to_any(trio, client, run, topic):
     assert code == 1
     assert "broker nobody does not exist" in err
     with pytest.raises(NotFoundError):
-        client.move_topic("/default/no-such-topic", to)
+        client.admin.move_topic("/default/no-such-topic", to)
 
 
 def test_drained_broker_has_no_topics_until_it_is_activated(trio, client, run, topic):
     by_address = nodes(client)
     node = by_address[trio[1].address]
-    client.create_topic(topic)
-    client.move_topic(topic, node)
+    client.admin.create_topic(topic)
+    client.admin.move_topic(topic, node)
     dry = asked(
         trio[0],
         "danube_admin.BrokerAdmin",
@@ -190,7 +190,7 @@ def test_drained_broker_has_no_topics_until_it_is_activated(trio, client, run, t
         return (code, drained["failed"], drained["pending"]) == (0, [], 0)
 
     def state():
-        return {one["node"]: one["state"] for one in client.brokers()}[node]
+        return {one["node"]: one["state"] for one in client.admin.brokers()}[node]
 
     try:
         eventually(is_drained)
@@ -205,7 +205,7 @@ def test_drained_broker_has_no_topics_until_it_is_activated(trio, client, run, t
         code, out, _ = run("brokers", "activate", node, "--json")
     assert (code, json.loads(out)["state"]) == (0, "active")
     eventually(lambda: state() == "active")
-    client.move_topic(topic, node)
+    client.admin.move_topic(topic, node)
     # Danube's words for the same, for topics of one namespace alone: it takes topics meanwhile.
     unloaded = asked(
         trio[2],
@@ -227,9 +227,9 @@ def test_balance_and_rebalance(trio, client, run, topic):
     node = by_address[trio[0].address]
     names = [f"{topic}-{number}" for number in range(6)]
     for name in names:
-        client.create_topic(name)
-        client.move_topic(name, node)
-    balance = client.balance()
+        client.admin.create_topic(name)
+        client.admin.move_topic(name, node)
+    balance = client.admin.balance()
     assert {one["node"] for one in balance["brokers"]} == set(by_address.values())
     assert balance["variation"] > balance["threshold"]
     same = asked(
@@ -251,7 +251,7 @@ def test_balance_and_rebalance(trio, client, run, topic):
         plans.append(json.loads(out)["moves"])
     assert plans[0] == plans[1] == plans[2] != []
     assert {one["from"] for one in plans[0]} == {node}
-    assert client.balance()["variation"] == balance["variation"]
+    assert client.admin.balance()["variation"] == balance["variation"]
     planned = asked(
         trio[1],
         "danube_admin.BrokerAdmin",
@@ -259,25 +259,25 @@ def test_balance_and_rebalance(trio, client, run, topic):
         danube_admin.RebalanceRequest(dry_run=True, max_moves=1),
     )
     assert (planned.success, planned.moves_executed, len(planned.proposed_moves)) == (True, 0, 1)
-    moves = client.rebalance()["moves"]
+    moves = client.admin.rebalance()["moves"]
     assert moves
 
     def have_moved():
         return all(owner(client, one["topic"]) == one["to"] for one in moves)
 
     eventually(have_moved)
-    assert client.balance()["variation"] < balance["variation"]
+    assert client.admin.balance()["variation"] < balance["variation"]
 
 
 def test_partitions_on_all_brokers(trio, client, topic):
-    client.create_topic(topic, partitions=6)
-    names = client.partitions(topic)
+    client.admin.create_topic(topic, partitions=6)
+    names = client.admin.partitions(topic)
     assert len(names) == 6
     # Where the leader places them depends on what other tests have left behind.
     everybody = sorted(nodes(client).values())
     for number, name in enumerate(names):
         if owner(client, name) != (node := everybody[number % 3]):
-            client.move_topic(name, node)
+            client.admin.move_topic(name, node)
     assert {owner(client, name) for name in names} == set(everybody)
     assert (
         asked(trio[0], "ister.Admin", "DescribeTopic", ister_api.TopicName(topic=topic)).partitions
@@ -297,12 +297,12 @@ def test_partitions_on_all_brokers(trio, client, topic):
 def test_dead_letters_go_to_the_broker_that_has_their_topic(trio, client, topic):
     by_address = nodes(client)
     letters = f"{topic}-letters"
-    client.create_topic(topic)
-    client.create_topic(letters)
-    client.move_topic(topic, by_address[trio[0].address])
-    client.move_topic(letters, by_address[trio[1].address])
+    client.admin.create_topic(topic)
+    client.admin.create_topic(letters)
+    client.admin.move_topic(topic, by_address[trio[0].address])
+    client.admin.move_topic(letters, by_address[trio[1].address])
     with client.consumer(topic, "s") as consumer, client.producer(topic) as producer:
-        client.set_failure_policy(
+        client.admin.set_failure_policy(
             topic,
             "s",
             FailurePolicy(
@@ -319,7 +319,7 @@ def test_dead_letters_go_to_the_broker_that_has_their_topic(trio, client, topic)
             assert letter.payload == b"poison"
             assert letter.attributes["x-original-topic"] == topic
             reader.ack(letter)
-    assert client.describe_subscription(topic, "s").cursor == 1
+    assert client.admin.describe_subscription(topic, "s").cursor == 1
 
 
 def test_client_passes_over_brokers_that_are_gone_or_hang(trio, topic):
@@ -328,16 +328,17 @@ def test_client_passes_over_brokers_that_are_gone_or_hang(trio, topic):
 
     async def scenario():
         async with AsyncClient(f"{closed},{trio[1].address}", timeout=30) as first:
-            await first.create_topic(topic)
+            await first.admin.create_topic(topic)
             by_address = {
-                one["broker_url"].partition("://")[2]: one["node"] for one in await first.brokers()
+                one["broker_url"].partition("://")[2]: one["node"]
+                for one in await first.admin.brokers()
             }
-            await first.move_topic(topic, by_address[trio[1].address])
+            await first.admin.move_topic(topic, by_address[trio[1].address])
         async with AsyncClient(f"{silent.address},{trio[1].address}", timeout=60) as client:
-            await client.describe_topic(topic)  # the connection to the first one is open
+            await client.admin.describe_topic(topic)  # the connection to the first one is open
             silent.pause()
             try:
-                described = await client.describe_topic(topic)
+                described = await client.admin.describe_topic(topic)
                 assert described.topic == topic
             finally:
                 silent.resume()
@@ -350,23 +351,24 @@ def test_client_that_knew_one_broker_goes_on_with_the_others(trio, topic):
 
     async def scenario():
         async with AsyncClient(trio[0].address, timeout=60) as client:
-            await client.create_topic(topic)
+            await client.admin.create_topic(topic)
             nodes = {
-                one["broker_url"].partition("://")[2]: one["node"] for one in await client.brokers()
+                one["broker_url"].partition("://")[2]: one["node"]
+                for one in await client.admin.brokers()
             }
-            await client.move_topic(topic, nodes[trio[1].address])
+            await client.admin.move_topic(topic, nodes[trio[1].address])
             async with client.producer(topic) as producer:
                 await producer.send(b"0")
             trio[0].stop()
             try:
                 async with client.producer(topic) as producer:
                     await producer.send(b"1")
-                assert (await client.describe_topic(topic)).next == 2
+                assert (await client.admin.describe_topic(topic)).next == 2
             finally:
                 trio[0].start()
 
             async def is_back():
-                return len(await client.brokers()) == 3
+                return len(await client.admin.brokers()) == 3
 
             await eventually_async(is_back)
 
@@ -376,8 +378,8 @@ def test_client_that_knew_one_broker_goes_on_with_the_others(trio, topic):
 def test_take_over_of_a_lost_disk_says_what_it_gives_up(trio, client, run, topic):
     by_address = nodes(client)
     node = by_address[trio[2].address]
-    client.create_topic(topic)
-    client.move_topic(topic, node)
+    client.admin.create_topic(topic)
+    client.admin.move_topic(topic, node)
     with client.producer(topic) as producer:
         for number in range(5):
             producer.send(b"%d" % number)
@@ -385,12 +387,12 @@ def test_take_over_of_a_lost_disk_says_what_it_gives_up(trio, client, run, topic
     assert code == 1
     assert "is up" in err
     with pytest.raises(ConflictError):
-        client.take_over(topic)
+        client.admin.take_over(topic)
     trio[2].kill()
     try:
 
         def is_gone():
-            return len(client.brokers()) == 2
+            return len(client.admin.brokers()) == 2
 
         eventually(is_gone)
         code, out, err = run("topics", "take-over", topic, "--json")
@@ -398,12 +400,12 @@ def test_take_over_of_a_lost_disk_says_what_it_gives_up(trio, client, run, topic
         lost = json.loads(out)
         assert (lost["ok"], lost["done"], lost["node"], lost["offset"]) == (False, False, node, 0)
         assert "offset 0 and later" in err
-        waiting = client.cluster()["waiting"]
+        waiting = client.admin.cluster()["waiting"]
         assert (topic, node, 0) in [(one["topic"], one["node"], one["offset"]) for one in waiting]
         code, out, _ = run("topics", "take-over", topic, "--yes", "--json")
         taken = json.loads(out)
         assert (code, taken["done"], taken["offset"]) == (0, True, 0)
-        assert client.describe_topic(topic).next == 0
+        assert client.admin.describe_topic(topic).next == 0
         assert owner(client, topic) == by_address[trio[0].address]
     finally:
         trio[2].start()

@@ -146,8 +146,8 @@ def test_broker_keeps_no_file(rig):
             assert texts(await inbox.take(20)) == numbered(20)
             await inbox.close()
             with pytest.raises(InvalidRequestError, match="cannot be synced"):
-                await client.create_topic("/default/synced", ack="synced")
-            described = await client.describe_topic(TOPIC)
+                await client.admin.create_topic("/default/synced", ack="synced")
+            described = await client.admin.describe_topic(TOPIC)
             assert (described.ack, described.tiered, described.next) == ("tiered", 20, 20)
             await publish(client, numbered(20, 20))
             checks = {one["name"]: one for one in (await get(broker, "/health"))["checks"]}
@@ -183,7 +183,7 @@ def test_killed_broker_loses_nothing_that_was_acknowledged(rig):
     async def scenario(brokers):
         addresses = [broker.address for broker in brokers]
         async with AsyncClient(addresses) as client:
-            await client.create_topic(TOPIC)
+            await client.admin.create_topic(TOPIC)
             await publish(client, numbered(50))
             async with (
                 client.consumer(TOPIC, "reader", start="earliest") as consumer,
@@ -204,7 +204,7 @@ def test_killed_broker_loses_nothing_that_was_acknowledged(rig):
                     if message.payload not in found:
                         found.append(message.payload)
                 assert found == [one.encode() for one in numbered(150)]
-            described = await client.describe_topic(TOPIC)
+            described = await client.admin.describe_topic(TOPIC)
             assert described.next == 150, "numbered messages are stored once"
             return owner
 
@@ -224,7 +224,7 @@ def test_killed_broker_loses_nothing_that_was_acknowledged(rig):
 
 
 async def owner_of(client, brokers):
-    described = await client.show_topic(TOPIC)
+    described = await client.admin.show_topic(TOPIC)
     url = described["owner"]["broker_url"]
     return next(broker for broker in brokers if url.endswith(broker.address))
 
@@ -254,7 +254,7 @@ def test_bucket_that_hangs_holds_producers_and_nothing_grows(rig):
     async def scenario(broker):
         async with AsyncClient(broker.address) as client:
             for topic in topics:
-                await client.create_topic(topic)
+                await client.admin.create_topic(topic)
                 await publish(client, ["warm"], topic)
             rig.proxy.add(Action.HANG, method="PUT", count=None)
             load = asyncio.gather(*(produce(client, topic) for topic in topics))
@@ -268,7 +268,7 @@ def test_bucket_that_hangs_holds_producers_and_nothing_grows(rig):
             await load
             assert len(acked) == len(topics) * len(payloads)
             for topic in topics:
-                described = await client.describe_topic(topic)
+                described = await client.admin.describe_topic(topic)
                 assert described.next == described.tiered == len(payloads) + 1
             await eventually_async(lambda: is_small(broker), "uploaded messages stay in memory")
 
@@ -303,7 +303,7 @@ def test_spark_reads_and_writes_topics_of_a_broker_without_a_disk(rig, spark):
 
         async def scenario():
             async with AsyncClient(broker.address) as client:
-                await client.create_topic(TOPIC)
+                await client.admin.create_topic(TOPIC)
                 await publish(client, numbered(100))
 
         run(scenario())

@@ -25,8 +25,18 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("grpc")
 
 import ister
+import ister.client
 from ister import testing
-from ister.client import AsyncClient, Client, JsonSerializer, TlsOptions
+from ister.client import (
+    Admin,
+    AsyncAdmin,
+    AsyncClient,
+    AsyncReader,
+    Client,
+    JsonSerializer,
+    Reader,
+    TlsOptions,
+)
 from ister.client.flight import FlightClient
 from ister.errors import (
     ClosedError,
@@ -184,10 +194,10 @@ async def test_an_ack_can_be_awaited(broker, client, topic):
         first, second, third = [one async for one in consumer.messages(limit=3)]
         await consumer.ack(first)
         await consumer.ack(first)
-        assert (await client.describe_subscription(topic, "s")).cursor == 1
+        assert (await client.admin.describe_subscription(topic, "s")).cursor == 1
         ack = consumer.ack(second)
         await asyncio.gather(ack, consumer.ack(third))
-        assert (await client.describe_subscription(topic, "s")).cursor == 3
+        assert (await client.admin.describe_subscription(topic, "s")).cursor == 3
         await consumer.close()
         await ack, "confirmed before"
         with pytest.raises(ClosedError):
@@ -235,7 +245,7 @@ def test_async_for_ends_when_the_consumer_is_stopped(broker, client, topic):
         return found
 
     assert run(scenario()) == [0, 1]
-    assert client.describe_subscription(topic, "s").cursor == 2
+    assert client.admin.describe_subscription(topic, "s").cursor == 2
 
 
 def test_async_for_ends_when_the_consumer_is_closed(broker, client, topic):
@@ -281,7 +291,7 @@ def test_for_ends_when_a_signal_handler_stops_the_consumer(client, topic):
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert found == [0, 1]
-    assert client.describe_subscription(topic, "s").cursor == 2
+    assert client.admin.describe_subscription(topic, "s").cursor == 2
 
 
 @pytest.mark.parametrize("end", ["stop", "close"])
@@ -325,7 +335,7 @@ def test_a_topic_is_read_with_its_tail(broker, client, topic):
         "offset": [0, 1, 2],
         "text": ['{"number":0}', '{"number":1}', None],
     }
-    assert client.describe_topic(topic).tiered == 0, "nothing of it is in the bucket"
+    assert client.admin.describe_topic(topic).tiered == 0, "nothing of it is in the bucket"
     assert client.read_arrow(topic, 1, end=2).read_all()["offset"].to_pylist() == [1]
     past = datetime.now(UTC) - timedelta(hours=1)
     assert client.read_arrow(topic, past, end=past).read_all().num_rows == 0
@@ -346,7 +356,7 @@ def test_a_topic_is_read_with_its_tail(broker, client, topic):
 
 
 def test_partitions_are_read_one_after_the_other(client, topic):
-    client.create_topic(topic, partitions=3)
+    client.admin.create_topic(topic, partitions=3)
     fill(client, topic, 9)
     found = client.read_arrow(topic, columns=["topic", "text"]).read_all()
     assert found.num_rows == 9
@@ -390,10 +400,14 @@ def test_tables_of_pandas_polars_and_duckdb(client, topic, broker):
 
 
 def test_both_clients_have_the_same_methods():
-    blocking, awaited = ({*dir(kind)} - {"joined", "left"} for kind in (Client, AsyncClient))
-    missing = {name for name in blocking ^ awaited if not name.startswith("_")}
-    assert missing == {"dead_letters"}, "an iterator of what show_dead_letters returns"
-    assert {"table", "read_arrow", "producer", "topics"} <= awaited
+    for kinds, only in (
+        ((Client, AsyncClient), set()),
+        ((Admin, AsyncAdmin), {"dead_letters"}),  # an iterator of what show_dead_letters returns
+        ((Reader, AsyncReader), set()),
+    ):
+        blocking, awaited = ({*dir(kind)} - {"joined", "left"} for kind in kinds)
+        assert {name for name in blocking ^ awaited if not name.startswith("_")} == only, kinds
+    assert {"table", "read_arrow", "producer", "reader", "topics"} <= {*dir(AsyncClient)}
 
 
 def test_calls_without_a_broker_say_what_was_tried(monkeypatch):
@@ -463,7 +477,7 @@ def test_workers_end_gracefully(broker, client, capsys, request):
     done = dict(re.findall(r"^(\S+): (\d+) orders$", printed, re.M))
     assert done.pop("failed") == "6"
     assert sum(map(int, done.values())) == 60
-    described = client.describe_subscription("/default/worker-orders", "billing")
+    described = client.admin.describe_subscription("/default/worker-orders", "billing")
     assert (described.cursor, described.lag, described.kind) == (60, 0, "shared")
     assert before == [signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGINT)]
 
@@ -528,7 +542,7 @@ def test_notebook(broker, client, monkeypatch):
         assert f"{sum(n % 39 + 0.25 for n in range(at, 300, 3)):.2f}" in revenue
     assert count == 100
     with pytest.raises(ClosedError):
-        names["client"].partitions("/default/t")
+        names["client"].topics()
 
 
 # -- ister.testing --------------------------------------------------------------------------
@@ -548,7 +562,7 @@ from ister.client import AsyncClient
 seen = []
 
 def names(client):
-    return [one["topic"] for one in client.list_topics()]
+    return [one["topic"] for one in client.admin.list_topics()]
 
 def test_a_topic_of_its_own(ister_client, ister_topic, ister_broker):
     assert names(ister_client) == [ister_topic]
@@ -576,7 +590,7 @@ def test_asyncio(ister_broker, ister_topic, ister_client):
     assert asyncio.run(scenario()) == 1
 
 def test_a_topic_that_the_test_deletes(ister_client, ister_topic):
-    ister_client.delete_topic(ister_topic)
+    ister_client.admin.delete_topic(ister_topic)
 """
 
 
@@ -632,7 +646,7 @@ def test_settings_and_a_directory_that_stays(tmp_path, monkeypatch):
     try:
         with broker.client(timeout=PATIENCE) as client:
             fill(client, "/default/orders")
-            eventually(lambda: client.describe_topic("/default/orders").tiered == 3)
+            eventually(lambda: client.admin.describe_topic("/default/orders").tiered == 3)
         with ister.open_bucket(broker.directory) as history:
             assert history.topic("/default/orders").read_arrow().read_all().num_rows == 3
         host, _, port = broker.address.rpartition(":")

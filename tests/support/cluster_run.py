@@ -342,7 +342,7 @@ class ClusterRun:
 
 
 def _is_tiered(client: Client, topic: str) -> bool:
-    marks = client.describe_topic(topic)
+    marks = client.admin.describe_topic(topic)
     return marks.tiered == marks.next
 
 

@@ -359,11 +359,11 @@ async def subscribe(program: Program) -> None:
         poison=PoisonPolicy.BLOCK,
     )
     for topic in program.options.topics:
-        await program.client.create_topic(topic, ack=program.options.ack)
+        await program.client.admin.create_topic(topic, ack=program.options.ack)
         for kind in _KINDS:
             consumer = await program.client.consumer(topic, kind, kind=kind, start="earliest")
             await consumer.close()
-            await program.client.set_failure_policy(topic, kind, policy)
+            await program.client.admin.set_failure_policy(topic, kind, policy)
             program.record("subscribed", topic, kind, kind)
 
 
@@ -376,10 +376,10 @@ async def seek(program: Program) -> None:
         if program.ending.is_set() or program.is_calm:
             return
         topic, kind = chance.choice(program.options.topics), chance.choice(list(_KINDS))
-        cursor = (await client.describe_subscription(topic, kind)).cursor
+        cursor = (await client.admin.describe_subscription(topic, kind)).cursor
         target = max(0, cursor - chance.randrange(_SEEK_MESSAGES_MAX))
         began = program.record("seek", topic, kind, target)
-        await client.seek(topic, kind, to=target)
+        await client.admin.seek(topic, kind, to=target)
         program.record("sought", topic, kind, target, began)
 
 

@@ -23,7 +23,7 @@ def status(broker: Broker) -> Shown:
         ister status --broker 10.0.0.7:6650 --json
     """
     with broker.connect() as client:
-        brokers, topics = client.brokers(), client.list_topics()
+        brokers, topics = client.admin.brokers(), client.admin.list_topics()
     rows = [
         (view["topic"], one["name"], one["lag"] or 0, one["blocked_reason"])
         for view in topics

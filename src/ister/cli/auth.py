@@ -29,7 +29,7 @@ from ister.cli.location import topic_name
 from ister.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
-    from ister.client.rights import BindingDescription
+    from ister.client.descriptions import BindingDescription
 
 _SEEING: Final = frozenset({"produce", "consume", "manage_topic"})
 """Permissions that include `lookup`."""
@@ -168,7 +168,7 @@ def grant(
         ister auth grant service:shop producer --namespace default
     """
     with broker.connect() as client:
-        client.grant_role(name, role, topic=topic, namespace=namespace)
+        client.admin.grant_role(name, role, topic=topic, namespace=namespace)
     return _changed(broker, "granted", name, role, topic=topic, namespace=namespace)
 
 
@@ -191,7 +191,7 @@ def revoke(
         ister auth revoke service:shop producer --namespace default
     """
     with broker.connect() as client:
-        client.revoke_role(name, role, topic=topic, namespace=namespace)
+        client.admin.revoke_role(name, role, topic=topic, namespace=namespace)
     return _changed(broker, "revoked", name, role, topic=topic, namespace=namespace)
 
 
@@ -217,7 +217,7 @@ def list_roles(broker: Broker) -> Shown:
         ister auth list --json
     """
     with broker.connect() as client:
-        roles, bindings = client.roles(), client.bindings()
+        roles, bindings = client.admin.roles(), client.admin.bindings()
     rows = [
         (one.principal, ", ".join(one.roles), one.scope, one.resource or None) for one in bindings
     ]
@@ -251,8 +251,8 @@ def show_principal(
         ister auth show service:shop --topic /default/orders
     """
     with broker.connect() as client:
-        roles = {role.name: role.permissions for role in client.roles()}
-        bindings = client.bindings()
+        roles = {role.name: role.permissions for role in client.admin.roles()}
+        bindings = client.admin.bindings()
     mine = [one for one in bindings if one.principal == name]
     if not mine:
         known = sorted({one.principal for one in bindings})

@@ -34,7 +34,7 @@ def list_brokers(broker: Broker) -> Shown:
         ister brokers list --broker 10.0.0.7:6650 --json
     """
     with broker.connect() as client:
-        brokers = client.brokers()
+        brokers = client.admin.brokers()
     rows = [
         (
             one["node"],
@@ -74,7 +74,7 @@ def drain_broker(
     """
     print(f"ister: draining {node}; this may take a while", file=sys.stderr)
     with broker.connect() as client:
-        drained = client.drain_broker(node, timeout=timeout)
+        drained = client.admin.drain_broker(node, timeout=timeout)
     text = f"{drained['node']} is draining: {drained['moved']} of {drained['total']} topics"
     for topic in drained["failed"]:
         print(f"ister: {topic} was not handed over; see the broker's log", file=sys.stderr)
@@ -93,7 +93,7 @@ def activate_broker(broker: Broker, node: Node) -> Shown:
         ister brokers activate 1f0c2a9d4b7e6358
     """
     with broker.connect() as client:
-        client.activate_broker(node)
+        client.admin.activate_broker(node)
     return broker.changed(f"{node} takes topics", node=node, state="active")
 
 
@@ -108,7 +108,7 @@ def show_balance(broker: Broker) -> Shown:
         ister brokers balance
     """
     with broker.connect() as client:
-        found = client.balance()
+        found = client.admin.balance()
     rows = [(one["node"], one["topics"], one["load"]) for one in found["brokers"]]
     text = (
         f"coefficient of variation {found['variation']:.2f}; a rebalance moves topics above "
@@ -129,7 +129,7 @@ def rebalance(broker: Broker, *, dry_run: DryRun = False) -> Shown:
         ister brokers rebalance
     """
     with broker.connect() as client:
-        found = client.rebalance(dry_run=dry_run)
+        found = client.admin.rebalance(dry_run=dry_run)
     rows = [(one["topic"], one["from"], one["to"]) for one in found["moves"]]
     empty = "nothing to move: the load is even, or topics have just moved"
     table = Table(("topic", "from", "to"), rows, empty=empty)

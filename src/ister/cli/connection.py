@@ -329,7 +329,7 @@ def existing_partitions(client: Client, topic: str) -> list[str]:
     Raises:
         NotFoundError: It does not exist.
     """
-    names = client.partitions(topic)
+    names = client.admin.partitions(topic)
     if not names:
         raise topic_not_found(topic)
     return names
@@ -404,7 +404,7 @@ def _near_misses(client: Client) -> Iterator[None]:
         yield
     except NotFoundError as error:
         with suppress(IsterError):
-            if error.topic is not None and not client.partitions(error.topic):
+            if error.topic is not None and not client.admin.partitions(error.topic):
                 error.hint = _similar(client, error.topic)
         raise
 
@@ -412,7 +412,7 @@ def _near_misses(client: Client) -> Iterator[None]:
 def _similar(client: Client, topic: str) -> str:
     names: set[str] = set()
     with suppress(IsterError):
-        for namespace in {TopicName.parse(topic).namespace, *client.namespaces()}:
+        for namespace in {TopicName.parse(topic).namespace, *client.admin.namespaces()}:
             with suppress(NotFoundError):
                 names.update(client.topics(namespace))
     near = _nearest(topic, names)

@@ -291,7 +291,7 @@ class _Consumption:
 
     def _check_readable(self, client: Client) -> None:
         names = existing_partitions(client, self._topic)
-        described = client.describe_topic(names[0])
+        described = client.admin.describe_topic(names[0])
         if not described.is_reliable:
             raise InvalidRequestError(
                 f"{self._topic} stores no messages",
@@ -299,7 +299,7 @@ class _Consumption:
             )
         if described.ack == AckLevel.MEMORY:
             # Only what is in files is read this way, and a log in memory has none.
-            mode = client.show_topic(names[0]).get("mode")
+            mode = client.admin.show_topic(names[0]).get("mode")
             if mode == StorageMode.MEMORY.value:
                 raise InvalidRequestError(
                     f"{self._topic} is in memory only and can be read only with a subscription",
@@ -343,7 +343,9 @@ class _Consumption:
         with suppress(IsterError):
             return any(
                 one.kind == SubscriptionKind.EXCLUSIVE and one.consumers
-                for one in (client.describe_subscription(name, subscription) for name in names)
+                for one in (
+                    client.admin.describe_subscription(name, subscription) for name in names
+                )
             )
         return False
 
@@ -351,7 +353,7 @@ class _Consumption:
         """Where the subscription begins if it is new."""
         given = self._wish.start
         start: Start = "earliest" if given is None else given
-        if subscription in client.subscriptions(self._topic):
+        if subscription in client.admin.subscriptions(self._topic):
             if given is not None:
                 print(
                     f"ister: subscription {subscription} already exists: continuing at its "
@@ -370,7 +372,7 @@ class _Consumption:
         """Up to where each topic goes that has something to give now."""
         goals: dict[str, int] = {}
         for name in names:
-            described = client.describe_topic(name)
+            described = client.admin.describe_topic(name)
             for one in described.subscriptions:
                 is_ours = one.subscription == subscription
                 if is_ours and one.cursor is not None and one.cursor < described.next:

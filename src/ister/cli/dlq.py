@@ -44,7 +44,7 @@ from ister.errors import InvalidRequestError, IsterError
 
 if TYPE_CHECKING:
     from ister.client import Client
-    from ister.client.dead_letters import LetterFilter
+    from ister.client.descriptions import LetterFilter
     from ister.wire.views import (
         DeadLetterCountJson,
         DeadLetterJson,
@@ -127,7 +127,7 @@ class Selection:
 
     def filter(self, *, end: int = 0) -> LetterFilter:
         """The letters for the broker: only those before `end`, unless it is 0."""
-        from ister.client.dead_letters import LetterFilter  # noqa: PLC0415 - takes a while
+        from ister.client.descriptions import LetterFilter  # noqa: PLC0415 - takes a while
 
         return LetterFilter(
             offsets=self.offsets,
@@ -188,9 +188,9 @@ def list_letters(
     with broker.connect() as client:
         sources = _sources(client)
         for name in sorted(sources) if topic is None else [topic]:
-            for part in client.partitions(name):
+            for part in client.admin.partitions(name):
                 try:
-                    counts.append(client.count_dead_letters(part))
+                    counts.append(client.admin.count_dead_letters(part))
                 except IsterError as error:
                     if topic is not None:
                         raise
@@ -216,7 +216,7 @@ def list_letters(
 def _sources(client: Client) -> dict[str, list[JsonObject]]:
     """The dead-letter topics of all subscriptions, each with the subscriptions that use it."""
     found: dict[str, list[JsonObject]] = {}
-    for topic in client.list_topics():
+    for topic in client.admin.list_topics():
         for subscription in topic.get("subscriptions") or ():
             policy = subscription.get("failure_policy") or {}
             target = policy.get("dead_letter_topic")
@@ -322,7 +322,9 @@ def _matching(
     while limit > 0:
         ranges = which.offsets or ((0, _OFFSET_MAX),)
         left = tuple((max(first, start), end) for first, end in ranges if end > start)
-        found = left and client.show_dead_letters(topic, replace(which, offsets=left), limit=page)
+        found = left and client.admin.show_dead_letters(
+            topic, replace(which, offsets=left), limit=page
+        )
         for one in found or ():
             if _is_match(wanted, one) and limit > 0:
                 limit -= 1
@@ -425,7 +427,7 @@ def requeue(
         broker, topic, selection, "requeue", f"to {to}" if to else "to the topics they failed in"
     )
     return work.run(
-        lambda client, part, which: client.requeue_dead_letters(part, which, to=to or ""),
+        lambda client, part, which: client.admin.requeue_dead_letters(part, which, to=to or ""),
         dry_run=dry_run,
         yes=yes,
     )
@@ -450,7 +452,9 @@ def drop(
     """
     work = _Resolution(broker, topic, selection, "drop", "without publishing them")
     return work.run(
-        lambda client, part, which: client.drop_dead_letters(part, which), dry_run=dry_run, yes=yes
+        lambda client, part, which: client.admin.drop_dead_letters(part, which),
+        dry_run=dry_run,
+        yes=yes,
     )
 
 
@@ -517,9 +521,9 @@ class _Resolution:
         counts: list[DeadLetterCountJson] = []
         for part in parts:
             if room is None:
-                counts.append(client.count_dead_letters(part, which))
+                counts.append(client.admin.count_dead_letters(part, which))
             elif room:
-                counts.append(client.count_dead_letters(part, which, limit=room))
+                counts.append(client.admin.count_dead_letters(part, which, limit=room))
                 room -= counts[-1]["selected"]
         return counts
 

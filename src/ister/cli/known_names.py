@@ -122,10 +122,10 @@ def _asked(options: argparse.Namespace, kind: str, rest: Sequence[str]) -> Itera
 def _names_at(client: Client, kind: str, rest: Sequence[str]) -> Iterable[str]:
     if kind == "subscriptions":
         topic = _topic_in(rest)
-        return [] if topic is None else client.subscriptions(str(topic))
+        return [] if topic is None else client.admin.subscriptions(str(topic))
     if kind == "subjects":
-        return [one.subject for one in client.schema_subjects()]
-    namespaces = client.namespaces()
+        return [one.subject for one in client.admin.schema_subjects()]
+    namespaces = client.admin.namespaces()
     if kind == "namespaces":
         return namespaces
     found: list[str] = []

@@ -28,7 +28,7 @@ def list_namespaces(broker: Broker) -> Shown:
         ister namespaces list --json
     """
     with broker.connect() as client:
-        names = client.namespaces()
+        names = client.admin.namespaces()
     return Shown({"namespaces": names}, Table(("namespace",), [(name,) for name in names]))
 
 
@@ -40,7 +40,7 @@ def create_namespace(broker: Broker, name: Namespace) -> Shown:
         ister namespaces create shop
     """
     with broker.connect() as client:
-        client.create_namespace(name)
+        client.admin.create_namespace(name)
     return broker.changed(f"created {name}", namespace=name)
 
 
@@ -52,5 +52,5 @@ def delete_namespace(broker: Broker, name: Namespace) -> Shown:
         ister namespaces delete shop
     """
     with broker.connect() as client:
-        client.delete_namespace(name)
+        client.admin.delete_namespace(name)
     return broker.changed(f"deleted {name}", namespace=name)

@@ -184,11 +184,11 @@ def produce(
         read = _open_input(message, file, interrupts, stack)
         client = stack.enter_context(broker.connect())
         with interrupts.breaking():  # nothing is sent yet
-            is_new = not client.partitions(topic)
+            is_new = not client.admin.partitions(topic)
             if is_new and create is False:
                 raise topic_not_found(topic)
             if is_new and (create or partitions):
-                client.create_topic(topic, partitions=partitions or 0, ack=ack)
+                client.admin.create_topic(topic, partitions=partitions or 0, ack=ack)
             producer = client.producer(
                 topic, name=name, create=create is None, ack=ack, timeout=broker.retry_for or None
             )
@@ -202,7 +202,7 @@ def produce(
             shown = stack.enter_context(progress(f"to {topic}"))
         report = _Report(
             is_json=json,
-            is_partitioned=client.partitions(topic) not in ([], [topic]),
+            is_partitioned=client.admin.partitions(topic) not in ([], [topic]),
             broker=broker.address,
         )
         work = _Production(producer, interrupts, report, rate=rate, shown=shown)

@@ -21,7 +21,7 @@ from ister.errors import ConfigError, InvalidRequestError
 from ister.topic.schema_kinds import CompatibilityMode, SchemaType
 
 if TYPE_CHECKING:
-    from ister.client.schemas import Schema
+    from ister.client.descriptions import Schema
 
 _BY_SUFFIX: Final = {
     ".avsc": SchemaType.AVRO,
@@ -111,7 +111,7 @@ def list_subjects(broker: Broker) -> Shown:
         ister schema list
     """
     with broker.connect() as client:
-        found = client.schema_subjects()
+        found = client.admin.schema_subjects()
     rows = [
         (
             one.subject,
@@ -145,8 +145,8 @@ def show_schema(
         ister schema show orders --version 1 --definition > order.avsc
     """
     with broker.connect() as client:
-        schema = client.schema(subject, version)
-        versions = [] if definition else client.schema_versions(subject)
+        schema = client.admin.schema(subject, version)
+        versions = [] if definition else client.admin.schema_versions(subject)
     text = _text(schema.definition)
     json = {
         **asdict(schema),
@@ -221,7 +221,7 @@ def register_schema(
     """
     data, kind = _read(file, type)
     with broker.connect() as client:
-        made = client.register_schema(
+        made = client.admin.register_schema(
             subject, data, schema_type=kind, description=description, tags=tag
         )
     verb = "registered" if made.is_new else "already registered"
@@ -251,7 +251,7 @@ def check_schema(
     """
     data, kind = _read(file, type)
     with broker.connect() as client:
-        problems = client.check_schema(subject, data, schema_type=kind, mode=mode)
+        problems = client.admin.check_schema(subject, data, schema_type=kind, mode=mode)
     text = [f"{file} is {'not ' if problems else ''}compatible with {subject}"]
     if problems:
         text = [f"{text[0]}:", *(f"  {plain(problem)}" for problem in problems)]
@@ -279,8 +279,8 @@ def set_compatibility(
     """
     with broker.connect() as client:
         if mode is None:
-            found = client.schema(subject).compatibility
+            found = client.admin.schema(subject).compatibility
             return Shown({"subject": subject, "compatibility": found}, found)
-        client.set_compatibility(subject, mode)
+        client.admin.set_compatibility(subject, mode)
     text = f"compatibility of {subject}: {mode}"
     return broker.changed(text, subject=subject, compatibility=mode)

@@ -110,7 +110,7 @@ def subscription_table(found: Sequence[SubscriptionJson], *, has_topics: bool = 
 def _everywhere(client: Client, namespace: str | None) -> list[SubscriptionJson]:
     """The subscriptions of all topics, or of those of a namespace."""
     found: list[SubscriptionJson] = []
-    for view in client.list_topics(namespace):
+    for view in client.admin.list_topics(namespace):
         topic, shown = view["topic"], view["subscriptions"]
         if view.get("subscriptions_total", len(shown)) > len(shown):
             found += _described(client, topic)  # a list shows only some of very many
@@ -121,8 +121,8 @@ def _everywhere(client: Client, namespace: str | None) -> list[SubscriptionJson]
 
 def _all_of(client: Client, topic: str) -> list[SubscriptionJson]:
     """The subscriptions of a topic, or of all its partitions."""
-    view = client.show_topic(topic)
-    views = [client.show_topic(name) for name in view["partitions"]] or [view]
+    view = client.admin.show_topic(topic)
+    views = [client.admin.show_topic(name) for name in view["partitions"]] or [view]
     return [{"topic": one["topic"], **found} for one in views for found in one["subscriptions"]]
 
 
@@ -134,9 +134,9 @@ def _one_of(client: Client, topic: str, name: str) -> list[SubscriptionJson]:
     """
     found = _all_of(client, topic)
     mine = [one for one in found if one["name"] == name]
-    if not mine and name in client.subscriptions(topic):
+    if not mine and name in client.admin.subscriptions(topic):
         # A topic shows some hundreds of them, and may have more.
-        parts = client.partitions(topic)
+        parts = client.admin.partitions(topic)
         mine = [one for part in parts for one in _described(client, part, name)]
     if not mine:
         names = sorted({one["name"] for one in found})
@@ -169,10 +169,10 @@ def _described(client: Client, topic: str, name: str | None = None) -> list[Subs
             "max_unacked_messages": one.max_unacked_messages,
             "failure_policy": None
             if name is None
-            else client.failure_policy(topic, name).to_json(),
+            else client.admin.failure_policy(topic, name).to_json(),
             "principals": None if one.principals is None else [*one.principals],
         }
-        for one in client.describe_topic(topic).subscriptions
+        for one in client.admin.describe_topic(topic).subscriptions
         if name in (None, one.subscription)
     ]
 
@@ -254,7 +254,7 @@ def seek(
         before = _one_of(client, topic, subscription)
         if dry_run:
             return _plan_seek(client, topic, subscription, to, before)
-        client.seek(topic, subscription, to=to)
+        client.admin.seek(topic, subscription, to=to)
         after = _one_of(client, topic, subscription)
     moves = [
         {"topic": old["topic"], "before": old["cursor"], "cursor": new["cursor"]}
@@ -318,7 +318,7 @@ def remove_subscription(
         (one, *_) = _one_of(client, topic, subscription)
         where = f"at offset {one['cursor']}, from broker {broker.address}"
         confirmed(f"Remove subscription {subscription} of {topic}, {where}?", yes=yes)
-        client.unsubscribe(topic, subscription)
+        client.admin.unsubscribe(topic, subscription)
     return broker.changed(
         f"removed {subscription} from {topic}", topic=topic, subscription=subscription
     )
@@ -379,12 +379,12 @@ def subscription_policy(
     changes = {name: value for name, value in given.items() if value is not None}
     with broker.connect() as client:
         (one, *_) = _one_of(client, topic, subscription)
-        policy = client.failure_policy(one["topic"], subscription)
+        policy = client.admin.failure_policy(one["topic"], subscription)
         if changes:
             policy = FailurePolicy.from_json({**policy.to_json(), **changes})
-            client.set_failure_policy(topic, subscription, policy)
+            client.admin.set_failure_policy(topic, subscription, policy)
         if max_unacked_messages is not None:
-            client.set_max_unacked_messages(topic, subscription, max_unacked_messages)
+            client.admin.set_max_unacked_messages(topic, subscription, max_unacked_messages)
         (one, *_) = _one_of(client, topic, subscription)
     found = {**policy.to_json(), "max_unacked_messages": one["max_unacked_messages"]}
     if changes or max_unacked_messages is not None:
@@ -418,7 +418,7 @@ def restrict_subscription(
     """
     with broker.connect() as client:
         _one_of(client, topic, subscription)
-        client.restrict_subscription(topic, subscription, None if lift else to)
+        client.admin.restrict_subscription(topic, subscription, None if lift else to)
         (found, *_) = _one_of(client, topic, subscription)
     return broker.changed(
         f"{subscription} of {topic} is {_principals(found)}",

@@ -259,7 +259,7 @@ def _show(options: argparse.Namespace) -> int:
 
         def ask() -> list[TopicJson]:
             with interrupts.breaking():
-                return client.list_topics(options.namespace)
+                return client.admin.list_topics(options.namespace)
 
         view = View(ask, options, SystemClock())
         try:

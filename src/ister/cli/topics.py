@@ -129,7 +129,7 @@ def list_topics(
     silent: list[IsterError] = []
 
     def ask(client: Client) -> list[TopicJson]:
-        views = client.list_topics(namespace)
+        views = client.admin.list_topics(namespace)
         return views if is_short else _show_all(client, views, silent)
 
     def read(storage: StorageConfig, root: str | None) -> list[TopicJson]:
@@ -162,7 +162,7 @@ def _show_all(
 
     def show(view: TopicJson) -> TopicJson | None:
         try:
-            return client.show_topic(view["topic"])
+            return client.admin.show_topic(view["topic"])
         except NotFoundError:
             return None
         except UnavailableError as error:
@@ -232,7 +232,7 @@ def describe_topic(
     """
 
     def ask(client: Client) -> tuple[TopicJson, bool]:
-        view = client.show_topic(topic)
+        view = client.admin.show_topic(topic)
         if view["partitions"]:
             parts: list[TopicJson] = [{"topic": name} for name in view["partitions"]]
             view = {**view, "topics": _show_all(client, parts, [])}
@@ -390,9 +390,9 @@ def create_topic(
         ister topics create /default/orders --partitions 4 --ack tiered
     """
     with broker.connect() as client:
-        is_new = not client.partitions(topic)
-        client.create_topic(topic, partitions=partitions, ack=ack, codec=codec)
-        names = client.partitions(topic)
+        is_new = not client.admin.partitions(topic)
+        client.admin.create_topic(topic, partitions=partitions, ack=ack, codec=codec)
+        names = client.admin.partitions(topic)
     parts = [] if names == [topic] else names
     of = f" of {len(names)} partitions" if parts else ""
     text = f"created{of}" if is_new else "already exists; unchanged"
@@ -418,7 +418,7 @@ def grow_topic(
         ister topics grow /default/orders --partitions 8
     """
     with broker.connect() as client:
-        before = client.partitions(topic)
+        before = client.admin.partitions(topic)
         if before in ([], [topic]):
             raise NotFoundError(f"there is no partitioned topic {topic}", topic=topic)
         if partitions > len(before):
@@ -428,7 +428,7 @@ def grow_topic(
                 "messages of one key is not kept across the change.",
                 yes=yes,
             )
-        names = client.grow_topic(topic, partitions)
+        names = client.admin.grow_topic(topic, partitions)
     text = f"{topic} has {len(names)} partitions"
     if len(names) == len(before):
         text += "; unchanged"
@@ -451,7 +451,7 @@ def delete_topic(broker: Broker, topic: Topic, *, yes: Yes = False) -> Shown:
         of = f" and its {len(names)} partitions" if names != [topic] else ""
         where = f"at broker {broker.address}"
         confirmed(f"Delete {topic}{of} {where} with all messages? This cannot be undone.", yes=yes)
-        client.delete_topic(topic)
+        client.admin.delete_topic(topic)
     return broker.changed(f"deleted {topic}", topic=topic, deleted=names)
 
 
@@ -466,7 +466,7 @@ def unload_topic(broker: Broker, topic: Topic) -> Shown:
         ister topics unload /default/orders
     """
     with broker.connect() as client:
-        client.unload_topic(topic)
+        client.admin.unload_topic(topic)
     return broker.changed(f"handed over {topic}", topic=topic)
 
 
@@ -487,7 +487,7 @@ def move_topic(
     """
     print(f"ister: moving {topic} to {to}", file=sys.stderr)
     with broker.connect() as client:
-        client.move_topic(topic, to)
+        client.admin.move_topic(topic, to)
     return broker.changed(f"moved {topic} to {to}", topic=topic, to=to)
 
 
@@ -504,7 +504,7 @@ def take_over_topic(broker: Broker, topic: Topic, *, yes: Yes = False) -> Shown:
         ister topics take-over /default/orders --yes
     """
     with broker.connect() as client:
-        lost = client.take_over(topic)
+        lost = client.admin.take_over(topic)
         what = (
             f"messages at offset {lost['offset']} and later that only the disk of node "
             f"{lost['node']} has"
@@ -516,7 +516,7 @@ def take_over_topic(broker: Broker, topic: Topic, *, yes: Yes = False) -> Shown:
             confirmed(f"{question} This cannot be undone.", yes=yes)
         except DeclinedError:
             return Shown({"ok": False, **lost}, ok=False)
-        taken = client.take_over(topic, confirm=True)
+        taken = client.admin.take_over(topic, confirm=True)
     return broker.changed(f"took {topic} over; given up: {what}", **taken)
 
 
@@ -555,9 +555,11 @@ def topic_policies(
     """
     with broker.connect() as client:
         if set or reset:
-            in_force = client.set_topic_policies(topic, dict(set))
+            in_force = client.admin.set_topic_policies(topic, dict(set))
         else:
-            in_force = dict(client.describe_topic(existing_partitions(client, topic)[0]).policies)
+            in_force = dict(
+                client.admin.describe_topic(existing_partitions(client, topic)[0]).policies
+            )
     facts: dict[str, object] = {"topic": topic, "policies": in_force}
     rows = [(name, value or "none") for name, value in in_force.items()]
     table = Table(("bound", "value"), rows)
@@ -581,7 +583,7 @@ def release_producer(
         ister topics release-producer /default/orders shop
     """
     with broker.connect() as client:
-        owner = client.release_producer(topic, producer)
+        owner = client.admin.release_producer(topic, producer)
     text = (
         f"{producer} has no owner in {topic}; unchanged"
         if owner is None

@@ -7,8 +7,8 @@
                                                       └ ister.Admin, danube_admin
 
 `messages` has what a consumer gets, `options` how a client reaches brokers, `tls_probe` whether a
-port that does not answer wants TLS; `admin`, `cluster_admin`, `rights`, `schemas` and
-`dead_letters` the calls for operators. Besides, for Arrow data: `ranges` reads topics, `flight`
+port that does not answer wants TLS; `admin` has the calls for operators,
+which return `descriptions`. Besides, for Arrow data: `ranges` reads topics, `flight`
 ranges of one, `frames` fetches a topic's frames for an upload.
 
 Nothing is loaded before it is asked for: gRPC and pyarrow are an extra, `ister[client]`.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from ister.base.serializers import JsonSerializer, Serializer
-    from ister.client.admin import SubscriptionDescription, TopicDescription
+    from ister.client.admin import AsyncAdmin
     from ister.client.aio import (
         AsyncClient,
         AsyncConsumer,
@@ -29,16 +29,26 @@ if TYPE_CHECKING:
         AsyncReader,
         AsyncSentMessage,
     )
-    from ister.client.dead_letters import LetterFilter
+    from ister.client.descriptions import (
+        BindingDescription,
+        LetterFilter,
+        RegisteredSchema,
+        RoleDescription,
+        Schema,
+        SchemaVersion,
+        SubjectDescription,
+        SubscriptionDescription,
+        TopicDescription,
+    )
     from ister.client.messages import ReceivedMessage, TopicMessage
     from ister.client.options import TlsOptions
     from ister.client.ranges import Reader
-    from ister.client.rights import BindingDescription, RoleDescription
-    from ister.client.schemas import RegisteredSchema, Schema, SchemaVersion, SubjectDescription
-    from ister.client.sync import Client, Consumer, Producer, SentMessage
+    from ister.client.sync import Admin, Client, Consumer, Producer, SentMessage
     from ister.topic.table import AsyncTopicTable, TopicTable
 
 __all__ = [
+    "Admin",
+    "AsyncAdmin",
     "AsyncClient",
     "AsyncConsumer",
     "AsyncProducer",
@@ -69,31 +79,33 @@ __all__ = [
 ]
 
 _HOMES: Final = {
+    "Admin": "ister.client.sync",
+    "AsyncAdmin": "ister.client.admin",
     "AsyncClient": "ister.client.aio",
     "AsyncConsumer": "ister.client.aio",
     "AsyncProducer": "ister.client.aio",
     "AsyncReader": "ister.client.aio",
     "AsyncSentMessage": "ister.client.aio",
     "AsyncTopicTable": "ister.topic.table",
-    "BindingDescription": "ister.client.rights",
+    "BindingDescription": "ister.client.descriptions",
     "Client": "ister.client.sync",
     "Consumer": "ister.client.sync",
     "JsonSerializer": "ister.base.serializers",
-    "LetterFilter": "ister.client.dead_letters",
+    "LetterFilter": "ister.client.descriptions",
     "Producer": "ister.client.sync",
     "Reader": "ister.client.ranges",
     "ReceivedMessage": "ister.client.messages",
-    "RegisteredSchema": "ister.client.schemas",
-    "RoleDescription": "ister.client.rights",
-    "Schema": "ister.client.schemas",
-    "SchemaVersion": "ister.client.schemas",
+    "RegisteredSchema": "ister.client.descriptions",
+    "RoleDescription": "ister.client.descriptions",
+    "Schema": "ister.client.descriptions",
+    "SchemaVersion": "ister.client.descriptions",
     "SendOptions": "ister.client.aio",
     "SentMessage": "ister.client.sync",
     "Serializer": "ister.base.serializers",
-    "SubjectDescription": "ister.client.schemas",
-    "SubscriptionDescription": "ister.client.admin",
+    "SubjectDescription": "ister.client.descriptions",
+    "SubscriptionDescription": "ister.client.descriptions",
     "TlsOptions": "ister.client.options",
-    "TopicDescription": "ister.client.admin",
+    "TopicDescription": "ister.client.descriptions",
     "TopicMessage": "ister.client.messages",
     "TopicTable": "ister.topic.table",
 }

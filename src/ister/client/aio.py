@@ -9,7 +9,7 @@
                 consumer.ack(message)                   # await it for confirmation
 
 Everything runs on the loop that uses it, without threads, except `read_arrow`. The logic is in
-`ister.client.core` and `admin`. Cancelling a call that waits does not take back what was accepted.
+`ister.client.core`. Cancelling a call that waits does not take back what was accepted.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self, TypedDict, Unpack
 
+from ister import wire
 from ister.base.limits import MIB
 from ister.base.model import AckLevel, Start
 from ister.base.serializers import JSON, AnySerializer
-from ister.client.admin import AdminCalls
+from ister.client.admin import AsyncAdmin
 from ister.client.core.batches import Batch
 from ister.client.core.consumer import ConsumerCore, ConsumerOptions
 from ister.client.core.network import Network
@@ -475,6 +476,16 @@ class AsyncReader:
         self._open_reader = open_reader
         self._reader: Reader | None = None
 
+    @property
+    def positions(self) -> dict[str, int]:
+        """The offset of the next message, by topic or partition; empty before it is open."""
+        return {} if self._reader is None else self._reader.positions
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is stopped, closed, or at its end."""
+        return self._reader is not None and self._reader.is_done
+
     async def read(self, timeout: float | None = None) -> list[TopicMessage]:
         """Returns the next messages, as many as come at once; see `Reader.read`."""
         reader = await self._opened()
@@ -525,7 +536,7 @@ class AsyncReader:
         return f"<AsyncReader {self.topic}>"
 
 
-class AsyncClient(AdminCalls):
+class AsyncClient:
     """A connection to brokers. Belongs to the loop that first uses it."""
 
     def __init__(
@@ -553,7 +564,9 @@ class AsyncClient(AdminCalls):
             ConfigError: The extra `ister[client]` is not installed, or a file cannot be read.
             InvalidRequestError: An address or the timeout is invalid.
         """
-        super().__init__(Network(address, token=token, tls=tls, timeout=timeout))
+        self._network = Network(address, token=token, tls=tls, timeout=timeout)
+        self.admin = AsyncAdmin(self._network)
+        """Calls for operators."""
         self._post: Post = _post
         self._open: set[AsyncProducer | AsyncConsumer] = set()
 
@@ -767,6 +780,17 @@ class AsyncClient(AdminCalls):
             )
 
         return AsyncReader(topic, partial(Reader, topic, open_ranges, serializer))
+
+    async def topics(self, namespace: str = "default") -> list[str]:
+        """The names of the topics of a namespace, partitions among them.
+
+        Raises:
+            NotFoundError: There is no such namespace.
+            IsterError: It is refused, or no broker has answered in time.
+        """
+        request = wire.danube_admin.NamespaceRequest(name=namespace)
+        found = await self._network.call(wire.services.NamespaceAdmin.GetNamespaceTopics, request)
+        return list(found.topics)
 
     def joined(self, one: AsyncProducer | AsyncConsumer) -> None:
         """Remembers an open producer or consumer, to close it with the client."""

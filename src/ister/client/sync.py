@@ -27,7 +27,7 @@ from ister.base import forks
 from ister.base.clock import SystemClock
 from ister.base.model import Start
 from ister.base.serializers import JSON, AnySerializer
-from ister.client.admin import AdminCalls
+from ister.client.admin import AsyncAdmin
 from ister.client.aio import (
     AsyncClient,
     AsyncConsumer,
@@ -366,15 +366,73 @@ class Consumer(ConsumerView):
 
 
 def _blocking(
-    method: Callable[Concatenate[AdminCalls, _Args], Coroutine[object, None, _Result]],
-) -> Callable[Concatenate[Client, _Args], _Result]:
-    """Makes a method of `Client` of a coroutine method of `AsyncClient`."""
+    method: Callable[Concatenate[AsyncAdmin, _Args], Coroutine[object, None, _Result]],
+) -> Callable[Concatenate[Admin, _Args], _Result]:
+    """Makes a method of `Admin` of a coroutine method of `AsyncAdmin`."""
 
     @functools.wraps(method)
-    def call(self: Client, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        return self._run(method(self._aio, *args, **kwargs))
+    def call(self: Admin, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        return self._run(method(self._admin, *args, **kwargs))
 
     return call
+
+
+class Admin:
+    """Calls for operators; `Client.admin`.
+
+    All of them raise an `IsterError` if they are refused, or if no broker has answered in time.
+    """
+
+    def __init__(self, client: Client, admin: AsyncAdmin) -> None:
+        self._run = client._run  # noqa: SLF001 - a part of it
+        self._admin = admin
+
+    def __repr__(self) -> str:
+        return repr(self._admin).replace("AsyncAdmin", "Admin")
+
+    create_topic = _blocking(AsyncAdmin.create_topic)
+    grow_topic = _blocking(AsyncAdmin.grow_topic)
+    describe_topic = _blocking(AsyncAdmin.describe_topic)
+    list_topics = _blocking(AsyncAdmin.list_topics)
+    show_topic = _blocking(AsyncAdmin.show_topic)
+    brokers = _blocking(AsyncAdmin.brokers)
+    cluster = _blocking(AsyncAdmin.cluster)
+    drain_broker = _blocking(AsyncAdmin.drain_broker)
+    activate_broker = _blocking(AsyncAdmin.activate_broker)
+    balance = _blocking(AsyncAdmin.balance)
+    rebalance = _blocking(AsyncAdmin.rebalance)
+    partitions = _blocking(AsyncAdmin.partitions)
+    delete_topic = _blocking(AsyncAdmin.delete_topic)
+    unload_topic = _blocking(AsyncAdmin.unload_topic)
+    move_topic = _blocking(AsyncAdmin.move_topic)
+    take_over = _blocking(AsyncAdmin.take_over)
+    set_topic_policies = _blocking(AsyncAdmin.set_topic_policies)
+    release_producer = _blocking(AsyncAdmin.release_producer)
+    subscriptions = _blocking(AsyncAdmin.subscriptions)
+    describe_subscription = _blocking(AsyncAdmin.describe_subscription)
+    seek = _blocking(AsyncAdmin.seek)
+    unsubscribe = _blocking(AsyncAdmin.unsubscribe)
+    failure_policy = _blocking(AsyncAdmin.failure_policy)
+    set_failure_policy = _blocking(AsyncAdmin.set_failure_policy)
+    set_max_unacked_messages = _blocking(AsyncAdmin.set_max_unacked_messages)
+    restrict_subscription = _blocking(AsyncAdmin.restrict_subscription)
+    namespaces = _blocking(AsyncAdmin.namespaces)
+    create_namespace = _blocking(AsyncAdmin.create_namespace)
+    delete_namespace = _blocking(AsyncAdmin.delete_namespace)
+    grant_role = _blocking(AsyncAdmin.grant_role)
+    revoke_role = _blocking(AsyncAdmin.revoke_role)
+    roles = _blocking(AsyncAdmin.roles)
+    bindings = _blocking(AsyncAdmin.bindings)
+    schema_subjects = _blocking(AsyncAdmin.schema_subjects)
+    schema_versions = _blocking(AsyncAdmin.schema_versions)
+    schema = _blocking(AsyncAdmin.schema)
+    register_schema = _blocking(AsyncAdmin.register_schema)
+    check_schema = _blocking(AsyncAdmin.check_schema)
+    set_compatibility = _blocking(AsyncAdmin.set_compatibility)
+    count_dead_letters = _blocking(AsyncAdmin.count_dead_letters)
+    show_dead_letters = _blocking(AsyncAdmin.show_dead_letters)
+    requeue_dead_letters = _blocking(AsyncAdmin.requeue_dead_letters)
+    drop_dead_letters = _blocking(AsyncAdmin.drop_dead_letters)
 
 
 def _opening(
@@ -431,6 +489,8 @@ class Client:
         self._is_closed = False
         self._thread = LoopThread()
         self._aio._post = self._thread.post  # noqa: SLF001
+        self.admin = Admin(self, self._aio.admin)
+        """Calls for operators."""
         forks.register(self)
 
     def _after_fork(self, _error: ClosedError) -> None:
@@ -461,52 +521,14 @@ class Client:
             self._open.discard(one)
         return was_open
 
-    # -- administration ---------------------------------------------------------------------
+    def topics(self, namespace: str = "default") -> list[str]:
+        """The names of the topics of a namespace, partitions among them.
 
-    create_topic = _blocking(AsyncClient.create_topic)
-    grow_topic = _blocking(AsyncClient.grow_topic)
-    describe_topic = _blocking(AsyncClient.describe_topic)
-    topics = _blocking(AsyncClient.topics)
-    list_topics = _blocking(AsyncClient.list_topics)
-    show_topic = _blocking(AsyncClient.show_topic)
-    brokers = _blocking(AsyncClient.brokers)
-    cluster = _blocking(AsyncClient.cluster)
-    drain_broker = _blocking(AsyncClient.drain_broker)
-    activate_broker = _blocking(AsyncClient.activate_broker)
-    balance = _blocking(AsyncClient.balance)
-    rebalance = _blocking(AsyncClient.rebalance)
-    partitions = _blocking(AsyncClient.partitions)
-    delete_topic = _blocking(AsyncClient.delete_topic)
-    unload_topic = _blocking(AsyncClient.unload_topic)
-    move_topic = _blocking(AsyncClient.move_topic)
-    take_over = _blocking(AsyncClient.take_over)
-    set_topic_policies = _blocking(AsyncClient.set_topic_policies)
-    release_producer = _blocking(AsyncClient.release_producer)
-    subscriptions = _blocking(AsyncClient.subscriptions)
-    describe_subscription = _blocking(AsyncClient.describe_subscription)
-    seek = _blocking(AsyncClient.seek)
-    unsubscribe = _blocking(AsyncClient.unsubscribe)
-    failure_policy = _blocking(AsyncClient.failure_policy)
-    set_failure_policy = _blocking(AsyncClient.set_failure_policy)
-    set_max_unacked_messages = _blocking(AsyncClient.set_max_unacked_messages)
-    restrict_subscription = _blocking(AsyncClient.restrict_subscription)
-    namespaces = _blocking(AsyncClient.namespaces)
-    create_namespace = _blocking(AsyncClient.create_namespace)
-    delete_namespace = _blocking(AsyncClient.delete_namespace)
-    grant_role = _blocking(AsyncClient.grant_role)
-    revoke_role = _blocking(AsyncClient.revoke_role)
-    roles = _blocking(AsyncClient.roles)
-    bindings = _blocking(AsyncClient.bindings)
-    schema_subjects = _blocking(AsyncClient.schema_subjects)
-    schema_versions = _blocking(AsyncClient.schema_versions)
-    schema = _blocking(AsyncClient.schema)
-    register_schema = _blocking(AsyncClient.register_schema)
-    check_schema = _blocking(AsyncClient.check_schema)
-    set_compatibility = _blocking(AsyncClient.set_compatibility)
-    count_dead_letters = _blocking(AsyncClient.count_dead_letters)
-    show_dead_letters = _blocking(AsyncClient.show_dead_letters)
-    requeue_dead_letters = _blocking(AsyncClient.requeue_dead_letters)
-    drop_dead_letters = _blocking(AsyncClient.drop_dead_letters)
+        Raises:
+            NotFoundError: There is no such namespace.
+            IsterError: It is refused, or no broker has answered in time.
+        """
+        return self._run(self._aio.topics(namespace))
 
     # -- without a subscription -------------------------------------------------------------
 

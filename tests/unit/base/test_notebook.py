@@ -6,7 +6,7 @@ pytest.importorskip("pyarrow")
 
 import ister
 from ister.base.notebook import render_table
-from ister.client.admin import SubscriptionDescription, TopicDescription
+from ister.client.descriptions import SubscriptionDescription, TopicDescription
 
 
 def test_everything_is_escaped():

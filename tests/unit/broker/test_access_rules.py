@@ -311,9 +311,9 @@ async def test_a_restriction_outlasts_a_restart_and_can_be_seen(tmp_path):
 
         def described():
             with Client(f"127.0.0.1:{listening.grpc}", token=sign("boss")) as client:
-                shown = client.show_topic(TOPIC)["subscriptions"]
-                client.restrict_subscription(TOPIC, "billing", ["service:shop", "ada"])
-                return shown, client.describe_subscription(TOPIC, "billing")
+                shown = client.admin.show_topic(TOPIC)["subscriptions"]
+                client.admin.restrict_subscription(TOPIC, "billing", ["service:shop", "ada"])
+                return shown, client.admin.describe_subscription(TOPIC, "billing")
 
         shown, one = await asyncio.to_thread(described)
         assert shown[0]["principals"] == ["user:billing"]

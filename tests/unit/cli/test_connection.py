@@ -110,6 +110,10 @@ class _Names:
     def __init__(self, *names):
         self.names = names
 
+    @property
+    def admin(self):
+        return self
+
     def namespaces(self):
         return sorted({name.split("/")[1] for name in self.names})
 

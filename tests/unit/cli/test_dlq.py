@@ -8,7 +8,7 @@ pytest.importorskip("grpc")
 
 from ister.base.message_filter import MessageFilter
 from ister.cli.dlq import _letter_text, _matching
-from ister.client.dead_letters import LetterFilter
+from ister.client.descriptions import LetterFilter
 
 
 class Queue:
@@ -16,6 +16,10 @@ class Queue:
 
     def __init__(self):
         self.calls = 0
+
+    @property
+    def admin(self):
+        return self
 
     def show_dead_letters(self, topic, which, *, limit):
         self.calls += 1

@@ -173,6 +173,10 @@ def test_a_log_without_topics(tmp_path, capsys):
 
 def test_one_silent_broker_does_not_hide_the_topics_of_others():
     class Half:
+        @property
+        def admin(self):
+            return self
+
         def show_topic(self, name):
             if name == "/default/gone":
                 raise NotFoundError("none")

@@ -30,7 +30,7 @@ async def test_a_client_without_tls_is_told_that_the_port_uses_tls(tmp_path):
         # It does not wait for the timeout: there is none.
         async with AsyncClient(address) as client:
             with pytest.raises(ConfigError, match=f"{address} uses TLS") as told:
-                await client.namespaces()
+                await client.admin.namespaces()
             assert told.value.hint == TLS_HINT
             with pytest.raises(ConfigError, match="uses TLS"):
                 await client.producer("/default/t", create=True)
@@ -47,7 +47,7 @@ async def test_a_client_with_tls_is_told_that_the_port_does_not_use_it(tmp_path)
         address = f"127.0.0.1:{listening.grpc}"
         async with AsyncClient(address, tls=TlsOptions(ca=ca)) as client:
             with pytest.raises(ConfigError, match=f"{address} does not use TLS") as told:
-                await client.namespaces()
+                await client.admin.namespaces()
             assert told.value.hint == PLAIN_HINT
         location = f"grpc+tls://127.0.0.1:{listening.flight}"
         with (
@@ -73,4 +73,4 @@ async def test_what_does_not_answer_at_all_is_no_mismatch(monkeypatch):
 
     async with AsyncClient(address, timeout=0.1) as client:
         with pytest.raises(UnavailableError, match="does not answer"):
-            await client.namespaces()
+            await client.admin.namespaces()
