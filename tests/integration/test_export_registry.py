@@ -36,7 +36,7 @@ def config(broker):
 
 async def _register(session, subject, definition, kind=SchemaType.JSON_SCHEMA):
     data = json.dumps(definition).encode()
-    builder = session.client.admin.schema().register_schema(subject).with_type(kind)
+    builder = session.client.schema().register_schema(subject).with_type(kind)
     await builder.with_schema_data(data).execute()
 
 

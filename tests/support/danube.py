@@ -434,7 +434,7 @@ class IsterSession(Danube):
         """Like that of `Danube`, of topics with a log and without a schema."""
         assert reliable
         assert subject is None
-        await self._own.create_topic(topic, partitions=partitions)
+        await self._own.admin.create_topic(topic, partitions=partitions)
         return _IsterProducer(await self._own.producer(topic, name=name))
 
     async def consumer(

@@ -35,7 +35,7 @@ from ister.base.model import TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.express import read_footer
 from ister.bucket.fence import Fence
-from ister.bucket.names import EXPRESS_PREFIX, TopicKeys, object_key
+from ister.bucket.names import EXPRESS_PREFIX, TopicKeys, whole_object_key
 from ister.errors import CorruptDataError, IsterError, NotFoundError, UnsupportedVersionError
 from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor, is_express_name
 from ister.format.express import ExpressRun
@@ -210,7 +210,7 @@ class _Collector:
             self._renew_at = self._clock.boottime() + _LEASE_SECONDS / 3
 
     def _is_there(self, topic: TopicName, described: ObjectDescriptor) -> bool:
-        key = object_key(topic, described.object_id).partition("@")[0]
+        key = whole_object_key(topic, described.object_id)
         if key not in self._there:
             try:
                 self._objects.stat(key)

@@ -228,6 +228,11 @@ def object_key(topic: TopicName, object_id: str) -> str:
     return objects_prefix(topic) + object_id
 
 
+def whole_object_key(topic: TopicName, object_id: str) -> str:
+    """Like `object_key`; of a run, the key of the whole object that it is in."""
+    return object_key(topic, object_id).partition("@")[0]
+
+
 def object_id_of(topic: TopicName, key: str) -> str:
     """The id of the object with this key; of a foreign file, its path below the topic's prefix."""
     if key.startswith(EXPRESS_PREFIX):

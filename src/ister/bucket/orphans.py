@@ -39,6 +39,7 @@ from ister.bucket.names import (
     parse_pending_epoch,
     parse_pending_start,
     staging_prefix,
+    whole_object_key,
 )
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.writer_files import read_files
@@ -201,7 +202,7 @@ def _is_there(owned: OwnedTopic, store: ObjectStore, there: set[str], object_id:
     if parse_run_id(object_id) is None:
         return False
     try:
-        store.stat(object_key(owned.catalog.keys.topic, object_id))
+        store.stat(whole_object_key(owned.catalog.keys.topic, object_id))
     except NotFoundError:
         return False
     there.add(object_id)
