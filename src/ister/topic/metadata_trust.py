@@ -132,14 +132,34 @@ class _Found:
     terms: list[Term]
     local: _Files | None
     objects: list[ObjectInfo]
-    tagged: list[ObjectName] = field(default_factory=list)
-    """Objects that replaced others."""
+    names: list[ObjectName] = field(default_factory=list)
+    """Of the objects."""
 
     def needs_rebuild(self, record: TopicRecord) -> bool:
-        """Whether the catalog of a topic with this record lacks objects that replaced others."""
-        own = [one for one in self.tagged if is_of_lineage(record, one.epoch, one.end)]
-        is_merged = any(one.start < self.row.catalog_end < one.end for one in own)
-        return is_merged or bool(self.row.missing and own)
+        """Whether the catalog of a topic with this record lacks objects that do not continue it."""
+        row = self.row
+        own = [one for one in self.names if is_of_lineage(record, one.epoch, one.end)]
+        tagged = [one for one in own if one.tag is not None]
+        is_merged = any(one.start < row.catalog_end < one.end for one in tagged)
+        return is_merged or bool(row.missing and tagged) or self._has_expired(own)
+
+    def _has_expired(self, own: Iterable[ObjectName]) -> bool:
+        """Whether all that an older catalog names has expired since, and what followed it, too.
+
+        Tasks of a pipeline that was killed leave objects after a gap, too, but then the messages
+        before them are in local files.
+        """
+        row, local = self.row, self.local
+        is_gone = not row.catalog_end or any(end == row.catalog_end for _, end in row.missing)
+        has_messages = (
+            local is not None
+            and local.term.epoch >= row.bucket_epoch
+            and local.start <= row.catalog_end < local.end
+        )
+        if row.status != OLDER or not is_gone or has_messages:
+            return False
+        later = [one.start for one in own if one.end > row.catalog_end]
+        return bool(later) and min(later) > row.catalog_end
 
 
 class MetadataTrust:
@@ -367,8 +387,7 @@ class MetadataTrust:
                 continue
             row.bucket_end = max(row.bucket_end, parsed.end)
             epoch = max(epoch, parsed.epoch)
-            if parsed.tag is not None:
-                found.tagged.append(parsed)
+            found.names.append(parsed)
         if epoch > row.bucket_epoch:
             # A pipeline may upload before the owner has recorded its term.
             row.bucket_epoch = epoch

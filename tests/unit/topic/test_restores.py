@@ -481,6 +481,32 @@ def test_accepting_goes_on_above_an_object_whose_term_is_not_recorded(site):
     assert payloads(log.topic(TEXT).read(0)) == acked
 
 
+@pytest.mark.parametrize("known", [0, 1])
+def test_accepting_keeps_objects_after_a_gap_that_expiry_made(site, known):
+    """Objects that the older catalog names have expired since, and others that it lacks."""
+    retention = {"cloud": {"retention": {"time_minutes": 5}}}
+    log = site.open(storage=retention)
+    topic = made(log, ack="tiered")
+    for number in range(3):
+        if number == known:
+            backup = MetadataBackup.of(site.metadata)
+        acked = send(topic, 5, f"{number}")
+    end(site, log)
+    site.clock.advance(3600)
+    log = site.open(storage=retention)
+    topic = made(log)
+    assert topic.bucket.retention.expire() == 2
+    acked += send(topic, 5, "later")
+    end(site, log)
+    backup.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert accept(site, "b") == "accepted"
+    topic = site.open("b").topic(TEXT, take_over=True)
+    acked += send(topic, 1, "next")
+    assert topic.synced == 21
+    assert payloads(topic.read("earliest")) == acked
+
+
 def test_files_whose_node_has_lost_its_name_say_how_to_continue(site):
     log = site.open()
     acked = send(made(log), 10, "first")
