@@ -21,7 +21,7 @@ from ister.bucket.names import format_object_id, object_key
 from ister.bucket.object_maker import ObjectMaker, ObjectSummary
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.pipeline import PipelineKeys
-from ister.bucket.terms import newest_terms, refuse_older
+from ister.bucket.terms import Term, newest_terms, refuse_older, save_term
 from ister.errors import (
     ConflictError,
     CorruptDataError,
@@ -155,11 +155,15 @@ class Outsider:
         """Some objects, from the files of the node that wrote last, up to anywhere."""
         world, owned = self._world, self._act()
         record, name = owned.record, world.seen.keys.topic
-        refuse_older(name, record, newest_terms(world.store, name), where="the bucket")
+        terms = newest_terms(world.store, name)
+        refuse_older(name, record, terms, where="the bucket")
         fs = next((node.fs for node in world.nodes if node.id == record.node), None)
         tail = self._tail(owned, fs) if fs is not None else None
-        opened = tail.source(chunk_bytes=65536) if tail is not None else None
-        if opened is None:
+        if tail is None:
+            return
+        if Term(record.epoch, record.claim) not in terms and tail.sync_term(record):
+            save_term(world.store, name, record)
+        if (opened := tail.source(chunk_bytes=65536)) is None:
             return
         source, snapshot = opened
         settings = upload_settings(world.config.storage.uploader)

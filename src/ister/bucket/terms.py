@@ -3,11 +3,11 @@
     storage/topics/<ns>/<topic>/terms/<epoch, 20 digits>-<claim>     the topic's record at the claim
 
 Each owner writes a term object after its claim and before its first object of messages, then
-removes those of earlier epochs. The local checkpoint also has the epoch and the claim. If the
-metadata store was rolled back to an older state, its record is older than one of the two, or has
-another claim under the same epoch. Such a record is refused (`refuse_older`) until
-`ister metadata accept` replaces it. If terms were deleted, for example by a lifecycle rule,
-the epochs in the names of objects count.
+removes those of earlier epochs; so does a pipeline that uploads in its name from its files. The
+local checkpoint also has the epoch and the claim. If the metadata store was rolled back to an older
+state, its record is older than one of the two, or has another claim under the same epoch. Such a
+record is refused (`refuse_older`) until `ister metadata accept` replaces it. If terms were deleted,
+for example by a lifecycle rule, the epochs in the names of objects count.
 
 A metadata store that was rolled back within the term of one owner has the right record and an older
 catalog. So if the last owner's process did not close the topic, the next opening looks for objects

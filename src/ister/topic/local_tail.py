@@ -34,6 +34,7 @@ from ister.errors import (
 )
 from ister.format.checkpoint import UploaderCheckpoint
 from ister.format.frame import FrameBatch
+from ister.format.records import TopicRecord
 from ister.fs.base import FileSystem
 from ister.fs.local import LocalFileSystem
 from ister.topic.node import read_node_id
@@ -226,6 +227,27 @@ class LocalTail:
         """
         if self.snapshot() is not None:
             self._directory.save_uploader(checkpoint)
+
+    def sync_term(self, record: TopicRecord) -> bool:
+        """Whether the checkpoint is of the owner that `record` names; durable on return.
+
+        Raises:
+            DiskError: It cannot be read or synced.
+        """
+        directory, own = self._directory, (record.incarnation, record.epoch, record.claim)
+        try:
+            state = directory.load_state()
+            if state is None or (state.incarnation, state.epoch, state.claim) != own:
+                return False
+            file = directory.fs.open_read(directory.checkpoint_path)
+            try:
+                file.sync()
+            finally:
+                file.close()
+            directory.fs.sync_directory(directory.path)
+        except NotFoundError:
+            return False  # deleted, or handed over
+        return True
 
     def find_time(self, publish_time_ms: int, start: int, end: int) -> int | None:
         """The first offset in a range whose message was published at or after the time.

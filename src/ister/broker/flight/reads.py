@@ -155,9 +155,12 @@ def plan_upload(topic: Topic, asked: PlanUpload) -> UploadPlanned:
     """Which objects an upload of a topic would make now.
 
     Raises:
-        As `check_owner` and `ister.topic.upload_plan.plan_topic`.
+        As `check_owner`, `ister.topic.uploads.TopicUploads.begin_term` and
+        `ister.topic.upload_plan.plan_topic`.
     """
     check_owner(topic, asked)
+    if topic.bucket is not None:
+        topic.bucket.uploads.begin_term()
     plan = plan_topic(
         topic,
         asked.start,

@@ -48,7 +48,7 @@ from ister.bucket.egress import EgressLimit
 from ister.bucket.names import object_key
 from ister.bucket.object_maker import FrameSource, ObjectMaker
 from ister.bucket.ownership import OwnedTopic
-from ister.bucket.terms import newest_terms, refuse_older
+from ister.bucket.terms import Term, newest_terms, refuse_older, save_term
 from ister.client.frames import BrokerFrames
 from ister.errors import (
     ConflictError,
@@ -567,7 +567,13 @@ def _make_object(place: LogLocation, item: _UploadItem, *, task_count: int = 1) 
     history, record = place.history(), item.record
     name = TopicName.parse(item.topic)
     if item.is_first:
-        refuse_older(name, record, newest_terms(history.objects, name), where="the bucket")
+        terms = newest_terms(history.objects, name)
+        refuse_older(name, record, terms, where="the bucket")
+        if Term(record.epoch, record.claim) not in terms:
+            # An owner that plans an upload has recorded its term; one that was not asked may not.
+            local = place.local_tail(item.topic, record.node, record.incarnation)
+            if local is not None and local.sync_term(record):
+                save_term(history.objects, name, record)
     settings = upload_settings(place.config.storage.uploader, place.config.storage.cloud.layout)
     rate = place.config.storage.uploader.max_bytes_per_second
     maker = ObjectMaker(

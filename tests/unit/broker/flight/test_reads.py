@@ -9,6 +9,7 @@ pytest.importorskip("pyarrow")
 from ister.base.model import AckLevel
 from ister.broker.flight import reads
 from ister.broker.flight.reads import plan_upload, read_frames
+from ister.bucket.terms import newest_terms
 from ister.errors import ConflictError, FencedError, UnavailableError
 from ister.wire.contract import FramesTicket, PlanUpload
 from tests.support.stores import NAME, Pipeline, Site
@@ -92,7 +93,10 @@ def test_broker_that_was_replaced_gives_nothing(site):
             frames_from(topic, before)
         with pytest.raises(FencedError):
             topic.bucket.owned.check()
+    assert not successor.bucket.uploads.has_begun
     assert [end for end, _ in plan_upload(successor, a_question(record)).objects] == [20]
+    # Before anything is uploaded in its name.
+    assert newest_terms(site.objects, NAME) == [(record.epoch, record.claim)]
     assert frames_from(successor, record)
 
 

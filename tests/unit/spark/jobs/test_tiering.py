@@ -16,9 +16,10 @@ from ister.base.model import TopicName
 from ister.bucket.egress import EgressLimit
 from ister.bucket.names import TopicKeys
 from ister.bucket.ownership import OwnedTopic
-from ister.bucket.terms import save_term
+from ister.bucket.terms import newest_terms, remove_terms, save_term
 from ister.errors import FencedError, IsterError, StoresDifferError, UnavailableError
 from ister.format.records import decode_topic, encode_current, encode_topic
+from ister.fs.local import LocalFileSystem
 from ister.metadata.sqlite import SqliteMetadata
 from ister.spark.jobs import tier_job
 from ister.spark.jobs.job import open_job
@@ -28,6 +29,7 @@ from ister.spark.jobs.session import stop_on_signals
 from ister.spark.jobs.tasks import Done
 from ister.spark.jobs.tier_job import tier_cycle
 from ister.spark.jobs.tier_topics import Cycle, TierTopics
+from ister.wal.directory import WalDirectory
 from tests.integration.spark_topics import SparkPlace, fill, without_spark
 from tests.servers.flight import FlightTopics
 from tests.support.cases import case
@@ -452,6 +454,23 @@ def test_nothing_is_uploaded_for_an_owner_that_is_older_than_the_bucket(place, t
         tier_cycle(job, [A])
         assert [error["code"] for error in job.report.errors] == [StoresDifferError.code]
         assert ranges(place) == []
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_term_of_the_owner_is_recorded_before_its_first_object(place, tasks, is_known):
+    """Goal: after a rollback, the bucket tells of the owner, if its checkpoint does."""
+    place.fill(A, 20)
+    with a_job(place) as job:
+        name = TopicName.parse(A)
+        record = job.catalog(A).record()[0]
+        remove_terms(job.history.objects, name, record.epoch)
+        if not is_known:
+            directory = WalDirectory(LocalFileSystem(), f"{place.root}/wal{A}")
+            directory.save_state(replace(directory.load_state(), claim="0f" * 8))
+        tier_cycle(job, [A])
+        assert ranges(place) == [(0, 20)]
+        found = newest_terms(job.history.objects, name)
+        assert found == [(record.epoch, record.claim if is_known else "")]
 
 
 def test_failure_to_look_at_a_topic_is_its_own(place, tasks):
