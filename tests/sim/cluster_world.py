@@ -533,7 +533,7 @@ class ClusterWorld:
         )
 
     def _serve(self, process: Process, name: str, *, creates: bool = False) -> Topic | None:
-        """Opens a topic where it should be; see `OpenTopics`."""
+        """Opens a topic where it should be; see `Topics`."""
         if self._route(process, name, creates=creates).node != process.node:
             raise UnavailableError("elsewhere", topic=name)
         if name in UNLOGGED:

@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
-from typing import Final
+from typing import Final, cast
 
 from ister.base.clock import SystemClock
 from ister.base.model import JsonObject
@@ -25,6 +25,7 @@ from ister.base.positions import format_time
 from ister.cli.errors_out import answer, print_json
 from ister.cli.location import add_place_arguments, has_place, load_place, open_bucket
 from ister.cli.output import Subparsers, add_command, print_error, print_table
+from ister.cli.parser import Parser
 from ister.config import CloudConfig
 from ister.errors import CorruptDataError, InvalidRequestError, NotFoundError
 from ister.objectstore.base import ObjectStore
@@ -73,6 +74,7 @@ def register(commands: Subparsers) -> None:
         ),
     )
     kinds = parser.add_subparsers(metavar="KIND", required=True)
+    cast("Parser", parser).moved = {"topic": "use `ister topics describe`"}
 
     wal = add_command(
         kinds,

@@ -122,7 +122,7 @@ SORTS: Final = ("topic", *(column.name for column in _COLUMNS))
 
 
 def measure(views: Iterable[TopicJson], *, by_partition: bool) -> list[TopicLoad]:
-    """The numbers of topics, from what `Client.list_topics` returns.
+    """The numbers of topics, from what `Admin.list_topics` returns.
 
     Partitions are added up as their topic, unless `by_partition`.
     """

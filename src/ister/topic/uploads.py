@@ -250,8 +250,9 @@ class TopicUploads:
             self.watcher.on_backlog()
 
     def _join_express(self) -> None:
-        if self.express is not None:
-            self.express.enlist(self)
+        express = self.express  # once: a topic that is closed meanwhile leaves
+        if express is not None:
+            express.enlist(self)
 
     # -- the term ---------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ log consistent:
 
 A handler may raise again immediately. So the release comes first, with no bytecode before it at
 which CPython runs handlers. `AppendBuffer.is_changing` stays set until the repair is complete: if
-the repair is interrupted, the next thread that takes the lock repeats it (`GroupCommit.repair`).
+the repair is interrupted, the next thread that takes the lock repeats it (`Committer.repair`).
 
 Finalizers (`__del__`) run in any thread, wherever it allocates memory. One that waits for a message
 would wait forever in a thread that commits, so such a thread holds a `GuardedLock`, and

@@ -5,8 +5,9 @@ wait; again only if an exception from a signal handler came right after the call
 block on a plain lock, the cheapest thing that Python can wake; all others, such as an event
 loop's edge, enlists a plain `Waiter` with a function of its own.
 
-Owns: the order of waiters. Does not own: when a watermark moves. All methods except `Waiter.wait`
-are called with the log's lock held; the caller runs callbacks after it has released the lock.
+Owns: the order of waiters. Does not own: when a watermark moves. All methods except
+`ThreadWaiter.block` are called with the log's lock held; the caller runs callbacks after it has
+released the lock.
 """
 
 from __future__ import annotations

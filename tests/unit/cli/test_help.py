@@ -153,6 +153,7 @@ def test_wrong_usage_is_answered_with_what_was_meant(capsys):
         (["bench"], "unknown command 'ister bench'", "`python -m benchmarks`"),
         (["demo"], "unknown command 'ister demo'", "`make demo`"),
         (["subscriptions", "lag"], "unknown command 'ister subscriptions lag'", "list`, which"),
+        (["inspect", "topic"], "unknown command 'ister inspect topic'", "`ister topics describe`"),
         (["consume", "t", "--tail"], "unknown option --tail", "`ister consume --help` shows"),
         (
             ["pipeline", "compact", "--format", "parkett"],
