@@ -159,6 +159,8 @@ def test_pool_that_ends_in_the_middle_of_a_tick_fails_the_waits(site, monkeypatc
 
     monkeypatch.setattr(threads, "have_pools_ended", has_ended.is_set)
     monkeypatch.setattr(log._background, "_hand_out", refuse)
+    # A tick that had begun before would upload the message.
+    eventually(has_ended.is_set)
     with pytest.raises(ClosedError):
         topic.wait(topic.append(b"x"), "tiered", timeout=60)
     assert not [found for found in caplog.records if found.exc_info]
