@@ -12,13 +12,14 @@ Filter pushdown is in `pushdown`: Spark gives the filters of one scan of a DataF
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
-from pyspark.sql.types import StructField, StructType
+from pyspark.sql.types import StructType
 
 from ister.base.limits import MIB
 from ister.base.retry import retry_unavailable
@@ -48,9 +49,10 @@ NARROW_HINT: Final = (
     "startingTimestamp and endingTimestamp narrow a scan"
 )
 
-UNREACHABLE: Final = "ister.unreachable"
-"""Metadata key of each column of a read with `includeUnreachableTail=false`: by topic, the first
-offset that could not be read when the DataFrame was created, and the node that may have it."""
+# In the comments of the columns of a read with `includeUnreachableTail=false`, which are JSON: by
+# topic, the first offset that could not be read when the DataFrame was created, and its node. A
+# comment, as DDL has no other place for metadata, and a schema with a payload in DDL is DDL.
+_UNREACHABLE: Final = "ister.unreachable"
 
 _ATTEMPTS: Final = 3
 # A scan of so much that no option narrows is worth a warning: it takes minutes.
@@ -144,17 +146,22 @@ class TopicReader:
         )
 
 
-def mark_unreachable(schema: StructType, options: ReadOptions) -> StructType:
-    """Returns the schema with the topics whose newest messages cannot be read now as metadata."""
+def unreachable_comment(options: ReadOptions) -> str:
+    """Returns JSON that names the topics whose newest messages cannot be read now."""
     resolver = OffsetResolver(find_place(options.config, options.brokers), options)
     found = retry_unavailable(lambda: resolver.heads(catches_up=True)).values()
     cut = {head.topic: {"node": head.node, "offset": head.end} for head in found if head.is_cut}
-    return StructType(
-        [
-            StructField(field.name, field.dataType, field.nullable, {UNREACHABLE: cut})
-            for field in schema.fields
-        ]
-    )
+    return json.dumps({_UNREACHABLE: cut})
+
+
+def _said_unreachable(schema: StructType) -> Container[str] | None:
+    """Returns the topics that a schema's comments name; None if it has no such comment."""
+    try:
+        comment = json.loads(schema.fields[0].metadata.get("comment", ""))
+    except ValueError:  # a user's schema, with a user's comments
+        return None
+    topics = comment.get(_UNREACHABLE) if isinstance(comment, dict) else None
+    return topics if isinstance(topics, dict) else None
 
 
 class BatchReader(TopicReader, DataSourceReader):
@@ -241,6 +248,6 @@ class BatchReader(TopicReader, DataSourceReader):
             wanted: object = end if end_ms is None else resolver.find_time(head, end_ms)
             head.check_reach(wanted, remedy=REACH_REMEDY)
         # Spark passes the schema that `load()` showed, unless the user gave one.
-        said = self._schema.fields[0].metadata.get(UNREACHABLE)
+        said = _said_unreachable(self._schema)
         if said is not None and head.topic not in said:
             head.check_reach(remedy="; load() again to read the messages before them")

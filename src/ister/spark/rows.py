@@ -81,26 +81,35 @@ def row_schema(columns: Sequence[str] | None) -> StructType:
     return StructType([StructField(name, _TYPES[name]) for name in columns or COLUMNS])
 
 
-def read_schema(options: ReadOptions, payload: DataType | str | None) -> StructType | str:
+def read_schema(
+    options: ReadOptions, payload: DataType | str | None, comment: str | None = None
+) -> StructType | str:
     """Returns the schema of a read for which the user gave none; as DDL if the payload's type is.
 
     Args:
         options: Name the columns.
         payload: The type of the payload; None for binary.
+        comment: The comment of each column.
     """
-    plain = row_schema(options.all_columns)
+    fields = row_schema(options.all_columns).fields
     if isinstance(payload, str):
-        kinds = {field.name: field.dataType.simpleString() for field in plain.fields}
+        suffix = "" if comment is None else f" COMMENT {_quoted(comment)}"
+        kinds = {field.name: field.dataType.simpleString() for field in fields}
         kinds |= {"payload": payload} if "payload" in kinds else {}
-        return ", ".join(f"{name} {kind}" for name, kind in kinds.items())
-    if payload is None:
-        return plain
+        return ", ".join(f"{name} {kind}{suffix}" for name, kind in kinds.items())
+    metadata = None if comment is None else {"comment": comment}
+    given = {} if payload is None else {"payload": payload}
     return StructType(
         [
-            StructField(field.name, payload if field.name == "payload" else field.dataType)
-            for field in plain.fields
+            StructField(field.name, given.get(field.name, field.dataType), metadata=metadata)
+            for field in fields
         ]
     )
+
+
+def _quoted(text: str) -> str:
+    """Returns a text as a literal of Spark SQL."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def check_read_schema(schema: StructType, options: ReadOptions) -> None:

@@ -67,9 +67,10 @@ class IsterDataSource(DataSource):
                 raise error from None
         _check_version(options)
         payload = _load("payload_schema").payload_type(options)
-        schema: StructType | str = _load("rows").read_schema(options, payload)
-        if not options.include_unreachable_tail and isinstance(schema, StructType):
-            schema = _load("batch").mark_unreachable(schema, options)
+        comment = None
+        if not options.include_unreachable_tail:
+            comment = _load("batch").unreachable_comment(options)
+        schema: StructType | str = _load("rows").read_schema(options, payload, comment)
         return schema
 
     def reader(self, schema: StructType) -> BatchReader:
