@@ -1,4 +1,4 @@
-"""One subscription over a log whose reads are counted, and consumers that take what they get.
+"""Subscriptions of one topic, and consumers that take what they get.
 
     async with counted_log() as place:
         place.fill_keys(1000, size=500)
@@ -23,9 +23,11 @@ from ister.broker.dispatch.dead_letters import LetterSigner
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.policies import Rate
+from ister.config import load_config
 from ister.subscription.policy import Backoff, FailurePolicy, SubscriptionKind
 from ister.subscription.progress import ProgressPlan
 from ister.subscription.store import SubscriptionStore
+from ister.topic.log import Log
 from tests.support.broker import broker_tasks, broker_timers, eventually
 from tests.support.machine import Machine
 from tests.support.memory_metadata import MemoryMetadata
@@ -35,15 +37,51 @@ NAME = "/default/t"
 QUICK = FailurePolicy(base_redelivery_delay_ms=0, max_redelivery_delay_ms=0, backoff=Backoff.FIXED)
 
 
+class SlowStore(SubscriptionStore):
+    """A store whose cursors can be refused, held back and looked at."""
+
+    def __init__(self):
+        super().__init__(MemoryMetadata(), root_prefix="/danube", clock=SystemClock())
+        self.written = []
+        self.error = None
+        self.before_options = lambda: None
+        self.before_cursor = lambda: None
+
+    def save_cursor(self, topic, name, *, cursor, **more):
+        """Does so, unless it is refused."""
+        self.before_cursor()
+        if self.error is not None:
+            raise self.error
+        at = super().save_cursor(topic, name, cursor=cursor, **more)
+        self.written.append(at)
+        return at
+
+    def save_options(self, topic, stored, *, owned):
+        """Does so, after what comes before it."""
+        self.before_options()
+        super().save_options(topic, stored, owned=owned)
+
+
 class Place:
-    """A topic and a store, and what is read for its subscriptions."""
+    """A topic, a store, and what subscriptions of them do."""
 
     def __init__(self, topic) -> None:
         self.topic = topic
-        self.store = SubscriptionStore(MemoryMetadata(), root_prefix="/danube", clock=SystemClock())
+        self.parsed = TopicName.parse(topic.name)
+        self.store = SlowStore()
         self.metrics = Metrics()
         self.budget = Budget(1 << 30)
+        self.letters = []
+        self.letter_error = None
+        self.fenced = []
         self._made = []
+
+    def fill(self, count, *, size=0, **more):
+        """Appends messages that begin with their offsets."""
+        for number in range(self.topic.wal.next, self.topic.wal.next + count):
+            self.topic.append(b"%d" % number + b"." * size, **more)
+        if self.topic.ack != "memory":
+            self.topic.flush()
 
     def fill_bucket(self, count, *, size):
         """Appends messages of which only a few stay in local files."""
@@ -61,14 +99,37 @@ class Place:
             self.topic.append(payload, routing_key=f"k{number % keys}")
         self.topic.flush()
 
-    def open(self, kind, *, window, policy=QUICK, name="s", **more):
-        """A subscription from the beginning on."""
-        parsed = TopicName.parse(self.topic.name)
-        stored = self.store.load(parsed, "").get(name) or self.store.create(
-            parsed,
+    async def publish_dead_letter(self, name, message):
+        """Keeps it, unless that is to fail."""
+        if self.letter_error is not None:
+            raise self.letter_error
+        self.letters.append((name, message))
+
+    def serve(self, count, *, size=0, **more):
+        """Messages, a subscription of them, and what is on its way to its consumer 1."""
+        self.fill(count, size=size)
+        dispatch = self.open(**more)
+        return dispatch, dispatch.attach(1, ())
+
+    def open(
+        self,
+        kind="exclusive",
+        *,
+        cursor=0,
+        window=100,
+        policy=QUICK,
+        interval=3600.0,
+        delta=10**9,
+        rate=0,
+        grace=3600.0,
+        name="s",
+    ):
+        """The subscription as the next broker begins it."""
+        stored = self.store.load(self.parsed, "").get(name) or self.store.create(
+            self.parsed,
             name,
             kind=SubscriptionKind(kind),
-            cursor=0,
+            cursor=cursor,
             incarnation="",
             owned=None,
             policy=policy,
@@ -79,14 +140,13 @@ class Place:
             store=self.store,
             budget=self.budget,
             window=window,
-            plan=ProgressPlan(3600.0, 10**9),
-            rate=Rate(0),
-            grace_seconds=3600.0,
-            publish_dead_letter=None,
+            plan=ProgressPlan(interval, delta),
+            rate=Rate(rate),
+            grace_seconds=grace,
+            publish_dead_letter=self.publish_dead_letter,
             signer=LetterSigner("secret"),
-            on_fenced=lambda: None,
+            on_fenced=lambda: self.fenced.append(True),
             metrics=self.metrics,
-            **more,
         )
         self._made.append(made)
         return made
@@ -94,6 +154,15 @@ class Place:
     def count(self, name):
         """One of the log's counters."""
         return self.topic._metrics.snapshot()[name]
+
+    def counted(self, name):
+        """One of the subscription's counters."""
+        return self.metrics.snapshot()[f"subscription.{name}"]
+
+    @property
+    def kept(self):
+        """The cursor that the store has."""
+        return self.store.load(self.parsed, "")["s"].cursor
 
     @property
     def bytes_read(self):
@@ -105,10 +174,22 @@ class Place:
     async def close(self):
         """Ends the subscriptions, which leave nothing behind."""
         for one in self._made:
-            one.delivery.validate_state()
+            if not one._is_closed:
+                one.delivery.validate_state()
             await one.close(None, flush=False)
         await eventually(lambda: broker_tasks() == [])
         assert broker_timers() == []
+
+
+@asynccontextmanager
+async def in_memory():
+    """A place on a log that is in memory alone."""
+    with Log(load_config(None, {})) as log:
+        place = Place(log.topic(NAME, create=True))
+        try:
+            yield place
+        finally:
+            await place.close()
 
 
 @asynccontextmanager
@@ -131,6 +212,7 @@ async def counted_log(*, is_tiered=False):
     else:
         with Machine() as machine:
             place = Place(machine.topic(NAME, ack="written", cache_capacity=1))
+            place.machine = machine
             try:
                 yield place
             finally:

@@ -1,16 +1,13 @@
 """All topics of a broker: names, partitions, namespaces, bounds, moves, deletion."""
 
 import asyncio
-from contextlib import suppress
 
 import msgspec
 import pytest
 
 from ister.base.clock import SystemClock
 from ister.base.model import TopicName, TopicState
-from ister.broker.dispatch.consumer_ids import consumer_id
 from ister.broker.topics.topics import ElsewhereError
-from ister.bucket.members import Member
 from ister.bucket.names import term_key
 from ister.errors import (
     AlreadyExistsError,
@@ -26,6 +23,7 @@ from ister.errors import (
 from ister.subscription.policy import SubscriptionKind
 from tests.support.broker import a_record, eventually, some_topics, take
 from tests.support.cases import each
+from tests.support.cluster import a_member
 from tests.support.dispatch import ack
 from tests.support.memory_metadata import MemoryMetadata
 
@@ -364,27 +362,20 @@ async def test_an_unloaded_topic_is_opened_again_with_everything(tmp_path):
         assert await again.publish(a_record()) == 5
 
 
-async def test_unload_without_a_bucket_is_refused_or_harmless(tmp_path):
-    async with some_topics(tmp_path, mode="local_only") as topics:
-        [topic] = await make(topics, NAME)
-        await topic.publish(a_record(b"kept"))
-        with suppress(InvalidRequestError):
-            await topics.unload(NAME)
-        again = await topics.get(NAME)
-        assert again.topic.wal.next == 1
-        assert await again.publish(a_record()) == 1
-
-
-@each("is_reliable", [True, False])
-async def test_a_topic_in_memory_is_not_unloaded_as_it_would_be_gone(tmp_path, is_reliable):
-    async with some_topics(tmp_path, mode="memory") as topics:
+@each("mode, is_reliable", [("local_only", True), ("memory", True), ("memory", False)])
+async def test_a_topic_whose_log_nobody_else_can_have_stays(tmp_path, mode, is_reliable):
+    async with some_topics(tmp_path, mode=mode) as topics:
         topic = await topics.get_or_create(NAME, is_reliable=is_reliable)
         await topic.publish(a_record(b"kept"))
-        with pytest.raises(ConflictError, match="gone"):
+        if mode == "memory":
+            with pytest.raises(ConflictError, match="gone"):
+                await topics.unload(NAME)
+            assert await topics.get(NAME) is topic
+        else:
             await topics.unload(NAME)
-        assert await topics.get(NAME) is topic
-        await topic.publish(a_record())
-        assert topic.next_offset == 2
+        again = await topics.get(NAME)
+        await again.publish(a_record())
+        assert again.next_offset == 2
 
 
 async def test_a_topic_that_cannot_be_handed_over_stays_with_this_broker(tmp_path, monkeypatch):
@@ -419,12 +410,6 @@ async def test_what_came_in_is_counted_once_also_while_a_topic_closes(tmp_path, 
         monkeypatch.setattr(subscription, "close", look_and_close)
         await topics.unload(NAME)
         assert [*counted, (topics.messages_in, topics.bytes_in)] == [(3, 6), (3, 6)]
-
-
-async def test_unloading_what_there_is_not(tmp_path):
-    async with some_topics(tmp_path) as topics:
-        with pytest.raises(NotFoundError):
-            await topics.unload(NAME)
 
 
 async def test_a_topic_whose_writer_failed_is_opened_again(tmp_path, monkeypatch):
@@ -482,8 +467,9 @@ async def test_a_topic_is_looked_up_here_and_opened(tmp_path):
     async with some_topics(tmp_path) as topics:
         await make(topics, NAME)
         assert await topics.locate(NAME) == topics.cluster.own
-        with pytest.raises(NotFoundError):
-            await topics.locate(f"{NAME}2")
+        for call in (topics.locate, topics.unload):
+            with pytest.raises(NotFoundError):
+                await call(f"{NAME}2")
     async with some_topics(tmp_path) as topics:
         assert topics.find_open(NAME) is None
         assert await topics.locate(NAME) == topics.cluster.own
@@ -494,9 +480,7 @@ async def test_a_topic_is_left_to_the_broker_that_it_was_handed_over_to(tmp_path
     async with some_topics(tmp_path) as topics:
         await make(topics, NAME)
         own = topics.cluster.own
-        other = Member(
-            node="other", broker_url="http://o:1", connect_url="http://o:1", flight_url=""
-        )
+        other = a_member("other", broker_url="http://o:1", connect_url="http://o:1")
         metadata = topics.log.stores.metadata
         metadata.put("/danube/cluster/brokers/other", msgspec.json.encode(other))
         topics.cluster.members.expire()
@@ -581,41 +565,25 @@ async def test_cursor_beyond_the_files_tells_that_they_are_an_older_copy(tmp_pat
     metadata = MemoryMetadata(SystemClock())
     files = tmp_path / "data" / "wal" / "default" / "t"
 
-    async def opened(then):
+    def opened():
         settings = {"storage": {"ack": level}}
-        async with some_topics(tmp_path, settings, mode="local_only", metadata=metadata) as topics:
-            return await then(topics)
+        return some_topics(tmp_path, settings, mode="local_only", metadata=metadata)
 
-    async def use(topics):
+    async with opened() as topics:
         [topic] = await make(topics, NAME)
         consumer = await topic.subscribe("s", EXCLUSIVE, "c", ())
-        await topic.publish(a_record())
-        await topic.publish(a_record())
         dispatch = topic.subscription("s")
+        for _ in range(2):
+            await topic.publish(a_record())
         await take(dispatch.attach(consumer.id, ()), 2)
-        ack(dispatch, 0)
-        ack(dispatch, 1)
-
-    async def look(topics):
-        topic = await topics.get(NAME)
-        cursors = topics.store.load(topic.parsed, topic.incarnation)
-        return topic.topic.state, cursors["s"].cursor
-
-    await opened(use)
+        for offset in range(2):
+            ack(dispatch, offset)
     for path in (*files.glob("wal.*"), files.parents[1] / ".heads"):
         path.unlink()
     state = TopicState.QUARANTINED if level == "synced" else TopicState.OPEN
     for _ in range(2):
-        assert await opened(look) == (state, 2 if level == "synced" else 0)
-
-
-async def test_consumers_are_known_again_after_a_restart(tmp_path):
-    async with some_topics(tmp_path) as topics:
-        [topic] = await make(topics, NAME)
-        incarnation = topic.incarnation
-        consumer = await topic.subscribe("s", SubscriptionKind.KEY_SHARED, "c", ("eu-*",))
-    async with some_topics(tmp_path) as topics:
-        assert topics.consumers.find(consumer.id) is None
-        await topics.open_all()
-        assert topics.consumers.find(consumer.id) == consumer
-        assert consumer.id == consumer_id(NAME, incarnation, "s", "c")
+        async with opened() as topics:
+            topic = await topics.get(NAME)
+            assert topic.topic.state is state
+            cursors = topics.store.load(topic.parsed, topic.incarnation)
+            assert cursors["s"].cursor == (2 if level == "synced" else 0)

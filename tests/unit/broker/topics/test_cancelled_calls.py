@@ -1,6 +1,7 @@
 """Calls whose client has given up, and stores that are away: work is completed, or not begun."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 from ister.wire import danube_admin, ister_api
 from tests.support.broker import a_broker, eventually
@@ -23,25 +24,37 @@ from tests.support.broker_calls import (
 from tests.support.cases import each
 
 
+@asynccontextmanager
+async def given_up(client, store, method, call):
+    """Within the block, work that nobody waits for any more stands still in the store."""
+    held = Held(getattr(store, method))
+    setattr(store, method, held)
+    calling = call()
+    await held.is_reached()
+    await client.give_up(calling)
+    yield
+    held.go_on()
+    await held.is_done()
+
+
+def delete(services):
+    return services.topics.DeleteTopic(danube_admin.TopicRequest(name=NAME))
+
+
 async def test_a_deletion_that_nobody_waits_for_harms_no_later_topic(tmp_path):
     async with a_broker(tmp_path) as (broker, services, _):
         client, store = Client(services), broker.topics.store
         send = await client.producer()
         await client.subscribe()
         await send(b"old")
-        store.delete_all = held = Held(store.delete_all)
-        call = services.topics.DeleteTopic(danube_admin.TopicRequest(name=NAME))
-        await held.is_reached()
-        await client.give_up(call)
 
         async def begin_anew():
             await until_ok(client.producer)
             await until_ok(client.subscribe)
 
-        beginning = asyncio.create_task(begin_anew())
-        await asyncio.wait({beginning}, timeout=MOMENT)
-        held.go_on()
-        await held.is_done()
+        async with given_up(client, store, "delete_all", lambda: delete(services)):
+            beginning = asyncio.create_task(begin_anew())
+            await asyncio.wait({beginning}, timeout=MOMENT)
         await beginning
         await (await client.producer())(b"new")
     async with a_broker(tmp_path) as (broker, services, _):
@@ -59,52 +72,37 @@ async def test_a_deletion_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
         consumer = await client.subscribe()
         await asyncio.to_thread(schemas.register, "orders", "string", b"")
         await asyncio.to_thread(schemas.bind_producer, NAME, "orders")
-        topics.store.delete_all = held = Held(topics.store.delete_all)
-        call = services.topics.DeleteTopic(danube_admin.TopicRequest(name=NAME))
-        await held.is_reached()
-        await client.give_up(call)
-        held.go_on()
-        await held.is_done()
-        await eventually(lambda: topics.consumers.find(consumer) is None, within=60)
+        async with given_up(client, topics.store, "delete_all", lambda: delete(services)):
+            pass
+        await eventually(lambda: topics.consumers.find(consumer) is None)
         assert await topics.names.all() == set()
         # The next topic of the name begins without a schema.
-        await eventually(lambda: schemas.topic_config(NAME) is None, within=60)
+        await eventually(lambda: schemas.topic_config(NAME) is None)
         assert await status(client.subscribe()) is Code.NOT_FOUND
 
 
 async def test_a_broker_that_ends_carries_a_deletion_to_its_end_first(tmp_path):
     async with a_broker(tmp_path) as (broker, services, _):
-        client, topics = Client(services), broker.topics
+        client = Client(services)
         await client.producer()
         await client.subscribe()
-        topics.store.delete_all = held = Held(topics.store.delete_all)
-        call = services.topics.DeleteTopic(danube_admin.TopicRequest(name=NAME))
-        await held.is_reached()
-        await client.give_up(call)
-        ending = asyncio.create_task(broker.stop())
-        await asyncio.wait({ending}, timeout=MOMENT)
-        held.go_on()
+        store = broker.topics.store
+        async with given_up(client, store, "delete_all", lambda: delete(services)):
+            ending = asyncio.create_task(broker.stop())
+            await asyncio.wait({ending}, timeout=MOMENT)
         await ending
-        await held.is_done()
     async with a_broker(tmp_path) as (broker, _, _):
         assert await broker.topics.names.all() == set()
 
 
 async def test_a_deletion_of_partitions_that_nobody_waits_for_takes_all_of_them(tmp_path):
     async with a_broker(tmp_path, mode="memory") as (broker, services, _):
-        client, topics = Client(services, "/default/o"), broker.topics
-        await services.topics.CreatePartitionedTopic(
-            danube_admin.PartitionedTopicRequest(
-                base_name="/default/o", partitions=3, dispatch_strategy=1
-            )
-        )
-        topics.store.delete_all = held = Held(topics.store.delete_all)
-        call = services.topics.DeleteTopic(danube_admin.TopicRequest(name="/default/o"))
-        await held.is_reached()
-        await client.give_up(call)
-        held.go_on()
-        await held.is_done()
-        await eventually(lambda: not topics.log.topics(), within=60)
+        topics = broker.topics
+        await topics.create_partitioned(NAME, 3, is_reliable=True)
+        client = Client(services)
+        async with given_up(client, topics.store, "delete_all", lambda: delete(services)):
+            pass
+        await eventually(lambda: not topics.log.topics())
         assert topics.served == []
 
 
@@ -124,56 +122,39 @@ async def test_an_unload_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
             return real(name, **more)
 
         topics.log.seal = seal
-        topics.store.save_cursor = held = Held(topics.store.save_cursor)
         await client.ack(*range(10))
-        call = services.topics.UnloadTopic(danube_admin.TopicRequest(name=NAME))
-        await held.is_reached()
-        await client.give_up(call)
-        # Somebody wants the topic meanwhile.
-        sending = asyncio.create_task(until_ok(lambda: send(b"new")))
-        await asyncio.wait({sending}, timeout=MOMENT)
-        held.go_on()
-        await held.is_done()
-        await eventually(lambda: sealed == [NAME], within=60)
+
+        def unload():
+            return services.topics.UnloadTopic(danube_admin.TopicRequest(name=NAME))
+
+        async with given_up(client, topics.store, "save_cursor", unload):
+            # Somebody wants the topic meanwhile.
+            sending = asyncio.create_task(until_ok(lambda: send(b"new")))
+            await asyncio.wait({sending}, timeout=MOMENT)
+        await eventually(lambda: sealed == [NAME])
         await sending
         again = await topics.get(NAME)
         assert again.topic.wal.next == 11
         assert again.subscription("s").delivery.cursor == 10
 
 
-async def test_a_seek_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
+async def test_a_seek_and_an_unsubscribe_that_nobody_waits_for_are_carried_to_their_end(tmp_path):
     async with a_broker(tmp_path, mode="memory") as (broker, services, _):
         client, store = Client(services), broker.topics.store
         send = await client.producer()
         await client.subscribe()
         for _ in range(10):
             await send()
-        store.save_cursor = held = Held(store.save_cursor)
-        call = services.admin.Seek(ister_api.SeekRequest(topic=NAME, subscription="s", offset=7))
-        await held.is_reached()
-        await client.give_up(call)
-        held.go_on()
-        await held.is_done()
-        subscription = subscription_of(broker)
-        await eventually(lambda: subscription.delivery.cursor == 7, within=60)
+        seek = ister_api.SeekRequest(topic=NAME, subscription="s", offset=7)
+        async with given_up(client, store, "save_cursor", lambda: services.admin.Seek(seek)):
+            pass
+        await eventually(lambda: subscription_of(broker).delivery.cursor == 7)
         assert kept(broker.topics)[0] == 7
-
-
-async def test_an_unsubscribe_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
-    async with a_broker(tmp_path, mode="memory") as (broker, services, _):
-        client, store = Client(services), broker.topics.store
-        send = await client.producer()
-        await client.subscribe()
-        store.delete = held = Held(store.delete)
-        call = services.topics.Unsubscribe(
-            danube_admin.SubscriptionRequest(topic=NAME, subscription="s")
-        )
-        await held.is_reached()
-        await client.give_up(call)
-        held.go_on()
-        await held.is_done()
+        request = danube_admin.SubscriptionRequest(topic=NAME, subscription="s")
+        async with given_up(client, store, "delete", lambda: services.topics.Unsubscribe(request)):
+            pass
         topic = broker.topics.find_open(NAME)
-        await eventually(lambda: not topic.subscriptions, within=60)
+        await eventually(lambda: not topic.subscriptions)
         # The name is free again, for whom- and whatever.
         await send(b"before")
         stream = client.receive(await client.subscribe("another", kind=SHARED))

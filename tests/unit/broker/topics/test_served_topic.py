@@ -1,7 +1,8 @@
 """One topic as it is served: limits, publishing, subscriptions, topics without a log."""
 
 import asyncio
-from dataclasses import replace
+from contextlib import asynccontextmanager
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
@@ -19,7 +20,7 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
-from tests.support.broker import a_record, eventually, run, some_topics, take
+from tests.support.broker import a_record, eventually, some_topics, take
 from tests.support.cases import each
 from tests.support.memory_metadata import MemoryMetadata
 
@@ -28,17 +29,14 @@ POLICY = FailurePolicy(max_redelivery_count=0, poison=PoisonPolicy.DROP)
 EXCLUSIVE, SHARED, FAILOVER, KEY_SHARED = SubscriptionKind
 
 
-def with_topic(tmp_path, scenario, *, is_reliable=True, mode="memory", **policies):
-    """Runs a scenario with a topic that has these policies."""
-
-    async def around():
-        async with some_topics(tmp_path, mode=mode) as topics:
-            topic = await topics.get_or_create(NAME, is_reliable=is_reliable)
-            if policies:
-                await topics.set_topic_policies(NAME, policies)
-            await scenario(topic, topics)
-
-    run(around())
+@asynccontextmanager
+async def a_topic(tmp_path, *, is_reliable=True, mode="memory", **policies):
+    """A topic that has these policies, and all topics."""
+    async with some_topics(tmp_path, mode=mode) as topics:
+        topic = await topics.get_or_create(NAME, is_reliable=is_reliable)
+        if policies:
+            await topics.set_topic_policies(NAME, policies)
+        yield topic, topics
 
 
 def attach(topic, consumer):
@@ -49,8 +47,8 @@ def attach(topic, consumer):
 # -- limits -----------------------------------------------------------------------------------
 
 
-def test_an_exclusive_subscription_is_taken_by_a_subscriber_without_a_stream(tmp_path):
-    async def scenario(topic, topics):
+async def test_an_exclusive_subscription_is_taken_by_a_subscriber_without_a_stream(tmp_path):
+    async with a_topic(tmp_path) as (topic, _):
         first = await topic.subscribe("s", EXCLUSIVE, "a", ())
         with pytest.raises(PermissionDeniedError, match="exclusive"):
             await topic.subscribe("s", EXCLUSIVE, "b", ())
@@ -62,49 +60,32 @@ def test_an_exclusive_subscription_is_taken_by_a_subscriber_without_a_stream(tmp
         topic.subscription("s").detach(outbox)
         assert (await topic.subscribe("s", EXCLUSIVE, "b", ())).name == "b"
 
-    with_topic(tmp_path, scenario)
 
-
-def test_a_place_that_nobody_comes_for_is_free_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_RESERVED_SECONDS", 0.05)
-
-    async def scenario(topic, topics):
+async def test_a_place_that_nobody_comes_for_is_free_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_RESERVED_SECONDS", 0.0)
+    async with a_topic(tmp_path) as (topic, _):
         await topic.subscribe("s", EXCLUSIVE, "a", ())
-        await asyncio.sleep(0.1)
         assert (await topic.subscribe("s", EXCLUSIVE, "b", ())).name == "b"
 
-    with_topic(tmp_path, scenario)
 
-
-def test_many_who_subscribe_at_once_do_not_exceed_a_limit(tmp_path):
-    async def scenario(topic, topics):
-        outcomes = await asyncio.gather(
-            *(topic.subscribe("s", SHARED, f"c{n}", ()) for n in range(10)), return_exceptions=True
+async def test_consumers_of_a_subscription(tmp_path):
+    async with a_topic(tmp_path, max_consumers_per_subscription=2) as (topic, _):
+        # However many subscribe at once.
+        await asyncio.gather(
+            *(topic.subscribe("s", SHARED, name, ()) for name in "abcdef"), return_exceptions=True
         )
-        refused = [one for one in outcomes if isinstance(one, PermissionDeniedError)]
-        assert len(refused) == 7
-        assert len(outcomes) - len(refused) == 3
-
-    with_topic(tmp_path, scenario, max_consumers_per_subscription=3)
-
-
-def test_consumers_of_a_subscription(tmp_path):
-    async def scenario(topic, topics):
-        first = await topic.subscribe("s", SHARED, "a", ())
-        second = await topic.subscribe("s", SHARED, "b", ())
-        outbox = attach(topic, first)
+        first, second = topic.subscription("s").stored.consumers
+        outbox = attach(topic, await topic.subscribe("s", SHARED, first, ()))
         with pytest.raises(PermissionDeniedError, match="max_consumers_per_subscription"):
-            await topic.subscribe("s", SHARED, "c", ())
-        await topic.subscribe("other", SHARED, "c", ())
-        assert await topic.subscribe("s", SHARED, "b", ()) == second
+            await topic.subscribe("s", SHARED, "x", ())
+        await topic.subscribe("other", SHARED, "x", ())
+        await topic.subscribe("s", SHARED, second, ())
         topic.subscription("s").detach(outbox)
-        await topic.subscribe("s", SHARED, "c", ())
-
-    with_topic(tmp_path, scenario, max_consumers_per_subscription=2)
+        await topic.subscribe("s", SHARED, "x", ())
 
 
-def test_consumers_of_a_topic(tmp_path):
-    async def scenario(topic, topics):
+async def test_consumers_of_a_topic(tmp_path):
+    async with a_topic(tmp_path, max_consumers_per_topic=2) as (topic, topics):
         attach(topic, await topic.subscribe("s", SHARED, "a", ()))
         await topic.subscribe("other", SHARED, "a", ())
         with pytest.raises(CapacityError, match="max_consumers_per_topic"):
@@ -112,11 +93,9 @@ def test_consumers_of_a_topic(tmp_path):
         await topics.set_topic_policies(NAME, {"max_consumers_per_topic": 3})
         await topic.subscribe("s", SHARED, "b", ())
 
-    with_topic(tmp_path, scenario, max_consumers_per_topic=2)
 
-
-def test_subscriptions_of_a_topic(tmp_path):
-    async def scenario(topic, topics):
+async def test_subscriptions_of_a_topic(tmp_path):
+    async with a_topic(tmp_path, max_subscriptions_per_topic=2) as (topic, _):
         for name in ("a", "b"):
             await topic.subscribe(name, SHARED, "c", ())
         with pytest.raises(PermissionDeniedError, match="max_subscriptions_per_topic"):
@@ -126,23 +105,21 @@ def test_subscriptions_of_a_topic(tmp_path):
         await topic.unsubscribe("b")
         await topic.subscribe("c", SHARED, "c", ())
 
-    with_topic(tmp_path, scenario, max_subscriptions_per_topic=2)
-
 
 @each("is_reliable", [True, False])
-def test_the_size_of_a_message(tmp_path, is_reliable):
-    async def scenario(topic, topics):
+async def test_the_size_of_a_message(tmp_path, is_reliable):
+    async with a_topic(tmp_path, is_reliable=is_reliable, max_message_size=10) as (topic, topics):
         assert await topic.publish(a_record(b"x" * 10)) == 0
         with pytest.raises(MessageTooLargeError, match="max_message_size"):
             await topic.publish(a_record(b"x" * 11))
         assert await topic.publish(a_record(b"")) == int(is_reliable)
-
-    with_topic(tmp_path, scenario, is_reliable=is_reliable, max_message_size=10)
+        values = topics.log.metrics.snapshot()
+        assert (values["broker.messages_in_total"], values["broker.bytes_in_total"]) == (2, 10)
 
 
 @each("is_reliable", [True, False])
-def test_a_publish_rate_delays_and_drops_nothing(tmp_path, is_reliable):
-    async def scenario(topic, topics):
+async def test_a_publish_rate_delays_and_drops_nothing(tmp_path, is_reliable):
+    async with a_topic(tmp_path, is_reliable=is_reliable, max_publish_rate=100) as (topic, _):
         loop = asyncio.get_running_loop()
         start = loop.time()
         sent = await asyncio.gather(*(topic.publish(a_record()) for _ in range(60)))
@@ -150,66 +127,38 @@ def test_a_publish_rate_delays_and_drops_nothing(tmp_path, is_reliable):
         assert topic.next_offset == 60
         assert sorted(sent) == [number * is_reliable for number in range(60)]
 
-    with_topic(tmp_path, scenario, is_reliable=is_reliable, max_publish_rate=100)
-
 
 # -- publishing -------------------------------------------------------------------------------
 
 
-def test_a_full_buffer_is_waited_for_and_then_told(tmp_path, monkeypatch):
+async def test_a_full_buffer_is_waited_for_and_then_told(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_FULL_SECONDS", 20.0)
 
-    async def scenario(topic, topics):
-        full = []
-        real = topic.topic.appender.append_record
-
-        def append(message):
-            full.append(True)
-            if len(full) < 4:
-                raise CapacityError("full")
-            return real(message)
-
-        topic.topic.appender.append_record = append
+    async with a_topic(tmp_path) as (topic, _):
+        appender = topic.topic.appender
+        full = CapacityError("full")
+        appender.append_record = Mock(
+            wraps=appender.append_record, side_effect=[full, full, full, DEFAULT]
+        )
         assert await topic.publish(a_record()) == 0
-        assert len(full) == 4
-
-        def never(message):
-            raise CapacityError("full")
-
-        topic.topic.appender.append_record = never
+        appender.append_record.side_effect = full
         monkeypatch.setattr(module, "_FULL_SECONDS", 0.1)
         with pytest.raises(CapacityError):
             await asyncio.wait_for(topic.publish(a_record()), 60)
 
-    with_topic(tmp_path, scenario)
 
-
-def test_a_numbered_message_is_appended_once(tmp_path):
-    async def scenario(topic, topics):
-        assert await topic.publish(a_record(b"a"), sequence=1, epoch=0) == 0
-        assert await topic.publish(a_record(b"b"), sequence=2, epoch=0) == 1
-        assert await topic.publish(a_record(b"b"), sequence=2, epoch=0) == 1
+async def test_a_numbered_message_is_appended_once(tmp_path):
+    async with a_topic(tmp_path, mode="wal_cloud") as (topic, _):
+        for payload, sequence, offset in ((b"a", 1, 0), (b"b", 2, 1), (b"b", 2, 1)):
+            assert await topic.publish(a_record(payload), sequence=sequence, epoch=0) == offset
         assert topic.topic.wal.next == 2
-
-    with_topic(tmp_path, scenario, mode="wal_cloud")
-
-
-def test_what_comes_in_is_counted(tmp_path):
-    async def scenario(topic, topics):
-        await topic.publish(a_record(b"12345"))
-        await topic.publish(a_record(b"123"))
-        values = topics.log.metrics.snapshot()
-        assert values["broker.messages_in_total"] == 2
-        assert values["broker.bytes_in_total"] == 8
-
-    with_topic(tmp_path, scenario)
 
 
 # -- subscriptions ----------------------------------------------------------------------------
 
 
-def test_a_new_subscription_begins_at_the_end_or_where_it_is_told_to(tmp_path):
-    async def scenario(topic, topics):
+async def test_a_new_subscription_begins_at_the_end_or_where_it_is_told_to(tmp_path):
+    async with a_topic(tmp_path) as (topic, _):
         for _ in range(5):
             await topic.publish(a_record())
         for name, start, cursor in (
@@ -223,11 +172,9 @@ def test_a_new_subscription_begins_at_the_end_or_where_it_is_told_to(tmp_path):
         await topic.subscribe("latest", SHARED, "d", (), "earliest")
         assert topic.subscription("latest").delivery.cursor == 5
 
-    with_topic(tmp_path, scenario)
 
-
-def test_a_subscription_and_its_consumer_are_written_down_before_anything_is_said(tmp_path):
-    async def scenario(topic, topics):
+async def test_a_subscription_and_its_consumer_are_written_down_before_anything_is_said(tmp_path):
+    async with a_topic(tmp_path, mode="wal_cloud") as (topic, topics):
         await topic.publish(a_record())
         consumer = await topic.subscribe("s", KEY_SHARED, "c", ("eu-*", "us-?"))
         stored = topics.store.load(topic.parsed, topic.incarnation)["s"]
@@ -242,18 +189,14 @@ def test_a_subscription_and_its_consumer_are_written_down_before_anything_is_sai
         stored = topics.store.load(topic.parsed, topic.incarnation)["s"]
         assert stored.consumers["c"].filters == ("asia",)
 
-    with_topic(tmp_path, scenario, mode="wal_cloud")
-
 
 @each("is_reliable", [True, False])
-def test_a_subscription_stays_of_its_kind(tmp_path, is_reliable):
-    async def scenario(topic, topics):
+async def test_a_subscription_stays_of_its_kind(tmp_path, is_reliable):
+    async with a_topic(tmp_path, is_reliable=is_reliable) as (topic, _):
         await topic.subscribe("s", SHARED, "c", ())
         for kind in (EXCLUSIVE, FAILOVER, KEY_SHARED):
             with pytest.raises(ConflictError, match="is shared, not"):
                 await topic.subscribe("s", kind, "d", ())
-
-    with_topic(tmp_path, scenario, is_reliable=is_reliable)
 
 
 @each(
@@ -270,19 +213,17 @@ def test_a_subscription_stays_of_its_kind(tmp_path, is_reliable):
         ("s", "c", ("x",) * 65),
     ],
 )
-def test_names_and_filters_have_bounds(tmp_path, subscription, consumer, filters):
-    async def scenario(topic, topics):
+async def test_names_and_filters_have_bounds(tmp_path, subscription, consumer, filters):
+    async with a_topic(tmp_path) as (topic, _):
         with pytest.raises(InvalidRequestError):
             await topic.subscribe(subscription, KEY_SHARED, consumer, filters)
         assert topic.subscriptions == {}
 
-    with_topic(tmp_path, scenario)
 
-
-def test_the_longest_unseen_consumers_are_forgotten_beyond_a_number(tmp_path, monkeypatch):
+async def test_the_longest_unseen_consumers_are_forgotten_beyond_a_number(tmp_path, monkeypatch):
     monkeypatch.setattr(consumer_ids, "_REMEMBERED_MAX", 3)
 
-    async def scenario(topic, topics):
+    async with a_topic(tmp_path) as (topic, topics):
         first = await topic.subscribe("s", SHARED, "first", ())
         attach(topic, first)
         others = []
@@ -295,11 +236,9 @@ def test_the_longest_unseen_consumers_are_forgotten_beyond_a_number(tmp_path, mo
         assert topics.consumers.find(first.id) is not None
         assert topics.consumers.find(others[0].id) is None
 
-    with_topic(tmp_path, scenario)
 
-
-def test_unsubscribing_takes_everything_of_it(tmp_path):
-    async def scenario(topic, topics):
+async def test_unsubscribing_takes_everything_of_it(tmp_path):
+    async with a_topic(tmp_path, mode="wal_cloud") as (topic, topics):
         consumer = await topic.subscribe("s", SHARED, "c", ())
         outbox = attach(topic, consumer)
         with pytest.raises(ConflictError, match="1 consumers"):
@@ -316,25 +255,21 @@ def test_unsubscribing_takes_everything_of_it(tmp_path):
         # Of any kind, from now on.
         await topic.subscribe("s", EXCLUSIVE, "c", ())
 
-    with_topic(tmp_path, scenario, mode="wal_cloud")
 
-
-def test_only_a_topic_with_a_log_has_cursors(tmp_path):
-    async def scenario(topic, topics):
+async def test_only_a_topic_with_a_log_has_cursors(tmp_path):
+    async with a_topic(tmp_path, is_reliable=False) as (topic, _):
         await topic.subscribe("s", SHARED, "c", ())
         with pytest.raises(InvalidRequestError):
             topic.reliable_subscription("s")
         with pytest.raises(NotFoundError):
             topic.reliable_subscription("none")
 
-    with_topic(tmp_path, scenario, is_reliable=False)
-
 
 # -- settings of subscriptions to come ----------------------------------------------------------
 
 
-def test_settings_of_a_subscription_to_come_are_those_that_it_has(tmp_path):
-    async def scenario(topic, topics):
+async def test_settings_of_a_subscription_to_come_are_those_that_it_has(tmp_path):
+    async with a_topic(tmp_path, mode="wal_cloud") as (topic, topics):
         with pytest.raises(NotFoundError):
             await topic.settings("s")
         await topic.configure("s", policy=POLICY)
@@ -356,11 +291,9 @@ def test_settings_of_a_subscription_to_come_are_those_that_it_has(tmp_path):
         await topic.subscribe("s", SHARED, "c", ())
         assert topic.subscription("s").delivery.policy == FailurePolicy()
 
-    with_topic(tmp_path, scenario, mode="wal_cloud")
 
-
-def test_settings_and_subscription_at_once_are_not_lost(tmp_path):
-    async def scenario(topic, topics):
+async def test_settings_and_subscription_at_once_are_not_lost(tmp_path):
+    async with a_topic(tmp_path, mode="wal_cloud") as (topic, _):
         await asyncio.gather(
             topic.configure("s", policy=POLICY),
             topic.subscribe("s", SHARED, "c", ()),
@@ -368,8 +301,6 @@ def test_settings_and_subscription_at_once_are_not_lost(tmp_path):
         )
         subscription = topic.subscription("s")
         assert (subscription.delivery.policy, subscription.window) == (POLICY, 3)
-
-    with_topic(tmp_path, scenario, mode="wal_cloud")
 
 
 @each("mode", ["wal_cloud", "local_only"])
@@ -396,8 +327,8 @@ async def test_settings_of_a_subscription_to_come_survive_a_restart_and_end_with
 # -- usable -----------------------------------------------------------------------------------
 
 
-def test_whether_a_topic_can_be_used(tmp_path, monkeypatch):
-    async def scenario(topic, topics):
+async def test_whether_a_topic_can_be_used(tmp_path, monkeypatch):
+    async with a_topic(tmp_path, mode="wal_cloud") as (topic, _):
         assert topic.is_usable
         kind, real = type(topic.topic), type(topic.topic).state
         for state, is_usable in (
@@ -416,14 +347,12 @@ def test_whether_a_topic_can_be_used(tmp_path, monkeypatch):
         await topic.close(None)
         assert not topic.is_usable
 
-    with_topic(tmp_path, scenario, mode="wal_cloud")
-
 
 # -- topics without a log ---------------------------------------------------------------------
 
 
-def test_without_a_log_messages_are_pushed_and_nothing_is_kept(tmp_path):
-    async def scenario(topic, topics):
+async def test_without_a_log_messages_are_pushed_and_nothing_is_kept(tmp_path):
+    async with a_topic(tmp_path, is_reliable=False) as (topic, topics):
         assert await topic.publish(a_record(b"nobody")) == 0
         outbox = attach(topic, await topic.subscribe("s", EXCLUSIVE, "c", ()))
         second = attach(topic, await topic.subscribe("s2", EXCLUSIVE, "c", ()))
@@ -440,47 +369,33 @@ def test_without_a_log_messages_are_pushed_and_nothing_is_kept(tmp_path):
         assert [m.payload for m in await take(again, 1)] == [b"b"]
         assert topics.log.topics() == []
 
-    with_topic(tmp_path, scenario, is_reliable=False)
 
-
-def test_without_a_log_a_full_consumer_does_not_stall_publishing(tmp_path):
-    async def scenario(topic, topics):
-        slow = attach(topic, await topic.subscribe("slow", EXCLUSIVE, "c", ()))
-        quick = attach(topic, await topic.subscribe("quick", EXCLUSIVE, "c", ()))
-        got = []
-        for number in range(500):
-            await topic.publish(a_record(b"%d" % number))
-            got += [m.payload for m in await take(quick, 1)]
-            quick.written(1)
-        assert got == [b"%d" % n for n in range(500)]
-        dropped = topics.log.metrics.snapshot()["subscription.non_reliable_dropped_total"]
-        assert dropped == 500 - len(slow._items)
-
-    with_topic(tmp_path, scenario, is_reliable=False)
-
-
-def test_without_a_log_a_subscriber_gets_what_is_published_before_its_stream_is_there(tmp_path):
-    async def scenario(topic, topics):
+async def test_without_a_log_a_subscriber_gets_what_is_published_before_its_stream_is_there(
+    tmp_path,
+):
+    async with a_topic(tmp_path, is_reliable=False) as (topic, _):
         consumer = await topic.subscribe("s", SHARED, "c", ())
         await topic.publish(a_record(b"early"))
         outbox = attach(topic, consumer)
         assert [m.payload for m in await take(outbox, 1)] == [b"early"]
 
-    with_topic(tmp_path, scenario, is_reliable=False)
 
-
-async def test_without_a_log_consumers_are_known_again_after_a_restart(tmp_path):
+@each("is_reliable", [True, False])
+async def test_consumers_are_known_again_after_a_restart(tmp_path, is_reliable):
     async with some_topics(tmp_path) as topics:
-        topic = await topics.get_or_create(NAME, is_reliable=False)
+        topic = await topics.get_or_create(NAME, is_reliable=is_reliable)
+        incarnation = topic.incarnation
         consumer = await topic.subscribe("s", SHARED, "c", ("k",))
     async with some_topics(tmp_path) as topics:
+        assert topics.consumers.find(consumer.id) is None
         await topics.open_all()
         assert topics.consumers.find(consumer.id) == consumer
+        assert consumer.id == consumer_ids.consumer_id(NAME, incarnation, "s", "c")
         topic = topics.find_open(NAME)
-        assert not topic.is_reliable
+        assert topic.is_reliable == is_reliable
         outbox = attach(topic, consumer)
         await topic.publish(a_record(b"a"))
-        assert [m.payload for m in await take(outbox, 1)] == [b"a"]
+        assert len(await take(outbox, 1)) == 1
 
 
 # -- dead letters -----------------------------------------------------------------------------
@@ -493,11 +408,8 @@ async def test_a_dead_letter_goes_to_a_topic_that_is_made_for_it(tmp_path):
         consumer = await topic.subscribe("s", EXCLUSIVE, "c", ())
         dispatch = topic.subscription("s")
         await dispatch.set_policy(
-            replace(
-                FailurePolicy(),
-                max_redelivery_count=0,
-                poison=PoisonPolicy.DEAD_LETTER,
-                dead_letter_topic="/default/dead",
+            FailurePolicy(
+                max_redelivery_count=0, poison="dead_letter", dead_letter_topic="/default/dead"
             )
         )
         outbox = attach(topic, consumer)
@@ -509,15 +421,3 @@ async def test_a_dead_letter_goes_to_a_topic_that_is_made_for_it(tmp_path):
         [letter] = list(dead.topic.read("earliest"))
         assert letter.payload == b"bad"
         assert letter.attributes["x-original-topic"] == NAME
-
-
-def test_a_dead_letter_for_a_topic_without_a_log_waits_for_a_consumer(tmp_path):
-    async def scenario(topic, topics):
-        letter = a_record(b"bad")
-        with pytest.raises(UnavailableError, match="no consumer"):
-            await topic.publish_dead_letter(letter)
-        outbox = attach(topic, await topic.subscribe("s", SHARED, "c", ()))
-        await topic.publish_dead_letter(letter)
-        assert [m.payload for m in await take(outbox, 1)] == [b"bad"]
-
-    with_topic(tmp_path, scenario, is_reliable=False)
