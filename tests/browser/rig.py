@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ __all__ = [
     "PATIENCE_SECONDS",
     "Site",
     "eventually",
+    "reads",
     "running_shop",
+    "says",
     "set_up_rights",
     "settled",
     "until",
@@ -109,9 +111,30 @@ def until(page: Any, expression: str, *, within: float = PATIENCE_SECONDS) -> An
 
 
 def settled(page: Any) -> None:
-    """Waits until the page has its data."""
+    """Waits until the page of the address is shown, and has its data."""
+    until(
+        page,
+        "(location.hash || '#/').split('?')[0] === document.querySelector('main').dataset.route",
+    )
     page.wait_for_selector("main h1")
     page.wait_for_selector("main .loading", state="detached")
+
+
+def says(where: Any, text: str) -> None:
+    """Waits until an element contains a text: a page shows a part of itself before the rest."""
+    _wait_for_text(where, text, lambda found: text in found)
+
+
+def reads(where: Any, text: str) -> None:
+    """Waits until a text is all that an element contains."""
+    _wait_for_text(where, text, lambda found: found == text)
+
+
+def _wait_for_text(where: Any, text: str, is_there: Callable[[str], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not is_there(found := where.inner_text()):
+        assert time.monotonic() < deadline, f"{text!r} never came; there is {found!r}"
+        time.sleep(0.05)
 
 
 @contextmanager

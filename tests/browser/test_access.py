@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.browser.rig import settled, until
+from tests.browser.rig import reads, says, settled, until
 from tests.support.security import sign
 
 TOPIC = "/default/secrets"
@@ -19,13 +19,13 @@ def test_nobody_gets_in_without_credentials_and_out_again(guarded, open_page):
     assert TOPIC not in page.locator("main").inner_text()
     sign_in(page, "not-a-token")
     page.wait_for_selector("[role=alert]")
-    assert "Not accepted" in page.locator("[role=alert]").inner_text()
+    says(page.locator("[role=alert]"), "Not accepted")
     assert page.get_by_label("Token or API key").input_value() == ""
 
     sign_in(page, sign("root"))
     page.wait_for_selector(f"h1:text-is('{TOPIC}')")
     settled(page)
-    assert "root" in page.locator("#account").inner_text()
+    says(page.locator("#account"), "root")
     # Only this tab knows it, and only while it is open.
     assert page.evaluate("sessionStorage.length") == 1
     assert page.evaluate("localStorage.length") == 0
@@ -46,7 +46,7 @@ def test_a_token_that_ends_leads_back_to_the_form(guarded, open_page):
     sign_in(page, sign("root", lifetime_seconds=4))
     page.wait_for_selector(f"a:text-is('{TOPIC}')")
     page.wait_for_selector("h1:text-is('Sign in')")
-    assert "Not accepted" in page.locator("[role=alert]").inner_text()
+    says(page.locator("[role=alert]"), "Not accepted")
 
 
 def test_who_may_only_look_sees_no_actions_and_no_messages(guarded, open_page):
@@ -54,7 +54,7 @@ def test_who_may_only_look_sees_no_actions_and_no_messages(guarded, open_page):
     sign_in(page, sign("viewer"))
     page.wait_for_selector(f"h1:text-is('{TOPIC}')")
     settled(page)
-    assert "You have read-only access to this topic." in page.locator("main").inner_text()
+    says(page.locator("main"), "You have read-only access to this topic.")
     assert page.get_by_role("button", name="Seek audit").count() == 0
     assert page.get_by_role("button", name="Unload").count() == 0
     assert page.get_by_role("button", name="Delete").count() == 0
@@ -63,7 +63,7 @@ def test_who_may_only_look_sees_no_actions_and_no_messages(guarded, open_page):
     assert "permission produce" in publish.get_attribute("title")
     page.get_by_role("link", name="Messages", exact=True).click()
     page.wait_for_selector(".empty")
-    assert "You may see this topic, but not its messages." in page.locator("main").inner_text()
+    says(page.locator("main"), "You may see this topic, but not its messages.")
     # The broker refuses as well, whatever a page offers.
     status = page.evaluate(
         """async () => (await fetch('api/topics/default/secrets/unload', {
@@ -75,7 +75,7 @@ def test_who_may_only_look_sees_no_actions_and_no_messages(guarded, open_page):
     page.goto(f"{guarded.url}/#/pipeline")
     # A button that would be refused says why.
     until(page, "document.querySelector('[aria-label=\"Compact now\"]')?.disabled")
-    assert "needs the permission manage_broker" in page.locator("main").inner_text()
+    says(page.locator("main"), "needs the permission manage_broker")
     page.goto(f"{guarded.url}/#/topics")
     page.get_by_role("button", name="Create a topic").wait_for()
     create = page.get_by_role("button", name="Create a topic")
@@ -87,7 +87,7 @@ def test_who_may_consume_reads_messages_but_changes_nothing(guarded, open_page):
     page = open_page(guarded, f"#/topics{TOPIC}/messages")
     sign_in(page, sign("reader"))
     page.wait_for_selector(".brief")
-    assert page.locator(".brief").inner_text() == "the answer is 42"
+    reads(page.locator(".brief"), "the answer is 42")
     page.goto(f"{guarded.url}/#/topics{TOPIC}")
     until(page, "document.querySelector('main').innerText.includes('read-only access')")
 
@@ -96,7 +96,7 @@ def test_who_has_no_rights_is_told_so(guarded, open_page):
     page = open_page(guarded, f"#/topics{TOPIC}")
     sign_in(page, sign("stranger"))
     page.wait_for_selector("section.problem")
-    assert "Permission denied" in page.locator("section.problem").inner_text()
+    says(page.locator("section.problem"), "Permission denied")
     page.goto(f"{guarded.url}/#/")
     page.wait_for_selector("h1:text-is('Overview')")
     until(page, "document.querySelector('section.problem') !== null")

@@ -3,18 +3,13 @@
 import pytest
 
 from ister.client import Client
-from tests.browser.rig import eventually, settled, until
+from tests.browser.rig import eventually, says, settled, until
 
 ORDERS = "/default/orders"
 
 
 def dialog(page):
     return page.locator("dialog[open]")
-
-
-def toast(page):
-    page.wait_for_selector(".toast")
-    return page.locator(".toast").last.inner_text()
 
 
 def test_seek_moves_the_cursor_once_it_is_confirmed(shop, open_page):
@@ -24,7 +19,7 @@ def test_seek_moves_the_cursor_once_it_is_confirmed(shop, open_page):
     page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else 0)
     seek = page.get_by_role("button", name="Seek reports")
     seek.click()
-    assert "is at offset" in dialog(page).inner_text()
+    says(dialog(page), "is at offset")
     dialog(page).get_by_role("button", name="Cancel").click()
     dialog(page).wait_for(state="detached")
     assert sent == []
@@ -36,7 +31,7 @@ def test_seek_moves_the_cursor_once_it_is_confirmed(shop, open_page):
     dialog(page).get_by_label("Offset", exact=True).fill(str(to))
     assert dialog(page).get_by_label("an offset", exact=True).is_checked()
     dialog(page).get_by_role("button", name="Move the cursor").click()
-    assert f"continues at offset {to}" in toast(page)
+    says(page.locator(".toast").last, f"continues at offset {to}")
     assert len(sent) == 1
     assert shop.subscription(ORDERS, "reports")["cursor"] == to
     until(page, f"document.querySelector('.cursor[data-name=reports]').dataset.at === '{to}'")
@@ -48,16 +43,16 @@ def test_seek_to_a_time_and_what_is_wrong_is_said_in_the_dialog(shop, open_page)
     page.get_by_role("button", name="Seek reports").click()
     dialog(page).get_by_label("a publish time", exact=True).check()
     dialog(page).get_by_role("button", name="Move the cursor").click()
-    assert "Enter a date and a time." in dialog(page).get_by_role("alert").inner_text()
+    says(dialog(page).get_by_role("alert"), "Enter a date and a time.")
     dialog(page).get_by_label("Offset", exact=True).fill("99999999")
     dialog(page).get_by_role("button", name="Move the cursor").click()
     until(
         page, "document.querySelector('dialog [role=alert]')?.innerText.includes('beyond the end')"
     )
-    assert "It was not done." in dialog(page).get_by_role("alert").inner_text()
+    says(dialog(page).get_by_role("alert"), "It was not done.")
     dialog(page).get_by_label("Publish time, in your time zone").fill("2001-01-01T00:00:00")
     dialog(page).get_by_role("button", name="Move the cursor").click()
-    assert "continues at offset 0" in toast(page)
+    says(page.locator(".toast").last, "continues at offset 0")
     assert shop.subscription(ORDERS, "reports")["cursor"] == 0
 
 
@@ -71,7 +66,7 @@ def test_unload_closes_the_topic_and_it_opens_again(shop, open_page):
     # The safe answer has the focus.
     assert page.evaluate("document.activeElement.innerText") == "Cancel"
     dialog(page).get_by_role("button", name="Unload the topic").click()
-    assert f"{topic} was unloaded" in toast(page)
+    says(page.locator(".toast").last, f"{topic} was unloaded")
     eventually(lambda: shop.api(f"/api/topics{topic}")["state"] != "open")
     shop.publish(topic, b"3")
     page.wait_for_selector(".badges .badge.ok:text-is('open')")
@@ -84,17 +79,17 @@ def test_jobs_without_a_pipeline_are_refused_in_words(shop, open_page):
     settled(page)
     for job in ("Compact", "Scrub"):
         page.get_by_role("button", name=f"{job} now…").click()
-        assert f"It processes only {ORDERS}." in dialog(page).inner_text()
+        says(dialog(page), f"It processes only {ORDERS}.")
         dialog(page).get_by_role("button", name=f"{job} now").click()
         alert = dialog(page).get_by_role("alert")
         alert.wait_for()
-        assert "It was not done." in alert.inner_text()
-        assert "ister pipeline run" in alert.inner_text()
+        says(alert, "It was not done.")
+        says(alert, "ister pipeline run")
         page.keyboard.press("Escape")
         dialog(page).wait_for(state="detached")
     page.goto(f"{shop.url}/#/pipeline")
     page.get_by_role("button", name="Export now").click()
-    assert "It processes all topics." in dialog(page).inner_text()
+    says(dialog(page), "It processes all topics.")
 
 
 def test_a_topic_is_created_used_and_deleted(shop, open_page):
@@ -105,10 +100,10 @@ def test_a_topic_is_created_used_and_deleted(shop, open_page):
     dialog(page).get_by_label("Name").fill("no slash")
     dialog(page).get_by_role("button", name="Create the topic").click()
     dialog(page).get_by_role("alert").wait_for()
-    assert "It was not done." in dialog(page).get_by_role("alert").inner_text()
+    says(dialog(page).get_by_role("alert"), "It was not done.")
     dialog(page).get_by_label("Name").fill(topic)
     dialog(page).get_by_role("button", name="Create the topic").click()
-    assert f"topic {topic} was created" in toast(page)
+    says(page.locator(".toast").last, f"topic {topic} was created")
     page.wait_for_selector(f"h1:text-is('{topic}')")
     settled(page)
 
@@ -152,7 +147,7 @@ def test_dead_letters_are_requeued(shop, open_page):
         dialog(page).get_by_label("A message that failed too often").select_option("dead_letter")
         dialog(page).get_by_label("Redeliveries before that").fill("0")
         dialog(page).get_by_role("button", name="Change the policy").click()
-        assert "failure policy of work was changed" in toast(page)
+        says(page.locator(".toast").last, "failure policy of work was changed")
         consumer.nack(consumer.receive(60), reason="no such address")
         consumer.ack(consumer.receive(60))
         consumer.close()
@@ -165,7 +160,7 @@ def test_dead_letters_are_requeued(shop, open_page):
     assert "no such address (1)" in words
     assert f"of {topic}" in words
     page.get_by_role("button", name=f"Requeue 1 message of work of {topic}").click()
-    assert "Fix the consumer first" in dialog(page).inner_text()
+    says(dialog(page), "Fix the consumer first")
     dialog(page).get_by_role("button", name="Requeue").click()
     page.wait_for_selector(".toast:has-text('1 message requeued')")
     page.wait_for_selector(".empty:has-text('No pending dead letters.')")

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import pytest
 
 from ister.client import Client
-from tests.browser.rig import Site, eventually, settled
+from tests.browser.rig import Site, eventually, reads, says, settled
 from tests.servers.broker import BrokerProcess
 
 TOPIC = "/default/orders"
@@ -32,11 +32,6 @@ def dialog(page):
     return page.locator("dialog[open]")
 
 
-def toast(page):
-    page.wait_for_selector(".toast")
-    return page.locator(".toast").last.inner_text()
-
-
 def node_of(site):
     return next(one["node"] for one in site.api("/api/brokers")["brokers"] if one["is_this"])
 
@@ -50,17 +45,17 @@ def test_brokers_are_drained_and_activated_from_any_page(pair, open_page):
     page = open_page(a, "#/brokers")
     settled(page)
     card = page.get_by_label(f"Broker {there}")
-    assert "active" in card.inner_text()
-    assert "west" in card.inner_text()
+    says(card, "active")
+    says(card, "west")
     assert card.get_by_role("link", name="Its dashboard").get_attribute("href") == b.url
     page.get_by_role("button", name=f"Drain {there}").click()
-    assert "takes no new ones" in dialog(page).inner_text()
+    says(dialog(page), "takes no new ones")
     # The safe answer has the focus.
     assert page.evaluate("document.activeElement.innerText") == "Cancel"
     dialog(page).get_by_role("button", name="Drain the broker").click()
-    assert f"{there} is draining" in toast(page)
+    says(page.locator(".toast").last, f"{there} is draining")
     page.wait_for_selector(f"[data-node='{there}'] .badge:text-is('draining')")
-    assert "1 not active" in page.locator(".page-head").inner_text()
+    says(page.locator(".page-head"), "1 not active")
     assert a.api(f"/api/topics{TOPIC}")["owner"]["node"] == node_of(a)
     page.get_by_role("button", name=f"Activate {there}").click()
     dialog(page).get_by_role("button", name="Activate the broker").click()
@@ -78,7 +73,7 @@ def test_topic_is_moved_to_the_broker_that_is_chosen(pair, open_page):
     chosen = dialog(page).get_by_label("To broker")
     assert chosen.input_value() == node_of(b)
     dialog(page).get_by_role("button", name="Move the topic").click()
-    assert node_of(b) in toast(page)
+    says(page.locator(".toast").last, node_of(b))
     eventually(lambda: b.api("/api/topics/default/moved")["owner"]["node"] == node_of(b))
     page.goto(f"{b.url}/#/brokers")
     page.wait_for_selector("h2#balance")
@@ -102,16 +97,16 @@ def test_topics_that_wait_for_a_disk_say_what_a_take_over_gives_up(pair, open_pa
     page.route("**/api/cluster", lambda route: route.fulfill(json=found))
     page.goto(f"{a.url}/#/brokers")
     page.wait_for_selector("h2#waiting")
-    assert page.locator("h2#waiting").inner_text() == "1 topic waits for a disk"
+    reads(page.locator("h2#waiting"), "1 topic waits for a disk")
     text = page.locator("section[aria-labelledby=waiting]").inner_text()
     assert gone in text
     assert "offset 1,200 and later" in text
     assert "2025-10-18 00:00:00" in text
-    assert "/default/x" in page.locator("section[aria-labelledby=moves]").inner_text()
+    says(page.locator("section[aria-labelledby=moves]"), "/default/x")
     sent = []
     page.on("request", lambda request: sent.append(request) if request.method == "POST" else 0)
     page.get_by_role("button", name=f"Take over {TOPIC}").click()
-    assert "It cannot be undone" in dialog(page).inner_text()
+    says(dialog(page), "It cannot be undone")
     assert sent == []
     dialog(page).get_by_role("button", name="Give up these messages").click()
     # Its broker is up, after all.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.browser.rig import eventually, settled, until
+from tests.browser.rig import reads, says, settled, until
 
 TOPIC = "/default/ticks"
 
@@ -13,17 +13,17 @@ def test_new_messages_are_seen_without_a_reload(shop, open_page):
     settled(page)
     page.evaluate("window.isTheSamePage = true")
     next_offset = page.locator(".marks > div:has(dt:text-is('next')) .figure")
-    assert next_offset.inner_text() == "3"
+    reads(next_offset, "3")
     shop.publish(TOPIC, b"4", b"5")
     until(
         page,
         "[...document.querySelectorAll('.marks .figure')].some((one) => one.innerText === '5')",
     )
-    assert next_offset.inner_text() == "5"
+    reads(next_offset, "5")
     assert page.evaluate("window.isTheSamePage")
     until(page, "document.querySelector('.tier-map').dataset.end === '5'")
-    assert "last update" in page.locator("#freshness").inner_text()
-    assert "Live" in page.locator("#freshness").inner_text()
+    says(page.locator("#freshness"), "last update")
+    says(page.locator("#freshness"), "Live")
 
 
 @pytest.mark.nightly
@@ -68,16 +68,16 @@ def test_a_broker_that_is_gone_is_said_to_be_and_its_return_too(empty, open_page
     empty.broker.kill()
     banner = page.locator(".banner.bad")
     banner.wait_for()
-    assert "The broker does not answer." in banner.inner_text()
-    assert "ago" in banner.inner_text()
-    assert "No answer" in page.locator("#freshness").inner_text()
-    assert "does not answer" in page.locator("#announce").inner_text()
+    says(banner, "The broker does not answer.")
+    says(banner, "ago")
+    says(page.locator("#freshness"), "No answer")
+    says(page.locator("#announce"), "does not answer")
     # What was known is still there.
     assert page.get_by_role("link", name=TOPIC).is_visible()
     empty.broker.start()
     banner.wait_for(state="detached")
-    assert page.locator("#announce").inner_text() == "The broker answers again."
-    eventually(lambda: "Live" in page.locator("#freshness").inner_text())
+    reads(page.locator("#announce"), "The broker answers again.")
+    says(page.locator("#freshness"), "Live")
 
 
 def test_nothing_is_called_healthy_while_the_broker_is_gone(shop, open_page):
@@ -91,7 +91,7 @@ def test_nothing_is_called_healthy_while_the_broker_is_gone(shop, open_page):
     page.wait_for_selector("#health:text-is('The broker does not answer')")
     panel = page.locator("section.health")
     assert "bad" in panel.get_attribute("class")
-    assert "Its state is not known." in panel.inner_text()
+    says(panel, "Its state is not known.")
     assert page.title().startswith("No answer")
     page.unroute("**/api/**")
     page.wait_for_selector("#health:text-is('Healthy')")
@@ -108,6 +108,6 @@ def test_a_broker_that_is_back_and_not_ready_is_back(shop, open_page):
     body = '{"error": {"code": "UNAVAILABLE", "message": "the broker is not ready"}}'
     page.route("**/api/**", lambda route: route.fulfill(status=503, body=body))
     page.locator(".banner.bad").wait_for(state="detached")
-    assert page.locator("#announce").inner_text() == "The broker answers again."
+    reads(page.locator("#announce"), "The broker answers again.")
     page.unroute("**/api/**")
     page.get_by_role("link", name="/default/payments").wait_for()

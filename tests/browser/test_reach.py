@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.browser.rig import eventually, settled, until
+from tests.browser.rig import eventually, says, settled, until
 
 ORDERS = "/default/orders"
 ROUTES = {
@@ -114,7 +114,7 @@ def test_keys_lead_to_the_filter_and_to_pages(shop, open_page):
     settled(page)
     page.keyboard.press("?")
     dialog = page.locator("dialog[open]")
-    assert "Filter topics or messages" in dialog.inner_text()
+    says(dialog, "Filter topics or messages")
     page.keyboard.press("/")
     assert dialog.is_visible()
     page.keyboard.press("Escape")

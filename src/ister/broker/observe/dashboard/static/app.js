@@ -220,6 +220,7 @@ function draw() {
   drawFreshness();
   drawFrame();
   const main = place("main");
+  main.dataset.route = route.hash;  // what is drawn, which the address may be ahead of
   main.classList.toggle("old", !shown.isAnswering && shown.data !== null);
   let content;
   if (route.page === null) content = notFound();
