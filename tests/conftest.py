@@ -23,6 +23,7 @@ from tests.support import skips
 from tests.support.durations import Durations
 from tests.support.machine import Machine
 from tests.support.scale import IS_NIGHTLY
+from tests.support.stores import Site
 from tests.support.waiting import run_test
 
 # Programs that tests start, Spark's workers among them, import what they use of `tests`.
@@ -98,6 +99,13 @@ def machine() -> Iterator[Machine]:
     """A machine whose logs are closed when the test ends."""
     with Machine() as machine:
         yield machine
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    """Machines that share a bucket and a metadata store, closed when the test ends."""
+    with Site() as site:
+        yield site
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Final
 
+import pytest
+
+from ister.base import failpoints
 from tests.support.memory_fs import SimulatedCrash
 from tests.support.stores import Site
 
@@ -13,6 +17,35 @@ CHANGES: Final = frozenset(
     | {"open_writer", "close", "copy"}
 )
 """Operations of files and stores that change something."""
+
+
+@contextmanager
+def crashing(point: str, *, visit: int = 1) -> Iterator[None]:
+    """What runs within crashes where it comes to a failpoint for the n-th time."""
+    left = visit
+
+    def crash() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise SimulatedCrash
+
+    failpoints.arm(point, crash)
+    try:
+        with pytest.raises(SimulatedCrash):
+            yield
+    finally:
+        failpoints.disarm()
+
+
+def crash_on(*kinds: str) -> Callable[[str, str], None]:
+    """A hook that crashes before an operation of these kinds."""
+
+    def crash(kind: str, path: str) -> None:
+        if kind in kinds:
+            raise SimulatedCrash
+
+    return crash
 
 
 class Crash:

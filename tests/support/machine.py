@@ -20,11 +20,66 @@ ROOT = "/data"
 NAME = "/default/orders"
 
 
-class Machine:
+class Disk:
+    """The files of a file system, looked at and harmed by hand."""
+
+    def __init__(self, fs: MemoryFileSystem) -> None:
+        self.fs = fs
+
+    def read(self, path: str) -> bytes:
+        """A whole file."""
+        file = self.fs.open_read(path)
+        try:
+            return file.read_at(0, file.size())
+        finally:
+            file.close()
+
+    def overwrite(self, path: str, position: int, data: bytes) -> None:
+        """Changes bytes of a file for good."""
+        file = self.fs.open(path)
+        file.write_at(position, [data])
+        file.sync()
+        file.close()
+
+    def truncate(self, path: str, size: int) -> None:
+        """Cuts a file for good."""
+        file = self.fs.open(path)
+        file.truncate(size)
+        file.sync()
+        file.close()
+
+    def create(self, path: str, data: bytes = b"") -> None:
+        """Makes a file for good."""
+        file = self.fs.create(path)
+        file.write_at(0, [data])
+        file.sync()
+        file.close()
+        self.fs.sync_directory(path.rpartition("/")[0])
+
+    def remove(self, path: str) -> None:
+        """Removes a file for good."""
+        self.fs.remove(path)
+        self.fs.sync_directory(path.rpartition("/")[0])
+
+    def frame_starts(self, path: str) -> list[int]:
+        """Where each whole frame of a file begins."""
+        return scan_frames(self.read(path), expected_offset=None).starts
+
+    def flip(self, path: str, position: int) -> None:
+        """Changes a bit of a file for good."""
+        self.overwrite(path, position, bytes([self.read(path)[position] ^ 1]))
+
+    def content(self, directory: str) -> dict[str, bytes]:
+        """Every file of a directory with its bytes, but for what is being written."""
+        names = [name for name in self.fs.list_directory(directory) if not name.endswith(".tmp")]
+        return {name: self.read(f"{directory}/{name}") for name in names}
+
+
+class Machine(Disk):
     """A file system in memory and the logs opened on it, one process life after the other."""
 
     def __init__(self) -> None:
-        self.fs = MemoryFileSystem()
+        super().__init__(MemoryFileSystem())
         self._logs: list[Log] = []
 
     def __enter__(self) -> Self:
@@ -73,45 +128,6 @@ class Machine:
         for log in self._logs:
             with suppress(IsterError):
                 log.close()
-
-    def read(self, path: str) -> bytes:
-        """A whole file."""
-        file = self.fs.open_read(path)
-        try:
-            return file.read_at(0, file.size())
-        finally:
-            file.close()
-
-    def overwrite(self, path: str, position: int, data: bytes) -> None:
-        """Changes bytes of a file for good."""
-        file = self.fs.open(path)
-        file.write_at(position, [data])
-        file.sync()
-        file.close()
-
-    def truncate(self, path: str, size: int) -> None:
-        """Cuts a file for good."""
-        file = self.fs.open(path)
-        file.truncate(size)
-        file.sync()
-        file.close()
-
-    def create(self, path: str, data: bytes = b"") -> None:
-        """Makes a file for good."""
-        file = self.fs.create(path)
-        file.write_at(0, [data])
-        file.sync()
-        file.close()
-        self.fs.sync_directory(path.rpartition("/")[0])
-
-    def remove(self, path: str) -> None:
-        """Removes a file for good."""
-        self.fs.remove(path)
-        self.fs.sync_directory(path.rpartition("/")[0])
-
-    def frame_starts(self, path: str) -> list[int]:
-        """Where each whole frame of a file begins."""
-        return scan_frames(self.read(path), expected_offset=None).starts
 
     def used_bytes(self) -> int:
         """What all files take."""
@@ -257,6 +273,15 @@ def numbered(count: int, *, first: int = 0, size: int = 0) -> list[bytes]:
     return [b"%d" % number + b"." * size for number in range(first, first + count)]
 
 
+def fill(topic: Topic, count: int, *, size: int = 0, tag: bytes = b"") -> list[bytes]:
+    """Appends numbered payloads and flushes after each; returns them."""
+    sent = [tag + payload for payload in numbered(count, first=topic.watermarks.next, size=size)]
+    for payload in sent:
+        topic.append(payload)
+        topic.flush()
+    return sent
+
+
 def waiting(topic: Topic, level: str) -> int:
     """How many waiters a topic has at a level."""
     return len(topic.wal.levels.waiters[level]._heap)
@@ -267,6 +292,7 @@ __all__ = [
     "PATIENCE_SECONDS",
     "ROOT",
     "Calls",
+    "Disk",
     "Gate",
     "Machine",
     "ManualClock",
@@ -274,6 +300,7 @@ __all__ = [
     "Task",
     "TurningClock",
     "eventually",
+    "fill",
     "numbered",
     "payloads",
     "waiting",

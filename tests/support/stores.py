@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Self
+from typing import Any, Self
 
 from ister.base.clock import Clock
 from ister.base.metrics import Metrics
@@ -16,26 +16,28 @@ from ister.bucket.claim import NewTopic, act_outside, claim
 from ister.bucket.fence import Fence
 from ister.bucket.history_reader import HistoryReader, ReaderSettings
 from ister.bucket.membership import Membership
+from ister.bucket.merge import merge_objects
 from ister.bucket.names import TopicKeys, format_object_id, object_key
 from ister.bucket.object_maker import ObjectMaker, UploadSettings
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.pipeline import PipelineKeys
 from ister.bucket.upload import Uploader
 from ister.config import UploaderConfig, load_config
-from ister.errors import CorruptDataError, IsterError
+from ister.errors import CorruptDataError, IsterError, UnavailableError
 from ister.format.crc import crc32
 from ister.format.descriptor import ObjectDescriptor, format_checksum
 from ister.format.frame import FrameBatch, encode_frame
 from ister.format.message import encode_message
 from ister.format.records import Progress, encode_progress
 from ister.metadata.base import Put
+from ister.objectstore.base import ObjectStore
 from ister.topic.local_tail import LocalTail
 from ister.topic.log import Log
 from ister.topic.stores import upload_settings
 from ister.wal.scheduler import Threads
 from tests.support.builders import a_message
 from tests.support.clock import ManualClock
-from tests.support.machine import ROOT
+from tests.support.machine import ROOT, Disk
 from tests.support.memory_fs import MemoryFileSystem
 from tests.support.memory_metadata import MemoryMetadata
 from tests.support.memory_store import MemoryObjectStore
@@ -46,6 +48,41 @@ PREFIX = "/danube"
 KIB = 1024
 TTL_SECONDS = 15.0
 NOW_MS = 1_700_000_000_000
+
+
+def silent(*_: object) -> None:
+    """As a hook: the store does not answer."""
+    raise UnavailableError("silent")
+
+
+def calm(*_: object) -> None:
+    """As a hook: everything passes."""
+
+
+UPLOADS = UploadSettings(
+    copies=False,
+    chunk_bytes=128 * KIB,
+    concurrent_parts=2,
+    index_every_messages=10,
+    object_bytes_max=1 << 30,
+    object_span_ms_max=1 << 40,
+)
+"""In small pieces, without limits of objects."""
+
+
+def merged(
+    store: ObjectStore, objects: Sequence[ObjectDescriptor], **options: Any
+) -> ObjectDescriptor:
+    """An object made of others of the topic, which nothing names yet."""
+    defaults = {
+        "settings": UPLOADS,
+        "format": "dnb1",
+        "epoch": 1,
+        "incarnation": objects[0].incarnation,
+        "tag": "0123abcd",
+        "created_at": 5,
+    }
+    return merge_objects(NAME, objects, store=store, **{**defaults, **options})
 
 
 class SlowReads:
@@ -159,18 +196,10 @@ class Cluster:
 
     def uploader(self, owned: OwnedTopic, *, on_memory=lambda change: None, **settings) -> Uploader:
         """What uploads a topic, in small pieces."""
-        defaults = UploadSettings(
-            copies=False,
-            chunk_bytes=128 * KIB,
-            concurrent_parts=2,
-            index_every_messages=10,
-            object_bytes_max=1 << 30,
-            object_span_ms_max=1 << 40,
-        )
         return Uploader(
             owned,
             self.objects,
-            settings=replace(defaults, **settings),
+            settings=replace(UPLOADS, **settings),
             clock=self.clock,
             metrics=self.metrics,
             on_memory=on_memory,
@@ -430,6 +459,15 @@ class Site:
             log.stores._ahead.shutdown(wait=True)
         if disk is not None:
             self.disks[disk].kill()
+
+    def pass_time(self, log: Log, seconds: float = 3600) -> None:
+        """Time passes, and a process that was awake has renewed its lease."""
+        self.clock.advance(seconds)
+        log.stores.membership.renew()
+
+    def files(self, name: str = "a") -> Disk:
+        """A machine's files, to look at and to harm."""
+        return Disk(self.disk(name))
 
     def catalog(self, name: TopicName = NAME) -> Catalog:
         """What the metadata store knows about a topic."""

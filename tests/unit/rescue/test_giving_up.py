@@ -2,6 +2,8 @@
 
 import copy
 import random
+from contextlib import suppress
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -11,10 +13,9 @@ from ister.bucket.listing import list_objects
 from ister.errors import CorruptDataError, DataGapError, NotFoundError
 from ister.format.frame import scan_frames
 from ister.rescue.rebuild import rebuild_topic
-from tests.support.builders import with_bit_flipped
 from tests.support.cases import each
 from tests.support.crash import Crash
-from tests.support.machine import NAME, ROOT, Machine, NoThreads, numbered, payloads
+from tests.support.machine import NAME, ROOT, Machine, NoThreads, fill, numbered, payloads
 from tests.support.memory_fs import SimulatedCrash
 from tests.support.scale import scaled
 from tests.support.stores import Site, save_cursor
@@ -34,21 +35,17 @@ def opened(machine, name=NAME, *, create=False):
     return log, log.topic(name, create=create)
 
 
-_disk: list = []
+@cache
+def a_disk():
+    """Of a log in eight files of five messages, closed."""
+    with Machine() as machine:
+        fill(opened(machine, create=True)[1], COUNT, size=900)
+    return machine.fs._root
 
 
 def a_machine():
-    """A log in eight files of five messages, closed."""
     machine = Machine()
-    if not _disk:
-        log, topic = opened(machine, create=True)
-        for payload in SENT:
-            topic.append(payload)
-            topic.flush()
-        log.close()
-        _disk.append(machine.fs._root)
-    machine = Machine()
-    machine.fs._root = copy.deepcopy(_disk[0])
+    machine.fs._root = copy.deepcopy(a_disk())
     return machine
 
 
@@ -58,20 +55,17 @@ def path_of(seq, name=NAME):
 
 def flip(machine, offset):
     path = path_of(offset // PER_FILE)
-    data = machine.read(path)
-    start = scan_frames(data, expected_offset=None).starts[offset % PER_FILE]
-    machine.overwrite(path, 0, with_bit_flipped(data, 8 * (start + 40)))
-
-
-def cut(machine):
-    """The last file as a backup has it that copied the checkpoint later."""
-    path = path_of(7)
-    machine.truncate(path, scan_frames(machine.read(path), expected_offset=None).starts[2])
+    machine.flip(path, machine.frame_starts(path)[offset % PER_FILE] + 40)
 
 
 def lose(machine, *seqs):
     for seq in seqs:
         machine.remove(path_of(seq))
+
+
+def cut(machine):
+    """The last file as a backup has it that copied the checkpoint later."""
+    machine.truncate(path_of(7), machine.frame_starts(path_of(7))[2])
 
 
 def swap(machine):
@@ -101,6 +95,15 @@ HARM = {
 on_each_harm = each("harm", list(HARM))
 
 
+def gave_up(machine, **options):
+    """What the next process gives up."""
+    log, _ = opened(machine)
+    plan = log.give_up(NAME, **options)
+    log.close()
+    machine._logs.clear()
+    return plan
+
+
 def left(lost):
     return [SENT[n] for n in range(COUNT) if not any(start <= n < end for start, end in lost)]
 
@@ -120,9 +123,8 @@ def check_goes_on(machine, lost, *, next_offset=COUNT):
     for start, end in lost:
         if start >= topic.earliest:
             assert payloads(topic.read(start)) == [*left([(0, end), *lost]), b"next"]
-    assert log.give_up(NAME, is_dry=True).ranges == ()
-    machine._logs.clear()
     log.close()
+    assert gave_up(machine, is_dry=True).ranges == ()
 
 
 @on_each_harm
@@ -130,13 +132,10 @@ def test_log_continues_behind_what_it_has_lost(harm):
     damage, lost = HARM[harm]
     with a_machine() as machine:
         damage(machine)
-        log, _ = opened(machine)
-        plan = log.give_up(NAME, is_dry=True)
+        plan = gave_up(machine, is_dry=True)
         assert (list(plan.ranges), plan.next_offset) == (lost, COUNT)
-        assert f"{PATH}/wal.gaps" not in machine.fs.list_directory(PATH)
-        assert log.give_up(NAME) == plan
-        log.close()
-        machine._logs.clear()
+        assert "wal.gaps" not in machine.fs.list_directory(PATH)
+        assert gave_up(machine) == plan
         check_goes_on(machine, lost)
 
 
@@ -154,40 +153,28 @@ def test_unreadable_bytes_may_have_been_messages_whose_offsets_are_not_used_agai
     with a_machine() as machine:
         path = path_of(7)
         data = machine.read(path)
-        starts = scan_frames(data, expected_offset=None).starts
+        starts = machine.frame_starts(path)
         garbage = random.Random(3).randbytes(len(data) - starts[2] + 500)
         machine.overwrite(path, starts[2], garbage)
-        log, _ = opened(machine)
-        plan = log.give_up(NAME)
+        plan = gave_up(machine)
         assert plan.ranges[0][0] == 37
         assert plan.next_offset >= 37 + len(garbage) // 100
-        log.close()
-        machine._logs.clear()
         check_goes_on(machine, [(37, 40)], next_offset=plan.next_offset)
 
 
 def test_log_continues_at_or_above_an_offset_that_is_known_elsewhere():
     with a_machine() as machine:
         cut(machine)
-        log, _ = opened(machine)
-        assert log.give_up(NAME, at_least=50).ranges == ((37, 50),)
-        log.close()
-        machine._logs.clear()
+        assert gave_up(machine, at_least=50).ranges == ((37, 50),)
         check_goes_on(machine, [(37, 40)], next_offset=50)
 
 
 def test_what_is_lost_later_is_given_up_too():
     with a_machine() as machine:
         cut(machine)
-        log, _ = opened(machine)
-        log.give_up(NAME)
-        log.close()
+        gave_up(machine)
         flip(machine, 12)
-        machine._logs.clear()
-        log, _ = opened(machine)
-        assert log.give_up(NAME).ranges == ((12, 13),)
-        log.close()
-        machine._logs.clear()
+        assert gave_up(machine).ranges == ((12, 13),)
         check_goes_on(machine, [(12, 13), (37, 40)])
 
 
@@ -199,10 +186,7 @@ def test_file_of_another_topic_is_given_up_and_the_topic_keeps_its_own():
         machine._logs.clear()
         lose(machine, 2)
         machine.create(path_of(2), machine.read(path_of(0, "/default/other")))
-        log, _ = opened(machine)
-        assert log.give_up(NAME).ranges == ((10, 15),)
-        log.close()
-        machine._logs.clear()
+        assert gave_up(machine).ranges == ((10, 15),)
         check_goes_on(machine, [(10, 15)])
 
 
@@ -257,10 +241,7 @@ def test_files_from_before_are_trimmed_like_others():
 def test_file_that_is_lost_after_that_is_damage():
     with a_machine() as machine:
         cut(machine)
-        log, _ = opened(machine)
-        log.give_up(NAME)
-        log.close()
-        machine._logs.clear()
+        gave_up(machine)
         lose(machine, 4)
         assert opened(machine)[1].state is TopicState.QUARANTINED
 
@@ -276,17 +257,12 @@ def test_crash_at_any_step_is_followed_by_giving_up_the_same(harm, end_life):
             damage(machine)
             log, _ = opened(machine)
             machine.fs.before = Crash(at)
-            try:
+            with suppress(SimulatedCrash):
                 log.give_up(NAME)
                 is_done = True
-            except SimulatedCrash:
-                pass
             machine.fs.before = lambda kind, path: None
             end_life(machine)
-            log, _ = opened(machine)
-            assert set(log.give_up(NAME).ranges) <= set(lost), at
-            log.close()
-            machine._logs.clear()
+            assert set(gave_up(machine).ranges) <= set(lost), at
             check_goes_on(machine, lost)
     assert at > 5
 
@@ -294,12 +270,6 @@ def test_crash_at_any_step_is_followed_by_giving_up_the_same(harm, end_life):
 # -- with a bucket ------------------------------------------------------------------------------
 
 TIERED = 20
-
-
-@pytest.fixture
-def site():
-    with Site() as site:
-        yield site
 
 
 def site_opened(site, **settings):
@@ -310,11 +280,10 @@ def a_site_log(site, **settings):
     """A log with the topic open: objects of five messages up to 20, the rest in local files."""
     log = site_opened(site, **settings)
     topic = log.topic(NAME, create=True)
-    for number, payload in enumerate(SENT):
-        topic.append(payload)
-        topic.flush()
-        if number < TIERED and number % PER_FILE == PER_FILE - 1:
-            topic.upload()
+    for _ in range(TIERED // PER_FILE):
+        fill(topic, PER_FILE, size=900)
+        topic.upload()
+    fill(topic, COUNT - TIERED, size=900)
     return log
 
 
@@ -322,20 +291,9 @@ def a_cold_log(site):
     """A log of which all but the end is in the bucket alone."""
     log = a_site_log(site, retention={"time_minutes": 0, "size_mb": 0})
     log.topic(NAME).upload()
-    site.clock.advance(60)
-    log.stores.membership.renew()
+    site.pass_time(log, 60)
     assert log.topic(NAME).bucket.retention.trim() > 3
     return log
-
-
-class Disk:
-    """A site's disk, for the helpers above."""
-
-    def __init__(self, site):
-        self.fs = site.disk()
-
-    read, overwrite, truncate = Machine.read, Machine.overwrite, Machine.truncate
-    remove, create = Machine.remove, Machine.create
 
 
 def check_site_goes_on(site, lost, *, next_offset=COUNT):
@@ -362,7 +320,7 @@ def lose_object(site):
 
 
 def forget_object(site):
-    site.objects.drop(site.key(10))
+    lose_object(site)
     site.metadata.delete(site.catalog().keys.descriptor(10))
 
 
@@ -373,11 +331,7 @@ def flip_object(site):
 
 @pytest.mark.parametrize(
     ("damage", "lost"),
-    [
-        (lose_object, [(10, 15)]),
-        (forget_object, [(10, 15)]),
-        (flip_object, [(12, 13)]),
-    ],
+    [(lose_object, [(10, 15)]), (forget_object, [(10, 15)]), (flip_object, [(12, 13)])],
 )
 def test_object_that_is_lost_or_damaged_is_given_up(site, damage, lost):
     log = a_cold_log(site)
@@ -394,11 +348,15 @@ def test_object_that_is_lost_or_damaged_is_given_up(site, damage, lost):
 
 
 SITE_HARM = {
-    "the end": (lambda site: cut(Disk(site)), [(37, 40)]),
-    "a frame": (lambda site: flip(Disk(site), 27), [(27, 28)]),
-    "a file": (lambda site: lose(Disk(site), 5), [(25, 30)]),
+    "the end": (lambda site: cut(site.files()), [(37, 40)]),
+    "a frame": (lambda site: flip(site.files(), 27), [(27, 28)]),
+    "a file": (lambda site: lose(site.files(), 5), [(25, 30)]),
     "both tiers": (
-        lambda site: (site.objects.drop(site.key(10)), flip(Disk(site), 12), lose(Disk(site), 6)),
+        lambda site: (
+            site.objects.drop(site.key(10)),
+            flip(site.files(), 12),
+            lose(site.files(), 6),
+        ),
         [(12, 13), (30, 35)],
     ),
 }
@@ -423,7 +381,7 @@ def test_topic_continues_behind_its_cursors(site):
     log = a_site_log(site)
     save_cursor(log.topic(NAME).bucket.owned, "sub", 45)
     log.close()
-    cut(Disk(site))
+    cut(site.files())
     log = site_opened(site)
     assert log.give_up(NAME).ranges == ((37, 45),)
     log.close()
@@ -453,14 +411,11 @@ def test_catalog_rebuilt_from_the_bucket_knows_what_was_given_up(site):
 
 def test_gap_from_before_there_was_a_bucket_becomes_part_of_it(site):
     """Goal: a topic with gaps gets a bucket; it opens read-only until the bucket knows of them."""
-    log = site.open(scheduler=NoThreads(), storage={"mode": "local_only"}, **SETTINGS)
-    topic = log.topic(NAME, create=True)
-    for payload in SENT:
-        topic.append(payload)
-        topic.flush()
+    log = site_opened(site, storage={"mode": "local_only"})
+    fill(log.topic(NAME, create=True), COUNT, size=900)
     log.close()
-    flip(Disk(site), 12)
-    log = site.open(scheduler=NoThreads(), storage={"mode": "local_only"}, **SETTINGS)
+    flip(site.files(), 12)
+    log = site_opened(site, storage={"mode": "local_only"})
     log.give_up(NAME)
     log.close()
     log = site_opened(site)
@@ -482,11 +437,9 @@ def test_crash_at_any_step_with_a_bucket_is_followed_by_giving_up_the_same():
             log.topic(NAME)
             crash = Crash(at)
             crash.arm(site)
-            try:
+            with suppress(SimulatedCrash):
                 log.give_up(NAME)
                 is_done = True
-            except SimulatedCrash:
-                pass
             Crash.disarm(site)
             site.kill(log)
             try:

@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ister.base.model import AckLevel, Codec, TopicName
-from ister.bucket.merge import merge_objects
 from ister.bucket.names import ObjectName, manifest_key, object_key
-from ister.bucket.object_maker import UploadSettings
 from ister.errors import AlreadyExistsError, ConflictError, CorruptDataError, NotFoundError
 from ister.objectstore.base import ObjectInfo
 from ister.rescue.rebuild import (
@@ -24,7 +22,9 @@ from ister.rescue.rebuild import (
     save_manifest,
 )
 from tests.support.cases import each
-from tests.support.stores import KIB, NAME, Cluster, Frames, frames_of, read_all
+from tests.support.crash import crash_on
+from tests.support.memory_fs import SimulatedCrash
+from tests.support.stores import KIB, NAME, Cluster, Frames, calm, frames_of, merged, read_all
 
 
 def name(start, end, epoch=1):
@@ -33,6 +33,7 @@ def name(start, end, epoch=1):
 
 # -- which objects ------------------------------------------------------------------------------
 
+# The objects of a bucket; those of the topic; those left out; gaps.
 CHOICES = {
     "none": ([], [], [], []),
     "objects that follow each other": (
@@ -152,6 +153,11 @@ def payloads(count, size=50):
     return [b"%d." % number + b"x" * size for number in range(count)]
 
 
+def described(cluster, end):
+    key = f"data-0-{end - 1}.dnb1"
+    return describe_object(cluster.objects, NAME, key, name(0, end), incarnation="", created_at=0)
+
+
 @pytest.mark.parametrize("codec", list(Codec))
 def test_object_is_described_as_its_uploader_did(cluster, codec):
     frames = Frames(payloads(3500), first=100, codec=codec, times=range(5000, 8500))
@@ -172,9 +178,7 @@ def test_object_is_described_as_its_uploader_did(cluster, codec):
 def test_object_with_a_message_larger_than_a_chunk_is_described(cluster):
     frames = Frames([b"a", b"b" * (5 * 1024 * KIB), b"c"])
     cluster.filled(frames, 3)
-    found = describe_object(
-        cluster.objects, NAME, "data-0-2.dnb1", name(0, 3), incarnation="", created_at=0
-    )
+    found = described(cluster, 3)
     assert (found.messages, found.size_bytes) == (3, len(frames.between(0, 3)))
 
 
@@ -193,17 +197,13 @@ def test_object_with_other_bytes_than_its_name_says_is_damaged(cluster, change):
     cluster.filled(Frames(payloads(10)), 10)
     cluster.objects.put(cluster.key("data-0-9.dnb1"), change(cluster.object_bytes("data-0-9.dnb1")))
     with pytest.raises(CorruptDataError) as refused:
-        describe_object(
-            cluster.objects, NAME, "data-0-9.dnb1", name(0, 10), incarnation="", created_at=0
-        )
+        described(cluster, 10)
     assert refused.value.path == cluster.key("data-0-9.dnb1")
 
 
 def test_object_that_is_gone_is_not_found(cluster):
     with pytest.raises(NotFoundError):
-        describe_object(
-            cluster.objects, NAME, "data-0-9.dnb1", name(0, 10), incarnation="", created_at=0
-        )
+        described(cluster, 10)
 
 
 # -- what continues a topic ---------------------------------------------------------------------
@@ -233,15 +233,15 @@ def forget(cluster):
     cluster.metadata.delete_prefix("/danube/")
 
 
-def rebuild(cluster, *, dry_run=False):
-    objects = find_topics(cluster.objects).get(NAME, [])
+def rebuild(cluster, objects=None, *, dry_run=False, **options):
     return rebuild_topic(
         cluster.objects,
         cluster.metadata,
         cluster.keys,
-        objects,
+        find_topics(cluster.objects)[NAME] if objects is None else objects,
         clock=cluster.clock,
         dry_run=dry_run,
+        **options,
     )
 
 
@@ -362,18 +362,10 @@ def test_dry_run_writes_nothing(cluster):
 def test_crash_before_the_record_leaves_what_the_next_run_replaces(cluster):
     cluster.filled(Frames(payloads(30)), 10, 20)
     forget(cluster)
-
-    class CrashError(Exception):
-        pass
-
-    def crash(kind, key):
-        if kind == "transact":
-            raise CrashError
-
-    cluster.metadata.before = crash
-    with pytest.raises(CrashError):
+    cluster.metadata.before = crash_on("transact")
+    with pytest.raises(SimulatedCrash):
         rebuild(cluster)
-    cluster.metadata.before = lambda kind, key: None
+    cluster.metadata.before = calm
     assert cluster.catalog().record() is None
     # An object is lost between the two runs; what the first one wrote about it must not stay.
     cluster.objects.drop(cluster.key("data-10-19.dnb1"))
@@ -404,30 +396,12 @@ FORMATS = ["dnb1", "parquet"]
 TAG = "0123abcd"
 
 
-def merge(cluster, first, last, *, kind="dnb1", epoch=1, tag=TAG):
+def merge(cluster, first, last, *, kind="dnb1", **options):
     """An object of those that the catalog has from one number up to another; its name."""
     if kind == "parquet":
         pytest.importorskip("pyarrow")
     objects = [described for described, _ in cluster.catalog().descriptors()]
-    settings = UploadSettings(
-        copies=False,
-        chunk_bytes=128 * KIB,
-        concurrent_parts=2,
-        index_every_messages=10,
-        object_bytes_max=1 << 30,
-        object_span_ms_max=1 << 40,
-    )
-    return merge_objects(
-        NAME,
-        objects[first:last],
-        store=cluster.objects,
-        settings=settings,
-        format=kind,
-        epoch=epoch,
-        incarnation=objects[0].incarnation,
-        tag=tag,
-        created_at=5,
-    ).object_id
+    return merged(cluster.objects, objects[first:last], format=kind, **options).object_id
 
 
 def spoil(cluster, object_id, how):
@@ -451,10 +425,7 @@ def test_merged_object_that_is_not_sound_gives_way_to_others(cluster, kind, how,
     forget(cluster)
     report = rebuild(cluster)
     assert [(d.start, d.end) for d in report.objects] == [
-        (0, 100),
-        (100, 200),
-        (200, 300),
-        (300, 400),
+        (start, start + 100) for start in range(0, 400, 100)
     ]
     assert (report.left_out, report.errors, report.gaps) == ([new], [], [])
     assert [frame for _, frame in read_all(cluster.reader(), 0, 400)] == frames.frames
@@ -498,14 +469,7 @@ def test_merged_object_that_vanishes_meanwhile_gives_way_too(cluster):
     objects = find_topics(cluster.objects)[NAME]
     cluster.objects.drop(cluster.key(new))
     forget(cluster)
-    report = rebuild_topic(
-        cluster.objects,
-        cluster.metadata,
-        cluster.keys,
-        objects,
-        clock=cluster.clock,
-        dry_run=False,
-    )
+    report = rebuild(cluster, objects)
     assert [(d.start, d.end) for d in report.objects] == [(0, 100), (100, 200)]
 
 
@@ -514,15 +478,7 @@ def test_each_object_is_read_once(cluster):
     spoil(cluster, merge(cluster, 0, 2), "byte")
     read = []
     forget(cluster)
-    rebuild_topic(
-        cluster.objects,
-        cluster.metadata,
-        cluster.keys,
-        find_topics(cluster.objects)[NAME],
-        clock=cluster.clock,
-        dry_run=True,
-        on_object=lambda: read.append(1),
-    )
+    rebuild(cluster, dry_run=True, on_object=lambda: read.append(1))
     assert len(read) == 4
 
 

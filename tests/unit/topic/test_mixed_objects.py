@@ -2,6 +2,7 @@
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,9 +12,7 @@ import pyarrow.compute as pc  # noqa: E402
 
 from ister.base.model import COLUMNS  # noqa: E402
 from ister.bucket.chunks import ObjectPart  # noqa: E402
-from ister.bucket.merge import merge_objects  # noqa: E402
 from ister.bucket.names import TopicKeys  # noqa: E402
-from ister.bucket.object_maker import UploadSettings  # noqa: E402
 from ister.config import load_config  # noqa: E402
 from ister.format.arrow.schema import HIDDEN  # noqa: E402
 from ister.format.descriptor import encode_descriptor  # noqa: E402
@@ -22,23 +21,25 @@ from ister.topic.columns import Decoders  # noqa: E402
 from ister.topic.history import BucketLog  # noqa: E402
 from tests.support.cases import each  # noqa: E402
 from tests.support.machine import NoThreads, numbered  # noqa: E402
-from tests.support.stores import NAME, PREFIX, Site  # noqa: E402
+from tests.support.stores import NAME, PREFIX, UPLOADS, Site, merged  # noqa: E402
 
 TEXT = str(NAME)
 SMALL = {
     "uploader": {"max_object_bytes": 4096, "index_every_messages": 3},
     "cloud_reader": {"fetch_chunk_size": 65_536, "read_ahead": False},
 }
-SETTINGS = UploadSettings(
-    copies=False,
-    chunk_bytes=64 * 1024,
-    concurrent_parts=2,
-    index_every_messages=3,
-    object_bytes_max=1 << 30,
-    object_span_ms_max=1 << 40,
-)
+SETTINGS = replace(UPLOADS, chunk_bytes=64 * 1024, index_every_messages=3)
 COUNT = 600
 SEEDS = [int(os.environ["SEED"])] if "SEED" in os.environ else range(6)
+
+
+def seen(messages):
+    return [(message.offset, message.payload) for message in messages]
+
+
+def a_history(site, storage):
+    config = load_config({"storage": {**storage, "wal": {"dir": "/nowhere"}}}, {})
+    return BucketLog(config, clock=site.clock, objects=site.objects, metadata=site.metadata)
 
 
 def mix(site, rng):
@@ -58,16 +59,12 @@ def mix(site, rng):
         def survives(batch, gone=gone):
             return pc.invert(pc.is_in(batch.column("offset"), pa.array(sorted(gone), pa.int64())))
 
-        new = merge_objects(
-            NAME,
+        new = merged(
+            site.objects,
             run,
-            store=site.objects,
             settings=SETTINGS,
             format="parquet" if is_parquet else "dnb1",
-            epoch=1,
-            incarnation=run[0].incarnation,
             tag=f"{rng.randrange(1 << 32):08x}",
-            created_at=5,
             survives=survives if is_thin else None,
             row_group_bytes=rng.choice([1000, 8000, 1 << 20]),
         )
@@ -99,7 +96,7 @@ def test_every_reader_gives_what_is_there(seed):
         topic.upload()
         every = (*COLUMNS, *HIDDEN)
         rows = topic.read_arrow(columns=every).read_all().to_pylist()
-        messages = [(message.offset, message.payload) for message in topic.read()]
+        messages = seen(topic.read())
         log.seal(TEXT)
         log.close()
         left = mix(site, rng)
@@ -111,29 +108,25 @@ def test_every_reader_gives_what_is_there(seed):
         storage = {**SMALL, "cloud_reader": cloud_reader}
         log = site.open("b", scheduler=NoThreads(), storage=storage)
         topic = log.topic(TEXT)
-        assert [(message.offset, message.payload) for message in topic.read()] == messages
+        assert seen(topic.read()) == messages
         for _ in range(5):
             start = rng.randrange(COUNT)
             end = rng.randrange(start, COUNT + 1)
             wanted = [item for item in messages if start <= item[0] < end]
-            found = topic.read(start, end=end)
-            assert [(message.offset, message.payload) for message in found] == wanted
+            assert seen(topic.read(start, end=end)) == wanted
             table = topic.read_arrow(start, end=end, columns=every).read_all()
             assert table.to_pylist() == [row for row in rows if start <= row["offset"] < end]
         # What is new follows.
         with topic.reader(left[-1] if left else 0) as reader:
-            seen = [message.offset for message in reader.poll()]
+            found = seen(reader.poll())
             topic.append(b"new")
             topic.flush()
             for _ in range(10):
-                seen += [message.offset for message in reader.poll()]
-        assert seen == [*left[-1:], COUNT]
+                found += seen(reader.poll())
+        assert [offset for offset, _ in found] == [*left[-1:], COUNT]
         log.close()
 
-        tree = {"storage": {**storage, "wal": {"dir": "/nowhere"}}}
-        history = BucketLog(
-            load_config(tree, {}), clock=site.clock, objects=site.objects, metadata=site.metadata
-        )
+        history = a_history(site, storage)
         found = history.topic(TEXT)
         for _ in range(5):
             start = rng.randrange(COUNT)
@@ -194,18 +187,8 @@ def test_a_parquet_object_that_is_gone_or_damaged_is_read_with_care():
         keys = TopicKeys(PREFIX, NAME)
 
         def merge(kind, tag):
-            new = merge_objects(
-                NAME,
-                objects,
-                store=site.objects,
-                settings=SETTINGS,
-                format=kind,
-                epoch=1,
-                incarnation=objects[0].incarnation,
-                tag=tag,
-                created_at=5,
-                row_group_bytes=4000,
-            )
+            options = {"format": kind, "tag": tag, "row_group_bytes": 4000}
+            new = merged(site.objects, objects, settings=SETTINGS, **options)
             for described in objects:
                 site.metadata.delete(keys.descriptor(described.start))
             site.metadata.put(keys.descriptor(0), encode_descriptor(new))
@@ -214,11 +197,7 @@ def test_a_parquet_object_that_is_gone_or_damaged_is_read_with_care():
         archive = merge("parquet", "00000001")
         part = ObjectPart.overlapping(TEXT, archive, 3, COUNT - 3)
         merge("dnb1", "00000002")
-        tree = {"storage": {**SMALL, "wal": {"dir": "/nowhere"}}}
-        history = BucketLog(
-            load_config(tree, {}), clock=site.clock, objects=site.objects, metadata=site.metadata
-        )
-        found = history.topic(TEXT)
+        found = a_history(site, SMALL).topic(TEXT)
         key = f"storage/topics{TEXT}/objects/{archive.object_id}"
         data = bytearray(site.objects.read(key, 0, 1 << 30))
         data[len(data) // 2] ^= 1

@@ -3,6 +3,7 @@
 import random
 import re
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -16,23 +17,26 @@ from ister.objectstore.base import Capabilities
 from ister.topic.bucket_link import RepairedObjects
 from ister.topic.node import NODE_NAME, Node
 from tests.support.cases import each
-from tests.support.crash import Crash
-from tests.support.machine import ROOT, NoThreads, eventually, numbered, payloads
+from tests.support.crash import Crash, crash_on, crashing
+from tests.support.machine import (
+    ROOT,
+    Disk,
+    NoThreads,
+    Task,
+    eventually,
+    fill,
+    numbered,
+    payloads,
+)
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
 from tests.support.memory_store import MemoryObjectStore
-from tests.support.stores import NAME, TTL_SECONDS, Site
+from tests.support.stores import NAME, TTL_SECONDS, Site, calm, silent
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"
 NODE = f"{ROOT}/{NODE_NAME}"
 ROTATE = {"rotate_max_bytes": 4096, "cache_capacity": 1}
 KEEP_NOTHING = {"retention": {"time_minutes": 0, "size_mb": 0}}
-
-
-@pytest.fixture
-def site():
-    with Site() as site:
-        yield site
 
 
 @pytest.fixture
@@ -46,32 +50,12 @@ def opened(site, disk="a", **settings):
     return site.open(disk, scheduler=NoThreads(), **settings)
 
 
-def fill(topic, count, *, size=0):
-    sent = numbered(count, first=topic.watermarks.next, size=size)
-    for payload in sent:
-        topic.append(payload)
-        topic.flush()
-    return sent
-
-
 def lose_directory(site, disk="a"):
     fs = site.disk(disk)
     for name in fs.list_directory(PATH):
         fs.remove(f"{PATH}/{name}")
     fs.remove_directory(PATH)
     fs.sync_directory(PATH.rpartition("/")[0])
-
-
-def silent(*_):
-    raise UnavailableError("silent")
-
-
-def crash(*_):
-    raise SimulatedCrash
-
-
-def calm(*_):
-    """Lets everything pass."""
 
 
 # -- who this is --------------------------------------------------------------------------------
@@ -81,15 +65,6 @@ def a_root():
     fs = MemoryFileSystem()
     fs.make_directories(ROOT)
     return fs
-
-
-def put_node(fs, data):
-    file = fs.create(NODE)
-    file.truncate(0)
-    file.write_at(0, [data])
-    file.sync()
-    file.close()
-    fs.sync_directory(ROOT)
 
 
 def is_identity(node):
@@ -116,14 +91,7 @@ def test_crash_while_the_identity_is_made_leaves_none_or_a_whole_one(seed):
     steps = 0
     for at in range(1, 20):
         fs = a_root()
-        seen = []
-
-        def crash_at(kind, path, seen=seen, at=at):
-            seen.append(kind)
-            if len(seen) >= at:
-                raise SimulatedCrash
-
-        fs.before = crash_at
+        fs.before = crash = Crash(at)
         try:
             Node(fs, ROOT)
         except SimulatedCrash:
@@ -135,11 +103,11 @@ def test_crash_while_the_identity_is_made_leaves_none_or_a_whole_one(seed):
         else:
             fs.kill()
         node = Node(fs, ROOT).id
-        assert is_identity(node), seen
+        assert is_identity(node), crash.step
         assert Node(fs, ROOT).id == node
         fs.crash(random.Random(seed))
         assert Node(fs, ROOT).id == node, "it was used, so it has to stay"
-    assert steps >= 5
+    assert steps >= 4
 
 
 @each(
@@ -149,7 +117,7 @@ def test_crash_while_the_identity_is_made_leaves_none_or_a_whole_one(seed):
 )
 def test_file_that_is_no_identity_is_replaced_by_one(data):
     fs = a_root()
-    put_node(fs, data)
+    Disk(fs).create(NODE, data)
     node = Node(fs, ROOT).id
     assert is_identity(node)
     assert Node(fs, ROOT).id == node
@@ -158,25 +126,8 @@ def test_file_that_is_no_identity_is_replaced_by_one(data):
 @each("data", [b"0123456789abcdef", b"0123456789abcdef\n", b" 0123456789abcdef\r\n"])
 def test_identity_is_read_with_or_without_an_end_of_line(data):
     fs = a_root()
-    put_node(fs, data)
+    Disk(fs).create(NODE, data)
     assert Node(fs, ROOT).id == "0123456789abcdef"
-
-
-def test_identity_is_no_topic_and_no_namespace(site):
-    log = opened(site)
-    log.topic(TEXT, create=True)
-    assert site.disk().exists(NODE)
-    assert log.topics() == [TEXT]
-
-
-def test_process_after_process_on_a_disk_is_the_same_node(site):
-    log = opened(site)
-    node = log.stores.membership.node
-    log.topic(TEXT, create=True)
-    site.kill(log)
-    log = opened(site)
-    assert log.stores.membership.node == node
-    assert log.topic(TEXT).bucket.owned.epoch == 2, "it need not wait for its own lease"
 
 
 # -- what may be claimed ------------------------------------------------------------------------
@@ -231,30 +182,16 @@ def test_directory_with_its_mark_alone_is_a_topic_without_messages(site):
     assert (topic.state, topic.watermarks.next) == (TopicState.OPEN, 0)
 
 
-def test_sealed_topic_needs_no_files(site):
+def test_topic_of_another_node_is_refused_without_a_trace(site):
     log = opened(site)
-    sent = fill(log.topic(TEXT, create=True), 3)
-    log.seal(TEXT)
-    assert not site.disk().exists(PATH)
-    assert payloads(log.topic(TEXT).read()) == sent
-
-
-def test_take_over_does_not_take_a_topic_from_a_living_owner(site):
-    fill(opened(site).topic(TEXT, create=True), 3)
+    fill(log.topic(TEXT, create=True), 3)
+    record = site.catalog().record()
     other = opened(site, "b")
     for take_over in (False, True):
         with pytest.raises(ConflictError, match="open on node"):
             other.topic(TEXT, take_over=take_over)
-    assert not site.disk("b").exists(PATH)
-
-
-def test_topic_of_another_node_is_refused_without_a_trace(site):
-    log = opened(site)
-    fill(log.topic(TEXT, create=True), 3)
     site.kill(log)
     site.clock.advance(TTL_SECONDS + 1)
-    record = site.catalog().record()
-    other = opened(site, "b")
     with pytest.raises(ConflictError, match="not handed it over"):
         other.topic(TEXT)
     assert site.catalog().record() == record
@@ -288,10 +225,8 @@ def test_mark_is_durable_before_the_claim(site):
 @pytest.mark.parametrize("seed", range(4))
 def test_crash_after_the_claim_does_not_look_like_a_loss(site, seed):
     log = opened(site)
-    failpoints.arm("tier.after_claim", crash)
-    with pytest.raises(SimulatedCrash):
+    with crashing("tier.after_claim"):
         log.topic(TEXT, create=True)
-    failpoints.disarm()
     site.kill(log)
     site.disk().crash(random.Random(seed))
     topic = opened(site).topic(TEXT)
@@ -300,12 +235,7 @@ def test_crash_after_the_claim_does_not_look_like_a_loss(site, seed):
 
 def test_crash_between_mark_and_claim_leaves_no_topic(site):
     log = opened(site)
-
-    def crash_at(kind, key):
-        if kind == "transact":
-            raise SimulatedCrash
-
-    site.metadata.before = crash_at
+    site.metadata.before = crash_on("transact")
     with pytest.raises(SimulatedCrash):
         log.topic(TEXT, create=True)
     site.metadata.before = calm
@@ -316,15 +246,6 @@ def test_crash_between_mark_and_claim_leaves_no_topic(site):
         log.topic(TEXT)
     topic = log.topic(TEXT, create=True, ack="written", codec="bincode1")
     assert (topic.ack, topic.codec) == (AckLevel.WRITTEN, Codec.BINCODE1)
-
-
-def test_silent_metadata_store_opens_nothing_and_is_asked_again(site):
-    log = opened(site)
-    site.metadata.before = silent
-    with pytest.raises(UnavailableError):
-        log.topic(TEXT, create=True)
-    site.metadata.before = calm
-    assert log.topic(TEXT, create=True).watermarks.next == 0
 
 
 def test_topic_that_could_not_be_opened_is_not_kept_by_its_lease(site):
@@ -352,21 +273,16 @@ def test_topic_that_could_not_be_opened_is_not_kept_by_its_lease(site):
 
 
 def test_new_topic_has_a_manifest_that_says_what_it_is(site):
-    topic = opened(site).topic(TEXT, create=True, ack="written", codec="bincode1")
+    log = opened(site)
+    topic = log.topic(TEXT, create=True, ack="written", codec="bincode1")
     manifest = load_manifest(site.objects, NAME)
     record = site.catalog().record()[0]
     assert (manifest.ack, manifest.codec) == (topic.ack, topic.codec)
     assert (manifest.incarnation, manifest.created_at) == (record.incarnation, record.created_at)
-
-
-def test_manifest_is_written_once(site):
-    log = opened(site)
-    log.topic(TEXT, create=True)
     log.close()
     calls = len(site.objects.calls)
-    log = opened(site)
-    log.topic(TEXT, create=True)
-    assert ("put", manifest_key(NAME)) not in site.objects.calls[calls:]
+    opened(site).topic(TEXT, create=True)
+    assert ("put", manifest_key(NAME)) not in site.objects.calls[calls:], "it is written once"
 
 
 def test_manifest_that_cannot_be_written_does_not_keep_a_topic_from_being_made(site, caplog):
@@ -442,29 +358,18 @@ def test_deleted_topic_leaves_nothing_but_its_epoch(site):
     check_deleted(site, log)
 
 
-DELETING = {"remove", "remove_directory", "sync_directory", "put", "delete", "transact"}
-
-
-def steps_of_a_deletion():
-    with Site() as site:
-        log = a_topic_to_delete(site)
-        count = Crash(0, DELETING)
-        count.arm(site)
-        log.delete(TEXT)
-        Crash.disarm(site)
-        return count.seen
-
-
 def test_deletion_that_a_crash_has_interrupted_anywhere_is_finished_by_the_next_one():
-    steps = steps_of_a_deletion()
-    assert steps > 10
-    for at in range(1, steps + 1):
+    kinds = {"remove", "remove_directory", "sync_directory", "put", "delete", "transact"}
+    at, is_done = 0, False
+    while not is_done:
+        at += 1
         with Site() as site:
             log = a_topic_to_delete(site)
-            crash = Crash(at, DELETING)
+            crash = Crash(at, kinds)
             crash.arm(site)
-            with pytest.raises(SimulatedCrash):
+            with suppress(SimulatedCrash):
                 log.delete(TEXT)
+                is_done = True
             Crash.disarm(site)
             site.kill(log)
             log = opened(site, **ROTATE)
@@ -476,23 +381,17 @@ def test_deletion_that_a_crash_has_interrupted_anywhere_is_finished_by_the_next_
             except Exception as error:
                 error.add_note(f"after a crash before step {at}: {crash.step}")
                 raise
+    assert at > 10
 
 
-@pytest.mark.parametrize("point", ["tier.after_mark_deleting", "tier.after_delete_object"])
-@pytest.mark.parametrize("visit", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("point", "visit"),
+    [("tier.after_mark_deleting", 1), *(("tier.after_delete_object", n) for n in (1, 2, 3))],
+)
 def test_deletion_is_finished_by_another_node(site, point, visit):
     log = a_topic_to_delete(site)
-    visits = []
-
-    def crash_at():
-        visits.append(1)
-        if len(visits) == visit or point == "tier.after_mark_deleting":
-            raise SimulatedCrash
-
-    failpoints.arm(point, crash_at)
-    with pytest.raises(SimulatedCrash):
+    with crashing(point, visit=visit):
         log.delete(TEXT)
-    failpoints.disarm()
     site.kill(log)
     other = opened(site, "b")
     with pytest.raises(NotFoundError):
@@ -524,10 +423,8 @@ def test_deletion_while_the_bucket_is_silent_is_gone_on_with_in_the_same_process
 
 def test_deletion_does_not_wait_for_the_lease_of_the_process_that_began_it(site):
     log = a_topic_to_delete(site)
-    failpoints.arm("tier.after_mark_deleting", crash)
-    with pytest.raises(SimulatedCrash):
+    with crashing("tier.after_mark_deleting"):
         log.delete(TEXT)
-    failpoints.disarm()
     site.kill(log)
     assert site.catalog().owner() is not None
     log = opened(site)
@@ -594,31 +491,21 @@ def test_upload_under_way_publishes_nothing_into_a_deleted_topic(live_site):
     is_under_way, may_go = threading.Event(), threading.Event()
 
     def before(kind, key):
-        if kind == "close" and threading.current_thread().name == "uploading":
+        if kind == "close" and not is_under_way.is_set():
             is_under_way.set()
             may_go.wait(60)
 
     live_site.objects.before = before
-    outcome = []
-
-    def upload():
-        try:
-            outcome.append(topic.bucket.uploads.upload())
-        except (FencedError, ClosedError) as error:
-            outcome.append(error)
-
-    uploading = threading.Thread(target=upload, name="uploading")
-    uploading.start()
+    uploading = Task(topic.bucket.uploads.upload)
     assert is_under_way.wait(60)
-    deleting = threading.Thread(target=lambda: log.delete(TEXT))
-    deleting.start()
+    deleting = Task(log.delete, TEXT)
     may_go.set()
-    uploading.join(10)
-    deleting.join(10)
-    live_site.objects.before = lambda kind, key: None
+    with suppress(FencedError, ClosedError):
+        uploading.result()
+    deleting.result()
+    live_site.objects.before = calm
     again = log.topic(TEXT, create=True)
     assert (again.earliest, again.wal.next, payloads(again.read())) == (0, 0, [])
-    assert outcome
 
 
 # -- probes -------------------------------------------------------------------------------------
@@ -681,15 +568,6 @@ def test_leftovers_that_cannot_be_removed_do_not_take_away_what_is_known(site, c
     assert any("cannot be used" in message for message in caplog.messages)
 
 
-def test_probe_that_failed_once_is_made_up_for_by_the_next(site):
-    stores = opened(site).stores
-    probe, site.objects.probe = site.objects.probe, silent
-    stores.probe()
-    site.objects.probe = probe
-    stores.probe()
-    assert stores.capabilities is not None
-
-
 # -- objects that are missing while local files have them ---------------------------------------
 
 
@@ -715,17 +593,20 @@ def test_check_of_whole_objects_finds_and_reads_nothing(site):
     assert len(site.objects.calls) == calls + 4
 
 
-def test_lost_object_is_uploaded_again_and_nothing_else_is_read(site):
+@pytest.mark.parametrize("lost", [[1], [0, 2, 3]], ids=["one", "several"])
+def test_lost_object_is_uploaded_again_and_nothing_else_is_read(site, lost):
     _, topic, sent = several_objects(site)
-    names, key = names_of(site), site.key(7)
-    data = site.objects.read(key, 0, 1 << 20)
-    site.objects.drop(key)
+    names, keys = names_of(site), [site.key(5 * number) for number in lost]
+    data = [site.objects.read(key, 0, 1 << 20) for key in keys]
+    for key in keys:
+        site.objects.drop(key)
     calls, reads = len(site.objects.calls), len(site.objects.reads)
-    assert topic.bucket.check_recent() == [names[1]]
+    assert topic.bucket.check_recent() == [names[number] for number in lost]
     assert len(site.objects.reads) == reads
     written = {key for kind, key in site.objects.calls[calls:] if kind in ("open_writer", "close")}
-    assert written == {site.key(7)}
-    assert site.objects.read(site.key(7), 0, 1 << 20) == data
+    keys = [site.key(5 * number) for number in lost]
+    assert written == set(keys)
+    assert [site.objects.read(key, 0, 1 << 20) for key in keys] == data
     assert payloads(topic.read()) == sent
     assert topic.bucket.check_recent() == []
     assert topic.bucket.repair_objects().objects == []
@@ -738,7 +619,7 @@ def test_object_that_is_deleted_with_its_topic_is_not_lost(site, caplog):
     descriptors = list(site.catalog().descriptors())
 
     def delete(kind, key):
-        site.objects.before = lambda kind, key: None
+        site.objects.before = calm
         log.delete(TEXT)
 
     # As the background does, which has found the descriptors before the topic was deleted.
@@ -761,23 +642,13 @@ def test_object_of_another_size_is_uploaded_again(site, change):
     assert site.objects.read(site.key(12), 0, 1 << 20) == data
 
 
-def test_several_lost_objects_are_all_uploaded_again(site):
-    _, topic, _ = several_objects(site)
-    names = names_of(site)
-    for offset in (0, 10, 15):
-        site.objects.drop(site.key(offset))
-    assert topic.bucket.check_recent() == [names[0], names[2], names[3]]
-    assert topic.bucket.repair_objects().errors == []
-
-
 def test_objects_that_local_files_no_longer_have_whole_are_not_looked_at(site):
     log = opened(site, **ROTATE, **KEEP_NOTHING)
     topic = log.topic(TEXT, create=True)
     for _ in range(4):
         fill(topic, 7, size=900)
         topic.upload()
-    site.clock.advance(60)
-    log.stores.membership.renew()
+    site.pass_time(log, 60)
     topic.bucket.retention.trim()
     assert 21 < topic.watermarks.trimmed < 28
     fill(topic, 7, size=900)
