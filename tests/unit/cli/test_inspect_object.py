@@ -1,7 +1,5 @@
 """`ister inspect object` on whole and damaged objects: files, names in a bucket, URLs."""
 
-import itertools
-import json
 import shutil
 
 import pytest
@@ -17,18 +15,13 @@ from ister.topic.express import Express
 from ister.topic.log import Log
 from tests.servers.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, rclone_server
 from tests.support.builders import a_message, bincode_body, frames, with_bit_flipped
+from tests.support.cases import each
+from tests.support.commands import TOPIC, check_fields, run_json
 
-TOPIC = "/default/orders"
 COUNT = 20
 FIELDS = {
-    "start_offset",
-    "next_offset",
-    "frames",
-    "bytes",
-    "codec",
-    "damage",
-    "publish_time_min",
-    "publish_time_max",
+    *("start_offset", "next_offset", "frames", "bytes", "codec", "damage"),
+    *("publish_time_min", "publish_time_max"),
 }
 KEY = "storage/topics/default/orders/objects/data-0-19.dnb1"
 
@@ -66,17 +59,11 @@ def written(tmp_path_factory):
 
 def inspect(target, capsys, *options):
     """The exit code and the JSON that was printed."""
-    code = main(["inspect", "object", str(target), "--json", *map(str, options)])
-    printed = json.loads(capsys.readouterr().out)
+    code, printed = run_json(capsys, "inspect", "object", target, *options)
     assert printed.keys() >= FIELDS
     for bad in printed["damage"]:
         assert bad.keys() >= {"position", "offset", "reason"}
     return code, printed
-
-
-def positions(path):
-    """Where each frame begins."""
-    return scan_frames(path.read_bytes(), expected_offset=None).starts
 
 
 def test_whole_object_shows_its_fields(path, capsys):
@@ -84,58 +71,44 @@ def test_whole_object_shows_its_fields(path, capsys):
         path.write_bytes(frames(0, bodies(0, COUNT, codec)))
         code, printed = inspect(path, capsys)
         assert code == 0, codec
-        assert (printed["start_offset"], printed["next_offset"], printed["frames"]) == (
-            0,
-            COUNT,
-            COUNT,
-        ), codec
-        assert printed["bytes"] == path.stat().st_size, codec
-        assert printed["codec"] == codec, codec
-        assert (printed["publish_time_min"], printed["publish_time_max"]) == (1000, 1019), codec
-        assert (printed["damage"], printed["errors"], printed["epoch"]) == ([], [], 1), codec
+        check_fields(printed, start_offset=0, next_offset=COUNT, frames=COUNT, codec=codec, epoch=1)
+        check_fields(printed, publish_time_min=1000, publish_time_max=1019, damage=[], errors=[])
+        assert printed["bytes"] == path.stat().st_size
         assert "name_start" not in printed, codec
 
 
-def test_damage_at_either_end_costs_one_frame(path, capsys):
-    whole, starts = path.read_bytes(), positions(path)
-    for frame, byte in itertools.product((0, COUNT - 1), (0, 9, 13, 40)):
-        at = starts[frame]
-        path.write_bytes(with_bit_flipped(whole, 8 * (at + byte) + 2))
-        code, printed = inspect(path, capsys)
-        case = f"frame {frame}, byte {byte}"
-        assert (code, printed["frames"]) == (1, COUNT - 1), case
-        damage = [(bad["position"], bad["offset"]) for bad in printed["damage"]]
-        assert (damage, printed["start_offset"]) == ([(at, frame)], 0), case
+def flip(frame, byte):
+    return lambda whole, at: with_bit_flipped(whole, 8 * (at[frame] + byte) + 2)
 
 
-def test_bytes_behind_the_last_frame_are_damage(path, capsys):
-    whole = path.read_bytes()
-    for extra in (b"\0" * 50, b"junk", frames(COUNT, bodies(COUNT, 1))):
-        path.write_bytes(whole + extra)
-        code, printed = inspect(path, capsys)
-        (bad,) = printed["damage"]
-        assert code == 1, extra
-        assert bad["position"] in (len(whole), len(whole) + len(extra)), extra
-
-
-def test_object_that_was_cut_between_frames_is_damaged(path, capsys):
-    whole, starts = path.read_bytes(), positions(path)
-    for frame in (0, 7):
-        at = starts[frame]
-        path.write_bytes(whole[:at])
-        code, printed = inspect(path, capsys)
-        assert (code, printed["frames"], printed["next_offset"]) == (1, frame, frame)
-        (bad,) = printed["damage"]
-        assert (bad["position"], bad["offset"], bad["end_offset"]) == (at, frame, COUNT)
-        assert (printed["name_start"], printed["name_end"]) == (0, COUNT), frame
-
-
-def test_object_that_was_cut_within_a_frame_is_damaged(path, capsys):
-    at = positions(path)[-1]
-    path.write_bytes(path.read_bytes()[:-5])
+@each(
+    ("harm", "left", "position", "offset"),
+    [
+        *((flip(frame, n), COUNT - 1, frame, frame) for frame in (0, 19) for n in (0, 9, 13, 40)),
+        (lambda whole, at: whole + b"\0" * 50, COUNT, COUNT, COUNT),
+        (lambda whole, at: whole + b"junk", COUNT, COUNT, COUNT),
+        (lambda whole, at: whole[:-5], COUNT - 1, COUNT - 1, COUNT - 1),
+        (lambda whole, at: whole[: at[7]], 7, 7, 7),
+        (lambda whole, at: b"", 0, 0, 0),
+    ],
+)
+def test_damage_is_listed_with_its_place(path, capsys, harm, left, position, offset):
+    whole = frames(0, bodies(0, COUNT))
+    starts = [*scan_frames(whole, expected_offset=None).starts, len(whole)]
+    path.write_bytes(harm(whole, starts))
     code, printed = inspect(path, capsys)
-    assert (code, printed["frames"]) == (1, COUNT - 1)
-    assert [(bad["position"], bad["offset"]) for bad in printed["damage"]] == [(at, COUNT - 1)]
+    assert (code, printed["frames"]) == (1, left)
+    assert [(d["position"], d["offset"]) for d in printed["damage"]] == [(starts[position], offset)]
+    if left < COUNT - 1:  # cut between frames
+        assert (printed["next_offset"], printed["damage"][0]["end_offset"]) == (left, COUNT)
+        assert (printed["name_start"], printed["name_end"]) == (0, COUNT)
+
+
+def test_frames_behind_what_the_name_says_are_damage(path, capsys):
+    whole = path.read_bytes() + frames(COUNT, bodies(COUNT, 1))
+    path.write_bytes(whole)
+    code, printed = inspect(path, capsys)
+    assert (code, [bad["position"] for bad in printed["damage"]]) == (1, [len(whole)])
 
 
 def test_name_that_disagrees_with_the_frames_is_damage(path, tmp_path, capsys):
@@ -170,10 +143,13 @@ def test_object_larger_than_a_chunk_is_read_whole(tmp_path, capsys):
     assert (code, printed["frames"], printed["undecodable"]) == (0, 3, 3)
 
 
-def test_frames_are_listed_on_request(path, capsys):
+def test_frames_are_listed_on_request_and_people_get_a_table(path, capsys):
     code, printed = inspect(path, capsys, "--frames", "--limit", "2", "--from", "4")
-    assert code == 0
-    assert [line["offset"] for line in printed["frame_list"]] == [4, 5]
+    assert (code, [line["offset"] for line in printed["frame_list"]]) == (0, [4, 5])
+    assert main(["inspect", "object", str(path)]) == 0
+    shown = capsys.readouterr()
+    assert "bincode2" in shown.out
+    assert "whole" in shown.out
 
 
 def test_object_in_the_bucket_is_found_by_key_and_by_name(written, capsys):
@@ -217,8 +193,7 @@ def express(tmp_path_factory):
 
 
 def inspect_express(target, capsys, *options):
-    code = main(["inspect", "object", str(target), "--json", *map(str, options)])
-    return code, json.loads(capsys.readouterr().out)
+    return run_json(capsys, "inspect", "object", target, *options)
 
 
 def test_express_object_is_shown_run_by_run(express, capsys):
@@ -256,26 +231,22 @@ def test_damaged_run_of_an_express_object_is_found_out(express, tmp_path, capsys
     assert (code, printed["errors"][0]["code"]) == (1, "DATA_LOSS")
 
 
-def test_name_in_two_topics_is_not_enough(written, capsys):
-    assert main(["inspect", "object", "data-0-19.dnb1", "--data", str(written), "--json"]) == 1
-    shown = capsys.readouterr()
-    (error,) = json.loads(shown.out)["errors"]
-    assert error["code"] == "INVALID_ARGUMENT"
-    assert KEY in error["hint"]
-
-
-def test_object_that_is_not_there_is_an_error(written, capsys):
-    for target, words in [
-        ("data-7-8.dnb1", "no object 'data-7-8.dnb1'"),
-        (KEY.replace("0-19", "0-18"), "not found"),
-        ("ftp://host/key", "not the URL of an object"),
-        ("s3://bucket", "not the URL of an object"),
-        ("", "no object ''"),
-    ]:
-        assert main(["inspect", "object", target, "--data", str(written), "--json"]) == 1, target
-        shown = capsys.readouterr()
-        assert words.lower() in json.loads(shown.out)["errors"][0]["message"].lower(), target
-        assert shown.err.startswith("ister: "), target
+@each(
+    ("target", "code", "words"),
+    [
+        ("data-0-19.dnb1", "INVALID_ARGUMENT", KEY),  # in two topics
+        ("data-7-8.dnb1", "NOT_FOUND", "no object 'data-7-8.dnb1'"),
+        (KEY.replace("0-19", "0-18"), "NOT_FOUND", "not found"),
+        ("ftp://host/key", "INVALID_ARGUMENT", "not the URL of an object"),
+        ("s3://bucket", "INVALID_ARGUMENT", "not the URL of an object"),
+        ("", "NOT_FOUND", "no object ''"),
+    ],
+)
+def test_name_that_is_not_that_of_one_object_is_an_error(written, capsys, target, code, words):
+    ended, printed = inspect_express(target, capsys, "--data", written)
+    (error,) = printed["errors"]
+    assert (ended, error["code"]) == (1, code)
+    assert words.lower() in f"{error['message']} {error.get('hint')}".lower()
 
 
 def test_missing_file_without_a_log_is_an_error(tmp_path, monkeypatch, capsys):
@@ -283,14 +254,6 @@ def test_missing_file_without_a_log_is_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("ISTER_CONFIG", raising=False)
     assert main(["inspect", "object", "none.dnb1"]) == 1
     assert "file not found" in capsys.readouterr().err
-
-
-def test_people_get_a_table(path, capsys):
-    assert main(["inspect", "object", str(path)]) == 0
-    shown = capsys.readouterr()
-    assert "bincode2" in shown.out
-    assert "whole" in shown.out
-    assert shown.err == ""
 
 
 def test_object_in_s3_is_read_by_url(path, tmp_path, monkeypatch, capsys):
@@ -312,8 +275,8 @@ def test_object_in_s3_is_read_by_url(path, tmp_path, monkeypatch, capsys):
             assert (code, printed["frames"], printed["topic"]) == (0, COUNT, TOPIC)
         for path in tmp_path.glob("metadata.db*"):
             path.unlink()
-        assert main(["recover", "--config", str(config), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["topics"][0]["messages"] == COUNT
+        code, printed = run_json(capsys, "recover", "--config", config)
+        assert (code, printed["topics"][0]["messages"]) == (0, COUNT)
         monkeypatch.chdir(tmp_path)
         monkeypatch.delenv("ISTER_CONFIG", raising=False)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
@@ -339,21 +302,17 @@ def an_archive(path, *, kept=""):
         return writer.finish(start=0, end=COUNT, kept=kept)
 
 
-@pytest.mark.parametrize("kept", ["", "latest-per-key"])
-@pytest.mark.parametrize("name", ["data-0-19-c00000001.parquet", "copy.of.it"])
+@each("kept", ["", "latest-per-key"])
+@each("name", ["data-0-19-c00000001.parquet", "copy.of.it"])
 def test_parquet_object_shows_its_fields(tmp_path, capsys, kept, name):
     path = tmp_path / name
     an_archive(path, kept=kept)
     code, printed = inspect(path, capsys, "--frames", "--from", 6, "--limit", 2)
     assert code == 0
-    assert (printed["start_offset"], printed["next_offset"]) == (0, COUNT)
-    assert (printed["frames"], printed["kept"]) == (16 if kept else COUNT, kept)
-    assert (printed["format"], printed["codec"], printed["damage"]) == ("parquet", "bincode2", [])
-    assert (printed["bytes"], printed["topic"]) == (path.stat().st_size, TOPIC)
-    assert (printed["publish_time_min"], printed["publish_time_max"]) == (
-        1000,
-        1018 if kept else 1019,
-    )
+    check_fields(printed, start_offset=0, next_offset=COUNT, kept=kept, topic=TOPIC, damage=[])
+    check_fields(printed, format="parquet", codec="bincode2", frames=16 if kept else COUNT)
+    check_fields(printed, publish_time_min=1000, publish_time_max=1018 if kept else 1019)
+    assert printed["bytes"] == path.stat().st_size
     assert [line["offset"] for line in printed["frame_list"]] == [6, 7]
     assert printed["frame_list"][0]["publish_time"] == 1006
     assert main(["inspect", "object", str(path)]) == 0

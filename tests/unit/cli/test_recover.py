@@ -1,71 +1,35 @@
 """`ister recover`: the metadata is lost, damaged or incomplete, and the bucket has everything."""
 
-import io
-import json
 import os
 import shutil
 import sqlite3
 import sys
 
 import pytest
-import yaml
 
 from ister.cli.main import main
-from ister.config import load_config
 from ister.errors import IsterError
 from ister.rescue import rebuild
 from ister.rescue import recover as recovery
 from ister.topic.express import Express
-from ister.topic.log import Log
+from tests.support.commands import DataDirectory, Terminal
 
 ORDERS, OLD, SEALED, EMPTY = "/default/orders", "/default/old", "/shop/sealed", "/shop/empty"
 TOPIC_FIELDS = {
-    "topic",
-    "status",
-    "objects",
-    "messages",
-    "bytes",
-    "start_offset",
-    "next_offset",
-    "left_out",
-    "gaps",
+    *("topic", "status", "objects", "messages", "bytes"),
+    *("start_offset", "next_offset", "left_out", "gaps"),
 }
 
 
-class Place:
-    """A data directory with a config file, and what tests do to it."""
-
-    def __init__(self, path):
-        self.path = path
-        self.config = path / "ister.yml"
-        path.mkdir(exist_ok=True)
-        wal = {"dir": str(path / "wal"), "rotate_max_bytes": 4096, "retention": {"size_mb": 0}}
-        self.config.write_text(yaml.safe_dump({"storage": {"wal": wal}}))
-
-    def open(self):
-        return Log(load_config(str(self.config)), background=False)
-
-    def objects(self, topic=ORDERS):
-        return self.path / "objects" / "storage" / "topics" / topic.strip("/") / "objects"
-
-    def lose_metadata(self):
-        for path in self.path.glob("metadata.db*"):
-            path.unlink()
-
-    def files(self):
-        """Every file with its content."""
-        return {
-            str(path.relative_to(self.path)): path.read_bytes()
-            for path in sorted(self.path.rglob("*"))
-            if path.is_file()
-        }
+def a_place(path):
+    return DataDirectory(path, wal={"rotate_max_bytes": 4096, "retention": {"size_mb": 0}})
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """The topics, made once: a disk takes its time over every sync."""
     path = tmp_path_factory.mktemp("written") / "data"
-    write_topics(Place(path))
+    write_topics(a_place(path))
     return path
 
 
@@ -73,7 +37,7 @@ def written(tmp_path_factory):
 def place(tmp_path, written):
     """A copy of the topics."""
     shutil.copytree(written, tmp_path / "data")
-    return Place(tmp_path / "data")
+    return a_place(tmp_path / "data")
 
 
 def fill(topic, count, *, first=0):
@@ -130,16 +94,18 @@ def read(place, *names):
 
 def recover(place, capsys, *arguments):
     """The exit code and the JSON that was printed."""
-    code = main(["recover", "--config", str(place.config), "--json", *arguments])
-    printed = json.loads(capsys.readouterr().out)
+    code, printed = place.run(capsys, "recover", *arguments)
     assert printed.keys() >= {"ok", "job", "dry_run", "topics", "errors"}
-    assert printed["job"] == "recover"
-    assert printed["ok"] is (code == 0)
+    assert (printed["job"], printed["ok"]) == ("recover", code == 0)
     for topic in printed["topics"]:
         assert topic.keys() >= TOPIC_FIELDS
     for error in printed["errors"]:
         assert error.keys() >= {"code", "message", "topic", "offset"}
     return code, printed
+
+
+def statuses(printed):
+    return {topic["topic"]: topic["status"] for topic in printed["topics"]}
 
 
 def test_lost_metadata_is_rebuilt_and_every_topic_reads_as_before(place, written, capsys):
@@ -149,7 +115,7 @@ def test_lost_metadata_is_rebuilt_and_every_topic_reads_as_before(place, written
     # Opening the topics to read them has changed them; what is recovered is the state before.
     shutil.rmtree(place.path)
     shutil.copytree(written, place.path)
-    place = Place(place.path)
+    place = a_place(place.path)
     place.lose_metadata()
     code, printed = recover(place, capsys)
     assert code == 0
@@ -168,7 +134,7 @@ def test_lost_metadata_is_rebuilt_and_every_topic_reads_as_before(place, written
 
 
 def test_express_object_of_a_newer_version_keeps_only_its_topics_back(tmp_path, capsys):
-    place = Place(tmp_path / "data")
+    place = a_place(tmp_path / "data")
     with place.open() as log:
         express = Express(log.stores)
         for name in ("/default/a", "/default/b"):
@@ -189,65 +155,34 @@ def test_express_object_of_a_newer_version_keeps_only_its_topics_back(tmp_path, 
     assert [(e["code"], e["topic"]) for e in printed["errors"]] == [("UNIMPLEMENTED", "/default/b")]
 
 
-def test_known_topics_are_left_as_they_are(place, capsys):
-    with place.open() as log:
-        record = log.stores.metadata.get("/danube/topics/default/orders").value
-    code, printed = recover(place, capsys)
-    assert code == 0
-    assert {topic["status"] for topic in printed["topics"]} == {"known"}
-    assert printed["topics"][1]["next_offset"] == 40
-    code, printed = recover(place, capsys, ORDERS)
-    assert (code, [topic["status"] for topic in printed["topics"]]) == (0, ["known"])
-    with place.open() as log:
-        assert log.stores.metadata.get("/danube/topics/default/orders").value == record
-
-
-def test_named_topics_alone_are_recovered(place, capsys):
+def test_named_topics_alone_are_recovered_and_known_ones_stay(place, capsys):
     place.lose_metadata()
-    code, printed = recover(place, capsys, ORDERS, SEALED)
-    assert code == 0
-    assert [topic["topic"] for topic in printed["topics"]] == [ORDERS, SEALED]
-    code, printed = recover(place, capsys)
-    assert [topic["status"] for topic in printed["topics"]] == [
-        "recovered",
-        "known",
-        "recovered",
-        "known",
-    ]
-
-
-def test_topic_that_is_nowhere_fails_alone(place, capsys):
-    place.lose_metadata()
-    code, printed = recover(place, capsys, "/default/order", ORDERS)
-    assert code == 1
-    assert [topic["status"] for topic in printed["topics"]] == ["failed", "recovered"]
+    code, printed = recover(place, capsys, ORDERS, "/default/order")
+    assert (code, statuses(printed)) == (1, {"/default/order": "failed", ORDERS: "recovered"})
     (error,) = printed["errors"]
     assert (error["code"], error["topic"]) == ("NOT_FOUND", "/default/order")
     assert ORDERS in error["hint"]
+    others = dict.fromkeys((OLD, SEALED, EMPTY), "recovered")
+    code, printed = recover(place, capsys)
+    assert (code, statuses(printed)) == (0, {**others, ORDERS: "known"})
+    assert printed["topics"][1]["next_offset"] == 40
 
 
 def test_dry_run_writes_nothing(place, capsys):
     place.lose_metadata()
-    before = place.files()
+    before = place.contents()
     code, printed = recover(place, capsys, "--dry-run")
     assert code == 0
     assert printed["dry_run"] is True
-    assert {topic["status"] for topic in printed["topics"]} == {"planned"}
+    assert set(statuses(printed).values()) == {"planned"}
     assert printed["topics"][1]["messages"] == 40
-    assert place.files() == before
+    assert place.contents() == before
     (place.path / "metadata.db").write_bytes(b"not a database" * 1000)
-    before = place.files()
+    before = place.contents()
     code, printed = recover(place, capsys, "--dry-run")
     assert (code, printed["metadata"]["state"]) == (0, "damaged")
     assert printed["metadata"]["set_aside"] is None
-    assert place.files() == before
-
-
-def test_dry_run_is_possible_while_the_log_is_open(place, capsys):
-    with place.open() as log:
-        log.topic(ORDERS)
-        code, printed = recover(place, capsys, "--dry-run")
-    assert (code, {topic["status"] for topic in printed["topics"]}) == (0, {"known"})
+    assert place.contents() == before
 
 
 @pytest.mark.parametrize("harm", ["foreign", "cut", "page"])
@@ -272,20 +207,18 @@ def test_damaged_metadata_is_set_aside(place, capsys, harm):
         "set_aside": str(aside),
     }
     assert len(aside.read_bytes()) == len(damaged)
-    assert {topic["status"] for topic in printed["topics"]} == {"recovered"}
+    assert set(statuses(printed).values()) == {"recovered"}
     assert sqlite3.connect(path).execute("PRAGMA integrity_check").fetchone() == ("ok",)
     assert len(read(place, ORDERS)[ORDERS]["messages"]) == 45
 
 
-def test_log_that_is_open_is_refused(place, capsys):
+def test_log_that_is_open_is_refused_except_for_a_dry_run(place, capsys):
     with place.open():
         code, printed = recover(place, capsys)
-        assert code == 1
-        assert printed["topics"] == []
-        assert printed["errors"][0]["code"] == "ABORTED"
+        assert (code, printed["topics"], printed["errors"][0]["code"]) == (1, [], "ABORTED")
         assert str(os.getpid()) in printed["errors"][0]["message"]
-        assert main(["recover", "--config", str(place.config)]) == 1
-        assert "in use by process" in capsys.readouterr().err
+        code, printed = recover(place, capsys, "--dry-run")
+        assert (code, set(statuses(printed).values())) == (0, {"known"})
 
 
 def test_missing_object_leaves_a_gap_that_is_named(place, capsys):
@@ -317,10 +250,6 @@ def test_people_get_a_table_and_errors_beside_it(place, capsys):
 
 
 def test_terminal_shows_progress(place, monkeypatch, capsys):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     place.lose_metadata()
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -337,14 +266,10 @@ def test_log_without_anything_to_recover_from_is_refused(tmp_path, capsys):
         ({}, "bucket not found"),
         ({"nonsense": 1}, "unknown key"),
     ]:
-        path = tmp_path / "ister.yml"
-        path.write_text(
-            yaml.safe_dump({"storage": {"wal": {"dir": str(tmp_path / "d" / "wal")}, **storage}})
-        )
-        assert main(["recover", "--config", str(path), "--json"]) == 1, storage
-        shown = capsys.readouterr()
-        assert words in json.loads(shown.out)["errors"][0]["message"], storage
-        assert words in shown.err, storage
+        place = DataDirectory(tmp_path / "d", **storage)
+        code, printed = place.run(capsys, "recover")
+        assert code == 1, storage
+        assert words in printed["errors"][0]["message"], storage
         assert not (tmp_path / "d" / "objects").exists(), storage
 
 
@@ -357,7 +282,7 @@ def test_store_that_fails_is_an_error_of_the_topic(place, capsys, monkeypatch):
     monkeypatch.setattr(recovery, "rebuild_topic", refuse)
     code, printed = recover(place, capsys)
     assert code == 1
-    assert {topic["status"] for topic in printed["topics"]} == {"failed"}
+    assert set(statuses(printed).values()) == {"failed"}
     assert {error["topic"] for error in printed["errors"]} == {ORDERS, OLD, SEALED, EMPTY}
 
 
@@ -373,4 +298,4 @@ def test_run_that_is_interrupted_is_continued(place, capsys, monkeypatch):
     assert "interrupted" in capsys.readouterr().err
     monkeypatch.undo()
     code, printed = recover(place, capsys)
-    assert (code, {topic["status"] for topic in printed["topics"]}) == (0, {"recovered"})
+    assert (code, set(statuses(printed).values())) == (0, {"recovered"})

@@ -1,19 +1,17 @@
 """`ister recover` of a bucket that Danube wrote: layouts of all ages, whole and damaged."""
 
-import json
 import os
 from dataclasses import replace
 
 import pytest
-import yaml
 
 from ister.base.model import Layout
 from ister.bucket.names import format_object_id
-from ister.cli.main import main
-from ister.config import load_config
-from ister.errors import CorruptDataError
-from ister.topic.log import Log
+from ister.errors import CorruptDataError, IsterError
+from tests.support.cases import each
+from tests.support.commands import DataDirectory, run_json
 from tests.support.danube_files import (
+    BODY_OF_LAYOUT,
     TOPIC,
     DanubeBucket,
     a_danube_message,
@@ -21,20 +19,13 @@ from tests.support.danube_files import (
     messages_of,
 )
 
-LAYOUTS = ["0.5", "0.6.2", "0.9"]
 
-
-class Place:
+class Place(DataDirectory):
     """A data directory whose bucket is Danube's."""
 
     def __init__(self, path, **cloud):
-        self.config = path / "ister.yml"
+        super().__init__(path, cloud=cloud)
         self.bucket = DanubeBucket(path / "objects")
-        storage = {"wal": {"dir": str(path / "wal")}, "cloud": cloud}
-        self.config.write_text(yaml.safe_dump({"storage": storage}))
-
-    def open(self):
-        return Log(load_config(str(self.config)), background=False)
 
     def records(self):
         """Every record of the topic, field by field, in order."""
@@ -43,8 +34,7 @@ class Place:
 
     def recover(self, capsys, *arguments):
         """The exit code, what is said of the topic, and the errors as (message, file name)."""
-        code = main(["recover", "--config", str(self.config), "--json", *arguments])
-        printed = json.loads(capsys.readouterr().out)
+        code, printed = self.run(capsys, "recover", *arguments)
         errors = [
             (e["message"], (e.get("path") or "").rpartition("/")[2]) for e in printed["errors"]
         ]
@@ -56,20 +46,25 @@ def place(tmp_path):
     return Place(tmp_path)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", BODY_OF_LAYOUT)
 def test_bucket_of_every_age_is_adopted_in_place(place, capsys, layout):
     paths = [place.bucket.put(layout, *part) for part in ((0, 40), (40, 41), (41, 100))]
     before = [path.read_bytes() for path in paths]
     code, topic, errors = place.recover(capsys)
     assert (code, errors, topic["left_out"], topic["gaps"]) == (0, [], [], [])
     assert (topic["status"], topic["objects"], topic["messages"]) == ("recovered", 3, 100)
-    body = {"0.5": "0.5", "0.6.2": "0.6", "0.9": "0.12"}[layout]
-    assert place.records() == messages_of(0, 100, body)
+    assert place.records() == messages_of(0, 100, BODY_OF_LAYOUT[layout])
     assert [path.read_bytes() for path in paths] == before
+    code, printed = run_json(capsys, "inspect", "object", paths[2])
+    assert (code, printed["damage"]) == (0, [])
+    assert (printed["start_offset"], printed["next_offset"], printed["frames"]) == (41, 100, 59)
+    paths[2].write_bytes(before[2][:-1])
+    assert run_json(capsys, "inspect", "object", paths[2])[0] == 1
 
 
-@pytest.mark.parametrize("body", ["0.5", "0.5.1", "0.6", "0.12"])
-def test_bodies_of_every_age_are_read_from_a_segment(place, capsys, body):
+@each("body", ["0.5", "0.5.1", "0.6", "0.12"])
+def test_bodies_of_every_age_are_read_from_a_segment(tmp_path, capsys, body):
+    place = Place(tmp_path)
     place.bucket.put("0.9", 0, 30, body=body)
     code, _, errors = place.recover(capsys)
     assert (code, errors) == (0, [])
@@ -90,11 +85,9 @@ def test_layouts_of_all_ages_make_up_one_topic(place, capsys):
     ]
 
 
-@pytest.mark.parametrize(("name", "count"), [("1790000009", 10), ("1790000300", 10)])
-def test_number_that_may_be_both_an_offset_and_a_time_is_judged_by_the_frames(
-    place, capsys, name, count
-):
-    start = 1_790_000_000
+@each("name", ["1790000009", "1790000300"])
+def test_number_that_may_be_an_offset_or_a_time_is_judged_by_the_frames(tmp_path, capsys, name):
+    place, start, count = Place(tmp_path), 1_790_000_000, 10
     wanted = [
         replace(message, msg_id=replace(message.msg_id, topic_offset=start + number))
         for number, message in enumerate(messages_of(0, count, "0.6"))
@@ -117,10 +110,9 @@ def test_topic_goes_on_behind_what_danube_wrote(place, capsys):
     assert [m.payload for m in place.records()[24:]] == [a_danube_message(24).payload, b"new"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gap_is_named_and_read_over_by_nobody(place, capsys, layout):
-    place.bucket.put(layout, 0, 10)
-    place.bucket.put(layout, 20, 30)
+def test_gap_is_named_and_read_over_by_nobody(place, capsys):
+    place.bucket.put("0.9", 0, 10)
+    place.bucket.put("0.9", 20, 30)
     code, topic, errors = place.recover(capsys)
     assert (code, topic["gaps"]) == (1, [[10, 20]])
     assert "no object holds the offset" in errors[0][0]
@@ -138,26 +130,21 @@ def test_second_export_of_a_range_is_named_and_the_newest_is_taken(place, capsys
     assert old.exists()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", BODY_OF_LAYOUT)
 def test_offsets_that_only_an_overlapping_object_has_are_copied(place, capsys, layout):
     first = place.bucket.put(layout, 0, 100)
     second = place.bucket.put(layout, 80, 200)
     place.bucket.put(layout, 200, 210)
     code, topic, errors = place.recover(capsys, "--dry-run")
-    assert (code, topic["status"], len(topic["copied"]), topic["messages"]) == (
-        0,
-        "planned",
-        1,
-        210,
-    )
+    assert (code, topic["status"], topic["messages"]) == (0, "planned", 210)
+    assert len(topic["copied"]) == 1
     before = sorted(path.name for path in first.parent.iterdir())
     assert len(before) == 3
     code, topic, errors = place.recover(capsys)
     assert (code, errors, topic["gaps"]) == (0, [], [])
     assert topic["copied"][0].startswith("data-100-199-c")
     assert topic["left_out"][0].endswith(second.name)
-    body = {"0.5": "0.5", "0.6.2": "0.6", "0.9": "0.12"}[layout]
-    assert place.records() == messages_of(0, 210, body)
+    assert place.records() == messages_of(0, 210, BODY_OF_LAYOUT[layout])
 
 
 def test_other_messages_with_the_same_offsets_are_named(place, capsys):
@@ -172,11 +159,11 @@ def test_other_messages_with_the_same_offsets_are_named(place, capsys):
     assert place.records() == messages_of(0, 30, "0.12")
 
 
-@pytest.mark.parametrize("layout", ["0.6.2", "0.9"])
-@pytest.mark.parametrize("cut", [1, 17, 40])
-def test_torn_object_is_taken_up_to_its_last_whole_frame(place, capsys, layout, cut):
+@each("layout", ["0.6.2", "0.9"])
+@each("cut", [1, 17, 40])
+def test_torn_object_is_taken_up_to_its_last_whole_frame(tmp_path, capsys, layout, cut):
+    place, body = Place(tmp_path), BODY_OF_LAYOUT[layout]
     place.bucket.put(layout, 0, 10)
-    body = {"0.6.2": "0.6", "0.9": "0.12"}[layout]
     data = danube_frames(messages_of(10, 20, body), body)
     torn = place.bucket.put(layout, 10, 20, data=data[:-cut])
     code, topic, errors = place.recover(capsys)
@@ -202,7 +189,7 @@ def test_damage_in_the_midst_is_named_and_read_up_to_it(place, capsys):
     assert found == messages_of(0, 10, "0.12")
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "data", "text"),
     [
         ("segments/data-7-1790000000.dnb1", b"not frames at all" * 9, "not an object of messages"),
@@ -213,7 +200,8 @@ def test_damage_in_the_midst_is_named_and_read_up_to_it(place, capsys):
         ("old/data-0-9.dnb1", b"x", "its name is not that of an object"),
     ],
 )
-def test_foreign_file_is_an_error_with_its_name(place, capsys, name, data, text):
+def test_foreign_file_is_an_error_with_its_name(tmp_path, capsys, name, data, text):
+    place = Place(tmp_path)
     place.bucket.put("0.9", 0, 10)
     path = place.bucket.folder / name
     path.parent.mkdir(exist_ok=True)
@@ -226,27 +214,15 @@ def test_foreign_file_is_an_error_with_its_name(place, capsys, name, data, text)
     assert place.records() == messages_of(0, 10, "0.12")
 
 
-@pytest.mark.parametrize(
-    "key", ["storage/topics/a b/t/segments/data-0-9.dnb1", "x/storage/topics/d/t/data-0-9.dnb1"]
-)
-def test_bucket_with_objects_elsewhere_is_an_error(place, capsys, key):
+@each("key", ["storage/topics/a b/t/segments/data-0-9.dnb1", "x/storage/topics/d/t/data-0-9.dnb1"])
+def test_bucket_with_objects_elsewhere_is_an_error(tmp_path, capsys, key):
+    place = Place(tmp_path)
     path = place.bucket.root / key
     path.parent.mkdir(parents=True)
     path.write_bytes(danube_frames(messages_of(0, 10, "0.12")))
     code, topic, errors = place.recover(capsys)
     assert (code, topic) == (1, None)
     assert [name for _, name in errors] == ["data-0-9.dnb1"]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_inspection_calls_a_sound_object_sound(place, capsys, layout):
-    path = place.bucket.put(layout, 5, 30)
-    assert main(["inspect", "object", str(path), "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert (printed["start_offset"], printed["next_offset"], printed["frames"]) == (5, 30, 25)
-    assert printed["damage"] == []
-    path.write_bytes(path.read_bytes()[:-1])
-    assert main(["inspect", "object", str(path), "--json"]) == 1
 
 
 def test_objects_that_were_not_adopted_are_never_collected(place, capsys):
@@ -273,7 +249,7 @@ def test_deleting_an_adopted_topic_removes_its_segments(place, capsys):
 
 def test_topic_of_that_name_is_not_created_over_danubes_objects(place):
     place.bucket.put("0.9", 0, 10)
-    with place.open() as log, pytest.raises(Exception, match="`ister recover`"):
+    with place.open() as log, pytest.raises(IsterError, match="`ister recover`"):
         log.topic(TOPIC, create=True)
 
 
@@ -298,15 +274,18 @@ def test_segments_of_several_owners_are_read_and_recovered(tmp_path, capsys):
     assert len(names) == 3
     before = place.records()
     assert [record.payload for record in before] == [b"%d" % n for n in range(30)]
-    for path in tmp_path.glob("metadata.db*"):
-        path.unlink()
+    place.lose_metadata()
     code, topic, errors = place.recover(capsys)
     assert (code, errors, topic["objects"], topic["left_out"]) == (0, [], 3, [])
     assert place.records() == before
     path = place.bucket.folder / "segments" / names[0]
-    assert main(["inspect", "object", str(path), "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert (printed["start_offset"], printed["next_offset"], printed["epoch"]) == (0, 10, 1)
+    code, printed = run_json(capsys, "inspect", "object", path)
+    assert (code, printed["start_offset"], printed["next_offset"], printed["epoch"]) == (
+        0,
+        0,
+        10,
+        1,
+    )
 
 
 def test_owners_never_write_to_the_same_segment(tmp_path):
@@ -326,8 +305,7 @@ def test_fenced_owners_segment_is_left_out(tmp_path, capsys):
     late = format_object_id(10, 15, 1, layout=Layout.SEGMENTS)
     source = next((place.bucket.folder / "segments").glob("data-0-*"))
     (place.bucket.folder / late).write_bytes(source.read_bytes()[:100])
-    for path in tmp_path.glob("metadata.db*"):
-        path.unlink()
+    place.lose_metadata()
     code, topic, _ = place.recover(capsys)
     assert (code, topic["left_out"], topic["next_offset"]) == (0, [late], 20)
 
@@ -337,7 +315,6 @@ def test_topic_changes_its_layout_both_ways(tmp_path, capsys):
         place = Place(tmp_path, layout=layout)
         fill(place, 10)
     assert [record.payload for record in place.records()] == [b"%d" % n for n in range(30)]
-    for path in tmp_path.glob("metadata.db*"):
-        path.unlink()
+    place.lose_metadata()
     code, topic, errors = place.recover(capsys)
     assert (code, errors, topic["objects"]) == (0, [], 3)

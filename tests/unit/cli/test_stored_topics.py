@@ -4,76 +4,59 @@ import json
 import shutil
 
 import pytest
-import yaml
 
 from ister.base.model import TopicName
 from ister.cli.main import main
-from ister.config import load_config
-from ister.topic.log import Log
+from tests.support.commands import TOPIC, DataDirectory, run_json
 from tests.support.stores import save_cursor
 
-TOPIC = "/default/orders"
 COUNT = 30
 TIERED = 20
 
 
-class Place:
-    """A data directory with a config file."""
+def a_place(path, **storage):
+    wal = {"rotate_max_bytes": 4096, "retention": {"size_mb": 0}}
+    return DataDirectory(path, **storage, wal=wal)
 
-    def __init__(self, path, **storage):
-        path.mkdir(exist_ok=True)
-        wal = {"dir": str(path / "wal"), "rotate_max_bytes": 4096, "retention": {"size_mb": 0}}
-        self.path = path
-        self.config = path / "ister.yml"
-        self.config.write_text(yaml.safe_dump({"storage": {**storage, "wal": wal}}))
-        self.files = path / "wal" / "default" / "orders"
 
-    def open(self):
-        return Log(load_config(str(self.config)), background=False)
-
-    def write(self):
-        """Two objects, several files, a tail, and a subscription half way."""
-        with self.open() as log:
-            topic = log.topic(TOPIC, create=True, ack="written")
-            for first in range(0, COUNT, 5):
-                topic.append_many([b"%03d" % n * 150 for n in range(first, first + 5)])
-                topic.flush()
-                if log.stores is not None and first in (5, 15):
-                    topic.upload()
-            if log.stores is not None:
-                save_cursor(topic.bucket.owned, "billing", 12)
-        return self
+def write(place):
+    """Two objects, several files, a tail, and a subscription half way."""
+    with place.open() as log:
+        topic = log.topic(TOPIC, create=True, ack="written")
+        for first in range(0, COUNT, 5):
+            topic.append_many([b"%03d" % n * 150 for n in range(first, first + 5)])
+            topic.flush()
+            if log.stores is not None and first in (5, 15):
+                topic.upload()
+        if log.stores is not None:
+            save_cursor(topic.bucket.owned, "billing", 12)
+    return place
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    return Place(tmp_path_factory.mktemp("written") / "data").write().path
+    return write(a_place(tmp_path_factory.mktemp("written") / "data")).path
 
 
 @pytest.fixture
 def place(tmp_path, written):
     shutil.copytree(written, tmp_path / "data")
-    return Place(tmp_path / "data")
+    return a_place(tmp_path / "data")
 
 
-def inspect(place, capsys, *options, topic=TOPIC):
+def inspect(place, capsys, *, topic=TOPIC):
     """The exit code and the JSON that was printed."""
-    code = main(["topics", "describe", topic, "--config", str(place.config), "--json", *options])
-    return code, json.loads(capsys.readouterr().out)
+    return place.run(capsys, "topics", "describe", topic)
 
 
-def marks(trimmed, tiered, synced, written, next):
-    return {
-        "trimmed": trimmed,
-        "tiered": tiered,
-        "synced": synced,
-        "written": written,
-        "next": next,
-    }
+def marks(*offsets):
+    return dict(zip(("trimmed", "tiered", "synced", "written", "next"), offsets, strict=True))
 
 
-def test_closed_topic_shows_both_tiers(place, capsys):
+def test_closed_topic_shows_both_tiers_and_looking_changes_nothing(place, capsys):
+    before = place.contents()
     code, printed = inspect(place, capsys)
+    assert place.contents() == before
     assert code == 0
     assert (printed["topic"], printed["ack"], printed["codec"]) == (TOPIC, "written", "bincode2")
     assert (printed["epoch"], printed["state"]) == (1, "open")
@@ -94,15 +77,6 @@ def test_closed_topic_shows_both_tiers(place, capsys):
     (billing,) = printed["subscriptions"]
     assert (billing["name"], billing["type"]) == ("billing", None)
     assert (billing["cursor"], billing["lag"]) == (12, 18)
-
-
-def test_looking_changes_nothing(place, capsys):
-    def files():
-        return {path: path.read_bytes() for path in place.path.rglob("*") if path.is_file()}
-
-    before = files()
-    assert inspect(place, capsys)[0] == 0
-    assert files() == before
 
 
 def test_open_topic_is_seen_as_far_as_it_is_written(place, capsys):
@@ -176,8 +150,7 @@ def test_files_of_a_node_that_is_not_the_last_owner_do_not_count(place, capsys):
 
 @pytest.mark.parametrize("harm", ["missing", "damaged"])
 def test_lost_metadata_is_named_and_the_files_are_shown(place, harm, capsys):
-    for path in place.path.glob("metadata.db*"):
-        path.unlink()
+    place.lose_metadata()
     if harm == "damaged":
         (place.path / "metadata.db").write_bytes(b"something else " * 1000)
     code, printed = inspect(place, capsys)
@@ -220,7 +193,7 @@ def test_deleted_topic_is_not_there(place, capsys):
 
 @pytest.mark.parametrize("is_open", [False, True])
 def test_log_without_a_bucket_has_files_alone(tmp_path, is_open, capsys):
-    place = Place(tmp_path / "data", mode="local_only").write()
+    place = write(a_place(tmp_path / "data", mode="local_only"))
     log = place.open() if is_open else None
     try:
         code, printed = inspect(place, capsys)
@@ -244,11 +217,9 @@ def test_log_in_memory_is_refused(tmp_path, capsys):
 
 
 def test_both_checkpoints_of_a_directory_are_shown(place, capsys):
-    assert main(["inspect", "checkpoint", str(place.files), "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert (printed["kind"], printed["synced"]) == ("wal", COUNT)
-    assert printed["uploader"]["kind"] == "uploader"
-    assert printed["uploader"]["damaged"] is False
+    code, printed = run_json(capsys, "inspect", "checkpoint", place.files)
+    assert (code, printed["kind"], printed["synced"]) == (0, "wal", COUNT)
+    assert (printed["uploader"]["kind"], printed["uploader"]["damaged"]) == ("uploader", False)
     assert printed["uploader"]["last_committed_offset"] == TIERED - 1
     assert printed["uploader"]["last_object_id"] == "data-10-19.dnb1"
     assert main(["inspect", "checkpoint", str(place.files)]) == 0
@@ -257,10 +228,8 @@ def test_both_checkpoints_of_a_directory_are_shown(place, capsys):
     assert "\nkind: uploader\n" in shown
     path = place.files / "uploader.ckpt"
     path.write_bytes(path.read_bytes()[:-1])
-    assert main(["inspect", "checkpoint", str(place.files), "--json"]) == 1
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["uploader"]["damaged"] is True
-    assert "uploader.ckpt" in shown.err
+    code, printed = run_json(capsys, "inspect", "checkpoint", place.files)
+    assert (code, printed["uploader"]["damaged"]) == (1, True)
     path.unlink()
-    assert main(["inspect", "checkpoint", str(place.files), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["uploader"] is None
+    code, printed = run_json(capsys, "inspect", "checkpoint", place.files)
+    assert (code, printed["uploader"]) == (0, None)
