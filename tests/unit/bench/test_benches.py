@@ -16,16 +16,8 @@ from tests.support.scale import nightly
 FIELDS = {"name", "value", "unit", "limit", "ratio", "target", "met"}
 # What makes a quick run shorter still: a module, and what is another one in it.
 SMALLER = {
-    "append": (),
-    "replay": (),
-    "tail": (),
-    "recover": (),
-    "topics": (),
-    "readers": (),
-    "catalog": (),
-    "cycle": (),
-    "startup": (),
-    "express": (),
+    **dict.fromkeys(("append", "replay", "tail", "recover", "topics", "readers", "catalog"), ()),
+    **dict.fromkeys(("cycle", "startup", "express", "up"), ()),
     "chain": (chain, {"_HISTORY_BYTES": 200 * MIB, "_LIVE_MESSAGES": 2000, "_ROUNDS": 1}),
     "history": (history, {"_HISTORY_BYTES": 200 * MIB, "_ROUNDS": 1}),
     "upload": (upload, {"_BACKLOG_BYTES": 40 * MIB, "_TOPICS": 60, "_ROUNDS": 1}),
@@ -33,7 +25,6 @@ SMALLER = {
     "spark": (spark, {"_ROUNDS": 1, "_start_child": lambda side, *, cache: 0.25}),
     "jobs": (jobs, {"_ROUNDS": 1, "_TABLE_BYTES": 200 * MIB, "_SCRUBBED_BYTES": 100 * MIB}),
     "broker": (broker_engines, {"ENGINES": ("grpcio",)}),
-    "up": (),
 }
 # Processor time has steps of 10 ms, and memory that is there already need not grow.
 MAY_BE_ZERO = ("growth", "broker CPU", "CPU")

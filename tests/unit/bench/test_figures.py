@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import zlib
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,12 +11,9 @@ import pytest
 from benchmarks import chain, http2_client, jobs, spark, upload
 from benchmarks.broker_servers import ENGINES, broker, engine_settings, why_not
 from benchmarks.http2 import Loop, Method
-from benchmarks.jobs_data import make_json_rows
 from benchmarks.measurement import (
-    PeakMemory,
     Run,
     file_paths,
-    payloads,
     quantile,
     spread,
     take_turns,
@@ -29,6 +25,7 @@ from ister.spark import location
 from ister.spark.jobs.job_report import JobReport
 from ister.spark.source import IsterDataSource
 from ister.wire import ister_api
+from tests.support.cases import each
 
 TOPIC = "/default/orders"
 
@@ -56,19 +53,17 @@ def test_target_is_on_the_value_or_on_the_ratio(run):
         assert result.ratio == 0.5, target
 
 
-def test_result_without_a_limit_has_no_ratio(run):
+def test_what_has_no_limit_or_was_not_measured_is_in_the_output(run):
     run.add("x", 10, "s", at_least=0.5, on="ratio")
-    assert (run.results[0].ratio, run.results[0].met) == (None, None)
-
-
-def test_what_was_not_measured_is_in_the_output(run):
     run.skip("x", "no such thing")
+    assert (run.results[0].ratio, run.results[0].met) == (None, None)
     assert run.as_json()["skipped"] == [{"name": "x", "why": "no such thing"}]
 
 
-def test_quantile_is_one_of_the_values():
+def test_quantile_is_one_of_the_values_and_spread_the_least_and_the_most():
     values = [5.0, 1.0, 3.0, 2.0, 4.0]
     assert [quantile(values, q) for q in (0, 0.5, 0.99, 1)] == [1.0, 3.0, 5.0, 5.0]
+    assert spread([3.0, 1.25, 2.0]) == "1.25 to 3"
 
 
 def test_files_come_in_the_order_of_their_numbers(tmp_path):
@@ -76,11 +71,6 @@ def test_files_come_in_the_order_of_their_numbers(tmp_path):
         (tmp_path / name).touch()
     names = [path.rpartition("/")[2] for path in file_paths(str(tmp_path))]
     assert names == ["wal.log", "wal.2.log", "wal.10.log"]
-
-
-def test_payloads_are_as_many_and_as_large_as_asked():
-    assert [len(payload) for payload in payloads(3, 7)] == [7, 7, 7]
-    assert len(payloads(1000)) == 1000
 
 
 def test_directory_goes_even_after_an_error(tmp_path):
@@ -101,10 +91,6 @@ def test_sides_take_turns_in_both_orders():
     )
     assert order == ["a", "b", "b", "a"]
     assert found == {"a": [1.0, 1.0], "b": [2.0, 2.0]}
-
-
-def test_spread_is_the_least_and_the_most():
-    assert spread([3.0, 1.25, 2.0]) == "1.25 to 3"
 
 
 # -- one side and the other -------------------------------------------------------------------
@@ -164,13 +150,6 @@ def test_null_source_has_the_shape_of_the_topic(tmp_path):
     location._close_all()
 
 
-def test_rows_are_all_different_and_as_rich_as_asked():
-    rows = make_rows(1000, 16, topic=TOPIC, is_rich=True)
-    assert len(set(rows["payload"].to_pylist())) == 1000
-    assert dict(rows["attributes"][999].as_py()).keys() == {"region", "trace"}
-    assert make_rows(1000, 16, topic=TOPIC)["attributes"][999].as_py() == []
-
-
 def test_frames_are_all_decoded_whatever_a_chunk_cuts():
     chunks, count = spark._make_chunks(9 * MIB, make_rows(999, 100, topic=TOPIC))
     assert len(chunks) == 3
@@ -179,16 +158,7 @@ def test_frames_are_all_decoded_whatever_a_chunk_cuts():
         spark._decode(chunks[:-1], count)
 
 
-def test_payloads_of_jobs_are_json_that_compresses_like_it():
-    for size in (100, KIB):
-        made = make_json_rows(500, size, topic=TOPIC)["payload"].to_pylist()
-        assert {len(payload) for payload in made} == {size}
-        assert len(set(made)) == 500
-        whole = b"".join(made)
-        assert 2 < len(whole) / len(zlib.compress(whole)) < 10
-
-
-@pytest.mark.parametrize(
+@each(
     ("rows", "settings"),
     [(6, {}), (5, {"compression": "snappy"}), (5, {"use_dictionary": ["payload"]})],
 )
@@ -212,19 +182,7 @@ def test_speed_of_a_job_that_failed_counts_for_nothing():
         jobs._check_done(report)
 
 
-# -- memory -----------------------------------------------------------------------------------
-
-
 def test_peak_counts_what_has_gone_again():
-    memory = PeakMemory()
-    held = bytes(64 * MIB)
-    held = held[:-1]  # a copy, while the first one is still there
-    del held
-    assert memory.growth_mib > 60
-    assert PeakMemory().growth_mib < 60
-
-
-def test_growth_of_the_driver_is_that_of_its_peak():
     """In a process of its own: what other tests leave behind may be given back at any moment."""
     script = (
         "import dataclasses, json\n"

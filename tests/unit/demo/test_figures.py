@@ -12,10 +12,11 @@ import pytest
 from demo.charts import Line, histogram, lines, tier_map
 from demo.cluster import _Topic
 from demo.interrupts import SIGNALS, run_until_signal
-from demo.serving import BrokerProcess, clean_environment
+from demo.serving import BrokerProcess
 from demo.shop import ORDERS, PAYMENTS, TOPICS, make_shop, parse_id
 from demo.show import Show
 from demo.traffic import Kill, Sample, Traffic
+from tests.support.cases import each
 
 
 def test_a_seed_gives_the_same_messages_as_many_as_asked_for():
@@ -92,7 +93,7 @@ def test_messages_that_the_kill_has_touched_are_told_from_the_others(tmp_path):
     assert traffic.kill.away_seconds == 3.0
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@each("number", SIGNALS)
 def test_a_signal_ends_the_work_in_order(number):
     seen = []
 
@@ -108,11 +109,6 @@ def test_a_signal_ends_the_work_in_order(number):
         run_until_signal(work)
     assert seen == ["ended"]
     assert signal.getsignal(number) == before
-
-
-def test_settings_of_the_environment_are_left_out():
-    given = {"PATH": "/bin", "ISTER_TOKEN": "x", "ISTER_BROKER__HOST": "x", "ISTER_CONFIG": "x"}
-    assert set(clean_environment(given)) == {"PATH", "ISTER_TOKEN"}
 
 
 def test_charts_of_nothing_and_of_something_are_drawn():
