@@ -61,13 +61,6 @@ def frames_from(topic, record):
     return list(read_frames(topic, a_ticket(record), lambda: None))
 
 
-def test_owner_answers(site):
-    topic = owned_by_a(site)
-    record = Pipeline(site).acting().record
-    assert [end for end, _ in plan_upload(topic, a_question(record)).objects] == [20]
-    assert frames_from(topic, record)
-
-
 def test_broker_that_was_replaced_gives_nothing(site):
     """Goal: its messages are never committed in its successor's name.
 

@@ -20,6 +20,7 @@ from ister.broker.security.tls import ServerTls
 from ister.config import ClientAuth, TlsConfig
 from ister.errors import IsterError
 from tests.support.certificates import LOCAL_NAMES, Authority
+from tests.support.waiting import eventually_async as eventually
 
 ORDERS = "/default/orders"
 SERVERS, CLIENTS = Authority("servers"), Authority("clients")
@@ -113,6 +114,7 @@ def _writing(call):
 
 @contextlib.asynccontextmanager
 async def serving(guard, *, tls=None, **more):
+    """The service, and where it is."""
     service = Service(guard)
     server = grpc.aio.server(interceptors=[GrpcGuard(guard, **more)])
     server.add_generic_rpc_handlers((service.handler(),))
@@ -127,8 +129,24 @@ async def serving(guard, *, tls=None, **more):
         await server.stop(0.1)
 
 
+@contextlib.asynccontextmanager
+async def connected(guard, **more):
+    """The service, and a channel to it."""
+    async with (
+        serving(guard, **more) as (service, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        yield service, channel
+
+
 def call(channel, method, kind="unary_unary"):
     return getattr(channel, kind)(f"/test.Service/{method}")
+
+
+def receive(channel, headers, method="Receive", topic=ORDERS):
+    """A stream of answers."""
+    of_stream = call(channel, method, "unary_stream")
+    return of_stream(topic.encode(), metadata=metadata(headers))
 
 
 async def code_of(awaitable):
@@ -155,30 +173,26 @@ def _quick(monkeypatch):
 
 async def test_every_kind_of_call_needs_credentials(rig):
     """All four shapes of calls; the handler is never reached without."""
-
-    async with (
-        serving(rig.guard) as (service, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        good = metadata(rig.bearer("root"))
-        for headers, wanted in (((), Code.UNAUTHENTICATED), (good, Code.OK)):
-            assert await code_of(call(channel, "Who")(b"", metadata=headers)) is wanted
-            stream = call(channel, "Receive", "unary_stream")(b"/a/b", metadata=headers)
+    async with connected(rig.guard) as (service, channel):
+        good = rig.bearer("root")
+        for headers, wanted in (({}, Code.UNAUTHENTICATED), (good, Code.OK)):
+            with_headers = {"metadata": metadata(headers)}
+            assert await code_of(call(channel, "Who")(b"", **with_headers)) is wanted
+            stream = receive(channel, headers)
             assert await code_of(stream.read()) is wanted
             stream.cancel()
-            echo = call(channel, "Echo", "stream_stream")(iter([b"hello"]), metadata=headers)
+            echo = call(channel, "Echo", "stream_stream")(iter([b"hello"]), **with_headers)
             assert await code_of(echo.read()) is wanted
             echo.cancel()
-            collected = call(channel, "Collect", "stream_unary")(
-                iter([b"a", b"b"]), metadata=headers
-            )
-            assert await code_of(collected) is wanted
+            collect = call(channel, "Collect", "stream_unary")
+            assert await code_of(collect(iter([b"a", b"b"]), **with_headers)) is wanted
         assert service.streams == 1
-        assert await code_of(call(channel, "None")(b"", metadata=good)) is Code.UNIMPLEMENTED
+        unknown = call(channel, "None")(b"", metadata=metadata(good))
+        assert await code_of(unknown) is Code.UNIMPLEMENTED
 
 
 async def test_handler_sees_its_caller(rig):
-    async with serving(rig.guard) as (_, address), grpc.aio.insecure_channel(address) as channel:
+    async with connected(rig.guard) as (_, channel):
         names = [f"user-{n}" for n in range(20)]
         answers = await asyncio.gather(
             *(call(channel, "Who")(b"", metadata=metadata(rig.bearer(n))) for n in names)
@@ -193,36 +207,19 @@ async def test_handler_sees_its_caller(rig):
 # -- streams --------------------------------------------------------------------------------
 
 
-async def _ended(stream):
-    """How a stream ends that had its first message."""
-    assert await stream.read() == b"first"
-    return stream.read()
-
-
 @pytest.mark.parametrize("how", ["token", "key", "right", "role"])
 async def test_stream_ends_when_its_caller_is_no_longer_welcome(rig, how):
     """By the end of the token, of the key, of the binding; and the handler lets go."""
-    binding = rig.allow("alice", "consumer", topic=ORDERS)
+    name, kind = ("loader", "service") if how == "key" else ("alice", "user")
+    binding = rig.allow(name, "consumer", topic=ORDERS, kind=kind)
     headers = rig.bearer("alice", lifetime_seconds=100)
     if how == "key":
-        key_binding = rig.allow("loader", "consumer", topic=ORDERS, kind="service")
         headers = {"x-api-key": rig.api_key("loader")}
-        assert key_binding
-
-    async with (
-        serving(rig.guard) as (service, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        rests = [
-            await _ended(
-                call(channel, method, "unary_stream")(ORDERS.encode(), metadata=metadata(headers))
-            )
-            for method in ("Receive", "Generate")
-        ]
-        root = call(channel, "Receive", "unary_stream")(
-            ORDERS.encode(), metadata=metadata(rig.bearer("root"))
-        )
-        assert await root.read() == b"first"
+    async with connected(rig.guard) as (service, channel):
+        streams = [receive(channel, headers, method) for method in ("Receive", "Generate")]
+        root = receive(channel, rig.bearer("root"))
+        for stream in (*streams, root):
+            assert await stream.read() == b"first"
         if how == "token":
             rig.clock.advance(100)
         elif how == "key":
@@ -232,8 +229,8 @@ async def test_stream_ends_when_its_caller_is_no_longer_welcome(rig, how):
         else:
             await asyncio.to_thread(rig.store.delete_prefix, "/danube/auth/bindings/")
         wanted = Code.UNAUTHENTICATED if how in ("token", "key") else Code.PERMISSION_DENIED
-        for rest in rests:
-            assert await code_of(rest) is wanted
+        for stream in streams:
+            assert await code_of(stream.read()) is wanted
         assert service.ended == 2, "what the handlers hold is let go of"
         assert not root.done(), "nobody else's stream ends"
         root.cancel()
@@ -242,21 +239,13 @@ async def test_stream_ends_when_its_caller_is_no_longer_welcome(rig, how):
 async def test_stream_of_a_client_that_does_not_read_ends_too(rig, monkeypatch, caplog):
     """The handler lets go at once; the client finds the status behind what it had not read."""
     monkeypatch.setattr(grpc_guard, "_ABORT_SECONDS", 0.3)
-
-    async with (
-        serving(rig.guard) as (service, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stream = call(channel, "Pour", "unary_stream")(
-            b"", metadata=metadata(rig.bearer("root", lifetime_seconds=50))
-        )
+    async with connected(rig.guard) as (service, channel):
+        stream = receive(channel, rig.bearer("root", lifetime_seconds=50), "Pour")
         await stream.read()
         await asyncio.sleep(0.2)
         assert service.ended == 0
         rig.clock.advance(50)
-        async with asyncio.timeout(60):
-            while not service.ended:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: service.ended)
         await asyncio.sleep(0.5)
         assert await call(channel, "Who")(b"", metadata=metadata(rig.bearer("root")))
         code = Code.OK
@@ -267,76 +256,61 @@ async def test_stream_of_a_client_that_does_not_read_ends_too(rig, monkeypatch, 
 
 
 async def test_cancelled_stream_ends_as_ever(rig):
-    async with (
-        serving(rig.guard) as (service, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stream = call(channel, "Receive", "unary_stream")(
-            ORDERS.encode(), metadata=metadata(rig.bearer("root"))
-        )
+    async with connected(rig.guard) as (service, channel):
+        stream = receive(channel, rig.bearer("root"))
         assert await stream.read() == b"first"
         stream.cancel()
-        async with asyncio.timeout(60):
-            while not service.ended:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: service.ended)
 
 
 async def test_streams_of_one_principal_are_limited(rig):
     """A flood of streams by one; another one gets in, and a stream that ends makes room."""
     rig.allow("alice", "consumer", topic=ORDERS)
     rig.allow("bob", "consumer", topic=ORDERS)
-
-    async with (
-        serving(rig.guard, streams=PrincipalLimit("streams", 3, Metrics(), setting="limit")) as (
-            _,
-            address,
-        ),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        receive = call(channel, "Receive", "unary_stream")
-
-        def opened(name):
-            return receive(ORDERS.encode(), metadata=metadata(rig.bearer(name)))
-
-        kept = [opened("alice") for _ in range(3)]
+    limit = PrincipalLimit("streams", 3, Metrics(), setting="limit")
+    async with connected(rig.guard, streams=limit) as (_, channel):
+        kept = [receive(channel, rig.bearer("alice")) for _ in range(3)]
         for stream in kept:
             assert await stream.read() == b"first"
-        assert await code_of(opened("alice").read()) is Code.RESOURCE_EXHAUSTED
-        bobs = opened("bob")
+
+        async def once_more():
+            return await code_of(receive(channel, rig.bearer("alice")).read())
+
+        assert await once_more() is Code.RESOURCE_EXHAUSTED
+        bobs = receive(channel, rig.bearer("bob"))
         assert await bobs.read() == b"first"
         kept[0].cancel()
-        async with asyncio.timeout(60):
-            while await code_of(opened("alice").read()) is not Code.OK:
-                await asyncio.sleep(0.01)
+
+        async def has_room():
+            return await once_more() is Code.OK
+
+        await eventually(has_room)
         for stream in (*kept, bobs):
             stream.cancel()
 
 
 async def test_calls_whose_request_does_not_arrive_are_limited(rig):
     """They could stay for ever, until gRPC takes nobody's calls any more."""
-
     arriving = PrincipalLimit("calls", 3, Metrics(), setting="limit")
-    async with (
-        serving(rig.guard, arriving=arriving) as (_, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
+    async with connected(rig.guard, arriving=arriving) as (_, channel):
 
-        def who(name):
-            return call(channel, "Who")(b"", metadata=metadata(rig.bearer(name)))
+        async def who(name):
+            return await code_of(call(channel, "Who")(b"", metadata=metadata(rig.bearer(name))))
 
         alice = metadata(rig.bearer("alice"))
         kept = [call(channel, "Who", "stream_unary")(metadata=alice) for _ in range(4)]
-        while not any(one.done() for one in kept):
-            await asyncio.sleep(0.01)
+        await eventually(lambda: any(one.done() for one in kept))
         (refused,) = [one for one in kept if one.done()]
         assert await code_of(refused) is Code.RESOURCE_EXHAUSTED
         waiting = [one for one in kept if one is not refused]
-        assert await code_of(who("alice")) is Code.RESOURCE_EXHAUSTED
-        assert await code_of(who("bob")) is Code.OK
+        assert await who("alice") is Code.RESOURCE_EXHAUSTED
+        assert await who("bob") is Code.OK
         waiting.pop().cancel()
-        async with asyncio.timeout(60):
-            while await code_of(who("alice")) is not Code.OK:
-                await asyncio.sleep(0.01)
+
+        async def has_room():
+            return await who("alice") is Code.OK
+
+        await eventually(has_room)
         for one in waiting:
             one.cancel()
 
@@ -344,40 +318,15 @@ async def test_calls_whose_request_does_not_arrive_are_limited(rig):
 async def test_refused_streams_cannot_spin(rig, monkeypatch):
     """The client of Danube opens a refused stream again at once: so the refusal takes a while."""
     monkeypatch.setattr(guard_module, "REFUSAL_SECONDS", 0.25)
-
-    async with serving(rig.guard) as (_, address), grpc.aio.insecure_channel(address) as channel:
+    async with connected(rig.guard) as (_, channel):
         for headers, wanted in (
-            ((), Code.UNAUTHENTICATED),
-            (metadata(rig.bearer("nobody")), Code.PERMISSION_DENIED),
+            ({}, Code.UNAUTHENTICATED),
+            (rig.bearer("nobody"), Code.PERMISSION_DENIED),
         ):
             started = time.monotonic()
             for _ in range(3):
-                stream = call(channel, "Receive", "unary_stream")(b"/a/b", metadata=headers)
-                assert await code_of(stream.read()) is wanted
+                assert await code_of(receive(channel, headers).read()) is wanted
             assert time.monotonic() - started > 0.7
-
-
-async def test_flood_of_bad_tokens_harms_nobody(rig):
-    """2,000 bad tokens from 50 tasks: others are served, and what is kept stays small."""
-
-    async with serving(rig.guard) as (_, address), grpc.aio.insecure_channel(address) as channel:
-        who = call(channel, "Who")
-
-        async def flood(n):
-            for m in range(40):
-                bad = (("authorization", f"Bearer {n}.{m}.{'x' * 2000}"),)
-                assert await code_of(who(b"", metadata=bad)) is Code.UNAUTHENTICATED
-
-        floods = asyncio.gather(*(flood(n) for n in range(50)))
-        served = 0
-        while not floods.done():
-            answer = await who(b"", metadata=metadata(rig.bearer("root")))
-            served += answer == b"user:root"
-        await floods
-        assert served
-        assert rig.guard.refused_logins == 2000
-        assert len(rig.guard._remembered) <= 2
-    assert len(rig.audited()) < 20
 
 
 # -- TLS ------------------------------------------------------------------------------------
@@ -411,12 +360,11 @@ async def test_new_certificates_are_taken_by_new_connections(rig, tls, tmp_path,
     """The server's certificate and the clients' authority change; streams that stand go on."""
     monkeypatch.setattr("ister.base.certificates._RELOAD_SECONDS", 0.0)
     servers, clients = Authority("new servers"), Authority("new clients")
-
     async with serving(rig.guard, tls=tls) as (_, address):
         headers = metadata(rig.bearer("root"))
         old, new = CLIENTS.issue("old"), clients.issue("new")
         async with secure(address, client=old) as standing:
-            stream = call(standing, "Receive", "unary_stream")(b"/a/b", metadata=headers)
+            stream = receive(standing, rig.bearer("root"))
             assert await stream.read() == b"first"
             servers.issue("broker", names=LOCAL_NAMES).write(tmp_path / "tls", "broker")
             clients.write(tmp_path / "tls")
