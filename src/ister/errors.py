@@ -35,6 +35,7 @@ object stores and of metadata stores are turned into this tree once, in `ister.f
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar, Self, TypeVar
 
 __all__ = [
@@ -127,7 +128,7 @@ class IsterError(Exception):
             for name in ("topic", "offset", "path", "position")
             # A sentence about a topic names it.
             if (value := getattr(self, name)) is not None
-            and not (name == "topic" and value in self.message)
+            and not (name == "topic" and _names(self.message, value))
         ]
         text = self.message
         if context:
@@ -135,6 +136,11 @@ class IsterError(Exception):
         if self.hint:
             text += f"; {self.hint}"
         return text
+
+
+def _names(sentence: str, topic: str) -> bool:
+    """Whether a sentence has a topic's name, and not only that of a longer one."""
+    return re.search(rf"(?<![\w/-]){re.escape(topic)}(?![\w/-])", sentence) is not None
 
 
 _Error = TypeVar("_Error", bound=IsterError)

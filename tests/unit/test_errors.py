@@ -90,6 +90,11 @@ def test_error_says_where_and_what_to_do(context, text):
         assert getattr(error, name) == value
 
 
+@each("message, is_named", [("/a/b is full", True), ("/a/b-2 is full", False), ("/a/b/c.", False)])
+def test_topic_is_added_unless_the_sentence_names_it(message, is_named):
+    assert ("topic=/a/b" not in str(IsterError(message, topic="/a/b"))) is is_named
+
+
 def test_offset_error_carries_the_range():
     error = OffsetOutOfRangeError("gone", earliest=3, next=9, topic="/a/b", offset=1)
     assert (error.earliest, error.next, error.offset) == (3, 9, 1)

@@ -382,7 +382,9 @@ class _Places:
                 more["choices"] = list(arg.choices or cast("type[Enum]", inner))
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
             own = () if arg.flags and arg.flags[0].startswith("--") else (_flag(name),)
-            flags = sorted({*arg.flags, *own}, key=lambda flag: flag.startswith("--"))
+            flags = sorted(
+                dict.fromkeys((*arg.flags, *own)), key=lambda flag: flag.startswith("--")
+            )
             if is_list:
                 more["action"] = "append"
             if inner is not bool:

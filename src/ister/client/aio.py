@@ -474,6 +474,7 @@ class AsyncReader:
         self.topic = topic
         """The topic that is read."""
         self._open_reader = open_reader
+        self._opening = asyncio.Lock()
         self._reader: Reader | None = None
 
     @property
@@ -515,9 +516,10 @@ class AsyncReader:
                 await asyncio.to_thread(self._reader.close)
 
     async def _opened(self) -> Reader:
-        if self._reader is None:
-            self._reader = await asyncio.to_thread(self._open_reader)
-        return self._reader
+        async with self._opening:
+            if self._reader is None:
+                self._reader = await asyncio.to_thread(self._open_reader)
+            return self._reader
 
     async def _open(self) -> Self:
         await self._opened()

@@ -1,5 +1,6 @@
 """A range read by Flight, from brokers that go away meanwhile."""
 
+import asyncio
 from datetime import UTC, datetime
 
 import pytest
@@ -9,6 +10,7 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 
 from ister.base.model import AckLevel, Codec
+from ister.client.aio import AsyncReader
 from ister.client.ranges import ArrowRead, Reader, TopicRanges
 from ister.errors import (
     ConflictError,
@@ -254,3 +256,16 @@ def test_partitions_take_turns():
         found = [message.topic for message in reader]
     assert len(found) == 60_000
     assert found.index(brokers.topics[1]) == 20_000
+
+
+async def test_an_asynchronous_reader_is_opened_once():
+    brokers, opened = Brokers(), []
+
+    def open_reader():
+        opened.append(brokers.reader())
+        return opened[-1]
+
+    reader = AsyncReader(TOPIC, open_reader)
+    await asyncio.gather(reader.__aenter__(), reader.__aenter__())
+    await reader.close()
+    assert len(opened) == 1

@@ -42,6 +42,8 @@ class TopicNames:
         self._config = config
         self._served = served
         self.listing = TopicListing(log, records, lambda: served)
+        self.policy_changes = 0
+        """Counts changes of namespaces: a topic that opens meanwhile reads its policies again."""
 
     # -- names ------------------------------------------------------------------------------
 
@@ -146,6 +148,7 @@ class TopicNames:
         return self._records.follow_namespaces(read)
 
     async def _refresh_namespaces(self, names: Container[str]) -> None:
+        self.policy_changes += 1
         for topic in list(self._served.values()):
             if topic.parsed.namespace in names:
                 await self.refresh_policies(topic)

@@ -369,6 +369,7 @@ class Topics:
             except ElsewhereError:
                 self.unopened.pop(text, None)
                 raise
+            changes = self.names.policy_changes
             topic, policies, stored = await asyncio.to_thread(
                 self._open_blocking, name, new, ack, codec
             )
@@ -377,6 +378,8 @@ class Topics:
             self._served[text] = served = ServedTopic(name, topic, policies, stored, self._context)
             self.unopened.pop(text, None)
             self.names.listing.record(text, exists=True)
+            if self.names.policy_changes != changes:
+                await self.names.refresh_policies(served)
             return served
 
     def _lock_of(self, name: str) -> asyncio.Lock:

@@ -284,6 +284,21 @@ async def test_bounds_come_from_the_topic_then_the_namespace_then_the_settings(t
         assert (await topics.get("/default/t")).policies.max_publish_rate == 50
 
 
+async def test_policies_that_change_while_a_topic_opens_reach_it(tmp_path, monkeypatch):
+    async with some_topics(tmp_path) as topics:
+        loop, opens = asyncio.get_running_loop(), topics._open_blocking
+
+        def open_slowly(*arguments):
+            found = opens(*arguments)
+            change = topics.names.set_namespace_policies("default", {"max_publish_rate": 50})
+            asyncio.run_coroutine_threadsafe(change, loop).result()
+            return found
+
+        monkeypatch.setattr(topics, "_open_blocking", open_slowly)
+        [topic] = await make(topics, NAME)
+        assert topic.policies.max_publish_rate == 50
+
+
 # -- deletion ---------------------------------------------------------------------------------
 
 
