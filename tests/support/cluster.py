@@ -105,6 +105,12 @@ class BrokerSite(Site):
         broker.log.stores.membership.lease.revoke()
         self.expire_lists()
 
+    def replace_process(self, broker: NodeBroker) -> None:
+        """A copy of a broker's directory takes its node."""
+        key = f"/danube/cluster/nodes/{broker.node}/process"
+        value = self.metadata.get(key).value.replace(b'"instance":"', b'"instance":"x')
+        self.metadata.put(key, value)
+
     def pass_time(self, seconds: float) -> None:
         """Time passes, in steps in which every live broker renews its lease."""
         while seconds > 0:

@@ -8,14 +8,11 @@ async with an_api(tmp_path) as (broker, page):
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from itertools import count
 
 import aiohttp
 
-from ister.broker.security.principal import PrincipalKind
-from ister.broker.security.rights import Binding, Scope
 from tests.support.broker import a_broker, a_record
-from tests.support.security import sign
+from tests.support.security import allow, sign
 
 T = "/default/t"
 ACTION = {"X-Ister-Action": "yes"}
@@ -67,19 +64,9 @@ class Callers:
 
     def __init__(self, broker):
         self._access = broker.guard.access
-        self._numbers = count()
 
     def allow(self, name, role, topic=""):
-        self._access.create_binding(
-            Binding(
-                id=f"b{next(self._numbers)}",
-                principal_kind=PrincipalKind.USER,
-                principal_name=name,
-                roles=(role,),
-                scope=Scope.TOPIC if topic else Scope.CLUSTER,
-                resource=topic,
-            )
-        )
+        allow(self._access, name, role, topic=topic or None)
 
     @staticmethod
     def of(name):

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
+from ister.broker.security.access import AccessControl
 from ister.broker.security.guard import Guard
 from ister.broker.security.minting import make_api_key, make_token
 from ister.broker.security.principal import PrincipalKind
@@ -21,6 +22,7 @@ from tests.support.clock import ManualClock
 from tests.support.memory_metadata import MemoryMetadata
 
 SECRET = "canary-jwt-0123456789abcdef0123456789abcdef"
+_NUMBERS = count()
 ISSUER, AUDIENCE = "https://issuer.example", "ister-tests"
 
 
@@ -59,6 +61,34 @@ def sign(name: str, *, lifetime_seconds: float = 600, clock=None, kind="user") -
     )
 
 
+def allow(
+    access: AccessControl,
+    name: str,
+    role: str,
+    *,
+    topic: str | None = None,
+    namespace: str | None = None,
+    kind: str = "user",
+) -> Binding:
+    """Binds a role to somebody: in a topic, in a namespace, or in the cluster."""
+    scope = Scope.CLUSTER if topic is None and namespace is None else Scope.NAMESPACE
+    binding = Binding(
+        id=f"b{next(_NUMBERS)}",
+        principal_kind=PrincipalKind(kind),
+        principal_name=name,
+        roles=(role,),
+        scope=scope if topic is None else Scope.TOPIC,
+        resource=topic or namespace or "",
+    )
+    access.create_binding(binding)
+    return binding
+
+
+def headers_of(name: str) -> list[tuple[str, str]]:
+    """The metadata of somebody's calls."""
+    return [("authorization", f"Bearer {sign(name)}")]
+
+
 class GuardRig:
     """A started guard on a store in memory, with a clock that moves by hand.
 
@@ -81,7 +111,6 @@ class GuardRig:
             environment={},
         )
         self.guard = Guard.open(config, self.store, clock=self.clock)
-        self._numbers = count()
 
     def __enter__(self) -> Self:
         self.guard.start()
@@ -120,17 +149,7 @@ class GuardRig:
         kind: str = "user",
     ) -> Binding:
         """Binds a role to somebody."""
-        scope = Scope.CLUSTER if topic is None and namespace is None else Scope.NAMESPACE
-        binding = Binding(
-            id=f"b{next(self._numbers)}",
-            principal_kind=PrincipalKind(kind),
-            principal_name=name,
-            roles=(role,),
-            scope=scope if topic is None else Scope.TOPIC,
-            resource=topic or namespace or "",
-        )
-        self.guard.access.create_binding(binding)
-        return binding
+        return allow(self.guard.access, name, role, topic=topic, namespace=namespace, kind=kind)
 
     def revoke(self, binding: Binding) -> None:
         self.guard.access.delete_binding(binding.scope, binding.resource, binding.id)

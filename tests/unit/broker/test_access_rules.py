@@ -12,9 +12,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from ister import wire
 from ister.base.metrics import Metrics
 from ister.broker.cluster.peers import FORWARDED
-from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.principal_limits import PrincipalLimit
-from ister.broker.security.rights import Binding, Permission, Role, Scope
+from ister.broker.security.rights import Permission, Role
 from ister.broker.services.forwarding import FORWARDING
 from ister.broker.topics import topics as topics_module
 from ister.client import Client
@@ -22,7 +21,7 @@ from ister.errors import AlreadyExistsError, CapacityError, PermissionDeniedErro
 from ister.wire import danube, danube_admin, ister_api
 from tests.support.broker import a_broker, a_record, eventually
 from tests.support.cases import each
-from tests.support.security import auth_settings, sign
+from tests.support.security import allow, auth_settings, headers_of, sign
 
 TOPIC = "/shop/orders"
 both_engines = each("engine", ["grpcio", "native"])
@@ -32,10 +31,6 @@ SERVICES = (
     *("danube_admin.BrokerAdmin", "danube_schema.SchemaRegistry", "ister.Delivery", "ister.Admin"),
     *("ister.DeadLetters", "ister.Peers"),
 )
-
-
-def metadata(name):
-    return [("authorization", f"Bearer {sign(name)}")]
 
 
 @asynccontextmanager
@@ -56,16 +51,8 @@ async def guarded(tmp_path, limits=None, engine="grpcio", **rights):
             await topic.publish(a_record())
         for name, roles in rights.items():
             for role in roles.split():
-                scope = Scope.NAMESPACE if role == "admin" else Scope.TOPIC
-                binding = Binding(
-                    id=f"{name}-{role}",
-                    principal_kind=PrincipalKind.USER,
-                    principal_name=name,
-                    roles=(role,),
-                    scope=scope,
-                    resource="shop" if role == "admin" else TOPIC,
-                )
-                await asyncio.to_thread(broker.guard.access.create_binding, binding)
+                place = {"namespace": "shop"} if role == "admin" else {"topic": TOPIC}
+                await asyncio.to_thread(allow, broker.guard.access, name, role, **place)
         yield broker, services, listening
 
 
@@ -123,9 +110,9 @@ async def asked(services, service, method, names, who, prefix=""):
     call = rpc.on(services.channel)
     request = filled(wire.message_class(method.input_type), f"{service}/{method.name}", names)
     if method.client_streaming:
-        call = call(iter([request]), metadata=metadata(who), timeout=60)
+        call = call(iter([request]), metadata=headers_of(who), timeout=60)
     else:
-        call = call(request, metadata=metadata(who), timeout=60)
+        call = call(request, metadata=headers_of(who), timeout=60)
     try:
         answer = await (call.read() if method.server_streaming else call)
         text = str(answer)
@@ -145,18 +132,11 @@ async def test_grpc_answers_those_without_rights_alike_whether_something_exists(
     async with guarded(tmp_path, engine=engine, ada="consumer") as (broker, services, _):
         subscribed = await services.consumers.Subscribe(
             danube.ConsumerRequest(topic_name=TOPIC, consumer_name="c", subscription="billing"),
-            metadata=metadata("ada"),
+            metadata=headers_of("ada"),
         )
         other = await broker.topics.get_or_create("/default/open", is_reliable=True)
-        binding = Binding(
-            id="elsewhere",
-            principal_kind=PrincipalKind.USER,
-            principal_name="elsewhere",
-            roles=("consumer",),
-            scope=Scope.TOPIC,
-            resource=other.name,
-        )
-        await asyncio.to_thread(broker.guard.access.create_binding, binding)
+        access = broker.guard.access
+        await asyncio.to_thread(allow, access, "elsewhere", "consumer", topic=other.name)
         there = {
             "topic": TOPIC,
             "namespace": "shop",
@@ -184,10 +164,10 @@ async def test_whoever_may_know_of_a_namespace_is_told_that_there_is_none(tmp_pa
     async with guarded(tmp_path, engine=engine, ada="consumer") as (_broker, services, _):
         listing = services.namespaces.GetNamespaceTopics
         shop, nowhere = (danube_admin.NamespaceRequest(name=name) for name in ("shop", "nowhere"))
-        assert list((await listing(shop, metadata=metadata("ada"))).topics) == [TOPIC]
-        assert list((await listing(shop, metadata=metadata("root"))).topics) == [TOPIC]
-        assert (await outcome(listing(nowhere, metadata=metadata("root"))))[0] == "NOT_FOUND"
-        assert (await outcome(listing(nowhere, metadata=metadata("ada"))))[0] == "OK"
+        assert list((await listing(shop, metadata=headers_of("ada"))).topics) == [TOPIC]
+        assert list((await listing(shop, metadata=headers_of("root"))).topics) == [TOPIC]
+        assert (await outcome(listing(nowhere, metadata=headers_of("root"))))[0] == "NOT_FOUND"
+        assert (await outcome(listing(nowhere, metadata=headers_of("ada"))))[0] == "OK"
 
 
 # -- what they may not use ----------------------------------------------------------------------
@@ -206,7 +186,7 @@ def subscribing(services, who, name="billing"):
         danube.ConsumerRequest(
             topic_name=TOPIC, consumer_name=who, subscription=name, subscription_type=1
         ),
-        metadata=metadata(who),
+        metadata=headers_of(who),
     )
 
 
@@ -215,7 +195,7 @@ def restricting(services, who, *principals, lift=False):
         ister_api.RestrictSubscriptionRequest(
             topic=TOPIC, subscription="billing", principals=principals, unrestricted=lift
         ),
-        metadata=metadata(who),
+        metadata=headers_of(who),
     )
 
 
@@ -223,7 +203,7 @@ def uses(services, listening, who, consumer):
     """Every way to use the subscription `billing`, by name."""
     subscription = {"topic": TOPIC, "subscription": "billing"}
     ack = danube.MsgID(topic_name=TOPIC, topic_offset=0)
-    who = metadata(who)
+    who = headers_of(who)
     opened = ister_api.ConsumeRequest(
         open=ister_api.OpenConsumer(kind="shared", consumer="mine", **subscription)
     )
@@ -326,7 +306,7 @@ async def test_a_restriction_ends_the_streams_of_others(tmp_path, engine):
     async with restricted(tmp_path, engine) as (broker, services, _listening, consumer):
         await broker.topics.find_open(TOPIC).publish(a_record())
         stream = services.consumers.ReceiveMessages(
-            danube.ReceiveRequest(consumer_id=consumer), metadata=metadata("billing")
+            danube.ReceiveRequest(consumer_id=consumer), metadata=headers_of("billing")
         )
         await stream.read()
         await restricting(services, "boss", "user:else")
@@ -368,7 +348,7 @@ async def test_a_principal_has_so_many_subscriptions(tmp_path):
         assert (await outcome(subscribing(services, "ada", "four")))[0] == "PERMISSION_DENIED"
         await services.topics.Unsubscribe(
             danube_admin.SubscriptionRequest(topic=TOPIC, subscription="one"),
-            metadata=metadata("root"),
+            metadata=headers_of("root"),
         )
         assert (await outcome(subscribing(services, "ada", "four")))[0] == "OK"
 
@@ -388,7 +368,7 @@ async def test_a_principal_has_so_many_consumers_and_streams(tmp_path, engine, s
             found = await subscribing(services, who, name)
             await broker.topics.find_open(TOPIC).publish(a_record())
             return services.consumers.ReceiveMessages(
-                danube.ReceiveRequest(consumer_id=found.consumer_id), metadata=metadata(who)
+                danube.ReceiveRequest(consumer_id=found.consumer_id), metadata=headers_of(who)
             )
 
         first = await opened("ada", "one")
@@ -470,16 +450,11 @@ async def test_records_of_subscriptions_without_the_new_fields_are_read(tmp_path
 
 
 async def test_health_tells_nothing_to_those_without_rights(tmp_path):
-    def metadata(name):
-        return [("authorization", f"Bearer {sign(name)}")]
-
     settings = {"broker": {"auth": auth_settings(tmp_path)}}
     async with a_broker(tmp_path, settings, mode="memory") as (_, services, _):
-        root, nobody = metadata("root"), metadata("nobody")
+        root, nobody = headers_of("root"), headers_of("nobody")
         created = await services.producers.CreateProducer(
-            danube.ProducerRequest(
-                request_id=1, topic_name="/default/t", producer_name="p", dispatch_strategy=1
-            ),
+            danube.ProducerRequest(topic_name="/default/t", producer_name="p", dispatch_strategy=1),
             metadata=root,
         )
         subscribed = await services.consumers.Subscribe(
@@ -504,30 +479,22 @@ async def test_partitions_are_added_by_those_who_may_grow_the_topic(tmp_path, mo
     """Goal: one partition more, and most keys go to another one; `produce` is not enough."""
     parts = "/shop/parts"
 
-    async def grant(broker, name, role, topic):
-        binding = Binding(
-            id=f"{name}-{role}",
-            principal_kind=PrincipalKind.USER,
-            principal_name=name,
-            roles=(role,),
-            scope=Scope.TOPIC,
-            resource=topic,
-        )
-        await asyncio.to_thread(broker.guard.access.create_binding, binding)
-
     async with guarded(tmp_path) as (broker, services, listening):
         await broker.topics.create_partitioned(parts, 3, is_reliable=True)
-        await grant(broker, "alice", "producer", parts)
-        await grant(broker, "bob", "producer", "/shop/new")
-        await grant(broker, "bob", "admin", f"{parts}-part-8")
-        await grant(broker, "ada", "admin", parts)
+        for name, role, topic in (
+            ("alice", "producer", parts),
+            ("bob", "producer", "/shop/new"),
+            ("bob", "admin", f"{parts}-part-8"),
+            ("ada", "admin", parts),
+        ):
+            await asyncio.to_thread(allow, broker.guard.access, name, role, topic=topic)
 
         def produce(name, topic, number):
             return services.producers.CreateProducer(
                 danube.ProducerRequest(
                     topic_name=f"{topic}-part-{number}", producer_name=name, dispatch_strategy=1
                 ),
-                metadata=metadata(name),
+                metadata=headers_of(name),
             )
 
         def put(name, number):
@@ -542,12 +509,13 @@ async def test_partitions_are_added_by_those_who_may_grow_the_topic(tmp_path, mo
             with pytest.raises(PermissionDeniedError):
                 await asyncio.to_thread(put, "alice", number)
         new = danube_admin.NewTopicRequest(name=f"{parts}-part-8", dispatch_strategy=1)
-        create = services.topics.CreateTopic
-        assert (await outcome(create(new, metadata=metadata("bob"))))[0] == "PERMISSION_DENIED"
         other = ister_api.CreateTopicRequest(topic=f"{parts}-part-8")
-        create = services.admin.CreateTopic
-        assert (await outcome(create(other, metadata=metadata("bob"))))[0] == "PERMISSION_DENIED"
-        assert (await outcome(create(other, metadata=metadata("ada"))))[0] == "ALREADY_EXISTS"
+        for create, request, who, status in (
+            (services.topics.CreateTopic, new, "bob", "PERMISSION_DENIED"),
+            (services.admin.CreateTopic, other, "bob", "PERMISSION_DENIED"),
+            (services.admin.CreateTopic, other, "ada", "ALREADY_EXISTS"),
+        ):
+            assert (await outcome(create(request, metadata=headers_of(who))))[0] == status
         with pytest.raises(AlreadyExistsError, match="3 partitions"):
             await broker.topics.get_or_create(f"{parts}-part-3", is_reliable=True, is_implied=False)
         assert len(await broker.topics.names.partitions(parts)) == 3

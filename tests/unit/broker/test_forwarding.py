@@ -12,17 +12,16 @@ from ister.base.clock import SystemClock
 from ister.broker.cluster.members import Members
 from ister.broker.cluster.peers import FORWARDED
 from ister.broker.security.cluster_secret import read_secret
-from ister.broker.security.principal import PrincipalKind
-from ister.broker.security.rights import Binding, Scope
 from ister.client import AsyncClient
 from ister.client.core import receiver
 from ister.errors import UnavailableError
 from ister.wire import danube, danube_admin, ister_api
 from tests.support.broker import a_broker, a_record, eventually
+from tests.support.broker_calls import Code, status
 from tests.support.cases import each
 from tests.support.certificates import LOCAL_NAMES, Authority
 from tests.support.memory_metadata import MemoryMetadata
-from tests.support.security import auth_settings, sign
+from tests.support.security import allow, auth_settings, headers_of, sign
 
 TOPIC = "/default/orders"
 both_engines = each("engine", ["grpcio", "native"])
@@ -58,9 +57,9 @@ async def test_any_broker_answers_for_a_topic(tmp_path, engine):
         subscribed = danube.ConsumerRequest(
             topic_name=TOPIC, consumer_name="c", subscription="s", subscription_type=1
         )
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await there.consumers.Subscribe(subscribed)
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE  # clients follow
+        assert (
+            await status(there.consumers.Subscribe(subscribed)) is Code.UNAVAILABLE
+        )  # they follow
         await here.consumers.Subscribe(subscribed)
         name = ister_api.TopicName(topic=TOPIC)
         assert (await there.admin.DescribeTopic(name)).next == 3
@@ -78,15 +77,11 @@ async def test_any_broker_answers_for_a_topic(tmp_path, engine):
         assert topic.publish_rate.per_second == 7
         found = await there.topics.DescribeTopic(danube_admin.DescribeTopicRequest(name=TOPIC))
         assert found.broker_id == str(int(a.cluster.own.node, 16))
-        await there.topics.Unsubscribe(
-            danube_admin.SubscriptionRequest(topic=TOPIC, subscription="s")
-        )
+        request = danube_admin.SubscriptionRequest(topic=TOPIC, subscription="s")
+        await there.topics.Unsubscribe(request)
         assert not topic.subscriptions
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await there.topics.Unsubscribe(
-                danube_admin.SubscriptionRequest(topic=TOPIC, subscription="s")
-            )
-        assert refused.value.code() is grpc.StatusCode.NOT_FOUND  # the other broker's status
+        # The other broker's status.
+        assert await status(there.topics.Unsubscribe(request)) is Code.NOT_FOUND
         await there.topics.DeleteTopic(danube_admin.TopicRequest(name=TOPIC))
         assert TOPIC not in await a.topics.names.all()
 
@@ -109,26 +104,14 @@ async def test_other_broker_judges_the_caller_itself(tmp_path, engine):
     started = brokers(tmp_path, "a", "b", settings=settings, engine=engine)
     async with started as [(a, _, _), (_, there, _)]:
         await at(a)
-        binding = Binding(
-            id="ada",
-            principal_kind=PrincipalKind.USER,
-            principal_name="ada",
-            roles=("consumer",),
-            scope=Scope.TOPIC,
-            resource=TOPIC,
-        )
-        await asyncio.to_thread(a.guard.access.create_binding, binding)
+        await asyncio.to_thread(allow, a.guard.access, "ada", "consumer", topic=TOPIC)
         name = ister_api.TopicName(topic=TOPIC)
 
         def asked(who):
-            headers = [("authorization", f"Bearer {sign(who)}")]
-            return there.admin.DescribeTopic(name, metadata=headers)
+            return there.admin.DescribeTopic(name, metadata=headers_of(who))
 
         async def is_known():
-            try:
-                return (await asked("ada")).topic == TOPIC
-            except grpc.aio.AioRpcError:
-                return False
+            return await status(asked("ada")) is Code.OK
 
         await eventually(is_known)
         # Here they may, there they may not: the broker that has the topic decides.
@@ -158,32 +141,30 @@ async def test_dead_letters_reach_a_topic_of_another_broker(tmp_path, engine):
         await letters.publish(b.topics.signer.sign(letter, "/default/letters"))
         answer = await wire.stub(there.channel, "ister.DeadLetters").Requeue(
             ister_api.DeadLettersRequest(topic="/default/letters", start=1),
-            metadata=[("authorization", f"Bearer {sign('root')}")],
+            metadata=headers_of("root"),
         )
         assert json.loads(answer.json)["done"] == 1
         assert next(iter(source.topic.reader(0))).payload == b"again"
         # Nobody else may: neither a caller with all rights nor one with a wrong secret.
         peers = wire.stub(there.channel, "ister.Peers")
         for header in (f"Bearer {sign('root')}", "Broker 00"):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await peers.PublishDeadLetter(
-                    ister_api.DeadLetter(topic=TOPIC), metadata=[("authorization", header)]
-                )
-            assert refused.value.code().name in ("PERMISSION_DENIED", "UNAUTHENTICATED")
+            call = peers.PublishDeadLetter(
+                ister_api.DeadLetter(topic=TOPIC), metadata=[("authorization", header)]
+            )
+            assert await status(call) in (Code.PERMISSION_DENIED, Code.UNAUTHENTICATED)
         # And the secret is good for nothing else, whatever a super admin is called.
         secret = b.topics.peers._secret
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await there.admin.DescribeTopic(
-                ister_api.TopicName(topic=TOPIC), metadata=[("authorization", f"Broker {secret}")]
-            )
-        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        call = there.admin.DescribeTopic(
+            ister_api.TopicName(topic=TOPIC), metadata=[("authorization", f"Broker {secret}")]
+        )
+        assert await status(call) is Code.PERMISSION_DENIED
 
 
 async def test_partitions_are_created_and_deleted_wherever_they_are(tmp_path):
     settings = {"broker": {"auth": auth_settings(tmp_path)}}
     started = brokers(tmp_path, "a", "b", settings=settings)
     async with started as [(a, _, _), (b, there, _)]:
-        root = [("authorization", f"Bearer {sign('root')}")]
+        root = headers_of("root")
         names = [f"/default/many-part-{number}" for number in range(4)]
         for number, name in enumerate(names):
             node = (a, b)[number % 2].cluster.own.node
@@ -227,7 +208,7 @@ async def test_brokers_talk_by_tls(tmp_path, has_certificate):
         async with channel_to(there) as channel:
             describe = wire.stub(channel, "ister.Admin").DescribeTopic
             name = ister_api.TopicName(topic=TOPIC)
-            root = [("authorization", f"Bearer {sign('root')}")]
+            root = headers_of("root")
             assert (await describe(name, metadata=root)).topic == TOPIC
             if has_certificate:
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -280,7 +261,7 @@ async def tiered_brokers(tmp_path, **auth):
 async def test_broker_without_its_lease_sends_clients_to_the_new_owner(tmp_path, monkeypatch):
     """With authentication: the brokers ask each other in their own names."""
 
-    header = [("authorization", f"Bearer {sign('root')}")]
+    header = headers_of("root")
     request = danube.TopicLookupRequest(topic=TOPIC)
     async with tiered_brokers(tmp_path, auth=auth_settings(tmp_path)) as [
         (a, here, _),
@@ -304,11 +285,10 @@ async def test_broker_without_its_lease_sends_clients_to_the_new_owner(tmp_path,
         missing = danube.TopicLookupRequest(topic="/default/none")
         found = await here.discovery.TopicLookup(missing, metadata=header)
         assert found.connect_url == b.cluster.own.connect_url
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await wire.stub(there.channel, "ister.Peers").FindOwners(
-                ister_api.OwnTopicsRequest(topics=[TOPIC]), metadata=header
-            )
-        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        call = wire.stub(there.channel, "ister.Peers").FindOwners(
+            ister_api.OwnTopicsRequest(topics=[TOPIC]), metadata=header
+        )
+        assert await status(call) is Code.PERMISSION_DENIED
         assert await a.topics.is_elsewhere(TOPIC)
         # It takes part again by itself.
         monkeypatch.undo()
@@ -337,9 +317,8 @@ async def test_clients_leave_a_broker_that_reaches_nobody(tmp_path, monkeypatch)
             cut_off(a, monkeypatch)
             assert await producer.publish(b"1") == 1
             assert (await consumer.receive(60)).payload == b"1"
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await here.discovery.TopicLookup(danube.TopicLookupRequest(topic=TOPIC))
-            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            call = here.discovery.TopicLookup(danube.TopicLookupRequest(topic=TOPIC))
+            assert await status(call) is Code.UNAVAILABLE
             words = [one.words for one in a.health.checks() if one.name == "lease"]
             assert "no other broker responds" in words[0]
             await consumer.close()

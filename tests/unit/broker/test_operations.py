@@ -11,15 +11,14 @@ from pyarrow import flight
 
 from ister import wire
 from ister.broker.http.api import ROUTES
-from ister.broker.security.principal import PrincipalKind
-from ister.broker.security.rights import Binding, Permission, Role, Scope
+from ister.broker.security.rights import Permission, Role
 from ister.client.flight import FlightClient
 from ister.errors import IsterError, PermissionDeniedError
 from ister.wire import danube, danube_schema, ister_api
 from ister.wire.contract import PutOpen, RangeTicket
 from ister.wire.errors import decode_error
 from tests.support.broker import a_broker
-from tests.support.security import auth_settings, sign
+from tests.support.security import allow, auth_settings, headers_of, sign
 from tools.broker_operations import SERVICES, operations
 
 THERE, MISSING, OWN = "/shop/orders", "/nowhere/nothing", "/own/nothing"
@@ -94,22 +93,12 @@ async def a_guarded_broker(tmp_path):
     async with a_broker(tmp_path, {"broker": {"auth": auth_settings(tmp_path)}}) as found:
         access = found[0].guard.access
 
-        def bind(name, permissions, scope=Scope.CLUSTER, resource=""):
+        def bind(name, permissions, **place):
             access.create_role(Role(name=name, permissions=frozenset(permissions)))
-            access.create_binding(
-                Binding(
-                    id=name,
-                    principal_kind=PrincipalKind.USER,
-                    principal_name=name,
-                    roles=(name,),
-                    scope=scope,
-                    resource=resource,
-                )
-            )
+            allow(access, name, name, **place)
 
-        await asyncio.to_thread(bind, "of-topic", Permission, Scope.TOPIC, OWN)
-        await asyncio.to_thread(bind, "of-namespace", Permission, Scope.NAMESPACE, "own")
-
+        await asyncio.to_thread(bind, "of-topic", Permission, topic=OWN)
+        await asyncio.to_thread(bind, "of-namespace", Permission, namespace="own")
         for one in Permission:
             await asyncio.to_thread(bind, f"only-{one}", [one])
             if one is not Permission.LOOKUP:  # who may do anything else may look up, too
@@ -132,9 +121,8 @@ async def ask_rpc(services, path, need, who, name):
 
 async def send(services, path, request, who, name):
     rpc = wire.Rpc(*path.split("/"))
-    credentials = [("authorization", f"Bearer {sign(who)}")]
     try:
-        answer = await rpc.on(services.channel)(request, metadata=credentials, timeout=60)
+        answer = await rpc.on(services.channel)(request, metadata=headers_of(who), timeout=60)
     except grpc.aio.AioRpcError as error:
         return error.code().name, error.details().replace(name, "NAME")
     return "OK", str(answer).replace(name, "NAME")

@@ -30,12 +30,12 @@ def test_every_default_of_the_settings_is_taken():
 
 
 def test_overrides_are_read():
-    assert parse_overrides("") == {}
-    assert parse_overrides("{}") == {}
-    assert parse_overrides('{"max_publish_rate": 7, "max_message_size": 0}') == {
-        "max_publish_rate": 7,
-        "max_message_size": 0,
-    }
+    given = {"max_publish_rate": 7, "max_message_size": 0}
+    assert parse_overrides(json.dumps(given)) == given
+    assert parse_overrides("") == parse_overrides("{}") == {}
+    # An unknown one is answered with the known ones.
+    with pytest.raises(InvalidRequestError, match="max_consumers_per_subscription"):
+        parse_overrides('{"max_cats": 1}')
 
 
 @each(
@@ -46,7 +46,6 @@ def test_overrides_are_read():
         "7",
         "null",
         '"max_publish_rate"',
-        '{"max_publish_rates": 1}',
         '{"max_publish_rate": -1}',
         '{"max_publish_rate": 1.5}',
         '{"max_publish_rate": true}',
@@ -62,17 +61,7 @@ def test_other_overrides_are_refused(text):
         parse_overrides(text)
 
 
-def test_an_unknown_policy_is_answered_with_the_known_ones():
-    with pytest.raises(InvalidRequestError, match="max_consumers_per_subscription"):
-        parse_overrides('{"max_cats": 1}')
-
-
 # -- rates ------------------------------------------------------------------------------------
-
-
-def test_without_a_rate_nobody_waits():
-    rate = Rate(0)
-    assert all(rate.reserve(1_000_000, 1.0) == 0.0 for _ in range(10))
 
 
 def test_a_rate_is_kept_in_the_long_run():
@@ -106,7 +95,7 @@ def test_another_rate_counts_at_once_also_for_what_was_reserved_before():
     rate.per_second = 1
     assert rate.reserve(1, 0.0) > 900
     rate.per_second = 0
-    assert rate.reserve(1, 0.0) == 0.0
+    assert rate.reserve(1_000_000, 0.0) == rate.reserve(1, 0.0) == 0.0
 
 
 def test_many_threads_together_keep_the_rate():

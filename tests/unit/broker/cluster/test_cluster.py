@@ -1,5 +1,7 @@
 """Where a topic is or should be; owner keys of topics without a log; what assignments want."""
 
+from collections import Counter
+
 import msgspec
 import pytest
 
@@ -23,12 +25,6 @@ def pair(site):
     a, b = site.start("a"), site.start("b")
     a.round()
     return a, b
-
-
-def close(site, broker, topic="/ns/t"):
-    """A broker loses a topic's owner key; what it has is on its disk."""
-    broker.log.topic(topic).close()
-    site.metadata.delete(f"/danube/cluster/owners{topic}")
 
 
 # -- owners ---------------------------------------------------------------------------------
@@ -89,9 +85,7 @@ def test_a_replaced_broker_sends_clients_to_the_process_that_replaced_it(site, p
     """The copy has the same node, so that the owner's key alone does not tell them apart."""
     _, b = pair
     b.create("/ns/t")
-    process = f"/danube/cluster/nodes/{b.node}/process"
-    value = site.metadata.get(process).value.replace(b'"instance":"', b'"instance":"x')
-    site.metadata.put(process, value)
+    site.replace_process(b)
     copy = a_member(b.node, broker_url="http://copy:1")
     key = f"/danube/cluster/brokers/{b.node}"
     site.metadata.put(key, msgspec.json.encode(copy))
@@ -135,55 +129,30 @@ def test_a_broker_alone_is_the_answer_and_reads_one_key(site):
         assert a.route("/ns/t") == a.node
         assert a.route("/ns/t", creates=True) == a.node
     assert calls == {"get": 2}
+    assert a.cluster.own_topics() is None  # all of them
 
 
-def test_the_owner_comes_first(site, pair):
+def test_a_topic_is_at_its_owner_then_at_its_last_owner_then_where_it_is_assigned(site, pair):
+    """The last owner's disk has the newest messages, until the topic is sealed."""
     a, b = pair
+
+    def routed():
+        a.cluster.members.recent()
+        with site.counting() as calls:
+            node = a.route("/ns/t")
+        assert b.route("/ns/t") == node
+        return node, calls["get"]
+
     b.create("/ns/t")
     a.cluster.assign("/ns/t", a.node, "moved")
-    a.cluster.members.recent()
-    with site.counting() as calls:
-        assert a.route("/ns/t") == b.node
-    assert calls == {"get": 1}
-    assert b.route("/ns/t") == b.node
-
-
-def test_then_the_last_owner_whose_disk_has_the_newest_messages(site, pair):
-    a, b = pair
-    b.create("/ns/t")
-    close(site, b)
-    a.cluster.assign("/ns/t", a.node, "moved")
-    a.cluster.members.recent()
-    with site.counting() as calls:
-        assert a.route("/ns/t") == b.node
+    assert routed() == (b.node, 1)
+    b.log.topic("/ns/t").close()
+    site.metadata.delete(OWNER)
     # Owner, record, seal.
-    assert calls == {"get": 3}
-    assert b.route("/ns/t") == b.node
-
-
-def test_a_last_owner_that_starts_has_to_be_waited_for(site, pair):
-    a, b = pair
-    b.create("/ns/t")
-    close(site, b)
-    b.publish(MemberState.STARTING)
-    site.expire_lists()
-    with pytest.raises(UnavailableError, match="starting"):
-        a.route("/ns/t")
-    # It opens the topic itself.
-    assert b.route("/ns/t") == b.node
-
-
-def test_a_sealed_topic_is_where_it_is_assigned(site, pair):
-    a, b = pair
-    b.create("/ns/t")
+    assert routed() == (b.node, 3)
     b.log.seal("/ns/t")
-    b.cluster.assign("/ns/t", a.node, "moved")
-    a.cluster.members.recent()
-    with site.counting() as calls:
-        assert a.route("/ns/t") == a.node
-    # Owner, record, seal, assignment.
-    assert calls == {"get": 4}
-    assert b.route("/ns/t") == a.node
+    # And assignment.
+    assert routed() == (a.node, 4)
 
 
 def test_the_topic_of_a_dead_broker_is_where_it_is_assigned(site, pair):
@@ -195,42 +164,42 @@ def test_the_topic_of_a_dead_broker_is_where_it_is_assigned(site, pair):
     assert a.route("/ns/t") == b.route("/ns/t") == b.node
 
 
-def test_an_assigned_broker_that_starts_has_to_be_waited_for(site, pair):
+@pytest.mark.parametrize("why", ["last owner", "assigned"])
+def test_a_broker_that_starts_has_to_be_waited_for(site, pair, why):
     a, b = pair
+    if why == "assigned":
+        a.cluster.assign("/ns/t", b.node, "new")
+    else:
+        b.create("/ns/t")
+        b.log.topic("/ns/t").close()
+        site.metadata.delete(OWNER)
     b.publish(MemberState.STARTING)
     site.expire_lists()
-    a.cluster.assign("/ns/t", b.node, "new")
     with pytest.raises(UnavailableError, match="starting"):
         a.route("/ns/t")
+    # It opens the topic itself.
     assert b.route("/ns/t") == b.node
 
 
 @pytest.mark.parametrize("asked", [0, 1], ids=["leader", "other"])
 def test_a_topic_that_does_not_exist_is_not_assigned(site, pair, asked):
-    with pytest.raises(NotFoundError):
-        pair[asked].route("/ns/t")
+    pair[1].create("/ns/deleted")
+    pair[1].log.delete("/ns/deleted")
+    for topic in ("/ns/t", "/ns/deleted"):
+        with pytest.raises(NotFoundError):
+            pair[asked].route(topic)
     assert site.assignments() == {}
 
 
-def test_a_deleted_topic_does_not_exist(site, pair):
+def test_the_leader_assigns_new_topics_at_once_and_spreads_them(site, pair):
     a, b = pair
-    b.create("/ns/t")
-    b.log.delete("/ns/t")
-    with pytest.raises(NotFoundError):
-        a.route("/ns/t")
-
-
-def test_the_leader_assigns_a_new_topic_at_once(site, pair):
-    a, _ = pair
-    node = a.route("/ns/t", creates=True)
-    assert site.assignments() == {"/ns/t": node}
-    assert a.route("/ns/t") == node
-
-
-def test_new_topics_are_spread(site, pair):
-    a, b = pair
-    found = [a.route(f"/ns/t{number}", creates=True) for number in range(10)]
-    assert found.count(a.node) == found.count(b.node) == 5
+    found = {f"/ns/t{number}": a.route(f"/ns/t{number}", creates=True) for number in range(10)}
+    assert site.assignments() == found
+    assert Counter(found.values()) == {a.node: 5, b.node: 5}
+    assert {topic: b.route(topic) for topic in found} == found
+    for topic in found:
+        a.cluster.forget(topic)
+    assert site.assignments() == {}
 
 
 @pytest.mark.parametrize("how", ["creates", "is_unlogged"])
@@ -249,16 +218,19 @@ def test_another_broker_asks_the_leader(site, pair, how):
     assert site.assignments() == {"/ns/t": node}
 
 
-def test_a_look_up_gives_up_when_no_leader_answers(site, pair):
-    _, b = pair
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_look_up_gives_up_when_no_leader_answers(site, pair, is_lost):
+    a, b = pair
     before = site.clock.monotonic()
+    if is_lost:
+        site.lose_answer("put", "/danube/cluster/unassigned/ns/t")
     with pytest.raises(UnavailableError, match="look it up again"):
         b.route("/ns/t", creates=True)
     assert 1.5 <= site.clock.monotonic() - before < 2
     # What it asked for is answered later.
     assert b.cluster.assignments.requests() == ["/ns/t"]
-    pair[0].round()
-    assert b.route("/ns/t") in (pair[0].node, b.node)
+    a.round()
+    assert b.route("/ns/t") in (a.node, b.node)
 
 
 @pytest.mark.parametrize("state", [None, MemberState.DRAINING], ids=["gone", "draining"])
@@ -277,15 +249,6 @@ def test_an_assignment_to_a_broker_that_takes_none_is_no_answer(site, pair, stat
     a.round()
     assert b.route("/ns/t", is_unlogged=True) in (a.node, b.node)
     assert a.route("/ns/t", is_unlogged=True) == site.assignments()["/ns/t"]
-
-
-def test_a_lost_answer_to_a_request_is_no_failure(site, pair):
-    a, b = pair
-    site.lose_answer("put", "/danube/cluster/unassigned/ns/t")
-    with pytest.raises(UnavailableError, match="look it up again"):
-        b.route("/ns/t", creates=True)
-    a.round()
-    assert b.route("/ns/t") in (a.node, b.node)
 
 
 def test_without_a_leader_for_long_every_broker_picks_the_same(site):
@@ -320,15 +283,6 @@ def test_without_a_leader_and_active_brokers_the_one_that_is_asked_takes_it(site
         assert broker.route("/ns/t", creates=True) == broker.node
 
 
-def test_a_store_that_does_not_answer_is_reported(site, pair):
-    def refuse(kind, key):
-        raise UnavailableError("gone")
-
-    site.metadata.before = refuse
-    with pytest.raises(UnavailableError, match="gone"):
-        pair[0].route("/ns/t")
-
-
 # -- assignment changes ----------------------------------------------------------------------
 
 
@@ -358,19 +312,15 @@ def test_wishes(pair, site, topics):
     assert changes_of(a) == ((), {})
 
 
-def test_a_broker_that_drains_opens_nothing(site, pair):
+def test_a_broker_that_drains_opens_nothing_and_nobody_what_is_no_name(pair):
     a, b = pair
     a.cluster.assign("/ns/t", b.node, "new")
     b.publish(MemberState.DRAINING)
     assert b.cluster.assignment_changes().opens == ()
     b.publish(MemberState.STARTING)
     assert b.cluster.assignment_changes().opens == ("/ns/t",)
-
-
-def test_a_name_that_is_none_is_passed_over(site, pair):
-    a, _ = pair
-    a.cluster.assign("/not a name", a.node, "new")
-    assert a.cluster.assignment_changes(["/not a name"]).opens == ()
+    a.cluster.assign("/not a name", b.node, "new")
+    assert b.cluster.assignment_changes(["/not a name"]).opens == ()
 
 
 def test_wishes_read_as_often_however_many_topics_there_are(site, pair):
@@ -402,17 +352,6 @@ def test_what_a_broker_opens_when_it_starts(site, pair):
     assert found == ["/ns/assigned", "/ns/mine", "/ns/moved", "/ns/sealed"]
     a.log.topic("/ns/sealed")
     assert "/ns/sealed" not in again.cluster.own_topics()
-
-
-def test_a_broker_alone_opens_all_topics(site):
-    assert site.start("a").cluster.own_topics() is None
-
-
-def test_a_deleted_topic_is_forgotten(site, pair):
-    a, _ = pair
-    a.cluster.assign("/ns/t", a.node, "new")
-    a.cluster.forget("/ns/t")
-    assert site.assignments() == {}
 
 
 def test_a_draining_broker_chooses_among_the_others(site, pair):
@@ -458,6 +397,9 @@ def test_an_owner_key_ends_with_the_lease_and_is_restored(site, pair):
     assert a.cluster.renew_unlogged() == []
     site.end_lease(a)
     assert b.cluster.owner_node(NAME) is None
+    with pytest.raises(UnavailableError):
+        a.cluster.claim_unlogged(TopicName.parse("/ns/u"))
+    assert b.cluster.owner_node(TopicName.parse("/ns/u")) is None
     a.log.stores.membership.renew()
     assert a.cluster.renew_unlogged() == []
     assert b.cluster.owner_node(NAME) == a.node
@@ -476,14 +418,6 @@ def test_an_owner_key_that_another_broker_took_is_lost(site, pair):
     assert a.cluster.renew_unlogged() == []
     a.cluster.release_unlogged(NAME)
     assert a.cluster.owner_node(NAME) == b.node
-
-
-def test_a_claim_without_a_lease_is_refused(site, pair):
-    a, b = pair
-    site.end_lease(a)
-    with pytest.raises(UnavailableError):
-        a.cluster.claim_unlogged(NAME)
-    assert b.cluster.owner_node(NAME) is None
 
 
 def test_a_lost_answer_to_a_claim_is_resolved(site, pair):
@@ -516,9 +450,7 @@ def test_a_replaced_process_loses_its_topics_and_leaves_the_keys_of_its_copy(sit
     a.cluster.claim_unlogged(NAME)
     other = TopicName.parse("/ns/u")
     a.cluster.claim_unlogged(other)
-    process = f"/danube/cluster/nodes/{a.node}/process"
-    value = site.metadata.get(process).value.replace(b'"instance":"', b'"instance":"x')
-    site.metadata.put(process, value)
+    site.replace_process(a)
     key = site.metadata.get(OWNER)
     with pytest.raises(FencedError):
         a.log.stores.membership.renew()

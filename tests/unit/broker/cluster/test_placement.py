@@ -34,21 +34,14 @@ def test_rendezvous_spreads():
     assert all(900 < counts[node] < 1100 for node in nodes)
 
 
-@given(TOPICS, NODES)
-def test_fair_spreads_within_one(topics, nodes):
-    placement = Placement([a_member(node) for node in nodes], {}, Strategy.FAIR)
-    counts = Counter(placement.choose(topic) for topic in topics)
-    found = [counts[node] for node in nodes]
-    assert max(found) - min(found) <= 1
-
-
 @given(TOPICS, NODES, st.lists(st.integers(0, 40), min_size=8, max_size=8))
 def test_fair_fills_the_emptiest_first(topics, nodes, numbers):
     counts = dict(zip(nodes, numbers, strict=False))
     placement = Placement([a_member(node) for node in nodes], counts, Strategy.FAIR)
     for topic in topics:
         chosen = placement.choose(topic)
-        assert counts[chosen] == min(counts.values())
+        emptiest = [node for node in nodes if counts[node] == min(counts.values())]
+        assert chosen == rendezvous(topic, emptiest)
         counts[chosen] += 1
 
 
@@ -58,14 +51,6 @@ def test_no_topic_is_placed_on_a_full_disk(strategy):
     placement = Placement(members, {"roomy": 100}, strategy)
     assert {placement.choose(f"/ns/t{number}") for number in range(20)} == {"roomy"}
     assert Placement(members[:1], {}, strategy).choose("/ns/t") is None
-
-
-def test_equal_brokers_are_told_apart_by_the_name():
-    members = [a_member(node) for node in "abc"]
-    for number in range(50):
-        topic = f"/ns/t{number}"
-        chosen = Placement(members, {}, Strategy.FAIR).choose(topic)
-        assert chosen == rendezvous(topic, "abc")
 
 
 def test_balanced_prefers_the_idle_broker():
@@ -108,10 +93,6 @@ def test_a_score_weighs_as_its_documentation_says():
         assert score(load) == pytest.approx(10)
 
 
-def test_the_balance_of_no_broker_is_even():
-    assert measure([], {}, Strategy.FAIR).variation == 0
-
-
 def owned(**counts):
     return {
         node: [f"/ns/{node}{number}" for number in range(count)] for node, count in counts.items()
@@ -135,6 +116,7 @@ def after(topics, moves):
 
 
 def test_nothing_moves_at_the_threshold_or_below():
+    assert measure([], {}, Strategy.FAIR).variation == 0
     # Standard deviation 2, mean 8.
     assert plan(owned(a=10, b=6), threshold=0.25) == []
     assert plan(owned(a=10, b=6), threshold=0.24) != []

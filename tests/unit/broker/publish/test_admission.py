@@ -1,6 +1,7 @@
 """One admission for every way in: gRPC, rows by Flight, staged rows, dead letters."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -22,7 +23,7 @@ from ister.errors import (
 from ister.format.manifest import StagedFile
 from ister.format.staged_rows import STAGED_SCHEMA, encode_block
 from ister.topic.batches import StagedBatch
-from tests.support.broker import run, some_topics
+from tests.support.broker import some_topics
 from tests.support.builders import a_message
 from tests.support.machine import payloads
 
@@ -41,7 +42,7 @@ class Schemas:
             raise InvalidRequestError("does not fit")
 
 
-class RpcServer:
+class Door:
     """Every way into one topic of a broker."""
 
     def __init__(self, topics, topic):
@@ -56,32 +57,21 @@ class RpcServer:
                 a_message(payload=text, producer_name=producer), principal=principal
             )
 
-    async def rows(self, *texts, principal="", producer="p", is_gone=lambda: False):
-        batch = pa.record_batch({"payload": pa.array(texts, pa.binary())})
+    async def rows(self, *texts, principal="", producer="p", is_gone=lambda: False, **columns):
+        batch = pa.record_batch({"payload": pa.array(texts, pa.binary()), **columns})
         await asyncio.to_thread(
             self._source.admit,
             self.topic.sequenced,
             batch,
-            producer=producer,
+            producer=None if columns else producer,
             principal=principal,
             is_gone=is_gone,
         )
         self.topic.topic.append_arrow(batch)
 
-    async def named_rows(self, *texts, principal="", producer="p"):
+    async def named_rows(self, *texts, producer="p", **more):
         """Rows of a producer that does not number them: each says who it is from."""
-        batch = pa.record_batch(
-            {"payload": pa.array(texts, pa.binary()), "producer_name": [producer] * len(texts)}
-        )
-        await asyncio.to_thread(
-            self._source.admit,
-            self.topic.sequenced,
-            batch,
-            producer=None,
-            principal=principal,
-            is_gone=lambda: False,
-        )
-        self.topic.topic.append_arrow(batch)
+        await self.rows(*texts, producer_name=[producer] * len(texts), **more)
 
     async def staged(self, *texts, principal="", producer="p", is_gone=lambda: False):
         """Rows in two files, as Spark's sink stages them."""
@@ -109,44 +99,31 @@ class RpcServer:
 WAYS = ["send", "rows", "named_rows", "staged"]
 
 
-def at_the_door(tmp_path, scenario, *, schemas=None, **policies):
-    async def around():
-        async with some_topics(tmp_path, mode="wal_cloud", schemas=schemas) as topics:
-            topic = await topics.get_or_create(NAME, is_reliable=True)
-            if policies:
-                await topics.set_topic_policies(NAME, policies)
-            await scenario(RpcServer(topics, topic))
-
-    run(around())
+@asynccontextmanager
+async def doors(tmp_path, *, schemas=None, **policies):
+    async with some_topics(tmp_path, mode="wal_cloud", schemas=schemas) as topics:
+        topic = await topics.get_or_create(NAME, is_reliable=True)
+        if policies:
+            await topics.set_topic_policies(NAME, policies)
+        yield Door(topics, topic)
 
 
 @each("way", WAYS)
-def test_messages_over_the_limit_are_refused_whichever_way_they_come(tmp_path, way):
-    async def scenario(door):
+@each("error, bad", [(MessageTooLargeError, b"abcde"), (InvalidRequestError, b"bad")])
+async def test_messages_that_do_not_fit_are_refused_whichever_way_they_come(
+    tmp_path, way, error, bad
+):
+    async with doors(tmp_path, schemas=Schemas(), max_message_size=4) as door:
         enter = getattr(door, way)
-        await enter(b"abc", b"")
-        with pytest.raises(MessageTooLargeError, match="max_message_size"):
-            await enter(*([b"abcd"] if way == "send" else [b"ok", b"abcd"]))
-        assert door.texts() == [b"abc", b""]
-
-    at_the_door(tmp_path, scenario, max_message_size=3)
+        await enter(b"good", b"")
+        with pytest.raises(error):
+            await enter(*([bad] if way == "send" else [b"ok", bad]))
+        assert door.texts() == [b"good", b""]
 
 
 @each("way", WAYS)
-def test_messages_that_do_not_fit_the_schema_are_refused_whichever_way_they_come(tmp_path, way):
-    async def scenario(door):
-        enter = getattr(door, way)
-        await enter(b"good", b"fine")
-        with pytest.raises(InvalidRequestError, match="does not fit"):
-            await enter(*([b"bad"] if way == "send" else [b"good", b"bad"]))
-        assert door.texts() == [b"good", b"fine"]
-
-    at_the_door(tmp_path, scenario, schemas=Schemas())
-
-
-@each("way", WAYS)
-def test_names_of_others_are_refused_whichever_way_they_come(tmp_path, way):
-    async def scenario(door):
+async def test_names_of_others_are_refused_whichever_way_they_come(tmp_path, way):
+    async with doors(tmp_path) as door:
         enter = getattr(door, way)
         await door.send(b"first", principal=SHOP, producer="shop")
         with pytest.raises(PermissionDeniedError, match="another principal"):
@@ -155,22 +132,18 @@ def test_names_of_others_are_refused_whichever_way_they_come(tmp_path, way):
         await enter(b"second", principal=SHOP, producer="shop")
         assert door.texts() == [b"first", b"own", b"second"]
 
-    at_the_door(tmp_path, scenario)
-
 
 @each("way", ["named_rows", "staged"])
-def test_names_that_cannot_be_shown_are_refused_in_rows_too(tmp_path, way):
-    async def scenario(door):
+async def test_names_that_cannot_be_shown_are_refused_in_rows_too(tmp_path, way):
+    async with doors(tmp_path) as door:
         with pytest.raises(InvalidRequestError, match="not printable"):
             await getattr(door, way)(b"x", principal=SHOP, producer="a\u202eb")
         assert door.texts() == []
 
-    at_the_door(tmp_path, scenario)
-
 
 @each("way", WAYS)
-def test_messages_wait_for_the_rate_whichever_way_they_come(tmp_path, way):
-    async def scenario(door):
+async def test_messages_wait_for_the_rate_whichever_way_they_come(tmp_path, way):
+    async with doors(tmp_path, max_publish_rate=100) as door:
         loop = asyncio.get_running_loop()
         start = loop.time()
         for _ in range(6):
@@ -178,14 +151,12 @@ def test_messages_wait_for_the_rate_whichever_way_they_come(tmp_path, way):
         assert loop.time() - start > 0.3
         assert len(door.texts()) == 60
 
-    at_the_door(tmp_path, scenario, max_publish_rate=100)
-
 
 @each("way", ["rows", "staged"])
-def test_nobody_waits_for_the_rate_whose_caller_has_left(tmp_path, way):
+async def test_nobody_waits_for_the_rate_whose_caller_has_left(tmp_path, way):
     """Goal: rows for hours, and a caller that leaves: the thread is free, and so is the rate."""
 
-    async def scenario(door):
+    async with doors(tmp_path, max_publish_rate=10) as door:
         await door.rows(*[b"x"] * 10)
         with pytest.raises(UnavailableError, match="has disconnected"):
             async with asyncio.timeout(60):
@@ -193,41 +164,33 @@ def test_nobody_waits_for_the_rate_whose_caller_has_left(tmp_path, way):
         async with asyncio.timeout(60):
             await door.send(b"y")
 
-    at_the_door(tmp_path, scenario, max_publish_rate=10)
-
 
 @each("way", ["send", "rows"])
-def test_name_is_free_once_it_is_released(tmp_path, way):
-    async def scenario(door):
+async def test_name_is_free_once_it_is_released(tmp_path, way):
+    async with doors(tmp_path) as door:
         await door.send(b"a", principal=SHOP, producer="shop")
         assert door.topic.names.release("shop") == SHOP
         await getattr(door, way)(b"b", principal=OTHER, producer="shop")
         with pytest.raises(PermissionDeniedError):
             await door.send(b"c", principal=SHOP, producer="shop")
 
-    at_the_door(tmp_path, scenario)
 
-
-def test_dead_letters_are_let_in_under_whatever_name_and_schema(tmp_path):
-    async def scenario(door):
+async def test_dead_letters_are_let_in_under_whatever_name_and_schema(tmp_path):
+    async with doors(tmp_path, schemas=Schemas(), max_message_size=10) as door:
         await door.send(b"first", principal=SHOP, producer="shop")
         await door.topic.publish(a_message(payload=b"bad", producer_name="shop"))
         with pytest.raises(MessageTooLargeError):
             await door.topic.publish(a_message(payload=b"x" * 11, producer_name="shop"))
         assert door.texts() == [b"first", b"bad"]
 
-    at_the_door(tmp_path, scenario, schemas=Schemas(), max_message_size=10)
 
-
-def test_topic_without_bounds_reads_staged_rows_once(tmp_path, monkeypatch):
-    async def scenario(door):
+async def test_topic_without_bounds_reads_staged_rows_once(tmp_path, monkeypatch):
+    async with doors(tmp_path) as door:
         seen = []
         monkeypatch.setattr(Admission, "check", lambda *args: seen.append(args))
         await door.staged(b"a", b"b")
         assert door.texts() == [b"a", b"b"]
         assert seen == []
-
-    at_the_door(tmp_path, scenario)
 
 
 def test_lots_say_what_is_in_them():
@@ -239,7 +202,5 @@ def test_lots_say_what_is_in_them():
     )
     assert (rows.count, rows.producer, rows.largest(), list(rows.names())) == (2, None, 3, ["x"])
     assert list(rows.records()) == [(None, None, b"a"), (None, None, b"bcd")]
-    assert (
-        admission_of_rows(pa.record_batch({"payload": pa.array([], pa.binary())}), "p").largest()
-        == 0
-    )
+    none = pa.record_batch({"payload": pa.array([], pa.binary())})
+    assert admission_of_rows(none, "p").largest() == 0

@@ -14,6 +14,14 @@ def register(known, name, *, now=0.0, is_exclusive=False, policies=FREE):
     return known.register(name, is_exclusive=is_exclusive, policies=policies, now=now)
 
 
+def shared():
+    """Producers, one of which is there and is not exclusive."""
+    known = Producers("/default/t")
+    register(known, "a")
+    assert known.find(7, 0.0) is None
+    return known
+
+
 def test_an_id_follows_from_topic_and_name():
     assert producer_id("/default/t", "p") == producer_id("/default/t", "p")
     many = {producer_id(f"/default/t{t}", f"p{p}") for t in range(50) for p in range(50)}
@@ -23,13 +31,6 @@ def test_an_id_follows_from_topic_and_name():
     assert max(many) < 1 << 61
     # The name's border is part of it.
     assert producer_id("/a/b", "cd") != producer_id("/a/bc", "d")
-
-
-def test_one_of_the_same_name_is_the_same_one():
-    known = Producers("/default/t")
-    first = register(known, "p")
-    assert register(known, "p", now=5.0).id == first.id == producer_id("/default/t", "p")
-    assert len(known) == 1
 
 
 def test_the_index_knows_the_topic_of_each():
@@ -61,24 +62,13 @@ def test_a_limit_counts_those_that_were_heard_of():
 
 def test_an_exclusive_producer_has_the_topic_for_itself():
     known = Producers("/default/t")
-    register(known, "a", is_exclusive=True)
-    register(known, "a", is_exclusive=True)
-    for is_exclusive in (True, False):
+    first = register(known, "a", is_exclusive=True)
+    assert register(known, "a", is_exclusive=True).id == first.id == producer_id("/default/t", "a")
+    for before, is_exclusive in ((known, True), (known, False), (shared(), True)):
         with pytest.raises(PermissionDeniedError):
-            register(known, "b", is_exclusive=is_exclusive)
+            register(before, "b", is_exclusive=is_exclusive)
     # It is gone.
     assert register(known, "b", now=1000.0).name == "b"
-
-
-def test_an_exclusive_producer_needs_the_topic_for_itself():
-    known = Producers("/default/t")
-    register(known, "a")
-    with pytest.raises(PermissionDeniedError):
-        register(known, "b", is_exclusive=True)
-
-
-def test_an_unknown_id_is_not_found():
-    assert Producers("/default/t").find(7, 0.0) is None
 
 
 def test_silent_ones_go_when_there_are_too_many(monkeypatch):

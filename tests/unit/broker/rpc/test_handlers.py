@@ -13,10 +13,10 @@ import pytest
 from ister import errors, wire
 from ister.broker.dispatch.write_queue import STALLED
 from ister.broker.rpc.grpcio_engine import add_methods
-from ister.broker.rpc.handlers import CallGate, Refused, status_of
+from ister.broker.rpc.handlers import CallGate, Refused
 from ister.broker.rpc.methods import methods_of
-from ister.wire import danube, danube_admin
-from tests.support.broker import a_broker, eventually
+from ister.wire import danube
+from tests.support.broker import eventually
 from tests.support.cases import each
 
 _STATUSES = {
@@ -108,89 +108,52 @@ async def outcome(call):
 # -- statuses ---------------------------------------------------------------------------------
 
 
-def test_the_table_below_has_every_error():
-    assert set(_STATUSES) == set(errors.__all__) - {"check"}
-
-
-@each("name", sorted(_STATUSES))
-def test_the_status_of_an_error(name):
-    assert status_of(make(name)).name == _STATUSES[name]
-
-
-def test_a_refusal_has_the_status_that_it_was_given():
-    for status in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE):
-        assert status_of(Refused(status, "so")) is status
-
-
 async def test_every_error_gets_to_the_client_with_its_text():
+    assert set(_STATUSES) == set(errors.__all__) - {"check"}
     said = []
 
     async def fail(request):
-        raise make(said[0], "line one\nline two")
+        raise said[0]
 
     async with served("danube.Discovery", discovery(fail)) as channel:
         stub = wire.stub(channel, "danube.Discovery")
+
+        async def told(error):
+            said[:] = [error]
+            return await outcome(stub.TopicLookup(danube.TopicLookupRequest()))
+
         for name in sorted(set(_STATUSES) - {"InvariantError"}):
-            said[:] = [name]
-            status, text = await outcome(stub.TopicLookup(danube.TopicLookupRequest()))
+            status, text = await told(make(name, "line one\nline two"))
             assert status == _STATUSES[name], name
             assert text.startswith("line one line two"), name
-
-
-async def test_a_refusal_gets_to_the_client():
-    async def fail(request):
-        raise Refused(grpc.StatusCode.FAILED_PRECONDITION, "not so", hint="do it so")
-
-    async with served("danube.Discovery", discovery(fail)) as channel:
-        stub = wire.stub(channel, "danube.Discovery")
-        assert await outcome(stub.TopicLookup(danube.TopicLookupRequest())) == (
-            "FAILED_PRECONDITION",
-            "not so; do it so",
-        )
-
-
-async def test_a_long_text_is_cut_and_still_arrives():
-    async def fail(request):
-        raise errors.NotFoundError("x" * 100_000)
-
-    async with served("danube.Discovery", discovery(fail)) as channel:
-        stub = wire.stub(channel, "danube.Discovery")
-        status, text = await outcome(stub.TopicLookup(danube.TopicLookupRequest()))
+        refusal = Refused(grpc.StatusCode.FAILED_PRECONDITION, "not so", hint="do it so")
+        assert await told(refusal) == ("FAILED_PRECONDITION", "not so; do it so")
+        status, text = await told(errors.NotFoundError("x" * 100_000))
         assert status == "NOT_FOUND"
         assert 100 < len(text) <= 2000
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        KeyError("canary-secret"),
-        errors.InvariantError("canary-secret"),
-        OSError(5, "canary-secret"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-@pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
+@each("is_stream", [False, True])
+@each("error", [KeyError("canary"), errors.InvariantError("canary"), OSError(5, "canary")])
 async def test_our_own_faults_are_a_number_and_nothing_else(error, is_stream, caplog):
-    async def scenario():
-        async def fail(request):
-            raise error
+    async def fail(request):
+        raise error
 
-        async def fail_later(request):
-            yield b""
-            raise error
+    async def fail_later(request):
+        yield b""
+        raise error
 
-        if is_stream:
-            async with served("danube.ConsumerService", streams(fail_later)) as channel:
-                stub = wire.stub(channel, "danube.ConsumerService")
+    name = "danube.ConsumerService" if is_stream else "danube.Discovery"
+    service = streams(fail_later) if is_stream else discovery(fail)
+    with caplog.at_level(logging.ERROR, logger="ister.broker.rpc.handlers"):
+        async with served(name, service) as channel:
+            stub = wire.stub(channel, name)
+            if is_stream:
                 call = stub.ReceiveMessages(danube.ReceiveRequest())
                 await call.read()
-                return await outcome(call.read())
-        async with served("danube.Discovery", discovery(fail)) as channel:
-            stub = wire.stub(channel, "danube.Discovery")
-            return await outcome(stub.TopicLookup(danube.TopicLookupRequest()))
-
-    with caplog.at_level(logging.ERROR, logger="ister.broker.rpc.handlers"):
-        status, text = await scenario()
+                status, text = await outcome(call.read())
+            else:
+                status, text = await outcome(stub.TopicLookup(danube.TopicLookupRequest()))
     assert status == "INTERNAL"
     number = re.fullmatch(r"the broker failed \[([0-9a-f]{8})\]", text)
     assert number, text
@@ -237,39 +200,7 @@ async def test_bytes_that_are_no_message_in_a_stream_of_requests_are_the_callers
         assert (await outcome(call.read()))[0] == "INVALID_ARGUMENT"
 
 
-async def test_a_method_that_there_is_not_is_unimplemented():
-    async def echo(request):
-        return danube.TopicLookupResponse()
-
-    async with served("danube.Discovery", discovery(echo)) as channel:
-        assert (await outcome(channel.unary_unary("/danube.Discovery/Nothing")(b"")))[0] == (
-            "UNIMPLEMENTED"
-        )
-
-
 # -- the gate ---------------------------------------------------------------------------------
-
-
-async def test_a_closed_gate_lets_those_inside_finish_and_nobody_else_in():
-    gate, inside, go_on = CallGate(), asyncio.Event(), asyncio.Event()
-
-    async def wait(request):
-        inside.set()
-        await go_on.wait()
-        return danube.TopicLookupResponse(request_id=request.request_id)
-
-    async with served("danube.Discovery", discovery(wait), gate) as channel:
-        stub = wire.stub(channel, "danube.Discovery")
-        first = asyncio.ensure_future(stub.TopicLookup(danube.TopicLookupRequest(request_id=1)))
-        await inside.wait()
-        closing = asyncio.create_task(gate.close(30.0))
-        await asyncio.sleep(0)
-        status, text = await outcome(stub.TopicLookup(danube.TopicLookupRequest()))
-        assert (status, text) == ("UNAVAILABLE", "the broker is shutting down")
-        assert not closing.done()
-        go_on.set()
-        assert (await first).request_id == 1
-        await asyncio.wait_for(closing, 60)
 
 
 async def test_a_gate_does_not_wait_for_ever():
@@ -300,25 +231,6 @@ async def test_calls_that_fail_or_are_cancelled_have_left_the_gate():
 
 
 # -- streams ----------------------------------------------------------------------------------
-
-
-async def test_a_generator_is_closed_when_its_client_goes():
-    events = []
-
-    async def receive(request):
-        events.append("begun")
-        try:
-            yield danube.StreamMessage(payload=b"1")
-            await asyncio.sleep(600)
-        finally:
-            events.append("closed")
-
-    async with served("danube.ConsumerService", streams(receive)) as channel:
-        stub = wire.stub(channel, "danube.ConsumerService")
-        call = stub.ReceiveMessages(danube.ReceiveRequest())
-        assert (await call.read()).payload == b"1"
-        call.cancel()
-        await eventually(lambda: events == ["begun", "closed"])
 
 
 async def test_a_generator_is_closed_when_its_client_does_not_read_and_goes():
@@ -384,41 +296,3 @@ async def test_a_stream_that_nobody_reads_can_be_ended():
         await eventually(lambda: is_gone() is None)
         await outcome(stub.Ack(danube.AckRequest()))
         assert (await outcome(stalled.read()))[0] == "CANCELLED"
-
-
-async def test_consumers_whose_clients_go_are_detached(tmp_path):
-    """Fifty of them, at any moment of their life: nobody stays attached."""
-
-    async with a_broker(tmp_path, mode="memory") as (broker, services, _):
-        name = "/default/t"
-        await services.topics.CreateTopic(
-            danube_admin.NewTopicRequest(name=name, dispatch_strategy=1)
-        )
-        topic = broker.topics.find_open(name)
-        calls = []
-        for number in range(50):
-            consumer = await services.consumers.Subscribe(
-                danube.ConsumerRequest(
-                    topic_name=name,
-                    consumer_name=f"c{number}",
-                    subscription="s",
-                    subscription_type=1,
-                )
-            )
-            calls.append(
-                services.consumers.ReceiveMessages(
-                    danube.ReceiveRequest(consumer_id=consumer.consumer_id)
-                )
-            )
-            if number % 3 == 0:
-                calls[-1].cancel()
-        subscription = topic.subscription("s")
-        await eventually(lambda: len(subscription.attached) == 33)
-        topic.topic.append(b"one")
-        topic.topic.append(b"two")
-        for call in calls:
-            call.cancel()
-        await eventually(lambda: not subscription.attached)
-        assert subscription.prefetcher.task is None
-        subscription.delivery.validate_state()
-        assert subscription.delivery.stats().in_flight == 0

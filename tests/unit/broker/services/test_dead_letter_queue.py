@@ -11,12 +11,10 @@ import pytest
 from ister import wire
 from ister.base import failpoints
 from ister.broker.dispatch.dead_letters import LetterSigner
-from ister.broker.security.principal import PrincipalKind
-from ister.broker.security.rights import Binding, Scope
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from ister.wire import ister_api
 from tests.support.broker import a_broker, a_record, eventually, take
-from tests.support.security import auth_settings, sign
+from tests.support.security import allow, auth_settings, headers_of
 
 SOURCE, DEAD = "/default/orders", "/default/orders-dead"
 
@@ -239,20 +237,11 @@ async def test_requeueing_needs_the_dead_letter_topic_and_the_topic_that_letters
         calls = calls_of(services)
 
         async def grant(name, role, topic):
-            binding = Binding(
-                id=f"{name}-{role}-{topic[-4:]}",
-                principal_kind=PrincipalKind.USER,
-                principal_name=name,
-                roles=(role,),
-                scope=Scope.TOPIC,
-                resource=topic,
-            )
-            await asyncio.to_thread(broker.guard.access.create_binding, binding)
+            await asyncio.to_thread(allow, broker.guard.access, name, role, topic=topic)
 
         async def refused(call, who):
-            headers = [("authorization", f"Bearer {sign(who)}")]
             try:
-                return await asked(call, headers)
+                return await asked(call, headers_of(who))
             except grpc.aio.AioRpcError as error:
                 assert error.code() is grpc.StatusCode.PERMISSION_DENIED
                 return None

@@ -13,6 +13,7 @@ from ister.base.model import Codec
 from ister.format.message import decode_message
 from ister.wire import danube
 from tests.support.broker import a_broker, a_record
+from tests.support.broker_calls import Code, status
 from tests.support.cases import each
 
 NAME = "/default/orders"
@@ -25,16 +26,23 @@ async def listed(services, topic=NAME, after=0):
     return [(one.start_offset, one.end_offset) for one in answer.segments]
 
 
+async def upload(broker, times=1):
+    """Publishes ten messages and uploads them, so many times."""
+    topic = await broker.topics.get_or_create(NAME, is_reliable=True)
+    for _ in range(times):
+        for _ in range(10):
+            await topic.publish(a_record())
+        await asyncio.to_thread(topic.topic.upload)
+    return topic
+
+
 async def test_objects_are_listed_from_the_first_one_on(tmp_path):
     """Danube never lists the object that begins at 0: it asks for starts above the offset."""
 
     async with a_broker(tmp_path) as (broker, services, _):
-        topic = await broker.topics.get_or_create(NAME, is_reliable=True)
+        await broker.topics.get_or_create(NAME, is_reliable=True)
         assert await listed(services) == []
-        for _ in range(3):
-            for _ in range(10):
-                await topic.publish(a_record())
-            await asyncio.to_thread(topic.topic.upload)
+        await upload(broker, 3)
         assert await listed(services) == [(0, 9), (10, 19), (20, 29)]
         # A reader that has come to the end of one gets the next ones, and one that stopped
         # inside of one gets the rest of it.
@@ -64,11 +72,7 @@ def danubes_messages(root, segment_id):
 async def test_segments_are_where_danube_looks_for_them(tmp_path):
     settings = {"storage": {"cloud": {"layout": "segments"}}}
     async with a_broker(tmp_path, settings) as (broker, services, _):
-        topic = await broker.topics.get_or_create(NAME, is_reliable=True)
-        for _ in range(3):
-            for _ in range(10):
-                await topic.publish(a_record())
-            await asyncio.to_thread(topic.topic.upload)
+        topic = await upload(broker, 3)
         answer = await services.storage.ListSegmentDescriptors(
             danube.ListSegmentDescriptorsRequest(topic=NAME)
         )
@@ -90,16 +94,10 @@ async def test_segments_are_where_danube_looks_for_them(tmp_path):
 async def test_messages_that_danube_cannot_read_are_never_skipped(tmp_path):
     """Goal: a sidecar goes on behind the last offset it was told of; so the list ends before."""
 
-    async def upload(broker, count):
-        topic = await broker.topics.get_or_create(NAME, is_reliable=True)
-        for _ in range(count):
-            await topic.publish(a_record())
-        await asyncio.to_thread(topic.topic.upload)
-
     for layout in ("segments", "objects", "segments"):
         settings = {"storage": {"cloud": {"layout": layout}}}
         async with a_broker(tmp_path, settings) as (broker, services, _):
-            await upload(broker, 10)
+            await upload(broker)
     async with a_broker(tmp_path, settings) as (_, services, _):
         assert await listed(services) == [(0, 9)]
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -110,18 +108,10 @@ async def test_messages_that_danube_cannot_read_are_never_skipped(tmp_path):
         assert await listed(services, after=29) == []
 
 
-@each(
-    ("topic", "status"),
-    [
-        ("/default/nowhere", grpc.StatusCode.NOT_FOUND),
-        ("nowhere", grpc.StatusCode.INVALID_ARGUMENT),
-    ],
-)
-async def test_what_is_not_there_is_said(tmp_path, topic, status):
+@each("topic, code", [("/default/nowhere", Code.NOT_FOUND), ("nowhere", Code.INVALID_ARGUMENT)])
+async def test_what_is_not_there_is_said(tmp_path, topic, code):
     async with a_broker(tmp_path) as (_, services, _):
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await listed(services, topic)
-        assert refused.value.code() is status
+        assert await status(listed(services, topic)) is code
 
 
 async def test_broker_without_a_bucket_says_so(tmp_path):

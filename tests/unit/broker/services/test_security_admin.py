@@ -1,50 +1,37 @@
 """Roles and bindings over the wire, as Danube's own tools speak."""
 
-import asyncio
-import contextlib
+from contextlib import asynccontextmanager
 
 import grpc
-import pytest
 
 from ister.broker.rpc.grpcio_engine import add_methods
 from ister.broker.rpc.methods import methods_of
 from ister.broker.security.grpc_guard import GrpcGuard
 from ister.broker.services.security_admin import SecurityAdmin
 from ister.wire import danube_admin, stub
+from tests.support.broker_calls import Code, status
 
-Code = grpc.StatusCode
 SERVICE = "danube_admin.SecurityAdmin"
 
 
-def run(rig, scenario):
-    """Runs `scenario(call)` against a real server; `call(name, who, **fields)` answers."""
+@asynccontextmanager
+async def served(rig):
+    """What calls a method of a real server: `call(name, request, who)`."""
+    server = grpc.aio.server(interceptors=[GrpcGuard(rig.guard)])
+    add_methods(server, methods_of(SERVICE, SecurityAdmin(rig.guard)))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            calls = stub(channel, SERVICE)
 
-    async def served():
-        server = grpc.aio.server(interceptors=[GrpcGuard(rig.guard)])
-        add_methods(server, methods_of(SERVICE, SecurityAdmin(rig.guard)))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        try:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                calls = stub(channel, SERVICE)
+            def call(name, request, who="root"):
+                metadata = tuple(rig.bearer(who).items())
+                return getattr(calls, name)(request, metadata=metadata, timeout=30)
 
-                def call(name, request, who="root"):
-                    return getattr(calls, name)(
-                        request, metadata=tuple(rig.bearer(who).items()), timeout=30
-                    )
-
-                await scenario(call)
-        finally:
-            await server.stop(0.1)
-
-    asyncio.run(asyncio.wait_for(served(), 60))
-
-
-@contextlib.contextmanager
-def refused(code):
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        yield
-    assert caught.value.code() is code, caught.value.details()
+            yield call
+    finally:
+        await server.stop(0.1)
 
 
 def role(name="ops", permissions=("Lookup", "ManageTopic")):
@@ -67,8 +54,8 @@ def binding(**more):
     )
 
 
-def test_roles(rig):
-    async def scenario(call):
+async def test_roles(rig):
+    async with served(rig) as call:
         assert (await call("CreateRole", role())).success
         found = (await call("GetRole", danube_admin.GetRoleRequest(name="ops"))).role
         assert (found.name, list(found.permissions)) == ("ops", ["Lookup", "ManageTopic"])
@@ -81,30 +68,38 @@ def test_roles(rig):
             ("producer", True),
         ]
         assert (await call("CreateRole", role())).success
-        with refused(Code.ALREADY_EXISTS):
-            await call("CreateRole", role(permissions=["Consume"]))
+        assert (
+            await status(call("CreateRole", role(permissions=["Consume"]))) is Code.ALREADY_EXISTS
+        )
         for bad in (
             role(permissions=["Replicate"]),
             role(name="a/b"),
             danube_admin.CreateRoleRequest(),
         ):
-            with refused(Code.INVALID_ARGUMENT):
-                await call("CreateRole", bad)
-        assert (await call("DeleteRole", danube_admin.DeleteRoleRequest(name="ops"))).success
-        with refused(Code.NOT_FOUND):
-            await call("DeleteRole", danube_admin.DeleteRoleRequest(name="ops"))
-        with refused(Code.NOT_FOUND):
-            await call("GetRole", danube_admin.GetRoleRequest(name="ops"))
-        with refused(Code.INVALID_ARGUMENT):
-            await call("DeleteRole", danube_admin.DeleteRoleRequest(name="admin"))
+            assert await status(call("CreateRole", bad)) is Code.INVALID_ARGUMENT
+        delete = danube_admin.DeleteRoleRequest(name="ops")
+        await call("CreateBinding", binding(role_names=["ops"]))
+        assert await status(call("DeleteRole", delete)) is Code.ABORTED, "it is in use"
+        gone = {"scope": "topic", "resource_name": "/default/orders"}
+        await call("DeleteBinding", danube_admin.DeleteBindingRequest(binding_id="b1", **gone))
+        assert (await call("DeleteRole", delete)).success
+        assert (
+            await status(call("DeleteRole", danube_admin.DeleteRoleRequest(name="ops")))
+            is Code.NOT_FOUND
+        )
+        assert (
+            await status(call("GetRole", danube_admin.GetRoleRequest(name="ops"))) is Code.NOT_FOUND
+        )
+        assert (
+            await status(call("DeleteRole", danube_admin.DeleteRoleRequest(name="admin")))
+            is Code.INVALID_ARGUMENT
+        )
 
-    run(rig, scenario)
 
-
-def test_bindings(rig):
+async def test_bindings(rig):
     place = {"scope": "topic", "resource_name": "/default/orders"}
 
-    async def scenario(call):
+    async with served(rig) as call:
         assert (await call("CreateBinding", binding())).success
         asked = danube_admin.GetBindingRequest(binding_id="b1", **place)
         found = (await call("GetBinding", asked)).binding
@@ -122,35 +117,18 @@ def test_bindings(rig):
             (binding(id=""), Code.INVALID_ARGUMENT),
             (danube_admin.CreateBindingRequest(), Code.INVALID_ARGUMENT),
         ):
-            with refused(code):
-                await call("CreateBinding", bad)
+            assert await status(call("CreateBinding", bad)) is code
         gone = danube_admin.DeleteBindingRequest(binding_id="b1", **place)
         assert (await call("DeleteBinding", gone)).success
-        with refused(Code.NOT_FOUND):
-            await call("DeleteBinding", gone)
-        with refused(Code.NOT_FOUND):
-            await call("GetBinding", asked)
-
-    run(rig, scenario)
+        assert await status(call("DeleteBinding", gone)) is Code.NOT_FOUND
+        assert await status(call("GetBinding", asked)) is Code.NOT_FOUND
 
 
-def test_role_in_use_stays(rig):
-    async def scenario(call):
-        await call("CreateRole", role())
-        await call("CreateBinding", binding(role_names=["ops"]))
-        with refused(Code.ABORTED):
-            await call("DeleteRole", danube_admin.DeleteRoleRequest(name="ops"))
-
-    run(rig, scenario)
-
-
-def test_a_binding_is_in_the_audit_log_with_what_it_gives(rig):
+async def test_a_binding_is_in_the_audit_log_with_what_it_gives(rig):
     rig.allow("chief", "admin")
 
-    async def scenario(call):
+    async with served(rig) as call:
         await call("CreateBinding", binding(), "chief")
-
-    run(rig, scenario)
     (made,) = rig.audited()
     assert (made["principal"], made["outcome"]) == ("user:chief", "allowed")
     assert "service_account loader gets producer in topic /default/orders" in made["detail"]
