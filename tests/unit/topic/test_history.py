@@ -1,6 +1,5 @@
 """A log's bucket read by anybody, without a lock, a broker or local files."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
@@ -30,8 +29,8 @@ from ister.format.arrow.schema import HIDDEN
 from ister.topic.columns import Decoders
 from ister.topic.history import BucketLog, BucketTopic
 from tests.support.cases import each
-from tests.support.machine import NoThreads, Task, numbered
-from tests.support.stores import NAME, TTL_SECONDS, Site, SlowReads
+from tests.support.machine import NoThreads, numbered
+from tests.support.stores import NAME, Site, SlowReads
 
 TEXT = str(NAME)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -39,12 +38,6 @@ SMALL = {
     "uploader": {"max_object_bytes": 4096, "index_every_messages": 3},
     "cloud_reader": {"fetch_chunk_size": 65_536, "read_ahead": False},
 }
-
-
-@pytest.fixture
-def site():
-    with Site() as site:
-        yield site
 
 
 def a_topic(site, disk="a", *, codec=None, storage=SMALL, **wal):
@@ -113,24 +106,6 @@ def test_bucket_is_read_while_somebody_writes_and_when_nobody_does(tmp_path):
         assert offsets(history.topic(TEXT).read_arrow()) == list(range(expected))
         with ister.open(tmp_path) as log:
             assert len(list(log.topic(TEXT).read())) == 16
-
-
-def test_reading_leaves_the_local_files_alone(tmp_path):
-    with ister.open(tmp_path) as log:
-        topic = log.topic(TEXT, create=True)
-        fill(topic, 10)
-        topic.upload()
-
-    def listing():
-        return {
-            str(path): (path.stat().st_mtime_ns, path.stat().st_size)
-            for path in sorted((tmp_path / "wal").rglob("*"))
-        }
-
-    before = listing()
-    with ister.open_bucket(tmp_path) as history:
-        assert offsets(history.topic(TEXT).read_arrow()) == list(range(10))
-    assert listing() == before
 
 
 def test_place_without_a_log_is_said_to_have_none(tmp_path):
@@ -203,21 +178,6 @@ def test_only_what_is_tiered_is_seen(site):
             seen.read_arrow(0, end=11)
 
 
-def test_everything_is_read_whoever_owns_the_topic(site):
-    topic = a_topic(site)
-    fill(topic, 30)
-    expected = rows_of(topic)
-    topic.log.seal(TEXT)
-    topic.log.close()
-    with a_history(site) as history:
-        assert history_rows(history) == expected
-    other = a_topic(site, "b")
-    fill(other, 5)
-    other.upload()
-    with a_history(site) as history:
-        assert history_rows(history) == rows_of(other)
-
-
 @settings(deadline=None, max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 15), min_size=1, max_size=5),
@@ -288,30 +248,6 @@ def test_topics_are_listed_and_names_checked(site):
             history.topic("/default/another")
 
 
-def test_topic_that_was_deleted_meanwhile_is_not_found(site):
-    topic = a_topic(site)
-    fill(topic, 3)
-    topic.upload()
-    with a_history(site) as history:
-        seen = history.topic(TEXT)
-        topic.log.delete(TEXT)
-        for call in (seen.record, lambda: seen.earliest, seen.read_arrow):
-            with pytest.raises(NotFoundError):
-                call()
-
-
-def test_topic_by_its_incarnation_is_that_topic(site):
-    topic = a_topic(site)
-    fill(topic, 30)
-    topic.upload()
-    with a_history(site) as history:
-        seen = BucketTopic(history, NAME, history.topic(TEXT).record().incarnation)
-        assert (seen.earliest, seen.tiered) == (0, 30)
-        assert offsets(seen.read_arrow()) == list(range(30))
-        assert seen.find_time(1100, 0, 30) == 10
-        assert seen.record() == history.topic(TEXT).record()
-
-
 def test_another_topic_of_the_name_is_not_taken_for_the_one_meant(site):
     """Goal: offsets that were planned with one topic do not get messages of the next."""
     topic = a_topic(site)
@@ -320,9 +256,12 @@ def test_another_topic_of_the_name_is_not_taken_for_the_one_meant(site):
     with a_history(site) as history:
         old = history.topic(TEXT).record().incarnation
         seen, any_of_the_name = BucketTopic(history, NAME, old), history.topic(TEXT)
+        assert (seen.earliest, seen.tiered, seen.find_time(1100, 0, 30)) == (0, 30, 10)
+        assert offsets(seen.read_arrow()) == list(range(30))
         topic.log.delete(TEXT)
-        with pytest.raises(NotFoundError):
-            seen.record()
+        for call in (seen.record, lambda: any_of_the_name.earliest, any_of_the_name.read_arrow):
+            with pytest.raises(NotFoundError):
+                call()
         topic.log.topic(TEXT, create=True).append_many([b"of the new one"] * 30)
         topic.log.topic(TEXT).upload()
         decoders = Decoders(TEXT, ["offset"])
@@ -526,46 +465,6 @@ def test_threads_share_one(site):
     with a_history(site, **reading) as history, ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda start: history_rows(history, start), range(0, 200, 20)))
     assert found == [expected[start:] for start in range(0, 200, 20)]
-
-
-def test_reading_goes_on_beside_uploads_and_expiry(site):
-    """Goal: whatever is uploaded meanwhile, what is read is a gapless beginning of the topic."""
-    topic = a_topic(site)
-    fill(topic, 20)
-    topic.upload()
-    stop = threading.Event()
-
-    def write():
-        while not stop.is_set() and topic.watermarks.next < 2000:
-            fill(topic, 10)
-            topic.upload()
-
-    writer = Task(write)
-    try:
-        with a_history(site) as history:
-            for _ in range(20):
-                found = offsets(history.topic(TEXT).read_arrow(columns=["offset"]))
-                assert found == list(range(len(found)))
-                assert len(found) >= 20
-    finally:
-        stop.set()
-        writer.result()
-
-
-def test_fenced_owners_objects_are_not_seen(site):
-    topic = a_topic(site)
-    fill(topic, 5)
-    topic.upload()
-    site.clock.advance(TTL_SECONDS + 1)
-    other = site.open("b", scheduler=NoThreads(), storage=SMALL).topic(TEXT, take_over=True)
-    fill(topic, 5)
-    with pytest.raises(IsterError):
-        topic.upload()
-    other.append(b"counts")
-    other.upload()
-    with a_history(site) as history:
-        rows = history_rows(history)
-    assert [row["payload"] for row in rows[5:]] == [b"counts"]
 
 
 @pytest.mark.parametrize("ahead", [True, False])

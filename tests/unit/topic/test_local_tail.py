@@ -28,7 +28,7 @@ from ister.topic.node import NODE_NAME
 from ister.wal.directory import WalDirectory
 from ister.wal.reader import WalReader
 from tests.support.clock import ManualClock
-from tests.support.machine import Task, numbered, payloads
+from tests.support.machine import Task, fill, numbered, payloads
 from tests.support.scale import first_seed, scaled
 from tests.support.stores import NAME, Site
 
@@ -119,12 +119,6 @@ def read(tail, start=0, end=1 << 60, *, chunk_bytes=CHUNK):
     return decoded(tail.frames(start, end, chunk_bytes=chunk_bytes))
 
 
-def fill(topic, count, *, size=200):
-    for payload in numbered(count, first=topic.watermarks.next, size=size):
-        topic.append(payload)
-        topic.flush()
-
-
 def expected(start, end, *, size=200):
     return list(enumerate(numbered(end - start, first=start, size=size), start))
 
@@ -138,22 +132,6 @@ def warnings_of(caplog):
 
 
 # -- whose files --------------------------------------------------------------------------------
-
-
-def test_files_of_the_node_that_wrote_the_topic_last_are_used(place):
-    topic = place.open()
-    fill(topic, 10)
-    topic.wal.save_checkpoint()
-    record = topic.bucket.owned.record
-    assert record.node == place.node
-    assert read(place.tail(node=record.node)) == expected(0, 10)
-
-
-def test_directory_of_another_node_is_not_used(place):
-    topic = place.open()
-    fill(topic, 10)
-    topic.wal.save_checkpoint()
-    assert place.tail(node="0123456789abcdef") is None
 
 
 def test_directory_of_a_node_that_was_replaced_is_not_used():
@@ -191,7 +169,7 @@ def test_directory_of_a_node_that_was_replaced_is_not_used():
 def test_directory_without_a_nodes_name_is_not_used(place, content):
     topic = place.open()
     node = place.node
-    fill(topic, 3)
+    fill(topic, 3, size=200)
     topic.wal.save_checkpoint()
     (place.wal / NODE_NAME).unlink()
     if content is not None:
@@ -201,7 +179,7 @@ def test_directory_without_a_nodes_name_is_not_used(place, content):
     assert place.tail(node="") is None
 
 
-def test_no_directory_no_tail(place, tmp_path):
+def test_no_directory_no_tail(place, tmp_path, caplog):
     clock, metrics = SystemClock(), Metrics()
     assert LocalTail.find(None, NAME, "x", "y", clock=clock, metrics=metrics) is None
     missing = str(tmp_path / "nowhere")
@@ -211,11 +189,13 @@ def test_no_directory_no_tail(place, tmp_path):
     other = TopicName(namespace="default", topic="other")
     assert place.tail(name=other) is None
     assert not (place.wal / "default" / "other").exists()
+    assert place.tail(node="0123456789abcdef") is None
+    assert not warnings_of(caplog)
 
 
 def test_topic_that_was_handed_over_has_no_tail_here(place):
     topic = place.open()
-    fill(topic, 3)
+    fill(topic, 3, size=200)
     place.log.seal(TEXT)
     assert place.tail() is None
 
@@ -223,20 +203,11 @@ def test_topic_that_was_handed_over_has_no_tail_here(place):
 # -- which topic of the name --------------------------------------------------------------------
 
 
-def test_checkpoint_says_which_topic_of_its_name_it_is_of(place):
-    topic = place.open()
-    fill(topic, 3)
-    topic.wal.save_checkpoint()
-    assert place.tail().snapshot().incarnation == place.incarnation != ""
-    place.log.close()
-    assert place.tail().snapshot().incarnation == place.incarnation
-
-
 def test_files_of_another_topic_of_the_same_name_are_not_read(place):
     """Goal: messages of a topic that was deleted and made again are not given under its name."""
     topic = place.open()
     old = place.incarnation
-    fill(topic, 5)
+    fill(topic, 5, size=200)
     topic = place.make_again()
     topic.append_many([b"of the new one"] * 5)
     topic.flush()
@@ -254,26 +225,17 @@ def test_files_of_another_topic_of_the_same_name_are_not_read(place):
 def test_checkpoint_that_does_not_say_which_topic_it_is_of_is_accepted(place):
     """An older Ister wrote it."""
     topic = place.open()
-    fill(topic, 5)
+    fill(topic, 5, size=200)
     place.log.close()
     directory = WalDirectory(LocalFileSystem(), str(place.directory))
     directory.save_state(replace(directory.load_state(), incarnation=""))
     tail = place.tail()
     assert tail.snapshot().incarnation == ""
     assert read(tail) == expected(0, 5)
-
-
-def test_opening_the_topic_makes_an_older_checkpoint_say_which_one_it_is_of(place):
     topic = place.open()
-    fill(topic, 5)
-    place.log.close()
-    directory = WalDirectory(LocalFileSystem(), str(place.directory))
-    directory.save_state(replace(directory.load_state(), incarnation=""))
-    topic = place.open()
-    fill(topic, 1)
     topic.wal.save_checkpoint()
-    assert place.tail().snapshot().incarnation == place.incarnation
-    assert read(place.tail()) == expected(0, 6)
+    assert place.tail().snapshot().incarnation == place.incarnation != ""
+    assert read(place.tail()) == expected(0, 5)
 
 
 @pytest.mark.parametrize(
@@ -287,16 +249,13 @@ def test_reading_ends_where_another_topic_takes_the_name(place, monkeypatch, cou
     begin elsewhere are not taken for damaged ones.
     """
     topic = place.open(rotate_max_bytes=4096)
-    fill(topic, 100)
+    fill(topic, 100, size=200)
     topic.wal.save_checkpoint()
     tail = place.tail()
 
     def take():
-        topic = place.make_again()
-        for _ in range(count):
-            topic.append(b"n" * size)
-            topic.flush()
-        topic.wal.save_checkpoint()
+        fill(place.make_again(), count, size=size)
+        place.topic.wal.save_checkpoint()
 
     frames = tail.frames(0, 100, chunk_bytes=CHUNK)
     found = [next(frames)]
@@ -330,7 +289,7 @@ def test_reading_ends_where_another_topic_takes_the_name(place, monkeypatch, cou
 def test_files_that_may_not_be_read_are_passed_over(place, monkeypatch, caplog, what, error):
     """Goal: whoever has no right to the files reads elsewhere, and it is said why."""
     topic = place.open()
-    fill(topic, 3)
+    fill(topic, 3, size=200)
     place.log.close()
     node = place.node
     name, refused = {
@@ -353,23 +312,13 @@ def test_files_that_may_not_be_read_are_passed_over(place, monkeypatch, caplog, 
     assert read(place.tail(node=node)) == expected(0, 3)
 
 
-def test_files_that_are_not_here_are_no_reason_to_warn(place, caplog, tmp_path):
-    place.open()
-    assert place.tail(node="0123456789abcdef") is None
-    assert place.tail(name=TopicName(namespace="default", topic="other")) is None
-    place.wal = tmp_path / "nowhere"
-    assert place.tail(node="x") is None
-    assert not warnings_of(caplog)
-
-
 # -- what is read -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", ["missing", "corrupt"])
 def test_files_without_a_whole_checkpoint_are_not_taken_for_an_empty_topic(place, damage):
-    """Goal: nobody goes on with the bucket alone while durable messages lie here."""
     topic = place.open()
-    fill(topic, 5)
+    fill(topic, 5, size=200)
     place.log.close()
     path = place.directory / "wal.ckpt"
     if damage == "missing":
@@ -410,7 +359,7 @@ def test_directory_without_files_and_checkpoint_has_nothing_yet(place):
 @pytest.mark.parametrize("is_open", [True, False])
 def test_ranges_are_read_whether_somebody_has_the_log_open_or_not(place, is_open):
     topic = place.open(rotate_max_bytes=4096)
-    fill(topic, 100)
+    fill(topic, 100, size=200)
     topic.wal.save_checkpoint()
     if not is_open:
         place.log.close()
@@ -424,11 +373,11 @@ def test_ranges_are_read_whether_somebody_has_the_log_open_or_not(place, is_open
 def test_range_that_grows_meanwhile_is_read_to_its_end(place):
     """`frames` takes a newer checkpoint where the one it began with ends."""
     topic = place.open()
-    fill(topic, 5)
+    fill(topic, 5, size=200)
     topic.wal.save_checkpoint()
     frames = place.tail().frames(0, 12, chunk_bytes=CHUNK)
     found = decoded([next(frames)])
-    fill(topic, 10)
+    fill(topic, 10, size=200)
     topic.wal.save_checkpoint()
     found += decoded(frames)
     assert found == expected(0, 12)
@@ -436,7 +385,7 @@ def test_range_that_grows_meanwhile_is_read_to_its_end(place):
 
 def test_reading_ends_where_files_were_trimmed(place):
     topic = place.open(rotate_max_bytes=4096)
-    fill(topic, 100)
+    fill(topic, 100, size=200)
     topic.upload()
     tail = place.tail()
     topic.wal.save_checkpoint()
@@ -455,7 +404,7 @@ def test_reading_ends_where_files_were_trimmed(place):
 
 def test_file_that_is_lost_is_not_taken_for_one_that_was_trimmed(place):
     topic = place.open(rotate_max_bytes=4096)
-    fill(topic, 100)
+    fill(topic, 100, size=200)
     place.log.close()
     (place.directory / "wal.2.log").unlink()
     with pytest.raises(NotFoundError):
@@ -464,7 +413,7 @@ def test_file_that_is_lost_is_not_taken_for_one_that_was_trimmed(place):
 
 def test_damaged_frame_raises_behind_those_before_it(place):
     topic = place.open()
-    fill(topic, 20)
+    fill(topic, 20, size=200)
     place.log.close()
     path = place.directory / "wal.log"
     data = bytearray(path.read_bytes())
@@ -477,15 +426,20 @@ def test_damaged_frame_raises_behind_those_before_it(place):
     assert 5 < caught.value.offset < 15
 
 
-def test_time_is_found_below_the_durable_end(place):
+def a_timed_topic(place):
     topic = place.open(rotate_max_bytes=4096)
     for number in range(100):
         topic.append(b"x" * 200, publish_time=1000 + number * 10)
         topic.flush()
+    topic.upload()
     topic.wal.save_checkpoint()
+    return topic, place.tail()
+
+
+def test_time_is_found_below_the_durable_end(place):
+    topic, tail = a_timed_topic(place)
     topic.append(b"too new", publish_time=5000)
     topic.flush()
-    tail = place.tail()
     assert tail.find_time(0, 0, 100) == 0
     assert tail.find_time(1500, 0, 100) == 50
     assert tail.find_time(1501, 0, 100) == 51
@@ -500,35 +454,23 @@ def test_time_is_not_looked_for_behind_what_was_trimmed(place, monkeypatch, is_l
     """Goal: the first message of a time is never passed over because it lies in the bucket by now;
     the caller hears that the range is not here, and looks there.
     """
-    topic = place.open(rotate_max_bytes=4096)
-    for number in range(100):
-        topic.append(b"x" * 200, publish_time=1000 + number)
-        topic.flush()
-    topic.upload()
-    topic.wal.save_checkpoint()
-    tail = place.tail()
+    topic, tail = a_timed_topic(place)
     old = tail.snapshot()
     topic.wal.trim(80)
     if not is_late:
         snapshots, load = iter([old]), tail.snapshot
         monkeypatch.setattr(tail, "snapshot", lambda: next(snapshots, None) or load())
     with pytest.raises(OffsetOutOfRangeError) as caught:
-        tail.find_time(1005, 0, 100)
+        tail.find_time(1050, 0, 100)
     assert caught.value.offset == 0
     trimmed = topic.watermarks.trimmed
-    assert tail.find_time(1000 + trimmed, trimmed, 100) == trimmed
+    assert tail.find_time(1000 + 10 * trimmed, trimmed, 100) == trimmed
 
 
 @pytest.mark.parametrize("what", ["log", "idx"])
 def test_file_that_vanishes_under_a_look_for_a_time_is_out_of_range(place, monkeypatch, what):
     """It was trimmed after the snapshot was taken: the caller looks in the bucket."""
-    topic = place.open(rotate_max_bytes=4096)
-    for number in range(100):
-        topic.append(b"x" * 200, publish_time=1000 + number)
-        topic.flush()
-    topic.upload()
-    topic.wal.save_checkpoint()
-    tail = place.tail()
+    topic, tail = a_timed_topic(place)
     real = tail._directory.fs.open_read
 
     def open_read(path):
@@ -538,14 +480,14 @@ def test_file_that_vanishes_under_a_look_for_a_time_is_out_of_range(place, monke
 
     monkeypatch.setattr(tail._directory.fs, "open_read", open_read)
     with pytest.raises(OffsetOutOfRangeError) as caught:
-        tail.find_time(1005, 0, 100)
+        tail.find_time(1050, 0, 100)
     assert (caught.value.offset, caught.value.topic) == (0, TEXT)
     assert topic.watermarks.trimmed > 5
 
 
 def test_topic_that_is_deleted_meanwhile_ends_the_reading(place):
     topic = place.open(rotate_max_bytes=4096)
-    fill(topic, 100)
+    fill(topic, 100, size=200)
     topic.wal.save_checkpoint()
     tail = place.tail()
     frames = tail.frames(0, 100, chunk_bytes=CHUNK)
@@ -556,114 +498,24 @@ def test_topic_that_is_deleted_meanwhile_ends_the_reading(place):
     assert tail.snapshot() is None
 
 
-# -- hands off ----------------------------------------------------------------------------------
-
-
-def listing(place):
-    """Every file under the directory, with what would tell that it was touched."""
-    found = {}
-    for path in sorted(place.wal.rglob("*")):
-        status = path.stat()
-        found[str(path)] = (status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode)
-    return found
-
-
-@pytest.mark.parametrize("is_open", [True, False])
-def test_nothing_is_written_into_the_owners_directory(place, is_open):
-    topic = place.open(rotate_max_bytes=4096)
-    fill(topic, 100)
-    if is_open:
-        topic.wal.save_checkpoint()
-        topic.wal.committer.release_file(sync=True)
-    else:
-        place.log.close()
-    removed = [path for path in place.directory.iterdir() if path.suffix == ".idx"]
-    assert removed
-    for path in removed:
-        path.unlink()
-    before = listing(place)
-    tail = place.tail()
-    assert read(tail) == expected(0, 100)
-    assert read(tail, 77, 78) == expected(77, 78)
-    tail.find_time(10, 0, 100)
-    tail.catch_up(tail.mark())
-    assert not any(path.exists() for path in removed)
-    assert listing(place) == before
-
-
-def test_directory_that_may_only_be_read_is_enough(place, monkeypatch):
-    """Nothing but reading is asked of the file system, whatever the rights."""
-    topic = place.open(rotate_max_bytes=4096)
-    fill(topic, 50)
-    place.log.close()
-    real = os.open
-
-    def read_only(path, flags, *more, **named):
-        assert flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC) == 0, path
-        return real(path, flags, *more, **named)
-
-    def refuse(*_, **__):
-        raise AssertionError("written")
-
-    monkeypatch.setattr(os, "open", read_only)
-    for name in ("mkdir", "rename", "replace", "unlink", "remove", "truncate", "ftruncate"):
-        monkeypatch.setattr(os, name, refuse)
-    assert read(place.tail()) == expected(0, 50)
-
-
-def test_one_file_is_open_at_a_time_and_none_afterwards(place):
-    fill(place.open(rotate_max_bytes=4096), 100)
-    place.log.close()
-
-    def open_logs():
-        links = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
-        found = []
-        for link in links:
-            try:
-                target = os.readlink(link)
-            except OSError:
-                continue
-            if target.startswith(str(place.directory)):
-                found.append(target)
-        return found
-
-    if not os.path.isdir("/proc/self/fd"):
-        pytest.skip("no list of open files here")
-    tail = place.tail()
-    for _ in tail.frames(0, 100, chunk_bytes=CHUNK):
-        assert len(open_logs()) <= 1
-    frames = tail.frames(0, 100, chunk_bytes=CHUNK)
-    next(frames)
-    frames.close()
-    assert open_logs() == []
-
-
 # -- catching up --------------------------------------------------------------------------------
 
 
 def test_catching_up_sees_what_was_just_synced(place):
     topic = place.open()
-    fill(topic, 5)
+    fill(topic, 5, size=200)
     topic.wal.save_checkpoint()
     tail = place.tail()
     assert tail.snapshot().synced == 5
     for _ in range(2):
-        fill(topic, 2)
+        fill(topic, 2, size=200)
         done = topic.watermarks.synced
         assert tail.catch_up(tail.mark()).synced >= done
 
 
-def test_catching_up_across_a_rotation_sees_what_was_just_synced(place):
-    topic = place.open(rotate_max_bytes=4096)
-    fill(topic, 5)
-    tail = place.tail()
-    fill(topic, 40)
-    assert tail.catch_up(tail.mark()).synced >= 45
-
-
 def test_catching_up_does_not_wait_where_nothing_is_missing(place):
     topic = place.open()
-    fill(topic, 5)
+    fill(topic, 5, size=200)
     topic.wal.save_checkpoint()
     tail = place.tail(clock=ManualClock())  # a wait would never end
     assert tail.catch_up(tail.mark()).synced == 5
@@ -673,7 +525,7 @@ def test_catching_up_does_not_wait_where_nothing_is_missing(place):
 def test_catching_up_gives_up_when_the_owner_is_dead(place, caplog):
     """Goal: what no checkpoint covers stays out of sight, and the wait has an end."""
     topic = place.open()
-    fill(topic, 5)
+    fill(topic, 5, size=200)
     place.log.close()
     with (place.directory / "wal.log").open("ab") as file:
         file.write(b"torn")

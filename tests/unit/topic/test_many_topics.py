@@ -8,25 +8,19 @@ from collections import Counter
 import pytest
 
 from ister.base.clock import SystemClock
-from ister.errors import DiskError, NotFoundError, TopicNameError
+from ister.errors import DiskError, TopicNameError
 from ister.fs.local import LocalFileSystem
 from ister.objectstore.staged_files import StagedFiles
 from ister.topic.bucket_link import TopicBucket
 from ister.topic.dedup import SequencedTopics
 from ister.topic.topic import Topic
 from ister.topic.uploads import TopicUploads
-from tests.support.machine import ROOT, NoThreads, eventually, numbered
+from tests.support.machine import ROOT, NoThreads, eventually, fill
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
 from tests.support.stores import NAME, Site
 
 TEXT = str(NAME)
 FEW, MANY = 10, 150
-
-
-@pytest.fixture
-def site():
-    with Site() as site:
-        yield site
 
 
 class Counted:
@@ -42,19 +36,9 @@ class Counted:
             counts["names listed"] += len(found)
             return found
 
-        def file_operation(kind, path):
-            counts[f"file {kind}"] += 1
-
-        def metadata_call(kind, key):
-            counts[f"metadata {kind}"] += 1
-
-        def object_call(kind, key):
-            counts[f"object {kind}"] += 1
-
         fs.list_directory = listing
-        fs.before = file_operation
-        site.metadata.before = metadata_call
-        site.objects.before = object_call
+        for what, store in (("file", fs), ("metadata", site.metadata), ("object", site.objects)):
+            store.before = lambda kind, key, what=what: counts.update([f"{what} {kind}"])
 
     def of(self, work):
         """What `work` does."""
@@ -65,6 +49,13 @@ class Counted:
 
 def opened(site, **storage):
     return site.open(scheduler=NoThreads(), storage=storage)
+
+
+def syncs(site):
+    """How often each directory is synced from here on."""
+    synced = Counter()
+    site.disk().before = lambda kind, path: synced.update([path] * (kind == "sync_directory"))
+    return synced
 
 
 def make(log, number):
@@ -87,8 +78,7 @@ def test_making_a_topic_costs_the_same_however_many_there_are(site, mode):
 def test_making_a_topic_syncs_what_it_makes_and_nothing_above(site):
     log = opened(site)
     make(log, 0)
-    synced = Counter()
-    site.disk().before = lambda kind, path: synced.update([path] * (kind == "sync_directory"))
+    synced = syncs(site)
     make(log, 1)
     # Its name; then its mark and its first file.
     assert synced == {f"{ROOT}/default": 1, f"{ROOT}/default/topic-0001": 2}
@@ -142,16 +132,6 @@ def test_name_of_a_topic_that_came_from_another_node_is_known(site):
         second.topic("/default/TOPIC-0000", create=True)
 
 
-@pytest.mark.parametrize("mode", ["wal_cloud", "local_only"])
-def test_names_that_do_not_exist_are_not_cached(site, mode):
-    log = opened(site, mode=mode)
-    make(log, 0)
-    for number in range(1, FEW):
-        with pytest.raises(NotFoundError):
-            log.topic(f"/default/topic-{number:04d}")
-    assert set(log._directories._folded[f"{ROOT}/default"].values()) == {"topic-0000"}
-
-
 # -- names that are durable ---------------------------------------------------------------------
 
 
@@ -167,8 +147,7 @@ def test_directory_whose_sync_failed_is_synced_by_the_next_opening(site):
     fs.before = failing
     with pytest.raises(DiskError):
         make(log, 1)
-    synced = []
-    fs.before = lambda kind, path: synced.append(path) if kind == "sync_directory" else None
+    synced = syncs(site)
     make(log, 1)
     assert f"{ROOT}/default" in synced
 
@@ -187,9 +166,7 @@ def test_first_opening_after_a_kill_syncs_the_names_that_were_left(site, mode):
     with pytest.raises(SimulatedCrash):
         make(log, 1)
     site.kill(log)
-    again = opened(site, mode=mode)
-    synced = []
-    fs.before = lambda kind, path: synced.append(path) if kind == "sync_directory" else None
+    again, synced = opened(site, mode=mode), syncs(site)
     again.topic("/default/topic-0000")
     assert {ROOT, f"{ROOT}/default", f"{ROOT}/default/topic-0000"} <= set(synced)
 
@@ -243,9 +220,8 @@ def test_checkpoint_that_says_something_else_is_written_at_opening(site):
 @pytest.mark.parametrize("count", [FEW, MANY])
 def test_only_the_newest_objects_are_looked_at_when_a_topic_is_opened(site, count):
     topic = opened(site).topic(TEXT, create=True)
-    for payload in numbered(count):
-        topic.append(payload)
-        topic.flush()
+    for _ in range(count):
+        fill(topic, 1)
         topic.upload()
     site.objects.drop(site.key(count - 1))
     counted = Counted(site)
@@ -329,10 +305,10 @@ def test_objects_in_directories_are_named_without_walking_over_all_directories(t
 def test_directory_within_one_that_is_durable_syncs_nothing_above():
     fs = MemoryFileSystem()
     fs.make_directories("/data/ns")
-    synced = []
-    fs.before = lambda kind, path: synced.append(path) if kind == "sync_directory" else None
+    synced = Counter()
+    fs.before = lambda kind, path: synced.update([path] * (kind == "sync_directory"))
     fs.make_directories("/data/ns/topic", within="/data/ns")
-    assert synced == ["/data/ns"]
+    assert synced == {"/data/ns": 1}
 
 
 def test_publishing_to_a_new_topic_looks_at_no_others_each_time(site, monkeypatch):

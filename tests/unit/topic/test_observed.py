@@ -14,16 +14,10 @@ from ister.format.payloads import Payloads
 from ister.topic.reader import TAIL_SAMPLE
 from tests.support.builders import a_message
 from tests.support.machine import eventually, numbered, payloads
-from tests.support.stores import NAME, Site
+from tests.support.stores import NAME, calm, silent
 
 ROTATE = {"rotate_max_bytes": 4096, "cache_capacity": 1}
 KEEP_NOTHING = {"retention": {"time_minutes": 0, "size_mb": 0}}
-
-
-@pytest.fixture
-def site():
-    with Site() as site:
-        yield site
 
 
 def fill(topic, count, *, size=0):
@@ -250,16 +244,11 @@ def test_upload_after_a_failed_one_is_a_retry(site):
     log = site.open("a")
     topic = log.topic(str(NAME), create=True)
     fill(topic, 4)
-
-    def refuse(kind, key):
-        if kind == "write":
-            raise UnavailableError("no answer")
-
-    site.objects.before = refuse
+    site.objects.before = lambda kind, key: silent() if kind == "write" else None
     for _ in range(2):
         with pytest.raises(UnavailableError):
             topic.upload()
-    site.objects.before = lambda kind, key: None
+    site.objects.before = calm
     topic.upload()
     fill(topic, 4)
     topic.upload()

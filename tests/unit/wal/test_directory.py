@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from ister.base import failpoints
-from ister.base.model import TopicState
 from ister.errors import UnsupportedVersionError
 from ister.format.checkpoint import (
     UploaderCheckpoint,
@@ -15,8 +13,8 @@ from ister.format.checkpoint import (
 )
 from ister.wal.directory import UPLOADER_CHECKPOINT_NAME, WalDirectory
 from ister.wal.recovery import recover
-from tests.support.machine import NAME, ROOT, Calls, numbered, payloads
-from tests.support.memory_fs import SimulatedCrash
+from tests.support.crash import crashing
+from tests.support.machine import NAME, ROOT, Calls, numbered
 
 PATH = f"{ROOT}{NAME}"
 CHECKPOINT = UploaderCheckpoint(
@@ -86,35 +84,12 @@ def test_damaged_uploader_checkpoint_is_as_good_as_none(machine, directory):
 @pytest.mark.parametrize("point", ["tier.before_checkpoint_rename", "tier.after_checkpoint"])
 def test_kill_while_saving_leaves_the_old_one_or_the_new_one(machine, directory, point):
     directory.save_uploader(CHECKPOINT)
-    newer = UploaderCheckpoint(
-        last_committed_offset=99,
-        last_read_file_seq=4,
-        last_read_byte_position=1,
-        last_object_id="data-42-99.dnb1",
-        updated_at=1_703_001_300,
-    )
-
-    def crash():
-        raise SimulatedCrash
-
-    failpoints.arm(point, crash)
-    with pytest.raises(SimulatedCrash):
+    newer = replace(CHECKPOINT, last_committed_offset=99, last_object_id="data-42-99.dnb1")
+    with crashing(point):
         directory.save_uploader(newer)
-    failpoints.disarm()
     machine.kill()
     expected = CHECKPOINT if point == "tier.before_checkpoint_rename" else newer
     assert directory.load_uploader() == expected
-
-
-def test_uploader_checkpoint_does_not_disturb_recovery(machine):
-    topic = machine.topic()
-    topic.append_many(numbered(10))
-    topic.flush()
-    topic.wal.directory.save_uploader(CHECKPOINT)
-    machine.kill()
-    topic = machine.reopened()
-    assert topic.state is TopicState.OPEN
-    assert payloads(topic.read()) == numbered(10)
 
 
 # -- where a log begins of which nothing is here ------------------------------------------------
@@ -137,14 +112,9 @@ def test_log_with_frames_does_not_care_about_the_floor(machine):
     assert recovered.files[0].first_offset == 0
 
 
-def test_empty_first_file_begins_at_the_floor(machine, directory):
-    machine.create(f"{PATH}/wal.log", b"")
-    recovered = recover(directory, floor=77)
-    assert (recovered.next_offset, recovered.damage) == (77, ())
-
-
-def test_torn_first_frame_begins_at_the_floor(machine, directory):
-    machine.create(f"{PATH}/wal.log", b"\x4d\0\0")
+@pytest.mark.parametrize("content", [b"", b"\x4d\0\0"], ids=["empty", "torn"])
+def test_first_file_without_a_frame_begins_at_the_floor(machine, directory, content):
+    machine.create(f"{PATH}/wal.log", content)
     recovered = recover(directory, floor=77)
     assert (recovered.next_offset, recovered.damage) == (77, ())
 

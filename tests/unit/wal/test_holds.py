@@ -12,7 +12,7 @@ from ister.errors import (
     UnavailableError,
     WaitTimeoutError,
 )
-from tests.support.machine import ManualClock, Task, eventually, numbered, payloads, waiting
+from tests.support.machine import Task, eventually, numbered, payloads, waiting
 
 
 def reason(text="not now"):
@@ -63,16 +63,6 @@ def test_holds_of_two_names_end_apart(machine):
         topic.append(b"x")
     topic.wal.gate.unhold("lease")
     assert topic.append(b"x") == 0
-
-
-def test_hold_of_the_same_name_replaces_the_first(machine):
-    topic = machine.topic()
-    topic.wal.gate.hold("lag", reason("old"), waits=False)
-    topic.wal.gate.hold("lag", reason("new"), waits=False)
-    with pytest.raises(CapacityError, match="new"):
-        topic.append(b"x")
-    topic.wal.gate.unhold("lag")
-    topic.append(b"x")
 
 
 def test_hold_that_refuses_is_not_hidden_by_one_that_waits(machine):
@@ -187,18 +177,12 @@ def topic(machine):
     return topic
 
 
-def test_log_that_was_told_nothing_has_nothing_tiered(topic):
+def test_tiered_only_ever_rises_up_to_what_is_synced(topic):
     assert topic.wal.tiered is None
     assert topic.wal.levels.watermark(AckLevel.TIERED) == 0
-
-
-def test_tiered_only_ever_rises(topic):
     for told, known in ((0, 0), (4, 4), (2, 4), (4, 4), (10, 10)):
         topic.wal.levels.advance_tiered(told)
-        assert topic.wal.tiered == known
-
-
-def test_more_than_is_synced_cannot_be_tiered(topic):
+        assert topic.wal.tiered == topic.watermarks.tiered == known
     with pytest.raises(InvariantError):
         topic.wal.levels.advance_tiered(11)
 
@@ -212,11 +196,6 @@ def test_waiter_is_told_when_its_message_is_tiered_and_not_before(topic):
     assert tasks[2].is_running
     topic.wal.levels.advance_tiered(10)
     tasks[2].result()
-
-
-def test_what_is_tiered_already_is_not_waited_for(topic):
-    topic.wal.levels.advance_tiered(5)
-    topic.wal.wait(4, AckLevel.TIERED)
 
 
 def test_wait_for_tiered_syncs_first_and_asks_for_an_upload(machine):
@@ -249,25 +228,9 @@ def test_close_ends_the_wait_for_tiered(topic):
     assert isinstance(task.error(), ClosedError)
 
 
-def test_watermarks_are_those_of_one_moment(topic):
-    topic.wal.levels.advance_tiered(4)
-    marks = topic.watermarks
-    assert (marks.trimmed, marks.tiered, marks.synced, marks.next) == (0, 4, 10, 10)
-
-
-def test_synced_bytes_are_counted(machine):
-    topic = machine.topic(clock=ManualClock())
-    assert topic.wal.committer.synced_bytes_total == 0
-    topic.append_many(numbered(10))
-    topic.flush()
-    first = topic.wal.committer.synced_bytes_total
-    assert first == len(machine.read("/data/default/orders/wal.log"))
-    topic.flush()
-    assert topic.wal.committer.synced_bytes_total == first
-
-
 def test_synced_bytes_are_counted_over_rotations(machine):
     topic = machine.topic(rotate_max_bytes=4096)
+    assert topic.wal.committer.synced_bytes_total == 0
     for payload in numbered(30, size=1000):
         topic.wait(topic.append(payload))
     directory = topic.wal.directory

@@ -66,12 +66,6 @@ def filled(machine, sizes, times=None, **settings):
     return topic
 
 
-def test_everything_fits_without_limits(machine):
-    topic = filled(machine, [10] * 50)
-    assert plan(topic, 0, 50) == 50
-    assert plan(topic, 7, 30) == 30
-
-
 @pytest.mark.parametrize("start", [0, 1, 17, 49])
 def test_range_stays_within_its_bytes_to_the_byte(machine, start):
     topic = filled(machine, [number % 7 * 30 for number in range(50)])
@@ -81,26 +75,6 @@ def test_range_stays_within_its_bytes_to_the_byte(machine, start):
         assert plan(topic, start, 50, bytes_max=exact) == end
         if end > start + 1:
             assert plan(topic, start, 50, bytes_max=exact - 1) == end - 1
-
-
-def test_message_over_the_limit_is_a_range_of_its_own(machine):
-    topic = filled(machine, [10, 5000, 10])
-    assert plan(topic, 0, 3, bytes_max=1000) == 1
-    assert plan(topic, 1, 3, bytes_max=1000) == 2
-    assert plan(topic, 0, 3, bytes_max=1) == 1
-
-
-def test_range_ends_before_a_message_that_arrived_too_much_later(machine):
-    times = [1000, 4000, 4000, 5000, 6000, 6000, 90_000]
-    topic = filled(machine, [10] * 7, times)
-    assert plan(topic, 0, 7, span_ms_max=3000) == 3
-    assert plan(topic, 3, 7, span_ms_max=3000) == 6
-    assert plan(topic, 6, 7, span_ms_max=0) == 7
-
-
-def test_times_of_producers_cut_nothing(machine):
-    topic = filled(machine, [5] * 500)
-    assert plan(topic, 0, 500, span_ms_max=1000) == 500
 
 
 def test_what_another_process_wrote_is_told_apart_by_file(machine):

@@ -1,15 +1,14 @@
 """When a file ends, and what a rotation that fails leaves in use."""
 
 import errno
-import threading
 from itertools import pairwise
 
 import pytest
 
-from ister.base import failpoints
 from ister.base.model import TopicState
 from ister.errors import ClosedError, DiskError
-from tests.support.machine import NAME, ROOT, Calls, ManualClock, numbered, payloads
+from tests.support.crash import crashing
+from tests.support.machine import NAME, ROOT, Calls, ManualClock, Task, numbered, payloads
 
 PATH = f"{ROOT}{NAME}"
 
@@ -25,10 +24,6 @@ def _append(topic, count, *, size=500):
 
 
 def test_file_of_its_size_is_followed_by_another(machine):
-    """Goal: each file ends at a frame boundary once it has its size, and reading crosses them.
-
-    Method: small files; the sizes on disk, the first offsets in the list, all messages.
-    """
     topic = machine.topic(rotate_max_bytes=4096)
     _append(topic, 40)
     files = topic.wal.files
@@ -43,28 +38,6 @@ def test_file_of_its_size_is_followed_by_another(machine):
         assert starts[-1] < 4096 <= len(machine.read(path))
     assert payloads(topic.read()) == numbered(40, size=500)
     assert topic.wal._metrics.snapshot()["wal.writer_rotate_events"] == len(files) - 1
-
-
-def test_message_larger_than_a_file_gets_one(machine):
-    topic = machine.topic(rotate_max_bytes=4096)
-    sent = numbered(3, size=20_000)
-    for payload in sent:
-        topic.wait(topic.append(payload))
-    assert [file.first_offset for file in topic.wal.files] == [0, 1, 2]
-    assert payloads(topic.read()) == sent
-
-
-def test_file_of_its_age_is_followed_by_another_at_the_next_append(machine):
-    clock = ManualClock()
-    topic = machine.topic(rotate_max_seconds=60, clock=clock)
-    _append(topic, 1)
-    clock.advance(59)
-    _append(topic, 1)
-    assert len(topic.wal.files) == 1
-    clock.advance(1)
-    assert len(topic.wal.files) == 1
-    _append(topic, 1)
-    assert [file.first_offset for file in topic.wal.files] == [0, 2]
 
 
 @pytest.mark.parametrize("jump_ms", [10**9, -(10**9)], ids=["ahead", "back"])
@@ -82,10 +55,6 @@ def test_jump_of_the_wall_clock_rotates_nothing(machine, jump_ms):
     "number", [errno.EMFILE, errno.ENOSPC, errno.EROFS, errno.EIO], ids=errno.errorcode.get
 )
 def test_rotation_that_cannot_make_its_file_keeps_the_old_one_in_use(machine, number):
-    """Goal: a failing rotation is no reason to fail an append; it is made up for later.
-
-    Method: creating files fails for a while; the clock decides when it is tried again.
-    """
     clock = ManualClock()
     topic = machine.topic(rotate_max_bytes=4096, clock=clock)
     machine.fs.before = Calls(
@@ -190,28 +159,30 @@ def test_age_of_a_file_begins_with_its_first_message(machine):
     _append(topic, 1)
     topic.rotate()
     clock.advance(100)
-    _append(topic, 2)
+    _append(topic, 1)
+    clock.advance(59)
+    _append(topic, 1)
     assert [file.first_offset for file in topic.wal.files] == [0, 1]
+    clock.advance(1)
+    assert len(topic.wal.files) == 2
+    _append(topic, 1)
+    assert [file.first_offset for file in topic.wal.files] == [0, 1, 3]
 
 
 def test_appends_beside_calls_that_rotate_lose_nothing(machine):
     """Goal: `rotate` is safe beside producers; every file but the last has a message."""
     topic = machine.topic()
-    producers = [
-        threading.Thread(
-            target=lambda name=name: [
-                topic.wait(topic.append(b"%d:%d" % (name, n))) for n in range(100)
-            ]
-        )
-        for name in range(3)
-    ]
-    for producer in producers:
-        producer.start()
+
+    def produce(name):
+        for number in range(100):
+            topic.wait(topic.append(b"%d:%d" % (name, number)))
+
+    producers = [Task(produce, name) for name in range(3)]
     count = 0
-    while any(producer.is_alive() for producer in producers):
+    while any(producer.is_running for producer in producers):
         count += topic.rotate()
     for producer in producers:
-        producer.join()
+        producer.result()
     count += topic.rotate()
     files = topic.wal.files
     assert len(files) == count
@@ -231,16 +202,8 @@ def test_crash_inside_of_a_call_that_rotates_loses_nothing(machine, point, seed)
     topic = machine.topic()
     _append(topic, 3)
     topic.append(b"more")
-
-    def crash():
-        raise KeyboardInterrupt
-
-    failpoints.arm(point, crash)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            topic.rotate()
-    finally:
-        failpoints.disarm()
+    with crashing(point):
+        topic.rotate()
     machine.cut_power(seed)
     topic = machine.reopened()
     assert topic.state is TopicState.OPEN

@@ -13,8 +13,7 @@ from ister.wal.reader import WalReader
 from ister.wal.snapshot import load_snapshot
 from tests.support.builders import with_valid_crc
 from tests.support.clock import ManualClock
-from tests.support.machine import NAME, ROOT, NoThreads, numbered
-from tests.support.memory_fs import MemoryFileSystem
+from tests.support.machine import NAME, ROOT, NoThreads, fill, numbered
 
 PATH = f"{ROOT}{NAME}"
 ROTATE = {"rotate_max_bytes": 4096, "cache_capacity": 1}
@@ -54,11 +53,12 @@ def a_topic(machine, **settings):
     return machine.topic(**settings)
 
 
-def fill(topic, count, *, size=200):
-    """Appends and syncs messages one by one, so that files may end after each."""
-    for payload in numbered(count, first=topic.watermarks.next, size=size):
-        topic.append(payload)
-        topic.flush()
+def a_saved_topic(machine):
+    """With a hundred messages in several files, all of them below its checkpoint."""
+    topic = a_topic(machine, **ROTATE)
+    fill(topic, 100, size=200)
+    topic.wal.save_checkpoint()
+    return topic
 
 
 def expected(count, *, first=0, size=200):
@@ -75,7 +75,7 @@ def test_topic_that_does_not_exist_has_none(machine):
 @pytest.mark.parametrize("damage", ["missing", "empty", "garbage", "flipped", "cut"])
 def test_checkpoint_that_is_not_whole_is_none(machine, damage):
     topic = a_topic(machine)
-    fill(topic, 10)
+    fill(topic, 10, size=200)
     topic.wal.save_checkpoint()
     path = f"{PATH}/{CHECKPOINT_NAME}"
     data = machine.read(path)
@@ -94,7 +94,7 @@ def test_checkpoint_that_is_not_whole_is_none(machine, damage):
 
 def test_checkpoint_of_a_newer_ister_is_said_to_be_one(machine):
     topic = a_topic(machine)
-    fill(topic, 3)
+    fill(topic, 3, size=200)
     topic.wal.save_checkpoint()
     path = f"{PATH}/{CHECKPOINT_NAME}"
     content = bytearray(machine.read(path)[:-4])
@@ -118,9 +118,7 @@ def test_snapshot_of_an_empty_topic_is_empty(machine, codec):
 
 
 def test_snapshot_has_everything_that_was_synced_at_its_checkpoint(machine):
-    topic = a_topic(machine, **ROTATE)
-    fill(topic, 100)
-    topic.wal.save_checkpoint()
+    topic = a_saved_topic(machine)
     snapshot = snapshot_of(machine)
     assert (snapshot.trimmed, snapshot.synced) == (0, 100)
     assert len(snapshot.files) > 4
@@ -129,21 +127,12 @@ def test_snapshot_has_everything_that_was_synced_at_its_checkpoint(machine):
     assert read_frames(snapshot, 37, 59) == expected(100)[37:59]
 
 
-@pytest.mark.parametrize("codec", list(Codec))
-def test_bodies_are_in_the_topics_codec(machine, codec):
-    log = machine.open(clock=ManualClock(), scheduler=NoThreads())
-    topic = log.topic(NAME, create=True, codec=codec)
-    fill(topic, 5)
-    topic.wal.save_checkpoint()
-    assert read_frames(snapshot_of(machine)) == expected(5)
-
-
 def test_nothing_above_the_checkpoint_is_read(machine):
     """What the owner has written since, synced or not, is not in sight."""
     topic = a_topic(machine)
-    fill(topic, 10)
+    fill(topic, 10, size=200)
     topic.wal.save_checkpoint()
-    fill(topic, 5)
+    fill(topic, 5, size=200)
     topic.append(b"accepted")
     topic.wait(topic.append(b"written"), "written")
     snapshot = snapshot_of(machine)
@@ -154,7 +143,7 @@ def test_nothing_above_the_checkpoint_is_read(machine):
 def test_bytes_above_the_checkpoint_may_be_anything(machine):
     """A torn or garbled tail is not looked at, and does not keep the rest from being read."""
     topic = a_topic(machine)
-    fill(topic, 10)
+    fill(topic, 10, size=200)
     topic.wal.save_checkpoint()
     position = snapshot_of(machine).synced_position
     for tail in (b"\0" * 5000, b"\xff" * 5000, b"x"):
@@ -164,7 +153,7 @@ def test_bytes_above_the_checkpoint_may_be_anything(machine):
 
 def test_file_whose_first_frame_is_not_durable_is_not_part_of_it(machine):
     topic = a_topic(machine, **ROTATE)
-    fill(topic, 20)
+    fill(topic, 20, size=200)
     topic.wal.save_checkpoint()
     before = snapshot_of(machine)
     while len(topic.wal.files) == len(before.files):
@@ -180,11 +169,11 @@ def test_what_a_snapshot_has_survives_a_power_cut(machine, seed):
     """Goal: nothing is ever read from outside that the owner does not have after a crash."""
     topic = a_topic(machine, **ROTATE)
     for _ in range(5):
-        fill(topic, 7)
+        fill(topic, 7, size=200)
         topic.wait(topic.append(b"written only"), "written")
         topic.flush()
     topic.wal.save_checkpoint()
-    fill(topic, 3)
+    fill(topic, 3, size=200)
     topic.wait(topic.append(b"written only"), "written")
     seen = read_frames(snapshot_of(machine))
     machine.cut_power(seed)
@@ -199,7 +188,7 @@ def test_what_a_snapshot_has_survives_a_power_cut(machine, seed):
 
 def test_trimmed_files_are_no_longer_part_of_it(machine):
     topic = a_topic(machine, **ROTATE)
-    fill(topic, 100)
+    fill(topic, 100, size=200)
     assert topic.wal.trim(60) > 0
     snapshot = snapshot_of(machine)
     assert 0 < snapshot.trimmed <= 60
@@ -209,9 +198,7 @@ def test_trimmed_files_are_no_longer_part_of_it(machine):
 
 
 def test_file_that_was_trimmed_after_the_snapshot_is_not_found(machine):
-    topic = a_topic(machine, **ROTATE)
-    fill(topic, 100)
-    topic.wal.save_checkpoint()
+    topic = a_saved_topic(machine)
     old = snapshot_of(machine)
     topic.wal.trim(60)
     with pytest.raises(NotFoundError):
@@ -223,7 +210,7 @@ def test_file_that_was_trimmed_after_the_snapshot_is_not_found(machine):
 def test_checkpoint_tells_of_a_trim_before_a_file_goes(machine):
     """Goal: a file that is gone is one that the newest snapshot does not name."""
     topic = a_topic(machine, **ROTATE)
-    fill(topic, 100)
+    fill(topic, 100, size=200)
     gone = []
 
     def look(kind, path):
@@ -240,25 +227,15 @@ def test_checkpoint_tells_of_a_trim_before_a_file_goes(machine):
 # -- hands off ----------------------------------------------------------------------------------
 
 
-def listing(fs):
-    return {name: (bytes(node.cache), node.modified_ms) for name, node in entries(fs).items()}
-
-
-def entries(fs: MemoryFileSystem):
-    return dict(fs._find(PATH).entries)
-
-
 @pytest.mark.parametrize("index", ["kept", "removed", "garbled"])
 def test_reading_changes_nothing_in_the_directory(machine, index):
-    topic = a_topic(machine, **ROTATE)
-    fill(topic, 100)
-    topic.wal.save_checkpoint()
+    a_saved_topic(machine)
     for name in machine.fs.list_directory(PATH):
         if name.endswith(".idx") and index == "removed":
             machine.remove(f"{PATH}/{name}")
         elif name.endswith(".idx") and index == "garbled":
             machine.overwrite(f"{PATH}/{name}", 0, b"\xaa" * 10)
-    before = listing(machine.fs)
+    before = machine.content(PATH)
     kinds = set()
     machine.fs.before = lambda kind, path: kinds.add(kind)
     snapshot = snapshot_of(machine)
@@ -270,17 +247,17 @@ def test_reading_changes_nothing_in_the_directory(machine, index):
     is_behind(snapshot)
     snapshot.measure(0, 100)
     machine.fs.before = lambda kind, path: None
-    assert listing(machine.fs) == before
+    assert machine.content(PATH) == before
     assert kinds <= {"open_read", "read", "size", "list_directory"}, kinds
 
 
-def test_files_are_closed_again(machine):
-    topic = a_topic(machine, **ROTATE)
-    fill(topic, 100)
-    topic.wal.save_checkpoint()
-    before = machine.fs.open_files
+def test_one_file_is_open_at_a_time_and_none_afterwards(machine):
+    a_saved_topic(machine)
+    before, most = machine.fs.open_files, []
+    machine.fs.before = lambda kind, path: most.append(machine.fs.open_files)
     snapshot = snapshot_of(machine)
     read_frames(snapshot)
+    assert max(most) <= before + 2, "a file and its index"
     is_behind(snapshot)
     snapshot.measure(0, 100)
     assert machine.fs.open_files == before
@@ -291,11 +268,11 @@ def test_files_are_closed_again(machine):
 
 def test_snapshot_is_behind_until_the_checkpoint_is_saved(machine):
     topic = a_topic(machine)
-    fill(topic, 10)
+    fill(topic, 10, size=200)
     topic.wal.save_checkpoint()
     old = snapshot_of(machine)
     assert not is_behind(old)
-    fill(topic, 1)
+    fill(topic, 1, size=200)
     assert is_behind(old)
     assert is_behind(snapshot_of(machine))
     topic.wal.save_checkpoint()
@@ -307,10 +284,10 @@ def test_snapshot_is_behind_until_the_checkpoint_is_saved(machine):
 
 def test_rotation_does_not_hide_how_far_behind_it_is(machine):
     topic = a_topic(machine, **ROTATE)
-    fill(topic, 10)
+    fill(topic, 10, size=200)
     topic.wal.save_checkpoint()
     old = snapshot_of(machine)
-    fill(topic, 50)
+    fill(topic, 50, size=200)
     assert len(topic.wal.files) > len(old.files)
     assert is_behind(old)
     topic.wal.save_checkpoint()
@@ -320,9 +297,9 @@ def test_rotation_does_not_hide_how_far_behind_it_is(machine):
 def test_new_file_without_a_frame_does_not_hide_what_is_synced_before_it(machine):
     """The moment between the making of a file and its first frame, which on a full disk is long."""
     topic = a_topic(machine)
-    fill(topic, 10)
+    fill(topic, 10, size=200)
     topic.wal.save_checkpoint()
-    fill(topic, 10)
+    fill(topic, 10, size=200)
     machine.create(f"{PATH}/wal.1.log")
     assert is_behind(snapshot_of(machine))
     topic.wal.save_checkpoint()
@@ -340,9 +317,7 @@ def test_directory_without_files_is_not_behind(machine):
 
 
 def test_measure_is_about_what_the_frames_take(machine):
-    topic = a_topic(machine, **ROTATE)
-    fill(topic, 100)
-    topic.wal.save_checkpoint()
+    a_saved_topic(machine)
     snapshot = snapshot_of(machine)
     whole = sum(
         len(machine.read(f"{PATH}/{n}"))
@@ -357,21 +332,8 @@ def test_measure_is_about_what_the_frames_take(machine):
     assert snapshot.measure(0, 1 << 60) == whole
 
 
-def test_measure_does_not_count_what_is_above_the_checkpoint(machine):
-    topic = a_topic(machine)
-    fill(topic, 10)
-    topic.wal.save_checkpoint()
-    snapshot = snapshot_of(machine)
-    size = snapshot.measure(0, 10)
-    assert size == snapshot.synced_position
-    fill(topic, 10)
-    assert snapshot.measure(0, 20) == size
-
-
 def test_measure_of_a_trimmed_file_is_nothing(machine):
-    topic = a_topic(machine, **ROTATE)
-    fill(topic, 100)
-    topic.wal.save_checkpoint()
+    topic = a_saved_topic(machine)
     old = snapshot_of(machine)
     topic.wal.trim(60)
     new = snapshot_of(machine)

@@ -9,6 +9,7 @@ import pytest
 from ister.base.model import TopicState
 from ister.errors import DiskError, OffsetOutOfRangeError
 from tests.support.cases import each
+from tests.support.crash import CHANGES, Crash
 from tests.support.machine import NAME, ROOT, Calls, Machine, NoThreads, numbered, payloads
 from tests.support.memory_fs import SimulatedCrash
 
@@ -103,15 +104,7 @@ def _trimmed_with_crash(at, *, is_power_cut):
     with Machine() as machine:
         topic = _log(machine, scheduler=NoThreads())
         files = topic.wal.files
-        left = at
-
-        def crash(kind, path):
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise SimulatedCrash
-
-        machine.fs.before = crash
+        machine.fs.before = crash = Crash(at, {*CHANGES, "remove"})
         with suppress(SimulatedCrash):
             topic.wal.trim(files[3].first_offset)
         if is_power_cut:
@@ -122,7 +115,7 @@ def _trimmed_with_crash(at, *, is_power_cut):
         assert topic.state is TopicState.OPEN, at
         assert topic.earliest in {file.first_offset for file in files[:4]}
         assert payloads(topic.read()) == SENT[topic.earliest :]
-        return left <= 0
+        return bool(crash.step)
 
 
 def _trim_at_first(machine, topic, kind, suffix, before):
