@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Final, Self
@@ -33,7 +33,6 @@ from ister.base.model import Start, TopicName
 from ister.base.positions import format_position, parse_position
 from ister.cli.command import Shown
 from ister.cli.contexts import CONTEXT_VARIABLE, Context, chosen_context
-from ister.cli.errors_out import print_json
 from ister.errors import (
     InvalidRequestError,
     IsterError,
@@ -250,18 +249,6 @@ def names_broker(options: argparse.Namespace) -> bool:
 def broker_address(options: argparse.Namespace) -> str:
     """The address of the broker."""
     return target_of(options).address
-
-
-def print_change(options: argparse.Namespace, text: str, facts: Mapping[str, object]) -> None:
-    """Prints what a command has changed, and at which broker.
-
-    `text` is for people, `facts` for programs; `options` has `json` and those of
-    `add_broker_arguments`.
-    """
-    if options.json:
-        print_json({"ok": True, **facts, "broker": broker_address(options)})
-    else:
-        print(f"{text} (broker {broker_address(options)})")
 
 
 FIXED_START_HELP: Final = (

@@ -9,7 +9,6 @@ from dataclasses import asdict
 
 from ister.broker.cluster.placement import Balance, Move
 from ister.broker.topics.cluster_control import ClusterControl, ClusterState, Drained
-from ister.broker.topics.topics import GivenUp
 from ister.bucket.members import Member
 from ister.wire.views import (
     BalanceJson,
@@ -18,7 +17,6 @@ from ister.wire.views import (
     DrainJson,
     MoveJson,
     RebalanceJson,
-    TakeOverJson,
 )
 
 
@@ -122,14 +120,4 @@ def describe_drain(drained: Drained) -> DrainJson:
         "moved": drained.moved,
         "failed": list(drained.failed),
         "pending": drained.pending,
-    }
-
-
-def describe_take_over(given_up: GivenUp, *, done: bool) -> TakeOverJson:
-    """What a take-over gives up, and whether it is done."""
-    return {
-        "topic": given_up.topic,
-        "node": given_up.node,
-        "offset": given_up.offset,
-        "done": done,
     }
