@@ -14,9 +14,13 @@ from ister.format.checkpoint import (
     UploaderCheckpoint,
     WalCheckpoint,
     WalState,
+    decode_uploader_body,
     decode_uploader_checkpoint,
+    decode_wal_body,
     decode_wal_checkpoint,
+    encode_uploader_body,
     encode_uploader_checkpoint,
+    encode_wal_body,
     encode_wal_checkpoint,
 )
 from ister.format.message import (
@@ -107,6 +111,7 @@ WAL_STATES = st.builds(
     is_poisoned=st.booleans(),
     codec=st.sampled_from(Codec),
     ack=TEXT,
+    incarnation=TEXT,
     checkpoint=st.builds(
         WalCheckpoint,
         start_offset=U64,
@@ -136,6 +141,10 @@ UPLOADER_CHECKPOINTS = st.builds(
 def test_any_checkpoint_survives_both_ways(state, uploader):
     assert decode_wal_checkpoint(encode_wal_checkpoint(state)) == state
     assert decode_uploader_checkpoint(encode_uploader_checkpoint(uploader)) == uploader
+    for codec in Codec:
+        wal = state.checkpoint
+        assert decode_wal_body(encode_wal_body(wal, codec), codec) == wal
+        assert decode_uploader_body(encode_uploader_body(uploader, codec), codec) == uploader
 
 
 @pytest.mark.nightly

@@ -1,7 +1,7 @@
 """Stores in memory, frames made to measure, and nodes that own topics: for tests of the bucket."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -28,7 +28,7 @@ from ister.format.crc import crc32
 from ister.format.descriptor import ObjectDescriptor, format_checksum
 from ister.format.frame import FrameBatch, encode_frame
 from ister.format.message import encode_message
-from ister.format.records import Progress, encode_progress
+from ister.format.records import Progress, decode_current, encode_progress
 from ister.metadata.base import Put
 from ister.objectstore.base import ObjectStore
 from ister.topic.local_tail import LocalTail
@@ -83,6 +83,37 @@ def merged(
         "created_at": 5,
     }
     return merge_objects(NAME, objects, store=store, **{**defaults, **options})
+
+
+def failing(
+    kind: str, *, at: int = 1, times: int = 1 << 60, error: type[IsterError] = UnavailableError
+) -> Callable[[str, str], None]:
+    """A hook of a store: operations of a kind raise, `times` of them from number `at` on.
+
+    As `before`, nothing has happened; as `after`, only the answer is lost.
+    """
+    seen = 0
+
+    def hook(operation: str, key: str) -> None:
+        nonlocal seen
+        seen += operation == kind
+        if operation == kind and at <= seen < at + times:
+            raise error("injected")
+
+    return hook
+
+
+def once(kind: str, act: Callable[[], object]) -> Callable[[str, str], None]:
+    """A hook of a store: something else happens at the first operation of a kind."""
+    is_done = False
+
+    def hook(operation: str, key: str) -> None:
+        nonlocal is_done
+        if operation == kind and not is_done:
+            is_done = True
+            act()
+
+    return hook
 
 
 class SlowReads:
@@ -215,6 +246,47 @@ class Cluster:
             metrics=self.metrics,
             ahead=ahead,
         )
+
+    def heal(self) -> None:
+        """Takes all hooks away."""
+        for store in (self.objects, self.metadata):
+            store.before = store.after = calm
+
+    def fence(
+        self, key: str = "/danube/pipeline/jobs/job", *, ttl_seconds: float = TTL_SECONDS
+    ) -> Fence:
+        """A job's lease."""
+        return Fence.take(
+            self.metadata, key, id="job", about={}, ttl_seconds=ttl_seconds, clock=self.clock
+        )
+
+    def outside(self, fence: Fence | None = None) -> OwnedTopic:
+        """The right of a job to change the topic in its owner's name."""
+        fence = self.fence() if fence is None else fence
+        return act_outside(self.catalog(), fence, clock=self.clock, metrics=self.metrics)
+
+    def maker(self, name: TopicName = NAME) -> ObjectMaker:
+        """What makes objects of the topic, in small pieces."""
+        return ObjectMaker(
+            name, self.objects, settings=UPLOADS, clock=self.clock, metrics=self.metrics
+        )
+
+    def descriptors(self, start: int = 0, end: int | None = None) -> list[ObjectDescriptor]:
+        """What the catalog has."""
+        return [described for described, _ in self.catalog().descriptors(start, end)]
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The offsets of every object, as the catalog has them."""
+        return [(described.start, described.end) for described in self.descriptors()]
+
+    def current(self) -> int:
+        """Where the newest object begins, as the pointer has it."""
+        found = self.metadata.get(self.keys.current)
+        return decode_current(found.value, key=found.key)
+
+    def everything(self) -> dict[str, bytes]:
+        """All keys and values of the metadata store."""
+        return {found.key: found.value for found in self.metadata.range("/")}
 
     def filled(self, frames: "Frames", *ends: int, **settings) -> OwnedTopic:
         """A topic whose objects end at `ends`; the first one begins with the frames."""

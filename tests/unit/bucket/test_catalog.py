@@ -19,12 +19,8 @@ from ister.format.records import (
     encode_sealed,
     encode_topic,
 )
-from tests.support.stores import NAME, PREFIX, Cluster, a_descriptor
-
-
-@pytest.fixture
-def cluster():
-    return Cluster()
+from tests.support.scale import first_seed
+from tests.support.stores import NAME, PREFIX, a_descriptor
 
 
 def put_objects(cluster, *ranges, name=NAME):
@@ -37,77 +33,13 @@ def put_objects(cluster, *ranges, name=NAME):
     return found
 
 
-@pytest.mark.parametrize(
-    ("offset", "expected"),
-    [(0, 0), (1, 0), (99, 0), (100, 1), (150, 1), (199, 1), (200, 2), (249, 2)],
-)
-def test_offset_in_the_middle_belongs_to_the_object_that_starts_before_it(
-    cluster, offset, expected
-):
-    objects = put_objects(cluster, (0, 100), (100, 200), (200, 250))
-    assert cluster.catalog().find(offset) == objects[expected]
-
-
-def test_offset_behind_the_last_object_finds_it_all_the_same(cluster):
-    objects = put_objects(cluster, (0, 100))
-    assert cluster.catalog().find(5000) == objects[0]
-    assert cluster.catalog().find(2**64 - 1) == objects[0]
-
-
-def test_offset_before_the_first_object_finds_nothing(cluster):
-    put_objects(cluster, (50, 100))
-    assert cluster.catalog().find(49) is None
-
-
-@pytest.mark.parametrize(("offset", "expected"), [(0, 0), (1, 1), (100, 1), (101, None)])
-def test_following_object_starts_at_or_after(cluster, offset, expected):
-    objects = put_objects(cluster, (0, 100), (100, 200))
-    found = cluster.catalog().following(offset)
-    assert found == (objects[expected] if expected is not None else None)
-
-
-def test_pointer_is_never_taken_for_an_object(cluster):
-    objects = put_objects(cluster, (0, 100), (100, 200))
-    catalog = cluster.catalog()
-    assert (catalog.first(), catalog.last()) == (objects[0], objects[1])
-    assert [d for d, _ in catalog.descriptors()] == objects
-    assert catalog.find(2**64 - 1) == objects[1]
-    assert catalog.following(150) is None
-
-
 def test_topic_without_objects_has_none(cluster):
     catalog = cluster.catalog()
     assert (catalog.first(), catalog.last(), catalog.find(0)) == (None, None, None)
     assert list(catalog.descriptors()) == []
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "expected"),
-    [
-        (0, None, [0, 1, 2]),
-        (0, 100, [0]),
-        (0, 101, [0, 1]),
-        (50, 60, [0]),
-        (99, 100, [0]),
-        (100, 101, [1]),
-        (150, None, [1, 2]),
-        (250, None, []),
-        (150, 150, [1]),
-    ],
-)
-def test_range_has_every_object_with_offsets_in_it(cluster, start, end, expected):
-    objects = put_objects(cluster, (0, 100), (100, 200), (200, 250))
-    found = [described for described, _ in cluster.catalog().descriptors(start, end)]
-    assert found == [objects[at] for at in expected]
-
-
-def test_range_that_begins_in_a_hole_has_what_follows(cluster):
-    objects = put_objects(cluster, (0, 100), (200, 250))
-    found = [described for described, _ in cluster.catalog().descriptors(150)]
-    assert found == [objects[1]]
-
-
-@pytest.mark.parametrize("count", [255, 256, 257, 512, 600])
+@pytest.mark.parametrize("count", [255, 256, 257, 600])
 def test_more_objects_than_a_page_are_all_found(cluster, count):
     objects = put_objects(cluster, *((n * 10, n * 10 + 10) for n in range(count)))
     found = list(cluster.catalog().descriptors())
@@ -196,7 +128,7 @@ def test_reading_one_object_after_the_other_is_linear(cluster):
 
 def test_history_of_any_shape_is_looked_up_right(cluster):
     """Random lengths, holes and pointers, against a plain search of the whole list."""
-    seed = random.randrange(2**32)
+    seed = first_seed()
     print(f"seed {seed}")
     rng = random.Random(seed)
     for _ in range(60):
@@ -378,12 +310,6 @@ def test_merge_between_two_ranges_of_a_lookup_hides_nothing(cluster, after):
         cluster.metadata.after = count_down
         found = lookup(cluster.catalog())
         assert found.start <= 4999 < found.end, name
-
-
-def test_walk_from_the_middle_of_a_merged_object_begins_with_it(cluster):
-    put_objects(cluster, (0, 100), (100, 500), (500, 600))
-    found = [d.start for d, _ in cluster.catalog().descriptors(250, 550)]
-    assert found == [100, 500]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ister.base.metrics import Metrics
 from ister.base.model import Codec
 from ister.bucket.chunks import FirstRange, ObjectPart, ObjectsAhead, fetch_chunks
-from ister.errors import NotFoundError, UnavailableError
+from ister.errors import UnavailableError
 from tests.support.cases import each
 from tests.support.clock import ManualClock
 from tests.support.machine import PATIENCE_SECONDS
@@ -264,12 +264,6 @@ def test_cuts_fall_on_index_entries():
     ]
 
 
-def test_last_chunk_ends_with_the_part():
-    bucket = Bucket(bytes(1000))
-    list(bucket.chunks(a_part(100, 350, [200, 300]), chunk_bytes=10_000))
-    assert bucket.reads == [(100, 250)]
-
-
 def test_one_chunk_is_fetched_ahead_and_no_more(ahead):
     bucket = Bucket(bytes(1000))
     chunks = bucket.chunks(a_part(0, 1000), chunk_bytes=100, ahead=ahead)
@@ -317,16 +311,6 @@ def test_part_of_nothing_has_no_chunks():
     bucket = Bucket(bytes(1000))
     assert list(bucket.chunks(a_part(500, 500))) == []
     assert list(bucket.chunks(a_part(500, 400))) == []
-
-
-@pytest.mark.parametrize("with_ahead", [True, False])
-def test_object_that_is_gone_raises(ahead, with_ahead):
-    bucket = Bucket(bytes(1000))
-    chunks = bucket.chunks(a_part(0, 1000), chunk_bytes=100, ahead=ahead if with_ahead else None)
-    next(chunks)
-    bucket.store.drop(KEY)
-    with pytest.raises(NotFoundError):
-        list(chunks)
 
 
 @pytest.mark.parametrize("with_ahead", [True, False])

@@ -22,6 +22,7 @@ from tests.support.cases import each
 
 TARGET = 1000
 ROUNDS_MAX = 6
+FORMATS = ("dnb1", "parquet")
 
 
 def topic(*sizes, start=0, **fields):
@@ -56,65 +57,109 @@ def ranges(groups):
 # -- rule by rule -------------------------------------------------------------------------------
 
 
-def test_nothing_to_plan_in_an_empty_topic():
-    assert plan([]) == []
+def with_hole():
+    return [*topic(10, 10), *topic(10, 10, start=30)]
 
 
-def test_small_neighbours_become_groups_up_to_the_target():
-    # 450 fit twice: a third would be too much.
-    assert ranges(plan(topic(450, 450, 450, 450, 90))) == [(0, 20), (20, 50)]
+def runs(*sizes, start=0):
+    return topic(*sizes, start=start, format="express")
 
 
-def test_group_says_what_it_is():
+PARQUET = {"format": "parquet"}
+LARGE_BETWEEN = [*topic(10, 10), one(20, 900, **PARQUET), *topic(10, 10, start=30)]
+KEPT = topic(10, 10, start=20, **PARQUET, kept="latest-per-key")
+TWO_CODECS = [
+    *topic(10, 10),
+    *topic(10, 10, start=20, codec=Codec.BINCODE1),
+    *topic(10, 10, start=40, codec=None),
+]
+RULES = {
+    # Two of 450 fit; a third would be too much.
+    "small neighbours become groups up to the target": [
+        (topic(450, 450, 450, 450, 90), {}, [(0, 20), (20, 50)]),
+    ],
+    "what is large enough is left alone and divides": [
+        (topic(100, 100, 500, 100, 100), {}, [(0, 20), (30, 50)]),
+        (topic(499, 499), {}, [(0, 20)]),
+        (topic(500, 499), {}, []),
+    ],
+    "too few neighbours are not worth it": [
+        (topic(10, 10, 10), {"min_objects": 4}, []),
+        (topic(10, 10, 10, 10), {"min_objects": 4}, [(0, 40)]),
+    ],
+    "a group never reaches over a hole": [(with_hole(), {}, [(0, 20), (30, 50)])],
+    "a group never has two codecs": [
+        (TWO_CODECS, {"format": kind}, [(0, 20), (20, 40), (40, 60)]) for kind in FORMATS
+    ],
+    "objects that share offsets are left to repair": [
+        ([one(0, 10, count=40), one(10, 10), *topic(10, 10, start=40)], {}, [(40, 60)]),
+    ],
+    "an object that is not complete is left alone": [
+        (
+            [*topic(10, 10), one(20, 10, completed=False), *topic(10, 10, start=30)],
+            {},
+            [(0, 20), (30, 50)],
+        ),
+    ],
+    "an object that outweighs its group is not rewritten for its sake": [
+        (topic(400, 5, 5, 5, 5), {}, [(10, 50)]),
+        (topic(5, 5, 400, 5, 5), {}, [(0, 20), (30, 50)]),
+        (topic(400, 5, 5, 5, 5), {"min_objects": 5}, []),
+    ],
+    "frames have no holes, so what has is left alone": [
+        ([*topic(10, 10), *KEPT, *topic(10, 10, start=40)], {}, [(0, 20), (40, 60)]),
+        ([*topic(10, 10), *KEPT, *topic(10, 10, start=40)], PARQUET, [(0, 60)]),
+    ],
+    "small parquet objects become frames where frames are wanted": [
+        (
+            [*topic(10, 10, **PARQUET, offset_index=((0, 4),)), *topic(10, 10, start=20)],
+            {},
+            [(0, 40)],
+        ),
+        (topic(600, 600, **PARQUET), {}, []),
+    ],
+    "large objects of frames are rewritten as parquet one by one": [
+        (topic(600, 9000), PARQUET, [(0, 10), (10, 20)]),
+        (topic(600, 9000, **PARQUET), PARQUET, []),
+    ],
+    # The newest wait for neighbours, unless one asks for them.
+    "few small objects in between are rewritten as parquet and the newest wait": [
+        (LARGE_BETWEEN, {**PARQUET, "min_objects": 4}, [(0, 20)]),
+        (LARGE_BETWEEN, {**PARQUET, "min_objects": 1}, [(0, 20), (30, 50)]),
+    ],
+    "a single object in the wanted format is never rewritten": [
+        (topic(10, format=kind), {"format": kind, "min_objects": 1}, []) for kind in FORMATS
+    ],
+    "express runs are always worth it": [
+        (objects, {"format": kind, "min_objects": 4}, expected)
+        for kind in FORMATS
+        for objects, expected in (
+            (runs(100), [(0, 10)]),
+            (runs(700), [(0, 10)]),
+            (runs(100, 100), [(0, 20)]),
+            (runs(2, 900, 1), [(0, 10), (10, 20), (20, 30)]),
+        )
+    ],
+    "express runs are merged with small objects and not with large ones": [
+        ([*topic(100), *runs(100, start=10), *topic(100, start=20)], {"min_objects": 4}, [(0, 30)]),
+        ([*topic(499), *runs(20, 20, start=10)], {"min_objects": 4}, [(10, 30)]),
+    ],
+}
+
+
+@each(
+    ("rule", "objects", "settings", "expected"),
+    [(rule, *row) for rule, rows in RULES.items() for row in rows],
+)
+def test_rule(rule, objects, settings, expected):
+    assert ranges(plan(objects, **settings)) == expected
+
+
+def test_group_says_what_it_is_and_fits_into_one_transaction():
     group = MergeGroup(tuple(topic(100, 200)))
     assert (group.start, group.end, group.size_bytes) == (0, 20, 300)
-
-
-def test_large_enough_object_is_left_alone_and_divides():
-    assert ranges(plan(topic(100, 100, 500, 100, 100))) == [(0, 20), (30, 50)]
-
-
-def test_object_just_below_half_the_target_is_merged():
-    assert ranges(plan(topic(499, 499))) == [(0, 20)]
-    assert plan(topic(500, 499)) == []
-
-
-def test_too_few_neighbours_are_not_worth_it():
-    assert plan(topic(10, 10, 10), min_objects=4) == []
-    assert ranges(plan(topic(10, 10, 10, 10), min_objects=4)) == [(0, 40)]
-
-
-def test_group_never_reaches_over_a_hole():
-    assert ranges(plan([*topic(10, 10), *topic(10, 10, start=30)])) == [(0, 20), (30, 50)]
-
-
-@each("kind", ["dnb1", "parquet"])
-def test_group_never_has_two_codecs(kind):
-    mixed = [*topic(10, 10), *topic(10, 10, start=20, codec=Codec.BINCODE1)]
-    mixed += topic(10, 10, start=40, codec=None)
-    assert ranges(plan(mixed, format=kind)) == [(0, 20), (20, 40), (40, 60)]
-
-
-def test_objects_that_share_offsets_are_left_to_repair():
-    first = one(0, 10, count=40)
-    objects = [first, one(10, 10), one(20, 10), *topic(10, 10, start=40)]
-    assert ranges(plan(objects)) == [(40, 60)]
-
-
-def test_object_that_is_not_complete_is_left_alone():
-    objects = [*topic(10, 10), one(20, 10, completed=False), *topic(10, 10, start=30)]
-    assert ranges(plan(objects)) == [(0, 20), (30, 50)]
-
-
-def test_group_fits_into_one_transaction():
     groups = plan(topic(*[1] * (2 * OBJECTS_MAX + 5)))
     assert [len(group.objects) for group in groups] == [OBJECTS_MAX, OBJECTS_MAX, 5]
-
-
-def test_object_that_outweighs_its_group_is_not_rewritten_for_its_sake():
-    assert ranges(plan(topic(400, 5, 5, 5, 5))) == [(10, 50)]
-    assert ranges(plan(topic(5, 5, 400, 5, 5))) == [(0, 20), (30, 50)]
-    assert plan(topic(400, 5, 5, 5, 5), min_objects=5) == []
 
 
 def test_growing_topic_rewrites_each_message_only_a_few_times():
@@ -129,38 +174,6 @@ def test_growing_topic_rewrites_each_message_only_a_few_times():
             objects = applied(objects, [group], "dnb1")
     assert written < 12 * uploaded
     assert len(objects) < 20
-
-
-def test_frames_have_no_holes_so_what_has_is_left_alone():
-    kept = topic(10, 10, start=20, format="parquet", kept="latest-per-key")
-    objects = [*topic(10, 10), *kept, *topic(10, 10, start=40)]
-    assert ranges(plan(objects)) == [(0, 20), (40, 60)]
-    assert ranges(plan(objects, format="parquet")) == [(0, 60)]
-
-
-def test_small_parquet_objects_become_frames_where_frames_are_wanted():
-    index = ((0, 4),)
-    objects = [*topic(10, 10, format="parquet", offset_index=index), *topic(10, 10, start=20)]
-    assert ranges(plan(objects)) == [(0, 40)]
-    assert plan(topic(600, 600, format="parquet")) == []
-
-
-def test_large_objects_of_frames_are_rewritten_as_parquet_one_by_one():
-    assert ranges(plan(topic(600, 9000), format="parquet")) == [(0, 10), (10, 20)]
-    assert plan(topic(600, 9000, format="parquet"), format="parquet") == []
-
-
-def test_few_small_objects_in_between_are_rewritten_as_parquet_and_the_newest_wait():
-    large = one(20, 900, format="parquet")
-    objects = [*topic(10, 10), large, *topic(10, 10, start=30)]
-    assert ranges(plan(objects, format="parquet", min_objects=4)) == [(0, 20)]
-    # The newest wait for neighbours, unless one asks for them.
-    assert ranges(plan(objects, format="parquet", min_objects=1)) == [(0, 20), (30, 50)]
-
-
-def test_single_object_in_the_wanted_format_is_never_rewritten():
-    for kind in ("dnb1", "parquet"):
-        assert plan(topic(10, format=kind), format=kind, min_objects=1) == []
 
 
 def test_parquet_object_weighs_what_its_messages_do():
@@ -291,31 +304,3 @@ def test_planning_again_comes_to_an_end(objects, kind, min_objects, shrink):
     else:
         raise AssertionError(f"still merging: {covered(objects)}")
     assert plan(objects, format=kind, min_objects=min_objects) == []
-
-
-# -- express runs -------------------------------------------------------------------------------
-
-
-def runs(*sizes, start=0):
-    return topic(*sizes, start=start, format="express")
-
-
-@pytest.mark.parametrize("format", ["dnb1", "parquet"])
-@pytest.mark.parametrize(
-    ("descriptors", "expected"),
-    [
-        (runs(100), [(0, 10)]),
-        (runs(700), [(0, 10)]),
-        (runs(100, 100), [(0, 20)]),
-        (runs(2, 900, 1), [(0, 10), (10, 20), (20, 30)]),
-    ],
-)
-def test_runs_are_always_worth_it(descriptors, expected, format):
-    assert ranges(plan(descriptors, format=format, min_objects=4)) == expected
-
-
-def test_runs_are_merged_with_small_objects_and_not_with_large_ones():
-    small = [*topic(100), *runs(100, start=10), *topic(100, start=20)]
-    assert ranges(plan(small, min_objects=4)) == [(0, 30)]
-    large = [*topic(499), *runs(20, 20, start=10)]
-    assert ranges(plan(large, min_objects=4)) == [(10, 30)]

@@ -5,17 +5,12 @@ import pytest
 from ister.bucket.cursors import clip_progress
 from ister.errors import CommitUnknownError, ConflictError, FencedError, UnavailableError
 from ister.format.records import Progress, decode_progress, encode_progress
-from tests.support.stores import NAME, PREFIX, Cluster
+from tests.support.stores import NAME, PREFIX, failing, once
 from tests.support.stores import TTL_SECONDS as TTL
 
 CURSORS = f"{PREFIX}/subscriptions{NAME}/"
 KEY = f"{CURSORS}billing/progress"
 LIFE = "0123456789abcdef"
-
-
-@pytest.fixture
-def cluster():
-    return Cluster()
 
 
 @pytest.fixture
@@ -45,33 +40,6 @@ def offset_of(store, key=KEY):
     return load(store, key).offset
 
 
-def interfere(store, kind, change, *, times=1):
-    """Has `change` happen before the next operations of a kind, by somebody else."""
-    left = [times]
-
-    def before(seen, key):
-        if seen == kind and left[0]:
-            left[0] -= 1
-            store.before = lambda kind, key: None
-            change()
-            store.before = before
-
-    store.before = before
-    return left
-
-
-def lose_answers(store, times):
-    """The next transactions happen, and nobody hears of it."""
-    left = [times]
-
-    def after(kind, key):
-        if kind == "transact" and left[0]:
-            left[0] -= 1
-            raise CommitUnknownError("the answer was lost")
-
-    store.after = after
-
-
 def test_cursors_ahead_of_the_end_are_put_back_and_the_others_stay(store):
     for name, offset in {"a": 3, "b": 10, "c": 11, "d": 500}.items():
         put(store, offset, key=f"{CURSORS}{name}/progress", at=1234, zone=name)
@@ -80,14 +48,6 @@ def test_cursors_ahead_of_the_end_are_put_back_and_the_others_stay(store):
     assert [progress.offset for progress in found.values()] == [3, 10, 10, 10]
     # It was not seen alive by this, and what others keep in it stays.
     assert found[f"{CURSORS}d/progress"] == a_cursor(10, at=1234, zone="d")
-
-
-def test_nothing_ahead_of_the_end_changes_nothing(store):
-    put(store, 10)
-    revision = store.revision
-    assert clip_progress(store, CURSORS, 10) == []
-    assert clip_progress(store, "/danube/subscriptions/default/others/", 0) == []
-    assert store.revision == revision
 
 
 def test_keys_beside_the_cursors_are_left_alone(store):
@@ -109,21 +69,21 @@ def test_unreadable_cursor_does_not_keep_the_others_from_being_put_back(store):
 
 def test_cursor_that_moves_while_it_is_put_back_is_put_back_all_the_same(store):
     put(store, 20)
-    interfere(store, "transact", lambda: put(store, 30, at=7777))
+    store.before = once("transact", lambda: put(store, 30, at=7777))
     assert clip_progress(store, CURSORS, 10) == [KEY]
     assert load(store) == a_cursor(10, at=7777)
 
 
 def test_cursor_that_another_puts_back_meanwhile_is_left_to_that_one(store):
     put(store, 20)
-    interfere(store, "transact", lambda: put(store, 4))
+    store.before = once("transact", lambda: put(store, 4))
     assert clip_progress(store, CURSORS, 10) == []
     assert offset_of(store) == 4
 
 
 def test_cursors_that_keep_changing_are_a_conflict(store):
     put(store, 20)
-    interfere(store, "transact", lambda: put(store, 20), times=100)
+    store.before = lambda kind, key: put(store, 20) if kind == "transact" else None
     with pytest.raises(ConflictError) as refused:
         clip_progress(store, CURSORS, 10)
     assert refused.value.path == CURSORS
@@ -140,7 +100,7 @@ def test_lost_answer_does_not_keep_cursors_from_being_put_back(store):
 
 def test_put_back_that_happened_and_was_not_heard_of_is_told_at_most_once(store):
     put(store, 20)
-    lose_answers(store, 1)
+    store.after = failing("transact", times=1, error=CommitUnknownError)
     try:
         told = clip_progress(store, CURSORS, 10)
     except UnavailableError:

@@ -15,7 +15,7 @@ from ister.format.records import (
     encode_sealed,
     encode_topic,
 )
-from tests.support.stores import PREFIX, Cluster, a_descriptor
+from tests.support.stores import PREFIX, a_descriptor
 
 
 class Calls:
@@ -28,11 +28,6 @@ class Calls:
     def take(self):
         kinds, self.kinds = self.kinds, []
         return kinds
-
-
-@pytest.fixture
-def cluster():
-    return Cluster()
 
 
 @pytest.fixture
@@ -113,14 +108,6 @@ def test_pointers_follow_commits_and_merges(cluster):
     old = list(owned.catalog.descriptors(10))
     assert owned.swap(old, a_descriptor(10, 40, object_id="data-10-39-c01234567.dnb1"), until=0)
     assert directory.pointers([name])[name].value.names(10, 40)
-
-
-def test_pointer_of_an_older_ister_tells_no_end(cluster):
-    owned = make(cluster, 1)
-    name = str(named(0))
-    cluster.metadata.put(owned.catalog.keys.current, encode_current(10))
-    pointer = TopicDirectory(cluster.metadata, PREFIX).pointers([name])[name]
-    assert (pointer.value.start, pointer.value.end) == (10, None)
 
 
 def test_what_cannot_be_read_does_not_hide_the_others(cluster):

@@ -27,7 +27,7 @@ from ister.format.descriptor import FORMAT_EXPRESS
 from ister.format.express import FOOTER
 from ister.objectstore.slices import SlicedStore
 from ister.rescue.rebuild import find_continuation
-from tests.support.stores import TTL_SECONDS, Cluster, Frames, read_all
+from tests.support.stores import TTL_SECONDS, Frames, failing, read_all, silent
 
 FRAMES = Frames([b"x" * 50] * 30)
 
@@ -79,11 +79,6 @@ class Node:
         )
         last = catalog.last()
         return [] if last is None else read_all(reader, 0, last.end)
-
-
-@pytest.fixture
-def cluster():
-    return Cluster()
 
 
 @pytest.fixture
@@ -173,13 +168,9 @@ def test_run_that_continues_nothing_is_refused(cluster, node):
 
 
 def test_lost_answer_is_resolved(cluster, node):
-    def lose(kind, key):
-        cluster.metadata.after = lambda kind, key: None
-        raise CommitUnknownError("lost")
-
     made = node.make([5, 5, 5])
     presence = node.membership.presence()
-    cluster.metadata.after = lambda kind, key: lose(kind, key) if kind == "transact" else None
+    cluster.metadata.after = failing("transact", times=1, error=CommitUnknownError)
     assert outcomes(commit_runs(cluster.metadata, made.runs, presence)) == [None] * 3
     assert [owned.tiered for owned in node.topics] == [5, 5, 5]
 
@@ -187,11 +178,7 @@ def test_lost_answer_is_resolved(cluster, node):
 def test_store_that_does_not_answer_fails_all_of_a_transaction(cluster, node):
     made = node.make([5, 5, 5])
     presence = node.membership.presence()
-
-    def fail(kind, key):
-        raise UnavailableError("away")
-
-    cluster.metadata.before = fail
+    cluster.metadata.before = silent
     assert outcomes(commit_runs(cluster.metadata, made.runs, presence)) == [UnavailableError] * 3
     cluster.metadata.before = lambda kind, key: None
     assert outcomes(node.write([6, 6, 6])) == [None] * 3

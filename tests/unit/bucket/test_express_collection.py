@@ -7,9 +7,7 @@ import pytest
 from ister.base.model import AckLevel, Codec
 from ister.bucket.express import commit_runs
 from ister.bucket.express_collection import collect_express, is_needed
-from ister.bucket.fence import Fence
 from ister.bucket.names import EXPRESS_PREFIX, object_key
-from ister.bucket.object_maker import ObjectMaker, UploadSettings
 from ister.errors import ConflictError, CorruptDataError
 from ister.format.descriptor import FORMAT_EXPRESS
 from ister.format.records import TopicRecord
@@ -18,11 +16,6 @@ from tests.support.stores import PREFIX, TTL_SECONDS, Cluster, a_descriptor
 from tests.unit.bucket.test_express import FRAMES, Node, topic_name
 
 GRACE = 3600
-
-
-@pytest.fixture
-def cluster():
-    return Cluster()
 
 
 @pytest.fixture
@@ -48,21 +41,7 @@ def keys(cluster):
 
 def resort(cluster, owned, end, *, until=0):
     """Puts one object of the topic's own in the place of its runs below `end`."""
-    settings = UploadSettings(
-        copies=False,
-        chunk_bytes=1 << 16,
-        concurrent_parts=1,
-        index_every_messages=10,
-        object_bytes_max=1 << 30,
-        object_span_ms_max=1 << 40,
-    )
-    maker = ObjectMaker(
-        owned.catalog.keys.topic,
-        cluster.objects,
-        settings=settings,
-        clock=cluster.clock,
-        metrics=cluster.metrics,
-    )
+    maker = cluster.maker(owned.catalog.keys.topic)
     made = maker.make(FRAMES, 0, end, epoch=owned.epoch, incarnation=owned.record.incarnation)
     assert owned.swap(list(owned.catalog.descriptors(0, end)), made, until=until)
 
@@ -182,14 +161,7 @@ def test_committed_before_the_process_was_found_to_have_ended_stays(cluster, nod
 
 
 def test_only_one_process_collects(cluster, node):
-    with_key = Fence.take(
-        cluster.metadata,
-        f"{PREFIX}/cluster/express",
-        id="x",
-        about={},
-        ttl_seconds=30,
-        clock=cluster.clock,
-    )
+    with_key = cluster.fence(f"{PREFIX}/cluster/express")
     with pytest.raises(ConflictError):
         collect(cluster)
     with_key.release()

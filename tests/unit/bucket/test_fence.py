@@ -11,15 +11,10 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.metadata.base import Put
-from tests.support.stores import NOW_MS, Cluster
+from tests.support.stores import NOW_MS, failing, once
 
 KEY = "/danube/pipeline/lease"
 TTL = 15.0
-
-
-@pytest.fixture
-def cluster():
-    return Cluster()
 
 
 def take(cluster, id="one", **about):
@@ -33,28 +28,11 @@ def guarded(cluster, fence, key="/guarded"):
     return cluster.metadata.transact([fence.compare], [Put(key, b"x")]) is not None
 
 
-def lose(cluster, when, count):
-    """The next transactions get no answer; `after` they happened, or `before` that."""
-    left = count
-
-    def fail(kind, key):
-        nonlocal left
-        if kind == "transact" and left:
-            left -= 1
-            raise CommitUnknownError("lost")
-
-    setattr(cluster.metadata, when, fail)
-
-
 def test_holder_says_who_it_is(cluster):
     take(cluster, job="tier", process=7)
     assert read_holder(cluster.metadata, KEY) == Holder(
         id="one", since=NOW_MS // 1000, about={"job": "tier", "process": 7}
     )
-
-
-def test_nobody_has_a_key_that_was_not_taken(cluster):
-    assert read_holder(cluster.metadata, KEY) is None
 
 
 @pytest.mark.parametrize("value", [b"", b"no json", b"[]", b'{"id": "x"}', b'{"since": {}}'])
@@ -76,22 +54,18 @@ def test_second_one_is_refused_and_leaves_the_first_alone(cluster):
 @pytest.mark.parametrize("when", ["after", "before"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_lost_answers_do_not_make_a_holder_doubt_itself(cluster, when, count):
-    lose(cluster, when, count)
+    setattr(cluster.metadata, when, failing("transact", times=count, error=CommitUnknownError))
     fence = take(cluster)
     fence.check()
     assert guarded(cluster, fence)
 
 
 def test_one_whose_answers_are_lost_finds_out_that_another_was_faster(cluster):
-    raised = []
+    def another():
+        take(cluster, "two")
+        raise CommitUnknownError("lost")
 
-    def fail(kind, key):
-        if kind == "transact" and not raised:
-            raised.append(1)
-            take(cluster, "two")
-            raise CommitUnknownError("lost")
-
-    cluster.metadata.before = fail
+    cluster.metadata.before = once("transact", another)
     with pytest.raises(ConflictError):
         take(cluster)
     assert read_holder(cluster.metadata, KEY).id == "two"
@@ -99,7 +73,7 @@ def test_one_whose_answers_are_lost_finds_out_that_another_was_faster(cluster):
 
 @pytest.mark.parametrize("when", ["after", "before"])
 def test_store_that_never_answers_leaves_no_key(cluster, when):
-    lose(cluster, when, 5)
+    setattr(cluster.metadata, when, failing("transact", times=5, error=CommitUnknownError))
     with pytest.raises(UnavailableError):
         take(cluster)
     assert read_holder(cluster.metadata, KEY) is None

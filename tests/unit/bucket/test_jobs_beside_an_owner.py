@@ -5,21 +5,16 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from ister.base.limits import KIB
 from ister.base.model import AckLevel
-from ister.bucket.claim import act_outside
-from ister.bucket.fence import Fence
 from ister.bucket.merge import merge_objects
 from ister.bucket.names import object_key
-from ister.bucket.object_maker import ObjectMaker, UploadSettings
 from ister.bucket.orphans import collect_orphans
-from ister.bucket.pipeline import PipelineKeys
 from ister.errors import CorruptDataError
 from ister.topic import bucket_link
 from tests.support.cases import each
 from tests.support.stores import (
     NAME,
-    PREFIX,
+    UPLOADS,
     Cluster,
     Frames,
     KeptMetadata,
@@ -29,21 +24,6 @@ from tests.support.stores import (
 )
 
 DAY = 24 * 3600
-SETTINGS = UploadSettings(
-    copies=False,
-    chunk_bytes=128 * KIB,
-    concurrent_parts=2,
-    index_every_messages=10,
-    object_bytes_max=1 << 30,
-    object_span_ms_max=1 << 40,
-)
-
-
-def fenced(cluster, key):
-    fence = Fence.take(
-        cluster.metadata, key, id="job", about={}, ttl_seconds=1e9, clock=cluster.clock
-    )
-    return act_outside(cluster.catalog(), fence, clock=cluster.clock, metrics=cluster.metrics)
 
 
 def merge(store, objects, acting, *, kind="dnb1", tag="00000001", survives=None):
@@ -51,7 +31,7 @@ def merge(store, objects, acting, *, kind="dnb1", tag="00000001", survives=None)
         NAME,
         objects,
         store=store,
-        settings=SETTINGS,
+        settings=UPLOADS,
         format=kind,
         epoch=acting.epoch,
         incarnation=acting.record.incarnation,
@@ -67,16 +47,25 @@ def damage(store, key, position=50):
     store.put(key, bytes(data))
 
 
+def collect(cluster, owned, *, has_jobs=False):
+    return collect_orphans(
+        owned,
+        cluster.objects,
+        grace_seconds=DAY,
+        clock=cluster.clock,
+        metrics=cluster.metrics,
+        has_jobs=lambda: has_jobs,
+    )
+
+
 @each("is_known", [False, True], ids=["by its age", "by the job's key"])
 def test_object_that_a_job_makes_again_is_not_taken_for_the_old_one(is_known):
     """A killed job's leftover is listed; then the next job makes it again, under the same name."""
     cluster = Cluster()
     frames = Frames([b"m%d" % number for number in range(20)])
     owner = cluster.filled(frames, 10)
-    acting = fenced(cluster, PipelineKeys(PREFIX).lease)
-    maker = ObjectMaker(
-        NAME, cluster.objects, settings=SETTINGS, clock=cluster.clock, metrics=cluster.metrics
-    )
+    acting = cluster.outside(cluster.fence(ttl_seconds=1e9))
+    maker = cluster.maker()
     incarnation = owner.record.incarnation
     maker.make(frames, 10, 20, epoch=1, incarnation=incarnation)
     cluster.clock.advance(DAY + 3600)
@@ -87,14 +76,7 @@ def test_object_that_a_job_makes_again_is_not_taken_for_the_old_one(is_known):
             made.append(maker.make(frames, 10, 20, epoch=1, incarnation=incarnation))
 
     cluster.objects.after = again
-    removed = collect_orphans(
-        owner,
-        cluster.objects,
-        grace_seconds=DAY,
-        clock=cluster.clock,
-        metrics=cluster.metrics,
-        has_jobs=lambda: is_known,
-    )
+    removed = collect(cluster, owner, has_jobs=is_known)
     assert removed == []
     acting.commit(made[0])
     assert len(read_all(cluster.reader(), 10, 20)) == 10
@@ -104,24 +86,12 @@ def test_leftover_ahead_of_the_topic_stays_while_a_job_runs():
     cluster = Cluster()
     frames = Frames([b"m%d" % number for number in range(20)])
     owner = cluster.filled(frames, 10)
-    maker = ObjectMaker(
-        NAME, cluster.objects, settings=SETTINGS, clock=cluster.clock, metrics=cluster.metrics
-    )
+    maker = cluster.maker()
     left = maker.make(frames, 10, 20, epoch=1, incarnation=owner.record.incarnation)
     cluster.clock.advance(DAY + 3600)
 
-    def collect(has_jobs):
-        return collect_orphans(
-            owner,
-            cluster.objects,
-            grace_seconds=DAY,
-            clock=cluster.clock,
-            metrics=cluster.metrics,
-            has_jobs=lambda: has_jobs,
-        )
-
-    assert collect(has_jobs=True) == []
-    assert collect(has_jobs=False) == [left.object_id]
+    assert collect(cluster, owner, has_jobs=True) == []
+    assert collect(cluster, owner, has_jobs=False) == [left.object_id]
 
 
 @each("kind", ["dnb1", "parquet"])
@@ -187,30 +157,21 @@ def test_merged_object_that_the_catalog_is_too_old_for_is_kept():
     backup = {found.key: found.value for found in cluster.metadata.range("/")}
     for end in (30, 40):
         cluster.uploader(owner).upload(frames, end - 10, end)
-    acting = fenced(cluster, PipelineKeys(PREFIX).job("x"))
+    acting = cluster.outside(cluster.fence(ttl_seconds=1e9))
     old = list(cluster.catalog().descriptors())
     made = merge(cluster.objects, [described for described, _ in old], owner)
     assert acting.swap(old, made, until=0)
     owner.refresh()
     cluster.clock.advance(10 * DAY)
 
-    def collect(owned):
-        collect_orphans(
-            owned,
-            cluster.objects,
-            grace_seconds=DAY,
-            clock=cluster.clock,
-            metrics=cluster.metrics,
-        )
-
-    collect(owner)
+    collect(cluster, owner)
     cluster.metadata = KeptMetadata(cluster.clock)
     for key, value in backup.items():
         if "owners" not in key:
             cluster.metadata.put(key, value)
     restored = cluster.claim("a")
     cluster.clock.advance(10 * DAY)
-    collect(restored)
+    collect(cluster, restored)
     assert cluster.objects.stat(cluster.key(made.object_id)).size == made.size_bytes
 
 

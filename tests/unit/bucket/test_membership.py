@@ -7,7 +7,6 @@ copies of each other; a clock that moves by hand, so that waiting for a lease ta
 import pytest
 
 from ister.base.model import TopicName
-from ister.bucket.membership import Membership
 from ister.errors import (
     CapacityError,
     CommitUnknownError,
@@ -15,26 +14,15 @@ from ister.errors import (
     FencedError,
     UnavailableError,
 )
-from tests.support.stores import PREFIX, TTL_SECONDS, Cluster, Directory
+from tests.support.stores import PREFIX, TTL_SECONDS, Directory, failing
 
 NODE = "a"
 PROCESS = f"{PREFIX}/cluster/nodes/{NODE}/process"
 
 
-@pytest.fixture
-def cluster():
-    return Cluster()
-
-
 def join(cluster, directory):
-    return Membership(
-        cluster.metadata,
-        root_prefix=PREFIX,
-        node=NODE,
-        directory=directory,
-        ttl_seconds=TTL_SECONDS,
-        clock=cluster.clock,
-    )
+    cluster.directories[NODE] = directory
+    return cluster.node(NODE)
 
 
 def names(count):
@@ -71,14 +59,6 @@ def test_next_process_of_the_same_directory_joins_at_once(cluster):
         first.renew()
     assert owned.is_fenced
     assert not first.is_valid
-
-
-def test_three_processes_killed_one_after_the_other_do_not_wait(cluster):
-    directory = Directory("here")
-    began = cluster.clock.boottime()
-    for epoch in (1, 2, 3):
-        assert cluster.claim(join(cluster, directory)).epoch == epoch
-    assert cluster.clock.boottime() == began
 
 
 def test_copy_waits_for_the_lease_to_end(cluster, caplog):
@@ -190,21 +170,14 @@ def test_full_disk_is_no_reason_not_to_join(cluster):
 
 
 def test_join_whose_answers_are_lost_is_done_once(cluster):
-    lost = []
-
-    def lose(kind, key):
-        if kind == "transact" and len(lost) < 2:
-            lost.append(key)
-            raise CommitUnknownError("lost")
-
     for hook in ("before", "after"):
-        lost.clear()
-        setattr(cluster.metadata, hook, lose)
+        lost = failing("transact", times=2, error=CommitUnknownError)
+        setattr(cluster.metadata, hook, lost)
         node = join(cluster, Directory("here"))
         node.renew()
         assert node.is_valid
         node.end()
-        setattr(cluster.metadata, hook, lambda kind, key: None)
+        cluster.heal()
         cluster.metadata.delete_prefix(f"{PREFIX}/cluster/")
 
 
@@ -293,7 +266,7 @@ def test_new_lease_is_renewed_while_topics_come_back(cluster):
 
     cluster.metadata.before = slow
     node.renew()
-    cluster.metadata.before = lambda kind, key: None
+    cluster.heal()
     assert owners(cluster) == 400
     assert all(topic.is_leased for topic in topics)
 
@@ -335,22 +308,14 @@ def test_interrupted_reclaim_continues_with_the_next_renewal(cluster):
     node = join(cluster, Directory("here"))
     topics = claim_all(cluster, node, 120)
     cluster.clock.advance(TTL_SECONDS + 1)
-    count = 0
-
-    def fail(kind, key):
-        nonlocal count
-        count += kind == "transact"
-        if count == 3:
-            raise UnavailableError("silent")
-
-    cluster.metadata.before = fail
+    cluster.metadata.before = failing("transact", at=3, times=1)
     with pytest.raises(UnavailableError):
         node.renew()
     assert [topic.is_leased for topic in topics].count(True) == 40
-    cluster.metadata.before = lambda kind, key: None
     asked = kinds_of(cluster)
     node.renew()
     assert asked.count("transact") == 2
+    assert node.is_valid
     assert all(topic.is_leased for topic in topics)
 
 
@@ -358,15 +323,7 @@ def test_batch_whose_answer_was_lost_is_done_again_one_by_one(cluster):
     node = join(cluster, Directory("here"))
     topics = claim_all(cluster, node, 40)
     cluster.clock.advance(TTL_SECONDS + 1)
-    count = 0
-
-    def lose(kind, key):
-        nonlocal count
-        count += kind == "transact"
-        if kind == "transact" and count == 2:
-            raise CommitUnknownError("lost")
-
-    cluster.metadata.after = lose
+    cluster.metadata.after = failing("transact", at=2, times=1, error=CommitUnknownError)
     node.renew()
     assert all(topic.is_leased for topic in topics)
     assert owners(cluster) == 40

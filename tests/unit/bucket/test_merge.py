@@ -22,7 +22,6 @@ from ister.bucket.names import (  # noqa: E402
     segment_name,
     segments_prefix,
 )
-from ister.bucket.object_maker import UploadSettings  # noqa: E402
 from ister.errors import (  # noqa: E402
     ClosedError,
     CorruptDataError,
@@ -37,22 +36,19 @@ from ister.rescue.rebuild import (  # noqa: E402
     find_topics,
     rebuild_topic,
 )
-from tests.support.stores import KIB, NAME, NOW_MS, Cluster, Frames, frames_of, read_all  # noqa: E402
-
-SETTINGS = UploadSettings(
-    copies=False,
-    chunk_bytes=64 * KIB,
-    concurrent_parts=2,
-    index_every_messages=10,
-    object_bytes_max=1 << 30,
-    object_span_ms_max=1 << 40,
+from tests.support.stores import (  # noqa: E402
+    KIB,
+    NAME,
+    NOW_MS,
+    UPLOADS,
+    Cluster,
+    Frames,
+    frames_of,
+    read_all,
 )
+
+SETTINGS = replace(UPLOADS, chunk_bytes=64 * KIB)
 FORMATS = pytest.mark.parametrize("format", ["dnb1", "parquet"])
-
-
-@pytest.fixture
-def cluster():
-    return Cluster()
 
 
 def payloads(count, size=300):
@@ -65,10 +61,6 @@ def a_topic(cluster, *ends, codec=Codec.BINCODE2):
     frames = Frames(payloads(ends[-1]), codec=codec, times=times)
     cluster.filled(frames, *ends)
     return frames
-
-
-def described_in(cluster):
-    return [described for described, _ in cluster.catalog().descriptors()]
 
 
 _tags = iter(range(1 << 32))
@@ -131,7 +123,7 @@ def read_there(reader, start, end, **named):
 @FORMATS
 def test_merged_object_has_the_frames_of_its_inputs(cluster, format, codec):
     frames = a_topic(cluster, 100, 250, 400, codec=codec)
-    objects = described_in(cluster)
+    objects = cluster.descriptors()
     new = merged(cluster, objects, format)
     assert (new.start, new.end, new.messages) == (0, 400, 400)
     assert (new.format, new.kept, new.codec, new.epoch) == (format, "", codec, 1)
@@ -147,7 +139,7 @@ def test_merged_object_has_the_frames_of_its_inputs(cluster, format, codec):
 
 def test_objects_of_both_formats_go_together(cluster):
     frames = a_topic(cluster, 100, 250, 400)
-    objects = described_in(cluster)
+    objects = cluster.descriptors()
     middle = merged(cluster, objects[1:2])
     for kind in ("dnb1", "parquet"):
         new = merged(cluster, [objects[0], middle, objects[2]], kind)
@@ -158,7 +150,7 @@ def test_objects_of_both_formats_go_together(cluster):
 
 def test_messages_that_do_not_survive_are_not_there(cluster):
     frames = a_topic(cluster, 100, 250, 400)
-    objects = described_in(cluster)
+    objects = cluster.descriptors()
     new = merged(cluster, objects, survives=every(7))
     assert (new.kept, new.messages, new.end) == (KEPT_LATEST, 58, 400)
     swap(cluster, objects, new)
@@ -173,7 +165,7 @@ def test_messages_that_do_not_survive_are_not_there(cluster):
 
 def test_a_range_of_which_nothing_survives_is_an_object(cluster):
     frames = a_topic(cluster, 100, 250)
-    objects = described_in(cluster)
+    objects = cluster.descriptors()
     new = merged(cluster, objects[:1], survives=lambda batch: pc.less(batch.column("offset"), 0))
     assert (new.messages, new.kept, new.offset_index) == (0, KEPT_LATEST, ())
     swap(cluster, objects[:1], new)
@@ -188,7 +180,7 @@ def test_a_range_of_which_nothing_survives_is_an_object(cluster):
 
 def test_what_is_refused(cluster):
     a_topic(cluster, 100, 250, 400)
-    first, second, third = described_in(cluster)
+    first, second, third = cluster.descriptors()
     with pytest.raises(InvalidRequestError, match="--keep latest-per-key needs --format parquet"):
         merged(cluster, [first], "dnb1", survives=every(2))
     with pytest.raises(InvalidRequestError, match="does not begin where"):
@@ -206,7 +198,7 @@ def test_what_is_refused(cluster):
 @FORMATS
 def test_codec_that_no_descriptor_says_is_recognised(cluster, format):
     frames = a_topic(cluster, 100, codec=Codec.BINCODE1)
-    [described] = described_in(cluster)
+    [described] = cluster.descriptors()
     new = merged(cluster, [replace(described, codec=None, checksum=None)], format)
     assert new.codec is Codec.BINCODE1
     assert cluster.object_bytes(merged(cluster, [new], "dnb1").object_id) == frames.between(0, 100)
@@ -217,7 +209,7 @@ def test_codec_that_no_descriptor_says_is_recognised(cluster, format):
 @pytest.mark.parametrize("where", [0.3, 0.999])
 def test_damaged_input_makes_no_object(cluster, format, is_parquet, where):
     a_topic(cluster, 100, 250)
-    objects = described_in(cluster)
+    objects = cluster.descriptors()
     if is_parquet:
         objects[1] = merged(cluster, objects[1:])
     before = cluster.data_keys()
@@ -242,7 +234,7 @@ def test_damaged_input_makes_no_object(cluster, format, is_parquet, where):
 def test_whole_frames_of_another_object_are_not_taken(cluster, format):
     """Goal: a store that hands out the bytes of another object is found out by the checksum."""
     a_topic(cluster, 100)
-    [described] = described_in(cluster)
+    [described] = cluster.descriptors()
     other = Frames(payloads(100, size=301), times=[NOW_MS] * 100)
     data = other.between(0, 100)
     cluster.objects.put(cluster.key(described.object_id), data)
@@ -252,7 +244,7 @@ def test_whole_frames_of_another_object_are_not_taken(cluster, format):
 
 def test_completion_whose_answer_is_lost_counts(cluster):
     a_topic(cluster, 100)
-    [described] = described_in(cluster)
+    [described] = cluster.descriptors()
 
     def lose(kind, key):
         if kind == "close":
@@ -270,7 +262,7 @@ def test_failpoints_are_passed(cluster):
     try:
         for name in ("compact.after_part", "compact.after_object"):
             failpoints.arm(name, lambda name=name: seen.append(name))
-        merged(cluster, described_in(cluster))
+        merged(cluster, cluster.descriptors())
     finally:
         failpoints.disarm()
     assert seen.count("compact.after_part") > 2
@@ -284,7 +276,7 @@ def test_failpoints_are_passed(cluster):
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_history_is_read_from_any_place_of_a_parquet_object(cluster, ranged, is_ahead):
     frames = a_topic(cluster, 100, 250, 400)
-    objects = described_in(cluster)
+    objects = cluster.descriptors()
     swap(cluster, objects[:2], merged(cluster, objects[:2]))
     wanted = list(enumerate(frames.frames))
     with ThreadPoolExecutor(1) as ahead:
@@ -300,10 +292,10 @@ def test_history_is_read_from_any_place_of_a_parquet_object(cluster, ranged, is_
 
 def test_time_is_found_in_a_parquet_object(cluster):
     a_topic(cluster, 100, 250)
-    objects = described_in(cluster)
+    objects = cluster.descriptors()
     for survives in (None, every(7)):
         new = merged(cluster, objects, survives=survives)
-        swap(cluster, described_in(cluster), new)
+        swap(cluster, cluster.descriptors(), new)
         step = 1 if survives is None else 7
         for offset in (0, 7, 14, 133, 245):
             at = NOW_MS + 10 * offset
@@ -316,7 +308,7 @@ def test_time_is_found_in_a_parquet_object(cluster):
 
 def test_holes_are_no_damage(cluster, caplog):
     a_topic(cluster, 100, 250)
-    objects = described_in(cluster)
+    objects = cluster.descriptors()
     swap(cluster, objects, merged(cluster, objects, survives=every(60)))
     caplog.set_level(logging.INFO)
     found = [offset for offset, _ in read_there(cluster.reader(skips_damage=True), 0, 250)]
@@ -330,7 +322,7 @@ def test_holes_are_no_damage(cluster, caplog):
 
 def test_damaged_row_group_raises_or_is_left_out(cluster):
     frames = a_topic(cluster, 100, 250)
-    objects = described_in(cluster)
+    objects = cluster.descriptors()
     new = merged(cluster, objects)
     swap(cluster, objects, new)
     key = cluster.key(new.object_id)
@@ -357,7 +349,7 @@ def test_damaged_row_group_raises_or_is_left_out(cluster):
 
 def test_bits_that_flip_on_the_way_are_fetched_again(cluster):
     frames = a_topic(cluster, 250)
-    objects = described_in(cluster)
+    objects = cluster.descriptors()
     new = merged(cluster, objects)
     swap(cluster, objects, new)
     read, calls = cluster.objects.read, []
@@ -375,7 +367,7 @@ def test_bits_that_flip_on_the_way_are_fetched_again(cluster):
 
 def test_object_may_be_merged_under_a_reader(cluster):
     frames = a_topic(cluster, 100, 250)
-    objects = described_in(cluster)
+    objects = cluster.descriptors()
     reader = cluster.reader()
     found = read_all(reader, 0, 50, bytes_max=1)
     swap(cluster, objects, merged(cluster, objects))
@@ -391,7 +383,7 @@ def test_object_may_be_merged_under_a_reader(cluster):
 def test_sound_objects_pass_with_and_without_a_checksum(cluster, format):
     a_topic(cluster, 100, 250)
     for survives in (None, every(7)) if format == "parquet" else (None,):
-        new = merged(cluster, described_in(cluster), format, survives=survives)
+        new = merged(cluster, cluster.descriptors(), format, survives=survives)
         key = cluster.key(new.object_id)
         for described in (new, replace(new, checksum=None)):
             verify_content(cluster.objects, key, described, chunk_bytes=5000)
@@ -400,7 +392,7 @@ def test_sound_objects_pass_with_and_without_a_checksum(cluster, format):
 def test_damage_is_found_with_and_without_a_checksum(cluster):
     a_topic(cluster, 250)
     for kind in ("dnb1", "parquet"):
-        new = merged(cluster, described_in(cluster), kind)
+        new = merged(cluster, cluster.descriptors(), kind)
         key = cluster.key(new.object_id)
         cluster.objects.corrupt(key, new.offset_index[1][1] + 40)
         for described in (new, replace(new, checksum=None)):
@@ -411,10 +403,10 @@ def test_damage_is_found_with_and_without_a_checksum(cluster):
 def test_merged_frames_of_the_layout_segments_are_a_segment(cluster):
     frames = a_topic(cluster, 100, 250)
     settings = replace(SETTINGS, layout=Layout.SEGMENTS)
-    new = merged(cluster, described_in(cluster), "dnb1", epoch=3, settings=settings)
+    new = merged(cluster, cluster.descriptors(), "dnb1", epoch=3, settings=settings)
     assert segment_name(new.object_id) is not None
     assert cluster.objects.stat(segments_prefix(NAME) + segment_name(new.object_id))
-    swap(cluster, described_in(cluster), new)
+    swap(cluster, cluster.descriptors(), new)
     assert read_all(cluster.reader(), 0, 250) == list(enumerate(frames.frames))
     assert segment_name(merged(cluster, [new], settings=settings).object_id) is None
 
@@ -425,7 +417,7 @@ def test_merged_frames_of_the_layout_segments_are_a_segment(cluster):
 @pytest.mark.parametrize("survives", [None, every(7)])
 def test_archive_describes_itself(cluster, survives):
     a_topic(cluster, 100, 250)
-    new = merged(cluster, described_in(cluster), survives=survives, epoch=3)
+    new = merged(cluster, cluster.descriptors(), survives=survives, epoch=3)
     found = describe_object(
         cluster.objects,
         NAME,
@@ -454,7 +446,7 @@ def rebuilt(cluster):
 def test_topic_is_rebuilt_from_merged_objects_and_originals(cluster, survives, epoch):
     """Goal: either will do, unless messages were left out: then the originals, where they are."""
     frames = a_topic(cluster, 100, 250, 400)
-    objects = described_in(cluster)
+    objects = cluster.descriptors()
     new = merged(cluster, objects[:2], survives=survives, epoch=epoch)
     fresh, report = rebuilt(cluster)
     assert (report.gaps, report.errors) == ([], [])
@@ -471,7 +463,7 @@ def test_topic_is_rebuilt_from_merged_objects_and_originals(cluster, survives, e
 
 def test_damaged_archive_gets_a_descriptor_for_what_is_whole(cluster):
     a_topic(cluster, 250)
-    objects = described_in(cluster)
+    objects = cluster.descriptors()
     new = merged(cluster, objects, survives=every(2))
     key = cluster.key(new.object_id)
     data = bytearray(cluster.objects.read(key, 0, 1 << 30))

@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +24,6 @@ from ister.bucket.names import (
     segment_name,
     staging_prefix,
 )
-from ister.errors import InvariantError
 from tests.support.cases import each
 
 NAME = TopicName(namespace="default", topic="orders")
@@ -117,11 +115,6 @@ def test_parquet_is_never_a_segment():
 )
 def test_foreign_and_pending_names_are_none_of_ours(text):
     assert parse_object_id(text) is None
-
-
-def test_pending_names_of_two_epochs_differ():
-    assert format_pending_id(5, 1) != format_pending_id(5, 2)
-    assert "-pending" in format_pending_id(5, 1)
 
 
 def test_keys_of_a_topic_lie_below_its_own_prefix():
@@ -245,9 +238,3 @@ def test_names_of_merged_objects(name, text):
 def test_what_is_no_name_of_a_merged_object(text):
     assert parse_object_id(text) is None
     assert parse_epoch(text) == 0
-
-
-def test_tags_and_formats_are_what_they_should_be():
-    for wrong in ({"tag": "x"}, {"tag": ""}, {"format": "orc"}):
-        with pytest.raises(InvariantError):
-            format_object_id(0, 10, 1, **wrong)

@@ -2,8 +2,6 @@
 
 import pytest
 
-from ister.bucket.claim import act_outside
-from ister.bucket.fence import Fence
 from ister.errors import (
     CommitUnknownError,
     ConflictError,
@@ -11,12 +9,7 @@ from ister.errors import (
     NotFoundError,
     UnavailableError,
 )
-from tests.support.stores import TTL_SECONDS, Cluster, a_descriptor
-
-
-@pytest.fixture
-def cluster():
-    return Cluster()
+from tests.support.stores import TTL_SECONDS, a_descriptor
 
 
 @pytest.fixture
@@ -26,42 +19,14 @@ def owner(cluster):
     return owned
 
 
-def a_fence(cluster, id="job"):
-    return Fence.take(
-        cluster.metadata,
-        f"/danube/pipeline/jobs/{id}",
-        id=id,
-        about={},
-        ttl_seconds=TTL_SECONDS,
-        clock=cluster.clock,
-    )
-
-
-def outside(cluster, fence=None):
-    return act_outside(
-        cluster.catalog(),
-        fence if fence is not None else a_fence(cluster),
-        clock=cluster.clock,
-        metrics=cluster.metrics,
-    )
-
-
 def claim_after(cluster, node):
     """The owner's lease has ended, and a node goes on."""
     cluster.metadata.delete(cluster.keys.owner)
     return cluster.claim(node, take_over=True)
 
 
-def ranges(cluster):
-    return [(d.start, d.end) for d, _ in cluster.catalog().descriptors()]
-
-
-def everything(cluster):
-    return {found.key: found.value for found in cluster.metadata.range("/")}
-
-
 def test_owner_and_job_commit_in_turns(cluster, owner):
-    acting = outside(cluster)
+    acting = cluster.outside()
     assert acting.epoch == owner.epoch
     acting.commit(a_descriptor(10, 20))
     assert owner.refresh()
@@ -70,19 +35,19 @@ def test_owner_and_job_commit_in_turns(cluster, owner):
     owner.commit(a_descriptor(20, 30))
     assert acting.refresh()
     acting.commit(a_descriptor(30, 40))
-    assert ranges(cluster) == [(0, 10), (10, 20), (20, 30), (30, 40)]
+    assert cluster.ranges() == [(0, 10), (10, 20), (20, 30), (30, 40)]
 
 
 def test_first_object_of_a_topic_may_be_a_jobs(cluster):
     owner = cluster.claim("a")
-    outside(cluster).commit(a_descriptor(0, 10))
+    cluster.outside().commit(a_descriptor(0, 10))
     assert owner.refresh()
     assert (owner.first.start, owner.tiered) == (0, 10)
 
 
 @pytest.mark.parametrize("faster", ["owner", "job"])
 def test_one_of_two_commits_of_the_same_offsets_counts(cluster, owner, faster):
-    acting = outside(cluster)
+    acting = cluster.outside()
     first, second = (owner, acting) if faster == "owner" else (acting, owner)
     first.commit(a_descriptor(10, 25))
     with pytest.raises(ConflictError) as raised:
@@ -90,11 +55,11 @@ def test_one_of_two_commits_of_the_same_offsets_counts(cluster, owner, faster):
     assert not isinstance(raised.value, FencedError)
     assert second.tiered == 25
     second.commit(a_descriptor(25, 30))
-    assert ranges(cluster) == [(0, 10), (10, 25), (25, 30)]
+    assert cluster.ranges() == [(0, 10), (10, 25), (25, 30)]
 
 
 def test_object_that_both_have_made_is_the_same_and_others_may_have_gone_on(cluster, owner):
-    acting = outside(cluster)
+    acting = cluster.outside()
     owner.commit(a_descriptor(10, 20))
     acting.commit(a_descriptor(10, 20))  # it is part of the topic
     owner.commit(a_descriptor(20, 30))
@@ -103,14 +68,14 @@ def test_object_that_both_have_made_is_the_same_and_others_may_have_gone_on(clus
         acting.commit(a_descriptor(20, 30))
     assert acting.tiered == 40
     acting.commit(a_descriptor(40, 50))
-    assert ranges(cluster) == [(0, 10), (10, 20), (20, 30), (30, 40), (40, 50)]
+    assert cluster.ranges() == [(0, 10), (10, 20), (20, 30), (30, 40), (40, 50)]
 
 
 def test_job_whose_lease_has_ended_changes_nothing(cluster, owner):
-    acting = outside(cluster)
+    acting = cluster.outside()
     described, revision = next(cluster.catalog().descriptors())
     cluster.clock.advance(TTL_SECONDS + 1)
-    before = everything(cluster)
+    before = cluster.everything()
     merged = a_descriptor(0, 10, object_id="data-0-9-c01234567.dnb1")
     for change in (
         lambda: acting.commit(a_descriptor(10, 20)),
@@ -122,48 +87,48 @@ def test_job_whose_lease_has_ended_changes_nothing(cluster, owner):
         with pytest.raises(FencedError) as raised:
             change()
         assert raised.value.path == "/danube/pipeline/jobs/job"
-        assert everything(cluster) == before
+        assert cluster.everything() == before
 
 
 def test_job_that_was_followed_by_another_changes_nothing(cluster, owner):
-    acting = outside(cluster, a_fence(cluster))
+    acting = cluster.outside()
     cluster.clock.advance(TTL_SECONDS + 1)
-    successor = outside(cluster, a_fence(cluster))
-    before = everything(cluster)
+    successor = cluster.outside()
+    before = cluster.everything()
     with pytest.raises(FencedError):
         acting.commit(a_descriptor(10, 20))
-    assert everything(cluster) == before
+    assert cluster.everything() == before
     successor.commit(a_descriptor(10, 20))
 
 
 @pytest.mark.parametrize("node", ["a", "b"])
 def test_topic_that_changed_hands_is_not_changed_by_the_old_plan(cluster, owner, node):
-    acting = outside(cluster)
+    acting = cluster.outside()
     claim_after(cluster, node)
-    before = everything(cluster)
+    before = cluster.everything()
     for _ in range(2):
         with pytest.raises(FencedError) as raised:
             acting.commit(a_descriptor(10, 20))
         assert raised.value.path is None  # not the job's own lease
-    assert everything(cluster) == before
-    anew = outside(cluster, a_fence(cluster, "another"))
+    assert cluster.everything() == before
+    anew = cluster.outside(cluster.fence("/danube/pipeline/jobs/another"))
     anew.commit(a_descriptor(10, 20, epoch=anew.epoch))
 
 
 def test_owner_that_changes_its_record_is_in_nobodys_way(cluster, owner):
     owner.commit(a_descriptor(10, 20))
-    acting = outside(cluster)
+    acting = cluster.outside()
     owner.expire([a_descriptor(0, 10)])
     assert owner.record.expired_before == 10
     acting.commit(a_descriptor(20, 30))
-    assert ranges(cluster) == [(10, 20), (20, 30)]
+    assert cluster.ranges() == [(10, 20), (20, 30)]
     assert cluster.catalog().record()[0].expired_before == 10
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_lost_answers_are_resolved_by_reading_back(cluster, owner, when, count):
-    acting = outside(cluster)
+    acting = cluster.outside()
     left = count
 
     def lose(kind, key):
@@ -175,17 +140,17 @@ def test_lost_answers_are_resolved_by_reading_back(cluster, owner, when, count):
     setattr(cluster.metadata, when, lose)
     acting.commit(a_descriptor(10, 20))
     acting.commit(a_descriptor(20, 30))
-    assert ranges(cluster) == [(0, 10), (10, 20), (20, 30)]
+    assert cluster.ranges() == [(0, 10), (10, 20), (20, 30)]
 
 
 def test_commit_that_lands_after_the_lease_has_ended_does_not_count(cluster, owner):
-    acting = outside(cluster)
+    acting = cluster.outside()
     cluster.metadata.delay_next_change(5)
     with pytest.raises(UnavailableError):
         acting.commit(a_descriptor(10, 20))
     cluster.clock.advance(TTL_SECONDS + 1)
     assert set(cluster.metadata.deliver_delayed()) == {None}
-    assert ranges(cluster) == [(0, 10)]
+    assert cluster.ranges() == [(0, 10)]
 
 
 # -- topics that go -----------------------------------------------------------------------------
@@ -193,31 +158,31 @@ def test_commit_that_lands_after_the_lease_has_ended_does_not_count(cluster, own
 
 def test_topic_that_does_not_exist_is_not_changed(cluster):
     with pytest.raises(NotFoundError):
-        outside(cluster)
+        cluster.outside()
 
 
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_nothing_is_put_into_a_topic_that_is_deleted(cluster, owner, is_finished):
-    acting = outside(cluster)
+    acting = cluster.outside()
     owner.mark_deleting()
     if is_finished:
         owner.finish_delete()
-    before = everything(cluster)
+    before = cluster.everything()
     with pytest.raises(FencedError, match="deleted"):
         acting.commit(a_descriptor(10, 20))
-    assert everything(cluster) == before
+    assert cluster.everything() == before
     with pytest.raises(NotFoundError):
-        outside(cluster, a_fence(cluster, "another"))
+        cluster.outside(cluster.fence("/danube/pipeline/jobs/another"))
 
 
 def test_nothing_is_put_into_a_topic_that_was_made_anew(cluster, owner):
-    acting = outside(cluster)
+    acting = cluster.outside()
     owner.mark_deleting()
     owner.finish_delete()
     cluster.claim("a")
     with pytest.raises(FencedError):
         acting.commit(a_descriptor(10, 20))
-    assert ranges(cluster) == []
+    assert cluster.ranges() == []
 
 
 # -- an owner that is none any more ---------------------------------------------------------------
@@ -236,7 +201,7 @@ def test_successors_objects_are_not_taken_for_ones_in_the_owners_name(cluster, o
 
 def test_conflict_with_a_successor_does_not_move_the_old_owners_end(cluster, owner):
     """The topic changes hands between the commit that fails and the look at what there is."""
-    outside(cluster).commit(a_descriptor(10, 15))
+    cluster.outside().commit(a_descriptor(10, 15))
     acted = []
 
     def take_over(kind, key):

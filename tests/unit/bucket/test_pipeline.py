@@ -19,12 +19,11 @@ from ister.errors import (
     ConflictError,
     InvalidRequestError,
     TopicNameError,
-    UnavailableError,
 )
 from ister.topic.pipeline_status import describe_pipeline, read_status
 from tests.support.clock import ManualClock
 from tests.support.memory_metadata import MemoryMetadata
-from tests.support.stores import PREFIX, Cluster
+from tests.support.stores import PREFIX, Cluster, silent
 
 KEYS = PipelineKeys(load_config(None, {}).storage.metadata.root_prefix)
 A, B = "/default/a", "/default/b"
@@ -190,9 +189,6 @@ def test_silent_store_changes_nobodys_mind():
     cluster.metadata.put(keys.lease, b"{}")
     cluster.clock.advance(5)
     assert watch.is_running()
-
-    def silent(kind, key):
-        raise UnavailableError("silent")
 
     cluster.metadata.before = silent
     cluster.clock.advance(100)

@@ -14,14 +14,9 @@ from ister.errors import (
 )
 from ister.format.descriptor import encode_descriptor
 from tests.support.builders import frames as raw_frames
-from tests.support.stores import KIB, Cluster, Frames, SlowReads, a_descriptor, frames_of, read_all
+from tests.support.stores import KIB, Frames, SlowReads, a_descriptor, frames_of, read_all
 
 CHUNK = 64 * KIB
-
-
-@pytest.fixture
-def cluster():
-    return Cluster()
 
 
 @pytest.fixture
@@ -98,28 +93,6 @@ def test_everything_comes_back_in_order(cluster, ahead, ranged, is_ahead):
     reader.close()
 
 
-@pytest.mark.parametrize("bytes_max", [1, 1000, 100_000, 1 << 30])
-def test_wish_for_bytes_changes_nothing_but_the_batches(cluster, bytes_max):
-    frames = Frames(payloads(1500, size=200))
-    cluster.filled(frames, 1500)
-    assert read_all(cluster.reader(), 0, 1500, bytes_max=bytes_max) == as_pairs(frames, 0, 1500)
-
-
-@pytest.mark.parametrize(("start", "end"), [(0, 1), (5, 9), (9, 11), (10, 20), (19, 20), (3, 20)])
-def test_range_is_kept(cluster, start, end):
-    frames = Frames(payloads(20))
-    cluster.filled(frames, 10, 20)
-    assert read_all(cluster.reader(), start, end) == as_pairs(frames, start, end)
-
-
-def test_batch_does_not_reach_into_the_next_object(cluster):
-    frames = Frames(payloads(20))
-    cluster.filled(frames, 10, 20)
-    batch = cluster.reader().fetch(3, 20, bytes_max=1 << 20)
-    assert (batch.first_offset, batch.next_offset) == (3, 10)
-    assert frames_of(batch) == frames.frames[3:10]
-
-
 def test_fetch_of_nothing_is_refused(cluster):
     with pytest.raises(InvariantError):
         cluster.reader().fetch(5, 5, bytes_max=100)
@@ -135,18 +108,6 @@ def test_reader_jumps_in_any_order(cluster, ahead):
 
 
 # -- where it begins ----------------------------------------------------------------------------
-
-
-def test_thousand_messages_in_the_middle_take_two_chunks_at_the_most(cluster):
-    frames = Frames(payloads(20_000, size=40), batch=1000)
-    cluster.filled(frames, 20_000, index_every_messages=1000)
-    described = cluster.catalog().last()
-    chunk = 2 * len(frames.between(0, 1000))
-    reader = cluster.reader(chunk_bytes=max(chunk, CHUNK))
-    found = read_all(reader, 10_500, 11_500)
-    assert found == as_pairs(frames, 10_500, 11_500)
-    assert len(cluster.objects.reads) <= 2
-    assert cluster.objects.bytes_read(cluster.key(described.object_id)) <= 2 * max(chunk, CHUNK)
 
 
 def test_read_begins_at_the_last_entry_before(cluster):
@@ -180,15 +141,6 @@ def test_frame_larger_than_a_chunk_is_read_whole(cluster, ahead, is_ahead):
     reader = cluster.reader(chunk_bytes=CHUNK, ahead=ahead if is_ahead else None)
     assert read_all(reader, 0, 5) == as_pairs(frames, 0, 5)
     assert read_all(reader, 1, 2) == as_pairs(frames, 1, 2)
-
-
-def test_reads_never_go_past_the_end_of_the_descriptor(cluster):
-    frames = Frames(payloads(20))
-    described = a_descriptor(0, 10, size_bytes=len(frames.between(0, 10)), checksum=None)
-    cluster.objects.put(cluster.key(described.object_id), frames.between(0, 20))
-    cluster.metadata.put(cluster.keys.descriptor(0), encode_descriptor(described))
-    assert read_all(cluster.reader(), 0, 10) == as_pairs(frames, 0, 10)
-    assert max(start + size for _, start, size in cluster.objects.reads) == described.size_bytes
 
 
 def test_whole_objects_are_read_once_where_ranges_are_off(cluster):
@@ -310,14 +262,6 @@ def test_large_message_behind_damage_is_not_left_out_with_it(cluster):
     assert [offset for offset, _ in found] == [0, 1, 3, 4, 5]
 
 
-def test_message_larger_than_a_chunk_behind_damage_is_not_left_out_with_it(cluster):
-    frames = Frames([b"a", b"b", b"c" * 3 * CHUNK, b"d"])
-    cluster.filled(frames, 4)
-    damage(cluster, frames, 1)
-    found = read_all(cluster.reader(chunk_bytes=CHUNK, skips_damage=True), 0, 4)
-    assert [offset for offset, _ in found] == [0, 2, 3]
-
-
 def test_object_with_frames_of_other_offsets_is_damaged(cluster):
     put_raw(cluster, 0, 3, raw_frames(5, [b"a", b"b", b"c"]))
     with pytest.raises(CorruptDataError) as refused:
@@ -358,12 +302,6 @@ def test_time_is_the_first_message_of_it_even_if_clocks_went_back(cluster):
     for wanted in range(90, 122):
         first = next((at for at, time in enumerate(times) if time >= wanted), None)
         assert cluster.reader().find_time(wanted, end=10) == first, wanted
-
-
-def test_time_at_or_after_the_end_is_not_found(cluster):
-    cluster.filled(Frames(payloads(30), times=range(100, 130)), 10, 30)
-    assert cluster.reader().find_time(115, end=15) is None
-    assert cluster.reader().find_time(114, end=15) == 14
 
 
 def test_objects_before_the_time_are_not_read(cluster):

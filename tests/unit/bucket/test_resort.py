@@ -9,21 +9,13 @@ from hypothesis import strategies as st
 
 from ister.base.model import Codec
 from ister.bucket.compaction_plan import OBJECTS_MAX
-from ister.bucket.object_maker import UploadSettings
 from ister.bucket.resort import find_first_run, plan_resort
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
-from tests.support.stores import Cluster, a_descriptor
+from tests.support.stores import UPLOADS, Cluster, a_descriptor
 
 BYTES_MAX = 10_000
 SPAN_SECONDS = 60
-SETTINGS = UploadSettings(
-    copies=False,
-    chunk_bytes=1 << 20,
-    concurrent_parts=2,
-    index_every_messages=10,
-    object_bytes_max=BYTES_MAX,
-    object_span_ms_max=SPAN_SECONDS * 1000,
-)
+SETTINGS = replace(UPLOADS, object_bytes_max=BYTES_MAX, object_span_ms_max=SPAN_SECONDS * 1000)
 
 
 def a_run(start, end, **fields):

@@ -12,16 +12,11 @@ from ister.format.manifest import StagedFile, encode_manifest
 from ister.format.records import WriterRecord, encode_writer
 from ister.format.staged_file import FOOTER, StagedSegment, encode_footer
 from tests.support.machine import eventually
-from tests.support.stores import PREFIX, Cluster
+from tests.support.stores import PREFIX
 
 GRACE = 3600
 WRITER = "query-1"
 A, B = "/default/a", "/default/b"
-
-
-@pytest.fixture
-def cluster():
-    return Cluster()
 
 
 def sweep(cluster, *, grace_seconds=GRACE, dry_run=False):

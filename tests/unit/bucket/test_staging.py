@@ -5,18 +5,13 @@ import pytest
 from ister.base.model import TopicName
 from ister.bucket.names import object_key, staging_prefix
 from ister.bucket.orphans import JOB_PREFIX, sweep_staging
-from ister.errors import CorruptDataError, FencedError, UnavailableError, UnsupportedVersionError
+from ister.errors import CorruptDataError, FencedError, UnsupportedVersionError
 from ister.format.manifest import StagedFile, encode_manifest
 from ister.format.records import WriterRecord, decode_writer, encode_writer
-from tests.support.stores import NAME, TTL_SECONDS, Cluster
+from tests.support.stores import NAME, TTL_SECONDS
 
 GRACE = 3600
 WRITER = "query-1"
-
-
-@pytest.fixture
-def cluster():
-    return Cluster()
 
 
 @pytest.fixture
@@ -101,15 +96,6 @@ def test_what_an_unfinished_batch_needs_stays(cluster, node, owned):
     assert sorted(sweep(cluster, owned)) == left
     assert staged(cluster) == sorted(needed)
     assert writers(cluster) == [WRITER]
-
-
-def test_every_writers_unfinished_batch_stays(cluster, node, owned):
-    names = [WRITER, "query-2"]
-    needed = [key for name in names for key in put_batch(cluster, owned, writer=name)]
-    grow_old(cluster, node)
-    assert sweep(cluster, owned) == []
-    assert staged(cluster) == sorted(needed)
-    assert writers(cluster) == sorted(names)
 
 
 def test_unfinished_job_stays_while_it_may_be_running_and_then_goes(cluster, node, owned):
@@ -244,24 +230,6 @@ def test_record_that_cannot_be_read_keeps_everything(cluster, node, owned):
 # -- stores, owners -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["list", "delete", "read"])
-def test_bucket_that_does_not_answer_is_asked_again_later(cluster, node, owned, kind):
-    needed = put_batch(cluster, owned)
-    left = put_files(cluster, first=7)
-    grow_old(cluster, node)
-
-    def silent(asked, key):
-        if asked == kind:
-            raise UnavailableError("silent")
-
-    cluster.objects.before = silent
-    with pytest.raises(UnavailableError):
-        sweep(cluster, owned)
-    cluster.objects.before = lambda kind, key: None
-    assert staged(cluster) == sorted(needed + left)
-    assert sorted(sweep(cluster, owned)) == left
-
-
 @pytest.mark.parametrize("what", ["files", "a job"])
 def test_owner_that_was_replaced_removes_nothing(cluster, owned, what):
     """Goal: what is needed is the next owner's to say."""
@@ -275,12 +243,3 @@ def test_owner_that_was_replaced_removes_nothing(cluster, owned, what):
     with pytest.raises(FencedError):
         sweep(cluster, owned)
     assert (staged(cluster), writers(cluster)) == before
-
-
-def test_next_owner_keeps_what_the_one_before_it_began(cluster, owned):
-    needed = put_batch(cluster, owned)
-    left = put_files(cluster, first=7)
-    cluster.clock.advance(10 * GRACE + TTL_SECONDS)
-    after = cluster.claim("b", take_over=True)
-    assert sorted(sweep(cluster, after)) == left
-    assert staged(cluster) == sorted(needed)

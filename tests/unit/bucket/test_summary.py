@@ -67,14 +67,6 @@ def test_index_has_an_entry_every_megabyte_of_large_messages():
         assert other - one >= MIB
 
 
-def test_whichever_comes_first_makes_the_entry():
-    sizes = [20] * 10 + [MIB] * 3 + [20] * 10
-    frames = Frames([b"x" * size for size in sizes])
-    found = summarise(frames, every=10, batches=(4,))
-    assert [offset for offset, _ in found.offset_index] == [0, 10, 11, 12, 13]
-    assert all(at == position(frames, offset) for offset, at in found.offset_index)
-
-
 @given(
     count=st.integers(1, 80),
     every=st.integers(1, 30),

@@ -2,20 +2,13 @@
 
 import pytest
 
-from ister.bucket.claim import act_outside
-from ister.bucket.fence import Fence
 from ister.bucket.retention import expire
 from ister.errors import CommitUnknownError, ConflictError, FencedError, InvariantError
-from ister.format.records import RetiredObjects, decode_current, decode_retired
-from tests.support.stores import TTL_SECONDS, Cluster, Frames, a_descriptor
+from ister.format.records import RetiredObjects, decode_retired
+from tests.support.stores import Frames, a_descriptor, failing, once
 
 UNTIL = 2_000_000_000
 TAG = "01234567"
-
-
-@pytest.fixture
-def cluster():
-    return Cluster()
 
 
 @pytest.fixture
@@ -30,41 +23,14 @@ def commit(owned, *ends):
         owned.commit(a_descriptor(owned.tiered, end, epoch=owned.epoch))
 
 
-def outside(cluster, id="job"):
-    fence = Fence.take(
-        cluster.metadata,
-        f"/danube/pipeline/jobs/{id}",
-        id=id,
-        about={},
-        ttl_seconds=TTL_SECONDS,
-        clock=cluster.clock,
-    )
-    return act_outside(cluster.catalog(), fence, clock=cluster.clock, metrics=cluster.metrics)
-
-
-def listed(cluster, start=0, end=None):
-    return list(cluster.catalog().descriptors(start, end))
-
-
-def ranges(cluster):
-    return [(d.start, d.end) for d, _ in listed(cluster)]
-
-
 def merged(start, end, tag=TAG):
     return a_descriptor(start, end, object_id=f"data-{start}-{end - 1}-c{tag}.dnb1")
 
 
 def swap(acting, cluster, start, end, tag=TAG):
-    return acting.swap(listed(cluster, start, end), merged(start, end, tag), until=UNTIL)
-
-
-def current(cluster):
-    found = cluster.metadata.get(cluster.keys.current)
-    return decode_current(found.value, key=found.key)
-
-
-def everything(cluster):
-    return {found.key: found.value for found in cluster.metadata.range("/")}
+    return acting.swap(
+        list(cluster.catalog().descriptors(start, end)), merged(start, end, tag), until=UNTIL
+    )
 
 
 # -- what a swap does ---------------------------------------------------------------------------
@@ -81,12 +47,12 @@ def everything(cluster):
     ],
 )
 def test_swapped_objects_are_one(cluster, owner, start, end, expected):
-    acting = outside(cluster)
-    old = listed(cluster, start, end)
+    acting = cluster.outside()
+    old = list(cluster.catalog().descriptors(start, end))
     assert swap(acting, cluster, start, end)
-    assert ranges(cluster) == expected
+    assert cluster.ranges() == expected
     assert cluster.catalog().find(start) == merged(start, end)
-    assert current(cluster) == expected[-1][0]
+    assert cluster.current() == expected[-1][0]
     found = cluster.metadata.get(cluster.keys.retired(merged(start, end).object_id))
     assert decode_retired(found.value, key=found.key) == RetiredObjects(
         objects=tuple(d.object_id for d, _ in old), until=UNTIL
@@ -95,96 +61,64 @@ def test_swapped_objects_are_one(cluster, owner, start, end, expected):
 
 @pytest.mark.parametrize(("start", "end"), [(0, 20), (20, 40), (0, 40)])
 def test_owner_goes_on_after_a_swap(cluster, owner, start, end):
-    swap(outside(cluster), cluster, start, end)
+    swap(cluster.outside(), cluster, start, end)
     has_moved = owner.refresh()
     assert has_moved is (end == 40)
     commit(owner, 50)
-    assert ranges(cluster)[-1] == (40, 50)
-    assert current(cluster) == 40
-
-
-def test_owner_that_does_not_know_of_a_swap_commits_all_the_same(cluster, owner):
-    swap(outside(cluster), cluster, 20, 40)
-    commit(owner, 50)
-    commit(owner, 60)
-    assert ranges(cluster) == [(0, 10), (10, 20), (20, 40), (40, 50), (50, 60)]
-    assert current(cluster) == 50
+    assert cluster.ranges()[-1] == (40, 50)
+    assert cluster.current() == 40
 
 
 def test_job_that_swaps_the_newest_beside_a_commit_takes_it_as_it_is_now(cluster, owner):
-    acting = outside(cluster)
-    old = listed(cluster, 20, 40)
+    acting = cluster.outside()
+    old = list(cluster.catalog().descriptors(20, 40))
     commit(owner, 50)  # what was the newest when the job looked is not any more
     assert acting.swap(old, merged(20, 40), until=UNTIL)
-    assert ranges(cluster) == [(0, 10), (10, 20), (20, 40), (40, 50)]
-    assert current(cluster) == 40
+    assert cluster.ranges() == [(0, 10), (10, 20), (20, 40), (40, 50)]
+    assert cluster.current() == 40
     commit(owner, 60)
 
 
 def test_commit_between_the_look_and_the_swap_of_the_newest(cluster, owner):
-    acting = outside(cluster)
-    acted = []
-
-    def commit_first(kind, key):
-        if kind == "transact" and not acted:
-            acted.append(1)
-            commit(owner, 50)
-
-    cluster.metadata.before = commit_first
-    old = listed(cluster, 20, 40)
+    acting = cluster.outside()
+    cluster.metadata.before = once("transact", lambda: commit(owner, 50))
+    old = list(cluster.catalog().descriptors(20, 40))
     if not acting.swap(old, merged(20, 40), until=UNTIL):
         # Nothing was done: the pointer had moved.
-        assert ranges(cluster) == [(0, 10), (10, 20), (20, 30), (30, 40), (40, 50)]
+        assert cluster.ranges() == [(0, 10), (10, 20), (20, 30), (30, 40), (40, 50)]
         assert acting.swap(old, merged(20, 40), until=UNTIL)
-    assert ranges(cluster) == [(0, 10), (10, 20), (20, 40), (40, 50)]
-    assert current(cluster) == 40
+    assert cluster.ranges() == [(0, 10), (10, 20), (20, 40), (40, 50)]
+    assert cluster.current() == 40
 
 
 # -- all or nothing -----------------------------------------------------------------------------
 
 
 def test_swap_of_what_has_changed_does_nothing(cluster, owner):
-    acting, other = outside(cluster), outside(cluster, "other")
-    old = listed(cluster, 0, 30)
+    acting, other = cluster.outside(), cluster.outside(cluster.fence("/danube/pipeline/jobs/other"))
+    old = list(cluster.catalog().descriptors(0, 30))
     assert swap(other, cluster, 10, 30, tag="76543210")
-    before = everything(cluster)
+    before = cluster.everything()
     assert not acting.swap(old, merged(0, 30), until=UNTIL)
-    assert everything(cluster) == before
-
-
-def test_swap_of_what_was_uploaded_again_does_nothing(cluster, owner):
-    acting = outside(cluster)
-    old = listed(cluster, 0, 20)
-    assert owner.replace(old[1][0], a_descriptor(10, 20, created_at=7), old[1][1])
-    before = everything(cluster)
-    assert not acting.swap(old, merged(0, 20), until=UNTIL)
-    assert everything(cluster) == before
+    assert cluster.everything() == before
 
 
 def test_swap_of_what_has_expired_does_nothing(cluster, owner):
-    acting = outside(cluster)
-    old = listed(cluster, 0, 20)
+    acting = cluster.outside()
+    old = list(cluster.catalog().descriptors(0, 20))
     owner.expire([old[0][0]])
-    before = everything(cluster)
+    before = cluster.everything()
     assert not acting.swap(old, merged(0, 20), until=UNTIL)
-    assert everything(cluster) == before
+    assert cluster.everything() == before
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lost_answer_to_a_swap_is_resolved_by_reading_back(cluster, owner, when):
-    acting = outside(cluster)
-    left = 2
-
-    def lose(kind, key):
-        nonlocal left
-        if kind == "transact" and left:
-            left -= 1
-            raise CommitUnknownError("lost")
-
-    old = listed(cluster, 20, 40)
-    setattr(cluster.metadata, when, lose)
+    acting = cluster.outside()
+    old = list(cluster.catalog().descriptors(20, 40))
+    setattr(cluster.metadata, when, failing("transact", times=2, error=CommitUnknownError))
     assert acting.swap(old, merged(20, 40), until=UNTIL)
-    assert ranges(cluster) == [(0, 10), (10, 20), (20, 40)]
+    assert cluster.ranges() == [(0, 10), (10, 20), (20, 40)]
     acting.commit(a_descriptor(40, 50))
 
 
@@ -197,20 +131,20 @@ def test_lost_answer_to_a_swap_is_resolved_by_reading_back(cluster, owner, when)
     ],
 )
 def test_merged_object_has_exactly_the_offsets(cluster, owner, wrong):
-    old, new = wrong(listed(cluster))
+    old, new = wrong(list(cluster.catalog().descriptors()))
     with pytest.raises(InvariantError):
-        outside(cluster).swap(old, new, until=UNTIL)
-    assert len(ranges(cluster)) == 4
+        cluster.outside().swap(old, new, until=UNTIL)
+    assert len(cluster.ranges()) == 4
 
 
 def test_swap_after_the_topic_changed_hands_does_nothing(cluster, owner):
-    acting = outside(cluster)
-    old = listed(cluster, 0, 20)
+    acting = cluster.outside()
+    old = list(cluster.catalog().descriptors(0, 20))
     cluster.claim("a")
-    before = everything(cluster)
+    before = cluster.everything()
     with pytest.raises(FencedError):
         acting.swap(old, merged(0, 20), until=UNTIL)
-    assert everything(cluster) == before
+    assert cluster.everything() == before
 
 
 # -- beside retention ---------------------------------------------------------------------------
@@ -218,13 +152,13 @@ def test_swap_after_the_topic_changed_hands_does_nothing(cluster, owner):
 
 def test_merged_object_under_the_key_of_an_expired_one_stays(cluster):
     owner = cluster.filled(Frames([b"x"] * 40), 10, 20, 30, 40)
-    planned = [d for d, _ in listed(cluster, 0, 20)]
+    planned = cluster.descriptors(0, 20)
     data = cluster.object_bytes("data-0-9.dnb1")
     new = merged(0, 30)
     cluster.objects.put(cluster.key(new.object_id), data)
-    assert swap(outside(cluster), cluster, 0, 30)
+    assert swap(cluster.outside(), cluster, 0, 30)
     assert expire(owner, cluster.objects, planned, metrics=cluster.metrics) == 0
-    assert ranges(cluster) == [(0, 30), (30, 40)]
+    assert cluster.ranges() == [(0, 30), (30, 40)]
     assert owner.first == new
     # The merged one, and what it has taken the place of, until the time that the merge has set.
     assert cluster.data_keys() == [
@@ -238,28 +172,20 @@ def test_merged_object_under_the_key_of_an_expired_one_stays(cluster):
 
 def test_plan_from_before_the_newest_object_was_merged(cluster, owner):
     """The owner has learnt of the merge since: what became part of the newest object stays."""
-    planned = [described for described, _ in listed(cluster)][:3]
-    assert swap(outside(cluster), cluster, 10, 40)
+    planned = cluster.descriptors()[:3]
+    assert swap(cluster.outside(), cluster, 10, 40)
     owner.refresh()
     assert owner.expire(planned) == planned[:1]
-    assert ranges(cluster) == [(10, 40)]
+    assert cluster.ranges() == [(10, 40)]
     assert (owner.record.expired_before, owner.first.start) == (10, 10)
     assert owner.expire(planned[1:]) == []
-    assert ranges(cluster) == [(10, 40)]
-
-
-def test_what_is_left_of_a_plan_expires(cluster, owner):
-    planned = [d for d, _ in listed(cluster, 0, 30)]
-    assert swap(outside(cluster), cluster, 10, 30)
-    assert owner.expire(planned) == planned[:1]
-    assert ranges(cluster) == [(10, 30), (30, 40)]
-    assert owner.first == merged(10, 30)
+    assert cluster.ranges() == [(10, 40)]
 
 
 def test_swap_in_the_middle_of_an_expiry(cluster, owner):
     """Between the owner's look and its transaction."""
-    planned = [d for d, _ in listed(cluster, 0, 30)]
-    acting = outside(cluster)
+    planned = cluster.descriptors(0, 30)
+    acting = cluster.outside()
     seen = []
 
     def merge(kind, key):
@@ -271,14 +197,14 @@ def test_swap_in_the_middle_of_an_expiry(cluster, owner):
 
     cluster.metadata.before = merge
     assert owner.expire(planned) == planned[:2]
-    assert ranges(cluster) == [(20, 40)]
+    assert cluster.ranges() == [(20, 40)]
     assert owner.first == merged(20, 40)
 
 
 def test_expiry_that_fails_half_way_does_not_hide_what_was_merged(cluster, owner):
     """A descriptor of the plan now reaches beyond it: what lies there is still offered."""
-    planned = [d for d, _ in listed(cluster, 0, 20)]
-    assert swap(outside(cluster), cluster, 10, 30)
+    planned = cluster.descriptors(0, 20)
+    assert swap(cluster.outside(), cluster, 10, 30)
 
     def lose(kind, key):
         # The deletion; the note in the record before it gets through.
@@ -295,14 +221,14 @@ def test_expiry_that_fails_half_way_does_not_hide_what_was_merged(cluster, owner
 
 
 def test_topic_whose_newest_objects_are_merged_meanwhile_is_sealed(cluster, owner):
-    assert swap(outside(cluster), cluster, 20, 40)
+    assert swap(cluster.outside(), cluster, 20, 40)
     owner.seal(40)
     assert cluster.catalog().sealed()[0].next_offset == 40
     assert cluster.catalog().owner() is None
 
 
 def test_topic_that_got_an_object_meanwhile_is_not_sealed_where_it_ended(cluster, owner):
-    outside(cluster).commit(a_descriptor(40, 50))
+    cluster.outside().commit(a_descriptor(40, 50))
     with pytest.raises(ConflictError):
         owner.seal(40)
     assert cluster.catalog().sealed() is None

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from ister.bucket.check import verify_content, verify_size, walk_frames
-from ister.errors import CorruptDataError, NotFoundError, UnavailableError
-from tests.support.stores import Cluster, Frames, frames_of
+from ister.errors import CorruptDataError, UnavailableError
+from tests.support.stores import Cluster, Frames, silent
 
 PAYLOADS = [b"%d" % number * 50 for number in range(40)]
 
@@ -59,15 +59,6 @@ def test_other_size_is_found_by_both(cluster, described, change):
         verify_content(cluster.objects, key, described, chunk_bytes=100)
 
 
-def test_lost_object_is_not_found(cluster, described):
-    key = cluster.key(described.object_id)
-    cluster.objects.drop(key)
-    with pytest.raises(NotFoundError):
-        verify_size(cluster.objects, key, described.size_bytes)
-    with pytest.raises(NotFoundError):
-        verify_content(cluster.objects, key, described, chunk_bytes=100)
-
-
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 20])
 def test_object_without_a_checksum_on_record_is_checked_frame_by_frame(
     cluster, described, chunk_bytes
@@ -93,14 +84,6 @@ def test_frames_other_than_promised_are_damage(cluster, described, count):
         list(batches)
 
 
-def test_frames_are_walked_in_order(cluster, described):
-    key = cluster.key(described.object_id)
-    batches = list(walk_frames(cluster.objects, key, 0, 40, chunk_bytes=500))
-    assert len(batches) > 3
-    found = [frame for batch in batches for frame in frames_of(batch)]
-    assert found == Frames(PAYLOADS).frames
-
-
 def test_object_that_ends_while_it_is_read_is_damaged(cluster, described):
     key = cluster.key(described.object_id)
     data = cluster.object_bytes(described.object_id)
@@ -120,10 +103,7 @@ def test_object_that_ends_while_it_is_read_is_damaged(cluster, described):
 
 
 def test_silent_store_is_not_taken_for_damage(cluster, described):
-    def fail(kind, key):
-        raise UnavailableError("silent")
-
-    cluster.objects.before = fail
+    cluster.objects.before = silent
     with pytest.raises(UnavailableError):
         verify_content(
             cluster.objects, cluster.key(described.object_id), described, chunk_bytes=100

@@ -62,6 +62,11 @@ def as_batch(data, codec, first=0):
     return decoded.batch
 
 
+def a_batch(count, first=0):
+    """Messages in bincode 2."""
+    return as_batch(frames(first, bodies(count, Codec.BINCODE2, first)), Codec.BINCODE2, first)
+
+
 def written(batches, *, codec=Codec.BINCODE2, start=0, end=None, kept="", row_group_bytes=4096):
     file = io.BytesIO()
     writer = ArchiveWriter(file, topic=TOPIC, codec=codec, row_group_bytes=row_group_bytes)
@@ -122,8 +127,7 @@ def test_a_part_of_a_batch_is_restored_alone(codec, is_compiled):
 
 def test_the_table_is_the_usual_one_to_others(tmp_path):
     """Goal: any tool that reads Parquet sees the columns of `read_arrow`, with the same types."""
-    codec = Codec.BINCODE2
-    batch = as_batch(frames(0, bodies(200, codec)), codec)
+    batch = a_batch(200)
     path = tmp_path / "o.parquet"
     path.write_bytes(written([batch])[0])
     table = pq.read_table(path, columns=list(COLUMNS))
@@ -138,8 +142,7 @@ def test_the_table_is_the_usual_one_to_others(tmp_path):
 
 @each("columns", [(), ("payload",), ("attributes", "offset"), EVERY_FIELD])
 def test_some_columns_in_the_wanted_order(columns):
-    codec = Codec.BINCODE2
-    batch = as_batch(frames(0, bodies(300, codec)), codec)
+    batch = a_batch(300)
     reader = opened(written([batch])[0])
     first = 0
     for number, group in enumerate(reader.row_groups):
@@ -169,12 +172,11 @@ def test_columns_that_are_not_wanted_are_not_fetched():
 
 
 def test_descriptor_of_an_archive():
-    codec = Codec.BINCODE2
-    batch = as_batch(frames(20, bodies(400, codec, 20)), codec, 20)
+    batch = a_batch(400, 20)
     data, archive = written([batch], start=20)
     described = archive.describe("o", epoch=3, incarnation="i", created_at=5, etag="e")
     assert (described.start, described.end, described.messages) == (20, 420, 400)
-    assert (described.format, described.codec, described.kept) == ("parquet", codec, "")
+    assert (described.format, described.codec, described.kept) == ("parquet", Codec.BINCODE2, "")
     assert described.size_bytes == len(data)
     reader = opened(data)
     metadata = pq.read_metadata(io.BytesIO(data))
@@ -203,9 +205,8 @@ def test_times_that_no_clock_gives_are_kept_and_not_indexed():
 
 
 def test_index_has_a_bound():
-    codec = Codec.BINCODE2
     count = OBJECT_INDEX_ENTRIES_MAX + 100
-    batch = as_batch(frames(0, bodies(count, codec)), codec)
+    batch = a_batch(count)
     data, archive = written([batch.slice(at, 1) for at in range(count)], row_group_bytes=1)
     described = archive.describe("o", epoch=1, incarnation="i", created_at=5, etag=None)
     assert OBJECT_INDEX_ENTRIES_MAX // 2 <= len(described.offset_index) <= OBJECT_INDEX_ENTRIES_MAX
@@ -213,8 +214,7 @@ def test_index_has_a_bound():
 
 
 def test_messages_left_out_on_purpose():
-    codec = Codec.BINCODE2
-    batch = as_batch(frames(0, bodies(300, codec)), codec)
+    batch = a_batch(300)
     mask = pc.equal(pc.bit_wise_and(batch.column("offset"), pa.scalar(3)), 1)
     data, archive = written([batch.filter(mask)], end=300, kept="latest-per-key")
     reader = opened(data)
@@ -239,8 +239,7 @@ def test_an_archive_of_nothing_says_what_it_is():
 
 
 def test_what_a_writer_refuses():
-    codec = Codec.BINCODE2
-    batch = as_batch(frames(0, bodies(10, codec)), codec)
+    batch = a_batch(10)
     with pytest.raises(InvalidRequestError, match="9 messages"):
         written([batch.slice(0, 9)], end=10)
     with pytest.raises(InvalidRequestError, match="offset 0 after 9"):
@@ -252,10 +251,10 @@ def test_what_a_writer_refuses():
     with pytest.raises(InvalidRequestError, match="ascend"):
         written([pa.concat_batches([batch.slice(5), batch.slice(0, 5)])])
     writer = ArchiveWriter(io.BytesIO(), topic=TOPIC, codec=Codec.BINCODE1)
-    data = frames(0, bodies(3, codec))
+    data = frames(0, bodies(3, Codec.BINCODE2))
     scan = scan_frames(data, expected_offset=0)
     with pytest.raises(InvalidRequestError, match="bincode2"):
-        writer.write_frames(FrameBatch(data, scan.starts, scan.end, 0, codec))
+        writer.write_frames(FrameBatch(data, scan.starts, scan.end, 0, Codec.BINCODE2))
 
 
 def with_checksum(data):
@@ -277,8 +276,7 @@ def with_metadata(data, **changes):
 
 
 def test_a_newer_version_is_not_read():
-    codec = Codec.BINCODE2
-    data, _ = written([as_batch(frames(0, bodies(10, codec)), codec)])
+    data, _ = written([a_batch(10)])
     with pytest.raises(UnsupportedVersionError, match="version 2"):
         opened(with_metadata(data, format_version="2"))
     with pytest.raises(CorruptDataError, match="no archive"):
@@ -304,16 +302,14 @@ def test_a_newer_version_is_not_read():
     ],
 )
 def test_a_footer_that_contradicts_itself_is_damage(changes):
-    codec = Codec.BINCODE2
-    data, _ = written([as_batch(frames(0, bodies(10, codec)), codec)])
+    data, _ = written([a_batch(10)])
     with pytest.raises(CorruptDataError, match="footer"):
         opened(with_metadata(data, **changes))
 
 
 def test_an_offset_that_is_missing_or_twice_is_damage():
     """Goal: what the footer promises is compared with the rows, not believed."""
-    codec = Codec.BINCODE2
-    batch = as_batch(frames(0, bodies(10, codec)), codec)
+    batch = a_batch(10)
     data, archive = written([batch])
     for wrong in (
         pa.array([0, 1, 2, 3, 4, 4, 6, 7, 8, 9], pa.int64()),
@@ -365,15 +361,13 @@ def test_every_flipped_bit_is_found_or_harmless():
 
 @each("size", [0, 1, 8, 11, 12, 100, -1, -8, -2000])
 def test_a_file_that_was_cut_short_is_damage(size):
-    codec = Codec.BINCODE2
-    file, _ = written([as_batch(frames(0, bodies(60, codec)), codec)])
+    file, _ = written([a_batch(60)])
     with pytest.raises(CorruptDataError):
         opened(file[:size])
 
 
 def test_a_damaged_page_is_found_when_only_its_column_is_read():
-    codec = Codec.BINCODE2
-    file, _ = written([as_batch(frames(0, bodies(60, codec)), codec)], row_group_bytes=100_000)
+    file, _ = written([a_batch(60)], row_group_bytes=100_000)
     column = pq.read_metadata(io.BytesIO(file)).row_group(0).column(4)
     assert column.path_in_schema == "payload"
     position = column.data_page_offset + column.total_compressed_size - 3
@@ -384,8 +378,7 @@ def test_a_damaged_page_is_found_when_only_its_column_is_read():
 
 
 def test_another_topic_s_archive_is_not_taken():
-    codec = Codec.BINCODE2
-    file, _ = written([as_batch(frames(0, bodies(5, codec)), codec)])
+    file, _ = written([a_batch(5)])
     with pytest.raises(CorruptDataError, match="/default/t"):
         opened(file, topic="/default/u")
 

@@ -1,14 +1,10 @@
 """Frames: the three results of decoding, and safe boundaries."""
 
-import struct
-import zlib
-
 import pytest
 
 from ister.base.limits import FRAME_BODY_BYTES_MAX
 from ister.errors import MessageTooLargeError
 from ister.format.frame import (
-    FRAME_HEADER_SIZE,
     Corrupt,
     CorruptReason,
     Frame,
@@ -32,18 +28,6 @@ LENGTH_AT, CRC_AT = 8, 12
 
 def u32(value):
     return value.to_bytes(4, "little")
-
-
-def u64(value):
-    return value.to_bytes(8, "little")
-
-
-@each("offset", [0, 1, 2**32, 2**64 - 1])
-@each("body", [b"x", b"\0", bytes(300), b"\xff" * 70000], ids=len)
-def test_frame_survives_both_ways(offset, body):
-    data = encode_frame(offset, body)
-    assert data == struct.pack("<QII", offset, len(body), zlib.crc32(body)) + body
-    assert decode_frame(data, expected_offset=offset) == Frame(offset, body, len(data))
 
 
 @each("body", [b"", bytes(FRAME_BODY_BYTES_MAX + 1)], ids=["empty", "over-limit"])
@@ -120,12 +104,6 @@ def test_length_bomb_allocates_nothing(length):
     assert allocation.peak_bytes < 64 * KIB
 
 
-def test_scan_finds_every_frame_up_to_a_clean_end():
-    scan = scan_frames(BUFFER)
-    assert (scan.starts, scan.end, scan.next_offset) == (STARTS, len(BUFFER), 15)
-    assert scan.stop == NeedMore(FRAME_HEADER_SIZE)
-
-
 @each(
     ("expected_offset", "end_offset", "count", "next_offset"),
     [
@@ -150,13 +128,6 @@ def test_scan_from_the_middle_keeps_positions_of_the_buffer():
     assert (scan.starts, scan.end) == (STARTS[2:], len(BUFFER))
 
 
-@each("data", [b"", b"\0" * 15])
-def test_scan_without_a_header_knows_no_offset(data):
-    scan = scan_frames(data)
-    assert (scan.starts, scan.end, scan.next_offset) == ([], 0, None)
-    assert scan.stop == NeedMore(FRAME_HEADER_SIZE)
-
-
 def test_scan_of_a_cut_buffer_ends_at_the_last_whole_frame():
     ends = [*STARTS[1:], len(BUFFER)]
     for size in range(len(BUFFER) + 1):
@@ -171,16 +142,6 @@ def test_scan_stops_at_a_gap_in_the_offsets():
     scan = scan_frames(BUFFER[: STARTS[2]] + BUFFER[STARTS[3] :])
     assert (scan.starts, scan.end, scan.next_offset) == (STARTS[:2], STARTS[2], 12)
     assert scan.stop.reason is CorruptReason.OFFSET_MISMATCH
-
-
-@each("size", [16, 17, 31, 32, 4096, 70000])
-@each("expected_offset", [None, 0, 15])
-def test_zero_filled_space_is_never_a_frame(size, expected_offset):
-    zeros = bytes(size)
-    decoded = decode_frame(zeros, expected_offset=expected_offset)
-    assert decoded.reason is CorruptReason.ZERO_LENGTH
-    assert scan_frames(zeros, expected_offset=expected_offset).starts == []
-    assert find_frame(zeros, 0, offset_min=0, offset_max=2**64) is None
 
 
 def test_zero_filled_space_behind_frames_ends_the_scan():

@@ -108,11 +108,3 @@ def test_changed_bytes_are_judged_alike(codec):
         assert fast == slow, f"seed {seed}: {bytes(changed).hex()}"
         refused += fast is None
     assert 100 < refused < 2_900
-
-
-@CODECS
-def test_one_message_without_a_time_leaves_none_for_all(codec):
-    bodies = bodies_of([1, 2, 3], codec)
-    bodies[1] = b"\xff"
-    chunk, starts, end = laid_out(bodies)
-    assert both(chunk, starts, end, codec) == (None, None)

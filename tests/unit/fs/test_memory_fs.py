@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from ister.errors import CapacityError, DirectoryLockedError, DiskError
+from ister.errors import CapacityError, DiskError
 from tests.support.cases import each
 from tests.support.memory_fs import SECTOR_BYTES, FaultPlan, MemoryFileSystem, SimulatedCrash
 
@@ -231,24 +231,6 @@ def test_failed_sync_reads_back_and_is_lost_for_good(fs):
         assert _read(fs) == b"kept"
 
 
-def test_kill_keeps_the_page_cache_and_frees_the_locks(fs):
-    file = fs.create("/d/a")
-    file.write_at(0, [b"cached"])
-    fs.lock("/d/LOCK")
-    fs.kill()
-    assert _read(fs) == b"cached"
-    fs.lock("/d/LOCK").release()
-
-
-def test_crash_frees_the_locks_and_the_hook(fs):
-    fs.lock("/d/LOCK")
-    with pytest.raises(DirectoryLockedError):
-        fs.lock("/d/LOCK")
-    fs.before = FaultPlan(1, is_sticky=True)
-    fs.crash(random.Random(1))
-    fs.lock("/d/LOCK").release()
-
-
 @each("is_sticky", [False, True])
 def test_fault_plan_fails_its_operation(fs, is_sticky):
     file = _file(fs, "/d/a")
@@ -265,14 +247,6 @@ def test_fault_plan_fails_its_operation(fs, is_sticky):
             failed.append(number)
     assert failed == ([3, 4, 5, 6] if is_sticky else [3])
     assert (plan.seen, plan.fired) == (6, len(failed))
-
-
-def test_fault_plan_without_kinds_counts_everything(fs):
-    fs.before = FaultPlan(2)
-    fs.list_directory("/d")
-    with pytest.raises(DiskError):
-        fs.create("/d/a")
-    fs.create("/d/a")
 
 
 @each(
@@ -332,15 +306,6 @@ def test_full_disk_takes_what_fits_and_lets_overwrites_pass(fs):
     fs.write_limit_bytes = None
     file.write_at(0, [bytes(100)])
     assert (len(_read(fs)), _read(fs, "/d/b")) == (100, b"12345x")
-
-
-def test_open_files_are_counted(fs):
-    files = [fs.create("/d/a"), fs.open("/d/a"), fs.open_read("/d/a")]
-    assert fs.open_files == 3
-    for file in files:
-        file.close()
-        file.close()
-    assert fs.open_files == 0
 
 
 def test_same_seed_gives_the_same_crash():

@@ -112,33 +112,22 @@ def test_crash_while_making_the_file_is_mended(path, open_store, size):
     assert open_store().put("/a", b"") == 1
 
 
-def test_file_system_without_wal_is_refused(path, open_store, monkeypatch):
-    class Network(sqlite3.Connection):
+@each(
+    ("wanted", "gets", "error"),
+    [("= WAL", "", UnavailableError), ("= FULL", "= NORMAL", ConfigError)],
+    ids=["a network's file system", "commits that are not synced"],
+)
+def test_setting_that_sqlite_does_not_take_is_refused(path, monkeypatch, wanted, gets, error):
+    class Stubborn(sqlite3.Connection):
         def execute(self, statement, *values):
-            if statement == "PRAGMA journal_mode = WAL":
-                statement = "PRAGMA journal_mode"
-            return super().execute(statement, *values)
+            return super().execute(statement.replace(wanted, gets), *values)
 
     connect = sqlite3.connect
     monkeypatch.setattr(
-        sqlite_file.sqlite3, "connect", lambda *a, **k: connect(*a, **k, factory=Network)
+        sqlite_file.sqlite3, "connect", lambda *a, **k: connect(*a, **k, factory=Stubborn)
     )
-    with pytest.raises(UnavailableError) as refused:
-        open_store()
-    assert "local file system" in str(refused.value)
-
-
-def test_synchronous_that_cannot_be_set_is_refused(path, open_store, monkeypatch):
-    class Fast(sqlite3.Connection):
-        def execute(self, statement, *values):
-            return super().execute(statement.replace("FULL", "NORMAL"), *values)
-
-    connect = sqlite3.connect
-    monkeypatch.setattr(
-        sqlite_file.sqlite3, "connect", lambda *a, **k: connect(*a, **k, factory=Fast)
-    )
-    with pytest.raises(ConfigError):
-        open_store()
+    with pytest.raises(error):
+        SqliteMetadata(path, clock=SystemClock())
 
 
 @each("name", ["user_version", "application_id", "schema_version"])
@@ -318,15 +307,6 @@ sys.stdin.read()
     assert SystemClock.boottime() >= float(valid_until)
 
 
-def test_watch_sees_another_process(path, open_store):
-    heard = threading.Event()
-    watch = open_store().watch("/t/", lambda key: heard.set() if key == "/t/a" else None)
-    child = _child(path, "store.put('/t/a', b'')")
-    assert heard.wait(60)
-    watch.close()
-    child.communicate(timeout=60)
-
-
 # -- locks and full disks -----------------------------------------------------------------------
 
 
@@ -346,44 +326,6 @@ def test_lock_held_for_too_long_is_unavailable(path, open_store):
         holder.execute("ROLLBACK")
         holder.close()
     assert store.put("/a", b"2")
-
-
-def test_full_file_is_capacity_and_leaves_the_store_usable(open_store):
-    store = open_store()
-    store.put("/a", b"1")
-    pages = _pragma(store._writer, "page_count")
-    store._writer.execute(f"PRAGMA max_page_count = {pages + 4}")
-    with pytest.raises(CapacityError):
-        store.put("/b", b"x" * 200_000)
-    assert store.get("/b") is None
-    assert store.put("/c", b"1") == 2
-
-
-def test_failed_sync_of_a_commit_is_an_unknown_outcome(open_store, monkeypatch):
-    store = open_store()
-    store.put("/a", b"1")
-
-    class Broken:
-        def __init__(self, connection):
-            self.connection = connection
-
-        def __getattr__(self, name):
-            return getattr(self.connection, name)
-
-        def execute(self, statement, *values):
-            if statement == "COMMIT":
-                error = sqlite3.OperationalError("disk I/O error")
-                error.sqlite_errorcode = sqlite3.SQLITE_IOERR | (4 << 8)
-                raise error
-            return self.connection.execute(statement, *values)
-
-    writer = store._writer
-    monkeypatch.setattr(store, "_writer", Broken(writer))
-    with pytest.raises(CommitUnknownError):
-        store.put("/a", b"2")
-    monkeypatch.setattr(store, "_writer", writer)
-    assert not writer.in_transaction
-    assert store.put("/a", b"3")
 
 
 _CODES = {

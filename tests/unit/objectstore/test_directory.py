@@ -145,14 +145,6 @@ def test_failed_sync_of_the_folder_is_an_unknown_outcome(tmp_path):
         files.publish(staged(files, root), "a/2")
 
 
-def test_folder_that_someone_removed_is_made_again(tmp_path, store):
-    store.put("a/b/1", b"x")
-    (tmp_path / "a/b/1").unlink()
-    (tmp_path / "a/b").rmdir()
-    store.put("a/b/2", b"y")
-    assert store.read("a/b/2", 0, 1) == b"y"
-
-
 def test_file_system_without_links_cannot_create_exclusively(tmp_path, store, monkeypatch):
     def refuse(*arguments, **settings):
         raise PermissionError(1, "Operation not permitted")

@@ -227,14 +227,6 @@ def test_body_that_drips_past_the_deadline_is_unavailable(place):
         place.open(call_timeout_seconds=0.3).read("there", 0, 10)
 
 
-def test_corrupted_body_is_returned_as_it_is(place):
-    # No store checks end to end: whoever reads compares a checksum of their own.
-    place.proxy.add(Action.CORRUPTED, method="GET")
-    data = place.store.read("there", 0, 10)
-    assert len(data) == 10
-    assert data != b"0123456789"
-
-
 def test_delay_within_the_deadline_is_waited_for(place):
     place.proxy.add(Action.DELAY, method="GET", seconds=IO_SECONDS / 2)
     assert place.store.read("there", 0, 10) == b"0123456789"
@@ -387,17 +379,6 @@ def test_writer_that_failed_says_so_again_and_completes_nothing(place):
     writer.abort()
     assert place.proxy.count("POST", "uploadId=") == 0
     assert place.proxy.count("PUT", "partNumber=") <= 2
-
-
-def test_abort_sends_no_complete(place):
-    writer = place.store.open_writer("big", chunk_bytes=5 * MIB, concurrent_parts=2)
-    for _ in range(12):
-        writer.write(bytes(MIB))
-    writer.abort()
-    time.sleep(0.1)
-    assert place.proxy.count("POST", "uploadId=") == 0
-    with pytest.raises(NotFoundError):
-        place.store.stat("big")
 
 
 def test_small_stream_is_one_plain_request(place):
