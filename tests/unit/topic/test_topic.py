@@ -23,7 +23,7 @@ from ister.errors import (
     TopicNameError,
     WaitTimeoutError,
 )
-from tests.support.cases import each
+from tests.support.cases import case, each
 from tests.support.machine import (
     NAME,
     ROOT,
@@ -69,10 +69,10 @@ def test_payloads_are_decoded_as_text_and_json(in_memory):
         in_memory.append(payload)
     data, text, rest = in_memory.read(end=3)
     assert (data.json(), data.text(), text.text()) == ({"a": 1}, '{"a": 1}', "ü")
-    for decode, says in ((rest.text, "not UTF-8"), (text.json, "cannot be decoded as JSON")):
-        with pytest.raises(InvalidRequestError, match=says) as caught:
+    for decode, offset in ((rest.text, 2), (text.json, 1)):
+        with pytest.raises(InvalidRequestError) as caught:
             decode()
-        assert caught.value.offset in (1, 2)
+        assert caught.value.offset == offset
 
 
 def test_record_keeps_every_field_and_gets_its_offset(machine):
@@ -122,27 +122,19 @@ def test_record_keeps_every_field_and_gets_its_offset(machine):
 
 
 @pytest.mark.parametrize("codec", list(Codec))
-@pytest.mark.parametrize("source", ["cache", "files"])
-def test_every_field_comes_back(machine, codec, source):
-    """Goal: what was given is what a reader gets, from the cache and from the files."""
+def test_every_field_comes_back(machine, codec):
     topic = machine.topic(storage={"codec": codec})
-    newer = {} if codec is Codec.BINCODE1 else {"routing_key": "eu-1", "schema_version": 3}
-    fields = {"attributes": {"k": "v", "ü": ""}, "producer_name": "shop", **newer}
-    if newer:
-        fields["schema_id"] = 2**40
+    fields = {"attributes": {"k": "v", "ü": ""}, "producer_name": "shop"}
+    if codec is not Codec.BINCODE1:
+        fields |= {"routing_key": "eu-1", "schema_version": 3, "schema_id": 2**40}
     topic.append(b"\0payload", publish_time=_at(1.234), **fields)
     topic.append(b"")
-    topic.flush()
-    if source == "files":
-        machine.kill()
-        topic = machine.reopened()
     full, plain = topic.read()
     assert (full.offset, full.payload, full.publish_time) == (0, b"\0payload", _at(1.234))
     assert {name: getattr(full, name) for name in fields} == fields
     assert (plain.offset, plain.payload, dict(plain.attributes)) == (1, b"", {})
     assert (plain.producer_name, plain.routing_key, plain.schema_id) == ("", None, None)
     assert full.record.msg_id.topic_name == NAME
-    assert full.record.msg_id.topic_offset == 0
     assert full != plain
     assert full == next(topic.read())
 
@@ -165,20 +157,11 @@ def test_publish_time_is_now_by_default(machine):
     assert [m.publish_time_ms for m in topic.read()] == [1_234_567_890_123] * 2
 
 
-@pytest.mark.parametrize(
-    "year",
-    [
-        1970,
-        1999,
-        2001,
-        2026,
-        2100,
-        9999,
-    ],
-)
-def test_publish_time_keeps_its_milliseconds(topic, year):
+def test_publish_time_keeps_its_milliseconds(topic):
     times = [
-        datetime(year, 3, 1, tzinfo=UTC) + timedelta(milliseconds=n) for n in range(1, 3000, 37)
+        datetime(year, 3, 1, tzinfo=UTC) + timedelta(milliseconds=n)
+        for year in (1970, 1999, 2001, 2026, 2100, 9999)
+        for n in range(1, 3000, 37)
     ]
     for time in times:
         topic.append(b"", publish_time=time)
@@ -224,67 +207,40 @@ def test_empty_batch_is_an_empty_range(topic):
 
 
 _BAD_APPENDS = {
-    "text": ({"payload": "text"}, InvalidRequestError),
-    "None": ({"payload": None}, InvalidRequestError),
-    "number": ({"payload": 7}, InvalidRequestError),
-    "too large": ({"payload": bytes(1025)}, MessageTooLargeError),
-    "attribute value": ({"attributes": {"k": 1}}, InvalidRequestError),
-    "attribute key": ({"attributes": {1: "v"}}, InvalidRequestError),
-    "attribute None": ({"attributes": {"k": None}}, InvalidRequestError),
-    "attributes list": ({"attributes": [("k", "v")]}, InvalidRequestError),
-    "attributes too large": (
-        {"attributes": {"k": "v" * ENVELOPE_SIZE_BYTES_MAX}},
-        MessageTooLargeError,
-    ),
-    "routing key": ({"routing_key": 5}, InvalidRequestError),
-    "routing key bytes": ({"routing_key": b"k"}, InvalidRequestError),
-    "producer list": ({"producer_name": []}, InvalidRequestError),
-    "attributes that are false": ({"attributes": 0}, InvalidRequestError),
-    "producer None": ({"producer_name": None}, InvalidRequestError),
-    "producer surrogate": ({"producer_name": "\ud800"}, InvalidRequestError),
-    "producer too large": (
-        {"producer_name": "p" * (ENVELOPE_SIZE_BYTES_MAX + 1)},
-        MessageTooLargeError,
-    ),
-    "schema id": ({"schema_id": -1}, InvalidRequestError),
-    "schema id too large": ({"schema_id": 2**64}, InvalidRequestError),
-    "schema version": ({"schema_version": 2**32}, InvalidRequestError),
-    "schema text": ({"schema_id": "1"}, InvalidRequestError),
-    "naive time": ({"publish_time": datetime(2024, 1, 1)}, InvalidRequestError),
-    "negative time": ({"publish_time": -1}, InvalidRequestError),
-    "time before 1970": (
+    InvalidRequestError: [
+        *({"payload": bad} for bad in ("text", None, 7)),
+        *({"attributes": bad} for bad in ({"k": 1}, {1: "v"}, {"k": None}, [("k", "v")], 0)),
+        *({"routing_key": bad} for bad in (5, b"k")),
+        *({"producer_name": bad} for bad in ([], None, "\ud800")),
+        *({"schema_id": bad} for bad in (-1, 2**64, "1")),
+        {"schema_version": 2**32},
+        *({"publish_time": bad} for bad in (datetime(2024, 1, 1), -1, 2**62, True, "now")),
         {"publish_time": datetime(1969, 12, 31, tzinfo=UTC)},
-        InvalidRequestError,
-    ),
-    "bool time": ({"publish_time": True}, InvalidRequestError),
-    "text time": ({"publish_time": "now"}, InvalidRequestError),
+    ],
+    MessageTooLargeError: [
+        {"payload": bytes(1025)},
+        {"attributes": {"k": "v" * ENVELOPE_SIZE_BYTES_MAX}},
+        {"producer_name": "p" * (ENVELOPE_SIZE_BYTES_MAX + 1)},
+    ],
+    TypeError: [{"atributes": {}}],
 }
 
 
-@pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        *(pytest.param(*row, id=name) for name, row in _BAD_APPENDS.items()),
-    ],
-)
 @pytest.mark.parametrize("is_batch", [False, True], ids=["append", "append_many"])
-def test_bad_append_is_refused_and_changes_nothing(machine, fields, error, is_batch):
+def test_bad_append_is_refused_and_changes_nothing(machine, is_batch):
     topic = machine.topic(storage={"max_message_size": 1024})
     topic.append(b"good")
-    fields = {"payload": b"p", **fields}
-    payload = fields.pop("payload")
-    call = topic.append_many if is_batch else topic.append
-    with pytest.raises(error) as refused:
-        call([b"fine", payload, b"fine"] if is_batch else payload, **fields)
-    assert type(refused.value) is error
-    assert topic.watermarks.next == 1
-    assert topic.append(b"next") == 1
-    assert payloads(topic.read()) == [b"good", b"next"]
-
-
-def test_limit_of_a_message_is_inclusive(machine):
-    topic = machine.topic(storage={"max_message_size": 1024})
-    assert topic.append(bytes(1024)) == 0
+    for error, rows in _BAD_APPENDS.items():
+        for row in rows:
+            fields = {"payload": b"p", **row}
+            payload = fields.pop("payload")
+            call = topic.append_many if is_batch else topic.append
+            with case(row), pytest.raises(error) as refused:
+                call([b"fine", payload, b"fine"] if is_batch else payload, **fields)
+            assert type(refused.value) is error
+            assert topic.watermarks.next == 1
+    assert topic.append(bytes(1024)) == 1
+    assert payloads(topic.read()) == [b"good", bytes(1024)]
 
 
 @pytest.mark.parametrize("fields", [{"routing_key": "k"}, {"schema_id": 1}, {"schema_version": 1}])
@@ -292,12 +248,6 @@ def test_field_that_the_codec_lacks_is_refused(machine, fields):
     topic = machine.topic(storage={"codec": "bincode1"})
     with pytest.raises(InvalidRequestError):
         topic.append(b"a", **fields)
-    assert topic.watermarks.next == 0
-
-
-def test_publish_time_beyond_any_calendar_is_refused(topic):
-    with pytest.raises(InvalidRequestError):
-        topic.append(b"a", publish_time=2**62)
     assert topic.watermarks.next == 0
 
 
@@ -356,13 +306,6 @@ def test_level_that_cannot_be_reached_is_refused(topic, level):
     topic.append(b"a")
     with pytest.raises(InvalidRequestError):
         topic.wait(0, level)
-
-
-@pytest.mark.parametrize("offset", ["0", None, 0.5, True], ids=repr)
-def test_wait_for_what_is_no_offset_is_refused(topic, offset):
-    topic.append_many([b"a", b"b"])
-    with pytest.raises(InvalidRequestError):
-        topic.wait(offset)
 
 
 # -- start positions ----------------------------------------------------------------------------
@@ -429,47 +372,31 @@ def test_follow_with_an_end_stops_there(topic):
 
 
 _TIMES = [10, 20, 20, 5, 30, 30, 25, 40]
-_START_TIMES = {
-    "long before all": (0, 0),
-    "just before the first": (9.999, 0),
-    "equal to the first": (10, 0),
-    "between": (11, 1),
-    "equal to two": (20, 1),
-    "behind a step back": (20.001, 4),
-    "equal to the highest": (40, 7),
-    "after all": (40.001, 8),
-}
+_START_TIMES = {0: 0, 9.999: 0, 10: 0, 11: 1, 20: 1, 20.001: 4, 40: 7, 40.001: 8}
 
 
-@pytest.mark.parametrize("row", _START_TIMES.values(), ids=_START_TIMES)
 @pytest.mark.parametrize("where", ["cache", "rotated", "reopened", "memory"])
-def test_start_by_time_is_the_first_message_then_or_later(machine, row, where):
+def test_start_by_time_is_the_first_message_then_or_later(machine, where):
     """Goal: the first offset whose publish time is not before the start, also when times go back.
 
     Method: messages of 2 KiB in files of two, or all in the cache, or in a log in memory.
     """
-    seconds, expected = row
+    log = machine.open(**{} if where == "cache" else {"rotate_max_bytes": 4096})
     if where == "memory":
-        log = ister.open()
-        topic = log.topic(NAME, create=True)
-    else:
-        settings = {"rotate_max_bytes": 4096} if where != "cache" else {}
-        topic = machine.topic(**settings)
+        log = machine.open(storage={"mode": "memory"}, dir=None)
+    topic = log.topic(NAME, create=True)
+    assert topic.reader(_at(0)).next_offset == 0
     for time in _TIMES:
         topic.append(b"x" * 2000, publish_time=_at(time))
-        if where != "memory":
-            topic.flush()
+        topic.flush()
     if where == "reopened":
         machine.kill()
         topic = machine.reopened(rotate_max_bytes=4096)
-    east = (_at(seconds)).astimezone(timezone(timedelta(hours=5)))
-    for start in (_at(seconds), east):
-        reader = topic.reader(start)
-        assert reader.next_offset == expected
-        reader.close()
-    assert [m.offset for m in topic.read(_at(seconds))] == [*range(expected, len(_TIMES))]
-    if where == "memory":
-        log.close()
+    for seconds, expected in _START_TIMES.items():
+        for zone in (UTC, timezone(timedelta(hours=5))):
+            with case(seconds, zone), topic.reader(_at(seconds).astimezone(zone)) as reader:
+                assert reader.next_offset == expected
+        assert [m.offset for m in topic.read(_at(seconds))] == [*range(expected, len(_TIMES))]
 
 
 def test_start_by_time_over_many_index_blocks_agrees_with_a_scan(machine):
@@ -500,62 +427,30 @@ def test_start_by_time_over_many_index_blocks_agrees_with_a_scan(machine):
     check()
 
 
-def test_start_by_time_of_an_empty_topic_is_the_tail(topic):
-    assert topic.reader(_at(0)).next_offset == 0
+_BAD_READS = [
+    *({"start": bad} for bad in (-1, True, 1.0, None, "first", datetime(2024, 1, 1))),
+    {"start": datetime(1960, 1, 1, tzinfo=UTC)},
+    {"start": 2, "end": 1},
+    *({"end": bad} for bad in (-1, True, "latest")),
+]
 
 
-_BAD_READS = {
-    "beyond the end": ({"start": 3}, OffsetOutOfRangeError),
-    "far beyond the end": ({"start": 2**64}, OffsetOutOfRangeError),
-    "negative": ({"start": -1}, InvalidRequestError),
-    "bool": ({"start": True}, InvalidRequestError),
-    "float": ({"start": 1.0}, InvalidRequestError),
-    "None": ({"start": None}, InvalidRequestError),
-    "another word": ({"start": "first"}, InvalidRequestError),
-    "naive time": ({"start": datetime(2024, 1, 1)}, InvalidRequestError),
-    "time before 1970": ({"start": datetime(1960, 1, 1, tzinfo=UTC)}, InvalidRequestError),
-    "end before start": ({"start": 2, "end": 1}, InvalidRequestError),
-    "negative end": ({"end": -1}, InvalidRequestError),
-    "bool end": ({"end": True}, InvalidRequestError),
-    "text end": ({"end": "latest"}, InvalidRequestError),
-}
-
-
-@pytest.mark.parametrize(("arguments", "error"), _BAD_READS.values(), ids=_BAD_READS)
-def test_bad_read_is_refused_at_the_call(topic, arguments, error):
+def test_bad_read_is_refused_at_the_call(topic):
     topic.append_many([b"a", b"b"])
     for call in (topic.read, topic.reader):
-        with pytest.raises(error) as refused:
-            call(**arguments)
-        assert type(refused.value) is error
-        if error is OffsetOutOfRangeError:
-            assert (refused.value.earliest, refused.value.next) == (0, 2)
-            assert "0 up to, not including, 2" in str(refused.value)
+        for arguments in _BAD_READS:
+            with case(arguments), pytest.raises(InvalidRequestError) as refused:
+                call(**arguments)
+            assert type(refused.value) is InvalidRequestError
+        for start in (3, 2**64):
+            with case(start), pytest.raises(OffsetOutOfRangeError) as gone:
+                call(start)
+            assert (gone.value.earliest, gone.value.next) == (0, 2)
+            assert "0 up to, not including, 2" in str(gone.value)
     assert not topic.readers
 
 
 # -- visibility ---------------------------------------------------------------------------------
-
-
-def test_reader_of_a_synced_topic_never_sees_an_unsynced_message(machine):
-    """Goal: nothing is delivered that a crash can take back.
-
-    Method: the sync is held back; the reader polls, and a second one waits, until it is done.
-    """
-    topic = machine.topic()
-    machine.fs.before = gate = Gate("sync")
-    reader = topic.reader()
-    committer = Task(topic.wait, topic.append(b"a"))
-    gate.wait_reached()
-    assert topic.watermarks.written == 1
-    assert reader.poll() == []
-    assert reader.next_batch(timeout=0.05) == []
-    blocked = Task(topic.reader().next_batch, timeout=60)
-    eventually(lambda: any(r is not reader for r in topic.readers))
-    gate.open()
-    assert payloads(blocked.result()) == [b"a"]
-    committer.result()
-    assert payloads(reader.poll()) == [b"a"]
 
 
 @pytest.mark.parametrize(
@@ -571,7 +466,8 @@ def test_level_of_a_topic_decides_when_readers_see_a_message(machine, ack, is_se
         reader.seek(0)
     committer = Task(topic.wait, offset, "synced")
     gate.wait_reached()
-    assert payloads(reader.poll()) == ([b"a"] if is_seen else [])
+    assert topic.watermarks.written == 1
+    assert payloads(reader.next_batch(timeout=0.05)) == ([b"a"] if is_seen else [])
     gate.open()
     committer.result()
 
@@ -583,21 +479,6 @@ def test_memory_topic_overtaken_before_it_is_written_is_read_from_the_file(machi
 
 
 # -- readers ------------------------------------------------------------------------------------
-
-
-def test_reader_goes_from_files_over_the_cache_to_the_live_tail(machine):
-    topic = machine.topic(**SMALL)
-    sent = numbered(60, size=300)
-    for payload in sent[:50]:
-        topic.append(payload)
-        topic.flush()
-    tail = Task(lambda: payloads(topic.read(follow=True, end=60)))
-    for payload in sent[50:]:
-        topic.append(payload)
-    assert tail.result() == sent
-    metrics = topic._metrics.snapshot()
-    assert metrics["wal.reader.stitch_file_bytes"] > 0
-    assert metrics["wal_reader.rotated_files_accessed"] > 0
 
 
 def test_many_readers_at_different_positions_do_not_disturb_each_other(machine):
@@ -617,7 +498,11 @@ def test_many_readers_at_different_positions_do_not_disturb_each_other(machine):
         assert task.result() == sent
     for place, task in enumerate(tasks[10:]):
         assert task.result() == sent[place * 10 + 9 :]
+    assert payloads(topic.read()) == sent
     assert not topic.readers
+    metrics = topic._metrics.snapshot()
+    assert metrics["wal.reader.stitch_file_bytes"] > 0
+    assert metrics["wal_reader.rotated_files_accessed"] > 0
 
 
 def test_reader_overtaken_by_the_cache_falls_back_to_files(machine):
@@ -696,15 +581,12 @@ def test_message_over_the_batch_size_comes_alone(machine, source):
     assert [m.offset for m in reader.next_batch(max_bytes=1000)] == [2]
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_batch_of_no_messages_is_refused(topic, count):
+def test_batch_of_no_messages_is_refused(topic):
     topic.append(b"a")
     topic.flush()
-    reader = topic.reader()
-    task = Task(reader.next_batch, count)
-    task.join(0.3)
-    reader.close()
-    assert isinstance(task.error(), InvalidRequestError)
+    for count in (0, -1):
+        with pytest.raises(InvalidRequestError):
+            topic.reader().next_batch(count)
 
 
 def test_seek_moves_a_reader_and_refuses_what_is_not_there(machine):
@@ -812,20 +694,11 @@ def test_closed_topic_refuses_everything_and_may_be_closed_again(topic):
         lambda: topic.append_many([b"b"]),
         reader.next_batch,
         reader.poll,
+        topic.read,
     ):
         with pytest.raises(ClosedError):
             use()
     assert topic.watermarks.next == 1
-
-
-@pytest.mark.parametrize("closes_log", [False, True], ids=["topic", "log"])
-def test_closed_topic_gives_no_reader(machine, closes_log):
-    log = machine.open()
-    topic = log.topic(NAME, create=True)
-    topic.append(b"a")
-    (log if closes_log else topic).close()
-    with pytest.raises(ClosedError):
-        list(topic.read())
 
 
 def test_closed_log_refuses_topics_and_may_be_closed_again(machine):
@@ -838,6 +711,7 @@ def test_closed_log_refuses_topics_and_may_be_closed_again(machine):
         lambda: log.topic("/default/new", create=True),
         log.topics,
         lambda: topic.append(b"a"),
+        topic.read,
     ):
         with pytest.raises(ClosedError):
             use()
@@ -906,41 +780,37 @@ def test_missing_topic_is_not_made_by_looking(machine):
     assert log.topics() == [NAME, "/other/b"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"ack": "written"}, ConflictError),
-        ({"codec": "bincode1"}, ConflictError),
-        ({"ack": "tiered"}, InvalidRequestError),
-        ({"ack": "never"}, InvalidRequestError),
-        ({"codec": "json"}, InvalidRequestError),
-    ],
-    ids=str,
-)
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "reopened"])
-def test_topic_asked_for_with_other_properties_stays_as_it_is(machine, arguments, error, is_open):
+def test_topic_asked_for_with_other_properties_stays_as_it_is(machine, is_open):
     topic = machine.topic()
     topic.append(b"a")
     log = machine._logs[-1]
     if not is_open:
         log.close()
         log = machine.open()
-    with pytest.raises(error) as refused:
-        log.topic(NAME, create=True, **arguments)
-    assert type(refused.value) is error
+    for error, arguments in (
+        (ConflictError, {"ack": "written"}),
+        (ConflictError, {"codec": "bincode1"}),
+        (InvalidRequestError, {"ack": "tiered"}),
+        (InvalidRequestError, {"ack": "never"}),
+        (InvalidRequestError, {"codec": "json"}),
+    ):
+        with case(arguments), pytest.raises(error) as refused:
+            log.topic(NAME, create=True, **arguments)
+        assert type(refused.value) is error
     topic = log.topic(NAME)
     assert (topic.ack, topic.codec) == (AckLevel.SYNCED, Codec.BINCODE2)
     assert payloads(topic.read()) == [b"a"]
 
 
-@pytest.mark.parametrize("twin", ["/default/Orders", "/Default/orders", "/DEFAULT/other"])
-def test_name_that_differs_in_case_alone_is_refused(machine, twin):
+def test_name_that_differs_in_case_alone_is_refused(machine):
     log = machine.open()
     log.topic(NAME, create=True)
-    with pytest.raises(TopicNameError, match="in case alone"):
-        log.topic(twin, create=True)
-    with pytest.raises(NotFoundError):
-        log.topic(twin)
+    for twin in ("/default/Orders", "/Default/orders", "/DEFAULT/other"):
+        with pytest.raises(TopicNameError, match="in case alone"):
+            log.topic(twin, create=True)
+        with pytest.raises(NotFoundError):
+            log.topic(twin)
     assert log.topics() == [NAME]
 
 
@@ -953,26 +823,20 @@ def test_every_valid_name_can_be_made(tmp_path, name):
 def test_second_log_on_a_directory_is_refused(tmp_path):
     with ister.open(tmp_path) as log:
         log.topic(NAME, create=True).append(b"a")
-        with pytest.raises(DirectoryLockedError, match="in use by process"):
+        with pytest.raises(DirectoryLockedError):
             ister.open(tmp_path)
     with ister.open(tmp_path) as log:
         assert payloads(log.topic(NAME).read()) == [b"a"]
 
 
-def test_log_in_a_directory_comes_back(tmp_path):
-    with ister.open(tmp_path / "new" / "deep") as log:
-        topic = log.topic(NAME, create=True)
-        topic.append_many(numbered(100, size=5000))
-    with ister.open(str(tmp_path / "new" / "deep")) as log:
+def test_log_in_a_directory_comes_back_and_stray_files_are_no_topics(tmp_path):
+    root = tmp_path / "new" / "deep"
+    with ister.open(root) as log:
+        log.topic(NAME, create=True).append_many(numbered(100, size=5000))
+    (root / "wal" / "README").write_text("not a namespace")
+    (root / "wal" / "default" / "a.txt").write_text("not a topic")
+    with ister.open(str(root)) as log:
         assert payloads(log.topic(NAME).read()) == numbered(100, size=5000)
-        assert log.topics() == [NAME]
-
-
-def test_stray_files_in_the_directory_are_no_topics(tmp_path):
-    with ister.open(tmp_path) as log:
-        log.topic(NAME, create=True)
-        (tmp_path / "wal" / "README").write_text("not a namespace")
-        (tmp_path / "wal" / "default" / "a.txt").write_text("not a topic")
         assert log.topics() == [NAME]
 
 
@@ -1020,15 +884,6 @@ def test_log_in_memory_promises_nothing_more(in_memory, level):
 # -- odds and ends ------------------------------------------------------------------------------
 
 
-def test_wall_clock_that_goes_back_changes_no_order(machine):
-    clock = ManualClock()
-    topic = machine.topic(clock=clock)
-    for jump in (0, -(10**9), 10**10, -5):
-        clock.jump_wall(jump)
-        topic.wait(topic.append(b"a"))
-    assert [m.offset for m in topic.read()] == [0, 1, 2, 3]
-
-
 def test_what_a_topic_says_of_itself(topic):
     topic.append(b"a" * 40)
     assert repr(topic) == f"<Topic {NAME} open next=1 ack=synced>"
@@ -1036,18 +891,9 @@ def test_what_a_topic_says_of_itself(topic):
     assert repr(message).startswith("Message(offset=0, payload=b'aaaa")
     assert "size_bytes=40" in repr(message)
     assert len({message, next(topic.read())}) == 1
-    assert message != "a"
 
 
 def test_failing_file_system_at_open_is_a_typed_error(machine):
     machine.fs.before = Calls(fail=lambda kind, path: OSError(5, "no"))
     with pytest.raises(IsterError):
         machine.open()
-
-
-def test_argument_that_is_misspelt_is_refused(topic):
-    with pytest.raises(TypeError, match="atributes"):
-        topic.append(b"x", atributes={})
-    with pytest.raises(TypeError, match="atributes"):
-        topic.append_many([b"x"], atributes={})
-    assert topic.watermarks.next == 0
