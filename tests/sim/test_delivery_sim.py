@@ -51,7 +51,7 @@ class World:
             self.settle: 6,
             self.make_room: 8,
             self.stray: 3,
-            self.change: 1,
+            self.change: 4,
             self.flush: 3,
             self.restart: self.restarts,
         }
@@ -83,7 +83,8 @@ class World:
     def come(self) -> None:
         consumer = self.random.choice(self.consumers)
         reports = self.random.random() < 0.5
-        if self.rig.attach(consumer, *self.random.choice(FILTERS), reports=reports):
+        is_attached = self.rig.attach(consumer, *self.random.choice(FILTERS), reports=reports)
+        if is_attached and self.random.random() < 0.8:
             self.rig.set_room(consumer, self.random.choice((0, 1, 8)))
 
     def go(self) -> None:
