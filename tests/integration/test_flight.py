@@ -45,8 +45,8 @@ from ister.topic.batches import StagedBatch
 from ister.topic.log import Log
 from ister.wire.contract import Action, AppendStaged, RangeTicket, TopicStatus
 from ister.wire.errors import decode_error, encode_error
-from tests.integration.places import flip_byte
 from tests.servers.flight import FlightProcess, FlightServer, FlightTopics, LogSource
+from tests.support.builders import flip_byte
 from tests.support.memory_store import MemoryObjectStore
 
 TOPIC = "/default/orders"

@@ -34,9 +34,9 @@ from ister.topic.log import Log
 from ister.topic.stores import upload_settings
 from ister.wire.contract import FRAMES_COLUMN, Action, FramesTicket, PlanUpload, UploadPlanned
 from ister.wire.errors import decode_error
-from tests.integration.places import flip_byte
 from tests.integration.test_flight import TOPIC, fill, settings_of
 from tests.servers.flight import FlightServer, FlightTopics, LogSource
+from tests.support.builders import flip_byte
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from ister.bucket.ownership import OwnedTopic
 from ister.errors import CorruptDataError
 from ister.spark.compat import HAS_LIMITS
 from ister.spark.jobs import compact
-from tests.integration.places import flip_byte
 from tests.integration.spark_topics import (
     EXPRESS,
     PUBLISHED_MS,
@@ -28,6 +27,7 @@ from tests.integration.spark_topics import (
     rows_of,
     without_spark,
 )
+from tests.support.builders import flip_byte
 from tests.support.writer_child import new_seed, say_replay
 
 A, B = "/default/a", "/default/b"

@@ -20,7 +20,6 @@ from ister.format.checkpoint import decode_uploader_checkpoint
 from ister.spark.jobs import tier
 from ister.spark.jobs.job import open_job
 from tests.integration import tier_child
-from tests.integration.places import flip_byte
 from tests.integration.spark_topics import (
     SparkPlace,
     fill,
@@ -29,6 +28,7 @@ from tests.integration.spark_topics import (
     without_spark,
 )
 from tests.servers.flight import FlightTopics
+from tests.support.builders import flip_byte
 from tests.support.machine import Task, eventually
 from tests.support.writer_child import new_seed, say_replay
 

@@ -39,7 +39,6 @@ from ister.errors import (
 )
 from ister.spark import register
 from ister.spark.compat import HAS_LIMITS, HAS_PUSHDOWN, SPARK_VERSION
-from tests.integration.places import flip_byte
 from tests.integration.spark_topics import (
     PUBLISHED_MS,
     Elsewhere,
@@ -60,6 +59,7 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.flight import READ, FlightTopics
 from tests.servers.ports import free_port
 from tests.servers.s3 import rclone_server
+from tests.support.builders import flip_byte
 from tests.support.machine import Task
 from tests.support.writer_child import new_seed, say_replay
 

@@ -53,6 +53,15 @@ def golden(name: str) -> bytes:
     return bytes.fromhex(" ".join(line.partition("#")[0] for line in lines))
 
 
+def flip_byte(path: Path, position: int) -> None:
+    """Changes one byte of a file."""
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 0xFF]))
+
+
 def with_bit_flipped(data: bytes, bit: int) -> bytes:
     """A copy in which bit `bit`, counted from the first byte's lowest, is the other one."""
     copy = bytearray(data)

@@ -28,7 +28,6 @@ from ister.spark.jobs.compact_job import CompactSettings, compact
 from ister.spark.jobs.job_report import error_as_fields
 from ister.spark.jobs.tasks import Done
 from ister.topic.dedup import SequencedTopic
-from tests.integration.places import flip_byte
 from tests.integration.spark_topics import (
     ReadHere,
     SparkPlace,
@@ -40,6 +39,7 @@ from tests.integration.spark_topics import (
     rows_of,
     without_spark,
 )
+from tests.support.builders import flip_byte
 from tests.support.cases import case
 from tests.support.spark_here import SparkHere
 
