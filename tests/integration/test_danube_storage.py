@@ -363,25 +363,6 @@ def test_upload_takes_chunks_and_not_whole_files_of_memory(here):
 # -- what is stored and cannot be used ----------------------------------------------------------
 
 
-@each("content", [None, b"garbage", b""])
-def test_uploader_checkpoint_that_is_no_help_does_no_harm(content):
-    with Site() as site:
-        log = site.open()
-        topic = log.topic(TOPIC, create=True)
-        for first in (0, 5):
-            fill(topic, numbered(5, first=first))
-            topic.upload()
-        published = site.ranges()
-        fill(topic, numbered(5, first=10))
-        log.close()
-        path = f"/data{TOPIC}/uploader.ckpt"
-        site.files().remove(path)
-        if content is not None:
-            site.files().create(path, content)
-        site.open().topic(TOPIC).upload()
-        assert site.ranges() == [*published, (10, 15)]
-
-
 @each("error", [UnavailableError, CorruptDataError])
 def test_seal_that_cannot_be_read_does_not_begin_the_topic_at_zero(error):
     with Site() as site:
