@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -158,113 +157,6 @@ def test_full_disk_stalls_and_goes_on_by_itself():
         with ister.open(settings) as log:
             verify(history, log, survives=SURVIVES_KILL)
     print(f"acked {history.acks}, refused {history.errors}")
-
-
-def test_full_disk_under_many_threads_keeps_order(request):
-    """Goal: whoever waits on a full disk is told, and whoever waits again afterwards succeeds.
-
-    Method: eight threads that append and wait on a tmpfs that fills up, is emptied, fills up
-    again; after CapacityError from `wait` each thread waits for the same message again, as the
-    error allows. At the end nothing accepted is missing: no outcome was unknown.
-    """
-    skip_if(why_no_tmpfs())
-    seed = new_seed()
-    say_replay(seed, request.node.nodeid)
-    history, noting = History(), threading.Lock()
-    stop = threading.Event()
-    told = {"append": 0, "wait": 0}
-    failures: list[BaseException] = []
-
-    def produce(topic: ister.Topic, thread: int) -> None:
-        for number in range(1_000_000):
-            if stop.is_set():
-                return
-            message_id = f"p{thread}.{number}#1500"
-            with noting:
-                history.send(NAME, message_id)
-            try:
-                offset = topic.append(payload_of(message_id))
-            except ister.CapacityError:
-                with noting:
-                    history.error(NAME, message_id)
-                told["append"] += 1
-                time.sleep(0.01)
-                continue
-            while True:
-                try:
-                    topic.wait(offset, timeout=30)
-                    break
-                except ister.CapacityError:
-                    told["wait"] += 1
-                    time.sleep(0.01)
-            with noting:
-                history.ack(NAME, message_id, offset, "synced")
-
-    def produce_safely(topic: ister.Topic, thread: int) -> None:
-        try:
-            produce(topic, thread)
-        except BaseException as error:
-            failures.append(error)
-
-    with mounted_tmpfs(size_kib=2048) as where:
-        settings = settings_of(str(where), rotate_max_bytes=32 * 1024)
-        with ister.open(settings) as log:
-            topic = log.topic(NAME, create=True)
-            threads = [
-                threading.Thread(target=produce_safely, args=(topic, number)) for number in range(8)
-            ]
-            ballast = where / "ballast"
-            fill(ballast, leave=256 * 1024)
-            for thread in threads:
-                thread.start()
-            try:
-                for _ in range(3):
-                    eventually(lambda: topic.state is TopicState.STALLED, "stalled")
-                    acked = history.acks
-                    time.sleep(0.1)
-                    os.truncate(ballast, max(0, ballast.stat().st_size - 256 * 1024))
-                    eventually(lambda: history.acks > acked + 20, "going on")  # noqa: B023
-                ballast.unlink()
-                eventually(lambda: topic.state is TopicState.OPEN, "open again")
-            finally:
-                stop.set()
-                ballast.unlink(missing_ok=True)
-                for thread in threads:
-                    thread.join(timeout=60)
-            assert not failures, failures
-            assert not any(thread.is_alive() for thread in threads)
-            assert history.acks + history.errors == history.sends
-            verify(history, log, survives=SURVIVES_KILL)
-        with ister.open(settings) as log:
-            verify(history, log, survives=SURVIVES_KILL)
-    print(f"acked {history.acks}, told {told}")
-    assert sum(told.values()) > 0, "the disk was never full for anybody"
-
-
-def test_reader_at_the_tail_of_a_stalled_topic_waits():
-    """Goal: whoever follows a topic is not concerned by a disk that is full: it has read all there
-    is, and waits for more.
-
-    Method: a reader at the end of what is durable, with an accepted message behind it that cannot
-    be written, asked over several of the topic's own tries; then room.
-    """
-    skip_if(why_no_tmpfs())
-    history = History()
-    with mounted_tmpfs(size_kib=512) as where:
-        (where / "ballast").write_bytes(bytes(256 * 1024))
-        with ister.open(settings_of(str(where))) as log:
-            producer = Producer(log.topic(NAME, create=True), history, size=3000)
-            topic = producer.topic
-            with pytest.raises(ister.CapacityError):
-                producer.put_until_it_raises()
-            durable = topic.watermarks.synced
-            assert topic.watermarks.next == durable + 1
-            with topic.reader(durable) as reader:
-                until = time.monotonic() + 3 * STALL_RETRY_SECONDS
-                while time.monotonic() < until:
-                    assert reader.next_batch(timeout=0.05) == []
-                (where / "ballast").unlink()
-                assert [m.offset for m in reader.next_batch(timeout=60)] == [durable]
 
 
 def test_kill_on_a_full_disk_leaves_everything_acknowledged(request):
@@ -624,48 +516,3 @@ def test_short_writes_are_finished(tmp_path, monkeypatch):
         verify(history, log, survives=SURVIVES_KILL)
     with ister.open(settings) as log:
         verify(history, log, survives=SURVIVES_KILL)
-
-
-def test_slow_disk_gives_deadline_errors_and_bounded_memory(tmp_path, monkeypatch):
-    """Goal: a sync that takes long makes waits time out and the buffer refuse, and hurts nobody
-    else; afterwards everything accepted is there.
-
-    Method: the sync of one topic's file blocks until it is released; appends into a buffer of
-    64 KiB that refuses when full, a wait with a deadline, another topic beside it.
-    """
-    history = History()
-    release = threading.Event()
-    real_sync = local._LocalFile.sync
-
-    def slow_sync(file):
-        if "/t0/" in file.path and file.path.endswith(".log"):
-            assert release.wait(120)
-        real_sync(file)
-
-    settings = settings_of(
-        str(tmp_path), rotate_max_bytes=1 << 20, buffer_max_bytes=65536, buffer_full="refuse"
-    )
-    with ister.open(settings) as log:
-        slow = Producer(log.topic(NAME, create=True), history, size=1000)
-        other = Producer(log.topic("/fault/t1", create=True), history, size=1000)
-        slow.put()
-        monkeypatch.setattr(local._LocalFile, "sync", slow_sync)
-        first = slow.append()
-        waiting = threading.Thread(target=slow.wait, args=first)
-        waiting.start()
-        eventually(lambda: slow.topic.watermarks.written == 2, "written, not synced")
-        accepted = [first]
-        with pytest.raises(ister.CapacityError, match="buffer is full"):
-            accepted.extend(slow.append() for _ in range(1000))
-        assert len(accepted) < 70, "the buffer holds 64 KiB"
-        started = time.monotonic()
-        with pytest.raises(ister.WaitTimeoutError):
-            slow.topic.wait(accepted[-1][1], timeout=0.2)
-        assert time.monotonic() - started >= 0.2
-        for _ in range(5):
-            other.put()
-        release.set()
-        waiting.join(timeout=60)
-        slow.wait(*accepted[-1])
-        verify(history, log, survives=SURVIVES_KILL)
-        assert slow.topic.watermarks.synced == 1 + len(accepted)

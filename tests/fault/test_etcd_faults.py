@@ -370,29 +370,6 @@ def test_owner_cut_off_stops_before_its_lease_ends_and_goes_on_later(place, clus
 
 
 @pytest.mark.nightly
-def test_appends_are_refused_soon_after_the_lease_has_lapsed(place, cluster):
-    """Not only the wait says no: nothing more is taken in that may have to be given up."""
-    log = place.open()
-    topic = log.topic(TOPIC, create=True)
-    place.producer.send(topic, 5)
-    for cable in cluster.client_cables:
-        cable.swallow()
-    wait_for_lapse(log)
-    lapsed_at = time.monotonic()
-
-    def is_refused():
-        try:
-            topic.append(b"")
-        except UnavailableError:
-            return True
-        return False
-
-    while not is_refused():
-        assert time.monotonic() < lapsed_at + 20, "an append 20 s after the lapse is taken"
-        time.sleep(0.02)
-
-
-@pytest.mark.nightly
 def test_owner_cut_off_and_replaced_is_fenced(place, cluster):
     """Goal: after another node has taken over, the first acknowledges and publishes nothing.
 
@@ -443,48 +420,6 @@ def test_owner_cut_off_and_replaced_is_fenced(place, cluster):
     converge(place.history, topic_b)
 
 
-@pytest.mark.nightly
-def test_fenced_owner_whose_producers_wait_for_room_tells_them(place, cluster):
-    """An append that waits because uploads lag must not wait for ever for a topic that is gone."""
-    log_a = place.open(
-        "a", uploader={"engine": "none", "max_lag_bytes": 10_000}, wal={"buffer_full": "block"}
-    )
-    topic_a = log_a.topic(TOPIC, create=True)
-    place.producer.send(topic_a, 5)
-    topic_a.upload()
-    topic_a.append(b"x" * 20_000)
-    topic_a.flush()
-    topic_a.bucket.uploads.apply_pressure()
-    outcome = []
-
-    def append():
-        try:
-            outcome.append(topic_a.append(b"waits"))
-        except IsterError as error:
-            outcome.append(error)
-
-    waiting = threading.Thread(target=append, daemon=True)
-    waiting.start()
-    time.sleep(0.3)
-    assert not outcome, "the append did not wait"
-    for cable in cluster.client_cables:
-        cable.cut()
-    log_b = place.open("b", endpoints=cluster.direct_endpoints)
-    eventually(lambda: place.owner() is None, "the lease ends", within=PATIENCE_SECONDS)
-    topic_b = log_b.topic(TOPIC, take_over=True)
-    for cable in cluster.client_cables:
-        cable.heal()
-    eventually(lambda: topic_a.bucket.owned.is_fenced, "A finds out", within=PATIENCE_SECONDS)
-    waiting.join(PATIENCE_SECONDS)
-    try:
-        assert outcome, "the append still waits, long after its topic was fenced"
-        assert isinstance(outcome[0], FencedError | UnavailableError), outcome
-    finally:
-        topic_a.close_quietly()
-        waiting.join(PATIENCE_SECONDS)
-    converge(place.history, topic_b)
-
-
 # -- answers that are lost, requests that come late ------------------------------------------------
 
 
@@ -513,69 +448,6 @@ def test_lost_answer_to_a_change_is_looked_up(place, cluster, point):
     assert len(list(topic.bucket.owned.catalog.descriptors())) == 3
     converge(place.history, topic)
     assert not orphans(topic)
-
-
-def test_lost_answer_to_a_claim_is_looked_up(place, cluster):
-    """A topic whose claim was answered into the void is open all the same, under one new epoch."""
-    log = place.open(ttl=60, endpoints=[cluster.endpoints[0]])
-    topic = log.topic(TOPIC, create=True)
-    place.producer.send(topic, 5)
-    log.close()
-    again = place.open(ttl=60, endpoints=[cluster.endpoints[0]])
-    real = again.stores.metadata.transact
-
-    def transact(*arguments):
-        again.stores.metadata.transact = real
-        cluster.client_cables[0].drop_next_reply()
-        return real(*arguments)
-
-    again.stores.metadata.transact = transact
-    topic = again.topic(TOPIC)
-    assert cluster.client_cables[0].reply_dropped.is_set()
-    assert topic.bucket.owned.epoch == 2
-    place.producer.send(topic, 5)
-    converge(place.history, topic)
-
-
-def test_lost_answer_to_a_seal_is_repeated(place, cluster):
-    log = place.open("a", ttl=60, endpoints=[cluster.endpoints[0]])
-    topic = log.topic(TOPIC, create=True)
-    place.producer.send(topic, 10)
-    topic.upload()
-    owned, real = topic.bucket.owned, topic.bucket.owned.seal
-
-    def seal(next_offset):
-        cluster.client_cables[0].drop_next_reply()
-        real(next_offset)
-
-    owned.seal = seal
-    assert log.seal(TOPIC) == 10
-    assert cluster.client_cables[0].reply_dropped.is_set()
-    topic_b = place.open("b", ttl=60).topic(TOPIC)
-    place.producer.send(topic_b, 10)
-    converge(place.history, topic_b)
-
-
-@pytest.mark.nightly
-def test_request_that_lands_after_it_was_given_up_changes_nothing_twice(place, cluster):
-    """Goal: a commit that times out and is done later by etcd is the same commit.
-
-    Method: the only endpoint is stopped with the request in its socket; the client gives up; the
-    node wakes, does what it finds there or not, and the next cycle comes.
-    """
-    endpoint = 0
-    topic = place.open(ttl=60, endpoints=[cluster.endpoints[endpoint]]).topic(TOPIC, create=True)
-    place.producer.send(topic, 10)
-    armed_once("tier.before_commit", lambda: cluster.pause(endpoint))
-    with pytest.raises(UnavailableError):
-        topic.upload()
-    place.producer.send(topic, 5)
-    cluster.resume(endpoint)
-    cluster.wait_ready()
-    with contextlib.suppress(ConflictError):
-        topic.upload()
-    topic.upload()
-    converge(place.history, topic)
 
 
 # -- room ----------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import pytest
 import ister
 from ister.base.clock import SystemClock
 from ister.errors import (
-    CapacityError,
     CorruptDataError,
     IsterError,
     NotFoundError,
@@ -524,115 +523,13 @@ def test_object_in_the_place_of_another_one_is_found_out(place):
     place.settle()
 
 
-def test_damage_that_local_files_no_longer_cover_is_an_error_and_never_wrong_data(place):
-    """The object names itself in the error; what stands around the damage can be read."""
-    topic = place.open()
-    tier_and_trim(place)
-    right = dict(read_bucket(topic))
-    victim = place.objects()[0]
-    whole = read_whole(place, victim)
-    damage_object(place, victim, "flipped")
-    with topic.reader("earliest", end=60) as reader, pytest.raises(CorruptDataError) as caught:
-        read_some(reader, right)
-    assert victim in str(caught.value)
-    assert not caught.value.retriable
-    repaired = place.log.repair(TOPIC)
-    assert not repaired.is_whole
-    assert all(victim in str(error) for error in repaired.errors)
-    place.direct.put(victim, whole)
-    place.settle()
-
-
-def test_object_lost_behind_our_back_is_an_error_that_names_it(place):
-    topic = place.open()
-    tier_and_trim(place)
-    victim = place.objects()[0]
-    whole = read_whole(place, victim)
-    damage_object(place, victim, "lost")
-    with topic.reader("earliest", end=60) as reader, pytest.raises(NotFoundError) as caught:
-        read_some(reader, dict(read_all_right(place)))
-    assert victim in str(caught.value)
-    assert caught.value.offset == 0
-    place.direct.put(victim, whole)
-    place.settle()
-
-
 def read_all_right(place):
     """What was acknowledged where, from the history itself."""
     sent = place.history._topics[TOPIC].sent
     return [(one.offset, payload_of(name)) for name, one in sent.items() if one.offset is not None]
 
 
-def test_lost_object_is_repaired_from_local_files(place):
-    topic = place.open(wal={"retention": {"size_mb": 10}})
-    for _ in range(3):
-        place.send(20)
-        topic.upload()
-    for key in place.objects()[:2]:
-        place.direct.delete(key)
-    done = place.log.repair(TOPIC)
-    assert done.is_whole, done.errors
-    assert len(done.objects) == 2
-    place.settle()
-
-
 # -- the other requests -------------------------------------------------------------------------
-
-
-def make_orphan(place):
-    """An object that no descriptor names."""
-    place.direct.put("storage/topics/fault/t0/objects/data-0-99999.dnb1", b"nobody's")
-
-
-@pytest.mark.parametrize("method", ["GET", "DELETE"])
-def test_garbage_collection_that_fails_removes_nothing_that_is_needed(place, method):
-    """A listing or a deletion that fails: an error, everything stays; later it is done."""
-    topic = place.open()
-    place.send(20)
-    topic.upload()
-    make_orphan(place)
-    place.proxy.add(Action.INTERNAL_ERROR, method=method, count=None)
-    with pytest.raises(UnavailableError):
-        topic.bucket.retention.collect_orphans()
-    assert len(place.objects()) == len(list(topic.bucket.owned.catalog.descriptors())) + 1
-    place.proxy.clear()
-    assert topic.bucket.retention.collect_orphans() == ["data-0-99999.dnb1"]
-    place.settle()
-
-
-def test_expiry_whose_deletions_fail_leaves_garbage_and_nothing_else(place):
-    topic = place.open(
-        cloud={"retention": {"size_mb": 1}},
-        uploader={"engine": "none", "max_object_bytes": 262144},
-    )
-    for _ in range(6):
-        place.send(4, size=65536)
-    topic.upload()
-    place.proxy.add(Action.INTERNAL_ERROR, method="DELETE", count=None)
-    place.history.trim(TOPIC, topic.bucket.owned.last.start)
-    assert topic.bucket.retention.expire() == 0
-    assert topic.bucket.owned.first.start > 0
-    assert orphans(topic)
-    place.proxy.clear()
-    verify_topic(place.history, topic)
-    assert topic.bucket.retention.collect_orphans()
-    assert not orphans(topic)
-    assert topic.watermarks.tiered == 24
-
-
-def test_expiry_before_the_local_files_go_does_not_keep_them_for_ever(place):
-    """What bucket retention has removed on purpose is no gap that trimming has to wait for."""
-    topic = place.open(
-        cloud={"retention": {"size_mb": 1}},
-        uploader={"engine": "none", "max_object_bytes": 262144},
-    )
-    for _ in range(6):
-        place.send(4, size=65536)
-    topic.upload()
-    place.history.trim(TOPIC, topic.bucket.owned.last.start)
-    assert topic.bucket.retention.expire() > 0
-    assert topic.bucket.retention.trim() > 0
-    verify_topic(place.history, topic)
 
 
 # -- who may -------------------------------------------------------------------------------------
@@ -702,73 +599,7 @@ def test_wrong_bucket_is_told_by_name_and_messages_stay(place):
     place.settle()
 
 
-def test_new_topic_on_a_wrong_bucket_is_refused_with_the_reason(place):
-    """Making a topic looks into the bucket; that there is none is what it has to say."""
-    with ister.open(place.settings(bucket="nosuchbucket")) as log:
-        with pytest.raises(NotFoundError) as caught:
-            log.topic(TOPIC, create=True)
-        assert "nosuchbucket" in str(caught.value), caught.value
-
-
 # -- the store is down ---------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_outage_holds_producers_back_only_at_the_limit_and_then_refuses(place):
-    """Producers go on while there is room; then CapacityError; then it heals by itself."""
-    topic = place.open(
-        wal={"buffer_full": "refuse"},
-        uploader={"engine": "auto", "max_batch_bytes": 1, "max_lag_bytes": 100_000},
-    )
-    place.proxy.add(Action.RESET, count=None)
-    place.send(20, size=1000)
-    eventually(lambda: topic.bucket.uploads.lag_bytes > 20_000, "the lag grows")
-    accepted = 20
-
-    def is_refused():
-        nonlocal accepted
-        try:
-            place.send(1, size=1000)
-        except CapacityError as error:
-            assert "wait for their upload" in str(error)
-            assert error.retriable
-            return True
-        accepted += 1
-        return False
-
-    eventually(is_refused, "appends are refused")
-    assert 90 <= accepted <= 2000
-    verify_topic(place.history, topic)
-    assert topic.watermarks.tiered == 0
-    place.proxy.clear()
-
-    def is_accepted():
-        try:
-            place.send(1, size=1000)
-        except CapacityError:
-            return False
-        return True
-
-    eventually(is_accepted, "it goes on")
-    place.send(1, level="tiered")
-    place.settle()
-
-
-@pytest.mark.nightly
-def test_outage_blocks_producers_at_the_limit_where_they_asked_for_it(place):
-    topic = place.open(
-        uploader={"engine": "auto", "max_batch_bytes": 1, "max_lag_bytes": 50_000},
-    )
-    place.proxy.add(Action.RESET, count=None)
-    place.send(60, size=1000)
-    eventually(lambda: topic.wal.gate.holds, "appends are held back")
-    blocked = Timed(lambda: place.send(1, size=1000))
-    assert not blocked.join(1.0), "an append went through"
-    verify_topic(place.history, topic)
-    place.proxy.clear()
-    assert blocked.join(60), "the append never went on"
-    assert blocked.error is None, blocked.error
-    place.settle()
 
 
 @pytest.mark.nightly
@@ -790,48 +621,6 @@ def test_log_opened_during_an_outage_serves_what_is_here(place):
         log.topic("/fault/new", create=True)
         place.topic = topic
         place.settle()
-
-
-@pytest.mark.nightly
-def test_reader_of_history_waits_out_an_outage(place):
-    """A reader that asks again and again gets every message once, over three outages."""
-    topic = place.open()
-    tier_and_trim(place, 100)
-    right = dict(read_bucket(topic))
-    place.proxy.clear()
-    got = []
-    failures = 0
-    with topic.reader("earliest", end=100) as reader:
-        while not reader.is_at_end:
-            if failures < 3 and len(got) in (0, 20, 40):
-                place.proxy.add(Action.RESET, count=None)
-            try:
-                batch = reader.next_batch(max_messages=10, timeout=60)
-            except UnavailableError as error:
-                assert error.retriable
-                failures += 1
-                place.proxy.clear()
-                continue
-            assert all(message.payload == right[message.offset] for message in batch)
-            got += [message.offset for message in batch]
-    assert got == list(range(100))
-    assert failures >= 1
-    place.settle()
-
-
-@pytest.mark.nightly
-def test_closing_during_an_outage_keeps_everything(place):
-    """A log that is closed while its bucket is away, and opened when it is back."""
-    topic = place.open(uploader={"engine": "auto", "max_batch_bytes": 1})
-    place.proxy.add(Action.RESET, count=None)
-    place.send(50)
-    eventually(lambda: topic.bucket.uploads.last_error is not None, "an upload fails")
-    began = time.monotonic()
-    place.close()
-    assert time.monotonic() - began < IN_TIME_SECONDS
-    place.proxy.clear()
-    place.open()
-    place.settle()
 
 
 # -- secrets -------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import ister
 from ister.base import failpoints
 from ister.base.model import TopicName
 from ister.bucket.ownership import OwnedTopic
-from ister.errors import ConflictError, FencedError, NotFoundError, UnavailableError
+from ister.errors import ConflictError, FencedError, UnavailableError
 from ister.topic.log import Log
 from tests.servers.etcd import EtcdServer
 from tests.support.oracle import History
@@ -350,40 +350,6 @@ def test_late_deletion_of_a_replaced_owner_takes_nothing_of_the_next_one(tmp_pat
         give_up(history, topic_b.watermarks.next)
         Producer(history, TOPIC, "b").send(topic_b, 5)
         converge(history, topic_b)
-    finally:
-        log_a.close()
-        log_b.close()
-
-
-def test_late_deletion_of_a_topic_leaves_its_successor_alone(tmp_path):
-    """Goal: a deletion that was stopped half-way and finished by another node is over.
-
-    Method: it stands still behind its first object; the other node finishes it, makes the topic
-    anew and fills it; then the first one goes on.
-    """
-    history = History()
-    log_a = ister.open(settings_of(tmp_path, "a", ttl=LONG_TTL))
-    log_b = ister.open(settings_of(tmp_path, "b", ttl=LONG_TTL))
-    anew = []
-    try:
-        topic_a = log_a.topic(TOPIC, create=True)
-        for _ in range(3):
-            topic_a.wait(topic_a.append(b"of the old topic"))
-            topic_a.upload()
-
-        def replace():
-            failpoints.disarm()
-            log_b.delete(TOPIC)
-            anew.append(log_b.topic(TOPIC, create=True))
-            Producer(history, TOPIC, "b").send(anew[0], 20)
-            anew[0].upload()
-
-        failpoints.arm("tier.after_delete_object", replace)
-        with contextlib.suppress(FencedError, NotFoundError, ConflictError):
-            log_a.delete(TOPIC)
-        assert anew, "the deletion had nothing to delete"
-        Producer(history, TOPIC, "b2").send(anew[0], 20)
-        converge(history, anew[0])
     finally:
         log_a.close()
         log_b.close()

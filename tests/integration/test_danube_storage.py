@@ -357,7 +357,7 @@ def test_upload_takes_chunks_and_not_whole_files_of_memory(here):
         topic.upload()
     ((described, _),) = catalog(log).descriptors()
     assert described.size_bytes > 15 * MIB
-    assert allocation.peak_bytes < 4 * MIB
+    assert allocation.peak_bytes < 8 * MIB
 
 
 # -- what is stored and cannot be used ----------------------------------------------------------

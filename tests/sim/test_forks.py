@@ -10,7 +10,7 @@ from tests.sim.fork_world import MODES, PLANTED
 from tests.support.scale import scaled
 
 SEED = int(os.environ.get("ISTER_SIM_SEED", "1"))
-COUNT = scaled(2, 100)
+COUNT = scaled(1, 100)
 
 
 def run_world(*arguments):
@@ -24,7 +24,6 @@ def run_world(*arguments):
     )
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("mode", MODES)
 def test_no_child_uses_or_changes_resources_of_its_parent(mode):
     ended = run_world("--count", str(COUNT), "--mode", mode)
