@@ -18,12 +18,9 @@ import asyncio
 import json
 import os
 import random
-import signal
 import socket
 import sqlite3
 import struct
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -37,23 +34,20 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-import pyarrow as pa
 from google.protobuf.descriptor import FieldDescriptor
 from pyarrow import flight
 
 from ister import wire
 from ister.wire import danube, danube_admin, danube_schema, ister_api
-from ister.wire.contract import Action, PutOpen, RangeTicket
+from ister.wire.contract import RangeTicket
 from tests.integration.bystander import Bystander
 from tests.servers.broker import BrokerProcess
-from tests.support.danube import SHARED, connect, eventually, run
-from tests.support.scale import IS_NIGHTLY, scaled
+from tests.support.danube import connect, eventually, run
+from tests.support.scale import scaled
 
 MORE = scaled(1, 5)
 KIB, MIB = 1024, 1024 * 1024
 U64 = 2**64 - 1
-I64 = 2**63 - 1
-
 PATIENCE_SECONDS = scaled(60.0, 8.0)
 """How long a round of the bystander may take, four calls and a connection, on a busy machine."""
 QUIET_MIB = 160
@@ -425,54 +419,6 @@ async def test_thousands_of_names_that_are_no_topics(session, broker):
             assert counts == {"NOT_FOUND": 900}
 
 
-async def test_ever_new_topics_up_to_the_limit(session, broker):
-    async with Storm(broker):
-        made = []
-        try:
-            told = []
-            for number in range(2 * TOPICS_MAX):
-                name = f"/default/ever-{number}"
-                status, text = await outcome(register(session, name))
-                if status == "OK":
-                    made.append(name)
-                else:
-                    told.append((status, text))
-            assert len(made) < TOPICS_MAX
-            assert len(told) > TOPICS_MAX
-            assert {status for status, _ in told} == {"RESOURCE_EXHAUSTED"}
-            assert all("max_topics" in text for _, text in told)
-        finally:
-            for name in made:
-                await session.topics.DeleteTopic(danube_admin.TopicRequest(name=name))
-
-
-async def test_ever_new_subscriptions_and_consumers(session, broker):
-    """A topic's policies bound what clients may make of it; without, memory still does not grow."""
-    topic = "/default/many-subscriptions"
-
-    async with Storm(broker):
-        await session.create_topic(topic)
-        subscribe = session.raw_consumers.Subscribe
-        counts = await outcomes(
-            subscribe(subscribe_request(topic, f"free-{number}", kind=1)) for number in range(100)
-        )
-        assert counts == {"OK": 100}
-        await session.set_policies(
-            topic, max_subscriptions_per_topic=120, max_consumers_per_subscription=50
-        )
-        counts = await outcomes(
-            subscribe(subscribe_request(topic, f"more-{number}")) for number in range(200)
-        )
-        assert counts == {"OK": 20, "PERMISSION_DENIED": 180}
-        counts = await outcomes(
-            subscribe(subscribe_request(topic, "free-0", f"consumer {number}", kind=1))
-            for number in range(200)
-        )
-        # One of the fifty is the first.
-        assert counts == {"OK": 49, "PERMISSION_DENIED": 151}
-        await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
-
-
 async def test_ever_new_consumers_with_long_filters(session, broker):
     """64 filters of 250 characters each: a subscription's record has a bound, the oldest go."""
     topic = "/default/long-filters"
@@ -561,69 +507,6 @@ async def test_streams_that_are_opened_and_cancelled(session, broker):
 # -- requests that are too large, or none at all ----------------------------------------------
 
 
-@pytest.mark.nightly
-async def test_metadata_that_is_too_large(broker):
-    """The native engine refuses as HTTP/2 does, without a status of gRPC."""
-    is_native = broker.engine == "native"
-    expected = {"INTERNAL", "UNKNOWN", "UNAVAILABLE"} if is_native else {"RESOURCE_EXHAUSTED"}
-
-    async with Storm(broker):
-        channel = own_channel(broker)
-        admin = wire.stub(channel, "ister.Admin")
-        for metadata in (
-            [("x-large", "y" * 20_000)],
-            [("x-large", "y" * 200_000)],
-            [(f"x-{number}", "y") for number in range(3000)],
-            [("x-binary-bin", bytes(50_000))],
-        ):
-            calls = [admin.Info(ister_api.InfoRequest(), metadata=metadata) for _ in range(10)]
-            found = await asyncio.gather(*map(outcome, calls))
-            assert {status for status, _ in found} <= expected
-        assert await outcome(admin.Info(ister_api.InfoRequest())) == ("OK", "")
-        await channel.close()
-
-
-SIZES = {
-    "a byte too many": ({"payload": b"x" * (MESSAGE_MAX + 1)}, "INVALID_ARGUMENT", "at most"),
-    "far too many": ({"payload": b"x" * (13 * MIB)}, "RESOURCE_EXHAUSTED", "larger than max"),
-    "an attribute of 2 MiB": ({"attributes": {"a": "x" * (2 * MIB)}}, "INVALID_ARGUMENT", "at mos"),
-    "an attribute's name of 2 MiB": (
-        {"attributes": {"x" * (2 * MIB): "a"}},
-        "INVALID_ARGUMENT",
-        "at most",
-    ),
-    "40,000 attributes": (
-        {"attributes": {f"attribute {n}": "a value of some length" for n in range(40_000)}},
-        "INVALID_ARGUMENT",
-        "at most",
-    ),
-    "a key of 2 MiB": ({"routing_key": "k" * (2 * MIB)}, "INVALID_ARGUMENT", "at most"),
-    "a name of 1 MiB": ({"name": "p" * MIB}, "INVALID_ARGUMENT", "256 characters"),
-    "a name of 300": ({"name": "p" * 300}, "INVALID_ARGUMENT", "256 characters"),
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("what", SIZES)
-@pytest.mark.parametrize("reliable", [True, False], ids=["log", "no log"])
-async def test_messages_that_are_too_large(session, broker, what, reliable):
-    """Many of them, one after the other: what was refused is not kept, not even for a while.
-
-    At most two requests are in memory at once here, each up to three times (as bytes, as a
-    message, as ours).
-    """
-    fields, status, words = SIZES[what]
-    topic = f"/default/too-large-{reliable}"
-
-    async with Storm(broker, mib=QUIET_MIB):
-        producer = await register(session, topic, reliable=reliable)
-        request = message(topic, producer, **fields)
-        for _ in range(6 * MORE):
-            told, text = await outcome(session.raw_producers.SendMessage(request))
-            assert told == status, text
-            assert words in text
-
-
 def test_messages_that_are_just_not_too_large(broker):
     """The largest payload, ten thousand attributes, numbers at their ends: taken, and given out."""
     topic = "/default/large"
@@ -681,77 +564,6 @@ async def consumed(broker, topic, count, subscription="reader"):
     stream.cancel()
     await channel.close()
     return payloads
-
-
-NAMES = [
-    "../../x",
-    "/../x",
-    "/default/..",
-    "/default/../x",
-    "/default/a\0b",
-    "/default/a\nFORGED line",
-    "/default/" + "a" * 300,
-    "/default/cur",
-    "/default/a.b",
-    "/default/a b",
-    "/default/\u00fcml\u00e4ut",
-    "/default/\uff41",
-    "/default/a\u200bb",
-    "/default/\U0001f600" * 500,
-    "",
-    "/",
-    "//x",
-    "/default/",
-    "/default/x/y",
-    "default/x",
-]
-
-
-async def test_names_that_are_none(session, broker):
-    """Refused by every call that takes one, with a word; no file is made for them."""
-
-    def topics():
-        return {path.name for path in (broker.data / "wal" / "default").iterdir()}
-
-    before = topics()
-
-    async with Storm(broker):
-        for name in NAMES:
-            producer = danube.ProducerRequest(
-                request_id=1, producer_name="p", topic_name=name, dispatch_strategy=1
-            )
-            lookup = danube.TopicLookupRequest(request_id=1, topic=name)
-            acked = danube.MsgID(topic_name=name)
-            calls = {
-                "CreateProducer": session.raw_producers.CreateProducer(producer),
-                "SendMessage": session.raw_producers.SendMessage(message(name, 1)),
-                "Subscribe": session.raw_consumers.Subscribe(subscribe_request(name)),
-                "Ack": session.raw_consumers.Ack(danube.AckRequest(msg_id=acked)),
-                "Nack": session.raw_consumers.Nack(danube.NackRequest(msg_id=acked)),
-                "TopicLookup": session.discovery.TopicLookup(lookup),
-                "TopicPartitions": session.discovery.TopicPartitions(lookup),
-                "CreateTopic": session.topics.CreateTopic(
-                    danube_admin.NewTopicRequest(name=name, dispatch_strategy=1)
-                ),
-                "DeleteTopic": session.topics.DeleteTopic(danube_admin.TopicRequest(name=name)),
-                "DescribeTopic": session.admin.DescribeTopic(ister_api.TopicName(topic=name)),
-            }
-            for call, awaited in calls.items():
-                status, text = await outcome(awaited)
-                assert status == "INVALID_ARGUMENT", f"{call} {name[:40]!r}: {status} {text}"
-                assert text
-        topic = "/default/names"
-        await session.create_topic(topic)
-        for name in ("", "../x", "a/b", "a\nFORGED", "a\0", "n" * 300, "\u00fc"):
-            calls = [session.raw_consumers.Subscribe(subscribe_request(topic, name))]
-            if name not in ("../x", "a/b", "\u00fc"):  # a consumer's name is only printable
-                request = subscribe_request(topic, "s", name)
-                calls.append(session.raw_consumers.Subscribe(request))
-            for status, text in await asyncio.gather(*map(outcome, calls)):
-                assert (status, bool(text)) == ("INVALID_ARGUMENT", True), repr(name)
-    assert topics() - before <= {"names"}
-    everything = [path.name for path in broker.directory.parent.rglob("*")]
-    assert not any("FORGED" in name or name == "x" for name in everything)
 
 
 async def test_names_that_differ_in_case_alone(session, broker):
@@ -868,140 +680,6 @@ async def test_bytes_that_are_no_messages_to_every_call(broker):
 # -- requests that make no sense --------------------------------------------------------------
 
 
-async def test_acknowledgements_of_what_nobody_has(session, broker):
-    topic = "/default/nonsense-acks"
-
-    async with Storm(broker):
-        await session.send(topic, ["one", "two"])
-        broker.acknowledged[topic] += [b"one", b"two"]
-        inbox = await session.consumer(topic, kind=SHARED)
-        consumers = session.raw_consumers
-
-        def ack(offset, topic=topic, subscription="sub"):
-            msg_id = danube.MsgID(topic_name=topic, topic_offset=offset)
-            return consumers.Ack(danube.AckRequest(msg_id=msg_id, subscription_name=subscription))
-
-        def nack(offset, address="", **fields):
-            msg_id = danube.MsgID(topic_name=topic, topic_offset=offset, broker_addr=address)
-            return consumers.Nack(
-                danube.NackRequest(msg_id=msg_id, subscription_name="sub", **fields)
-            )
-
-        for offset in (2, 3, 10**12, I64, U64):
-            assert (await outcome(ack(offset)))[0] == "INVALID_ARGUMENT"
-            # What is not in flight cannot fail; that is no error.
-            assert (await outcome(nack(offset, delay_ms=U64, reason="r" * MIB)))[0] == "OK"
-        assert (await outcome(ack(0, subscription="nobody")))[0] == "NOT_FOUND"
-        assert (await outcome(ack(0, topic="/default/nobody")))[0] == "NOT_FOUND"
-        for call in (
-            consumers.Ack(danube.AckRequest(subscription_name="sub")),
-            consumers.Nack(danube.NackRequest(subscription_name="sub")),
-            session.raw_producers.SendMessage(danube.StreamMessage(payload=b"x")),
-        ):
-            status, text = await outcome(call)
-            assert (status, "msg_id" in text) == ("INVALID_ARGUMENT", True)
-        # A nack that asks for ages comes within the policy's maximum; nothing of this moved
-        # the cursor beyond what was delivered.
-        await session.set_failure_policy(topic, delay_ms=10, max_delay_ms=200, retries=1000)
-        await session.seek(topic, earliest=True)
-        first, second = await inbox.take(2, ack=False)
-        address = first.msg_id.broker_addr
-        asked = nack(0, address, delay_ms=U64, reason="\0\n" * MIB)
-        assert (await outcome(asked))[0] == "OK"
-        again = await inbox.one(within=60)
-        assert again.payload == first.payload == b"one"
-        await inbox.ack(again, second)
-        await session.wait_for_cursor(topic, 2)
-
-
-async def test_settings_that_make_no_sense(session, broker):
-    topic = "/default/nonsense-settings"
-
-    async with Storm(broker):
-        await session.send(topic, ["one"])
-        broker.acknowledged[topic].append(b"one")
-        await session.consumer(topic)
-        admin, topics = session.admin, session.topics
-
-        def seek(**to):
-            return admin.Seek(ister_api.SeekRequest(topic=topic, subscription="sub", **to))
-
-        for to in (
-            {"offset": U64},
-            {"offset": 2},
-            {"publish_time_ms": I64},
-            {"publish_time_ms": -I64},
-            {"publish_time_ms": -1},
-            {"earliest": False},
-            {},
-        ):
-            status, text = await outcome(seek(**to))
-            assert (status in ("INVALID_ARGUMENT", "OUT_OF_RANGE"), bool(text)) == (True, True)
-        for policies in (
-            '{"max_publish_rate": -1}',
-            '{"max_publish_rate": 1e99}',
-            '{"max_publish_rate": true}',
-            '{"max_publish_rate": ' + "9" * 5000 + "}",
-            '{"max_message_size": 99999999999}',
-            '{"nothing": 1}',
-            '{"\U0001f600": 1}',
-            '{"' + "\U0001f600" * 5000 + '": 1}',
-            "[" * 100_000,
-            '{"max_publish_rate":' * 50_000,
-            "[]",
-            "\0",
-            "NaN",
-        ):
-            for call, name in (
-                (admin.SetTopicPolicies, topic),
-                (admin.SetNamespacePolicies, "default"),
-            ):
-                status, text = await outcome(
-                    call(ister_api.SetPoliciesRequest(name=name, policies=policies))
-                )
-                assert (status, bool(text)) == ("INVALID_ARGUMENT", True), policies[:40]
-        for fields in (
-            {"max_redelivery_count": 2**32 - 1},
-            {"ack_timeout_ms": 0},
-            {"ack_timeout_ms": U64},
-            {"base_redelivery_delay_ms": U64, "max_redelivery_delay_ms": U64},
-            {"base_redelivery_delay_ms": 2, "max_redelivery_delay_ms": 1},
-            {"poison_policy": 0},
-            {"poison_policy": 0, "dead_letter_topic": "../../x"},
-            {"poison_policy": 0, "dead_letter_topic": topic},
-            {"poison_policy": 77},
-            {"backoff_strategy": -1},
-        ):
-            policy = {"ack_timeout_ms": 1000, "poison_policy": 1, **fields}
-            request = danube_admin.SetSubscriptionFailurePolicyRequest(
-                topic=topic,
-                subscription="sub",
-                failure_policy=danube_admin.SubscriptionFailurePolicy(**policy),
-            )
-            status, text = await outcome(topics.SetSubscriptionFailurePolicy(request))
-            assert (status, bool(text)) == ("INVALID_ARGUMENT", True), fields
-        for window in (0, 2**32 - 1):
-            request = danube_admin.SetSubscriptionDispatchConfigRequest(
-                topic=topic,
-                subscription="sub",
-                dispatch_config=danube_admin.SubscriptionDispatchConfig(
-                    max_unacked_messages=window
-                ),
-            )
-            status, text = await outcome(topics.SetSubscriptionDispatchConfig(request))
-            assert (status, bool(text)) == ("INVALID_ARGUMENT", True)
-        for partitions in (2**32 - 1, 1025):
-            request = danube_admin.PartitionedTopicRequest(
-                base_name="/default/parts", partitions=partitions, dispatch_strategy=1
-            )
-            status, text = await outcome(topics.CreatePartitionedTopic(request))
-            assert (status, bool(text)) == ("INVALID_ARGUMENT", True)
-        for number in (-1, 4, 2**31 - 1):
-            request = subscribe_request(topic, "other", kind=number)
-            status, text = await outcome(session.raw_consumers.Subscribe(request))
-            assert (status, bool(text)) == ("INVALID_ARGUMENT", True)
-
-
 def schema_bombs():
     """Definitions that a careless reader takes for ever over, or dies of."""
     laughs = {"a0": {"type": "string"}}
@@ -1116,52 +794,6 @@ def publish_mib(broker, topic, count, *, reliable=True):
     run(publish())
 
 
-async def test_a_consumer_that_never_reads(session, broker):
-    """100 MiB for a subscription that one of two consumers does not take, and for another one.
-
-    A subscription holds at most 16 MiB that were read and not sent, gRPC as much as its windows
-    have (some MiB a stream), and the log's own buffers are as large as they always are.
-    """
-    topic, count = "/default/slow", 100 * MORE
-
-    async with Storm(broker, mib=250):
-        await session.create_topic(topic)
-        subscribe = session.raw_consumers.Subscribe
-        stalled = await subscribe(subscribe_request(topic, "shared", "stalled", 1))
-        lazy = session.raw_consumers.ReceiveMessages(
-            danube.ReceiveRequest(consumer_id=stalled.consumer_id)
-        )
-        alone = await subscribe(subscribe_request(topic, "alone", "stalled", 0))
-        lazy_alone = session.raw_consumers.ReceiveMessages(
-            danube.ReceiveRequest(consumer_id=alone.consumer_id)
-        )
-        await session.wait_attached(topic, "stalled", "shared")
-        await session.wait_attached(topic, "stalled", "alone")
-        await session.set_window(topic, 10, subscription="shared")
-        await session.set_failure_policy(
-            topic,
-            subscription="shared",
-            ack_timeout_ms=500,
-            retries=100_000,
-            delay_ms=1,
-            max_delay_ms=1,
-        )
-        async with connect(broker, own_connection=True) as others:
-            good = await others.consumer(topic, "good", subscription="shared", kind=SHARED)
-            other = await others.consumer(topic, "other", subscription="other")
-            await asyncio.to_thread(publish_mib, broker, topic, count)
-            came = [struct.unpack(">I", one.payload[:4])[0] for one in await other.take(count)]
-            assert came == list(range(count))
-            found = set()
-            async with asyncio.timeout(60):
-                while len(found) < count:
-                    one = await good.one(ack=True, within=60)
-                    found.add(struct.unpack(">I", one.payload[:4])[0])
-        lazy.cancel()
-        lazy_alone.cancel()
-        await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
-
-
 async def test_a_consumer_of_a_topic_without_a_log_that_never_reads(session, broker):
     """It misses messages; 8 MiB wait for it, and what gRPC has taken already."""
     topic = "/default/slow-pushed"
@@ -1175,64 +807,6 @@ async def test_a_consumer_of_a_topic_without_a_log_that_never_reads(session, bro
         await session.wait_attached(topic, "attacker")
         await asyncio.to_thread(publish_mib, broker, topic, 200 * MORE, reliable=False)
         stream.cancel()
-
-
-_STOPPED_CLIENT = """
-import asyncio, sys
-from tests.support.danube import SHARED, connect
-from tests.support.scale import IS_NIGHTLY, scaled
-class Broker: address = sys.argv[1]
-async def main():
-    async with connect(Broker) as danube:
-        await danube.consumer(sys.argv[2], "stopped", kind=SHARED)
-        print("attached", flush=True)
-        await asyncio.sleep(600)
-asyncio.run(main())
-"""
-
-
-def test_a_client_that_is_stopped(broker):
-    """Half open: its process is there and does nothing. Others get its messages in time."""
-    topic = "/default/stopped"
-
-    async def scenario(client):
-        async with connect(broker, own_connection=True) as session:
-            await session.set_failure_policy(topic, ack_timeout_ms=500, retries=100_000, delay_ms=1)
-            good = await session.consumer(topic, "good", kind=SHARED)
-            client.send_signal(signal.SIGSTOP)
-            producer = await session.producer(topic)
-            expected = {f"message {number}".encode() for number in range(300)}
-            for payload in sorted(expected):
-                await producer.send(payload)
-            broker.acknowledged[topic] += sorted(expected)
-            found = set()
-            async with asyncio.timeout(60):
-                while found != expected:
-                    found.add((await good.one(ack=True)).payload)
-            if IS_NIGHTLY:
-
-                async def is_gone():
-                    return list((await session.describe(topic)).consumers) == ["good"]
-
-                await eventually(is_gone, within=60)  # keepalive finds out
-
-    async def prepare():
-        async with connect(broker, own_connection=True) as session:
-            await session.create_topic(topic)
-
-    run(prepare())
-    client = subprocess.Popen(
-        [sys.executable, "-c", _STOPPED_CLIENT, broker.address, topic],
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert client.stdout.readline() == b"attached\n"
-        with Storm(broker):
-            run(scenario(client))
-    finally:
-        client.kill()
-        client.wait()
-        client.stdout.close()
 
 
 # -- Ister's own stream -----------------------------------------------------------------------
@@ -1313,73 +887,6 @@ async def test_endless_acknowledgements_of_a_client_that_does_not_read(session, 
 
 
 # -- Flight and HTTP --------------------------------------------------------------------------
-
-
-def test_flight_requests_that_are_none(broker):
-    topic = "/default/flight-abuse"
-    rng = random.Random(7)
-
-    def refused(call):
-        with pytest.raises((pa.ArrowException, flight.FlightError, OSError)) as caught:
-            call()
-        text = str(caught.value)
-        assert text
-        assert "INTERNAL" not in text, text
-        assert "the server failed" not in text, text
-
-    async def prepare():
-        async with connect(broker, own_connection=True) as session:
-            await session.create_topic(topic)
-
-    run(prepare())
-    nonsense = [
-        b"",
-        b"{",
-        b"null",
-        b"[]" * 1000,
-        b"[" * 200_000,
-        b'{"topic": 5}',
-        b'{"topic": "../../x", "start": 0, "end": 1}',
-        json.dumps({"topic": topic, "start": U64, "end": U64}).encode(),
-        json.dumps({"topic": topic, "start": -1, "end": 10**30}).encode(),
-        json.dumps({"topic": topic, "start": 0, "end": 1, "columns": ["x"] * 1000}).encode(),
-        rng.randbytes(1000),
-        b'{"a":"' + b"x" * MIB + b'"}',
-    ]
-    with Storm(broker), flight.connect(f"grpc://{broker.flight}") as client:
-        for data in nonsense:
-            refused(lambda data=data: client.do_get(flight.Ticket(data)).read_all())
-            for action in Action:
-                if action not in (Action.TOPICS, Action.STORAGE):  # they take no argument
-                    refused(lambda a=action, d=data: list(client.do_action(flight.Action(a, d))))
-            refused(lambda data=data: put(client, data, pa.table({"payload": [b"x"]})))
-        refused(lambda: list(client.do_action(flight.Action("no-such-action\n", b""))))
-        opened = PutOpen(topic=topic, producer=None).to_json()
-        for table in (
-            pa.table({"nothing": [1]}),
-            pa.table({"payload": [1, 2]}),
-            pa.table({"payload": pa.array([None], pa.binary())}),
-            pa.table({"payload": pa.array([b"x" * (MESSAGE_MAX + 2 * MIB)])}),
-            pa.table({"payload": [b"x"] * 70_000}),
-        ):
-            refused(lambda table=table: put(client, opened, table))
-        assert list(client.do_action(flight.Action(Action.TOPICS, b"")))
-    # What speaks no gRPC at all.
-    with Storm(broker), connections(broker, 50, rng.randbytes(4000), port="flight"):
-        watch_rounds(broker)
-
-
-def put(client, command, table):
-    """Publishes a table, whatever it is, and waits for what the server says."""
-    descriptor = flight.FlightDescriptor.for_command(command)
-    writer, reader = client.do_put(descriptor, table.schema)
-    try:
-        writer.write_table(table)
-        writer.done_writing()
-        while reader.read() is not None:
-            pass
-    finally:
-        writer.close()
 
 
 def test_http_requests_that_are_none(broker):

@@ -6,13 +6,11 @@ with room for a busy one.
 
 import asyncio
 import contextlib
-import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 
 import pytest
 
@@ -21,7 +19,6 @@ pytest.importorskip("danube")
 from tests.servers.broker import BrokerProcess
 from tests.support.danube import (
     FAILOVER,
-    KEY_SHARED,
     SHARED,
     collect,
     connect,
@@ -42,12 +39,6 @@ LOOKS = 6
 # At once, on a busy machine; pings that find out by themselves would take over 20 s.
 PROMOTION_SECONDS = 10.0
 HANG_SECONDS = 35.0
-
-KEYS = 50
-WORKERS = 5
-MESSAGES_PER_KEY = 24
-# Three times as many as there usually are until everything was published.
-CHANGES_MAX = 150
 
 # A consumer in a process of its own that can be killed: says when it has a message, and keeps it.
 CONSUMER = """
@@ -183,130 +174,6 @@ async def test_failover_promotes_when_the_process_of_the_active_consumer_is(
         process.kill()
         process.wait()
         process.stdout.close()
-
-
-class Keys:
-    """What workers did with the messages of each key, and what they may be given next.
-
-    Messages of a key are numbered from 0. A number may come when all before it are done, and not
-    once it is surely done: its acknowledgement was answered.
-    """
-
-    def __init__(self):
-        self.done = defaultdict(int)
-        self.acknowledged = defaultdict(int)
-        self.first_seen = defaultdict(list)
-        self.deliveries = Counter()
-
-    def delivered(self, worker, key, number):
-        assert number <= self.done[key], (
-            f"{worker} got {number} of {key} while {self.done[key]} is not done"
-        )
-        assert number >= self.acknowledged[key], (
-            f"{worker} got {number} of {key} though it was acknowledged"
-        )
-        if number not in self.first_seen[key]:
-            self.first_seen[key].append(number)
-        self.deliveries[worker] += 1
-
-
-@pytest.mark.nightly
-def test_keys_keep_their_order_while_consumers_come_and_go(broker, topic):
-    """Goal: 50 keys, 5 consumers that leave and join at random, and every key in order.
-
-    Method: workers take their time at random, and are cut off wherever they are. What a cut-off
-    worker had may come again; nothing may come too early, and nothing that is surely done.
-    """
-    seed = int(os.environ.get("ISTER_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"replay: ISTER_SEED={seed} pytest tests/integration/test_broker_scale.py -k keys_keep")
-    dice = random.Random(seed)
-    keys = Keys()
-
-    async def work(name, inbox):
-        pace = random.Random(dice.random())
-        while True:
-            message = await inbox.queue.get()
-            key, number = message.routing_key, int(message.payload)
-            keys.delivered(name, key, number)
-            await asyncio.sleep(pace.random() * 0.01)
-            keys.done[key] = max(keys.done[key], number + 1)
-            await inbox.ack(message)
-            keys.acknowledged[key] = max(keys.acknowledged[key], number + 1)
-
-    async def publish(session):
-        producer = await session.producer(topic)
-        order = [f"key-{n}" for n in range(KEYS)] * MESSAGES_PER_KEY
-        dice.shuffle(order)
-        numbers = Counter()
-        for key in order:
-            await producer.send_with_key(str(numbers[key]).encode(), None, key)
-            numbers[key] += 1
-            # So that it takes some seconds, on whatever machine.
-            await asyncio.sleep(0.002)
-
-    async def scenario():
-        async with connect(broker) as session:
-            await session.create_topic(topic)
-            workers = {}
-
-            async def join(number):
-                name = f"worker-{number}"
-                inbox = await session.consumer(topic, name, kind=KEY_SHARED)
-                workers[number] = inbox, asyncio.create_task(work(name, inbox))
-
-            async def leave(number):
-                inbox, task = workers.pop(number)
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-                await inbox.close()
-
-            await join(0)
-            publishing = asyncio.create_task(publish(session))
-            for number in range(1, WORKERS):
-                await join(number)
-
-            def is_done():
-                for _, task in workers.values():
-                    if task.done():
-                        task.result()
-                if publishing.done():
-                    publishing.result()
-                # Not by the acknowledgements that were answered: one of a worker that was cut off
-                # meanwhile counts for the broker, and nothing comes again.
-                return publishing.done() and not missing()
-
-            def missing():
-                names = (f"key-{n}" for n in range(KEYS))
-                return {k: keys.done[k] for k in names if keys.done[k] != MESSAGES_PER_KEY}
-
-            changes = 0
-            while not is_done() and changes < CHANGES_MAX:
-                await asyncio.sleep(dice.random() * 0.12)
-                number = dice.randrange(WORKERS)
-                if number not in workers:
-                    await join(number)
-                elif len(workers) > 1:
-                    await leave(number)
-                changes += 1
-            # From here on nobody comes or goes, so on whatever machine the end is near.
-            deadline = time.monotonic() + 60
-            while not is_done():
-                assert time.monotonic() < deadline, f"not all came: {missing()}"
-                await asyncio.sleep(0.05)
-            # Those who are still there have to get what others did not acknowledge.
-            await session.wait_for_cursor(topic, KEYS * MESSAGES_PER_KEY)
-            for number in list(workers):
-                await leave(number)
-            for n in range(KEYS):
-                assert keys.first_seen[f"key-{n}"] == list(range(MESSAGES_PER_KEY))
-            print(
-                f"{changes} changes, {sum(keys.deliveries.values())} deliveries: {keys.deliveries}"
-            )
-            assert changes >= 8
-            assert len(keys.deliveries) > 2
-
-    run(scenario(), within=300)
 
 
 @pytest.mark.nightly

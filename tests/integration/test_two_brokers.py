@@ -110,14 +110,6 @@ async def next_offset(session, topic):
 # -- where a topic is -------------------------------------------------------------------------
 
 
-async def test_each_knows_of_the_other(pair):
-    a, b = pair
-    async with connect(a) as at_a, connect(b) as at_b:
-        for session in (at_a, at_b):
-            listed = await session.brokers.ListBrokers(danube_admin.Empty())
-            assert {one.broker_addr for one in listed.brokers} == {a.url, b.url}
-
-
 async def test_a_look_up_sends_clients_to_the_owner_by_the_whole_name(pair, topic):
     a, b = pair
     async with connect(a) as at_a, connect(b) as at_b:
@@ -261,39 +253,6 @@ async def test_offsets_never_repeat_however_often_a_topic_moves(pair, topic):
         assert texts(messages) == numbered(20)
 
 
-@pytest.mark.nightly
-async def test_attempts_and_acks_out_of_order_move_along(pair, topic):
-    async with connect(pair[0]) as at_a, connect(pair[1]) as at_b:
-        inbox_topic, dead = topic, f"{topic}-dead"
-        await place(at_a, inbox_topic, pair[0])
-        await place(at_a, dead, pair[0])
-        inbox = await at_a.consumer(inbox_topic)
-        await at_a.set_failure_policy(
-            inbox_topic, poison="DeadLetter", retries=2, delay_ms=0, dead_letter_topic=dead
-        )
-        await at_a.send(inbox_topic, numbered(5))
-        messages = await inbox.take(5, ack=False)
-        await inbox.ack(messages[0], messages[2], messages[4])
-        for _ in range(2):
-            await inbox.nack(messages[1], reason="bad")
-            assert offsets([await inbox.one()]) == [1]
-        await at_a.unload(inbox_topic)
-        assert (await lookup(at_b, inbox_topic))[0] == CONNECT
-        # Neither 2 nor 4, which were acknowledged above the cursor.
-        again = await inbox.take(2, ack=False)
-        assert offsets(again) == [1, 3]
-        # The third failure is one too many.
-        await inbox.nack(again[0], reason="still bad")
-        await inbox.ack(again[1])
-        await at_b.wait_for_cursor(inbox_topic, 5)
-        letters = await at_b.consumer(dead, "reader")
-        await at_b.seek(dead, earliest=True)
-        [letter] = await letters.take(1)
-        assert letter.payload == b"message 1"
-        assert letter.attributes["x-delivery-attempt"] == "3"
-        assert letter.attributes["x-failure-reason"] == "still bad"
-
-
 async def test_settings_of_a_subscription_to_come_move_along(pair, topic):
     """Set at one broker, kept with the topic of the other, in force where it is subscribed to."""
     a, b = pair
@@ -312,37 +271,6 @@ async def test_settings_of_a_subscription_to_come_move_along(pair, topic):
 
 
 # -- going for good, and coming back ----------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_a_broker_that_hands_everything_over_can_go(pair, topic):
-    async def scenario(a, b):
-        names = [f"{topic}-{number}" for number in range(3)]
-        async with connect(a) as at_a:
-            for name in names:
-                await place(at_a, name, a)
-                await at_a.send(name, numbered(5))
-            answer = await at_a.brokers.UnloadBroker(danube_admin.UnloadBrokerRequest())
-            assert answer.total >= 3
-            assert (answer.succeeded, answer.failed) == (answer.total, 0)
-            again = await at_a.brokers.UnloadBroker(danube_admin.UnloadBrokerRequest())
-            assert again.total == 0
-        a.stop()
-        async with connect(b) as at_b:
-            for name in names:
-                await at_b.send(name, numbered(1, 5))
-                inbox = await at_b.consumer(name)
-                await at_b.seek(name, earliest=True)
-                assert texts(await inbox.take(6)) == numbered(6)
-            listed = await at_b.brokers.ListBrokers(danube_admin.Empty())
-            assert [one.broker_addr for one in listed.brokers] == [b.url]
-
-    a, b = pair
-    try:
-        run(scenario(a, b))
-    finally:
-        if not a.is_running:
-            a.start()
 
 
 def test_the_files_of_a_killed_broker_are_waited_for(tmp_path):

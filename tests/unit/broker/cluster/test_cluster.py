@@ -155,15 +155,6 @@ def test_a_topic_is_at_its_owner_then_at_its_last_owner_then_where_it_is_assigne
     assert routed() == (a.node, 4)
 
 
-def test_the_topic_of_a_dead_broker_is_where_it_is_assigned(site, pair):
-    a, b = pair
-    c = site.start("c")
-    c.create("/ns/t")
-    site.crash("c")
-    a.cluster.assign("/ns/t", b.node, "its broker is down")
-    assert a.route("/ns/t") == b.route("/ns/t") == b.node
-
-
 @pytest.mark.parametrize("why", ["last owner", "assigned"])
 def test_a_broker_that_starts_has_to_be_waited_for(site, pair, why):
     a, b = pair

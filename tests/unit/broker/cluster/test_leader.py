@@ -61,14 +61,6 @@ def test_an_answer_that_lands_late_makes_the_same_process_leader(site):
     assert a.round()
 
 
-def test_a_broker_whose_lease_has_ended_cannot_take_the_key(site):
-    a = site.start("a")
-    site.end_lease(a)
-    assert not a.cluster.leadership.step(may_lead=True)
-    a.log.stores.membership.renew()
-    assert a.cluster.leadership.step(may_lead=True)
-
-
 def test_two_processes_of_one_node_are_two_leaders(site):
     """A process that was killed leaves its key, which the next one does not take for its own."""
     a = site.start("a")
@@ -91,15 +83,6 @@ def test_a_leader_that_resigns_is_followed(site):
     a.cluster.leadership.is_leader = True
     a.cluster.leadership.resign()
     assert not a.round()
-
-
-def test_a_broker_that_drains_lets_another_one_lead(site):
-    a, b = site.start("a"), site.start("b")
-    a.round()
-    a.cluster.drain()
-    assert not a.round()
-    assert b.round()
-    assert a.cluster.own.state is MemberState.DRAINING
 
 
 def test_a_value_that_cannot_be_read_is_somebody_else(site):
@@ -186,13 +169,6 @@ def test_a_request_is_kept_while_no_broker_takes_topics(site):
     assert site.assignments() == {"/ns/t": a.node}
 
 
-def test_an_assignment_to_a_broker_that_is_gone_is_replaced(site):
-    a, _ = site.start("a"), site.start("b")
-    a.round()
-    wish(site, "/ns/t", "gone")
-    assert a.cluster.leader.assign("/ns/t") in {one.node for one in site.brokers.values()}
-
-
 def test_assignments_that_happen_meanwhile_are_not_overwritten(site):
     a, b = site.start("a"), site.start("b")
     a.round()
@@ -249,18 +225,6 @@ def test_a_topic_whose_last_owner_is_up_goes_back_to_it(site, is_open):
     assert site.assignments() == {"/ns/t": b.node}
 
 
-def test_a_broker_that_comes_back_gets_its_topics_from_those_that_stood_in(site):
-    a, b, c = (site.start(name) for name in "abc")
-    b.create("/ns/t")
-    site.crash("b")
-    a.round(has_changed=True)
-    assert site.assignments()["/ns/t"] in (a.node, c.node)
-    back = site.start("b")
-    # It has not opened the topic yet.
-    a.round(has_changed=True)
-    assert site.assignments() == {"/ns/t": back.node}
-
-
 @pytest.mark.parametrize("is_sealed", [False, True])
 def test_a_topic_of_a_move_that_failed_goes_back_to_its_last_owner(site, is_sealed):
     """Nobody else can open it before it is sealed."""
@@ -289,15 +253,6 @@ def test_a_broker_that_slept_keeps_its_topics(site):
     assert site.assignments() == {"/ns/t": b.node}
 
 
-def test_a_broker_that_starts_keeps_its_topics(site):
-    a, b = site.start("a"), site.start("b")
-    b.create("/ns/t")
-    site.crash("b")
-    site.start("b", state=MemberState.STARTING)
-    a.round(has_changed=True)
-    assert site.assignments() == {}
-
-
 @pytest.mark.parametrize("state", [MemberState.STARTING, MemberState.DRAINING])
 def test_an_assignment_stands_unless_its_broker_drains(site, state):
     a, b = site.start("a"), site.start("b")
@@ -316,17 +271,6 @@ def test_a_topic_that_is_being_handed_over_is_left_to_its_broker(site):
     site.metadata.delete("/danube/cluster/owners/ns/t")
     a.round(has_changed=True)
     assert site.assignments() == {}
-
-
-def test_a_topic_that_was_handed_over_to_a_broker_that_died_goes_on(site):
-    """Its last owner still drains, and has nothing to do with it any more."""
-    a, b, c = (site.start(name) for name in "abc")
-    b.publish(MemberState.DRAINING)
-    sealed(b, "/ns/t")
-    wish(site, "/ns/t", c.node)
-    site.crash("c")
-    a.round(has_changed=True)
-    assert site.assignments() == {"/ns/t": a.node}
 
 
 def test_assignments_of_deleted_topics_are_removed_after_a_while(site):

@@ -4,7 +4,6 @@ Both protocols: Danube's, where a message's id comes back as it was sent, and Is
 """
 
 import asyncio
-from dataclasses import replace
 from types import SimpleNamespace
 
 import grpc
@@ -331,27 +330,6 @@ async def test_acks_of_what_was_delivered_before_a_restart_count(tmp_path, mode)
         assert world.dispatch.delivery.cursor == 4
         assert world.refused == 0
         own.cancel()
-
-
-async def test_a_subscription_without_a_key_gets_one_that_lasts(tmp_path):
-    """Data of an earlier version."""
-
-    async with a_broker(tmp_path) as (broker, services, _):
-        world = World(broker, services)
-        await world.make_topic()
-        await world.publish(1)
-        (await world.consume()).cancel()
-        await eventually(lambda: not world.dispatch.attached)
-        dispatch = world.dispatch
-        await dispatch._save_options(lambda stored: replace(stored, receipt_key=""))
-    keys = set()
-    for _ in range(2):
-        async with a_broker(tmp_path) as (broker, services, _):
-            world = World(broker, services)
-            await broker.topics.get(NAME)
-            keys.add(world.dispatch.stored.receipt_key)
-    assert len(keys) == 1
-    assert "" not in keys
 
 
 async def test_a_nack_counts_only_from_the_consumer_that_has_the_message(tmp_path):

@@ -16,13 +16,11 @@ from ister.base import failpoints
 from ister.broker.dispatch import cursor_writer
 from ister.broker.dispatch import dispatcher as module
 from ister.broker.dispatch import prefetch as bytes_side
-from ister.broker.dispatch.dead_letters import HOPS_MAX, LetterSigner
+from ister.broker.dispatch.dead_letters import HOPS_MAX
 from ister.broker.observe.subscriptions import describe_stored
 from ister.errors import (
     ClosedError,
-    ConflictError,
     CorruptDataError,
-    FencedError,
     MessageTooLargeError,
     UnavailableError,
 )
@@ -72,22 +70,6 @@ async def silence(outbox, seconds=0.1):
 
 
 # -- reading ----------------------------------------------------------------------------------
-
-
-@each("place", [in_memory, counted_log])
-async def test_messages_come_in_order_old_and_new(place):
-    async with place() as rig:
-        dispatch, outbox = rig.serve(300)
-        got = []
-        while len(got) < 300:
-            got += await receive(dispatch, outbox, 50, ack=True)
-        rig.fill(20)
-        got += await receive(dispatch, outbox, 20, ack=True)
-        assert got == [(n, 1, b"%d" % n) for n in range(320)]
-        assert dispatch.delivery.cursor == 320
-        assert dispatch.lag == 0
-        assert dispatch.prefetcher.held == {}
-        assert dispatch.prefetcher.held_bytes == 0
 
 
 async def test_without_consumers_nothing_is_read_and_the_lag_grows():
@@ -146,30 +128,6 @@ async def test_keys_that_nobody_takes_do_not_use_up_the_held_bytes(monkeypatch):
         assert dispatch.prefetcher.held_bytes == 0
 
 
-async def test_redeliveries_are_read_again_by_one_reader(monkeypatch):
-    monkeypatch.setattr(bytes_side, "_KEPT_BYTES_MAX", 0)
-
-    async with counted_log() as rig:
-        dispatch, outbox = rig.serve(50, size=100)
-        await receive(dispatch, outbox, 50)
-        assert dispatch.prefetcher.held == {}
-        for offset in (7, 3):
-            dispatch.nack(offset, delay_ms=None, reason="again")
-        again = await receive(dispatch, outbox, 2, ack=True)
-        assert sorted(again) == [(3, 2, b"3"), (7, 2, b"7")]
-        assert rig.counted("nacks_total") == 2
-        assert rig.counted("redeliveries_total") == 2
-        wanted = [offset for offset in reversed(range(50)) if offset not in (3, 7)]
-        found = await asyncio.gather(*(dispatch.prefetcher.message(n) for n in wanted))
-        assert [m.offset for m in found] == wanted
-        given_up = asyncio.create_task(dispatch.prefetcher.message(5))
-        await asyncio.sleep(0)
-        given_up.cancel()
-        await asyncio.gather(given_up, return_exceptions=True)
-        # One reader for new ones, one kept for such.
-        await eventually(lambda: len(rig.topic.readers) <= 2)
-
-
 async def test_a_rate_delays_and_drops_nothing():
     async with in_memory() as rig:
         dispatch, outbox = rig.serve(60, rate=100)
@@ -187,19 +145,6 @@ async def test_a_rate_delays_and_drops_nothing():
 
 
 # -- seek -------------------------------------------------------------------------------------
-
-
-async def test_a_seek_reaches_a_reader_that_waits_at_the_end():
-    async with in_memory() as rig:
-        dispatch, outbox = rig.serve(10)
-        await receive(dispatch, outbox, 10, ack=True)
-        await silence(outbox)
-        await dispatch.seek(4)
-        assert rig.kept == 4
-        assert offsets(await receive(dispatch, outbox, 6, ack=True)) == list(range(4, 10))
-        await dispatch.seek(10)
-        rig.fill(1)
-        assert offsets(await receive(dispatch, outbox, 1, ack=True)) == [10]
 
 
 async def test_acks_that_come_during_a_seek_do_not_undo_it():
@@ -354,45 +299,6 @@ def letter_policy(target="/default/dead"):
     )
 
 
-async def test_a_dead_letter_has_everything_of_the_message_and_why():
-    async with in_memory() as rig:
-        rig.fill(1)
-        record = a_record(
-            b"bad",
-            topic=NAME,
-            attributes={"own": "yes"},
-            routing_key="k",
-            schema_id=4,
-            schema_version=2,
-        )
-        rig.topic.appender.append_record(record)
-        dispatch = rig.open(policy=letter_policy())
-        outbox = dispatch.attach(1, ())
-        await receive(dispatch, outbox, 2)
-        dispatch.nack(1, delay_ms=None, reason="no good")
-        await eventually(lambda: rig.counted("dead_letters_total") == 1)
-        [(name, letter)] = rig.letters
-        assert name == letter.msg_id.topic_name == "/default/dead"
-        assert letter.payload == b"bad"
-        assert (letter.routing_key, letter.schema_id, letter.schema_version) == ("k", 4, 2)
-        assert LetterSigner("secret").verify(letter, name)
-        assert {**letter.attributes, "x-dead-letter-signature": ""} == {
-            "x-dead-letter-signature": "",
-            "own": "yes",
-            "x-original-topic": NAME,
-            "x-original-subscription": "s",
-            "x-original-topic-offset": "1",
-            "x-original-producer-id": "7",
-            "x-original-broker-addr": "http://b:1",
-            "x-dead-letter-hops": "1",
-            "x-poison-policy": "dead_letter",
-            "x-delivery-attempt": "1",
-            "x-failure-reason": "no good",
-        }
-        acknowledge(dispatch, 0)
-        assert dispatch.delivery.cursor == 2
-
-
 @pytest.mark.parametrize(
     "error", [UnavailableError("elsewhere"), ValueError("unforeseen")], ids=["expected", "not"]
 )
@@ -475,22 +381,6 @@ async def test_a_dead_letter_under_way_does_not_hold_up_the_end(monkeypatch):
         # It was not resolved, so it comes again with its failures.
         assert rig.kept == 0
         assert rig.store.load(rig.parsed, "")["s"].saved["failed"] == [[0, 1, None]]
-
-
-async def test_attempts_survive_the_broker():
-    async with in_memory() as rig:
-        dispatch, outbox = rig.serve(3)
-        await receive(dispatch, outbox, 3)
-        acknowledge(dispatch, 0)
-        acknowledge(dispatch, 2)
-        for _ in range(2):
-            dispatch.nack(1, delay_ms=None, reason="bad")
-            await receive(dispatch, outbox, 1)
-        await dispatch.close(None)
-        again = rig.open()
-        outbox = again.attach(1, ())
-        assert await receive(again, outbox, 1) == [(1, 3, b"1")]
-        await silence(outbox)  # 2 was acknowledged
 
 
 # -- retention and damage ---------------------------------------------------------------------
@@ -708,17 +598,6 @@ async def test_what_is_acknowledged_while_a_cursor_is_written_is_written_next():
         assert rig.store.written[0] == 5
 
 
-async def test_whoever_is_fenced_tells_it():
-    async with in_memory() as rig:
-        rig.fill(1)
-        rig.store.error = FencedError("another has it")
-        dispatch = rig.open(delta=1)
-        outbox = dispatch.attach(1, ())
-        await receive(dispatch, outbox, 1, ack=True)
-        await eventually(lambda: rig.fenced == [True])
-        rig.store.error = None
-
-
 async def test_a_cursor_beyond_the_end_begins_at_the_end():
     """Only a damaged log has one, which takes no messages: see `Topics._open_blocking`."""
 
@@ -731,50 +610,6 @@ async def test_a_cursor_beyond_the_end_begins_at_the_end():
 
 
 # -- consumers --------------------------------------------------------------------------------
-
-
-async def test_an_exclusive_subscription_refuses_a_second_consumer():
-    async with in_memory() as rig:
-        dispatch = rig.open()
-        outbox = dispatch.attach(1, ())
-        with pytest.raises(ConflictError):
-            dispatch.attach(2, ())
-        assert dispatch.attached == [1]
-        assert not outbox.is_ended
-
-
-async def test_a_later_stream_of_a_consumer_takes_over_and_gets_everything_again():
-    async with in_memory() as rig:
-        rig.fill(10)
-        dispatch = rig.open()
-        first = dispatch.attach(1, ())
-        await receive(dispatch, first, 4)
-        acknowledge(dispatch, 1)
-        second = dispatch.attach(1, ())
-        assert await asyncio.wait_for(first.take(), 60) == []
-        got = await receive(dispatch, second, 9)
-        assert [(o, a) for o, a, _ in got] == [(n, 1) for n in range(10) if n != 1]
-        # The old stream ends now; that concerns nobody.
-        dispatch.detach(first)
-        dispatch.written(first, 4)
-        assert dispatch.attached == [1]
-        rig.fill(1)
-        assert offsets(await receive(dispatch, second, 1)) == [10]
-
-
-async def test_what_is_held_for_the_last_consumer_is_let_go_after_a_while(monkeypatch):
-    monkeypatch.setattr(bytes_side, "_IDLE_SECONDS", 0.2)
-
-    async with counted_log() as rig:
-        dispatch, outbox = rig.serve(20, size=100, window=1000)
-        await eventually(lambda: dispatch.prefetcher.held_bytes > 0)
-        dispatch.detach(outbox)
-        dispatch.detach(outbox)
-        assert dispatch.prefetcher.held_bytes > 0
-        await eventually(lambda: dispatch.prefetcher.held_bytes == 0)
-        await eventually(lambda: rig.topic.readers == [])
-        again = dispatch.attach(1, ())
-        assert offsets(await receive(dispatch, again, 20)) == list(range(20))
 
 
 @each("kind", ["exclusive", "shared", "failover", "key_shared"])

@@ -214,14 +214,6 @@ async def test_the_end():
     assert broker_timers() == []
 
 
-async def test_streams_are_ended_in_order():
-    fanout = make("shared")
-    first, second = fanout.attach(1, ()), fanout.attach(2, ())
-    fanout.end_streams(None)
-    assert await first.take() == []
-    assert await second.take() == []
-
-
 async def test_consumers_that_take_nothing_share_the_budget():
     """Each may have one message, and all together no more than there is."""
 

@@ -4,15 +4,13 @@ The log has files in memory and caches one message, so that everything that is n
 them. What counts are the log's own counters of bytes read, as `benchmarks broker` uses them.
 """
 
-from dataclasses import replace
-
 from ister.broker.dispatch import prefetch as module
 from ister.broker.dispatch.frame_sizes import FrameSizes
 from ister.broker.dispatch.outbox import OUTBOX_MESSAGES
 from ister.topic.message import stored_body
 from tests.support.broker import eventually
 from tests.support.cases import each
-from tests.support.dispatch import QUICK, Consumers, counted_log
+from tests.support.dispatch import Consumers, counted_log
 
 SIZE = 500
 ENCODED = SIZE + 100
@@ -73,20 +71,6 @@ async def test_refused_messages_are_read_alone_or_together_and_nothing_else(
         assert sorted(again) == list(range(0, 3000, step))
         once = 3000 * ENCODED
         assert place.bytes_read < once * 1.1 + AMPLIFICATION * len(again) * ENCODED + 300_000
-
-
-async def test_messages_that_time_out_are_read_once_more(monkeypatch):
-    monkeypatch.setattr(module, "_KEPT_BYTES_MAX", 0)
-
-    async with counted_log() as place:
-        place.fill_keys(1000, size=SIZE)
-        dispatch = place.open("shared", window=1000, policy=replace(QUICK, ack_timeout_ms=50))
-        consumers = Consumers(dispatch, [1])
-        await consumers.take(
-            lambda: len({o for _, o, a in consumers.received if a > 1}) == 1000,
-            answer=lambda offset, attempt: True if attempt > 1 else None,
-        )
-        assert place.bytes_read / consumers.bytes < AMPLIFICATION
 
 
 async def test_a_consumer_that_takes_little_and_leaves_has_little_read_for_it():

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from ister.broker.flight import broker_source as module
 from ister.broker.flight.broker_source import BrokerSource
-from ister.errors import InvalidRequestError, MessageTooLargeError, NotFoundError, UnavailableError
+from ister.errors import InvalidRequestError, NotFoundError, UnavailableError
 from tests.support.broker import some_topics
 from tests.support.waiting import eventually_async
 
@@ -78,15 +78,6 @@ async def test_a_topic_without_a_log_is_refused(tmp_path):
         assert source.names() == []
 
 
-async def test_rows_over_the_size_are_refused(tmp_path):
-    async with a_source(tmp_path) as (source, topics, call):
-        topic = await call(source.open, NAME, creator=object())
-        await topics.set_topic_policies(NAME, {"max_message_size": 3})
-        await call(admit, source, topic, rows(b"abc", b""))
-        with pytest.raises(MessageTooLargeError):
-            await call(admit, source, topic, rows(b"abc", b"abcd"))
-
-
 async def test_rows_wait_for_the_rate(tmp_path):
     async with a_source(tmp_path) as (source, topics, call):
         topic = await call(source.open, NAME, creator=object())
@@ -116,22 +107,6 @@ async def test_rows_for_a_topic_that_was_opened_again_have_to_come_again(tmp_pat
         with pytest.raises(UnavailableError, match="reopened"):
             await call(admit, source, topic, rows(b"x"))
         await call(admit, source, again, rows(b"x"))
-
-
-async def test_rows_are_checked_against_the_topics_schema(tmp_path):
-    schemas = Schemas([NAME])
-
-    async with a_source(tmp_path, schemas=schemas) as (source, _, call):
-        topic = await call(source.open, NAME, creator=object())
-        await call(admit, source, topic, rows(b"a", schema_id=pa.array([7], pa.uint64())))
-        assert schemas.seen == [(NAME, 7, None, b"a")]
-        with pytest.raises(InvalidRequestError, match="does not fit"):
-            await call(admit, source, topic, rows(b"good", b"bad"))
-        # One without a schema pays nothing for it.
-        schemas.checked.clear()
-        schemas.seen.clear()
-        await call(admit, source, topic, rows(b"bad"))
-        assert schemas.seen == []
 
 
 async def test_a_topic_that_takes_too_long_to_open_is_unavailable(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Bulk publishing by Flight: rows in, answers out, whatever comes from the network."""
 
-import random
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,6 @@ from pyarrow import flight
 from benchmarks.flight_publisher import publishing
 from ister.base import failpoints
 from ister.base.limits import MIB
-from ister.base.model import AckLevel
 from ister.broker.flight import publish as publish_module
 from ister.broker.flight.broker_source import FlightLimits
 from ister.broker.flight.publish import check_schema
@@ -30,7 +28,6 @@ from ister.errors import (
     InvalidRequestError,
     IsterError,
     MessageTooLargeError,
-    NotFoundError,
     PermissionDeniedError,
     UnavailableError,
 )
@@ -39,7 +36,6 @@ from ister.wire.contract import PutAck, PutBatch, PutOpen
 from ister.wire.errors import decode_error
 from tests.servers.flight import (
     PUBLISH,
-    FlightProcess,
     FlightServer,
     FlightTopics,
     LogSource,
@@ -210,29 +206,6 @@ def test_retried_batches_are_answered_with_their_first_offsets(client, topic):
     assert again == [ack(0, 0, 10, 10), ack(10, 10, 20, 10), ack(20, 21, 31)]
     assert publish_or_raise(client, [range(25, 35)]) == [ack(25, 26, 36, 5)]
     assert numbers_in(topic) == [*range(20), 1000, *range(20, 35)]
-
-
-def test_newer_epoch_replaces_a_producer(client, topic):
-    with publishing(client, TOPIC, SCHEMA, producer="p", epoch=1) as old:
-        old.write(rows(0, 5))
-        old.flush()
-        assert publish(client, [range(5)], epoch=2) == ([ack(0, 5, 10)], None)
-        old.write(rows(5, 5))
-        with pytest.raises(ConflictError, match="replaced"):
-            old.flush()
-        old.abort()
-    assert topic.watermarks.next == 10
-
-
-def test_topic_is_made_if_asked_for(log, client):
-    name = "/default/new"
-    with pytest.raises(NotFoundError) as caught:
-        publish_or_raise(client, [range(1)], topic=name)
-    assert caught.value.topic == name
-    for level, batch in ((AckLevel.WRITTEN, range(3)), (AckLevel.SYNCED, range(3, 4))):
-        publish_or_raise(client, [batch], topic=name, create=True, ack=level)
-        assert log.topic(name).ack is AckLevel.WRITTEN, "as it was made"
-    assert numbers_in(log.topic(name)) == [0, 1, 2, 3]
 
 
 def test_many_streams_at_once(client, log, server):
@@ -599,41 +572,6 @@ def test_connection_cut_between_append_and_answer(server, client, topic):
     assert numbers_in(topic) == list(range(11))
 
 
-@pytest.mark.nightly
-def test_server_killed_under_load(tmp_path):
-    """Goal: every row once and in order, over kill -9 of the owner."""
-    chance = random.Random(1)
-    acks, sequence, left = [], 0, []
-
-    def a_publisher(client):
-        return publishing(client, TOPIC, SCHEMA, producer="p", create=True, on_ack=acks.append)
-
-    with FlightProcess(tmp_path) as process:
-        for _ in range(3):
-            with FlightClient(process.address, timeout_seconds=SECONDS) as client:
-                publisher = a_publisher(client)
-                killer = threading.Timer(chance.uniform(0.05, 0.4), process.kill)
-                killer.start()
-                with pytest.raises(UnavailableError):  # noqa: PT012 - whichever call meets it
-                    for number, batch in left:
-                        publisher.write(batch, number)
-                    while sequence < 3_000_000:
-                        sequence = publisher.write(rows(sequence, 500, 50), sequence) + 500
-                killer.join()
-                publisher.abort()
-                if left := publisher.unanswered:
-                    sequence = left[-1].sequence + left[-1].batch.num_rows
-            process.start()
-        with FlightClient(process.address) as client, a_publisher(client) as publisher:
-            for number, batch in left:
-                publisher.write(batch, number)
-        process.stop()
-    with Log(load_config(str(tmp_path), {})) as log:
-        assert numbers_in(log.topic(TOPIC)) == list(range(sequence))
-        offset_of = {a.sequence: a.start for a in acks}
-        assert offset_of == {number: number for number in range(0, sequence, 500)}
-
-
 def test_server_that_ends_tells_its_publishers(log, topic):
     with FlightTopics(log) as server, FlightClient(server.address) as client:
         idle = publishing(client, TOPIC, SCHEMA, producer="p")
@@ -681,35 +619,6 @@ class Rights:
     def check(self, permission, *, topic=None):
         if str(permission) not in self.words:
             raise PermissionDeniedError(f"no {permission}", topic=topic)
-
-
-def test_every_call_needs_its_right(log, topic):
-    topic.append(b"0")
-    topic.flush()
-    rights = Rights()
-    with (
-        FlightServer(LogSource(log), access=rights) as server,
-        FlightClient(server.address) as client,
-    ):
-        calls = {
-            "lookup": [lambda: client.watermarks([TOPIC]), client.storage],
-            "consume": [lambda: client.find_time(TOPIC, 0, 0, 1)],
-            "produce": [lambda: publish_or_raise(client, [range(1)])],
-        }
-        for right, needing in calls.items():
-            for call in needing:
-                rights.words = set()
-                with pytest.raises(PermissionDeniedError):
-                    call()
-                rights.words = {right}
-                call()
-        # A topic that does not exist looks the same to those who may not see it.
-        rights.words = set()
-        with pytest.raises(PermissionDeniedError):
-            client.watermarks(["/default/nowhere"])
-        assert client.topics() == []
-        rights.words = {"lookup"}
-        assert client.topics() == [TOPIC]
 
 
 def test_right_that_is_taken_away_ends_the_stream(log, topic):

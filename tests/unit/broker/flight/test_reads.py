@@ -1,7 +1,5 @@
 """What a broker answers to those who upload in an owner's name, when it is not that owner."""
 
-from dataclasses import replace
-
 import pytest
 
 pytest.importorskip("pyarrow")
@@ -102,14 +100,3 @@ def test_frames_end_when_it_is_not_sure_who_the_owner_is(site, monkeypatch):
     site.clock.advance(LEASE_SECONDS)
     with pytest.raises(UnavailableError):
         next(stream)
-
-
-@pytest.mark.parametrize("change", [-1, 1])
-def test_owner_of_another_epoch_is_not_this_one(site, change):
-    topic = owned_by_a(site)
-    record = topic.bucket.owned.record
-    other = replace(record, epoch=record.epoch + change)
-    with pytest.raises(ConflictError):
-        plan_upload(topic, a_question(other))
-    with pytest.raises(ConflictError):
-        frames_from(topic, other)

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import io
 import json
-from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import fastavro
@@ -31,7 +30,6 @@ from tests.support.http_api import ACTION, Callers, T, an_api, filled
 from tests.support.security import auth_settings
 
 N, P = "/default/n", "/default/p"
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 # -- looking --------------------------------------------------------------------------------
@@ -96,21 +94,6 @@ async def test_the_last_hour_is_told(tmp_path):
         assert one["load"]["messages_in"] == broker.history.all_rates.as_json()["messages_in"]
         assert one["load"]["messages_in"] > 0
         assert (await page.found("topics/default/t?window=1h"))["history"]["points"]
-
-
-async def test_topics_in_pages_and_by_name(tmp_path):
-    async with an_api(tmp_path, mode="memory") as (broker, page):
-        for number in range(5):
-            await filled(broker, f"/default/Orders{number}", [])
-        await filled(broker, "/system/other", [])
-        found = await page.found("topics?namespace=default&limit=2")
-        assert [one["topic"] for one in found["topics"]] == ["/default/Orders0", "/default/Orders1"]
-        assert (found["total"], found["next"]) == (5, "/default/Orders1")
-        found = await page.found(f"topics?namespace=default&after={found['next']}")
-        assert (len(found["topics"]), found["next"]) == (3, None)
-        found = await page.found("topics?search=ORDERS3")
-        assert [one["topic"] for one in found["topics"]] == ["/default/Orders3"]
-        assert (await page.found("topics?search=oth"))["total"] == 1
 
 
 async def test_answers_are_for_this_page_alone(tmp_path):
@@ -309,39 +292,6 @@ async def test_unload(tmp_path, mode):
         assert found["messages"][0]["text"] == "19"
 
 
-@pytest.mark.parametrize("mode", ["wal_cloud", "local_only", "memory"])
-async def test_clock_is_confirmed(tmp_path, mode):
-    async with an_api(tmp_path, mode=mode) as (broker, page):
-        status, done = await page.post("clock/confirm")
-        assert (status, done["seconds"]) == (200, None)
-        assert broker.topics.log.clock_step is None
-
-
-async def test_a_topic_of_another_broker_says_where_it_is(tmp_path):
-    def settings(node):
-        return {
-            "storage": {
-                "wal": {"dir": str(tmp_path / node)},
-                "cloud": {"root": str(tmp_path / "objects")},
-                "metadata": {"path": str(tmp_path / "metadata.db")},
-            }
-        }
-
-    async with (
-        an_api(tmp_path / "1", settings("a")) as (first, _),
-        an_api(tmp_path / "2", settings("b")) as (_, page),
-    ):
-        own = first.cluster.own
-        await asyncio.to_thread(first.cluster.assign, T, own.node, "test")
-        await filled(first)
-        owner = {"node": own.node, "broker_url": own.broker_url}
-        assert (await page.found("topics/default/t"))["owner"] == owner
-        status, refusal = await page.get("topics/default/t/messages")
-        assert (status, refusal["owner"]) == (409, owner)
-        assert own.broker_url in refusal["error"]
-        assert len((await page.found("overview"))["brokers"]) == 2
-
-
 async def test_requests_to_the_pipeline(tmp_path):
     async with an_api(tmp_path) as (broker, page):
         await filled(broker)
@@ -438,6 +388,8 @@ async def test_pages_of_others_do_nothing(tmp_path):
         for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:9040"):
             status, _ = await page.get("topics/default/t/messages", headers={"Host": host})
             assert status == 403, host
+            async with page.session.get("/metrics", headers={"Host": host}) as response:
+                assert (response.status, "ister_" in await response.text()) == (403, False)
         assert (await page.get("brokers", headers={"Host": "localhost:1"}))[0] == 200
         assert (await page.get("brokers", headers={"Host": "[::1]:9040"}))[0] == 200
         assert (await page.post(path, headers={**ACTION, "Origin": url}))[0] == 200

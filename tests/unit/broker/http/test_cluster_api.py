@@ -5,11 +5,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
 
-from ister.broker.security.principal import PrincipalKind
-from ister.broker.security.rights import Binding, Scope
 from ister.subscription.policy import SubscriptionKind
 from tests.support.broker import a_broker, a_record, eventually
-from tests.support.security import auth_settings, sign
+from tests.support.security import sign
 
 T = "/default/t"
 PATH = "topics/default/t"
@@ -178,40 +176,3 @@ async def test_actions_at_another_broker(tmp_path):
         ):
             assert (await a.post(path, body))[0] == 400
         assert (await a.post("brokers/nobody/drain"))[0] == 404
-
-
-async def test_changes_need_rights_at_both_brokers(tmp_path):
-    async with pages(tmp_path, "a", "b", auth=auth_settings(tmp_path)) as [a, b]:
-        await at(a)
-        binding = Binding(
-            id="ada",
-            principal_kind=PrincipalKind.USER,
-            principal_name="ada",
-            roles=("consumer",),
-            scope=Scope.CLUSTER,
-            resource="",
-        )
-        await asyncio.to_thread(a.broker.guard.access.create_binding, binding)
-
-        async def is_known():
-            return (await b.get("cluster", "ada"))[0] == 200
-
-        await eventually(is_known)
-        assert (await b.get("cluster", "ada"))[1]["rights"] == {"brokers": False, "topics": False}
-        for path, body in (
-            (f"{PATH}/move", {"to": b.node}),
-            (f"{PATH}/take-over", {}),
-            (f"{PATH}/unload", {}),
-            (f"brokers/{a.node}/drain", {}),
-            (f"brokers/{a.node}/activate", {}),
-            ("cluster/rebalance", {}),
-        ):
-            assert (await b.post(path, body, "ada"))[0] == 403, path
-            assert (await b.post(path, body))[0] == 401, path
-        status, done = await b.post(f"brokers/{a.node}/drain", {}, "root")
-        assert (status, done["moved"]) == (200, 1)
-        # The other broker checks, too.
-        await b.post(f"brokers/{a.node}/activate", {}, "root")
-        a.broker.guard.access.allows = lambda *_, **__: False
-        status, refusal = await b.post(f"brokers/{a.node}/drain", {}, "root")
-        assert (status, refusal["code"]) == (403, "PERMISSION_DENIED")

@@ -9,10 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from ister.base.metrics import BY_NAME, LEFT_OUT, METRICS, Histogram
 from ister.base.model import TopicState
 from ister.broker.observe.prometheus import OTHER, Family, PrometheusMetrics, format_families
-from ister.client import Client
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from ister.topic.schema_kinds import ValidationPolicy
-from ister.wire import danube, danube_admin
+from ister.wire import danube
 from tests.support.broker import a_broker, a_record, eventually, take
 from tests.support.dispatch import ack
 
@@ -348,34 +347,7 @@ def test_renamed_metric_is_told_under_both_names_each_in_its_unit():
     assert "# TYPE ister_broker_schema_mismatches_total counter" in text
 
 
-async def test_two_who_ask_at_once_get_whole_answers(tmp_path):
-    async with a_broker(tmp_path) as (broker, services, _):
-        await services.topics.CreateTopic(danube_admin.NewTopicRequest(name="/default/n"))
-        figures = exposition(broker)
-        texts = await asyncio.gather(*(figures.text() for _ in range(4)))
-        assert all(label("ister_broker_ready") in read(text)[0] for text in texts)
-
-
 # -- where it is counted ----------------------------------------------------------------------
-
-
-async def test_rows_by_flight_count_as_messages(tmp_path):
-    async with a_broker(tmp_path) as (broker, _, listening):
-        await broker.topics.get_or_create(NAME, is_reliable=True)
-
-        def publish():
-            with (
-                Client(f"127.0.0.1:{listening.grpc}") as client,
-                client.producer(NAME, name="p") as producer,
-            ):
-                for number in range(10):
-                    producer.send(b"x" * number)
-
-        await asyncio.to_thread(publish)
-        values, _ = read(await exposition(broker).text())
-        assert values[label("danube_topic_messages_in_total", topic=NAME)] == 10
-        assert values[label("danube_topic_bytes_in_total", topic=NAME)] == 45
-        assert values[label("danube_topic_message_size_bytes_count", topic=NAME)] == 10
 
 
 async def test_messages_held_against_a_schema_are_counted_by_reason(tmp_path):

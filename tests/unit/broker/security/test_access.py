@@ -111,12 +111,6 @@ def test_matrix_of_roles_scopes_and_places(role, scope, resource):
             assert not access.allows(stranger, permission, **place)
 
 
-def test_nobody_may_do_anything_at_first(access):
-    for place, permission in itertools.product(_PLACES.values(), Permission):
-        assert not access.allows(who(), permission, **place)
-        assert not access.allows_anywhere(who(), permission)
-
-
 def test_admins_of_the_settings(store):
     access = open_access(store, admins=["root", "service:robot", "https://issuer|x"])
     names = [("root", USER), ("root", SERVICE), ("robot", SERVICE), ("https://issuer|x", USER)]

@@ -11,7 +11,6 @@ from ister.broker.security.principal import ANONYMOUS
 from ister.broker.security.rights import Permission
 from ister.config import load_config
 from ister.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
-from tests.support.certificates import Authority
 from tests.support.clock import ManualClock
 from tests.support.memory_metadata import MemoryMetadata
 from tests.support.security import GuardRig
@@ -26,32 +25,6 @@ def test_caller_is_the_current_one_inside_of_its_call(rig):
     with entered(caller):
         assert current_principal().name == "alice"
     assert current_principal() is ANONYMOUS
-
-
-def test_right_is_needed(rig):
-    alice = rig.guard.principal_of(rig.bearer("alice"))
-    with pytest.raises(PermissionDeniedError, match="user:alice has no permission produce"):
-        rig.guard.check(alice, Permission.PRODUCE, topic=ORDERS)
-    with pytest.raises(PermissionDeniedError):
-        rig.guard.check_anywhere(alice, Permission.LOOKUP)
-    rig.allow("alice", "producer", topic=ORDERS)
-    rig.guard.check(alice, Permission.PRODUCE, topic=ORDERS)
-    rig.guard.check_anywhere(alice, Permission.LOOKUP)
-    for who, right in ((alice, Permission.CONSUME), (ANONYMOUS, Permission.PRODUCE)):
-        with pytest.raises(PermissionDeniedError):
-            rig.guard.check(who, right, topic=ORDERS)
-    assert rig.guard.refused_calls == 4
-
-
-def test_refusal_says_the_same_whatever_the_topic(rig):
-    """Nobody learns from a refusal which topics exist."""
-    alice = rig.guard.principal_of(rig.bearer("alice"))
-    texts = set()
-    for topic in (ORDERS, "/default/none", "/secret/plans"):
-        with pytest.raises(PermissionDeniedError) as caught:
-            rig.guard.check(alice, Permission.CONSUME, topic=topic)
-        texts.add(str(caught.value).replace(topic, "…"))
-    assert len(texts) == 1
 
 
 def test_visible_topics_are_those_with_a_right(rig):
@@ -106,22 +79,6 @@ def test_what_is_remembered_is_bounded_and_no_token(rig, monkeypatch):
         rig.guard.principal_of(headers)
     assert len(rig.guard._remembered) == 10
     assert headers["authorization"][7:] not in repr(vars(rig.guard))
-
-
-def test_certificate_and_header_are_not_mixed_up(tmp_path):
-    loader, other = (Authority().issue(name).certificate for name in ("loader", "other"))
-    with GuardRig(tmp_path, mtls_principal=True) as rig:
-        assert rig.guard.principal_of({}, loader).name == "loader"
-        assert rig.guard.principal_of({}, other).name == "other"
-        assert rig.guard.principal_of(rig.bearer("alice"), loader).name == "alice"
-        for headers, certificate in (
-            ({"authorization": ""}, loader),
-            ({"authorization": "loader"}, None),
-            ({"x-api-key": "loader"}, None),
-            ({}, None),
-        ):
-            with pytest.raises(UnauthenticatedError):
-                rig.guard.principal_of(headers, certificate)
 
 
 # -- calls that go on -----------------------------------------------------------------------
