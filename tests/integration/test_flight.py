@@ -37,6 +37,7 @@ from ister.errors import (
     PermissionDeniedError,
     TopicNameError,
     UnavailableError,
+    UnsupportedOperationError,
 )
 from ister.format.arrow.schema import HIDDEN, arrow_schema
 from ister.format.manifest import StagedFile
@@ -879,7 +880,9 @@ def test_long_and_strange_texts_of_errors_arrive(liar, error):
 @pytest.mark.parametrize(
     ("raised", "kind"),
     [
-        (ZeroDivisionError("oops"), NoAnswerError),
+        (ZeroDivisionError("oops"), UnavailableError),
+        (flight.FlightServerError("oops"), UnavailableError),
+        (NotImplementedError("oops"), UnsupportedOperationError),
         (flight.FlightInternalError("oops"), NoAnswerError),
         (flight.FlightUnavailableError("oops"), NoAnswerError),
         (flight.FlightTimedOutError("oops"), NoAnswerError),
@@ -887,8 +890,8 @@ def test_long_and_strange_texts_of_errors_arrive(liar, error):
         (flight.FlightUnauthorizedError("oops"), PermissionDeniedError),
         (flight.FlightUnauthorizedError(encode_error(NotFoundError("gone"))), NotFoundError),
         (flight.FlightServerError(encode_error(ZeroDivisionError("oops"))), InvariantError),
-        (pa.ArrowInvalid("oops"), NoAnswerError),
-        (KeyError("oops"), NoAnswerError),
+        (pa.ArrowInvalid("oops"), CorruptDataError),
+        (KeyError("oops"), CorruptDataError),
     ],
 )
 def test_every_way_to_fail_is_an_error_of_ours(liar, raised, kind):

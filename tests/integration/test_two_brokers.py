@@ -253,23 +253,6 @@ async def test_offsets_never_repeat_however_often_a_topic_moves(pair, topic):
         assert texts(messages) == numbered(20)
 
 
-async def test_settings_of_a_subscription_to_come_move_along(pair, topic):
-    """Set at one broker, kept with the topic of the other, in force where it is subscribed to."""
-    a, b = pair
-    async with connect(a) as at_a, connect(b) as at_b:
-        await place(at_a, topic, b)
-        await at_a.set_failure_policy(topic, poison="Drop", retries=0)
-        await at_a.set_window(topic, 3)
-        await at_b.unload(topic)
-        assert (await lookup(at_a, topic))[0] == CONNECT
-        inbox = await at_b.consumer(topic)
-        await at_a.send(topic, numbered(2))
-        await inbox.nack(await inbox.one(), delay_ms=0)
-        assert offsets(await inbox.take(1)) == [1]
-        await at_a.wait_for_cursor(topic, 2)
-        assert (await at_a.describe(topic)).max_unacked_messages == 3
-
-
 # -- going for good, and coming back ----------------------------------------------------------
 
 

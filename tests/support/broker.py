@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,6 +45,7 @@ __all__ = [
     "eventually",
     "run",
     "settings_of",
+    "several_brokers",
     "some_topics",
     "take",
 ]
@@ -198,3 +199,17 @@ async def a_broker(
     finally:
         await services.channel.close()
         await broker.stop()
+
+
+@asynccontextmanager
+async def several_brokers(
+    directory: Path, *names: str, settings: Mapping[str, Any] | None = None
+) -> AsyncIterator[list[tuple[Broker, Services, Listening]]]:
+    """Brokers that share a metadata store and a bucket, as `a_broker` gives each of them."""
+    stores = {
+        "cloud": {"root": str(directory / "objects")},
+        "metadata": {"path": str(directory / "metadata.db")},
+    }
+    tree = {"storage": stores, **(settings or {})}
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(a_broker(directory / name, tree)) for name in names]

@@ -305,7 +305,7 @@ async def test_ids_tell_nothing_to_those_without_rights(tmp_path):
             assert await ask(client, known, root) == 0
             assert await ask(client, known + 1, root) == 1
             assert await ask(client, known, nobody) == await ask(client, known + 1, nobody)
-        known, unknown = (
+        known, unknown = [
             await outcome(
                 services.consumers.ReceiveMessages(
                     danube.ReceiveRequest(consumer_id=subscribed.consumer_id + more),
@@ -313,7 +313,7 @@ async def test_ids_tell_nothing_to_those_without_rights(tmp_path):
                 )
             )
             for more in (0, 1)
-        )
+        ]
         assert known == unknown
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -16,7 +16,7 @@ from ister.client import AsyncClient
 from ister.client.core import receiver
 from ister.errors import UnavailableError
 from ister.wire import danube, danube_admin, ister_api
-from tests.support.broker import a_broker, a_record, eventually
+from tests.support.broker import a_record, eventually, several_brokers
 from tests.support.broker_calls import Code, status
 from tests.support.cases import each
 from tests.support.certificates import LOCAL_NAMES, Authority
@@ -29,17 +29,10 @@ both_engines = each("engine", ["grpcio", "native"])
 
 @asynccontextmanager
 async def brokers(tmp_path, *names, settings=None, engine="grpcio"):
-    """Brokers that share a metadata store and a bucket, each with stubs."""
-    tree = {
-        "storage": {
-            "cloud": {"root": str(tmp_path / "objects")},
-            "metadata": {"path": str(tmp_path / "metadata.db")},
-        },
-        **(settings or {}),
-    }
-    tree["broker"] = {**tree.get("broker", {}), "grpc": {"engine": engine}}
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(a_broker(tmp_path / name, tree)) for name in names]
+    own = (settings or {}).get("broker", {})
+    tree = {**(settings or {}), "broker": {**own, "grpc": {"engine": engine}}}
+    async with several_brokers(tmp_path, *names, settings=tree) as found:
+        yield found
 
 
 async def at(broker, topic=TOPIC, *, is_reliable=True):
@@ -251,8 +244,7 @@ async def tiered_brokers(tmp_path, **auth):
         "uploader": {"engine": "embedded", "interval_seconds": 1},
     }
     tree = {"storage": storage, "broker": auth}
-    async with AsyncExitStack() as stack:
-        pair = [await stack.enter_async_context(a_broker(tmp_path / name, tree)) for name in "ab"]
+    async with several_brokers(tmp_path, "a", "b", settings=tree) as pair:
         await at(pair[0][0])
         await asyncio.to_thread(pair[0][0].cluster.brokers)
         yield pair

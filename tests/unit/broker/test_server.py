@@ -166,26 +166,6 @@ async def test_its_health_has_reasons(tmp_path, monkeypatch):
         assert (await get(listening.http, "/ready"))[0] == 200
 
 
-async def test_its_metrics_are_those_of_this_broker(tmp_path):
-    parser = pytest.importorskip("prometheus_client.parser")
-
-    async with a_broker(tmp_path, mode="memory") as (broker, services, listening):
-        await publish(services, b"12345")
-        stream = Client(services).receive(await Client(services).subscribe())
-        await eventually(lambda: broker.topics.find_open(NAME).subscription("s").attached)
-        _, text = await get(listening.http, "/metrics")
-        values = {
-            sample.name: sample.value
-            for family in parser.text_string_to_metric_families(text)
-            for sample in family.samples
-        }
-        assert values["ister_broker_messages_in_total"] == 1
-        assert values["ister_broker_in_bytes_total"] == 5
-        assert values["ister_broker_topics"] == 1
-        assert values["ister_broker_consumers"] == 1
-        stream.cancel()
-
-
 # -- ports and addresses ----------------------------------------------------------------------
 
 

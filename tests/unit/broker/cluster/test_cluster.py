@@ -17,7 +17,6 @@ from tests.support.waiting import eventually
 
 NAME = TopicName.parse("/ns/t")
 OWNER = "/danube/cluster/owners/ns/t"
-ASSIGNED = "/danube/cluster/assignments/ns/t"
 
 
 @pytest.fixture
@@ -191,22 +190,6 @@ def test_the_leader_assigns_new_topics_at_once_and_spreads_them(site, pair):
     for topic in found:
         a.cluster.forget(topic)
     assert site.assignments() == {}
-
-
-@pytest.mark.parametrize("how", ["creates", "is_unlogged"])
-def test_another_broker_asks_the_leader(site, pair, how):
-    a, b = pair
-    reads = []
-
-    def before(kind, key):
-        if (kind, key) == ("get", ASSIGNED):
-            reads.append(key)
-            if len(reads) == 3:  # the request is there
-                a.cluster.leader.answer_requests()
-
-    site.metadata.before = before
-    node = b.route("/ns/t", **{how: True})
-    assert site.assignments() == {"/ns/t": node}
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

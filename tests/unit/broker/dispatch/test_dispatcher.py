@@ -26,7 +26,7 @@ from ister.errors import (
 )
 from ister.subscription.policy import PoisonPolicy, SubscriptionKind
 from ister.topic.reader import Reader
-from tests.support.broker import a_record, broker_tasks, broker_timers, eventually, take
+from tests.support.broker import a_record, broker_timers, eventually, take
 from tests.support.cases import each
 from tests.support.dispatch import NAME, QUICK, Place, counted_log, in_memory
 from tests.support.dispatch import ack as acknowledge
@@ -238,17 +238,6 @@ async def test_a_seek_that_cannot_be_written_down_changes_nothing():
 # -- settings ---------------------------------------------------------------------------------
 
 
-async def test_another_window_is_in_force_at_once_and_kept():
-    async with in_memory() as rig:
-        dispatch, outbox = rig.serve(50, window=5)
-        await receive(dispatch, outbox, 5)
-        await silence(outbox)
-        await dispatch.set_window(20)
-        assert offsets(await receive(dispatch, outbox, 15)) == list(range(5, 20))
-        assert dispatch.window == 20
-        assert rig.store.load(rig.parsed, "")["s"].window == 20
-
-
 async def test_another_policy_is_in_force_at_once_and_kept():
     async with in_memory() as rig:
         policy = replace(QUICK, max_redelivery_count=0)
@@ -262,32 +251,6 @@ async def test_another_policy_is_in_force_at_once_and_kept():
         assert dispatch.delivery.cursor == 1
         assert rig.counted("dropped_total") == 1
         assert rig.store.load(rig.parsed, "")["s"].policy == drop
-
-
-async def test_settings_that_change_at_once_do_not_undo_each_other():
-    """A consumer subscribes while the policy is being written."""
-
-    async with in_memory() as rig:
-        dispatch = rig.open()
-        loop = asyncio.get_running_loop()
-        first, go_on = asyncio.Event(), asyncio.Event()
-
-        def hold():
-            rig.store.before_options = lambda: None
-            loop.call_soon_threadsafe(first.set)
-            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60)
-
-        rig.store.before_options = hold
-        policy = replace(QUICK, max_redelivery_count=77)
-        setting = asyncio.create_task(dispatch.set_policy(policy))
-        await first.wait()
-        windowing = asyncio.create_task(dispatch.set_window(33))
-        await asyncio.sleep(0.05)
-        go_on.set()
-        await asyncio.wait_for(asyncio.gather(setting, windowing), 60)
-        for stored in (dispatch.stored, rig.store.load(rig.parsed, "")["s"]):
-            assert stored.policy == policy
-            assert stored.window == 33
 
 
 # -- failures ---------------------------------------------------------------------------------
@@ -610,48 +573,6 @@ async def test_a_cursor_beyond_the_end_begins_at_the_end():
 
 
 # -- consumers --------------------------------------------------------------------------------
-
-
-@each("kind", ["exclusive", "shared", "failover", "key_shared"])
-async def test_a_hundred_attaches_leave_nothing_behind(kind, monkeypatch):
-    monkeypatch.setattr(bytes_side, "_IDLE_SECONDS", 0.2)
-
-    async with counted_log() as rig:
-        rig.fill(50, size=100)
-        dispatch = rig.open(kind, policy=replace(QUICK, max_redelivery_count=10**6))
-        acked = set()
-        for turn in range(100):
-            outbox = dispatch.attach(turn, ())
-            if turn % 3 == 0:
-                await asyncio.sleep(0)
-            elif turn % 3 == 1:
-                for offset, _, _ in await receive(dispatch, outbox, 1):
-                    if turn % 2:
-                        acknowledge(dispatch, offset)
-                        acked.add(offset)
-                    else:
-                        dispatch.nack(offset, delay_ms=None, reason=None)
-            else:
-                reading = asyncio.create_task(dispatch.prefetcher.message(turn % 50))
-                await asyncio.sleep(0)
-                reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
-            dispatch.detach(outbox)
-            dispatch.delivery.validate_state()
-        # The one for redeliveries may stay.
-        await eventually(lambda: len(rig.topic.readers) <= 1)
-        await eventually(lambda: broker_tasks() == [])
-        await eventually(lambda: dispatch.prefetcher.held_bytes == 0)
-        assert acked
-        last = dispatch.attach(1000, ())
-        got = []
-        while len(got) < 50 - len(acked):
-            got += await receive(dispatch, last, 1, ack=True)
-        assert sorted(offsets(got)) == sorted(set(range(50)) - acked)
-        assert dispatch.delivery.cursor == 50
-        dispatch.detach(last)
-        await dispatch.close(None)
-        await eventually(lambda: rig.topic.readers == [])
 
 
 async def test_a_consumer_with_filters_is_waited_for_from_its_last_stream_on():

@@ -2,9 +2,7 @@
 
 from ister.broker.dispatch import memory_budget as module
 from ister.broker.dispatch.memory_budget import Budget, machine_memory_bytes
-from tests.support.broker import eventually
 from tests.support.cases import each
-from tests.support.dispatch import Consumers, counted_log
 
 
 class Holder:
@@ -103,30 +101,3 @@ def test_the_machines_memory_is_what_the_control_group_leaves(
     monkeypatch.setattr(module, "_own_groups", lambda: [("", "/a/b")])
     monkeypatch.setattr(module.os, "sysconf", {"SC_PHYS_PAGES": 8, "SC_PAGE_SIZE": 1000}.get)
     assert machine_memory_bytes() == expected
-
-
-async def test_stalled_subscriptions_stay_within_the_budget_and_others_get_their_messages():
-    """30 consumers take nothing while one reads everything; then each of them does, too."""
-
-    async with counted_log() as place:
-        place.budget = Budget(2_000_000)
-        place.fill_keys(600, size=10_000)
-        stalled = [
-            place.open(kind, window=200, name=f"{kind}-{number}")
-            for number in range(10)
-            for kind in ("exclusive", "shared", "key_shared")
-        ]
-        consumers = [Consumers(one, [1]) for one in stalled]
-        await eventually(lambda: all(one.delivery.next_offset > 0 for one in stalled))
-        await eventually(lambda: not any(one.prefetcher.wanted.is_set() for one in stalled))
-        assert place.budget.used <= 2_000_000
-        reader = place.open("exclusive", window=200, name="reader")
-        reading = Consumers(reader, [1])
-        await reading.take(lambda: reader.delivery.cursor == 600)
-        assert reading.offsets == list(range(600))
-        assert place.budget.used <= 2_100_000
-        for one, some in zip(stalled, consumers, strict=True):
-            await some.take(lambda one=one: one.delivery.cursor == 600)
-            assert sorted(some.offsets) == list(range(600))
-            some.leave()
-        assert place.budget.used <= 2_100_000

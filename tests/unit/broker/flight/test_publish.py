@@ -439,20 +439,6 @@ def test_batches_that_are_too_large_are_refused(log, topic):
     assert numbers_in(topic) == list(range(15))
 
 
-def test_message_that_is_too_large_is_refused_with_its_batch(client, log, topic):
-    limit = log.config.storage.max_message_size
-    batch = pa.record_batch([pa.array([b"0", b"x" * (limit + 1)])], schema=SCHEMA)
-    publisher = publishing(client, TOPIC, SCHEMA, producer="p")
-    publisher.write(batch)
-    with pytest.raises(MessageTooLargeError):
-        publisher.close()
-    assert topic.watermarks.next == 0
-    largest = pa.record_batch([pa.array([b"x" * limit])], schema=SCHEMA)
-    with publishing(client, TOPIC, SCHEMA, producer="p") as publisher:
-        publisher.write(largest)
-    assert topic.watermarks.next == 1
-
-
 def test_more_streams_than_allowed_are_refused(log, topic, monkeypatch):
     monkeypatch.setattr(publish_module, "_IDLE_SECONDS", 3600.0)
     with (

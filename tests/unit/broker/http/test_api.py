@@ -275,23 +275,6 @@ async def test_seek(tmp_path):
         assert topic.subscription("s").delivery.cursor == 0
 
 
-@pytest.mark.parametrize("mode", ["wal_cloud", "local_only", "memory"])
-async def test_unload(tmp_path, mode):
-    async with an_api(tmp_path, mode=mode) as (broker, page):
-        await filled(broker)
-        status, done = await page.post("topics/default/t/unload")
-        if mode == "memory":
-            # All of it would be gone.
-            assert (status, done["code"]) == (409, "ABORTED")
-            assert broker.topics.find_open(T) is not None
-            return
-        assert status == 200
-        assert T in done["done"]
-        assert broker.topics.find_open(T) is None
-        found = await page.found("topics/default/t/messages?start=19")
-        assert found["messages"][0]["text"] == "19"
-
-
 async def test_requests_to_the_pipeline(tmp_path):
     async with an_api(tmp_path) as (broker, page):
         await filled(broker)

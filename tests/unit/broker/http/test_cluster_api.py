@@ -6,51 +6,25 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import aiohttp
 
 from ister.subscription.policy import SubscriptionKind
-from tests.support.broker import a_broker, a_record, eventually
-from tests.support.security import sign
+from tests.support.broker import a_record, eventually, several_brokers
+from tests.support.http_api import Page
 
 T = "/default/t"
 PATH = "topics/default/t"
 
 
-class Page:
-    """Calls of one broker's API."""
-
-    def __init__(self, broker, session):
-        self.broker = broker
-        self.node = broker.cluster.own.node
-        self._session = session
-
-    async def get(self, path, who=None):
-        async with self._session.get(f"/api/{path}", headers=_headers(who)) as response:
-            return response.status, await response.json()
-
-    async def post(self, path, body=None, who=None):
-        headers = {"X-Ister-Action": "yes", **_headers(who)}
-        async with self._session.post(f"/api/{path}", json=body or {}, headers=headers) as response:
-            return response.status, await response.json()
-
-
-def _headers(who):
-    return {} if who is None else {"Authorization": f"Bearer {sign(who)}"}
-
-
 @asynccontextmanager
 async def pages(tmp_path, *names, **broker):
-    settings = {
-        "storage": {
-            "cloud": {"root": str(tmp_path / "objects")},
-            "metadata": {"path": str(tmp_path / "metadata.db")},
-        },
-        "broker": broker,
-    }
-    async with AsyncExitStack() as stack:
+    """The API of several brokers."""
+    async with (
+        several_brokers(tmp_path, *names, settings={"broker": broker}) as found,
+        AsyncExitStack() as stack,
+    ):
         made = []
-        for name in names:
-            started = a_broker(tmp_path / name, settings)
-            one, _, listening = await stack.enter_async_context(started)
+        for one, _, listening in found:
             session = aiohttp.ClientSession(f"http://127.0.0.1:{listening.http}")
-            made.append(Page(one, await stack.enter_async_context(session)))
+            made.append(Page(await stack.enter_async_context(session)))
+            made[-1].broker, made[-1].node = one, one.cluster.own.node
         yield made
 
 

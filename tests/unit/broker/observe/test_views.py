@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -11,7 +10,7 @@ from ister.broker.observe.subscriptions import describe_subscription
 from ister.errors import NotFoundError, TopicNameError, UnavailableError
 from ister.subscription.policy import FailurePolicy, SubscriptionKind
 from ister.wire import ister_api
-from tests.support.broker import a_broker, a_record, eventually
+from tests.support.broker import a_broker, a_record, eventually, several_brokers
 
 T, N, P = "/default/t", "/default/n", "/default/p"
 FIELDS = {
@@ -22,26 +21,6 @@ FIELDS = {
     *("files_total", "files_bytes", "objects_total", "objects_bytes"),
 }
 WHOLE = FIELDS | {"files", "objects", "is_counted", "policies", "schema", "history"}
-
-
-def shared(directory, node):
-    """Settings of a broker that shares its stores."""
-    return {
-        "storage": {
-            "wal": {"dir": str(directory / node)},
-            "cloud": {"root": str(directory / "objects")},
-            "metadata": {"path": str(directory / "metadata.db")},
-        }
-    }
-
-
-@asynccontextmanager
-async def two_brokers(directory):
-    async with (
-        a_broker(directory / "1", shared(directory, "a")) as (first, _, _),
-        a_broker(directory / "2", shared(directory, "b")) as (second, _, _),
-    ):
-        yield first, second
 
 
 async def filled(broker, name=T, count=20):
@@ -136,7 +115,7 @@ async def test_a_look_leaves_a_topic_that_was_handed_over_where_it_is(tmp_path):
 
 
 async def test_a_topic_of_another_broker(tmp_path):
-    async with two_brokers(tmp_path) as (first, second):
+    async with several_brokers(tmp_path, "a", "b") as [(first, _, _), (second, _, _)]:
         own = first.cluster.own
         await asyncio.to_thread(first.cluster.assign, T, own.node, "test")
         topic = await filled(first)

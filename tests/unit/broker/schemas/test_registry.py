@@ -505,17 +505,6 @@ def test_changes_of_other_brokers_are_seen(open_registry):
     eventually(lambda: other.is_unchecked(TOPIC))
 
 
-def test_changes_are_seen_without_a_watch(open_registry, metadata):
-    watch = metadata.watch
-    metadata.watch = lambda prefix, on_change: watch(prefix, lambda key: None)
-    deaf = open_registry(refresh_seconds=0.05)
-    metadata.watch = watch
-    other = open_registry(refresh_seconds=600)
-    other.register("orders", "string", b"")
-    other.configure_topic(TOPIC, "orders", ENFORCE, checks_payload=False)
-    eventually(lambda: not deaf.is_unchecked(TOPIC))
-
-
 def test_what_was_known_stays_while_the_store_is_away(open_registry, metadata, caplog):
     registry = open_registry(refresh_seconds=0.02)
     registry.register("orders", "string", b"")
