@@ -38,6 +38,7 @@ from ister.errors import (
     NoAnswerError,
     PermissionDeniedError,
     UnavailableError,
+    UnsupportedOperationError,
 )
 from ister.format.frame import FrameBatch, scan_frames
 from ister.wire.contract import (
@@ -130,7 +131,7 @@ class FlightClient:
             raise InvalidRequestError(f"timeout must be above 0 seconds, not {timeout_seconds}")
         self.address = address
         self.timeout_seconds = timeout_seconds
-        self._flight = flight
+        self._arrow, self._flight = pyarrow, flight
         self._arrow_schema: Callable[[tuple[str, ...] | None], pa.Schema] = arrow_schema
         self._errors = (flight.FlightError, pyarrow.ArrowException, OSError)
         tls = {
@@ -477,6 +478,12 @@ class FlightClient:
             return NoAnswerError(
                 self.address, "time-out", topic=topic, hint="retry, or allow more time"
             )
+        if isinstance(error, flight.FlightServerError):
+            return UnavailableError(f"{self.address} failed: {text}", topic=topic)
+        if isinstance(error, self._arrow.ArrowNotImplementedError):
+            return UnsupportedOperationError(f"{self.address} refuses the call: {text}")
+        if not isinstance(error, flight.FlightError | OSError):
+            return self._strange(f"an error: {text}", topic=topic)
         scheme, _, address = _as_location(self.address).partition("://")
         mismatch = find_tls_mismatch(address, is_encrypted=scheme == "grpc+tls")
         if mismatch is not None:
