@@ -34,7 +34,6 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-from google.protobuf.descriptor import FieldDescriptor
 from pyarrow import flight
 
 from ister import wire
@@ -575,108 +574,6 @@ async def test_names_that_differ_in_case_alone(session, broker):
         assert status == "INVALID_ARGUMENT", text
 
 
-# -- bytes that are no messages ---------------------------------------------------------------
-
-SERVICES = (
-    "danube.ProducerService",
-    "danube.ConsumerService",
-    "danube.Discovery",
-    "danube.HealthCheck",
-    "danube.StorageService",
-    "danube_schema.SchemaRegistry",
-    "danube_admin.BrokerAdmin",
-    "danube_admin.ClusterAdmin",
-    "danube_admin.NamespaceAdmin",
-    "danube_admin.TopicAdmin",
-    "danube_admin.SecurityAdmin",
-    "ister.Delivery",
-    "ister.Admin",
-)
-
-
-def tag(number, kind):
-    return bytes([number << 3 | kind])
-
-
-def varint(value):
-    out = b""
-    while value >= 128:
-        out += bytes([value % 128 | 128])
-        value //= 128
-    return out + bytes([value])
-
-
-def malformed(rng, method):
-    """Requests that are none, or that are not what they seem."""
-    yield rng.randbytes(rng.randrange(1, 400))
-    yield rng.randbytes(rng.randrange(1, 12))
-    # Each field with each wire type that it does not have, and cut off.
-    for field in method.input_type.fields:
-        if field.number > 15:
-            continue
-        for kind, body in (
-            (0, varint(U64)),
-            (1, b"\xff" * 8),
-            (2, varint(5) + b"\xff\xfe\0ab"),
-            (5, b"\xff" * 4),
-            (2, varint(2**31 - 1)),
-            (2, varint(U64)),
-            (3, b""),
-            (6, b""),
-        ):
-            yield tag(field.number, kind) + body
-        if field.type == FieldDescriptor.TYPE_STRING:
-            yield tag(field.number, 2) + varint(3) + b"\xed\xa0\x80"  # half of a pair: no UTF-8
-            text = b"\0\n\r\x1b[31m"
-            yield tag(field.number, 2) + varint(len(text)) + text
-    # As deep as a stack of a few MiB, in the field that nests and in one that does not exist.
-    deep = b""
-    for _ in range(3000):
-        deep = tag(2, 2) + varint(len(deep)) + deep
-    yield deep
-    yield tag(9, 3) * 20_000
-    yield b"\x80" * 11
-
-
-async def test_bytes_that_are_no_messages_to_every_call(broker):
-    seed = int(os.environ.get("ISTER_SEED", random.SystemRandom().randrange(2**32)))
-    print(f"seed {seed}; again: ISTER_SEED={seed} pytest {__file__} -k no_messages_to_every_call")
-    rng = random.Random(seed)
-
-    async with Storm(broker):
-        channel = own_channel(broker)
-        counts = Counter()
-
-        async def call(name, method, data):
-            path = f"/{name}/{method.name}"
-            if method.client_streaming:
-                stream = channel.stream_stream(path)()
-                await stream.write(data)
-                await stream.done_writing()
-                status, text = await outcome(stream.read())
-                stream.cancel()
-            elif method.server_streaming:
-                stream = channel.unary_stream(path)(data)
-                status, text = await outcome(stream.read())
-                stream.cancel()
-            else:
-                status, text = await outcome(channel.unary_unary(path)(data))
-            assert status not in ("INTERNAL", "UNKNOWN"), f"{path} {data[:80]!r}: {text}"
-            assert status == "OK" or text, f"{path} {data[:80]!r}: {status} without a word"
-            counts[status] += 1
-
-        for name in SERVICES:
-            for method in wire.describe_service(name).methods:
-                requests = list(malformed(rng, method))
-                await asyncio.gather(*(call(name, method, data) for data in requests))
-        assert counts["INVALID_ARGUMENT"] > 1000, counts
-        for path in ("/danube.ProducerService/Nothing", "/nothing/Nothing", "/", "/x\n/y"):
-            status, _ = await outcome(channel.unary_unary(path)(b"x"))
-            assert status in ("UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE"), (path, status)
-        await channel.close()
-    assert "a call failed" not in broker.log
-
-
 # -- requests that make no sense --------------------------------------------------------------
 
 
@@ -775,38 +672,6 @@ async def test_key_filters_that_are_bombs(session, broker):
         assert sorted(came) == sorted(broker.acknowledged[topic])
         for stream in streams:
             stream.cancel()
-
-
-# -- consumers that do not read ---------------------------------------------------------------
-
-
-def publish_mib(broker, topic, count, *, reliable=True):
-    """Publishes so many MiB, a MiB at a time, and notes what was acknowledged."""
-
-    async def publish():
-        async with connect(broker, own_connection=True) as session:
-            producer = await register(session, topic, reliable=reliable)
-            for number in range(count):
-                payload = struct.pack(">I", number) * (MIB // 4)
-                request = message(topic, producer, payload)
-                assert await outcome(session.raw_producers.SendMessage(request)) == ("OK", "")
-
-    run(publish())
-
-
-async def test_a_consumer_of_a_topic_without_a_log_that_never_reads(session, broker):
-    """It misses messages; 8 MiB wait for it, and what gRPC has taken already."""
-    topic = "/default/slow-pushed"
-
-    async with Storm(broker, mib=120):
-        await register(session, topic, reliable=False)
-        known = await session.raw_consumers.Subscribe(subscribe_request(topic))
-        stream = session.raw_consumers.ReceiveMessages(
-            danube.ReceiveRequest(consumer_id=known.consumer_id)
-        )
-        await session.wait_attached(topic, "attacker")
-        await asyncio.to_thread(publish_mib, broker, topic, 200 * MORE, reliable=False)
-        stream.cancel()
 
 
 # -- Ister's own stream -----------------------------------------------------------------------

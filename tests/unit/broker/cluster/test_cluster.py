@@ -351,20 +351,6 @@ def test_changes_are_reported(site, pair):
 # -- topics without a log -------------------------------------------------------------------
 
 
-def test_a_topic_without_a_log_has_one_owner(site, pair):
-    a, b = pair
-    a.cluster.claim_unlogged(NAME)
-    a.cluster.claim_unlogged(NAME)
-    assert b.route("/ns/t", is_unlogged=True) == a.node
-    with pytest.raises(UnavailableError, match="another broker has the topic"):
-        b.cluster.claim_unlogged(NAME)
-    b.cluster.release_unlogged(NAME)
-    assert a.cluster.owner_node(NAME) == a.node
-    a.cluster.release_unlogged(NAME)
-    assert a.cluster.owner_node(NAME) is None
-    b.cluster.claim_unlogged(NAME)
-
-
 def test_an_owner_key_ends_with_the_lease_and_is_restored(site, pair):
     a, b = pair
     a.cluster.claim_unlogged(NAME)
@@ -380,18 +366,6 @@ def test_an_owner_key_ends_with_the_lease_and_is_restored(site, pair):
     with site.counting() as calls:
         assert a.cluster.renew_unlogged() == []
     assert not calls
-
-
-def test_an_owner_key_that_another_broker_took_is_lost(site, pair):
-    a, b = pair
-    a.cluster.claim_unlogged(NAME)
-    site.end_lease(a)
-    b.cluster.claim_unlogged(NAME)
-    a.log.stores.membership.renew()
-    assert a.cluster.renew_unlogged() == ["/ns/t"]
-    assert a.cluster.renew_unlogged() == []
-    a.cluster.release_unlogged(NAME)
-    assert a.cluster.owner_node(NAME) == b.node
 
 
 def test_a_lost_answer_to_a_claim_is_resolved(site, pair):

@@ -142,20 +142,6 @@ def test_requests_are_answered_evenly(site, count):
     assert {known.reason for known, _ in a.cluster.assignments.all().values()} == {NEW}
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_request_for_a_topic_that_has_an_owner_or_is_assigned_is_withdrawn(site, count):
-    """Else the topic would be moved for nothing."""
-    a, b = site.start("a"), site.start("b")
-    a.round()
-    for topic in names(count):
-        b.create(topic)
-    wish(site, "/ns/assigned", b.node)
-    ask(a, *names(count), "/ns/assigned")
-    a.round()
-    assert site.assignments() == {"/ns/assigned": b.node}
-    assert a.cluster.assignments.requests() == []
-
-
 def test_a_request_is_kept_while_no_broker_takes_topics(site):
     a, b = site.start("a"), site.start("b", state=MemberState.DRAINING)
     a.round()
@@ -295,35 +281,6 @@ def test_an_assignment_that_is_used_meanwhile_is_not_removed(site):
     site.before_next("transact", key, lambda: wish(site, "/ns/t", b.node))
     a.cluster.lead(has_changed=True)
     assert site.assignments() == {"/ns/t": b.node}
-
-
-@pytest.mark.parametrize("act", ["sweep", "assign", "move", "forget"])
-def test_a_process_that_does_not_lead_any_more_writes_nothing(site, act):
-    a, b, c = (site.start(name) for name in "abc")
-    a.round()
-    leader = a.cluster.leader
-    if act == "sweep":
-        c.create("/ns/t")
-        site.crash("c")
-    if act == "move":
-        for topic in names(10):
-            b.create(topic)
-        moves = leader.plan(5)
-        assert moves
-    if act == "forget":
-        wish(site, "/ns/t", b.node)
-        site.pass_time(61)
-    # Another process has the key, and this one has not looked since.
-    site.metadata.put(KEY, b"{}")
-    before = site.metadata.range("/danube/cluster/assignments/")
-    if act == "assign":
-        with pytest.raises(UnavailableError):
-            leader.assign("/ns/t")
-    elif act == "move":
-        assert leader.move(moves) == []
-    else:
-        assert leader.sweep() == []
-    assert site.metadata.range("/danube/cluster/assignments/") == before
 
 
 def test_a_sweep_reads_as_often_however_many_topics_there_are(site):

@@ -21,6 +21,7 @@ from ister.errors import UnavailableError
 from ister.metadata.base import Put, StoreUsage
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from tests.support.broker import a_broker, a_record, eventually
+from tests.support.cases import case
 from tests.support.memory_metadata import MemoryMetadata
 
 NAME = "/default/secret"
@@ -254,26 +255,6 @@ async def test_metadata_store_that_does_not_answer_is_bad(tmp_path):
         assert not watch.metadata_answers
 
 
-async def test_size_of_the_metadata_store_is_said(tmp_path):
-    async with a_broker(tmp_path) as (broker, _, _):
-        health = broker.health
-        assert not [one for one in health.checks() if one.name == "metadata_size"]
-        usage = StoreUsage(
-            size_bytes=100 * MIB, used_bytes=50 * MIB, quota_bytes=2 * GIB, is_compacted=True
-        )
-        for changed, state, words in (
-            ({}, "ok", "100 MiB of etcd's quota of 2.0 GiB taken, 50 MiB in use"),
-            ({"is_compacted": False}, "attention", "is not compacted"),
-            ({"size_bytes": 1600 * MIB}, "attention", "1.6 GiB of"),
-            ({"size_bytes": 1900 * MIB}, "bad", "1.9 GiB of"),
-            ({"alarms": ("alarm:NOSPACE",)}, "bad", "alarm:NOSPACE"),
-        ):
-            health.probe.usage = replace(usage, **changed)
-            check = found(health, "metadata_size")
-            assert (check.state, words in check.words) == (state, True), check
-            assert (check.hint is None) is (state == "ok")
-
-
 def test_pipeline_and_jobs_are_looked_up_in_the_store():
     config = load_config({"storage": {"mode": "memory"}}, {})
     store, keys = MemoryMetadata(), PipelineKeys(config.storage.metadata.root_prefix)
@@ -311,26 +292,6 @@ async def test_pipeline_that_is_wanted_and_not_there_is_said(tmp_path):
         health.probe.reports = {"scrub": {"ok": False}, "export": {"ok": True}}
         check = found(health, "jobs")
         assert (check.state, check.words) == ("attention", "the last run failed: scrub")
-
-
-@pytest.mark.parametrize(
-    ("free", "total", "state"),
-    [
-        (50 * GIB, 100 * GIB, "ok"),
-        (8 * GIB, 100 * GIB, "attention"),
-        (900 * MIB, 2 * GIB, "attention"),
-        (1 * GIB, 100 * GIB, "bad"),
-        (100 * MIB, 1 * GIB, "bad"),
-        (0, 10 * GIB, "bad"),
-    ],
-)
-async def test_room_on_the_disk(tmp_path, free, total, state):
-    async with a_broker(tmp_path) as (broker, _, _):
-        disk = Disk(path="/", total_bytes=total, free_bytes=free)
-        broker.health.probe.disk = disk
-        check = found(broker.health, "disk")
-        assert check.state == state
-        assert (check.hint is None) == (state == "ok")
 
 
 async def test_disk_below_its_watermark_stops_appends_and_says_so(tmp_path, monkeypatch):
@@ -440,44 +401,65 @@ async def test_clock_that_was_set_is_said(tmp_path):
         assert found(health, "clock").state == "bad"
 
 
-@pytest.mark.parametrize(
-    ("days", "state", "words"),
-    [
-        (90, "ok", "90 days"),
-        (10, "attention", "expires in 10 days"),
-        (0.5, "bad", "expires in 12 hours"),
-        (-1, "bad", "has expired"),
-    ],
-)
-async def test_certificate_that_ends_soon(tmp_path, days, state, words):
-    async with a_broker(tmp_path) as (broker, _, _):
-        expires_at = broker._clock.now_ns() / 1e9 + days * 86_400 + 60
-        material = SimpleNamespace(value=SimpleNamespace(expires_at=expires_at))
-        broker.health.tls = SimpleNamespace(material=lambda: material)
-        check = found(broker.health, "certificate")
-        assert check.state == state
-        assert words in check.words
-        broker.health.tls = None
+def disk(free, total):
+    return {"disk": Disk(path="/", total_bytes=total, free_bytes=free)}
 
 
-async def test_file_descriptors_and_streams_that_run_out_are_said(tmp_path):
+def usage(**changed):
+    known = StoreUsage(
+        size_bytes=100 * MIB, used_bytes=50 * MIB, quota_bytes=2 * GIB, is_compacted=True
+    )
+    return {"usage": replace(known, **changed)}
+
+
+LEFT = [
+    # What the probe has found, the check, its state, its words.
+    (disk(50 * GIB, 100 * GIB), "disk", "ok", ""),
+    (disk(8 * GIB, 100 * GIB), "disk", "attention", ""),
+    (disk(900 * MIB, 2 * GIB), "disk", "attention", ""),
+    (disk(1 * GIB, 100 * GIB), "disk", "bad", ""),
+    (disk(100 * MIB, 1 * GIB), "disk", "bad", ""),
+    (disk(0, 10 * GIB), "disk", "bad", ""),
+    (usage(), "metadata_size", "ok", "100 MiB of etcd's quota of 2.0 GiB taken, 50 MiB in use"),
+    (usage(is_compacted=False), "metadata_size", "attention", "is not compacted"),
+    (usage(size_bytes=1600 * MIB), "metadata_size", "attention", "1.6 GiB of"),
+    (usage(size_bytes=1900 * MIB), "metadata_size", "bad", "1.9 GiB of"),
+    (usage(alarms=("alarm:NOSPACE",)), "metadata_size", "bad", "alarm:NOSPACE"),
+    ({"open_files": 790, "files_max": 1000}, "files", "ok", ""),
+    ({"open_files": 810, "files_max": 1000}, "files", "attention", ""),
+    ({"open_files": 980, "files_max": 1000}, "files", "bad", "980 of 1000 file descriptors"),
+]
+
+
+async def test_what_is_left_is_said(tmp_path):
     async with a_broker(tmp_path) as (broker, _, _):
-        watch = broker.health.probe
-        await eventually(lambda: watch.answered_at is not None)
-        broker.health.flight = SimpleNamespace(busy_streams=79, streams_max=100)
-        assert found(broker.health, "streams").state == "ok"
-        broker.health.flight.busy_streams = 80
-        assert found(broker.health, "streams").state == "attention"
-        broker.health.flight.busy_streams = 100
-        assert found(broker.health, "streams").state == "bad"
-        watch.open_files, watch.files_max = 790, 1000
-        assert found(broker.health, "files").state == "ok"
-        watch.open_files = 810
-        assert found(broker.health, "files").state == "attention"
-        assert broker.is_ready
-        watch.open_files = 980
-        assert found(broker.health, "files").state == "bad"
-        assert "980 of 1000 file descriptors" in " ".join(broker.health.reasons)
+        health = broker.health
+        await eventually(lambda: health.probe.answered_at is not None)
+        assert not [one for one in health.checks() if one.name == "metadata_size"]
+        for seen, name, state, words in LEFT:
+            with case(seen, name):
+                for key, value in seen.items():
+                    setattr(health.probe, key, value)
+                check = found(health, name)
+                assert (check.state, words in check.words) == (state, True), check
+                assert (check.hint is None) is (state == "ok")
+                assert broker.is_ready == ((name, state) != ("files", "bad"))
+        health.probe.open_files = 1
+        for days, state, words in (
+            (90, "ok", "90 days"),
+            (10, "attention", "expires in 10 days"),
+            (0.5, "bad", "expires in 12 hours"),
+            (-1, "bad", "has expired"),
+        ):
+            expires_at = broker._clock.now_ns() / 1e9 + days * 86_400 + 60
+            material = SimpleNamespace(value=SimpleNamespace(expires_at=expires_at))
+            health.tls = SimpleNamespace(material=lambda material=material: material)
+            check = found(health, "certificate")
+            assert (check.state, words in check.words) == (state, True), check
+        health.tls = None
+        for busy, state in ((79, "ok"), (80, "attention"), (100, "bad")):
+            health.flight = SimpleNamespace(busy_streams=busy, streams_max=100)
+            assert found(health, "streams").state == state
 
 
 async def test_file_descriptors_that_cannot_be_counted_have_run_out(tmp_path, monkeypatch):
