@@ -43,6 +43,7 @@ from typing import Final, TypeVar
 
 from ister.base import forks, threads
 from ister.base.clock import Clock
+from ister.base.guarded_lock import GuardedLock, endless_error
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -140,7 +141,7 @@ class SqliteMetadata:
         self._boot = boot_id()
         self._is_closed = False
         self._on_full: Callable[[], bool] = on_full if on_full is not None else lambda: False
-        self._writer_lock = threading.Lock()
+        self._writer_lock = GuardedLock()
         self._writer: sqlite3.Connection | None = None
         self._requests: deque[_Request] = deque()
         self._readers_lock = threading.Lock()
@@ -383,6 +384,8 @@ class SqliteMetadata:
             raise UnsupportedOperationError(
                 "the metadata store was opened read-only", path=self._path
             )
+        if self._writer_lock.is_mine:  # a finalizer interrupted a change
+            raise endless_error()
         results: list[_T] = []
 
         def run(change: Change) -> None:

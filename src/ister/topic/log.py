@@ -19,6 +19,7 @@ from weakref import WeakMethod, WeakValueDictionary
 from ister.base import failpoints, forks
 from ister.base.clock import Clock, SystemClock
 from ister.base.clock_guard import ClockStep
+from ister.base.guarded_lock import check_wait
 from ister.base.metrics import Metrics
 from ister.base.model import AckLevel, Codec, TopicName
 from ister.base.partitions import base_of_partition
@@ -55,7 +56,7 @@ from ister.topic.stores import Stores, open_stores
 from ister.topic.table import render_topics
 from ister.topic.topic import Topic
 from ister.wal.scheduler import Scheduler, Threads
-from ister.wal.signals import check_wait, shielded
+from ister.wal.signals import shielded
 
 if TYPE_CHECKING:
     from ister.topic.batches import AppendedBatch, Gate, StagedBatch
@@ -734,8 +735,9 @@ class Log:
         if self._is_closed:
             raise ClosedError("the log is closed")
 
-    def __del__(self) -> None:
-        if not self._is_closed and self._directories is not None and not sys.is_finalizing():
+    # The default stays when the interpreter has emptied this module at its exit.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not self._is_closed and self._directories is not None and not is_finalizing():
             self._directories.abandon(self)
 
     def __enter__(self) -> Self:

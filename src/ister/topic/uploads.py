@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from ister.base.guarded_lock import endless_error
 from ister.base.model import AckLevel
 from ister.base.retry import backoff_seconds
 from ister.bucket.express import ExpressObject
@@ -43,7 +44,7 @@ from ister.topic.resorting import RunSorter
 from ister.topic.stores import Stores
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
-from ister.wal.signals import endless_error, is_held
+from ister.wal.signals import is_held
 
 _log = logging.getLogger("ister.topic.uploads")
 

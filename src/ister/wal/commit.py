@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ister.base.clock import Clock
+from ister.base.guarded_lock import GuardedLock
 from ister.base.limits import (
     APPEND_CHUNK_BYTES,
     IDLE_FILE_SECONDS,
@@ -46,7 +47,6 @@ from ister.wal.checkpointer import Checkpointer
 from ister.wal.gate import AppendGate
 from ister.wal.levels import Levels
 from ister.wal.settings import WalSettings
-from ister.wal.signals import GuardedLock
 from ister.wal.waiters import Waiter
 from ister.wal.writer import SyncFailedError, WalWriter
 

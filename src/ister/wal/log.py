@@ -26,6 +26,7 @@ from typing import TypeVar
 
 from ister.base import failpoints, forks
 from ister.base.clock import Clock
+from ister.base.guarded_lock import check_wait
 from ister.base.metrics import Metrics
 from ister.base.model import AckLevel, TopicState
 from ister.errors import CapacityError, ClosedError, DiskError, IsterError, WaitTimeoutError
@@ -38,7 +39,7 @@ from ister.wal.gate import AppendGate
 from ister.wal.levels import Levels
 from ister.wal.recovery import Recovered, WalFile
 from ister.wal.settings import WalSettings
-from ister.wal.signals import check_wait, shielded
+from ister.wal.signals import shielded
 from ister.wal.waiters import ThreadWaiter, Waiter
 from ister.wal.writer import WalWriter
 

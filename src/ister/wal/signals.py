@@ -16,21 +16,19 @@ which CPython runs handlers. `AppendBuffer.is_changing` stays set until the repa
 the repair is interrupted, the next thread that takes the lock repeats it (`Committer.repair`).
 
 Finalizers (`__del__`) run in any thread, wherever it allocates memory. One that waits for a message
-would wait forever in a thread that commits, so such a thread holds a `GuardedLock`, and
-`check_wait` refuses to wait. At interpreter exit the threads that commit are gone.
+would wait forever in a thread that commits: see `ister.base.guarded_lock`.
 """
 
 from __future__ import annotations
 
 import _thread
 import contextvars
-import sys
 import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
 
 from ister.base import forks, threads
-from ister.errors import ClosedError, InvalidRequestError
+from ister.base.guarded_lock import check_wait
 
 _T = TypeVar("_T")
 
@@ -40,69 +38,6 @@ _making = threading.Lock()
 _left: Final[list[Callable[[], None]]] = []
 forks.call_in_child(lambda: forks.reset_locks(_making))
 forks.call_in_child(_left.clear)
-
-
-class _Held(threading.local):
-    count = 0
-
-
-_held = _Held()
-forks.call_in_child(lambda: setattr(_held, "count", 0))
-
-
-class GuardedLock:
-    """A lock whose holder must not wait for messages: see `check_wait`."""
-
-    __slots__ = ("_at_fork_reinit", "_lock", "locked")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.locked = self._lock.locked
-        # For `forks.reset_locks`.
-        self._at_fork_reinit = self._lock._at_fork_reinit  # type: ignore[attr-defined]  # noqa: SLF001
-
-    def acquire(self, blocking: bool = True) -> bool:
-        """Like `threading.Lock.acquire`."""
-        is_taken = self._lock.acquire(blocking)
-        if is_taken:
-            _held.count += 1
-        return is_taken
-
-    def release(self) -> None:
-        """Like `threading.Lock.release`, in the thread that acquired it."""
-        _held.count -= 1
-        self._lock.release()
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-def endless_error() -> InvalidRequestError:
-    """The error for a call that would wait for its own thread."""
-    return InvalidRequestError(
-        "called in a thread that stores messages, by a finalizer (__del__) or a callback: it would "
-        "wait for itself",
-        hint="append there, and wait in another thread",
-    )
-
-
-def check_wait() -> None:
-    """Refuses to wait where that could not end.
-
-    Raises:
-        InvalidRequestError: Others wait for this thread, which holds a `GuardedLock`.
-        ClosedError: The interpreter shuts down.
-    """
-    if _held.count > 0:
-        raise endless_error()
-    if sys.is_finalizing():
-        raise ClosedError(
-            "the interpreter is shutting down, and the threads that store messages have ended",
-            hint="close the log before the program ends",
-        )
 
 
 def is_held(lock: threading.RLock) -> bool:

@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
+from ister.base.guarded_lock import check_wait
 from ister.errors import IsterError
-from ister.wal.signals import check_wait
 
 _COMPACT_MIN = 64
 

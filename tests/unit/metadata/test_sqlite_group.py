@@ -169,9 +169,10 @@ def test_change_that_waited_too_long_is_never_made(tmp_path):
     store = SqliteMetadata(
         str(tmp_path / "meta.db"), clock=SystemClock(), busy_timeout_seconds=0.05
     )
-    with store._writer_lock, pytest.raises(UnavailableError) as error:
-        store.put("/late", b"1")
-    assert not isinstance(error.value, CommitUnknownError)
+    with ThreadPoolExecutor(1) as other, store._writer_lock:
+        error = other.submit(store.put, "/late", b"1").exception(WAIT_SECONDS)
+    assert isinstance(error, UnavailableError)
+    assert not isinstance(error, CommitUnknownError)
     assert store.put("/after", b"1") == 1
     assert store.get("/late") is None
     store.close()
@@ -181,7 +182,7 @@ def test_change_that_waited_too_long_for_the_commit_of_another_thread_is_unknown
     store = SqliteMetadata(
         str(tmp_path / "meta.db"), clock=SystemClock(), busy_timeout_seconds=0.05
     )
-    with store._writer_lock:
+    with ThreadPoolExecutor(1) as other, store._writer_lock:
 
         class Taken(type(store._requests)):
             """The other thread has taken every request from here."""
@@ -191,5 +192,5 @@ def test_change_that_waited_too_long_for_the_commit_of_another_thread_is_unknown
 
         store._requests = Taken()
         with pytest.raises(CommitUnknownError):
-            store.put("/late", b"1")
+            other.submit(store.put, "/late", b"1").result(WAIT_SECONDS)
     store.close()

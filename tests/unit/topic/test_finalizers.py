@@ -11,6 +11,7 @@ import pytest
 
 import ister
 from ister.errors import ClosedError, DirectoryLockedError, InvalidRequestError, IsterError
+from ister.metadata.sqlite import SqliteMetadata
 from tests.support.cases import each
 from tests.support.stores import Site
 from tests.support.waiting import eventually
@@ -68,6 +69,30 @@ def test_finalizer_in_a_thread_that_commits_is_refused(tmp_path, monkeypatch):
         topic.wait(topic.append(b"x"), timeout=PATIENCE)
         assert [type(error) for error in errors] == [InvalidRequestError]
         assert [message.payload for message in topic.read()] == [b"x", b"from __del__"]
+
+
+@each(
+    "late",
+    [
+        lambda log, topic: topic.wait(topic.append(b"z"), "tiered"),
+        lambda log, topic: log.topic("/default/late", create=True),
+        lambda log, topic: log.stores.metadata.put("/late", b""),
+    ],
+)
+def test_finalizer_in_a_thread_that_changes_the_metadata_is_refused(tmp_path, monkeypatch, late):
+    """Goal: it does not hold up the leases of this process, which are in the same store."""
+    with ister.open(tmp_path) as log:
+        topic = log.topic("/default/t", create=True)
+        errors, change = [], SqliteMetadata._try_changes
+
+        def collect_and_change(*args):
+            monkeypatch.undo()
+            errors.extend(collect(lambda: late(log, topic)))
+            change(*args)
+
+        monkeypatch.setattr(SqliteMetadata, "_try_changes", collect_and_change)
+        log.topic("/default/other", create=True)
+        assert [type(error) for error in errors] == [InvalidRequestError]
 
 
 @each("call", [lambda topic: topic.wait(1), lambda topic: topic.append(b"z"), list])
