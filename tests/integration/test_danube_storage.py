@@ -281,7 +281,8 @@ def test_local_topic_is_sealed_and_replayed_whole(tmp_path):
 def three_files(topic):
     """200 messages: 100 in the first file, 50 in the second, 50 in the active one."""
     for count in (100, 50, 50):
-        fill(topic, numbered(count, first=topic.wal.next, size=100))
+        topic.append_many(numbered(count, first=topic.wal.next, size=100))
+        topic.flush()
     assert [file.first_offset for file in topic.wal.files] == [0, 100, 150]
 
 

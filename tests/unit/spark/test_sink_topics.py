@@ -285,7 +285,7 @@ def test_owner_that_is_down_delays_its_own_topics_only(home, monkeypatch):
 def test_owner_that_stays_down_ends_the_commit_with_its_topic(home, monkeypatch):
     monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.01, 0.02))
     with one_of_two_is_down(home) as (one, two, port):
-        options = {"config": home.remote_config(), "commitTimeoutSeconds": "0.3"}
+        options = {"config": home.remote_config(), "commitTimeoutSeconds": "2"}
         writing = Sink(monkeypatch, options, schema=BY_TOPIC)
         with pytest.raises(UnavailableError) as caught:
             writing.run(0, [[(B, b"b0"), (A, b"a0")]])
