@@ -32,6 +32,8 @@ def main(target: Path = _SOURCES) -> None:
     for path in target.glob("*_pb2.pyi"):
         # protoc's types are narrower than protobuf: an enum field also takes a number.
         text = re.sub(r"_Union\[([\w.]+), str\]", r"_Union[\1, str, int]", path.read_text())
+        # Nobody asks for numbers of fields, nor for slots.
+        text = re.sub(r"^    (__slots__ = |\w+_FIELD_NUMBER: ).*\n", "", text, flags=re.MULTILINE)
         path.write_text(text.replace("_Mapping]", "_Mapping[str, object]]"))
 
 

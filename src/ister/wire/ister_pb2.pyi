@@ -7,24 +7,11 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DeadLetter(_message.Message):
-    __slots__ = ("topic", "message")
-    TOPIC_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
     topic: str
     message: bytes
     def __init__(self, topic: _Optional[str] = ..., message: _Optional[bytes] = ...) -> None: ...
 
 class DeadLettersRequest(_message.Message):
-    __slots__ = ("topic", "offsets", "reason", "source_topic", "source_subscription", "start", "end", "limit", "to")
-    TOPIC_FIELD_NUMBER: _ClassVar[int]
-    OFFSETS_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_TOPIC_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
-    END_FIELD_NUMBER: _ClassVar[int]
-    LIMIT_FIELD_NUMBER: _ClassVar[int]
-    TO_FIELD_NUMBER: _ClassVar[int]
     topic: str
     offsets: _containers.RepeatedScalarFieldContainer[int]
     reason: str
@@ -37,33 +24,20 @@ class DeadLettersRequest(_message.Message):
     def __init__(self, topic: _Optional[str] = ..., offsets: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., source_topic: _Optional[str] = ..., source_subscription: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., limit: _Optional[int] = ..., to: _Optional[str] = ...) -> None: ...
 
 class OwnTopicsRequest(_message.Message):
-    __slots__ = ("topics",)
-    TOPICS_FIELD_NUMBER: _ClassVar[int]
     topics: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, topics: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class MoveTopicRequest(_message.Message):
-    __slots__ = ("topic", "to")
-    TOPIC_FIELD_NUMBER: _ClassVar[int]
-    TO_FIELD_NUMBER: _ClassVar[int]
     topic: str
     to: str
     def __init__(self, topic: _Optional[str] = ..., to: _Optional[str] = ...) -> None: ...
 
 class TakeOverRequest(_message.Message):
-    __slots__ = ("topic", "confirm")
-    TOPIC_FIELD_NUMBER: _ClassVar[int]
-    CONFIRM_FIELD_NUMBER: _ClassVar[int]
     topic: str
     confirm: bool
     def __init__(self, topic: _Optional[str] = ..., confirm: _Optional[bool] = ...) -> None: ...
 
 class TakeOverResponse(_message.Message):
-    __slots__ = ("topic", "node", "offset", "done")
-    TOPIC_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    DONE_FIELD_NUMBER: _ClassVar[int]
     topic: str
     node: str
     offset: int
@@ -71,33 +45,20 @@ class TakeOverResponse(_message.Message):
     def __init__(self, topic: _Optional[str] = ..., node: _Optional[str] = ..., offset: _Optional[int] = ..., done: _Optional[bool] = ...) -> None: ...
 
 class BrokerName(_message.Message):
-    __slots__ = ("broker",)
-    BROKER_FIELD_NUMBER: _ClassVar[int]
     broker: str
     def __init__(self, broker: _Optional[str] = ...) -> None: ...
 
 class DrainBrokerRequest(_message.Message):
-    __slots__ = ("broker", "timeout_seconds")
-    BROKER_FIELD_NUMBER: _ClassVar[int]
-    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     broker: str
     timeout_seconds: int
     def __init__(self, broker: _Optional[str] = ..., timeout_seconds: _Optional[int] = ...) -> None: ...
 
 class RebalanceRequest(_message.Message):
-    __slots__ = ("dry_run", "max_moves")
-    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
-    MAX_MOVES_FIELD_NUMBER: _ClassVar[int]
     dry_run: bool
     max_moves: int
     def __init__(self, dry_run: _Optional[bool] = ..., max_moves: _Optional[int] = ...) -> None: ...
 
 class ConsumeRequest(_message.Message):
-    __slots__ = ("open", "acks", "nack", "received")
-    OPEN_FIELD_NUMBER: _ClassVar[int]
-    ACKS_FIELD_NUMBER: _ClassVar[int]
-    NACK_FIELD_NUMBER: _ClassVar[int]
-    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     open: OpenConsumer
     acks: Acks
     nack: Nack
@@ -105,14 +66,6 @@ class ConsumeRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[OpenConsumer, _Mapping[str, object]]] = ..., acks: _Optional[_Union[Acks, _Mapping[str, object]]] = ..., nack: _Optional[_Union[Nack, _Mapping[str, object]]] = ..., received: _Optional[int] = ...) -> None: ...
 
 class OpenConsumer(_message.Message):
-    __slots__ = ("topic", "subscription", "consumer", "kind", "key_filters", "start", "reports_received")
-    TOPIC_FIELD_NUMBER: _ClassVar[int]
-    SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
-    CONSUMER_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    KEY_FILTERS_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
-    REPORTS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     topic: str
     subscription: str
     consumer: str
@@ -123,29 +76,17 @@ class OpenConsumer(_message.Message):
     def __init__(self, topic: _Optional[str] = ..., subscription: _Optional[str] = ..., consumer: _Optional[str] = ..., kind: _Optional[str] = ..., key_filters: _Optional[_Iterable[str]] = ..., start: _Optional[str] = ..., reports_received: _Optional[bool] = ...) -> None: ...
 
 class Acks(_message.Message):
-    __slots__ = ("offsets", "tokens")
-    OFFSETS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
     offsets: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, offsets: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Nack(_message.Message):
-    __slots__ = ("offset", "delay_ms", "reason")
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    DELAY_MS_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
     offset: int
     delay_ms: int
     reason: str
     def __init__(self, offset: _Optional[int] = ..., delay_ms: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ConsumeResponse(_message.Message):
-    __slots__ = ("opened", "deliveries", "acked", "refused")
-    OPENED_FIELD_NUMBER: _ClassVar[int]
-    DELIVERIES_FIELD_NUMBER: _ClassVar[int]
-    ACKED_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
     deliveries: Deliveries
     acked: Acks
@@ -153,11 +94,6 @@ class ConsumeResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[Opened, _Mapping[str, object]]] = ..., deliveries: _Optional[_Union[Deliveries, _Mapping[str, object]]] = ..., acked: _Optional[_Union[Acks, _Mapping[str, object]]] = ..., refused: _Optional[_Union[Acks, _Mapping[str, object]]] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("consumer_id", "cursor", "incarnation", "kind")
-    CONSUMER_ID_FIELD_NUMBER: _ClassVar[int]
-    CURSOR_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
     consumer_id: int
     cursor: int
     incarnation: str
@@ -165,13 +101,10 @@ class Opened(_message.Message):
     def __init__(self, consumer_id: _Optional[int] = ..., cursor: _Optional[int] = ..., incarnation: _Optional[str] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class Deliveries(_message.Message):
-    __slots__ = ("messages",)
-    MESSAGES_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[Delivered]
     def __init__(self, messages: _Optional[_Iterable[_Union[Delivered, _Mapping[str, object]]]] = ...) -> None: ...
 
 class Delivered(_message.Message):
-    __slots__ = ("offset", "payload", "publish_time", "producer_name", "attributes", "routing_key", "schema_id", "schema_version", "attempt", "token")
     class AttributesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -179,16 +112,6 @@ class Delivered(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    PUBLISH_TIME_FIELD_NUMBER: _ClassVar[int]
-    PRODUCER_NAME_FIELD_NUMBER: _ClassVar[int]
-    ATTRIBUTES_FIELD_NUMBER: _ClassVar[int]
-    ROUTING_KEY_FIELD_NUMBER: _ClassVar[int]
-    SCHEMA_ID_FIELD_NUMBER: _ClassVar[int]
-    SCHEMA_VERSION_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
     offset: int
     payload: bytes
     publish_time: int
@@ -202,15 +125,9 @@ class Delivered(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., payload: _Optional[bytes] = ..., publish_time: _Optional[int] = ..., producer_name: _Optional[str] = ..., attributes: _Optional[_Mapping[str, str]] = ..., routing_key: _Optional[str] = ..., schema_id: _Optional[int] = ..., schema_version: _Optional[int] = ..., attempt: _Optional[int] = ..., token: _Optional[int] = ...) -> None: ...
 
 class InfoRequest(_message.Message):
-    __slots__ = ()
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("version", "broker_url", "flight_url", "node")
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    BROKER_URL_FIELD_NUMBER: _ClassVar[int]
-    FLIGHT_URL_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
     version: str
     broker_url: str
     flight_url: str
@@ -218,19 +135,10 @@ class InfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., broker_url: _Optional[str] = ..., flight_url: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class TopicName(_message.Message):
-    __slots__ = ("topic",)
-    TOPIC_FIELD_NUMBER: _ClassVar[int]
     topic: str
     def __init__(self, topic: _Optional[str] = ...) -> None: ...
 
 class CreateTopicRequest(_message.Message):
-    __slots__ = ("topic", "ack", "codec", "partitions", "non_reliable", "grow")
-    TOPIC_FIELD_NUMBER: _ClassVar[int]
-    ACK_FIELD_NUMBER: _ClassVar[int]
-    CODEC_FIELD_NUMBER: _ClassVar[int]
-    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
-    NON_RELIABLE_FIELD_NUMBER: _ClassVar[int]
-    GROW_FIELD_NUMBER: _ClassVar[int]
     topic: str
     ack: str
     codec: str
@@ -240,22 +148,6 @@ class CreateTopicRequest(_message.Message):
     def __init__(self, topic: _Optional[str] = ..., ack: _Optional[str] = ..., codec: _Optional[str] = ..., partitions: _Optional[int] = ..., non_reliable: _Optional[bool] = ..., grow: _Optional[bool] = ...) -> None: ...
 
 class TopicDescription(_message.Message):
-    __slots__ = ("topic", "reliable", "ack", "codec", "incarnation", "earliest", "trimmed", "tiered", "synced", "written", "next", "partitions", "producers", "subscriptions", "policies")
-    TOPIC_FIELD_NUMBER: _ClassVar[int]
-    RELIABLE_FIELD_NUMBER: _ClassVar[int]
-    ACK_FIELD_NUMBER: _ClassVar[int]
-    CODEC_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    EARLIEST_FIELD_NUMBER: _ClassVar[int]
-    TRIMMED_FIELD_NUMBER: _ClassVar[int]
-    TIERED_FIELD_NUMBER: _ClassVar[int]
-    SYNCED_FIELD_NUMBER: _ClassVar[int]
-    WRITTEN_FIELD_NUMBER: _ClassVar[int]
-    NEXT_FIELD_NUMBER: _ClassVar[int]
-    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
-    PRODUCERS_FIELD_NUMBER: _ClassVar[int]
-    SUBSCRIPTIONS_FIELD_NUMBER: _ClassVar[int]
-    POLICIES_FIELD_NUMBER: _ClassVar[int]
     topic: str
     reliable: bool
     ack: str
@@ -274,56 +166,29 @@ class TopicDescription(_message.Message):
     def __init__(self, topic: _Optional[str] = ..., reliable: _Optional[bool] = ..., ack: _Optional[str] = ..., codec: _Optional[str] = ..., incarnation: _Optional[str] = ..., earliest: _Optional[int] = ..., trimmed: _Optional[int] = ..., tiered: _Optional[int] = ..., synced: _Optional[int] = ..., written: _Optional[int] = ..., next: _Optional[int] = ..., partitions: _Optional[_Iterable[str]] = ..., producers: _Optional[int] = ..., subscriptions: _Optional[_Iterable[_Union[SubscriptionDescription, _Mapping[str, object]]]] = ..., policies: _Optional[str] = ...) -> None: ...
 
 class SetPoliciesRequest(_message.Message):
-    __slots__ = ("name", "policies")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    POLICIES_FIELD_NUMBER: _ClassVar[int]
     name: str
     policies: str
     def __init__(self, name: _Optional[str] = ..., policies: _Optional[str] = ...) -> None: ...
 
 class PoliciesResponse(_message.Message):
-    __slots__ = ("policies",)
-    POLICIES_FIELD_NUMBER: _ClassVar[int]
     policies: str
     def __init__(self, policies: _Optional[str] = ...) -> None: ...
 
 class ProducerName(_message.Message):
-    __slots__ = ("topic", "producer")
-    TOPIC_FIELD_NUMBER: _ClassVar[int]
-    PRODUCER_FIELD_NUMBER: _ClassVar[int]
     topic: str
     producer: str
     def __init__(self, topic: _Optional[str] = ..., producer: _Optional[str] = ...) -> None: ...
 
 class ReleasedProducer(_message.Message):
-    __slots__ = ("principal",)
-    PRINCIPAL_FIELD_NUMBER: _ClassVar[int]
     principal: str
     def __init__(self, principal: _Optional[str] = ...) -> None: ...
 
 class SubscriptionName(_message.Message):
-    __slots__ = ("topic", "subscription")
-    TOPIC_FIELD_NUMBER: _ClassVar[int]
-    SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
     topic: str
     subscription: str
     def __init__(self, topic: _Optional[str] = ..., subscription: _Optional[str] = ...) -> None: ...
 
 class SubscriptionDescription(_message.Message):
-    __slots__ = ("topic", "subscription", "kind", "cursor", "lag", "in_flight", "waiting", "blocked", "consumers", "active", "max_unacked_messages", "restricted", "principals")
-    TOPIC_FIELD_NUMBER: _ClassVar[int]
-    SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    CURSOR_FIELD_NUMBER: _ClassVar[int]
-    LAG_FIELD_NUMBER: _ClassVar[int]
-    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    BLOCKED_FIELD_NUMBER: _ClassVar[int]
-    CONSUMERS_FIELD_NUMBER: _ClassVar[int]
-    ACTIVE_FIELD_NUMBER: _ClassVar[int]
-    MAX_UNACKED_MESSAGES_FIELD_NUMBER: _ClassVar[int]
-    RESTRICTED_FIELD_NUMBER: _ClassVar[int]
-    PRINCIPALS_FIELD_NUMBER: _ClassVar[int]
     topic: str
     subscription: str
     kind: str
@@ -340,11 +205,6 @@ class SubscriptionDescription(_message.Message):
     def __init__(self, topic: _Optional[str] = ..., subscription: _Optional[str] = ..., kind: _Optional[str] = ..., cursor: _Optional[int] = ..., lag: _Optional[int] = ..., in_flight: _Optional[int] = ..., waiting: _Optional[int] = ..., blocked: _Optional[int] = ..., consumers: _Optional[_Iterable[str]] = ..., active: _Optional[str] = ..., max_unacked_messages: _Optional[int] = ..., restricted: _Optional[bool] = ..., principals: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RestrictSubscriptionRequest(_message.Message):
-    __slots__ = ("topic", "subscription", "principals", "unrestricted")
-    TOPIC_FIELD_NUMBER: _ClassVar[int]
-    SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
-    PRINCIPALS_FIELD_NUMBER: _ClassVar[int]
-    UNRESTRICTED_FIELD_NUMBER: _ClassVar[int]
     topic: str
     subscription: str
     principals: _containers.RepeatedScalarFieldContainer[str]
@@ -352,13 +212,6 @@ class RestrictSubscriptionRequest(_message.Message):
     def __init__(self, topic: _Optional[str] = ..., subscription: _Optional[str] = ..., principals: _Optional[_Iterable[str]] = ..., unrestricted: _Optional[bool] = ...) -> None: ...
 
 class SeekRequest(_message.Message):
-    __slots__ = ("topic", "subscription", "offset", "publish_time_ms", "earliest", "latest")
-    TOPIC_FIELD_NUMBER: _ClassVar[int]
-    SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    PUBLISH_TIME_MS_FIELD_NUMBER: _ClassVar[int]
-    EARLIEST_FIELD_NUMBER: _ClassVar[int]
-    LATEST_FIELD_NUMBER: _ClassVar[int]
     topic: str
     subscription: str
     offset: int
@@ -368,11 +221,6 @@ class SeekRequest(_message.Message):
     def __init__(self, topic: _Optional[str] = ..., subscription: _Optional[str] = ..., offset: _Optional[int] = ..., publish_time_ms: _Optional[int] = ..., earliest: _Optional[bool] = ..., latest: _Optional[bool] = ...) -> None: ...
 
 class ListTopicsRequest(_message.Message):
-    __slots__ = ("namespace", "with_partitions", "after", "limit")
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    WITH_PARTITIONS_FIELD_NUMBER: _ClassVar[int]
-    AFTER_FIELD_NUMBER: _ClassVar[int]
-    LIMIT_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     with_partitions: bool
     after: str
@@ -380,7 +228,5 @@ class ListTopicsRequest(_message.Message):
     def __init__(self, namespace: _Optional[str] = ..., with_partitions: _Optional[bool] = ..., after: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class Document(_message.Message):
-    __slots__ = ("json",)
-    JSON_FIELD_NUMBER: _ClassVar[int]
     json: str
     def __init__(self, json: _Optional[str] = ...) -> None: ...
