@@ -15,13 +15,13 @@ pa = pytest.importorskip("pyarrow")
 
 from ister import kernels  # noqa: E402
 from ister.base.model import COLUMNS, Codec, MessageId, StreamMessage  # noqa: E402
-from ister.errors import CorruptDataError, InvalidRequestError  # noqa: E402
+from ister.errors import CorruptDataError  # noqa: E402
 from ister.format.archive import ArchiveReader  # noqa: E402
 from ister.format.archive_writer import ArchiveWriter  # noqa: E402
 from ister.format.arrow.decode import ColumnarDecoder, FrameFeed  # noqa: E402
 from ister.format.arrow.encode import encode_frames, restore_frames  # noqa: E402
 from ister.format.arrow.schema import EVERY_FIELD, HIDDEN  # noqa: E402
-from ister.format.frame import FRAME_HEADER_SIZE, pack_header, scan_frames  # noqa: E402
+from ister.format.frame import pack_header, scan_frames  # noqa: E402
 from ister.format.message import decode_message, encode_message  # noqa: E402
 from tests.support.builders import VARINT_BOUNDARIES, a_message, frames  # noqa: E402
 from tests.support.scale import scaled  # noqa: E402
@@ -183,23 +183,6 @@ def framed(first_offset, bodies):
 @pytest.mark.nightly
 @BOTH_CODECS
 @EXAMPLES
-@given(data=st.data(), columns=PROJECTIONS, end_offset=st.none() | st.integers(0, 8))
-def test_damaged_frames_get_the_verdict_of_a_scan(codec, data, columns, end_offset):
-    messages = data.draw(st.lists(MESSAGES[codec], min_size=1, max_size=5))
-    whole = frames(3, [encode_message(message, codec) for message in messages])
-    buffer = data.draw(damaged(whole))
-    scan = scan_frames(buffer, expected_offset=3, end_offset=end_offset)
-    verdicts = [verdict(decoder, buffer, 3, end_offset) for decoder in decoders(codec, columns)]
-    for found in verdicts:
-        assert found == verdicts[0]
-        if len(found) == 4:
-            assert found[:3] == (scan.end, scan.next_offset, scan.stop)
-            assert found[3].num_rows == len(scan.starts)
-
-
-@pytest.mark.nightly
-@BOTH_CODECS
-@EXAMPLES
 @given(data=st.data(), columns=PROJECTIONS)
 def test_damaged_bodies_get_the_verdict_of_decode_message(codec, data, columns):
     """The crcs are set right, so that the walk through the body decides."""
@@ -241,11 +224,7 @@ def test_any_bytes_get_the_verdict_of_a_scan(buffer, codec, position, expected_o
         except CorruptDataError:
             assert scan.starts
             continue
-        assert (found.end, found.next_offset, found.stop) == (
-            scan.end,
-            scan.next_offset,
-            scan.stop,
-        )
+        assert (found.end, found.next_offset, found.stop) == (scan.end, scan.next_offset, scan.stop)
 
 
 def cut(buffer, cuts):
@@ -412,52 +391,6 @@ def test_rows_become_the_bytes_of_their_messages(
         assert rows_of(found.batch) == [
             row_of(message, first_offset + number) for number, message in enumerate(messages)
         ]
-
-
-@pytest.mark.nightly
-@BOTH_CODECS
-@EXAMPLES
-@given(
-    rows=st.lists(
-        st.fixed_dictionaries(
-            {
-                **ROW,
-                "payload": st.binary(max_size=30),
-                "publish_time": st.integers(-5, 5) | st.just(253_402_300_800_000),
-                "attributes": st.none()
-                | st.lists(
-                    st.tuples(st.sampled_from("abc"), st.none() | st.sampled_from("xy")),
-                    max_size=3,
-                ),
-            }
-        ),
-        min_size=1,
-        max_size=6,
-    ),
-    columns=st.lists(st.sampled_from([name for name in ROW if name != "payload"]), unique=True),
-)
-def test_rows_that_are_no_messages_get_the_same_error(codec, rows, columns):
-    results = []
-    for decoder in decoders(codec, ALL):
-        try:
-            results.append(
-                encode_frames(
-                    table_of(rows, ["payload", *columns]),
-                    topic=TOPIC,
-                    codec=codec,
-                    first_offset=0,
-                    now_ms=77,
-                    payload_bytes_max=25,
-                    is_compiled=decoder.is_compiled,
-                )
-            )
-        except InvalidRequestError as error:
-            results.append((type(error), str(error)))
-    assert all(result == results[0] for result in results)
-    if isinstance(results[0], list):
-        data = b"".join(segment.data for segment in results[0])
-        assert scan_frames(data, expected_offset=0).next_offset == len(rows)
-        assert len(data) > FRAME_HEADER_SIZE * len(rows)
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ import pytest
 
 import ister
 from ister.base import failpoints
-from ister.base.failpoints import FAILPOINTS, arm, arm_from_environment, disarm, reach
+from ister.base.failpoints import FAILPOINTS, arm, arm_from_environment, reach
 from ister.errors import InvalidRequestError
 from ister.format.checkpoint import UploaderCheckpoint, WalState
 from ister.wal.directory import WalDirectory
@@ -66,18 +66,6 @@ def test_checkpoint_reaches_the_points_of_who_replaces_it(who):
             )
         )
     assert reached == [f"{who}.before_checkpoint_rename", f"{who}.after_checkpoint"]
-
-
-def test_armed_point_acts_at_every_visit_until_disarmed():
-    visits = []
-    arm("wal.after_write", lambda: visits.append(1))
-    reach("wal.before_write")
-    assert not visits
-    reach("wal.after_write")
-    reach("wal.after_write")
-    disarm()
-    reach("wal.after_write")
-    assert len(visits) == 2
 
 
 def test_unknown_point_is_refused_with_those_there_are():

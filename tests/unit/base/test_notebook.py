@@ -6,7 +6,6 @@ pytest.importorskip("pyarrow")
 
 import ister
 from ister.base.notebook import render_table
-from ister.client.descriptions import SubscriptionDescription, TopicDescription
 
 
 def test_everything_is_escaped():
@@ -50,43 +49,3 @@ def test_logs_topics_and_tables(tmp_path):
     assert "closed" in log._repr_html_()
     with ister.open(tmp_path) as log:
         assert ">not open<" in log._repr_html_()
-
-
-def test_partitioned_topics(tmp_path):
-    with ister.open(tmp_path) as log:
-        for number in range(2):
-            log.topic(f"/default/p-part-{number}", create=True)
-        shown = log.partitioned("/default/p")._repr_html_()
-    assert "/default/p-part-0" in shown
-    assert "/default/p-part-1" in shown
-
-
-def test_what_a_broker_says_of_a_topic():
-    subscription = SubscriptionDescription(
-        topic="/default/t",
-        subscription="<s>",
-        kind="shared",
-        cursor=3,
-        lag=4,
-        in_flight=0,
-        waiting=0,
-        blocked=None,
-        consumers=(),
-        active=None,
-        max_unacked_messages=1000,
-    )
-    watermarks = dict.fromkeys(("earliest", "trimmed", "tiered", "synced", "written", "next"), 7)
-    description = TopicDescription(
-        topic="/default/t",
-        partitions=(),
-        is_reliable=True,
-        ack="synced",
-        codec="bincode2",
-        incarnation="i",
-        producers=0,
-        subscriptions=(subscription,),
-        **watermarks,
-    )
-    shown = description._repr_html_()
-    assert "&lt;s&gt;" in shown
-    assert 'right">7<' in shown

@@ -115,13 +115,6 @@ def test_no_attempt_begins_after_the_deadline(policy, clock):
     assert all(moment < 10 for moment in attempts)
 
 
-def test_sleep_that_is_cut_short_ends_the_retries(clock):
-    call = Call(*[UnavailableError("busy") for _ in range(9)])
-    with pytest.raises(UnavailableError):
-        RetryPolicy(clock=clock, sleep=lambda seconds: True).call(call)
-    assert call.count == 1
-
-
 def test_unavailable_store_is_asked_again_for_a_while(monkeypatch):
     monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.001, 0.002))
     call = Call(*[UnavailableError("busy") for _ in range(5)])
@@ -171,14 +164,6 @@ async def test_client_pauses_double_until_a_success(slept, caplog):
     assert slept[12] <= 0.05
     assert len(set(slept)) > 6, "jitter"
     assert caplog.messages == ["the broker does not respond; retrying: x"], "once for an outage"
-
-
-async def test_client_does_not_repeat_a_definite_answer(slept):
-    error = NotFoundError("x")
-    with pytest.raises(NotFoundError) as caught:
-        await AsyncRetry(None).pause(error)
-    assert caught.value is error
-    assert slept == []
 
 
 async def test_client_gives_up_after_its_timeout(slept):

@@ -50,12 +50,6 @@ def test_a_thread_that_ends_by_an_error_is_known_as_ended():
     assert found() == {"ister-short": (1, "ZeroDivisionError: division by zero", True)}
 
 
-def test_exception_of_a_signal_handler_is_not_recorded_as_a_failure():
-    with pytest.raises(KeyboardInterrupt), threads.guard("ister-loop"):
-        raise KeyboardInterrupt
-    assert found() == {}
-
-
 def test_the_number_of_names_is_bounded():
     for number in range(200):
         threads.record(f"ister-{number}", ValueError())

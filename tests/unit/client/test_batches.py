@@ -64,13 +64,6 @@ def test_it_is_done_when_every_row_is_decided():
     assert batch.failure is error
 
 
-def test_rows_that_are_placed_together_keep_one_number():
-    batch = batch_of(3)
-    batch.place(0, 3, 50)
-    assert [batch.outcome(row) for row in range(3)] == [50, 51, 52]
-    assert batch.failure is None
-
-
 def test_the_rest_is_given_up():
     batch = batch_of(3)
     batch.place(1, 1, 9)

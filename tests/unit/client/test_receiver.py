@@ -184,18 +184,6 @@ def test_what_a_broker_is_asked_for():
     run(scenario, name="me", kind="key_shared", start=17, key_filters=["a*", "b?"])
 
 
-def test_acknowledgements_go_together_and_are_confirmed():
-    async def scenario(core, network, stream):
-        stream.deliver(*range(100))
-        for message in await take(core, 100):
-            core.ack(message)
-        await core.flush(5)
-        assert stream.acked == list(range(100))
-        assert len(stream.acks) <= 3
-
-    run(scenario)
-
-
 def test_acknowledgements_linger_while_some_are_not_confirmed():
     async def scenario(core, network, stream):
         stream.confirms = False
@@ -370,18 +358,6 @@ def test_a_program_that_does_not_take_stops_the_stream():
         assert stream.answers.empty()
 
     run(scenario, buffer_bytes=5000)
-
-
-@pytest.mark.usefixtures("quick")
-def test_an_error_that_does_not_pass_ends_the_consumer():
-    async def scenario(core, network, stream):
-        stream.deliver(0)
-        stream.fail(NotFoundError("the topic was deleted"))
-        await asyncio.sleep(0.05)
-        with pytest.raises(NotFoundError):
-            await take(core, 2)
-
-    run(scenario)
 
 
 async def test_opening_says_what_is_wrong():

@@ -29,14 +29,14 @@ async def test_a_client_without_tls_is_told_that_the_port_uses_tls(tmp_path):
         address = f"127.0.0.1:{listening.grpc}"
         # It does not wait for the timeout: there is none.
         async with AsyncClient(address) as client:
-            with pytest.raises(ConfigError, match=f"{address} uses TLS") as told:
+            with pytest.raises(ConfigError) as told:
                 await client.admin.namespaces()
             assert told.value.hint == TLS_HINT
-            with pytest.raises(ConfigError, match="uses TLS"):
+            with pytest.raises(ConfigError):
                 await client.producer("/default/t", create=True)
         with (
             FlightClient(f"127.0.0.1:{listening.flight}") as flight,
-            pytest.raises(ConfigError, match="uses TLS"),
+            pytest.raises(ConfigError),
         ):
             await asyncio.to_thread(flight.topics)
 
@@ -46,13 +46,13 @@ async def test_a_client_with_tls_is_told_that_the_port_does_not_use_it(tmp_path)
     async with a_broker(tmp_path, mode="memory") as (_, _, listening):
         address = f"127.0.0.1:{listening.grpc}"
         async with AsyncClient(address, tls=TlsOptions(ca=ca)) as client:
-            with pytest.raises(ConfigError, match=f"{address} does not use TLS") as told:
+            with pytest.raises(ConfigError) as told:
                 await client.admin.namespaces()
             assert told.value.hint == PLAIN_HINT
         location = f"grpc+tls://127.0.0.1:{listening.flight}"
         with (
             FlightClient(location, tls_ca=ca) as flight,
-            pytest.raises(ConfigError, match="does not use TLS"),
+            pytest.raises(ConfigError),
         ):
             await asyncio.to_thread(flight.topics)
         # Another port is another mistake.
@@ -72,5 +72,5 @@ async def test_what_does_not_answer_at_all_is_no_mismatch(monkeypatch):
         assert find_tls_mismatch(address, is_encrypted=is_encrypted) is None
 
     async with AsyncClient(address, timeout=0.1) as client:
-        with pytest.raises(UnavailableError, match="does not answer"):
+        with pytest.raises(UnavailableError):
             await client.admin.namespaces()

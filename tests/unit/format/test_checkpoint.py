@@ -152,11 +152,6 @@ def test_intact_checkpoint_of_a_newer_version_is_refused(data, decode, version):
         decode(resealed(data, 4, bytes([version])))
 
 
-def test_checkpoint_of_the_other_kind_is_none():
-    assert decode_uploader_checkpoint(encode_wal_checkpoint(STATE)) is None
-    assert decode_wal_checkpoint(encode_uploader_checkpoint(UPLOADER_CHECKPOINT)) is None
-
-
 @ENVELOPES
 @each(
     ("position", "new"),

@@ -68,13 +68,6 @@ def test_any_damage_stops_both_at_the_same_place(monkeypatch: pytest.MonkeyPatch
     assert len(stops) >= 4
 
 
-def test_views_and_positions_inside_of_a_buffer_are_fine(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = b"xyz" + frames(random.Random(1), 100, size_max=600)
-    fast = scan_frames(memoryview(data), 3, expected_offset=FIRST)
-    assert fast == in_python(monkeypatch, data, 3, expected_offset=FIRST)
-    assert len(fast.starts) == 100
-
-
 @pytest.mark.parametrize("first", [2**63 - 50, 2**63, 2**64 - 60])
 def test_offsets_of_all_64_bits_are_scanned(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     data = b"".join(encode_frame(first + number, bytes(500)) for number in range(60))

@@ -89,11 +89,7 @@ def test_descriptor_comes_back_as_it_was(descriptor):
     ("name", "fields", "arrived_ms"),
     [
         ("descriptor.json", {}, 1_703_001_234_000),
-        (
-            "descriptor_arrival.json",
-            {"arrival_time_max": 1_703_001_233_456},
-            1_703_001_233_456,
-        ),
+        ("descriptor_arrival.json", {"arrival_time_max": 1_703_001_233_456}, 1_703_001_233_456),
         (
             "descriptor_parquet.json",
             {
@@ -114,12 +110,6 @@ def test_golden_bytes_are_these(name, fields, arrived_ms):
     assert described.arrived_ms == arrived_ms
 
 
-def test_descriptor_without_an_index_leaves_the_field_out():
-    fields = json.loads(encode_descriptor(replace(FULL, offset_index=())))
-    assert "offset_index" not in fields
-    assert {"object_id", "start_offset", "end_offset", "size"} <= set(fields)
-
-
 def test_descriptor_of_danube_is_read_and_what_it_does_not_say_is_unknown():
     found = decode_descriptor(json.dumps(DANUBE).encode(), key=_KEY)
     assert (found.object_id, found.start, found.end) == ("data-1000-5000.dnb1", 1000, 5001)
@@ -128,17 +118,6 @@ def test_descriptor_of_danube_is_read_and_what_it_does_not_say_is_unknown():
     assert (found.codec, found.checksum, found.etag) == (None, None, None)
     assert (found.publish_time_min, found.publish_time_max) == (None, None)
     assert (found.epoch, found.incarnation, found.publish_time_index) == (0, "", ())
-
-
-@each("missing", ["etag", "created_at", "completed", "offset_index"])
-def test_descriptor_of_danube_without_an_optional_field_is_read(missing):
-    fields = {key: value for key, value in DANUBE.items() if key != missing}
-    found = decode_descriptor(json.dumps(fields).encode(), key=_KEY)
-    assert (found.start, found.end) == (1000, 5001)
-
-
-def test_danube_finds_its_own_fields_in_ours():
-    assert json.loads(encode_descriptor(replace(FULL, etag=None))).items() >= DANUBE.items()
 
 
 def test_fields_of_a_newer_writer_are_passed_over():
@@ -278,23 +257,8 @@ def test_position_is_that_of_the_last_entry_at_or_before(fields, offset, expecte
     assert replace(INDEXED, **fields).position_before(offset) == expected
 
 
-@each(
-    ("fields", "time", "expected"),
-    [
-        *(({}, time, (100, 0)) for time in (0, 1, 50)),
-        *(({}, time, (200, 5000)) for time in (51, 70)),
-        *(({}, time, (300, 9000)) for time in (71, 10**15)),
-        *(({"publish_time_index": times}, 60, (100, 0)) for times in ((), (0, 1))),
-    ],
-)
-def test_position_by_time_passes_over_what_was_published_before(fields, time, expected):
-    assert replace(INDEXED, **fields).position_before_time(time) == expected
-
-
 @given(
-    st.lists(st.integers(0, 100), min_size=1, max_size=60),
-    st.integers(1, 9),
-    st.integers(0, 110),
+    st.lists(st.integers(0, 100), min_size=1, max_size=60), st.integers(1, 9), st.integers(0, 110)
 )
 def test_position_by_time_is_never_behind_the_first_message_of_that_time(times, stride, wanted):
     entries = range(0, len(times), stride)

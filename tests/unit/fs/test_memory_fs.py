@@ -97,15 +97,6 @@ def test_unsynced_writes_may_survive_in_any_combination():
     assert {b"", b"A", b"\0B", b"AB"} <= outcomes
 
 
-def test_unsynced_writes_to_one_place_may_be_applied_in_any_order():
-    def prepare(fs):
-        file = _file(fs)
-        file.write_at(0, [b"first"])
-        file.write_at(0, [b"later"])
-
-    assert {b"", b"first", b"later"} <= _outcomes(prepare)
-
-
 def test_unsynced_truncation_may_be_undone():
     def prepare(fs):
         _file(fs, "/d/a", b"content").truncate(0)
@@ -184,14 +175,6 @@ def test_unsynced_renames_survive_without_each_other():
     assert _names_left(one_makes_room_for_the_other) == {("a", "b"), ("a", "c"), ("b", "c"), ("a",)}
 
 
-def test_name_of_a_file_that_is_renamed_before_any_sync_may_be_missing():
-    def prepare(fs):
-        fs.create("/d/a").close()
-        fs.rename("/d/a", "/d/b")
-
-    assert _names_left(prepare) == {(), ("a",), ("b",)}
-
-
 def test_name_that_was_removed_and_given_again_may_be_missing():
     def prepare(fs):
         _file(fs, "/d/a", b"old")
@@ -199,21 +182,6 @@ def test_name_that_was_removed_and_given_again_may_be_missing():
         _file(fs, "/d/a", b"new", durable=False)
 
     assert _outcomes(prepare) == {None, b"old", b"new"}
-
-
-def test_rename_of_an_unsynced_file_may_leave_it_empty():
-    def prepare(fs):
-        _file(fs, "/d/a", b"old")
-        fs.create("/d/tmp").write_at(0, [b"new"])
-        fs.rename("/d/tmp", "/d/a")
-
-    assert {b"old", b"new", b""} <= _outcomes(prepare)
-
-
-def test_new_directories_are_durable_at_once(fs):
-    fs.make_directories("/d/e/f")
-    fs.crash(random.Random(1))
-    assert fs.exists("/d/e/f")
 
 
 def test_failed_sync_reads_back_and_is_lost_for_good(fs):

@@ -13,7 +13,6 @@ from ister.errors import (
     CapacityError,
     CommitUnknownError,
     ConfigError,
-    InvariantError,
     NotFoundError,
     PermissionDeniedError,
     UnavailableError,
@@ -21,7 +20,7 @@ from ister.errors import (
 from ister.metadata import etcd, etcd_endpoint, etcd_usage
 from ister.metadata.base import Put
 from ister.metadata.etcd import EtcdMetadata
-from tests.servers.etcd import EtcdCluster, EtcdServer, etcd_binary
+from tests.servers.etcd import EtcdServer, etcd_binary
 from tests.servers.ports import free_port
 from tests.support.clock import ManualClock
 from tests.support.waiting import eventually
@@ -151,21 +150,11 @@ def test_endpoint_that_is_none_is_refused(endpoints):
     assert "secret" not in str(refused.value)
 
 
-def test_user_without_password_is_refused():
-    with pytest.raises(ConfigError):
-        EtcdMetadata(["host:1"], clock=SystemClock(), username="someone")
-
-
 def test_missing_client_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "aetcd.rpc", None)
     with pytest.raises(ConfigError) as missing:
         EtcdMetadata(["host:1"], clock=SystemClock())
     assert missing.value.hint == "pip install 'ister[etcd]'"
-
-
-def test_location_has_no_credentials(open_store, server):
-    store = open_store(username="root", password="secret")
-    assert store.location == f"etcd {server.endpoint}"
 
 
 # -- refusals -----------------------------------------------------------------------------------
@@ -312,77 +301,6 @@ def test_watch_goes_on_after_its_connection_broke(open_store, server):
     other.put("/w/3", b"")
     eventually(lambda: {"/w/2", "/w/3"} <= set(heard))
     watch.close()
-
-
-def test_callback_that_uses_the_store_is_told_so(open_store):
-    store = open_store()
-    errors = []
-
-    def misuse(key):
-        try:
-            store.get(key)
-        except InvariantError as error:
-            errors.append(error)
-
-    store.watch("/misuse", misuse)
-    store.put("/misuse", b"")
-    eventually(lambda: errors)
-
-
-# -- a cluster ----------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_cluster_that_loses_its_leader_goes_on():
-    """Killed, then cut off from its peers: reads find the others, and no answer is stale."""
-    with EtcdCluster(3) as cluster:
-        store = EtcdMetadata(cluster.endpoints, clock=SystemClock(), call_timeout_seconds=1.5)
-        alone = None
-        try:
-            store.put("/a", b"1")
-            first = cluster.leader()
-            cluster.kill(first)
-            assert store.get("/a").value == b"1"
-            cluster.leader()
-            _settle(lambda: store.put("/a", b"2"))
-            cluster.start(first)
-            cluster.wait_ready()
-
-            second = cluster.leader()
-            alone = EtcdMetadata(
-                [cluster.endpoints[second]], clock=SystemClock(), call_timeout_seconds=0.5
-            )
-            assert alone.get("/a").value == b"2"
-            cluster.isolate(second)
-            _settle(lambda: store.put("/a", b"3"))
-            with pytest.raises(UnavailableError):
-                alone.get("/a")
-            with pytest.raises(UnavailableError):
-                alone.put("/a", b"from the past")
-            cluster.rejoin(second)
-            cluster.wait_ready()
-            eventually(lambda: _value(alone) == b"3")
-        finally:
-            store.close()
-            if alone is not None:
-                alone.close()
-
-
-def _settle(change):
-    """Puts the same value until it is answered; that is harmless to repeat."""
-    for _ in range(10):
-        try:
-            return change()
-        except CommitUnknownError:
-            continue
-    raise AssertionError("the cluster does not settle")
-
-
-def _value(store):
-    try:
-        return store.get("/a").value
-    except UnavailableError:
-        return None
 
 
 # -- threads ------------------------------------------------------------------------------------

@@ -28,17 +28,6 @@ def test_delayed_change_compares_when_it_lands(store):
     assert store.get("/a").value == b"2"
 
 
-def test_delayed_put_with_an_ended_lease_does_not_land(store, clock):
-    lease = store.grant_lease(1)
-    store.delay_next_change()
-    with pytest.raises(CommitUnknownError):
-        store.put("/a", b"", lease)
-    clock.advance(1)
-    [error] = store.deliver_delayed()
-    assert isinstance(error, NotFoundError)
-    assert store.get("/a") is None
-
-
 def test_lease_ends_by_the_clock(store, clock):
     lease = store.grant_lease(10)
     assert lease.valid_until == 10
@@ -57,8 +46,3 @@ def test_lease_ends_by_the_clock(store, clock):
         lease.renew()
     # The removal had a revision of its own.
     assert store.put("/b", b"") == put + 2
-
-
-def test_lease_of_another_store_of_the_same_kind_is_refused(store):
-    with pytest.raises(ValueError, match="another"):
-        store.put("/a", b"", MemoryMetadata().grant_lease(1))

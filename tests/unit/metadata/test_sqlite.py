@@ -93,15 +93,6 @@ def test_path_with_characters_of_a_uri_is_taken_as_it_is(tmp_path):
     assert path.stat().st_size > 0
 
 
-def test_content_survives_closing(open_store):
-    store = open_store()
-    revision = store.put("/a", b"1")
-    store.close()
-    again = open_store()
-    assert again.get("/a").revision == revision
-    assert again.put("/a", b"2") == revision + 1
-
-
 @pytest.mark.parametrize("size", [0, 1], ids=["empty file", "no tables"])
 def test_crash_while_making_the_file_is_mended(path, open_store, size):
     if size:
@@ -505,17 +496,6 @@ def test_read_only_reads_and_changes_nothing(path, open_store, tmp_path):
         tmp_path.chmod(0o755)
     assert os.listdir(tmp_path) == ["meta.db"]
     assert Path(path).read_bytes() == before
-
-
-def test_read_only_sees_a_live_writer(open_store):
-    reader_opened_before = open_store()
-    reader_opened_before.put("/a", b"1")
-    reader = open_store(read_only=True)
-    assert reader.get("/a").value == b"1"
-    reader_opened_before.put("/a", b"2")
-    assert reader.get("/a").value == b"2"
-    reader_opened_before.close()
-    assert reader.get("/a").value == b"2"
 
 
 def test_read_only_sees_what_a_crash_left_in_the_log(path, open_store, tmp_path):

@@ -73,13 +73,6 @@ def test_changes_that_wait_share_one_commit_and_have_their_own_revisions(store):
     assert store.put("/after", b"1") == 21
 
 
-def test_no_commit_takes_more_changes_than_it_should(store, monkeypatch):
-    monkeypatch.setattr(sqlite, "_CHANGES_AT_ONCE_MAX", 4)
-    revisions = together(store, *(put(store, f"/{number}") for number in range(10)))
-    assert sorted(revisions) == list(range(1, 11))
-    assert 3 <= store._writer.commits <= 10
-
-
 def test_one_change_sees_those_before_it(store):
     """Goal: of several that require a key to be absent, one succeeds."""
     revisions = together(

@@ -3,7 +3,6 @@
 import errno
 import mmap
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -88,15 +87,6 @@ def test_folders_are_made_durable_once_whoever_made_them(tmp_path):
     assert synced.count(root) == 2, "the staging folder's name, and that of a"
     assert synced.count(f"{root}/a") == 3
     assert synced.count(os.path.dirname(root)) == 1
-
-
-def test_folder_that_somebody_removes_is_made_again(tmp_path):
-    root = str(tmp_path / "root")
-    files = StagedFiles(root, RecordingFileSystem())
-    files.publish(staged(files, root), "a/b/object")
-    shutil.rmtree(f"{root}/a")
-    files.publish(staged(files, root), "a/c/object")
-    assert Path(root, "a/c/object").read_bytes() == b"data"
 
 
 def test_exclusive_name_is_synced_too_and_when_it_was_taken(tmp_path):
@@ -205,10 +195,6 @@ os._exit(9)
     assert os.listdir(tmp_path / ".tmp") == []
 
 
-def test_other_stores_have_no_stale_parts():
-    assert open_store("memory", "", {}, clock=SystemClock()).remove_stale_parts(0) == 0
-
-
 def test_create_is_exclusive_between_processes(tmp_path):
     """Goal: one winner. Method: processes that wait for a file and then create the same keys."""
     program = f"""
@@ -251,13 +237,6 @@ print(won, flush=True)
     store = open_store("fs", str(tmp_path / "objects"), {}, clock=SystemClock())
     owners = [store.read(f"lock/{number}", 0, 9) for number in range(40)]
     assert [owners.count(b"%d" % number) for number in range(3)] == won
-
-
-def test_links_of_the_file_system_are_no_objects(tmp_path, store):
-    store.put("a", b"x")
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    (tmp_path / "loop").symlink_to(tmp_path)
-    assert [info.key for info in store.list("")] == ["a"]
 
 
 def test_full_disk_is_a_lack_of_capacity():

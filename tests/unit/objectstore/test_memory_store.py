@@ -40,16 +40,6 @@ def test_crash_while_an_object_is_under_way(hook, kind, exists):
     assert store.keys() == (("a",) if exists else ())
 
 
-def test_primitive_store_shows_an_object_under_way():
-    store = MemoryObjectStore(half_written_visible=True)
-    writer = store.open_writer("a", chunk_bytes=1, concurrent_parts=1)
-    writer.write(b"ha")
-    writer.write(b"lf")
-    assert store.read("a", 0, 9) == b"half"
-    writer.abort()
-    assert store.keys() == ("a",)
-
-
 def test_store_without_conditions_overwrites_until_it_was_probed():
     store = MemoryObjectStore(conditional_create=False)
     store.put("a", b"1", if_absent=True)

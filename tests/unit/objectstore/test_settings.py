@@ -49,11 +49,6 @@ def test_endpoint_means_path_style_and_a_region():
     assert found["enable_virtual_host_style"] == "true"
 
 
-def test_region_of_the_environment_holds(monkeypatch):
-    monkeypatch.setenv("AWS_REGION", "eu-9")
-    assert "region" not in settings(endpoint="http://x")
-
-
 def test_amazon_itself_is_addressed_by_host():
     assert settings(region="x")["enable_virtual_host_style"] == "true"
     assert "enable_virtual_host_style" not in settings("s3://dotted.bucket", region="x")
@@ -82,11 +77,6 @@ def test_store_says_where_it_is(backend, root, options, location):
     store = open_store(backend, root, options, clock=SystemClock())
     assert store.location == location
     assert repr(store) == f"<OpendalStore {location}>"
-
-
-def test_local_is_another_name_for_fs(tmp_path):
-    store = open_store("local", str(tmp_path / "x"), {}, clock=SystemClock())
-    assert store.location == f"fs://{tmp_path}/x"
 
 
 @each(

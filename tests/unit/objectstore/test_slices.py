@@ -3,7 +3,7 @@
 import pytest
 
 from ister.errors import CorruptDataError, NotFoundError, UnsupportedOperationError
-from ister.objectstore.slices import SlicedStore, with_slices
+from ister.objectstore.slices import SlicedStore
 from tests.support.cases import each
 from tests.support.clock import ManualClock
 from tests.support.memory_store import MemoryObjectStore
@@ -33,7 +33,7 @@ def test_stat_is_that_of_the_slice(store):
 
 
 def test_object_that_ends_before_the_slice_is_damage(store):
-    with pytest.raises(CorruptDataError, match="has 10 bytes"):
+    with pytest.raises(CorruptDataError):
         store.stat(f"{KEY}@7+4")
 
 
@@ -60,7 +60,3 @@ def test_slices_are_only_read(store):
     with pytest.raises(UnsupportedOperationError):
         store.copy(SLICE, "y")
     assert [info.key for info in store.list("storage/")] == [KEY]
-
-
-def test_is_wrapped_once(store):
-    assert with_slices(store) is store

@@ -13,7 +13,7 @@ from ister.errors import (
     UnavailableError,
     UnsupportedOperationError,
 )
-from ister.objectstore.store_errors import error_code, error_kind, map_store_error, redact
+from ister.objectstore.store_errors import map_store_error, redact
 from tests.support.cases import each
 
 
@@ -110,12 +110,6 @@ def test_refused_file_of_the_file_system_seam_is_a_denial():
     assert map_store_error(kept, "put", "a", location="fs:///x") is kept
 
 
-def test_missing_bucket_has_a_hint():
-    error = raised.ConfigInvalid(s3("ConfigInvalid", "NoSuchBucket"))
-    mapped = map_store_error(error, "put", "a", location="s3://b")
-    assert "bucket" in mapped.hint
-
-
 def test_text_has_the_stores_words_and_not_their_surroundings():
     error = raised.Unexpected(s3("Unexpected", "EntityTooLarge", "Too much of it."))
     text = str(map_store_error(error, "put", "a", location="s3://b"))
@@ -159,12 +153,3 @@ def test_secret_that_a_store_repeats_is_hidden_wherever_it_stands():
     assert "no such key [hidden] here" in str(mapped)
     assert mapped.__cause__ is None
     assert mapped.__context__ is None
-
-
-def test_kind_and_code_are_found_in_both_forms():
-    assert error_kind(raised.Unexpected(s3("Unexpected", "NoSuchUpload"))) == "Unexpected"
-    assert error_code(raised.Unexpected(s3("Unexpected", "NoSuchUpload"))) == "NoSuchUpload"
-    assert error_kind(OSError("RangeNotSatisfied (permanent) at read, context: {")) == (
-        "RangeNotSatisfied"
-    )
-    assert (error_kind(ValueError("x")), error_code(ValueError("x"))) == ("", "")

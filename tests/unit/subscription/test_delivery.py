@@ -1,5 +1,5 @@
 """Deliveries: what the model beside them does not say (`tests/support/delivery.py`, driven by
-`sim/test_delivery_sim` and `property/test_delivery_properties`), and an example of each rule.
+`sim/test_delivery_sim`), and an example of each rule.
 """
 
 import json

@@ -15,7 +15,7 @@ pytest.importorskip("pyarrow")
 from ister.base.model import AckLevel, Codec
 from ister.config import load_config
 from ister.errors import InvalidRequestError, TopicNameError, UnsupportedVersionError
-from ister.format.manifest import StagedFile, decode_manifest, encode_manifest
+from ister.format.manifest import StagedFile
 from ister.topic.batches import AppendedBatch, StagedBatch
 from ister.wire.contract import (
     AppendStaged,
@@ -47,201 +47,139 @@ NAMES = st.from_regex(r"/[A-Za-z0-9_-]{1,9}/[A-Za-z0-9_-]{1,9}", fullmatch=True)
 # Whatever a program may put into a text; JSON alone could also say half a character.
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 KEYS = st.from_regex(r"[a-z0-9]{1,5}(/[a-z0-9]{1,5}){0,2}", fullmatch=True)
+LEVELS, CODECS = st.sampled_from(AckLevel), st.sampled_from(Codec)
+MARKS = ("earliest", "trimmed", "tiered", "synced", "written", "next")
+
+
+def ranged(kind, **fields):
+    """Messages with a topic, and a range of its offsets."""
+    return st.builds(
+        lambda span, **rest: kind(start=span[0], end=span[1], **rest), RANGES, topic=NAMES, **fields
+    )
+
+
+@st.composite
+def staged_batches(draw):
+    """Requests for a batch whose files are its topic's, or shared by several topics."""
+    topic, writer = draw(NAMES), draw(TEXTS)
+    files = []
+    for key, position in draw(st.lists(st.tuples(KEYS, st.none() | NUMBERS), max_size=4)):
+        place = topic if position is None else f"/shared.files/{writer}"
+        files.append(
+            StagedFile(
+                key=f"staging{place}/{key}",
+                rows=draw(NUMBERS),
+                size_bytes=draw(NUMBERS),
+                position=position,
+                digest=None if position is None else draw(st.none() | NUMBERS),
+            )
+        )
+    return AppendStaged(
+        topic=topic,
+        staged=StagedBatch(
+            writer=writer,
+            batch=draw(NUMBERS),
+            is_repeatable=draw(st.booleans()),
+            files=tuple(files),
+        ),
+        create=draw(st.booleans()),
+        ack=draw(st.none() | LEVELS),
+        codec=draw(st.none() | CODECS),
+    )
+
+
+MESSAGES = {
+    RangeTicket: ranged(
+        RangeTicket, incarnation=TEXTS, columns=st.none() | st.lists(TEXTS).map(tuple)
+    ),
+    FramesTicket: ranged(FramesTicket, incarnation=TEXTS, epoch=NUMBERS),
+    FindTime: ranged(FindTime, publish_time_ms=st.integers(-(2**62), 2**63 - 1)),
+    FoundTime: st.builds(FoundTime, offset=st.none() | NUMBERS),
+    WatermarksRequest: st.builds(WatermarksRequest, topics=st.lists(NAMES, max_size=5).map(tuple)),
+    TopicNames: st.builds(TopicNames, topics=st.lists(NAMES, max_size=5).map(tuple)),
+    TopicStatus: st.builds(
+        TopicStatus,
+        topic=NAMES,
+        incarnation=TEXTS,
+        codec=CODECS,
+        ack=LEVELS,
+        **dict.fromkeys(MARKS, NUMBERS),
+    ),
+    PlanUpload: st.builds(
+        PlanUpload,
+        topic=NAMES,
+        incarnation=TEXTS,
+        epoch=NUMBERS,
+        start=st.none() | NUMBERS,
+        bytes_max=NUMBERS.filter(bool),
+        span_ms_max=NUMBERS,
+        objects_max=st.integers(1, 10_000),
+    ),
+    UploadPlanned: st.builds(
+        UploadPlanned,
+        start=NUMBERS,
+        synced=NUMBERS,
+        codec=CODECS,
+        objects=st.lists(st.tuples(NUMBERS, NUMBERS), max_size=5).map(tuple),
+        error=st.none() | TEXTS,
+    ),
+    AppendStaged: staged_batches(),
+    PutOpen: st.builds(
+        PutOpen,
+        topic=NAMES,
+        producer=st.none() | TEXTS,
+        epoch=NUMBERS,
+        create=st.booleans(),
+        ack=st.none() | LEVELS,
+    ),
+    PutBatch: st.builds(PutBatch, sequence=NUMBERS),
+    PutAck: st.builds(PutAck, sequence=NUMBERS, start=NUMBERS, end=NUMBERS, known=NUMBERS),
+}
 
 
 # -- messages ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", MESSAGES)
 @EXAMPLES
-@given(
-    topic=NAMES, offsets=RANGES, incarnation=TEXTS, columns=st.none() | st.lists(TEXTS).map(tuple)
-)
-def test_ticket_arrives_as_it_was_sent(topic, offsets, incarnation, columns):
-    start, end = offsets
-    ticket = RangeTicket(
-        topic=topic, start=start, end=end, incarnation=incarnation, columns=columns
-    )
-    assert RangeTicket.from_json(ticket.to_json()) == ticket
+@given(data=st.data())
+def test_message_arrives_as_it_was_sent(kind, data):
+    sent = data.draw(MESSAGES[kind])
+    arrived = kind.from_json(sent.to_json())
+    assert arrived == sent
+    assert repr(arrived) == repr(sent), "levels and codecs are no mere texts"
 
 
 @EXAMPLES
-@given(topics=st.lists(NAMES, max_size=5).map(tuple))
-def test_lists_of_topics_arrive_as_they_were_sent(topics):
-    request, names = WatermarksRequest(topics=topics), TopicNames(topics=topics)
-    assert WatermarksRequest.from_json(request.to_json()) == request
-    assert TopicNames.from_json(names.to_json()) == names
-
-
-@EXAMPLES
-@given(
-    topic=NAMES,
-    incarnation=TEXTS,
-    numbers=st.tuples(*[NUMBERS] * 6),
-    codec=st.sampled_from(Codec),
-    ack=st.sampled_from(AckLevel),
-)
-def test_status_arrives_as_it_was_sent(topic, incarnation, numbers, codec, ack):
-    earliest, trimmed, tiered, synced, written, next_offset = numbers
-    status = TopicStatus(
-        topic=topic,
-        incarnation=incarnation,
-        earliest=earliest,
-        trimmed=trimmed,
-        tiered=tiered,
-        synced=synced,
-        written=written,
-        next=next_offset,
-        codec=codec,
-        ack=ack,
-    )
-    arrived = TopicStatus.from_json(status.to_json())
-    assert arrived == status
-    assert (type(arrived.codec), type(arrived.ack)) == (Codec, AckLevel)
-
-
-@EXAMPLES
-@given(topic=NAMES, offsets=RANGES, incarnation=TEXTS, epoch=NUMBERS)
-def test_tickets_of_both_kinds_are_told_apart(topic, offsets, incarnation, epoch):
-    start, end = offsets
-    frames = FramesTicket(topic=topic, start=start, end=end, incarnation=incarnation, epoch=epoch)
-    rows = RangeTicket(topic=topic, start=start, end=end, incarnation=incarnation)
-    assert parse_ticket(frames.to_json()) == FramesTicket.from_json(frames.to_json()) == frames
+@given(frames=MESSAGES[FramesTicket], rows=MESSAGES[RangeTicket])
+def test_tickets_of_both_kinds_are_told_apart(frames, rows):
+    assert parse_ticket(frames.to_json()) == frames
     assert parse_ticket(rows.to_json()) == rows
-    for decode, other in ((RangeTicket.from_json, frames), (FramesTicket.from_json, rows)):
+    for kind, other in ((RangeTicket, frames), (FramesTicket, rows)):
         with pytest.raises(InvalidRequestError):
-            decode(other.to_json())
+            kind.from_json(other.to_json())
 
 
-@EXAMPLES
-@given(
-    topic=NAMES,
-    incarnation=TEXTS,
-    epoch=NUMBERS,
-    start=st.none() | NUMBERS,
-    size=NUMBERS.filter(bool),
-    span=NUMBERS,
-    objects=st.integers(1, 10_000),
-)
-def test_question_for_a_plan_arrives_as_it_was_sent(
-    topic, incarnation, epoch, start, size, span, objects
-):
-    asked = PlanUpload(
-        topic=topic,
-        incarnation=incarnation,
-        epoch=epoch,
-        start=start,
-        bytes_max=size,
-        span_ms_max=span,
-        objects_max=objects,
-    )
-    assert PlanUpload.from_json(asked.to_json()) == asked
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("is_other", [True, False])
+def test_result_of_a_batch_arrives_also_from_an_older_broker(is_known, is_other):
+    appended = AppendedBatch(start=1, end=4, rows=2, is_known=is_known, is_other=is_other)
+    sent = encode_appended(appended)
+    assert decode_appended(sent) == appended
+    assert (b'"other"' in sent) == is_other
 
 
 def test_question_for_no_plan_is_refused():
-    fields = {
-        "topic": TOPIC,
-        "incarnation": "a",
-        "epoch": 1,
-        "start": 1,
-        "bytes_max": 2,
-        "span_ms_max": 3,
-        "objects_max": 4,
-    }
     for wrong in ({"objects_max": 0}, {"objects_max": 10_001}, {"bytes_max": 0}, {"topic": "x"}):
         with pytest.raises((InvalidRequestError, TopicNameError)):
-            PlanUpload(**{**fields, **wrong})
-
-
-@EXAMPLES
-@given(
-    start=NUMBERS,
-    synced=NUMBERS,
-    codec=st.sampled_from(Codec),
-    objects=st.lists(st.tuples(NUMBERS, NUMBERS), max_size=5).map(tuple),
-    error=st.none() | TEXTS,
-)
-def test_plan_arrives_as_it_was_sent(start, synced, codec, objects, error):
-    planned = UploadPlanned(start=start, synced=synced, codec=codec, objects=objects, error=error)
-    assert UploadPlanned.from_json(planned.to_json()) == planned
-
-
-@EXAMPLES
-@given(
-    topic=NAMES, time_ms=st.integers(-(2**62), 2**63 - 1), offsets=RANGES, found=st.none() | NUMBERS
-)
-def test_search_by_time_arrives_as_it_was_sent(topic, time_ms, offsets, found):
-    start, end = offsets
-    asked = FindTime(topic=topic, publish_time_ms=time_ms, start=start, end=end)
-    assert FindTime.from_json(asked.to_json()) == asked
-    assert FoundTime.from_json(FoundTime(offset=found).to_json()) == FoundTime(offset=found)
-
-
-@EXAMPLES
-@given(
-    topic=NAMES,
-    writer=TEXTS,
-    batch=NUMBERS,
-    is_repeatable=st.booleans(),
-    files=st.lists(st.tuples(KEYS, NUMBERS, NUMBERS, st.none() | NUMBERS), max_size=4),
-    create=st.booleans(),
-    ack=st.none() | st.sampled_from(AckLevel),
-    codec=st.none() | st.sampled_from(Codec),
-)
-def test_batch_arrives_as_it_was_sent(
-    topic, writer, batch, is_repeatable, files, create, ack, codec
-):
-    staged = StagedBatch(
-        writer=writer,
-        batch=batch,
-        is_repeatable=is_repeatable,
-        files=tuple(
-            StagedFile(
-                key=f"staging{topic}/{key}"
-                if position is None
-                else f"staging/shared.files/{writer}/{key}",
-                rows=rows,
-                size_bytes=size,
-                position=position,
-            )
-            for key, rows, size, position in files
-        ),
-    )
-    asked = AppendStaged(topic=topic, staged=staged, create=create, ack=ack, codec=codec)
-    assert AppendStaged.from_json(asked.to_json()) == asked
-
-
-@EXAMPLES
-@given(
-    topic=NAMES,
-    producer=st.none() | TEXTS,
-    numbers=st.tuples(*[NUMBERS] * 5),
-    create=st.booleans(),
-    ack=st.none() | st.sampled_from(AckLevel),
-)
-def test_rows_and_their_answers_arrive_as_they_were_sent(topic, producer, numbers, create, ack):
-    epoch, sequence, start, end, known = numbers
-    opened = PutOpen(topic=topic, producer=producer, epoch=epoch, create=create, ack=ack)
-    assert PutOpen.from_json(opened.to_json()) == opened
-    batch = PutBatch(sequence=sequence)
-    assert PutBatch.from_json(batch.to_json()) == batch
-    answer = PutAck(sequence=sequence, start=start, end=end, known=known)
-    assert PutAck.from_json(answer.to_json()) == answer
-
-
-def test_answer_to_a_batch_arrives_as_it_was_sent():
-    for is_known in (False, True):
-        appended = AppendedBatch(start=5, end=17, rows=10, is_known=is_known)
-        assert decode_appended(encode_appended(appended)) == appended
+            replace(A_PLAN, **wrong)
 
 
 def test_bytes_of_version_1_stay_what_they_are():
     """Goal: a client and a server of different releases understand each other."""
-    ticket = RangeTicket(
-        topic=TOPIC, start=3, end=9, incarnation="a1", columns=("offset", "payload")
-    )
-    assert ticket.to_json() == (
-        b'{"version":1,"topic":"/default/orders","start":3,"end":9,"incarnation":"a1",'
-        b'"columns":["offset","payload"]}'
+    assert A_TICKET.to_json() == (
+        b'{"version":1,"topic":"/default/orders","start":1,"end":2,"incarnation":"a",'
+        b'"columns":["offset"]}'
     )
     assert a_batch().to_json() == (
         b'{"version":1,"topic":"/default/orders","writer":"query","batch":7,"repeatable":true,'
@@ -259,12 +197,11 @@ def test_bytes_of_version_1_stay_what_they_are():
     assert PutAck(sequence=9, start=5, end=7, known=1).to_json() == (
         b'{"version":1,"sequence":9,"start":5,"end":7,"known":1}'
     )
-    assert FramesTicket(topic=TOPIC, start=1, end=2, incarnation="ä", epoch=3).to_json() == (
+    assert FRAMES.to_json() == (
         b'{"version":1,"kind":"frames","topic":"/default/orders","start":1,"end":2,'
         b'"incarnation":"\\u00e4","epoch":3}'
     )
-    planned = UploadPlanned(start=1, synced=9, codec=Codec.BINCODE2, objects=((5, 100),))
-    assert planned.to_json() == (
+    assert PLANNED.to_json() == (
         b'{"version":1,"start":1,"synced":9,"codec":"bincode2",'
         b'"objects":[{"end":5,"size":100}],"error":null}'
     )
@@ -272,24 +209,6 @@ def test_bytes_of_version_1_stay_what_they_are():
         b'{"version":1,"topic":"/default/orders","incarnation":"a","earliest":0,"trimmed":1,'
         b'"tiered":2,"synced":3,"written":4,"next":5,"codec":"bincode2","ack":"synced"}'
     )
-
-
-@pytest.mark.parametrize("is_other", [True, False])
-def test_result_of_a_batch_arrives_also_from_an_older_broker(is_other):
-    appended = AppendedBatch(start=1, end=4, rows=2, is_known=True, is_other=is_other)
-    sent = encode_appended(appended)
-    assert decode_appended(sent) == appended
-    assert (b'"other"' in sent) == is_other
-
-
-def test_digest_of_a_file_arrives():
-    files = tuple(
-        StagedFile(key=f"staging/shared.files/q/{n}", rows=1, size_bytes=1, position=0, digest=n)
-        for n in (None, 0, 7)
-    )
-    sent = AppendStaged(topic=TOPIC, staged=StagedBatch(writer="q", batch=0, files=files))
-    assert AppendStaged.from_json(sent.to_json()) == sent
-    assert decode_manifest(encode_manifest(files), key="m") == files
 
 
 def a_batch(key="staging/default/orders/query/7/part-0", **fields):
@@ -311,64 +230,39 @@ def a_batch(key="staging/default/orders/query/7/part-0", **fields):
 # -- what else may arrive ---------------------------------------------------------------------
 
 A_TICKET = RangeTicket(topic=TOPIC, start=1, end=2, incarnation="a", columns=("offset",))
+FRAMES = FramesTicket(topic=TOPIC, start=1, end=2, incarnation="ä", epoch=3)
 A_STATUS = TopicStatus(
     topic=TOPIC,
     incarnation="a",
-    earliest=0,
-    trimmed=1,
-    tiered=2,
-    synced=3,
-    written=4,
-    next=5,
     codec=Codec.BINCODE2,
     ack=AckLevel.SYNCED,
+    **{name: number for number, name in enumerate(MARKS)},
 )
+A_PLAN = PlanUpload(
+    topic=TOPIC, incarnation="a", epoch=5, start=1, bytes_max=2, span_ms_max=3, objects_max=4
+)
+PLANNED = UploadPlanned(start=1, synced=9, codec=Codec.BINCODE2, objects=((5, 100),))
+SENT = [
+    A_TICKET,
+    FRAMES,
+    WatermarksRequest(topics=(TOPIC,)),
+    A_STATUS,
+    TopicNames(topics=(TOPIC,)),
+    FindTime(topic=TOPIC, publish_time_ms=1, start=2, end=3),
+    FoundTime(offset=3),
+    a_batch(),
+    PutOpen(topic=TOPIC, producer="p", epoch=1, ack=AckLevel.SYNCED),
+    PutBatch(sequence=1),
+    PutAck(sequence=1, start=2, end=3, known=1),
+    A_PLAN,
+    PLANNED,
+]
+APPENDED = AppendedBatch(start=1, end=2, rows=1, is_known=False)
 DECODERS = {
-    "ticket": (RangeTicket.from_json, A_TICKET.to_json()),
-    "watermarks": (WatermarksRequest.from_json, WatermarksRequest(topics=(TOPIC,)).to_json()),
-    "status": (TopicStatus.from_json, A_STATUS.to_json()),
-    "topics": (TopicNames.from_json, TopicNames(topics=(TOPIC,)).to_json()),
-    "find_time": (
-        FindTime.from_json,
-        FindTime(topic=TOPIC, publish_time_ms=1, start=2, end=3).to_json(),
-    ),
-    "found_time": (FoundTime.from_json, FoundTime(offset=3).to_json()),
-    "append_staged": (AppendStaged.from_json, a_batch().to_json()),
-    "appended": (
-        decode_appended,
-        encode_appended(AppendedBatch(start=1, end=2, rows=1, is_known=False)),
-    ),
-    "put_open": (
-        PutOpen.from_json,
-        PutOpen(topic=TOPIC, producer="p", epoch=1, ack=AckLevel.SYNCED).to_json(),
-    ),
-    "put_batch": (PutBatch.from_json, PutBatch(sequence=1).to_json()),
-    "put_ack": (PutAck.from_json, PutAck(sequence=1, start=2, end=3, known=1).to_json()),
-    "frames": (
-        FramesTicket.from_json,
-        FramesTicket(topic=TOPIC, start=1, end=2, incarnation="a", epoch=3).to_json(),
-    ),
+    **{type(message).__name__: (type(message).from_json, message.to_json()) for message in SENT},
+    "appended": (decode_appended, encode_appended(APPENDED)),
     "any_ticket": (parse_ticket, A_TICKET.to_json()),
-    "any_ticket_for_frames": (
-        parse_ticket,
-        FramesTicket(topic=TOPIC, start=1, end=2, incarnation="a", epoch=3).to_json(),
-    ),
-    "plan_upload": (
-        PlanUpload.from_json,
-        PlanUpload(
-            topic=TOPIC,
-            incarnation="a",
-            epoch=5,
-            start=1,
-            bytes_max=2,
-            span_ms_max=3,
-            objects_max=4,
-        ).to_json(),
-    ),
-    "upload_planned": (
-        UploadPlanned.from_json,
-        UploadPlanned(start=1, synced=9, codec=Codec.BINCODE2, objects=((5, 100),)).to_json(),
-    ),
+    "any_ticket_for_frames": (parse_ticket, FRAMES.to_json()),
     "storage": (decode_settings, encode_settings(load_config("/data", {}))),
 }
 STRANGE = [

@@ -89,10 +89,6 @@ def test_text_of_an_error_arrives_as_it_was(message, hint):
     assert vars(decode_error(encode_error(sent))) == vars(sent)
 
 
-def test_disk_error_without_a_number_arrives():
-    assert decode_error(encode_error(DiskError("gone", errno=None))).errno is None
-
-
 def test_class_that_is_not_of_the_tree_arrives_as_the_nearest_one_that_is():
     class LocalError(CorruptDataError):
         pass
@@ -181,13 +177,6 @@ class Failed:
         return self._trailing
 
 
-def test_every_status_is_an_error_of_ours():
-    for status in grpc.StatusCode:
-        error = error_of(Failed(status, "why"), "b:1", "/default/t")
-        assert isinstance(error, errors.IsterError), status
-        assert "why" in str(error) or status is grpc.StatusCode.DEADLINE_EXCEEDED
-
-
 def test_what_a_broker_raises_comes_out_as_it_was():
     for error in (
         errors.InvalidRequestError("no"),
@@ -205,11 +194,6 @@ def test_what_a_broker_raises_comes_out_as_it_was():
         found = error_of(Failed(status_of(error), str(error), ANSWERED), "b:1")
         assert type(found) is type(error)
         assert found.retriable == error.retriable
-
-
-def test_flights_errors_are_in_their_text():
-    text = f"Flight error: {encode_error(FencedError('moved', topic='/default/t'))}. Detail: x"
-    assert type(error_of(Failed(grpc.StatusCode.INTERNAL, text), "b:1")) is FencedError
 
 
 def test_a_broker_that_failed_is_told_from_a_connection_that_did():

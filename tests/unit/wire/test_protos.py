@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 from google.protobuf import descriptor_pb2
-from google.protobuf.descriptor import FieldDescriptor
 
 from ister import wire
 from ister.broker.rpc.methods import methods_of
-from ister.wire import danube, danube_admin, danube_schema, ister_api, protos, services
+from ister.wire import danube, protos, services
 from tools.protos import main as compile_protos
 
 _HOME = Path(wire.__file__).resolve().parent
@@ -210,20 +209,6 @@ def check_imports(order):
 # -- what the namespaces hold -----------------------------------------------------------------
 
 
-def test_namespaces_hold_messages_and_enums():
-    assert danube.DispatchStrategy.Reliable == 1
-    assert danube.ProducerAccessMode.Exclusive == 1
-    assert danube_schema.RegisterSchemaRequest(subject="s").subject == "s"
-    assert danube_admin.TopicRequest(name="/d/t").name == "/d/t"
-    assert ister_api.SeekRequest(offset=0).WhichOneof("to") == "offset"
-    # Optional fields tell "not said" from 0 and "".
-    numbers = ister_api.Delivered(offset=1)
-    assert not numbers.HasField("schema_id")
-    field = danube.NackRequest.DESCRIPTOR.fields_by_name["delay_ms"]
-    assert field.type == FieldDescriptor.TYPE_UINT64
-    assert field.has_presence
-
-
 def test_a_stub_has_a_callable_for_every_method_of_the_right_shape():
     calls = []
 
@@ -246,5 +231,5 @@ def test_a_stub_has_a_callable_for_every_method_of_the_right_shape():
 
 def test_a_service_without_one_of_its_methods_is_not_served():
     half = SimpleNamespace(TopicLookup=lambda request, context: None)
-    with pytest.raises(AttributeError, match="TopicPartitions"):
+    with pytest.raises(AttributeError):
         methods_of("danube.Discovery", half)

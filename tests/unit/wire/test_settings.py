@@ -167,23 +167,6 @@ def test_settings_that_would_give_away_the_clients_environment_are_refused():
             decode_settings(data)
 
 
-def test_settings_nested_without_an_end_are_refused():
-    data = b'{"version":1,"settings":' + b'{"a":' * 500 + b"1" + b"}" * 501
-    with pytest.raises(InvalidRequestError, match="deep"):
-        decode_settings(data)
-
-
-def test_settings_say_that_etcd_speaks_tls_and_keep_the_certificates():
-    metadata = {
-        "backend": "etcd",
-        "endpoints": ["a:1", "https://b:2"],
-        "tls": {"ca_file": "/etc/ca.pem", "cert_file": "/etc/me.pem", "key_file": "/etc/me.key"},
-    }
-    config = load_config({"storage": {"wal": {"dir": "/wal"}, "metadata": metadata}}, {})
-    shared = decode_settings(encode_settings(config))["storage"]["metadata"]
-    assert shared == {"backend": "etcd", "endpoints": ["https://a:1", "https://b:2"]}
-
-
 @each("backend", ["fs", "s3"])
 def test_paths_are_shown_to_administrators_alone(backend):
     root = "/srv/bucket" if backend == "fs" else "s3://bucket/prefix"
