@@ -48,11 +48,7 @@ class Policies:
 
 
 def parse_overrides(text: str) -> dict[str, int]:
-    """Parses policies as JSON.
-
-    Raises:
-        InvalidRequestError: Not JSON, an unknown name, or not a number in its range.
-    """
+    """Parses policies as JSON."""
     try:
         content: object = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:

@@ -264,30 +264,18 @@ class Cluster:
         )
 
     def assign(self, topic: str, node: str, reason: str) -> None:
-        """Assigns a topic to a broker: for an operator, or because its broker hands it over.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """Assigns a topic to a broker: for an operator, or because its broker hands it over."""
         if self.assignments is not None:
             at = self._clock.now_ns() // 1_000_000_000
             self.assignments.assign(topic, Assignment(node=node, reason=reason, at=at))
 
     def keep(self, topic: str, node: str, reason: str) -> None:
-        """Assigns a topic to the broker that has it, if it is assigned to another one.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """Assigns a topic to the broker that has it, if it is assigned to another one."""
         if self.assigned_node(topic) not in (None, node):
             self.assign(topic, node, reason)
 
     def assigned_node(self, topic: str) -> str | None:
-        """The node that a topic is assigned to; None if it has no assignment.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """The node that a topic is assigned to; None if it has no assignment."""
         found = self.assignments.get(topic) if self.assignments is not None else None
         return None if found is None else found[0].node
 
@@ -296,9 +284,6 @@ class Cluster:
 
         Args:
             topics: The topics to look at; None for all, which reads all owners and assignments.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
         """
         if self._stores is None or self.assignments is None:
             return AssignmentChanges(opens=(), leaves={})
@@ -351,11 +336,7 @@ class Cluster:
         return read_owners(self._stores.metadata, self._stores.storage.metadata.root_prefix)
 
     def find_owners(self, topics: Collection[str]) -> dict[str, Member]:
-        """The broker that owns each of these topics; those without one are missing.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """The broker that owns each of these topics; those without one are missing."""
         members = {one.node: one for one in self.members.read()}
         owners: Mapping[str, str | None] = (
             self.owners()
@@ -392,11 +373,7 @@ class Cluster:
         return Counter(self.owners().values())
 
     def claim_unlogged(self, topic: TopicName) -> None:
-        """Makes this broker the owner of a topic that has no log.
-
-        Raises:
-            UnavailableError: Another broker has it, or the metadata store does not answer.
-        """
+        """Makes this broker the owner of a topic that has no log; UnavailableError if one is."""
         stores = self._stores
         if stores is None:
             return
@@ -471,9 +448,6 @@ class Cluster:
         Args:
             has_changed: Whether a broker has come or gone since the last round, or it is time to
                 look at all topics.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
         """
         leadership, leader = self.leadership, self.leader
         if leadership is None or leader is None:

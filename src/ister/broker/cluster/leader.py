@@ -77,11 +77,7 @@ class Leadership:
         return ValueIs(self._key, self._value)
 
     def step(self, *, may_lead: bool) -> bool:
-        """Takes the key if nobody has it; returns whether this process leads.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """Takes the key if nobody has it; returns whether this process leads."""
         found = self._store.get(self._key)
         if found is None and may_lead:
             lease = self._membership.lease
@@ -104,11 +100,7 @@ class Leadership:
         return self.is_leader
 
     def read(self) -> str | None:
-        """Reads the leader's node; None if there is none.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """Reads the leader's node; None if there is none."""
         found = self._store.get(self._key)
         return None if found is None else _node_of(found.value)
 
@@ -119,11 +111,7 @@ class Leadership:
         return 0.0 if since is None else self._looked_at - since
 
     def resign(self) -> None:
-        """Lets another broker lead.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """Lets another broker lead."""
         if self.is_leader:
             self._store.transact([self.holds], [Delete(self._key)])
             self.is_leader = False
@@ -205,9 +193,6 @@ class Leader:
         Where an assignment of an owned topic cannot be followed, assigns the topic to its owner.
         Reads all records, owners and assignments: linear in the number of topics. Called when a
         broker has come or gone, and now and then.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
         """
         members = self._members.read()
         records = read_records(self._store, self._root)
@@ -309,9 +294,6 @@ class Leader:
             moves_max: The most moves, with those that are under way.
             has_cooldown: Whether topics that moved lately stay, so that the leader does not move
                 them back and forth by itself.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
         """
         settings, now = self._config.rebalance, self._clock.now_ns() // 1_000_000_000
         owners, assigned, members = self._owners(), self._assignments.all(), self._members.read()

@@ -90,11 +90,7 @@ class Members:
             )
 
     def read(self) -> list[Member]:
-        """All brokers that are up, this one among them unless it was replaced.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """All brokers that are up, this one among them unless it was replaced."""
         own = self.own
         found = {} if self.is_replaced else {own.node: own}
         stores = self._stores

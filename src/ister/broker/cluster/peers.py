@@ -100,11 +100,7 @@ class Peers:
         topic: str | None = None,
         timeout: float = _CALL_SECONDS,
     ) -> _Response:
-        """Calls another broker once, for the current caller.
-
-        Raises:
-            IsterError: The broker's error, or that it does not answer.
-        """
+        """Calls another broker once, for the current caller."""
         data: bytes = request.SerializeToString()
         try:
             return rpc.parse(await self._send(member, rpc.path, data, topic, timeout))
@@ -159,11 +155,7 @@ class Peers:
         ack: AckLevel | None,
         codec: Codec | None,
     ) -> None:
-        """Creates a topic at another broker.
-
-        Raises:
-            IsterError: The broker's error, or that it does not answer.
-        """
+        """Creates a topic at another broker."""
         request = ister_api.CreateTopicRequest(
             topic=name,
             ack=ack.value if ack is not None else "",
@@ -173,20 +165,12 @@ class Peers:
         await self.call(member, services.Admin.CreateTopic, request, topic=name)
 
     async def delete_topic(self, member: Member, name: str) -> None:
-        """Deletes a topic at another broker.
-
-        Raises:
-            IsterError: The broker's error, or that it does not answer.
-        """
+        """Deletes a topic at another broker."""
         request = danube_admin.TopicRequest(name=name)
         await self.call(member, services.TopicAdmin.DeleteTopic, request, topic=name)
 
     async def publish_dead_letter(self, member: Member, name: str, message: StreamMessage) -> None:
-        """Publishes a dead letter at another broker.
-
-        Raises:
-            IsterError: The broker's error, or that it does not answer.
-        """
+        """Publishes a dead letter at another broker."""
         request = ister_api.DeadLetter(topic=name, message=encode_message(message, Codec.BINCODE2))
         await self._ask(member, services.Peers.PublishDeadLetter, request, topic=name)
 
@@ -195,9 +179,6 @@ class Peers:
 
         Returns:
             None if that broker seems not to reach the metadata store either.
-
-        Raises:
-            IsterError: The broker's error, or that it does not answer soon.
         """
         request = ister_api.OwnTopicsRequest(topics=topics)
         found = await self._ask(member, services.Peers.FindOwners, request, timeout=_OWNERS_SECONDS)

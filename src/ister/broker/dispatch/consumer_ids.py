@@ -127,11 +127,7 @@ class ConsumerIds:
 
 
 def check_consumer(name: str, filters: tuple[str, ...]) -> None:
-    """Checks the name and the key filters of a consumer.
-
-    Raises:
-        InvalidRequestError: The name or a filter is invalid.
-    """
+    """Checks the name and the key filters of a consumer."""
     if not 0 < len(name) <= _NAME_CHARACTERS_MAX or not name.isprintable():
         raise InvalidRequestError(
             f"a consumer's name is printable and has at most {_NAME_CHARACTERS_MAX} characters"

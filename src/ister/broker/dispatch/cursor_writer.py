@@ -127,7 +127,6 @@ class CursorWriter:
 
         Raises:
             FencedError: Another broker has the topic.
-            UnavailableError: The metadata store does not respond.
         """
         async with self._writing:
             delivery = self._delivery

@@ -193,7 +193,6 @@ class Dispatcher:
 
         Raises:
             ConflictError: The subscription is exclusive, and has another consumer.
-            ClosedError: The topic is being closed.
         """
         if self._is_closed:
             raise ClosedError("the topic is being closed", topic=self.topic.name)
@@ -362,9 +361,6 @@ class Dispatcher:
         Returns:
             The consumers that the messages were delivered to, and for each id the error if the
             subscription has delivered no such message, or None.
-
-        Raises:
-            UnavailableError: The topic is being closed.
         """
         self._check_open()
         now, end = self._loop.time(), self.end
@@ -396,7 +392,6 @@ class Dispatcher:
 
         Raises:
             InvalidRequestError: There are more or fewer receipts than messages.
-            UnavailableError: The topic is being closed.
         """
         self._check_open()
         if tokens and len(tokens) != len(offsets):
@@ -641,7 +636,6 @@ class Dispatcher:
 
         Raises:
             FencedError: Another broker has the topic.
-            UnavailableError: The metadata store does not respond.
         """
         await self._cursor.flush()
 

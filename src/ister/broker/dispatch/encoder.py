@@ -89,11 +89,7 @@ _tails_fixint: Final[dict[bytes, _Tail]] = {}
 
 
 def _tail_of(suffix: bytes, codec: Codec) -> _Tail:
-    """Returns the encoded fields behind the publish time, from the cache if they are there.
-
-    Raises:
-        CorruptDataError: The bytes are not such fields.
-    """
+    """Returns the encoded fields behind the publish time, from the cache if they are there."""
     known = _tails if codec is Codec.BINCODE2 else _tails_fixint
     found = known.get(suffix)
     if found is None:

@@ -140,7 +140,6 @@ class Fanout:
 
         Raises:
             ConflictError: The subscription is exclusive, and has another consumer.
-            ClosedError: The topic is being closed.
         """
         if self._is_closed:
             raise ClosedError("the topic is being closed", topic=self.topic_name)

@@ -150,9 +150,6 @@ class BrokerSource:
 
         `producer` is None if it does not number its rows. The wait ends if `is_gone` says that the
         caller has left.
-
-        Raises:
-            IsterError: They are refused.
         """
         served = self._served(topic.topic.name)
         if served.sequenced is not topic:
@@ -249,13 +246,7 @@ class FlightCaller:
         return str(self._caller.principal) if self._guard.is_on else ""
 
     def check(self, permission: Permission, *, topic: str | None = None) -> None:
-        """Checks a permission of the caller.
-
-        Raises:
-            PermissionDeniedError: The caller does not have the permission, or not any more.
-            UnauthenticatedError: The credentials are no longer valid.
-            UnavailableError: The rights cannot be read at the moment.
-        """
+        """Checks a permission of the caller."""
         self._caller.verify()
         with entered(self._caller):
             self._guard.check(self._caller.principal, permission, topic=topic)

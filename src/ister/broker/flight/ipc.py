@@ -46,11 +46,7 @@ _NO_MESSAGE: Final = (pa.ArrowException, OSError, ValueError, EOFError, struct.e
 
 
 def read_schema(data: FlightData) -> pa.Schema:
-    """The schema that a stream begins with.
-
-    Raises:
-        InvalidRequestError: The message is not a schema.
-    """
+    """The schema that a stream begins with."""
     try:
         return pa.ipc.read_schema(_message(data, "schema"))
     except _NO_MESSAGE as error:
@@ -61,7 +57,6 @@ def read_batch(data: FlightData, schema: pa.Schema, *, bytes_max: int) -> pa.Rec
     """The rows of a message; None if it has none. Not validated.
 
     Raises:
-        InvalidRequestError: The message is not a record batch.
         MessageTooLargeError: It would take more than `bytes_max` bytes uncompressed.
     """
     if not len(data.header):
@@ -123,11 +118,7 @@ class PlainRows:
             return None
 
     def _learn(self, header: memoryview) -> None:
-        """Finds the positions of the numbers in headers of this kind.
-
-        Raises:
-            ValueError, struct.error: It is not the header of a batch of one plain column.
-        """
+        """Finds the positions of the numbers in headers of this kind."""
         message = _Table(header, _unsigned(header, 0))
         batch = message.table(_HEADER)
         if (

@@ -140,9 +140,6 @@ class Publishing:
         the topic, each batch before it is appended, and `is_gone`; the loop may call it if
         `admits_at_once`. `still_allowed` raises when the client's rights have ended. `on_appended`
         is called with rows that were appended, and had not been before.
-
-        Raises:
-            InvalidRequestError: The producer's name or epoch is invalid.
         """
         if opened.producer is not None:
             check_producer(opened.producer, opened.epoch)

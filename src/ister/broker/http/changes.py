@@ -109,11 +109,7 @@ class Changes:
         return [name] if topics.find_open(name) is not None else await topics.names.partitions(name)
 
     async def _existing(self, name: str) -> list[str]:
-        """As `_partitions`, of a topic that the caller may manage.
-
-        Raises:
-            NotFoundError: It does not exist.
-        """
+        """As `_partitions`, of a topic that the caller may manage."""
         self._require(Permission.MANAGE_TOPIC, name)
         found = await self._partitions(name)
         if not found:

@@ -126,8 +126,6 @@ class Browser:
             InvalidRequestError: The topic keeps nothing, or has partitions; or a bound is wrong.
             OffsetOutOfRangeError: There is no such offset.
             CapacityError: Too many requests at once.
-            NotFoundError: There is no such topic.
-            UnavailableError: Another broker has it, or a store does not answer.
         """
         if not 1 <= limit <= LIMIT_MAX:
             raise InvalidRequestError(f"limit must be 1 to {LIMIT_MAX}, not {limit}")

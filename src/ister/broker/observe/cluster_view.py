@@ -53,11 +53,7 @@ def describe_brokers(state: ClusterState, own: Member, served: int) -> list[Brok
 
 
 async def describe_cluster(control: ClusterControl, own: Member, served: int) -> ClusterJson:
-    """Brokers, leader, balance, moves under way, and topics that wait for a disk.
-
-    Raises:
-        UnavailableError: The metadata store does not answer.
-    """
+    """Brokers, leader, balance, moves under way, and topics that wait for a disk."""
     state = await control.state()
     return {
         "brokers": describe_brokers(state, own, served),
@@ -79,11 +75,7 @@ async def describe_cluster(control: ClusterControl, own: Member, served: int) ->
 
 
 async def describe_balance(control: ClusterControl) -> BalanceJson:
-    """How evenly the load is spread.
-
-    Raises:
-        UnavailableError: The metadata store does not answer.
-    """
+    """How evenly the load is spread."""
     balance, counts = await control.balance()
     return _balance(balance, counts, control)
 

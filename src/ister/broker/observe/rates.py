@@ -87,11 +87,7 @@ class OpenTotals:
 
 
 def parse_window(text: str) -> Interval:
-    """A window by its name.
-
-    Raises:
-        InvalidRequestError: There is no such window.
-    """
+    """A window by its name."""
     window = WINDOWS.get(text)
     if window is None:
         raise InvalidRequestError(f"invalid window {text[:40]!r}: use {', '.join(WINDOWS)}")

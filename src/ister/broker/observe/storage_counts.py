@@ -198,7 +198,6 @@ class StorageCounts:
         A cached count that ends before `tiered` is too old. `with_details` lists the objects too.
 
         Raises:
-            UnavailableError: The metadata store does not answer.
             CorruptDataError: A descriptor is damaged.
         """
         self._check_silence()

@@ -114,8 +114,6 @@ class Views:
         minutes only.
 
         Raises:
-            TopicNameError: The name is invalid.
-            NotFoundError: There is no such topic.
             UnavailableError: A store does not answer, or another broker serves the topic.
         """
         parsed = TopicName.parse(name)
@@ -300,11 +298,7 @@ class Views:
         return found
 
     async def own_policies(self, name: str) -> dict[str, int]:
-        """The limits that are set for the topic itself.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """The limits that are set for the topic itself."""
         record = await self.query_threads.run(self.topics.records.topic, TopicName.parse(name))
         return {} if record is None else {**record.policies}
 
@@ -466,11 +460,7 @@ class Views:
         return brokers
 
     async def cluster(self) -> ClusterJson:
-        """Brokers, leader, balance, moves under way, and topics that wait for a disk.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """Brokers, leader, balance, moves under way, and topics that wait for a disk."""
         found = await describe_cluster(
             self.control, self.topics.cluster.own, len(self.topics.served)
         )
@@ -487,11 +477,7 @@ class Views:
         return self._known
 
     async def pipeline(self) -> PipelineJson:
-        """The fields of `ister pipeline status`, and a sentence about them.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """The fields of `ister pipeline status`, and a sentence about them."""
         if not self._config.storage.mode.has_bucket:
             mode = self._config.storage.mode.value
             return {

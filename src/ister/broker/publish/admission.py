@@ -163,7 +163,6 @@ class Admission:
             PermissionDeniedError: A producer name belongs to another principal.
             InvalidRequestError: A producer name is invalid, or the topic enforces its schema and
                 a message does not fit.
-            UnavailableError: The metadata store does not respond.
         """
         size_max = topic.policies.max_message_size
         if size_max and batch.count and (size := batch.largest()) > size_max:

@@ -112,9 +112,6 @@ class BatchedSends:
 
         Returns:
             False if the call has to be deferred.
-
-        Raises:
-            IsterError: The message must not be appended.
         """
         data = call.data
         if len(data) > self._size_max:
@@ -187,11 +184,7 @@ class BatchedSends:
         return record
 
     def _principal(self, call: BatchCall, topic: str) -> str:
-        """Returns the principal that publishes; "" if authentication is off.
-
-        Raises:
-            PermissionDeniedError: It may not publish to this topic.
-        """
+        """Returns the principal that publishes; "" if authentication is off."""
         caller, guard = call.caller, self._guard
         if caller is None:
             return ""

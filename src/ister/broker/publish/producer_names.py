@@ -76,7 +76,6 @@ class ProducerNames:
 
         Raises:
             PermissionDeniedError: It belongs to another principal.
-            UnavailableError: The metadata store does not respond.
         """
         if self.is_settled(name, principal):
             return
@@ -98,7 +97,6 @@ class ProducerNames:
 
         Raises:
             PermissionDeniedError: One of them belongs to another principal.
-            UnavailableError: The metadata store does not respond.
         """
         if not principal:
             return
@@ -114,9 +112,6 @@ class ProducerNames:
 
         Returns:
             The principal that it belonged to; None if the name was not claimed.
-
-        Raises:
-            UnavailableError: The metadata store does not respond.
         """
         with self._lock:
             found = self._load().get(name)

@@ -91,11 +91,7 @@ class CallGate:
         self._count = 0
 
     def enter(self, count: int = 1) -> None:
-        """Counts calls that begin.
-
-        Raises:
-            UnavailableError: The gate is closed.
-        """
+        """Counts calls that begin."""
         with self._lock:
             if self.is_closed:
                 raise UnavailableError("the broker is shutting down")

@@ -213,11 +213,7 @@ class ConnectionLimits:
 
 
 def _duplicate(fd: int, inode: int) -> socket.socket:
-    """Returns a socket on a duplicate of a descriptor.
-
-    Raises:
-        OSError: The descriptor is closed, or is another file by now.
-    """
+    """Returns a socket on a duplicate of a descriptor."""
     duplicate = os.dup(fd)
     if os.fstat(duplicate).st_ino != inode:
         os.close(duplicate)

@@ -60,11 +60,7 @@ _Details = tuple[tuple[tuple[str, str | bytes], ...], str, float | None]
 
 
 def load_native() -> ModuleType:
-    """Imports the engine's package.
-
-    Raises:
-        ConfigError: The engine cannot be used here.
-    """
+    """Imports the engine's package."""
     if (reason := native_refusal()) is not None:
         raise ConfigError(
             f"broker.grpc.engine 'native' cannot be used here: {reason}",

@@ -140,7 +140,6 @@ class RpcServer:
 
         Raises:
             ConfigError: The native engine cannot be used here.
-            UnavailableError: A port is in use.
         """
         ports = self._config.ports
         if self.engine is GrpcEngine.GRPCIO:

@@ -85,11 +85,7 @@ class AvroDefinition:
 
 
 def read_avro(data: bytes) -> AvroDefinition:
-    """Parses an Avro schema.
-
-    Raises:
-        InvalidRequestError: It is invalid.
-    """
+    """Parses an Avro schema."""
     given = read_json(data, "Avro schema")
     try:
         _check_shape(given)

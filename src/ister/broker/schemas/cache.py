@@ -84,11 +84,7 @@ class SchemaCache:
         self._followed.close()
 
     def record(self, schema_id: int, version: int | None) -> SubjectRecord | None:
-        """The subject of an id, from memory if it is known to have the version.
-
-        Raises:
-            UnavailableError: The store does not answer.
-        """
+        """The subject of an id, from memory if it is known to have the version."""
         record = self._held.get(schema_id)
         if record is not None and version_number(record, version) is not None:
             return record
@@ -110,12 +106,7 @@ class SchemaCache:
         return record
 
     def definition(self, record: SubjectRecord, version: int) -> Definition:
-        """A version's parsed definition.
-
-        Raises:
-            NotFoundError: The version was deleted.
-            UnavailableError: The store does not answer.
-        """
+        """A version's parsed definition."""
         key = record.schema_id, version
         with self._lock:
             known = self._definitions.get(key)

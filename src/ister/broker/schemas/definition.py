@@ -67,11 +67,7 @@ def canonical_json(value: Json) -> bytes:
 
 
 def read_json(data: bytes, what: str) -> Json:
-    """Parses the JSON of a definition.
-
-    Raises:
-        InvalidRequestError: It is not JSON, or nested too deep.
-    """
+    """Parses the JSON of a definition."""
     try:
         value = json.loads(data.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -11,11 +11,7 @@ from ister.topic.schema_kinds import CompatibilityMode, SchemaType, parse_schema
 
 
 def read_definition(type_name: str, data: bytes) -> Definition:
-    """Parses a definition.
-
-    Raises:
-        InvalidRequestError: The type is unknown, or the definition is invalid or too large.
-    """
+    """Parses a definition."""
     schema_type = parse_schema_type(type_name)
     if len(data) > DEFINITION_BYTES_MAX:
         raise InvalidRequestError(

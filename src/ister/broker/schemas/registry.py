@@ -142,7 +142,6 @@ class SchemaRegistry:
         Raises:
             InvalidRequestError: A name, the type or the definition is invalid.
             ConflictError: The schema is not compatible with the latest version.
-            UnavailableError: The store does not answer.
         """
         _check_lengths(description, created_by, tags)
         parsed = read_definition(schema_type, definition)
@@ -183,22 +182,14 @@ class SchemaRegistry:
         return registered
 
     def get(self, schema_id: int, version: int | None = None) -> StoredSchema:
-        """A version of the subject with an id; the latest one without a number.
-
-        Raises:
-            NotFoundError: There is no such id or version.
-        """
+        """A version of the subject with an id; the latest one without a number."""
         record = self._subjects.find_by_id(schema_id)
         if record is None or not record.versions:
             raise NotFoundError(f"schema id {schema_id} not found")
         return self._stored(record, version)
 
     def latest(self, subject: str) -> StoredSchema:
-        """The latest version of a subject.
-
-        Raises:
-            NotFoundError: There is no such subject, or it has no versions.
-        """
+        """The latest version of a subject."""
         return self._stored(self._subjects.get(subject), None)
 
     def find_id(self, subject: str) -> int | None:
@@ -207,11 +198,7 @@ class SchemaRegistry:
         return None if record is None else record.schema_id
 
     def versions(self, subject: str) -> list[StoredSchema]:
-        """All versions of a subject, in ascending order.
-
-        Raises:
-            NotFoundError: There is no such subject, or it has no versions.
-        """
+        """All versions of a subject, in ascending order."""
         record = self._subjects.get(subject)
         found = []
         for entry in record.versions:
@@ -237,10 +224,6 @@ class SchemaRegistry:
         """Why a schema cannot be the next version; empty if it can.
 
         `mode` is the compatibility to check; that of the subject by default.
-
-        Raises:
-            NotFoundError: There is no such subject.
-            InvalidRequestError: The type or the definition is invalid.
         """
         parsed = read_definition(schema_type, definition)
         record = self._subjects.get(subject)
@@ -248,11 +231,7 @@ class SchemaRegistry:
         return find_incompatibilities(old, parsed, mode or record.compatibility_mode)
 
     def set_compatibility_mode(self, subject: str, mode: CompatibilityMode) -> None:
-        """Sets the compatibility that new versions of a subject need.
-
-        Raises:
-            NotFoundError: There is no such subject.
-        """
+        """Sets the compatibility that new versions of a subject need."""
         record = self._subjects.set_mode(subject, mode)
         self._cache.set_record(record.schema_id, record)
 
@@ -260,9 +239,6 @@ class SchemaRegistry:
         """Deletes a version; neither its number nor the subject's id is reused.
 
         Messages that refer to it stay, but their schema can no longer be looked up.
-
-        Raises:
-            NotFoundError: There is no such subject or version.
         """
         record = self._subjects.delete_version(subject, version)
         self._cache.set_record(record.schema_id, record)
@@ -271,11 +247,7 @@ class SchemaRegistry:
     def find_definition(
         self, schema_id: int, version: int | None
     ) -> tuple[str, int, Definition] | None:
-        """The subject, version and definition that a message refers to; None if unknown.
-
-        Raises:
-            UnavailableError: The store does not answer.
-        """
+        """The subject, version and definition that a message refers to; None if unknown."""
         record = self._cache.record(schema_id, version)
         number = version_number(record, version)
         if record is None or number is None:
@@ -288,11 +260,7 @@ class SchemaRegistry:
     # -- topics -----------------------------------------------------------------------------
 
     def topic_config(self, topic: str) -> TopicConfig | None:
-        """The schema settings of a topic; None if it has none.
-
-        Raises:
-            TopicNameError: The name is invalid.
-        """
+        """The schema settings of a topic; None if it has none."""
         key = self._keys.topic(TopicName.parse(topic))
         found = self._metadata.get(key)
         return None if found is None else TopicConfig.from_json(found.value, key=key)
@@ -304,12 +272,7 @@ class SchemaRegistry:
     def configure_topic(
         self, topic: str, subject: str, policy: ValidationPolicy, *, checks_payload: bool
     ) -> TopicConfig:
-        """Replaces the schema settings of a topic.
-
-        Raises:
-            NotFoundError: There is no such subject.
-            TopicNameError: The name is invalid.
-        """
+        """Replaces the schema settings of a topic."""
         self._subjects.get(subject)
         wanted = TopicConfig(subject=subject, policy=policy, checks_payload=checks_payload)
         return self._change_topic(topic, lambda _: wanted)
@@ -321,7 +284,6 @@ class SchemaRegistry:
 
         Raises:
             ConflictError: The topic has no subject.
-            TopicNameError: The name is invalid.
         """
 
         def change(known: TopicConfig | None) -> TopicConfig:
@@ -336,11 +298,7 @@ class SchemaRegistry:
         return self._change_topic(topic, change)
 
     def forget_topic(self, topic: str) -> None:
-        """Removes the settings of a deleted topic.
-
-        Raises:
-            TopicNameError: The name is invalid.
-        """
+        """Removes the settings of a deleted topic."""
         name = TopicName.parse(topic)
         try:
             self._metadata.delete(self._keys.topic(name))
@@ -364,7 +322,6 @@ class SchemaRegistry:
 
         Raises:
             ConflictError: The topic has another subject, or there is no such subject or version.
-            TopicNameError: The name is invalid.
         """
         record = self._subjects.find(subject)
         latest = None if record is None else record.latest()

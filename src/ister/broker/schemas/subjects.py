@@ -90,11 +90,7 @@ class SubjectStore:
         return None if found is None else self._read(found.value.decode())[0]
 
     def read_version(self, record: SubjectRecord, version: int) -> VersionRecord:
-        """Reads a version that the subject lists.
-
-        Raises:
-            NotFoundError: It was deleted meanwhile.
-        """
+        """Reads a version that the subject lists."""
         key = self._keys.version(record.subject, version)
         found = self._metadata.get(key)
         if found is None:
@@ -124,7 +120,6 @@ class SubjectStore:
         Raises:
             ConflictError: It is not compatible, the subject has too many versions, or other
                 changes keep coming first.
-            InvalidRequestError: The subject's name is invalid.
         """
         check_subject(subject)
         token = secrets.token_hex(8)
@@ -168,7 +163,6 @@ class SubjectStore:
         """Sets the compatibility that new versions need.
 
         Raises:
-            NotFoundError: There is no such subject.
             ConflictError: Other changes keep coming first.
         """
         return self._replace(subject, lambda record: (replace(record, compatibility_mode=mode), []))
@@ -177,7 +171,6 @@ class SubjectStore:
         """Deletes a version. The subject keeps its id, even without versions.
 
         Raises:
-            NotFoundError: There is no such subject or version.
             ConflictError: Other changes keep coming first.
         """
 

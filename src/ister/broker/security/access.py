@@ -132,11 +132,7 @@ class AccessControl:
         self._followed: Followed | None = None
 
     def start(self) -> None:
-        """Reads the rights, and keeps up with changes from now on.
-
-        Raises:
-            UnavailableError: The store does not answer.
-        """
+        """Reads the rights, and keeps up with changes from now on."""
         self._reload()
         self._followed = Followed(
             self._metadata,
@@ -166,9 +162,6 @@ class AccessControl:
         """Whether a principal has a permission on a topic, a namespace, or the cluster.
 
         A name that cannot be a topic's has no rights of its own.
-
-        Raises:
-            UnavailableError: The rights are too old to be relied upon.
         """
         if self.is_admin(principal):
             return True
@@ -193,9 +186,6 @@ class AccessControl:
         """Whether a principal has a permission on any resource.
 
         For what belongs to no topic and is of use to whoever works with one, as schemas are.
-
-        Raises:
-            UnavailableError: The rights are too old to be relied upon.
         """
         if self.is_admin(principal):
             return True
@@ -227,11 +217,7 @@ class AccessControl:
         return [roles[name] for name in sorted(roles)]
 
     def role(self, name: str) -> Role:
-        """A role.
-
-        Raises:
-            NotFoundError: There is none of that name.
-        """
+        """A role."""
         found = self._reload().roles.get(name)
         if found is None:
             raise NotFoundError(f"role {name[:120]!r} does not exist")
@@ -242,7 +228,6 @@ class AccessControl:
 
         Raises:
             AlreadyExistsError: One of that name has other permissions.
-            CapacityError: There are too many.
             ConflictError: Others keep changing roles and bindings.
         """
 
@@ -265,7 +250,6 @@ class AccessControl:
         """Removes a role.
 
         Raises:
-            NotFoundError: There is none of that name.
             InvalidRequestError: It is one of the system's.
             ConflictError: A binding refers to it.
         """
@@ -307,7 +291,6 @@ class AccessControl:
         """A binding.
 
         Raises:
-            NotFoundError: There is none.
             InvalidRequestError: The scope has no such resource.
         """
         found = self._reload().bindings.get(self._key(scope, resource, id))
@@ -320,8 +303,6 @@ class AccessControl:
 
         Raises:
             AlreadyExistsError: Another one has its id, in the same scope and resource.
-            NotFoundError: One of its roles does not exist.
-            CapacityError: There are too many.
             ConflictError: Others keep changing roles and bindings.
         """
         key = self._key(binding.scope, binding.resource, binding.id)
@@ -348,7 +329,6 @@ class AccessControl:
         """Removes a binding; what it gave is gone at once in this process.
 
         Raises:
-            NotFoundError: There is none.
             InvalidRequestError: The scope has no such resource.
             ConflictError: Others keep changing roles and bindings.
         """

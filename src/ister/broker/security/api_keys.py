@@ -65,12 +65,7 @@ def format_line(key: ApiKey) -> str:
 
 
 def parse_line(line: str) -> ApiKey | None:
-    """Reads a line; None for an empty one or a comment.
-
-    Raises:
-        InvalidRequestError: It is something else. The text of the line is not in the error: by
-            mistake it might be a key.
-    """
+    """Reads a line; None for an empty one or a comment."""
     parts = line.split("#", 1)[0].split()
     if not parts:
         return None

@@ -142,9 +142,6 @@ class Authenticator:
 
         `headers` are by names in lower case, see `collect_headers`; `certificate` is the client's,
         PEM or DER, which TLS has checked.
-
-        Raises:
-            UnauthenticatedError: Credentials are missing, wrong or expired.
         """
         if not self._is_on:
             return ANONYMOUS
@@ -295,11 +292,7 @@ class _Tokens:
             )
 
     def check(self, token: str) -> Principal:
-        """Returns the principal of a token.
-
-        Raises:
-            UnauthenticatedError: The token is invalid.
-        """
+        """Returns the principal of a token."""
         if len(token) > _TOKEN_CHARACTERS_MAX:
             raise UnauthenticatedError("the token is too long")
         claims = self._verified(token)

@@ -18,11 +18,7 @@ from ister.metadata.base import Absent, MetadataStore, Put
 
 
 def read_secret(store: MetadataStore, *, root_prefix: str) -> str:
-    """Returns the secret; creates it if there is none. Blocks.
-
-    Raises:
-        UnavailableError: The metadata store does not answer.
-    """
+    """Returns the secret; creates it if there is none. Blocks."""
     key = f"{root_prefix}/cluster/secret"
     found = store.get(key)
     if found is None:

@@ -108,11 +108,7 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         action: str,
         is_stream: bool = False,
     ) -> Caller:
-        """Authenticates the caller of a call that begins. Thread-safe.
-
-        Raises:
-            UnauthenticatedError: Credentials are missing, wrong or expired.
-        """
+        """Authenticates the caller of a call that begins. Thread-safe."""
         try:
             headers = collect_headers(metadata)
         except UnauthenticatedError as error:

@@ -129,8 +129,6 @@ class Caller:
         `at_once` does so even if it was done less than `VERIFY_SECONDS` ago.
 
         Raises:
-            UnauthenticatedError: The credentials have expired or were withdrawn.
-            PermissionDeniedError: A right is gone.
             UnavailableError: The rights could not be read for too long.
         """
         now = self._guard.monotonic()
@@ -224,11 +222,7 @@ class Guard:
         )
 
     def start(self) -> None:
-        """Reads the rights, if there is any need to.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """Reads the rights, if there is any need to."""
         if self.is_on:
             self.access.start()
 
@@ -266,9 +260,6 @@ class Guard:
 
         `headers` are as `authentication.collect_headers` gives them; TLS has checked `certificate`.
         A call that `is_stream` goes on, and `Caller.verify` is called while it does.
-
-        Raises:
-            UnauthenticatedError: Credentials are missing, wrong or expired.
         """
         try:
             principal = self.principal_of(headers, certificate)
@@ -291,9 +282,6 @@ class Guard:
 
         Good credentials are remembered for a few seconds, never beyond their end, and never
         after an API key was withdrawn.
-
-        Raises:
-            UnauthenticatedError: Credentials are missing, wrong or expired.
         """
         if not self.is_on:
             return ANONYMOUS
@@ -341,10 +329,6 @@ class Guard:
             namespace: Or in which namespace. With neither: in the cluster.
             action: What it is called in the audit log; the name of the call by default.
             detail: What else the audit log should say of a change.
-
-        Raises:
-            PermissionDeniedError: They may not.
-            UnavailableError: It is not known at the moment whether they may.
         """
         if not self._audits:
             return
@@ -383,7 +367,6 @@ class Guard:
 
         Raises:
             PermissionDeniedError: The subscription is restricted to other principals.
-            UnavailableError: The rights cannot be read at the moment.
         """
         if not self.is_on:
             return
@@ -424,12 +407,7 @@ class Guard:
         topic: TopicName | str | None = None,
         namespace: str | None = None,
     ) -> None:
-        """As `check`, at the beginning of a stream: a refusal takes `REFUSAL_SECONDS`.
-
-        Raises:
-            PermissionDeniedError: They may not.
-            UnavailableError: It is not known at the moment whether they may.
-        """
+        """As `check`, at the beginning of a stream: a refusal takes `REFUSAL_SECONDS`."""
         try:
             self.check(principal, permission, topic=topic, namespace=namespace)
         except PermissionDeniedError:
@@ -449,12 +427,7 @@ class Guard:
     def check_anywhere(
         self, principal: Principal, permission: Permission, *, action: str | None = None
     ) -> None:
-        """Refuses principals without any right; see `AccessControl.allows_anywhere`.
-
-        Raises:
-            PermissionDeniedError: They have not.
-            UnavailableError: It is not known at the moment.
-        """
+        """Refuses principals without any right; see `AccessControl.allows_anywhere`."""
         if self.is_on and not self.access.allows_anywhere(principal, permission):
             caller = _caller.get()
             self._deny(
@@ -466,11 +439,7 @@ class Guard:
             )
 
     def allows_anywhere(self, principal: Principal, permission: Permission) -> bool:
-        """Like `check_anywhere`, but returns a bool; writes no audit record.
-
-        Raises:
-            UnavailableError: It is not known at the moment.
-        """
+        """Like `check_anywhere`, but returns a bool; writes no audit record."""
         return not self.is_on or self.access.allows_anywhere(principal, permission)
 
     def allows(
@@ -481,21 +450,13 @@ class Guard:
         topic: TopicName | str | None = None,
         namespace: str | None = None,
     ) -> bool:
-        """Whether a principal has a permission; writes no audit record.
-
-        Raises:
-            UnavailableError: It is not known at the moment.
-        """
+        """Whether a principal has a permission; writes no audit record."""
         return not self.is_on or self.access.allows(
             principal, permission, topic=topic, namespace=namespace
         )
 
     def visible(self, principal: Principal, topics: Iterable[str]) -> list[str]:
-        """Returns the topics that a principal may see.
-
-        Raises:
-            UnavailableError: It is not known at the moment.
-        """
+        """Returns the topics that a principal may see."""
         return [topic for topic in topics if self.allows(principal, Permission.LOOKUP, topic=topic)]
 
     def verify(

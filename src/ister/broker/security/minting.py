@@ -33,9 +33,6 @@ def make_api_key(
 
     `name` is one word; `expires_at` is the Unix second at which the key ends, None if it stays
     good.
-
-    Raises:
-        InvalidRequestError: The name cannot stand in a line.
     """
     check_principal_name(name)
     if "#" in name or len(name.split()) != 1:

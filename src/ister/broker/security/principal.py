@@ -61,11 +61,7 @@ def counted_as(principal: Principal) -> str:
 
 
 def spell_principal(text: str) -> str:
-    """A principal as `str` of one gives it, from `ada`, `user:ada` or `service_account:shop`.
-
-    Raises:
-        InvalidRequestError: There is no such kind, or the name cannot be one.
-    """
+    """A principal as `str` of one gives it, from `ada`, `user:ada` or `service_account:shop`."""
     kind, colon, name = text.partition(":")
     if not colon:
         kind, name = PrincipalKind.USER.value, text
@@ -73,11 +69,7 @@ def spell_principal(text: str) -> str:
 
 
 def check_principal_name(name: object) -> str:
-    """A name that can be shown in one line.
-
-    Raises:
-        InvalidRequestError: It is empty, too long, or has characters that are not printable.
-    """
+    """A name that can be shown in one line."""
     if not isinstance(name, str) or not name or not name.isprintable() or name != name.strip():
         raise InvalidRequestError(
             "the name of a principal is one line of printable characters without spaces around it"
@@ -91,11 +83,7 @@ def check_principal_name(name: object) -> str:
 
 
 def parse_principal_kind(text: object) -> PrincipalKind:
-    """The kind of a principal by its name, as Ister or as Danube spells it.
-
-    Raises:
-        InvalidRequestError: There is no such kind that rights can be given to.
-    """
+    """The kind of a principal by its name, as Ister or as Danube spells it."""
     kind = _KINDS.get(text) if isinstance(text, str) else None
     if kind is None:
         raise InvalidRequestError(

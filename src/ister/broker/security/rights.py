@@ -61,12 +61,7 @@ _PERMISSIONS: Final = {permission.value.replace("_", ""): permission for permiss
 
 
 def parse_permission(text: object) -> Permission:
-    """A permission by its name: `manage_topic`, `ManageTopic`, `manage-topic`.
-
-    Raises:
-        InvalidRequestError: There is no such permission. `Replicate`, which Danube's brokers give
-            to each other, does not exist here: no caller is trusted for being a broker.
-    """
+    """A permission by its name: `manage_topic`, `ManageTopic`, `manage-topic`."""
     plain = re.sub(r"[_-]", "", text).lower() if isinstance(text, str) else ""
     permission = _PERMISSIONS.get(plain)
     if permission is None:
@@ -85,11 +80,7 @@ class Scope(StrEnum):
 
 
 def parse_scope(text: object) -> Scope:
-    """A scope by its name, in any case.
-
-    Raises:
-        InvalidRequestError: There is no such scope.
-    """
+    """A scope by its name, in any case."""
     try:
         return Scope(str(text).lower())
     except ValueError as error:
@@ -138,11 +129,7 @@ class Role:
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Reads what was stored.
-
-        Raises:
-            CorruptDataError: It is something else.
-        """
+        """Reads what was stored."""
         try:
             stored = msgspec.json.decode(data, type=known(_StoredRole))
             return cls(
@@ -192,11 +179,7 @@ class Binding:
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Reads what was stored.
-
-        Raises:
-            CorruptDataError: It is something else.
-        """
+        """Reads what was stored."""
         try:
             stored = msgspec.json.decode(data, type=known(_StoredBinding))
             return cls(

@@ -119,11 +119,7 @@ class ServerTls:
 
     @classmethod
     def open(cls, config: TlsConfig, *, clock: Clock) -> ServerTls | None:
-        """The certificates that the settings name; None if they name none.
-
-        Raises:
-            ConfigError: A file is missing or invalid, or they do not fit together.
-        """
+        """The certificates that the settings name; None if they name none."""
         named = (config.cert_file, config.key_file, config.ca_file)
         if all(path is None for path in named) and config.client_auth is ClientAuth.NONE:
             return None

@@ -59,11 +59,7 @@ class _Service:
         self.guard.check(current_principal(), permission, **on)
 
     async def _visible(self, namespace: str) -> list[str]:
-        """The topics of a namespace that the caller may see.
-
-        Raises:
-            NotFoundError: There is no such namespace, and the caller may know that.
-        """
+        """The topics of a namespace that the caller may see."""
         caller = current_principal()
         try:
             names = await self._topics.names.of_namespace(namespace)
@@ -577,11 +573,7 @@ def encode_policy(policy: FailurePolicy) -> danube_admin.SubscriptionFailurePoli
 
 
 def decode_policy(message: danube_admin.SubscriptionFailurePolicy) -> FailurePolicy:
-    """A failure policy of the protocol.
-
-    Raises:
-        InvalidRequestError: A value is invalid; names it.
-    """
+    """A failure policy of the protocol."""
     if not 0 <= message.backoff_strategy < len(_BACKOFFS):
         raise InvalidRequestError(
             f"invalid backoff_strategy {message.backoff_strategy}: use 0 (fixed) or 1 (exponential)"

@@ -206,11 +206,7 @@ class ConsumerService:
     def _take_acks(
         self, subscription: AnySubscription, ids: Sequence[_Id]
     ) -> list[InvalidRequestError | None]:
-        """Takes acknowledgements of one subscription; returns an error for each that is refused.
-
-        Raises:
-            UnavailableError: The topic is being closed.
-        """
+        """Takes acknowledgements of one subscription; returns an error for each that is refused."""
         if not isinstance(subscription, Dispatcher):
             return [None] * len(ids)  # nothing is kept, and nothing is redelivered
         acked, refusals = subscription.ack_by_ids(ids)
@@ -273,12 +269,7 @@ def _unreadable() -> InvalidRequestError:
 def _stream(
     subscription: AnySubscription, consumer: ConsumerIdentity, consumers: ConsumerIds
 ) -> AsyncGenerator[list[bytes], None]:
-    """Attaches a consumer; its messages as they are written, in Danube's form.
-
-    Raises:
-        ConflictError: The subscription is exclusive, and has another consumer.
-        ClosedError: The topic is about to be closed.
-    """
+    """Attaches a consumer; its messages as they are written, in Danube's form."""
     if isinstance(subscription, Dispatcher):
         outbox = subscription.attach(
             consumer.id,

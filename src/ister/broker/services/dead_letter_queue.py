@@ -199,11 +199,6 @@ class DeadLetterQueue:
         """Shows pending letters like `Browser.read`, with origin and reason in `dead_letter`.
 
         `attributes` are those that the message had before it failed.
-
-        Raises:
-            NotFoundError: There is no such topic.
-            InvalidRequestError: The topic stores no messages, or `limit` is invalid.
-            UnavailableError: Another broker has it, or a store does not answer.
         """
         topic, core = await self._find(name)
         floor = await self._load(topic, core)

@@ -114,11 +114,7 @@ class Assignee:
                 await self._topics.check_lease()
 
     async def run_round(self) -> None:
-        """One round.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """One round."""
         cluster, now = self._cluster, self._loop.time()
         members = await asyncio.to_thread(cluster.members.recent)
         is_alone = all(one.node == cluster.own.node for one in members)

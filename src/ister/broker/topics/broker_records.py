@@ -169,21 +169,13 @@ class BrokerRecords:
         return [item.key.removeprefix(self._namespaces) for item in found]
 
     def create_namespace(self, name: str) -> None:
-        """Creates a namespace.
-
-        Raises:
-            AlreadyExistsError: It exists.
-        """
+        """Creates a namespace."""
         key = self._namespaces + name
         if self._metadata.transact([Absent(key)], [Put(key, b"{}")]) is None:
             raise AlreadyExistsError(f"namespace {name!r} already exists")
 
     def delete_namespace(self, name: str) -> None:
-        """Removes a namespace.
-
-        Raises:
-            NotFoundError: It does not exist.
-        """
+        """Removes a namespace."""
         if not self._metadata.delete(self._namespaces + name):
             raise NotFoundError(f"namespace {name!r} does not exist")
 

@@ -119,12 +119,7 @@ class ClusterControl:
     # -- brokers ----------------------------------------------------------------------------
 
     async def find(self, broker: str) -> Member:
-        """A broker, by its node or by its number in Danube's calls; "" for this one.
-
-        Raises:
-            NotFoundError: There is no such broker.
-            UnavailableError: The metadata store does not answer.
-        """
+        """A broker, by its node or by its number in Danube's calls; "" for this one."""
         if broker in ("", self._cluster.own.node):
             return self._cluster.own
         members = await asyncio.to_thread(self._cluster.brokers)
@@ -162,7 +157,6 @@ class ClusterControl:
         Raises:
             ConflictError: There is no other broker that takes topics.
             OtherBrokerError: It is another broker.
-            NotFoundError: There is no such broker.
         """
         own = await self._find_own(broker)
         others = await asyncio.to_thread(self._cluster.others)
@@ -189,7 +183,6 @@ class ClusterControl:
 
         Raises:
             OtherBrokerError: It is another broker.
-            NotFoundError: There is no such broker.
         """
         await self._find_own(broker)
         await asyncio.to_thread(self._cluster.members.publish, state=MemberState.ACTIVE)
@@ -278,11 +271,7 @@ class ClusterControl:
     # -- state ------------------------------------------------------------------------------
 
     async def state(self, *, is_new: bool = False) -> ClusterState:
-        """The state of the cluster, cached for up to 2 s unless `is_new`.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """The state of the cluster, cached for up to 2 s unless `is_new`."""
         now = self._clock.monotonic()
         if is_new or self._state is None or now - self._state[0] > _VIEW_SECONDS:
             self._state = (now, await asyncio.to_thread(self._read_state))

@@ -56,11 +56,7 @@ class TopicNames:
         return set(await self.listing.cached(_LISTED_SECONDS))
 
     async def partitions(self, name: str) -> list[str]:
-        """The topics behind a name: itself, or its partitions in order; [] if it does not exist.
-
-        Raises:
-            TopicNameError: The name is invalid.
-        """
+        """The topics behind a name: itself, or its partitions in order; [] if it does not exist."""
         parsed = TopicName.parse(name)
         served = self._served.get(name)
         if served is not None and served.is_usable:
@@ -80,12 +76,7 @@ class TopicNames:
         return sorted({*_BUILT_IN_NAMESPACES, *self._config.broker.bootstrap_namespaces, *made})
 
     async def create_namespace(self, name: str) -> None:
-        """Creates a namespace.
-
-        Raises:
-            TopicNameError: The name is invalid.
-            AlreadyExistsError: It exists.
-        """
+        """Creates a namespace."""
         TopicName.parse(f"/{name}/x")
         if name in await self.namespaces():
             raise AlreadyExistsError(f"namespace {name!r} already exists")
@@ -95,7 +86,6 @@ class TopicNames:
         """Removes an empty namespace.
 
         Raises:
-            NotFoundError: It does not exist.
             ConflictError: It has topics.
         """
         if name in (*_BUILT_IN_NAMESPACES, *self._config.broker.bootstrap_namespaces):
@@ -107,11 +97,7 @@ class TopicNames:
         await asyncio.to_thread(self._records.delete_namespace, name)
 
     async def of_namespace(self, namespace: str) -> list[str]:
-        """The topics of a namespace.
-
-        Raises:
-            NotFoundError: There is no such namespace.
-        """
+        """The topics of a namespace."""
         if namespace not in await self.namespaces():
             raise NotFoundError(f"namespace {namespace!r} does not exist")
         prefix = f"/{namespace}/"
@@ -120,11 +106,7 @@ class TopicNames:
     # -- policies ---------------------------------------------------------------------------
 
     async def set_namespace_policies(self, namespace: str, policies: dict[str, int]) -> None:
-        """Replaces the policies of a namespace's topics.
-
-        Raises:
-            NotFoundError: There is no such namespace.
-        """
+        """Replaces the policies of a namespace's topics."""
         if namespace not in await self.namespaces():
             raise NotFoundError(f"namespace {namespace!r} does not exist")
         await asyncio.to_thread(self._records.set_namespace_policies, namespace, policies)
@@ -154,11 +136,7 @@ class TopicNames:
                 await self.refresh_policies(topic)
 
     async def namespace_policies(self, namespace: str) -> Policies:
-        """The policies of a namespace's topics, unless they have their own.
-
-        Raises:
-            NotFoundError: There is no such namespace.
-        """
+        """The policies of a namespace's topics, unless they have their own."""
         if namespace not in await self.namespaces():
             raise NotFoundError(f"namespace {namespace!r} does not exist")
         own = await asyncio.to_thread(self._records.namespace_policies, namespace)

@@ -335,11 +335,7 @@ class ServedTopic:
     # -- subscriptions ----------------------------------------------------------------------
 
     def subscription(self, name: str) -> AnySubscription:
-        """One of the topic's subscriptions.
-
-        Raises:
-            NotFoundError: There is no such subscription.
-        """
+        """One of the topic's subscriptions."""
         found = self.subscriptions.get(name)
         if found is None:
             raise NotFoundError(f"the topic has no subscription {name!r}", topic=self.name)
@@ -349,7 +345,6 @@ class ServedTopic:
         """Like `subscription`, for a topic with a log.
 
         Raises:
-            NotFoundError: There is no such subscription.
             InvalidRequestError: The topic keeps nothing, so it has no cursors.
         """
         found = self.subscription(name)
@@ -427,11 +422,7 @@ class ServedTopic:
             return entry
 
     def arrive(self, consumer: ConsumerIdentity) -> AnySubscription:
-        """Returns the subscription of a consumer that opens its stream; ends its reservation.
-
-        Raises:
-            NotFoundError: It no longer exists.
-        """
+        """Returns the subscription of a consumer that opens its stream; ends its reservation."""
         reserved = self._reserved.get(consumer.subscription, {})
         reserved.pop(consumer.id, None)
         if not reserved:
@@ -601,7 +592,6 @@ class ServedTopic:
         """The settings of a subscription, or those that were stored for one to come.
 
         Raises:
-            NotFoundError: There is no such subscription, and nothing was stored for it.
             InvalidRequestError: The topic keeps nothing, so it has no cursors.
         """
         if name in self.subscriptions:
@@ -625,7 +615,6 @@ class ServedTopic:
         Streams of others end within a second.
 
         Raises:
-            NotFoundError: There is no such subscription.
             As `SubscriptionStore.save_options`.
         """
         async with self._subscribing:
@@ -644,7 +633,6 @@ class ServedTopic:
         """Removes a subscription, its cursor included.
 
         Raises:
-            NotFoundError: It does not exist.
             ConflictError: It has consumers.
             As `SubscriptionStore.delete`, and then it stays.
         """
@@ -673,7 +661,6 @@ class ServedTopic:
 
         Raises:
             FencedError: Another broker has the topic.
-            UnavailableError: The metadata store does not respond.
         """
         for one in list(self.subscriptions.values()):
             if isinstance(one, Dispatcher) and one.is_dirty:

@@ -105,7 +105,6 @@ class TimeSearches:
             CapacityError: Too many searches are under way.
             InvalidRequestError: The search has read as much as it may.
             UnavailableError: The broker is ending, or the caller has disconnected.
-            IsterError: As the search raises.
         """
         left = threading.Event()
         future = self._begin(search, caller, lambda: left.is_set() or is_gone())

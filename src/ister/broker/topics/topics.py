@@ -220,8 +220,6 @@ class Topics:
         """Returns a topic; opens it if necessary.
 
         Raises:
-            TopicNameError: The name is invalid.
-            NotFoundError: It does not exist.
             UnavailableError: Another broker has it; look it up again.
         """
         found = self.find_open(name)
@@ -496,8 +494,6 @@ class Topics:
         """Returns the broker that has a topic, or should have it.
 
         Raises:
-            TopicNameError: The name is invalid.
-            NotFoundError: It does not exist.
             UnavailableError: It is on its way to a broker, or a process that is no broker has it.
         """
         parsed = TopicName.parse(name)
@@ -636,7 +632,6 @@ class Topics:
                 goes to depends on their number, so this has to be asked for.
 
         Raises:
-            InvalidRequestError: Not a number of partitions.
             AlreadyExistsError: It has another number of partitions.
             NotFoundError: `is_growing`, and there is no such partitioned topic.
             As `get_or_create`.
@@ -769,9 +764,6 @@ class Topics:
 
         Returns:
             How many topics were handed over; 0 if there is no other broker.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
         """
         await asyncio.to_thread(self.cluster.drain)
         moved, _ = await self.hand_over_topics([topic.name for topic in self.served])
@@ -789,9 +781,6 @@ class Topics:
 
         Returns:
             Those that were handed over, and those that could not be.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
         """
         placement = await asyncio.to_thread(self.cluster.placement)
         loop, gate = asyncio.get_running_loop(), asyncio.Semaphore(at_once)
@@ -822,7 +811,6 @@ class Topics:
         A later move of the same topic replaces this one.
 
         Raises:
-            NotFoundError: The topic or the broker does not exist.
             ConflictError: The broker takes no topics, or the topic was assigned to another one.
             UnavailableError: The topic is not there in time, or a store does not respond.
         """
@@ -868,7 +856,6 @@ class Topics:
         """What a take-over of a topic would give up.
 
         Raises:
-            NotFoundError: It does not exist.
             ConflictError: A broker has it, or its last broker is up.
         """
         return await asyncio.to_thread(self._find_lost_tail, TopicName.parse(name))
@@ -941,7 +928,6 @@ class Topics:
         """Deletes a topic for good, or all partitions of one.
 
         Raises:
-            NotFoundError: It does not exist.
             As `Log.delete`.
         """
         await run_to_completion(self._delete_all(name))
