@@ -47,9 +47,7 @@ def _close_quietly(log: Log) -> None:
         log.close()
 
 
-def open_bucket(
-    source: str | os.PathLike[str] | Mapping[str, object],
-) -> BucketLog:
+def open_bucket(source: str | os.PathLike[str] | Mapping[str, object]) -> BucketLog:
     """Opens a log's bucket read-only, also while another process writes to the log.
 
     Neither the local files nor their lock nor a broker are touched, so this works on any machine

@@ -51,7 +51,7 @@ _START_SECONDS: Final = 60.0
 _STOP_SECONDS: Final = 30.0
 _CLIENT_SECONDS: Final = 30.0
 _SETTINGS: Final[dict[str, object]] = {
-    "broker": {"host": "127.0.0.1", "ports": {"grpc": 0, "flight": 0, "http": 0}},
+    "broker": {"host": "127.0.0.1", "ports": {"grpc": 0, "flight": 0, "http": 0}}
 }
 
 
@@ -90,9 +90,7 @@ class LocalBroker:
 
 @contextmanager
 def run_broker(
-    settings: Mapping[str, object] | None = None,
-    *,
-    directory: str | os.PathLike[str] | None = None,
+    settings: Mapping[str, object] | None = None, *, directory: str | os.PathLike[str] | None = None
 ) -> Generator[LocalBroker]:
     """Runs a broker in this process, on free ports, for as long as the block lasts.
 

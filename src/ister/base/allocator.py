@@ -23,10 +23,7 @@ _M_ARENA_MAX: Final = -8
 
 
 def keep_freed_buffers(
-    *,
-    buffer_bytes_max: int = 4 * MIB,
-    kept_bytes_max: int = 32 * MIB,
-    is_one_arena: bool = False,
+    *, buffer_bytes_max: int = 4 * MIB, kept_bytes_max: int = 32 * MIB, is_one_arena: bool = False
 ) -> bool:
     """Makes this process keep freed memory; does nothing if the C library is not glibc.
 

@@ -16,8 +16,7 @@ def missing_extra(what: str, extra: str, error: ImportError) -> ConfigError:
     if (error.name or "").partition(".")[0] in ("ister", ""):
         raise error
     return ConfigError(
-        f"{what} needs {error.name}, which is not installed",
-        hint=f"pip install 'ister[{extra}]'",
+        f"{what} needs {error.name}, which is not installed", hint=f"pip install 'ister[{extra}]'"
     )
 
 

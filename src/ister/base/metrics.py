@@ -367,9 +367,7 @@ _BROKER: Final[tuple[Metric, ...]] = (
         ("ister_topic_state", "1", "1 for the state that the topic is in"),
     ),
     *_of_broker(
-        "gauge",
-        ("state",),
-        ("ister_topics", "topics", "topics of this broker, by their state"),
+        "gauge", ("state",), ("ister_topics", "topics", "topics of this broker, by their state")
     ),
     # Subscriptions.
     *_of_broker(
@@ -433,9 +431,7 @@ _BROKER: Final[tuple[Metric, ...]] = (
         ("danube_schema_validation_failures_total", "messages", "messages that did not fit it"),
     ),
     *_of_broker(
-        "gauge",
-        (),
-        ("danube_broker_topics_owned", "topics", "topics that this broker serves now"),
+        "gauge", (), ("danube_broker_topics_owned", "topics", "topics that this broker serves now")
     ),
     # What Danube and the first designs call the figures of the log.
     *_of_broker(

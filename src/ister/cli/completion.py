@@ -68,10 +68,7 @@ def register(commands: Subparsers) -> None:
     parser.add_argument("--names", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--prefix", metavar="TEXT", default="", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--line",
-        metavar="TEXT",
-        default=os.environ.get("COMMAND_LINE", ""),
-        help=argparse.SUPPRESS,
+        "--line", metavar="TEXT", default=os.environ.get("COMMAND_LINE", ""), help=argparse.SUPPRESS
     )
     parser.set_defaults(run=_run)
 

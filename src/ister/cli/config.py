@@ -35,15 +35,7 @@ from ister.cli.output import (
     print_facts,
     print_table,
 )
-from ister.config import (
-    Config,
-    Examined,
-    Origin,
-    Problem,
-    examine_config,
-    find_line,
-    load_config,
-)
+from ister.config import Config, Examined, Origin, Problem, examine_config, find_line, load_config
 from ister.config.reference import example, masked, settings, value_of
 from ister.config.settings import Setting
 from ister.errors import ConfigError

@@ -40,12 +40,7 @@ from ister.cli.messages_out import LineOutput, Received, StoppedError
 from ister.cli.output import print_error
 from ister.cli.templates import TEMPLATE_HELP
 from ister.config import StorageMode
-from ister.errors import (
-    InvalidRequestError,
-    IsterError,
-    PermissionDeniedError,
-    WaitTimeoutError,
-)
+from ister.errors import InvalidRequestError, IsterError, PermissionDeniedError, WaitTimeoutError
 from ister.subscription.policy import SubscriptionKind
 
 if TYPE_CHECKING:
@@ -75,12 +70,7 @@ class _Wish:
     no_ack: bool
 
 
-@command(
-    None,
-    "consume",
-    json="",
-    notes=f"{TEMPLATE_HELP}\n\n{FILTER_HELP}",
-)
+@command(None, "consume", json="", notes=f"{TEMPLATE_HELP}\n\n{FILTER_HELP}")
 def consume(
     broker: PatientBroker,
     topic: Topic,

@@ -21,17 +21,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Self
 from ister.base.clock import SystemClock
 from ister.base.message_filter import NOT_JSON, MessageFilter
 from ister.base.model import JsonObject
-from ister.cli.command import (
-    Arg,
-    DryRun,
-    Group,
-    Part,
-    Shown,
-    Table,
-    Yes,
-    command,
-    confirmed,
-)
+from ister.cli.command import Arg, DryRun, Group, Part, Shown, Table, Yes, command, confirmed
 from ister.cli.connection import Broker, existing_partitions, parse_count, parse_name
 from ister.cli.errors_out import in_shell_words
 from ister.cli.location import Topic, topic_name
@@ -45,12 +35,7 @@ from ister.errors import InvalidRequestError, IsterError
 if TYPE_CHECKING:
     from ister.client import Client
     from ister.client.descriptions import LetterFilter
-    from ister.wire.views import (
-        DeadLetterCountJson,
-        DeadLetterJson,
-        LetterGroupJson,
-        ResolvedJson,
-    )
+    from ister.wire.views import DeadLetterCountJson, DeadLetterJson, LetterGroupJson, ResolvedJson
 
 _RANGE: Final = re.compile(r"(\d{1,18})(?:(?:-|\.\.)(\d{1,18}))?")
 _SHOWN_DEFAULT: Final = 20
@@ -106,10 +91,7 @@ class Selection:
             "--reason", metavar="TEXT", default="", help="text in the reason (case-insensitive)"
         )
         group.add_argument(
-            "--source",
-            metavar="TOPIC",
-            type=topic_name,
-            help="topic in which the message failed",
+            "--source", metavar="TOPIC", type=topic_name, help="topic in which the message failed"
         )
         group.add_argument(
             "--subscription",
@@ -435,12 +417,7 @@ def requeue(
 
 @command(DLQ, "drop", failed={"ok": False})
 def drop(
-    broker: Broker,
-    topic: Topic,
-    selection: Selection,
-    *,
-    dry_run: DryRun = False,
-    yes: Yes = False,
+    broker: Broker, topic: Topic, selection: Selection, *, dry_run: DryRun = False, yes: Yes = False
 ) -> Shown:
     """Drop dead letters without publishing them.
 
@@ -474,11 +451,7 @@ class _Resolution:
         self._how = how
 
     def run(
-        self,
-        call: Callable[[Client, str, LetterFilter], ResolvedJson],
-        *,
-        dry_run: bool,
-        yes: bool,
+        self, call: Callable[[Client, str, LetterFilter], ResolvedJson], *, dry_run: bool, yes: bool
     ) -> Shown:
         topic, selection, done_verb = self._topic, self._selection, _DONE[self._verb]
         with self._broker.connect() as client:

@@ -126,11 +126,7 @@ def _opened(place: Place) -> Iterator[MetadataTrust]:
         closing(open_metadata(storage.metadata, clock)) as metadata,
     ):
         yield MetadataTrust(
-            objects,
-            metadata,
-            storage.metadata.root_prefix,
-            wal_root=wal_root(storage),
-            clock=clock,
+            objects, metadata, storage.metadata.root_prefix, wal_root=wal_root(storage), clock=clock
         )
 
 

@@ -148,10 +148,7 @@ def _print_rows(rows: Sequence[TopicReport], found: MetadataFound, location: str
         print(f"no topics in {location}")
         return
     titles = ("topic", "status", "objects", "messages", "bytes", "start", "next")
-    print_table(
-        titles,
-        [(row.topic, row.status, *_count(row).values()) for row in rows],
-    )
+    print_table(titles, [(row.topic, row.status, *_count(row).values()) for row in rows])
     for row in rows:
         for name in row.left_out:
             print(f"left out of {row.topic}: {name}")

@@ -73,8 +73,7 @@ def _read(path: str, kind: SchemaType | None) -> tuple[bytes, str]:
     kind = kind or detect_type(path, data)
     if kind is None:
         raise InvalidRequestError(
-            f"cannot tell the schema type of {path}",
-            hint=f"pass --type {'|'.join(SchemaType)}",
+            f"cannot tell the schema type of {path}", hint=f"pass --type {'|'.join(SchemaType)}"
         )
     return data, str(kind)
 

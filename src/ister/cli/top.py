@@ -213,11 +213,7 @@ def register(commands: Subparsers) -> None:
         "and bytes that are not uploaded yet. Keys: q quits, s sorts by the next column, r "
         "reverses the order. If the output is not a terminal, snapshots are printed one after "
         "the other.",
-        examples=(
-            "ister top",
-            "ister top --sort lag --interval 5",
-            "ister top --once --json",
-        ),
+        examples=("ister top", "ister top --sort lag --interval 5", "ister top --once --json"),
     )
     parser.add_argument(
         "--sort",

@@ -724,11 +724,7 @@ class AsyncClient:
         )
 
     def _arrow_read(
-        self,
-        topic: str,
-        start: Start,
-        end: int | datetime | None,
-        columns: Sequence[str] | None,
+        self, topic: str, start: Start, end: int | datetime | None, columns: Sequence[str] | None
     ) -> Callable[[], ArrowRead]:
         """Makes what opens a range of a topic, in a thread other than the loop's."""
         return partial(

@@ -79,12 +79,8 @@ from ister.config.storage import (
     WalConfig,
     WalRetentionConfig,
 )
-from ister.config.tree import (
-    Config,
-)
-from ister.config.values import (
-    expand_home,
-)
+from ister.config.tree import Config
+from ister.config.values import expand_home
 
 __all__ = [
     "AdvertisedConfig",

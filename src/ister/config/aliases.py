@@ -54,10 +54,7 @@ ALIASES: Final = (
     ),
     Alias(key="storage.cloud.s3.*", setting="storage.cloud.options.*", backend="s3"),
     Alias(
-        key="storage.cloud.gcs.bucket",
-        setting="storage.cloud.root",
-        backend="gcs",
-        prefix="gs://",
+        key="storage.cloud.gcs.bucket", setting="storage.cloud.root", backend="gcs", prefix="gs://"
     ),
     Alias(key="storage.cloud.gcs.*", setting="storage.cloud.options.*", backend="gcs"),
     # The documents do not say in which section these two are.

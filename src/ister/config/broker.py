@@ -261,9 +261,7 @@ class BrokerLimitsConfig:
         "others when they send again. More are refused.",
     )
     max_flight_streams_per_principal: int = setting(
-        256,
-        low=1,
-        says="Arrow Flight streams of one principal. Does not apply with auth off.",
+        256, low=1, says="Arrow Flight streams of one principal. Does not apply with auth off."
     )
     max_requests_in_flight: int = setting(
         1024,

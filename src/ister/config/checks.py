@@ -9,13 +9,7 @@ from typing import Final
 
 from ister.base.limits import KIB, NAME_PART_CHARACTERS_MAX
 from ister.base.model import AckLevel
-from ister.config.storage import (
-    CloudBackend,
-    Engine,
-    MetadataBackend,
-    StorageConfig,
-    StorageMode,
-)
+from ister.config.storage import CloudBackend, Engine, MetadataBackend, StorageConfig, StorageMode
 from ister.config.tree import Config
 from ister.config.yaml_tree import Tree
 from ister.errors import ConfigError
@@ -130,9 +124,7 @@ def _find_mixed_retention(
         )
 
 
-def _find_unusable_paths(
-    storage: StorageConfig,
-) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
+def _find_unusable_paths(storage: StorageConfig) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
     """Yields paths that the operating system or SQLite would refuse after some files are made."""
     cloud, metadata = storage.cloud, storage.metadata
     has_bucket = storage.mode.has_bucket

@@ -44,11 +44,7 @@ from ister.errors import CorruptDataError, UnsupportedVersionError
 from ister.format.arrow.encode import RestoredFrames, restore_frames
 from ister.format.arrow.schema import EVERY_FIELD, arrow_schema, make_batch
 from ister.format.crc import crc32
-from ister.format.descriptor import (
-    FORMAT_PARQUET,
-    ObjectDescriptor,
-    format_checksum,
-)
+from ister.format.descriptor import FORMAT_PARQUET, ObjectDescriptor, format_checksum
 
 ARCHIVE_VERSION: Final = 1
 _MAGIC: Final = b"PAR1"
@@ -103,13 +99,7 @@ class WrittenArchive:
         return sum(group.rows for group in self.row_groups)
 
     def describe(
-        self,
-        object_id: str,
-        *,
-        epoch: int,
-        incarnation: str,
-        created_at: int,
-        etag: str | None,
+        self, object_id: str, *, epoch: int, incarnation: str, created_at: int, etag: str | None
     ) -> ObjectDescriptor:
         """The descriptor of an object that is this archive."""
         groups = self.row_groups

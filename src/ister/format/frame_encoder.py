@@ -85,11 +85,7 @@ class FrameEncoder:
             return self._fill(parts, first_offset)
         data = bytearray().join(parts)
         end = kernels.fill(
-            data,
-            first_offset,
-            count,
-            len(self._prefix),
-            is_varint=self._codec is Codec.BINCODE2,
+            data, first_offset, count, len(self._prefix), is_varint=self._codec is Codec.BINCODE2
         )
         check(end == size, "the parts of messages are whole frames")
         return data

@@ -32,10 +32,7 @@ class Payloads:
     __slots__ = ("_offsets", "data", "num_rows", "size_bytes")
 
     def __init__(
-        self,
-        offsets: tuple[int, ...] | npt.NDArray[np.int64],
-        data: memoryview,
-        size_bytes: int,
+        self, offsets: tuple[int, ...] | npt.NDArray[np.int64], data: memoryview, size_bytes: int
     ) -> None:
         """Makes rows of checked offsets; use `of` for others."""
         self._offsets = offsets

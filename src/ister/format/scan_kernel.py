@@ -30,12 +30,7 @@ _crc32: Callable[[np.uint32, int, np.uint64], np.uint32] = _t.ExternalFunction(
 
 
 def scan(  # noqa: PLR0917 - numba compiles positional arguments
-    data: _Array,
-    position: int,
-    expected: int,
-    end_offset: int,
-    body_max: int,
-    starts: _Array,
+    data: _Array, position: int, expected: int, end_offset: int, body_max: int, starts: _Array
 ) -> tuple[int, int]:
     """How many frames there are, with their positions in `starts`, and where they end."""
     size = data.shape[0]
@@ -67,13 +62,7 @@ def scan(  # noqa: PLR0917 - numba compiles positional arguments
     return count, position
 
 
-def publish_times(
-    data: _Array,
-    starts: _Array,
-    end: int,
-    is_varint: bool,
-    times: _Array,
-) -> int:
+def publish_times(data: _Array, starts: _Array, end: int, is_varint: bool, times: _Array) -> int:
     """The publish time of each frame's message, in `times`; how many could be read."""
     count: int = starts.shape[0]
     for frame in range(count):
@@ -114,13 +103,7 @@ def publish_times(
     return count
 
 
-def fill(
-    data: _Array,
-    first_offset: int,
-    count: int,
-    prefix_size: int,
-    is_varint: bool,
-) -> int:
+def fill(data: _Array, first_offset: int, count: int, prefix_size: int, is_varint: bool) -> int:
     """Writes offsets and crcs into frames that have all else; returns where they end.
 
     Stops before a frame that is not whole, or whose body has no room for the offset.

@@ -17,13 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ister.base import forks
-from ister.errors import (
-    CapacityError,
-    ClosedError,
-    DirectoryLockedError,
-    DiskError,
-    NotFoundError,
-)
+from ister.errors import CapacityError, ClosedError, DirectoryLockedError, DiskError, NotFoundError
 from ister.format.crc import Buffer
 from ister.fs.base import DiskUsage, File, FileLock
 

@@ -354,10 +354,7 @@ class EtcdMetadata:
     # -- asking -----------------------------------------------------------------------------
 
     def _read(
-        self,
-        action: str,
-        method: Callable[[Endpoint], Message],
-        request: Message,
+        self, action: str, method: Callable[[Endpoint], Message], request: Message
     ) -> Message:
         async def ask(endpoint: Endpoint, timeout: float) -> Message:
             return await endpoint.call(method(endpoint), request, timeout)
@@ -374,10 +371,7 @@ class EtcdMetadata:
             return None
 
     def _write(
-        self,
-        action: str,
-        method: Callable[[Endpoint], Message],
-        request: Message,
+        self, action: str, method: Callable[[Endpoint], Message], request: Message
     ) -> Message:
         async def ask(endpoint: Endpoint, timeout: float) -> Message:
             return await endpoint.call(method(endpoint), request, timeout)
@@ -425,8 +419,7 @@ class EtcdMetadata:
                     self._current = (index + 1) % len(self._endpoints)
                 if change and verdict is not FailureOutcome.NOT_PROPOSED:
                     raise CommitUnknownError(
-                        f"{action}: {describe(error)}",
-                        hint="read back whether it happened",
+                        f"{action}: {describe(error)}", hint="read back whether it happened"
                     ) from error
                 pause = backoff_seconds(
                     pauses + 1, first=_PAUSE_SECONDS_MIN, most=_PAUSE_SECONDS_MAX
@@ -603,13 +596,7 @@ class _EtcdWatch:
 class _Pages:
     """A range that is read page by page, all of them at the revision of the first."""
 
-    def __init__(
-        self,
-        rpc: Message,
-        low: bytes,
-        high: bytes | None,
-        limit: int | None,
-    ) -> None:
+    def __init__(self, rpc: Message, low: bytes, high: bytes | None, limit: int | None) -> None:
         self.found: list[Message] = []
         self._rpc = rpc
         # Both ends in etcd's words: there is no empty key, and \0 as an end means all the rest.
@@ -628,10 +615,7 @@ class _Pages:
         if self._limit is not None:
             wanted = min(wanted, self._limit - len(self.found))
         return self._rpc.RangeRequest(
-            key=self._low,
-            range_end=self._high,
-            limit=wanted,
-            revision=self._revision,
+            key=self._low, range_end=self._high, limit=wanted, revision=self._revision
         )
 
     def take(self, answer: Message) -> None:

@@ -47,11 +47,7 @@ class Endpoint:
     """One member: its channel, and the token that it gave. Used on the loop's thread alone."""
 
     def __init__(
-        self,
-        rpc: Message,
-        target: str,
-        credentials: tuple[str, str] | None,
-        tls: ClientTls | None,
+        self, rpc: Message, target: str, credentials: tuple[str, str] | None, tls: ClientTls | None
     ) -> None:
         self._rpc = rpc
         self._target = target

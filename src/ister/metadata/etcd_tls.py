@@ -99,8 +99,7 @@ class ClientTls:
         except ssl.SSLError as error:
             if error.reason == "KEY_VALUES_MISMATCH":
                 raise ConfigError(
-                    "storage.metadata.tls.key_file does not match cert_file",
-                    path=config.key_file,
+                    "storage.metadata.tls.key_file does not match cert_file", path=config.key_file
                 ) from error
             raise ConfigError(
                 "storage.metadata.tls.cert_file and key_file are not a PEM certificate and its key",

@@ -20,14 +20,7 @@ from typing import Final, TypeVar
 from ister.base import threads
 from ister.base.clock import Clock, SystemClock
 from ister.errors import ClosedError, NotFoundError
-from ister.metadata.base import (
-    Compare,
-    KeyValue,
-    Lease,
-    Operation,
-    Put,
-    Watch,
-)
+from ister.metadata.base import Compare, KeyValue, Lease, Operation, Put, Watch
 from ister.metadata.checks import (
     change_prefix,
     check_lease_time,
@@ -117,7 +110,7 @@ class MemoryMetadata:
         change_prefix(prefix)
         bounds = key_bounds(prefix, None, None, None)
         return self._change(
-            lambda: self._remove([found.key for found in self._select(bounds, None)]),
+            lambda: self._remove([found.key for found in self._select(bounds, None)])
         )
 
     def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:

@@ -54,14 +54,7 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.fs.local import LocalFileSystem, boot_id
-from ister.metadata.base import (
-    Compare,
-    KeyValue,
-    Lease,
-    Operation,
-    Put,
-    Watch,
-)
+from ister.metadata.base import Compare, KeyValue, Lease, Operation, Put, Watch
 from ister.metadata.checks import (
     change_prefix,
     check_lease_time,
@@ -624,11 +617,7 @@ class _Request:
 
 class _SqliteWatch:
     def __init__(
-        self,
-        store: SqliteMetadata,
-        prefix: bytes,
-        on_change: Callable[[str], None],
-        revision: int,
+        self, store: SqliteMetadata, prefix: bytes, on_change: Callable[[str], None], revision: int
     ) -> None:
         self._store = store
         self._prefix = prefix

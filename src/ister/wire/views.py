@@ -33,13 +33,7 @@ class BrokerJson(TypedDict):
 
 MoveJson = TypedDict(
     "MoveJson",
-    {
-        "topic": str,
-        "from": str,
-        "to": str,
-        "reason": NotRequired[str],
-        "since": NotRequired[int],
-    },
+    {"topic": str, "from": str, "to": str, "reason": NotRequired[str], "since": NotRequired[int]},
 )
 """A topic that moves from one broker to another, both named by their nodes."""
 

@@ -77,10 +77,7 @@ _OPTIONS: Final = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 # A connection that breaks silently is noticed within twenty seconds.
-_KEEPALIVE: Final = [
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 8_000),
-]
+_KEEPALIVE: Final = [("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 8_000)]
 # Flight's server takes more pings than that for an attack; answers are waited for with a limit.
 _FLIGHT_KEEPALIVE: Final = [
     ("grpc.keepalive_time_ms", 330_000),

@@ -104,12 +104,7 @@ class ProducerCore:
     """See the module header."""
 
     def __init__(
-        self,
-        network: Network,
-        options: ProducerOptions,
-        *,
-        post: Post,
-        clock: Clock | None = None,
+        self, network: Network, options: ProducerOptions, *, post: Post, clock: Clock | None = None
     ) -> None:
         self.topic = options.topic
         self.name = options.name or f"ister-{secrets.token_hex(8)}"

@@ -224,11 +224,7 @@ def _encode_compiled(table: BatchColumns, writing: _Writing) -> list[EncodedFram
 
 
 def _encode_segments(
-    fields: IntArray,
-    writing: _Writing,
-    count: int,
-    bytes_max: int,
-    explain: Callable[[int], None],
+    fields: IntArray, writing: _Writing, count: int, bytes_max: int, explain: Callable[[int], None]
 ) -> list[EncodedFrames]:
     """Encodes rows with the compiled loop.
 

@@ -90,10 +90,7 @@ def decode(fields: IntArray) -> int:
     route_bits, routes = fields[ROUTING_KEYS + VALIDITY], fields[ROUTING_KEYS + VALID]
     schema_ids, schema_id_bits = fields[SCHEMA_IDS + OFFSETS], fields[SCHEMA_IDS + VALIDITY]
     schemas = fields[SCHEMA_IDS + VALID]
-    versions, version_bits = (
-        fields[SCHEMA_VERSIONS + OFFSETS],
-        fields[SCHEMA_VERSIONS + VALIDITY],
-    )
+    versions, version_bits = (fields[SCHEMA_VERSIONS + OFFSETS], fields[SCHEMA_VERSIONS + VALIDITY])
     versioned = fields[SCHEMA_VERSIONS + VALID]
     own_topic, own_topic_bytes = fields[TOPIC], fields[TOPIC_BYTES]
     topic_offsets, topic_data = fields[MESSAGE_TOPICS + OFFSETS], fields[MESSAGE_TOPICS + DATA]
