@@ -110,13 +110,6 @@ def test_footer_has_every_run(node):
     assert [run.descriptor for run in runs] == [owned.last for owned in node.topics]
 
 
-def test_next_object_continues(node):
-    node.write([10, None, 5])
-    assert outcomes(node.write([20, None, None], start=10)) == [None]
-    assert node.read(0) == frames(20)
-    assert node.read(1) == []
-
-
 def test_large_footer_is_read_in_two_steps(cluster):
     node = Node(cluster, 300)
     node.write([1] * 300)

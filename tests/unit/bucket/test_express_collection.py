@@ -107,18 +107,6 @@ def test_replaced_runs_stay_for_their_readers(cluster, node):
     assert len(collect(cluster, process=own).removed) == 1
 
 
-def test_object_that_was_never_committed_goes_when_other_objects_have_its_offsets(cluster, node):
-    node.make([5, 5, 5]).put(cluster.objects)
-    pass_time(cluster, node)
-    own = node.membership.instance
-    # It continues its topics: metadata may have been restored from an older copy.
-    assert collect(cluster, process=own).removed == []
-    node.write([5, 4, 5])
-    assert collect(cluster, process=own).removed == []
-    node.write([None, 6, None], start=4)
-    assert len(collect(cluster, process=own).removed) == 1
-
-
 def test_objects_of_another_process_stay_while_it_runs(cluster, node):
     """Goal: it may be about to commit them, however old they seem to this clock."""
     node.make([5, 5, 5]).put(cluster.objects)
@@ -186,23 +174,6 @@ def test_damaged_object_stays_and_is_an_error(cluster, node):
     found = collect(cluster)
     assert (found.removed, found.kept) == ([], 1)
     assert [type(error) for error in found.errors] == [CorruptDataError]
-
-
-def test_deleted_topic_needs_nothing(cluster, node):
-    node.write([5, None, None])
-    pass_time(cluster, node)
-    node.topics[0].mark_deleting()
-    node.topics[0].finish_delete()
-    assert len(collect(cluster, process=node.membership.instance).removed) == 1
-
-
-def test_expired_runs_go(cluster, node):
-    node.write([5, None, None])
-    node.write([10, None, None], start=5)
-    pass_time(cluster, node)
-    node.topics[0].expire([next(node.topics[0].catalog.descriptors())[0]])
-    assert len(collect(cluster, process=node.membership.instance).removed) == 1
-    assert cluster.catalog(topic_name(0)).first().start == 5
 
 
 def test_cost_grows_with_topics_not_with_runs(cluster):

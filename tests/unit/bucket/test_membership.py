@@ -98,15 +98,6 @@ def test_copy_of_a_directory_in_use_is_refused(cluster):
     assert owned.is_leased
 
 
-def test_process_that_closed_lets_the_next_one_in_at_once(cluster):
-    directory = Directory("here")
-    join(cluster, directory).end()
-    began = cluster.clock.boottime()
-    moved = directory.copied("there")
-    join(cluster, moved)
-    assert cluster.clock.boottime() == began
-
-
 def test_copy_made_before_the_last_close_is_refused(cluster):
     directory = Directory("here")
     node = join(cluster, directory)
@@ -115,17 +106,6 @@ def test_copy_made_before_the_last_close_is_refused(cluster):
     with pytest.raises(ConflictError, match="older copy"):
         join(cluster, copied)
     join(cluster, directory)
-
-
-def test_loser_does_not_come_back_behind_the_winner(cluster):
-    """It would take its files for the newest ones, and give out the winner's offsets again."""
-    directory = Directory("here")
-    join(cluster, directory)
-    copied = directory.copied("there")
-    join(cluster, copied).end()
-    with pytest.raises(ConflictError, match="older copy"):
-        join(cluster, directory)
-    join(cluster, copied)
 
 
 def test_loser_that_wakes_up_after_the_winner_has_ended_stays_fenced(cluster):
@@ -144,15 +124,6 @@ def test_directory_without_a_record_of_its_processes_is_taken_as_it_is(cluster):
     """Made by an earlier version, or confirmed by an operator."""
     join(cluster, Directory("here")).end()
     join(cluster, Directory("there"))
-
-
-def test_metadata_that_is_older_than_the_directory_is_no_conflict(cluster):
-    directory = Directory("here")
-    join(cluster, directory).end()
-    older = cluster.metadata.get(f"{PREFIX}/cluster/nodes/{NODE}/latest").value
-    join(cluster, directory).end()
-    cluster.metadata.put(f"{PREFIX}/cluster/nodes/{NODE}/latest", older)
-    join(cluster, directory)
 
 
 def test_full_disk_is_no_reason_not_to_join(cluster):

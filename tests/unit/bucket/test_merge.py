@@ -365,17 +365,6 @@ def test_bits_that_flip_on_the_way_are_fetched_again(cluster):
     assert read_all(cluster.reader(), 0, 250) == list(enumerate(frames.frames))
 
 
-def test_object_may_be_merged_under_a_reader(cluster):
-    frames = a_topic(cluster, 100, 250)
-    objects = cluster.descriptors()
-    reader = cluster.reader()
-    found = read_all(reader, 0, 50, bytes_max=1)
-    swap(cluster, objects, merged(cluster, objects))
-    for described in objects:
-        cluster.objects.delete(cluster.key(described.object_id))
-    assert found + read_all(reader, 50, 250) == list(enumerate(frames.frames))
-
-
 # -- verifying ----------------------------------------------------------------------------------
 
 
@@ -459,23 +448,6 @@ def test_topic_is_rebuilt_from_merged_objects_and_originals(cluster, survives, e
     step = 1 if survives is None else 7
     wanted = [*range(0, 250, step), *range(250, 400)]
     assert [offset for offset, _ in read_there(fresh.reader(), 0, 400)] == wanted
-
-
-def test_damaged_archive_gets_a_descriptor_for_what_is_whole(cluster):
-    a_topic(cluster, 250)
-    objects = cluster.descriptors()
-    new = merged(cluster, objects, survives=every(2))
-    key = cluster.key(new.object_id)
-    data = bytearray(cluster.objects.read(key, 0, 1 << 30))
-    first, position = new.offset_index[1]
-    data[position + 100] ^= 1
-    cluster.objects.put(key, bytes(data))
-    cluster.objects.delete(cluster.key(objects[0].object_id))
-    fresh, report = rebuilt(cluster)
-    [error] = report.errors
-    assert (error.offset, error.path) == (first, key)
-    found = [offset for offset, _ in read_there(fresh.reader(skips_damage=True), 0, 250)]
-    assert found == [*range(0, first, 2), *range(new.offset_index[2][0], 250, 2)]
 
 
 def test_partial_object_is_taken_only_where_nothing_else_is():

@@ -38,13 +38,6 @@ def test_owner_and_job_commit_in_turns(cluster, owner):
     assert cluster.ranges() == [(0, 10), (10, 20), (20, 30), (30, 40)]
 
 
-def test_first_object_of_a_topic_may_be_a_jobs(cluster):
-    owner = cluster.claim("a")
-    cluster.outside().commit(a_descriptor(0, 10))
-    assert owner.refresh()
-    assert (owner.first.start, owner.tiered) == (0, 10)
-
-
 @pytest.mark.parametrize("faster", ["owner", "job"])
 def test_one_of_two_commits_of_the_same_offsets_counts(cluster, owner, faster):
     acting = cluster.outside()
@@ -88,17 +81,6 @@ def test_job_whose_lease_has_ended_changes_nothing(cluster, owner):
             change()
         assert raised.value.path == "/danube/pipeline/jobs/job"
         assert cluster.everything() == before
-
-
-def test_job_that_was_followed_by_another_changes_nothing(cluster, owner):
-    acting = cluster.outside()
-    cluster.clock.advance(TTL_SECONDS + 1)
-    successor = cluster.outside()
-    before = cluster.everything()
-    with pytest.raises(FencedError):
-        acting.commit(a_descriptor(10, 20))
-    assert cluster.everything() == before
-    successor.commit(a_descriptor(10, 20))
 
 
 @pytest.mark.parametrize("node", ["a", "b"])
@@ -173,16 +155,6 @@ def test_nothing_is_put_into_a_topic_that_is_deleted(cluster, owner, is_finished
     assert cluster.everything() == before
     with pytest.raises(NotFoundError):
         cluster.outside(cluster.fence("/danube/pipeline/jobs/another"))
-
-
-def test_nothing_is_put_into_a_topic_that_was_made_anew(cluster, owner):
-    acting = cluster.outside()
-    owner.mark_deleting()
-    owner.finish_delete()
-    cluster.claim("a")
-    with pytest.raises(FencedError):
-        acting.commit(a_descriptor(10, 20))
-    assert cluster.ranges() == []
 
 
 # -- an owner that is none any more ---------------------------------------------------------------

@@ -235,24 +235,6 @@ def test_damage_is_an_error_that_says_where(cluster, offset, within):
         assert refused.value.topic == "/default/orders"
 
 
-@pytest.mark.parametrize("within", [0, 9, 13, 20], ids=["offset", "length", "crc", "body"])
-@pytest.mark.parametrize("offset", [0, 1, 25])
-def test_damaged_message_is_left_out_where_that_is_wished(cluster, offset, within):
-    frames = Frames(payloads(50))
-    cluster.filled(frames, 50)
-    damage(cluster, frames, offset, within=within)
-    found = read_all(cluster.reader(skips_damage=True), 0, 50)
-    assert found == as_pairs(frames, 0, offset) + as_pairs(frames, offset + 1, 50)
-
-
-def test_damage_at_the_end_of_an_object_is_left_out_and_the_next_one_follows(cluster):
-    frames = Frames(payloads(30))
-    cluster.filled(frames, 10, 20, 30)
-    damage(cluster, frames, 19)
-    found = read_all(cluster.reader(skips_damage=True), 0, 30)
-    assert found == as_pairs(frames, 0, 19) + as_pairs(frames, 20, 30)
-
-
 def test_large_message_behind_damage_is_not_left_out_with_it(cluster):
     size = CHUNK * 3 // 4
     frames = Frames([b"%d" % number * size for number in range(6)])
@@ -284,16 +266,6 @@ def test_gap_before_the_first_and_after_the_last_object_say_their_range(cluster)
 
 
 # -- by time ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("time", "expected"),
-    [(0, 0), (100, 0), (101, 1), (109, 9), (110, 10), (129, 29), (130, None)],
-)
-def test_time_is_found_across_objects(cluster, time, expected):
-    frames = Frames(payloads(30), times=range(100, 130))
-    cluster.filled(frames, 10, 20, 30, index_every_messages=3)
-    assert cluster.reader().find_time(time, end=30) == expected
 
 
 def test_time_is_the_first_message_of_it_even_if_clocks_went_back(cluster):

@@ -4,12 +4,11 @@ import pytest
 
 from ister.bucket.names import format_pending_id
 from ister.errors import (
-    CommitUnknownError,
     CorruptDataError,
     FencedError,
     UnavailableError,
 )
-from tests.support.stores import KIB, NOW_MS, TTL_SECONDS, Frames, failing, once
+from tests.support.stores import KIB, NOW_MS, Frames, failing
 
 FINALIZE = pytest.mark.parametrize("copies", [False, True], ids=["direct", "copy"])
 
@@ -41,15 +40,6 @@ def test_object_has_exactly_the_frames_and_its_descriptor_says_so(cluster, copie
     assert owned.session() is None
     opened = [key for kind, key in cluster.objects.calls if kind == "open_writer"]
     assert opened[0] == cluster.key(format_pending_id(0, 1) if copies else "data-0-49.dnb1")
-
-
-def test_copy_writes_under_a_pending_name_first(cluster):
-    cluster.uploader(cluster.claim("a"), copies=True).upload(Frames(payloads(5)), 0, 5)
-    pending = cluster.key(format_pending_id(0, 1))
-    kinds = [kind for kind, key in cluster.objects.calls if key == pending]
-    assert kinds[0] == "open_writer"
-    assert kinds[-1] == "delete"
-    assert "copy" in kinds
 
 
 def test_store_without_copies_is_copied_by_hand(cluster):
@@ -126,16 +116,6 @@ def test_completion_whose_answer_is_lost_is_settled_by_reading_back(cluster, cop
     assert cluster.ranges() == [(0, 50)]
 
 
-@FINALIZE
-def test_completion_that_did_not_happen_is_an_error(cluster, copies):
-    cluster.objects.before = failing("close", times=1)
-    owned = cluster.claim("a")
-    with pytest.raises(UnavailableError):
-        cluster.uploader(owned, copies=copies).upload(Frames(payloads(50)), 0, 50)
-    assert (cluster.ranges(), cluster.data_keys()) == ([], [])
-    assert owned.session().object_id == "data-0-49.dnb1"
-
-
 _STEPS = [*(("write", at) for at in (1, 3, 4)), *((x, 1) for x in ("open_writer", "close", "stat"))]
 _STEPS = [
     *((kind, at, copies) for kind, at in _STEPS for copies in (False, True)),
@@ -199,20 +179,6 @@ def test_object_of_another_size_than_was_sent_is_not_published(cluster):
     assert cluster.ranges() == []
 
 
-def test_commit_whose_outcome_stays_unknown_is_finished_by_the_next_cycle(cluster):
-    frames = Frames(payloads(50))
-    owned = cluster.claim("a")
-    uploader = cluster.uploader(owned)
-
-    cluster.objects.after = once("close", lambda: cluster.metadata.delay_next_change(5))
-    with pytest.raises(CommitUnknownError):
-        uploader.upload(frames, 0, 30)
-    cluster.heal()
-    uploader.upload(frames, owned.tiered, 50)
-    cluster.metadata.deliver_delayed()
-    assert cluster.ranges() == [(0, 50)]
-
-
 # -- damage -------------------------------------------------------------------------------------
 
 
@@ -260,19 +226,6 @@ def test_owner_that_was_replaced_writes_no_object(cluster):
     with pytest.raises(FencedError):
         cluster.uploader(owned).upload(frames, 0, 50)
     assert [kind for kind, _ in cluster.objects.calls if kind == "open_writer"] == []
-
-
-def test_owner_replaced_in_the_middle_publishes_nothing_and_harms_no_object(cluster):
-    frames, others = Frames(payloads(50)), Frames(payloads(50, size=33))
-    owned = cluster.claim("a")
-    cluster.objects.before = once(
-        "close", lambda: cluster.uploader(cluster.claim("a")).upload(others, 0, 50)
-    )
-    with pytest.raises(FencedError):
-        cluster.uploader(owned).upload(frames, 0, 50)
-    described = cluster.catalog().last()
-    assert described.epoch == 2
-    assert cluster.object_bytes(described.object_id) == others.between(0, 50)
 
 
 # -- again --------------------------------------------------------------------------------------
@@ -333,22 +286,6 @@ def test_upload_that_begins_again_after_an_error_is_resumed(cluster):
     assert counted(cluster, *events) == [1, 1]
     uploader.upload(Frames(payloads(90)), 80, 90)
     assert counted(cluster, *events) == [1, 1]
-
-
-def test_upload_that_a_crash_ended_is_resumed_by_the_next_owner(cluster):
-    frames = Frames(payloads(50))
-    cluster.objects.after = failing("close", times=1)
-    cluster.objects.before = failing("stat", times=1)
-    with pytest.raises(UnavailableError):
-        cluster.uploader(cluster.claim("a")).upload(frames, 0, 50)
-    assert counted(cluster, "session.resume_events") == [0]
-    cluster.heal()
-    cluster.clock.advance(TTL_SECONDS + 1)
-    later = cluster.uploader(cluster.claim("b", take_over=True))
-    later.upload(frames, 0, 20)
-    assert counted(cluster, "session.resume_events") == [1]
-    later.upload(frames, 20, 50)
-    assert counted(cluster, "session.resume_events") == [1]
 
 
 def test_sizes_of_uploads_are_told_as_a_histogram(cluster):

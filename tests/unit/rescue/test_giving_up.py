@@ -169,15 +169,6 @@ def test_log_continues_at_or_above_an_offset_that_is_known_elsewhere():
         check_goes_on(machine, [(37, 40)], next_offset=50)
 
 
-def test_what_is_lost_later_is_given_up_too():
-    with a_machine() as machine:
-        cut(machine)
-        gave_up(machine)
-        flip(machine, 12)
-        assert gave_up(machine).ranges == ((12, 13),)
-        check_goes_on(machine, [(12, 13), (37, 40)])
-
-
 def test_file_of_another_topic_is_given_up_and_the_topic_keeps_its_own():
     with a_machine() as machine:
         log, topic = opened(machine, "/default/other", create=True)
@@ -236,14 +227,6 @@ def test_files_from_before_are_trimmed_like_others():
         machine._logs.clear()
         log, topic = opened(machine)
         assert (topic.state, topic.earliest, topic.watermarks.next) == (TopicState.OPEN, 40, 41)
-
-
-def test_file_that_is_lost_after_that_is_damage():
-    with a_machine() as machine:
-        cut(machine)
-        gave_up(machine)
-        lose(machine, 4)
-        assert opened(machine)[1].state is TopicState.QUARANTINED
 
 
 @each("end_life", [Machine.kill, Machine.cut_power])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ister.base.model import AckLevel, Codec, TopicName
 from ister.bucket.names import ObjectName, manifest_key, object_key
-from ister.errors import AlreadyExistsError, ConflictError, CorruptDataError, NotFoundError
+from ister.errors import AlreadyExistsError, ConflictError, CorruptDataError
 from ister.objectstore.base import ObjectInfo
 from ister.rescue.rebuild import (
     Manifest,
@@ -199,11 +199,6 @@ def test_object_with_other_bytes_than_its_name_says_is_damaged(cluster, change):
     with pytest.raises(CorruptDataError) as refused:
         described(cluster, 10)
     assert refused.value.path == cluster.key("data-0-9.dnb1")
-
-
-def test_object_that_is_gone_is_not_found(cluster):
-    with pytest.raises(NotFoundError):
-        described(cluster, 10)
 
 
 # -- what continues a topic ---------------------------------------------------------------------
@@ -461,16 +456,6 @@ def test_of_several_merged_objects_a_sound_one_is_taken(cluster):
     ]
     assert (report.left_out, report.errors) == ([large], [])
     assert [frame for _, frame in read_all(cluster.reader(), 0, 400)] == frames.frames
-
-
-def test_merged_object_that_vanishes_meanwhile_gives_way_too(cluster):
-    cluster.filled(Frames(payloads(200)), 100, 200)
-    new = merge(cluster, 0, 2)
-    objects = find_topics(cluster.objects)[NAME]
-    cluster.objects.drop(cluster.key(new))
-    forget(cluster)
-    report = rebuild(cluster, objects)
-    assert [(d.start, d.end) for d in report.objects] == [(0, 100), (100, 200)]
 
 
 def test_each_object_is_read_once(cluster):

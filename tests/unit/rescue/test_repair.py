@@ -7,7 +7,6 @@ import pytest
 
 from ister.base.model import TopicState
 from ister.errors import (
-    CapacityError,
     ClosedError,
     ConflictError,
     CorruptDataError,
@@ -225,26 +224,6 @@ def test_loss_that_no_local_file_makes_up_for_is_told_with_its_range(site, loss)
     assert topic.append(b"next") == COUNT
 
 
-def test_what_can_be_repaired_is_repaired_beside_what_cannot(site):
-    log = cold(site)
-    trimmed = log.topic(TEXT).watermarks.trimmed
-    last = site.catalog().find(COUNT - 1)
-    assert last.start < trimmed
-    for payload in numbered(5, first=COUNT, size=900):
-        log.topic(TEXT).append(payload)
-    log.topic(TEXT).upload()
-    harm(site, 10)
-    name = site.catalog().find(COUNT).object_id
-    harm(site, COUNT)
-    report = log.repair(TEXT)
-    assert report.objects == (name,)
-    assert [(error.start, error.end) for error in report.errors] == [(10, 15)]
-    assert payloads(log.topic(TEXT).read(15)) == [
-        *SENT[15:],
-        *numbered(5, first=COUNT, size=900),
-    ]
-
-
 def test_quick_repair_looks_at_sizes_and_reads_nothing(site):
     log = a_log(site)
     harm(site, 2, "flipped")
@@ -286,16 +265,6 @@ def test_topic_that_was_appended_to_goes_on_after_its_repair(site):
     assert log.repair(TEXT).local_frames == COUNT - TIERED + 1
     assert (log.topic(TEXT).state, log.topic(TEXT).damage) == (TopicState.OPEN, ())
     check_whole(site, log, sent=[*SENT, b"not flushed"])
-
-
-def test_repair_of_a_topic_that_is_wholly_in_the_bucket_leaves_an_empty_log(site):
-    log = a_log(site)
-    log.topic(TEXT).upload()
-    flip(site, 12)
-    log = reopened(site, log)
-    assert log.repair(TEXT).local_frames == 0
-    assert set(logs_of(content(site)).values()) <= {b""}
-    check_whole(site, log)
 
 
 @pytest.mark.parametrize("file", [0, 1, 3])
@@ -507,13 +476,6 @@ class During:
             self.results.append(self.action())
 
 
-def outcome(action):
-    try:
-        return action()
-    except (ClosedError, UnavailableError) as error:
-        return error
-
-
 def test_append_during_a_repair_is_refused_or_there_afterwards(site):
     log = site.open()
     topic = log.topic(TEXT, create=True)
@@ -542,17 +504,6 @@ def test_append_during_a_repair_is_refused_or_there_afterwards(site):
     assert acked == []
     assert topic.append(b"next") == 60
     assert sum(1 for _ in topic.read(0)) == 61
-
-
-def test_append_in_the_middle_is_refused_and_takes_no_offset(site):
-    log = a_log(site)
-    topic = log.topic(TEXT)
-    flip(site, 12)
-    during = During(site, lambda: outcome(lambda: topic.append(b"too early")))
-    log.repair(TEXT)
-    (refused,) = during.results
-    assert isinstance(refused, ClosedError | UnavailableError)
-    check_whole(site, log)
 
 
 def test_topic_asked_for_in_the_middle_is_the_repaired_one(site):
@@ -623,16 +574,6 @@ def test_reader_that_waits_at_the_tail_is_told_of_the_repair(site):
     assert reader.next_offset == COUNT
 
 
-def test_readers_of_a_topic_whose_objects_alone_are_repaired_go_on(site):
-    log = a_log(site)
-    reader = log.topic(TEXT).reader(3)
-    reader.next_batch(2)
-    harm(site, 7)
-    assert len(log.repair(TEXT).objects) == 1
-    assert payloads(reader.next_batch(1)) == [SENT[5]]
-    assert log.topic(TEXT).append(b"next") == COUNT
-
-
 # -- when it fails ------------------------------------------------------------------------------
 
 
@@ -649,19 +590,6 @@ def test_bucket_that_is_silent_ends_the_repair_and_not_the_topic(site):
     log.topic(TEXT).flush()
     assert log.repair(TEXT).is_whole
     check_whole(site, log, sent=[*SENT, b"next"])
-
-
-def test_disk_that_takes_no_new_file_leaves_everything_as_it_was(site):
-    log = a_log(site)
-    flip(site, 12)
-    before = logs_of(content(site))
-    site.disk().write_limit_bytes = 1
-    with pytest.raises(CapacityError):
-        log.repair(TEXT)
-    site.disk().write_limit_bytes = None
-    assert logs_of(content(site)) == before
-    assert log.repair(TEXT).is_whole
-    check_whole(site, log)
 
 
 def test_crash_at_any_step_is_followed_by_a_repair_that_ends_the_same():

@@ -1,12 +1,12 @@
 """Deliveries: what the model beside them does not say (`tests/support/delivery.py`, driven by
-`sim/test_delivery_sim`), and an example of each rule.
+`sim/test_delivery_sim`), and examples of some rules.
 """
 
 import json
 
 import pytest
 
-from ister.errors import ConflictError, InvalidRequestError, InvariantError
+from ister.errors import InvalidRequestError, InvariantError
 from ister.subscription import delivery as delivery_module
 from ister.subscription.consumer_set import SILENCE_EXTENSIONS_MAX
 from ister.subscription.delivery import KEYED_MESSAGES_MIN, Delivery
@@ -18,7 +18,6 @@ from tests.support.cases import each
 
 EXCLUSIVE, SHARED, FAILOVER, KEY_SHARED = SubscriptionKind
 ALL_KINDS = each("kind", list(SubscriptionKind))
-IN_LINE = each("kind", [EXCLUSIVE, SHARED, FAILOVER])
 END = 1_000_000
 DEAD = "/default/dead"
 
@@ -174,39 +173,6 @@ def test_window_and_place_that_make_no_sense_are_refused():
 # -- acknowledgements ---------------------------------------------------------------------------
 
 
-@ALL_KINDS
-def test_acknowledgements_come_in_any_order_and_twice(kind):
-    subscription = sending(kind, "abc")
-    assert subscription.ack(2) is AckResult.ACCEPTED
-    assert subscription.cursor == 0
-    assert subscription.ack(2) is AckResult.LATE
-    assert subscription.ack(0) is AckResult.ACCEPTED
-    assert subscription.cursor == 1
-    assert subscription.ack(1) is AckResult.ACCEPTED
-    assert subscription.cursor == 3
-    assert subscription.ack(1, -5) == [AckResult.LATE] * 2
-    assert subscription.ack(7, end=7) is AckResult.REFUSED
-    assert subscription.ack(6, end=7) is AckResult.ACCEPTED
-
-
-@ALL_KINDS
-def test_acknowledged_unread_messages_move_the_cursor_and_are_passed_over(kind):
-    subscription = Subscription(kind, 1)
-    subscription.ack(0, 1)
-    assert (subscription.cursor, subscription.machine.next_offset) == (2, 0)
-    subscription.offer("a", "b", "c")
-    assert subscription.offsets() == [2]
-
-
-@ALL_KINDS
-def test_acknowledgement_of_a_queued_message_keeps_it_from_being_sent(kind):
-    subscription = Subscription(kind, 1, window=1)
-    subscription.offer("a", "b", "c")
-    assert subscription.offsets() == [0]
-    assert subscription.ack(1, 0) == [AckResult.ACCEPTED] * 2
-    assert subscription.offsets() == [2]
-
-
 def test_acknowledgements_ahead_are_bounded():
     subscription = Subscription(EXCLUSIVE, 1)
     machine = subscription.machine
@@ -248,79 +214,6 @@ def test_traces_of_acknowledged_messages_do_not_pile_up():
 # -- failures -----------------------------------------------------------------------------------
 
 
-@ALL_KINDS
-def test_nacked_message_comes_again_after_its_pause(kind):
-    subscription = sending(kind, "a")
-    assert subscription.nack(0)
-    assert subscription.take() == []
-    assert subscription.stats.waiting_retry == 1
-    assert subscription.machine.deadline() == 1.0
-    subscription.wait(0.9)
-    assert subscription.take() == []
-    subscription.wait(0.1)
-    assert subscription.take() == [Send(1, 0, 2)]
-    subscription.nack(0)
-    subscription.wait(1.9)
-    assert subscription.take() == []
-    subscription.wait(0.2)
-    assert subscription.take() == [Send(1, 0, 3)]
-
-
-def test_nack_asks_for_a_longer_pause_and_a_policy_for_none():
-    subscription = sending(EXCLUSIVE, 1)
-    subscription.nack(0, delay_ms=7000)
-    assert subscription.machine.deadline() == 7.0
-    subscription = sending(EXCLUSIVE, 1, base_redelivery_delay_ms=0)
-    subscription.nack(0)
-    assert subscription.take() == [Send(1, 0, 2)]
-
-
-@ALL_KINDS
-def test_message_without_an_answer_comes_again_after_the_timeout(kind):
-    subscription = sending(kind, "a", ack_timeout_ms=5000)
-    assert subscription.machine.deadline() == 5.0
-    subscription.wait(4.9)
-    assert subscription.stats.in_flight == 1
-    subscription.wait(0.1)
-    assert subscription.stats.waiting_retry == 1
-    subscription.wait(1.0)
-    assert subscription.take() == [Send(1, 0, 2)]
-    assert subscription.machine.deadline() == 11.0
-
-
-def test_new_timeout_holds_for_what_is_in_flight():
-    subscription = sending(EXCLUSIVE, 1)
-    subscription.machine.set_policy(FailurePolicy(ack_timeout_ms=100), 0.0)
-    assert subscription.machine.deadline() == 0.1
-
-
-@ALL_KINDS
-def test_nack_of_what_is_not_in_flight_counts_for_nothing(kind):
-    subscription = Subscription(kind, 1)
-    assert not subscription.nack(0)
-    subscription.offer("a")
-    assert not subscription.nack(0)
-    subscription.take()
-    assert subscription.nack(0)
-    assert not subscription.nack(0)
-    subscription.wait(1.0)
-    assert subscription.take() == [Send(1, 0, 2)]
-    assert not subscription.nack(0, consumer=2)
-    subscription.ack(0)
-    assert not subscription.nack(0)
-
-
-@ALL_KINDS
-def test_message_is_poison_when_it_fails_once_more_than_allowed(kind):
-    subscription = Subscription(kind, 1, max_redelivery_count=2, poison=PoisonPolicy.DROP)
-    subscription.offer("a")
-    for attempt in (1, 2, 3):
-        assert subscription.take() == [Send(1, 0, attempt)]
-        subscription.nack(0, reason=f"reason {attempt}")
-        subscription.wait(100) if attempt < 3 else None
-    assert subscription.take() == [Drop(0, 3, "reason 3")]
-
-
 def test_timeouts_and_nacks_count_alike_and_disconnects_do_not():
     subscription = Subscription(
         EXCLUSIVE, 1, max_redelivery_count=1, poison=PoisonPolicy.DROP, ack_timeout_ms=1000
@@ -338,34 +231,6 @@ def test_timeouts_and_nacks_count_alike_and_disconnects_do_not():
     assert subscription.take() == [Drop(0, 2, "no answer in 1000 ms")]
 
 
-@IN_LINE
-def test_block_stops_what_is_new(kind):
-    subscription = Subscription(kind, 1, max_redelivery_count=0, window=3)
-    subscription.offer(5)
-    assert subscription.offsets() == [0, 1, 2]
-    subscription.nack(1)
-    assert subscription.stats.blocked == 1
-    assert subscription.machine.wanted() == 0
-    subscription.ack(0, 2)
-    subscription.wait(1000)
-    assert subscription.take() == []
-    assert subscription.cursor == 1
-
-
-@IN_LINE
-def test_late_acknowledgement_unblocks(kind):
-    subscription = sending(kind, 4, max_redelivery_count=0, window=2)
-    subscription.nack(0)
-    subscription.nack(1)
-    assert subscription.take() == []
-    subscription.ack(0)
-    assert subscription.stats.blocked == 1
-    subscription.ack(1)
-    assert subscription.stats.blocked is None
-    assert subscription.machine.wanted() > 0
-    assert subscription.offsets() == [2, 3]
-
-
 @ALL_KINDS
 def test_another_policy_judges_what_is_blocked(kind):
     subscription = sending(kind, "a", max_redelivery_count=0)
@@ -376,58 +241,6 @@ def test_another_policy_judges_what_is_blocked(kind):
     )
     subscription.machine.set_policy(policy, 0.0)
     assert subscription.take() == [DeadLetter(0, 1, "broken")]
-
-
-def test_policy_that_changes_before_a_message_is_dropped_keeps_it():
-    subscription = sending(EXCLUSIVE, 1, max_redelivery_count=0, poison=PoisonPolicy.DROP)
-    subscription.nack(0)
-    subscription.machine.set_policy(FailurePolicy(max_redelivery_count=0), 0.0)
-    assert subscription.take() == []
-    assert subscription.stats.blocked == 0
-
-
-@ALL_KINDS
-@each("poison", [PoisonPolicy.DROP, PoisonPolicy.DEAD_LETTER])
-def test_poison_is_handed_out_once_and_is_done_when_resolved(kind, poison):
-    subscription = sending(
-        kind, "ab", max_redelivery_count=0, poison=poison, dead_letter_topic=DEAD
-    )
-    subscription.nack(0, reason="broken")
-    made = DeadLetter if poison is PoisonPolicy.DEAD_LETTER else Drop
-    assert subscription.take() == [made(0, 1, "broken")]
-    assert subscription.take() == []
-    subscription.ack(1)
-    assert (subscription.cursor, subscription.stats.unresolved) == (0, 1)
-    subscription.machine.resolve(0, now=0.0)
-    assert subscription.cursor == 2
-    subscription.machine.resolve(0, now=0.0)
-
-
-def test_dead_letter_that_could_not_be_written_is_handed_out_again():
-    subscription = sending(
-        EXCLUSIVE,
-        2,
-        max_redelivery_count=0,
-        poison=PoisonPolicy.DEAD_LETTER,
-        dead_letter_topic=DEAD,
-    )
-    subscription.nack(0)
-    subscription.take()
-    subscription.machine.unresolved(0, now=0.0, delay_ms=500)
-    subscription.machine.unresolved(0, now=0.0, delay_ms=900)
-    assert subscription.machine.deadline() == 0.5
-    assert subscription.take() == []
-    subscription.wait(0.5)
-    assert subscription.take() == [DeadLetter(0, 1, None)]
-    assert subscription.cursor == 0
-
-
-def test_outcomes_of_unknown_messages_are_nothing():
-    subscription = sending(EXCLUSIVE, 1)
-    for offset in (-1, 0, 5):
-        subscription.machine.resolve(offset, now=0.0)
-        subscription.machine.unresolved(offset, now=0.0, delay_ms=1)
-    assert subscription.stats.in_flight == 1
 
 
 # -- slow consumers ------------------------------------------------------------------------------
@@ -476,54 +289,6 @@ def test_a_message_that_took_too_long_once_fails_alone(kind, reports):
 
 
 @ALL_KINDS
-@REPORTING
-def test_a_message_that_is_left_out_fails_though_others_are_acknowledged(kind, reports):
-    subscription = Subscription(kind, window=10, ack_timeout_ms=5000)
-    subscription.attach(1, reports=reports)
-    subscription.offer(*"abcdef")
-    assert subscription.offsets() == list(range(6))
-    subscription.wait(4.0)
-    subscription.ack(2)  # so the program has 0 and 1
-    for offset in (3, 4, 5):
-        subscription.wait(1.6)
-        subscription.ack(offset)
-        assert subscription.machine.timeouts == 0
-    subscription.wait(0.3)
-    assert subscription.machine.timeouts == 2
-    assert subscription.stats.waiting_retry == 2
-    subscription.wait(1.0)
-    assert subscription.take() == [Send(1, 0, 2), Send(1, 1, 2)]
-
-
-@REPORTING
-def test_what_a_silent_consumer_has_goes_to_others_and_has_not_failed(reports):
-    subscription = Subscription(SHARED, window=6, ack_timeout_ms=5000, base_redelivery_delay_ms=0)
-    subscription.attach(1, reports=reports)
-    subscription.offer(6)
-    assert subscription.sent() == [(1, offset) for offset in range(6)]
-    subscription.received(1, 0)
-    subscription.attach(2)
-    subscription.wait(4.9)
-    assert subscription.sent() == []
-    subscription.wait(0.1)
-    sent = subscription.take()
-    # Of those that it had not received one has failed, if nobody knows whether it had.
-    attempts = [2, 1 if reports else 2, 1, 1, 1, 1]
-    assert sorted(sent, key=lambda send: send.offset) == [
-        Send(send.consumer, offset, attempts[offset])
-        for offset, send in enumerate(sorted(sent, key=lambda send: send.offset))
-    ]
-    # It gets one at a time, until it says something.
-    assert [send.consumer for send in sent].count(1) == 1
-    subscription.ack(*[send.offset for send in sent if send.consumer == 2])
-    subscription.offer(20)
-    assert {consumer for consumer, _ in subscription.sent()} == {2}
-    [probe] = [send.offset for send in sent if send.consumer == 1]
-    subscription.ack(probe)
-    assert len([consumer for consumer, _ in subscription.sent() if consumer == 1]) == 6
-
-
-@ALL_KINDS
 def test_a_program_that_answers_elsewhere_is_not_silent_for_some_time(kind):
     """Partitions: their messages are taken in turn."""
     subscription = Subscription(kind, ack_timeout_ms=5000)
@@ -541,49 +306,6 @@ def test_a_program_that_answers_elsewhere_is_not_silent_for_some_time(kind):
 
 
 # -- consumers ----------------------------------------------------------------------------------
-
-
-@ALL_KINDS
-def test_what_a_consumer_had_comes_again_first_and_in_order(kind):
-    subscription = Subscription(kind, 1, window=3)
-    subscription.offer("a", "b", "c", "d", "e")
-    assert subscription.offsets() == [0, 1, 2]
-    subscription.ack(1)
-    subscription.detach(1)
-    assert subscription.take() == []
-    assert subscription.stats.pending == 4
-    subscription.attach(1)
-    assert subscription.take() == [Send(1, 0, 1), Send(1, 2, 1), Send(1, 3, 1)]
-
-
-@ALL_KINDS
-def test_consumer_that_attaches_again_gets_its_messages_again(kind):
-    subscription = sending(kind, "ab")
-    for _ in range(3):
-        subscription.attach(1)
-        assert subscription.take() == [Send(1, 0, 1), Send(1, 1, 1)]
-
-
-def test_exclusive_is_for_one_at_a_time():
-    subscription = sending(EXCLUSIVE, 1)
-    with pytest.raises(ConflictError):
-        subscription.attach(2)
-    assert (subscription.stats.consumers, subscription.machine.active) == (1, 1)
-    subscription.attach(1)
-    subscription.detach(1)
-    subscription.attach(2)
-    assert subscription.sent() == [(2, 0)]
-
-
-@ALL_KINDS
-def test_consumers_that_are_not_there_may_go(kind):
-    subscription = Subscription(kind, 1)
-    subscription.detach(7)
-    subscription.forget(7)
-    subscription.machine.set_room(7, 5)
-    subscription.forget(1)
-    subscription.forget(1)
-    assert subscription.stats.known_consumers == 0
 
 
 def test_shared_takes_turns():
@@ -610,44 +332,6 @@ def test_shared_consumers_that_join_get_their_share():
 # -- keys ---------------------------------------------------------------------------------------
 
 
-def test_one_message_of_a_key_is_in_flight():
-    subscription = Subscription(KEY_SHARED, 1, 2)
-    subscription.offer("a", "a", "b", "a")
-    assert sorted(subscription.offsets()) == [0, 2]
-    subscription.ack(2)
-    assert subscription.take() == []
-    subscription.ack(0)
-    assert subscription.offsets() == [1]
-    subscription.ack(1)
-    assert subscription.offsets() == [3]
-
-
-@each("leave", [Subscription.detach, Subscription.forget])
-def test_key_of_one_that_left_goes_on_in_order_elsewhere(leave):
-    subscription = Subscription(KEY_SHARED, 1)
-    subscription.offer("a", "a", "a")
-    assert subscription.sent() == [(1, 0)]
-    leave(subscription, 1)
-    assert subscription.cursor == 0
-    subscription.attach(2)
-    for offset in range(3):
-        assert subscription.sent() == [(2, offset)]
-        subscription.ack(offset)
-
-
-def test_key_of_one_that_is_away_is_kept_and_others_go_on():
-    subscription = Subscription(KEY_SHARED)
-    subscription.attach(1, "eu-*")
-    subscription.attach(2, "us-*")
-    subscription.detach(1)
-    subscription.offer("eu-1", "us-1")
-    assert subscription.sent() == [(2, 1)]
-    subscription.ack(1)
-    assert subscription.cursor == 0
-    subscription.attach(1, "eu-*")
-    assert subscription.sent() == [(1, 0)]
-
-
 def test_filters_that_are_none_change_nothing():
     subscription = Subscription(KEY_SHARED)
     with pytest.raises(InvalidRequestError):
@@ -670,32 +354,6 @@ def restarted(subscription, *consumers, **changes):
     next_one = Subscription(subscription.machine.kind, *consumers, **settings)
     next_one.machine.set_policy(subscription.machine.policy, 0.0)
     return next_one
-
-
-@ALL_KINDS
-def test_restart_passes_over_what_was_acknowledged_out_of_order(kind):
-    subscription = sending(kind, "abcd")
-    subscription.ack(1, 2)
-    again = restarted(subscription, 1)
-    assert again.machine.next_offset == 0
-    again.offer("a", "b", "c", "d")
-    assert again.offsets() == [0, 3]
-    again.ack(0, 3)
-    assert again.cursor == 4
-
-
-@ALL_KINDS
-def test_attempts_survive_a_restart(kind):
-    subscription = sending(kind, "ab", max_redelivery_count=1, poison=PoisonPolicy.DROP)
-    subscription.nack(1, reason="first")
-    again = restarted(subscription, 1)
-    again.offer("a", "b")
-    assert again.take() == [Send(1, 0, 1), Send(1, 1, 2)]
-    again.nack(1, reason="second")
-    assert again.take() == [Drop(1, 2, "second")]
-    once_more = restarted(again, 1)
-    once_more.offer("a", "b")
-    assert set(once_more.take()) == {Drop(1, 2, "second"), Send(1, 0, 1)}
 
 
 def test_failures_that_are_not_read_again_yet_are_still_saved():
@@ -777,21 +435,6 @@ def test_version_changes_with_what_is_to_be_saved():
         versions.append(machine.version)
     subscription.ack(99, end=50)
     assert machine.version == versions[-1]
-
-
-@ALL_KINDS
-@each("target", [0, 2, 50])
-def test_seek_forgets_everything_and_goes_on(kind, target):
-    subscription = sending(kind, "abcde", window=4, max_redelivery_count=0)
-    subscription.ack(1)
-    subscription.nack(2)
-    subscription.machine.seek(target, now=0.0)
-    assert subscription.cursor == subscription.machine.next_offset == target
-    assert subscription.stats.blocked is None
-    assert subscription.machine.deadline() is None
-    assert subscription.machine.saved()["failed"] == []
-    subscription.offer("a", "b", "c", "d", "e")
-    assert subscription.take() == [Send(1, target + n, 1) for n in range(4)]
 
 
 def test_message_that_was_handed_out_before_a_seek_is_not_resolved_after_it():

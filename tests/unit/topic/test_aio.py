@@ -213,28 +213,6 @@ def test_failing_writer_reaches_every_task(machine):
     _run(work())
 
 
-def test_full_disk_is_told_to_waiting_tasks(machine):
-    topic = machine.topic()
-    topic.wait(topic.append(b"a"))
-    machine.fs.write_limit_bytes = machine.used_bytes()
-
-    async def work():
-        with pytest.raises(CapacityError):
-            await topic.aio.wait(topic.append(b"b"))
-        machine.fs.write_limit_bytes = None
-        async with asyncio.timeout(60):
-            while True:
-                try:
-                    await topic.aio.wait(1)
-                except CapacityError:
-                    await asyncio.sleep(0.01)
-                else:
-                    break
-
-    _run(work())
-    assert payloads(topic.read()) == [b"a", b"b"]
-
-
 @pytest.mark.parametrize("what", ["topic", "reader"])
 def test_close_while_waiting_wakes_the_task(machine, what):
     topic = machine.topic()
@@ -258,12 +236,6 @@ def test_close_while_waiting_wakes_the_task(machine, what):
         assert isinstance(results[0], ClosedError)
 
     _run(work())
-
-
-def test_flush_makes_everything_durable(machine):
-    topic = machine.topic()
-    topic.append_many([b"a", b"b"])
-    assert _run(topic.aio.flush()) == 2
 
 
 def test_loops_in_several_threads_share_a_topic(machine):

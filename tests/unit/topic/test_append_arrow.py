@@ -1,6 +1,5 @@
 """Rows of Arrow as messages: the same as appended one by one, for every reader."""
 
-import asyncio
 import random
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -17,7 +16,6 @@ from ister.base.model import AckLevel, Codec, TopicState
 from ister.errors import (
     CapacityError,
     ClosedError,
-    CorruptDataError,
     InvalidRequestError,
     MessageTooLargeError,
 )
@@ -127,25 +125,12 @@ def test_topic_and_offset_of_the_rows_are_passed_over(machine):
     assert [r.publish_time for r in first] == [r.publish_time for r in second]
 
 
-def test_rows_without_a_time_are_published_now(machine):
-    topic = a_topic(machine)
-    topic.append_arrow(a_batch([b"x", b"y"]))
-    assert {record.publish_time for record in records(topic)} == {NOW_MS}
-
-
 def test_rows_carry_the_ids_they_are_given(machine):
     topic = a_topic(machine)
     topic.append_arrow(a_batch([b"x", b"y"]), producer_id=2**64 - 1, first_request_id=41)
     topic.append_arrow(a_batch([b"z"]))
     found = [(r.msg_id.producer_id, r.request_id) for r in records(topic)]
     assert found == [(2**64 - 1, 41), (2**64 - 1, 42), (0, 0)]
-
-
-def test_no_rows_are_no_messages(machine):
-    topic = a_topic(machine)
-    topic.append(b"x")
-    assert topic.append_arrow(a_batch([])) == range(1, 1)
-    assert payloads(topic.read()) == [b"x"]
 
 
 def test_slice_of_a_batch_is_its_rows(machine):
@@ -238,20 +223,6 @@ def test_closed_topic_takes_nothing(machine):
         topic.append_arrow(a_batch([b"x"]))
 
 
-def test_quarantined_topic_takes_nothing(machine):
-    topic = a_topic(machine)
-    topic.append_many(numbered(100, size=100))
-    topic.flush()
-    topic.wal.save_checkpoint()
-    path = topic.wal.directory.log_path(0)
-    machine.kill()
-    machine.overwrite(path, 3000, b"\xaa" * 50)
-    topic = machine.reopened(scheduler=NoThreads())
-    assert topic.state is TopicState.QUARANTINED
-    with pytest.raises(CorruptDataError):
-        topic.append_arrow(a_batch([b"x"]))
-
-
 def test_full_buffer_refuses_where_that_is_the_policy(machine):
     topic = a_topic(machine, buffer_max_bytes=1 * MIB, buffer_full="refuse")
     big = a_batch([b"x" * 1000] * 800)
@@ -268,47 +239,7 @@ def test_full_buffer_refuses_where_that_is_the_policy(machine):
     assert len(payloads(topic.read())) == 4600
 
 
-def test_full_disk_refuses_and_goes_on_when_there_is_room(machine):
-    topic = a_topic(machine)
-    topic.append_arrow(a_batch(numbered(10)))
-    topic.flush()
-    machine.fs.write_limit_bytes = 0
-    topic.append_arrow(a_batch(numbered(10)))
-    with pytest.raises(CapacityError):
-        topic.flush()
-    with pytest.raises(CapacityError):
-        topic.append_arrow(a_batch(numbered(10)))
-    assert topic.watermarks.next == 20
-
-
 # -- readers ------------------------------------------------------------------------------------
-
-
-def test_reader_at_the_tail_sees_rows_and_messages_in_order(machine):
-    topic = a_topic(machine)
-    reader = topic.reader()
-    sent, found = [], []
-    for turn in range(6):
-        rows = numbered(5, first=10 * turn)
-        sent += rows
-        if turn % 2:
-            topic.append_arrow(a_batch(rows))
-        else:
-            topic.append_many(rows)
-        topic.flush()
-        found += payloads(reader.poll(3))
-    while batch := reader.poll():
-        found += payloads(batch)
-    assert found == sent
-    reader.close()
-
-
-def test_reader_that_waits_is_woken(machine):
-    topic = machine.topic()  # with threads
-    follower = Task(lambda: payloads(topic.reader().next_batch(timeout=60)))
-    follower.join(0.05)
-    topic.append_arrow(a_batch([b"x", b"y"]))
-    assert follower.result()[0] == b"x"
 
 
 @pytest.mark.parametrize("ack", ["memory", "written", "synced"])
@@ -349,23 +280,6 @@ def test_rows_are_not_seen_before_they_are_synced(machine):
     topic.wait(0)
     assert payloads(reader.poll()) == [b"x"]
     reader.close()
-
-
-def test_rows_are_for_asyncio_too(machine):
-    topic = machine.topic()
-
-    async def use():
-        found = []
-        first = topic.append_arrow(a_batch(numbered(50)))
-        await topic.aio.wait(first[-1])
-        topic.append(b"between")
-        last = topic.append_arrow(a_batch(numbered(50)))
-        await topic.aio.wait(last[-1])
-        async for message in topic.aio.read(end=101):
-            found.append(message.payload)  # noqa: PERF401
-        return found
-
-    assert asyncio.run(use()) == [*numbered(50), b"between", *numbered(50)]
 
 
 def test_readers_at_the_tail_read_rows_from_the_cache(machine):
@@ -415,18 +329,6 @@ def test_time_is_found_among_rows(machine):
 
 
 # -- in memory alone ----------------------------------------------------------------------------
-
-
-def test_log_in_memory_takes_rows():
-    with ister.open() as log:
-        topic = log.topic(NAME, create=True)
-        topic.append(b"first")
-        reader = topic.reader()
-        assert topic.append_arrow(a_batch(numbered(50))) == range(1, 51)
-        topic.append(b"last")
-        assert payloads(topic.read()) == [b"first", *numbered(50), b"last"]
-        assert payloads(reader.poll()) == [b"first", *numbered(50), b"last"]
-        reader.close()
 
 
 def test_log_in_memory_keeps_the_newest_rows():
@@ -514,16 +416,6 @@ def test_rows_that_were_waited_for_survive_a_power_cut(machine, seed):
     assert topic.append_arrow(a_batch([b"on"])) == range(len(found), len(found) + 1)
     topic.flush()
     assert payloads(topic.read(len(found))) == [b"on"]
-
-
-def test_rows_that_were_written_survive_a_kill(machine):
-    topic = a_topic(machine)
-    topic.append_arrow(a_batch(numbered(100)))
-    topic.wait(99, AckLevel.WRITTEN)
-    topic.append_arrow(a_batch(numbered(100)))
-    machine.kill()
-    topic = machine.reopened(clock=ManualClock(), scheduler=NoThreads())
-    assert payloads(topic.read()) == numbered(100)
 
 
 def test_producers_go_on_while_rows_are_being_written(machine):

@@ -96,21 +96,6 @@ def test_topic_opened_with_a_backlog_is_uploaded(site):
     eventually(lambda: topic.watermarks.tiered == 10)
 
 
-def test_held_producers_go_on_when_the_bucket_has_caught_up(site):
-    uploader = {"max_lag_bytes": 5000, "interval_seconds": 1}
-    topic = opened(site, uploader=uploader).topic(TEXT, create=True)
-    sent = numbered(60, size=500)
-
-    def produce():
-        for payload in sent:
-            topic.append(payload)
-            topic.flush()
-
-    Task(produce).result()
-    assert payloads(topic.read()) == sent
-    eventually(lambda: topic.watermarks.tiered == 60)
-
-
 # -- errors -------------------------------------------------------------------------------------
 
 
@@ -336,21 +321,3 @@ def test_tender_does_not_spin_while_producers_are_held(site, monkeypatch):
     before = len(rounds)
     time.sleep(1)
     assert len(rounds) - before < 50
-
-
-def test_log_closes_without_uploading_a_backlog(site):
-    log = site.open(
-        background=True, storage={"uploader": {"max_object_bytes": 4096, "interval_seconds": 1}}
-    )
-    topic = log.topic(TEXT, create=True)
-
-    def slow(kind, key):
-        if kind == "close":
-            time.sleep(0.2)
-
-    site.objects.before = slow
-    topic.append_many([b"x" * 1000] * 200)
-    topic.flush()
-    eventually(lambda: bool(site.ranges()))
-    log.close()
-    assert topic.watermarks.tiered < 200

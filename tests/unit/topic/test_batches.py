@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from ister.base import failpoints
-from ister.base.model import AckLevel, Layout
+from ister.base.model import Layout
 from ister.bucket.merge import merge_objects
 from ister.bucket.names import TopicKeys, staging_prefix
 from ister.bucket.writer_files import find_open_batch, read_files
@@ -25,7 +25,6 @@ from ister.errors import (
     FencedError,
     InvalidRequestError,
     IsterError,
-    MessageTooLargeError,
     NotFoundError,
     UnavailableError,
     UnsupportedVersionError,
@@ -43,13 +42,12 @@ from ister.topic import batches
 from ister.topic.batches import StagedBatch, check_writer_name
 from ister.topic.history import BucketLog
 from tests.support.cases import case
-from tests.support.machine import ROOT, NoThreads, Task, payloads
+from tests.support.machine import NoThreads, Task, payloads
 from tests.support.memory_fs import SimulatedCrash
 from tests.support.scale import first_seed, scaled
 from tests.support.stores import NAME, PREFIX, TTL_SECONDS, Site
 
 TEXT = str(NAME)
-PATH = f"{ROOT}{TEXT}"
 WRITER = "query-1"
 KEYS = TopicKeys(PREFIX, NAME)
 KEY = KEYS.writer(WRITER)
@@ -338,23 +336,6 @@ def refuse_older(log, staged, *, newest):
     assert "new checkpoint" in caught.value.hint
 
 
-def test_older_batch_of_which_rows_are_in_is_finished_first(desk):
-    """Goal: a writer may go on without asking again; what was begun is whole all the same."""
-    log = desk.process()
-    ask_and_crash(
-        log, desk.stage_rows(rows_of()), "batch.after_rows", 2, before=log.topic(TEXT).flush
-    )
-    desk.cut_power(log)
-    log = desk.process()
-    assert contents(log) == rows_of()[:4]
-    answer = ask(log, desk.stage_rows(rows_of(1), batch=1))
-    assert (answer.start, answer.end, answer.rows, answer.is_known) == (8, 16, 8, False)
-    assert contents(log) == rows_of() + rows_of(1)
-    assert [number for _, _, number in marks(log)] == [*range(8), *range(8)]
-    assert desk.staged_keys() == []
-    refuse_older(log, desk.stage_rows(shuffled(rows_of())), newest=1)
-
-
 def test_older_batch_of_which_no_row_is_in_is_forgotten(desk):
     log = desk.process()
     ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_begin")
@@ -365,15 +346,6 @@ def test_older_batch_of_which_no_row_is_in_is_forgotten(desk):
     grow_old(desk, log, 30 * DAY_SECONDS)
     log.topic(TEXT).bucket.retention.collect_orphans()
     assert desk.staged_keys() == []
-
-
-def test_batch_without_rows_counts_too(desk):
-    log = desk.process()
-    assert ask(log, desk.stage([])).rows == 0
-    assert ask(log, desk.stage([])).is_known
-    assert ask(log, desk.stage([[[]], [[], []]], batch=1)).rows == 0
-    assert contents(log) == []
-    assert log.topic(TEXT).append(b"next") == 0
 
 
 def test_large_block_is_appended_in_pieces_that_let_others_in(desk, monkeypatch):
@@ -536,15 +508,6 @@ def test_object_that_is_not_staged_for_the_topic_is_not_touched(desk, key, when)
     assert contents(log) == before
 
 
-def test_row_that_is_no_message_appends_nothing_of_its_block(desk):
-    log = desk.process(storage={"max_message_size": 100})
-    staged = desk.stage([[rows_of()[:4], [b"fine", b"x" * 101]]])
-    with pytest.raises(MessageTooLargeError):
-        log.append_staged(TEXT, staged)
-    assert contents(log) == rows_of()[:4]
-    assert not desk.writer_record().is_done
-
-
 TOO_EARLY = {"payload": b"bad", "publish_time": datetime(1960, 1, 1, tzinfo=UTC)}
 BAD_ROWS = {
     "publish_time": TOO_EARLY,
@@ -613,16 +576,6 @@ def test_field_that_the_older_codec_lacks_is_noticed_before_the_first_row(desk, 
     assert contents(log) == mended
 
 
-def test_newer_codec_has_these_fields(desk):
-    log = desk.process(codec="bincode2")
-    ask(log, desk.stage([[rows_of(), *([row] for row in KEYED.values())]]))
-    found = log.topic(TEXT).read_arrow(columns=list(KEYED)).read_all()
-    for number, (name, row) in enumerate(KEYED.items()):
-        expected = [None] * 11
-        expected[8 + number] = row[name]
-        assert found[name].to_pylist() == expected
-
-
 def test_record_of_a_writer_that_is_no_record_is_an_error(desk):
     log = desk.process()
     desk.metadata.put(KEY, b"{}")
@@ -655,18 +608,6 @@ def test_damaged_block_appends_nothing_of_it(desk, where, block):
     assert caught.value.path == staged.files[0].key
     assert contents(log) == rows_of()[: 4 * block]
     assert not desk.writer_record().is_done
-
-
-def test_batch_goes_on_when_the_damage_is_gone(desk):
-    log = desk.process()
-    staged = desk.stage([[rows_of()[:4], rows_of()[4:]]])
-    last = staged.files[0].size_bytes - 1
-    desk.objects.corrupt(staged.files[0].key, last)
-    with pytest.raises(CorruptDataError):
-        log.append_staged(TEXT, staged)
-    desk.objects.corrupt(staged.files[0].key, last)  # flips it back
-    assert not ask(log, desk.stage_rows(shuffled(rows_of()))).is_known
-    assert contents(log) == rows_of()
 
 
 def test_length_that_no_block_has_is_not_read(desk, monkeypatch):
@@ -740,32 +681,6 @@ def test_block_that_is_half_in_is_finished(desk, at, is_joined, monkeypatch):
     assert contents(log) == rows_of()
 
 
-def test_rows_that_a_power_cut_took_are_appended_again_and_those_it_left_are_not():
-    """Rows were written and not synced: the disk keeps the first so many of them, or none."""
-    kept = Counter()
-    for seed in range(40):
-        with Desk() as desk:
-            log = desk.process()
-            staged = desk.stage([[[row] for row in rows_of()]])
-
-            def write_only(log=log):
-                topic = log.topic(TEXT)
-                topic.wait(topic.wal.next - 1, AckLevel.WRITTEN)
-
-            ask_and_crash(log, staged, "batch.after_rows", 5, before=write_only)
-            desk.cut_power(log, seed)
-            log = desk.process()
-            have = contents(log)
-            assert have == rows_of()[: len(have)], f"seed {seed}"
-            second = shuffled(rows_of())
-            ask(log, desk.stage_rows(second))
-            assert contents(log) == (rows_of() if have else second), f"seed {seed}"
-            assert ask(log, staged).is_known
-            kept[len(have)] += 1
-    assert kept[0], "a power cut never took all rows"
-    assert len(kept) > 2, "a power cut never left some of the rows"
-
-
 @pytest.mark.parametrize("point", ["batch.after_begin", "batch.after_rows"])
 def test_messages_that_a_power_cut_took_do_not_hide_rows(desk, point):
     """Others' messages were accepted, not synced, when the batch began; the power went, and with
@@ -787,33 +702,7 @@ def test_messages_that_a_power_cut_took_do_not_hide_rows(desk, point):
     assert ask(log, staged).is_known
 
 
-def test_crash_between_the_tiers_leaves_the_rows_once(desk):
-    """The first rows are in the bucket alone when the batch goes on."""
-    log = desk.process(**KEEPS_NOTHING)
-    rows = [row + b"." * 500 for row in rows_of(count=40)]
-    staged = desk.stage([[[row] for row in rows]])
-    ask_and_crash(log, staged, "batch.after_rows", 30, before=lambda: log.topic(TEXT).flush())
-    topic = log.topic(TEXT)
-    topic.upload()
-    desk.clock.advance(DAY_SECONDS)
-    topic.bucket._stores.membership.renew()
-    assert topic.bucket.retention.trim() > 2
-    desk.cut_power(log)
-    log = desk.process(**KEEPS_NOTHING)
-    assert log.topic(TEXT).watermarks.trimmed > 10
-    ask(log, desk.stage_rows(shuffled(rows)))
-    assert contents(log) == rows
-
-
 # -- leftovers ----------------------------------------------------------------------------------
-
-
-def test_nothing_stays_staged_when_a_batch_is_in(desk):
-    log = desk.process()
-    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_rows")
-    for _ in range(2):
-        ask(log, desk.stage_rows(shuffled(rows_of())))
-        assert desk.staged_keys() == []
 
 
 @pytest.fixture(params=[True, False], ids=["object", "record"])
@@ -932,14 +821,6 @@ def test_manifest_of_a_newer_ister_is_left_to_it_if_a_row_is_in(desk, point):
             log.append_staged(TEXT, again)
         assert contents(log) == rows_of()[:2]
         assert desk.writer_record() == record
-
-
-def test_record_of_a_begun_batch_has_its_files_and_the_bucket_no_manifest(desk):
-    log = desk.process()
-    staged = desk.stage_rows(rows_of())
-    ask_and_crash(log, staged, "batch.after_begin")
-    assert desk.writer_record().files == staged.files
-    assert desk.staged_keys() == sorted(file.key for file in staged.files)
 
 
 # -- rows that jobs have removed ----------------------------------------------------------------
@@ -1333,59 +1214,6 @@ def test_unfinished_batch_survives_its_owners_disk(desk, tiered):
     assert contents(log) == expected
 
 
-def lose_topic_directory(desk, log):
-    """The machine and its identity stay; the topic's directory is gone."""
-    desk.kill(log)
-    disk = desk.disk()
-    for name in disk.list_directory(PATH):
-        disk.remove(f"{PATH}/{name}")
-    disk.remove_directory(PATH)
-    disk.sync_directory(PATH.rpartition("/")[0])
-
-
-@pytest.mark.parametrize("tiered", [0, 8])
-def test_node_that_goes_on_without_its_files_is_named_again(desk, tiered):
-    """Goal: whoever has read the offsets that are given out again can tell that they are others."""
-    log = desk.process()
-    before = desk.catalog().record()[0]
-    ask(log, desk.stage_rows(rows_of()))
-    if tiered:
-        log.topic(TEXT).upload()
-    log.topic(TEXT).append_many([b"given up"] * 3)
-    log.topic(TEXT).flush()
-    lose_topic_directory(desk, log)
-    log = desk.process(take_over=True)
-    record = desk.catalog().record()[0]
-    assert record.incarnation == before.incarnation
-    assert record.lineage[:-1] == before.lineage
-    last = record.lineage[-1]
-    assert (last.epoch, last.start, last.node) == (record.epoch, tiered, before.node)
-    assert contents(log) == rows_of()[:tiered]
-    # Whoever comes back with its files is not.
-    desk.kill(log)
-    log = desk.process(take_over=True)
-    assert desk.catalog().record()[0].lineage == record.lineage
-
-
-@pytest.mark.parametrize("is_done", [True, False])
-def test_batch_that_went_with_the_topics_directory_is_appended_once(desk, is_done):
-    """The same node goes on without its files: what was not in the bucket is given up."""
-    log = desk.process()
-    log.topic(TEXT).append_many([b"foreign"] * 20)
-    staged = desk.stage([[[row] for row in rows_of()]])
-    if is_done:
-        ask(log, staged)
-    else:
-        ask_and_crash(log, staged, "batch.after_rows", 2)
-        log.topic(TEXT).flush()
-    lose_topic_directory(desk, log)
-    log = desk.process(take_over=True)
-    assert contents(log) == []
-    ask_and_crash(log, desk.stage([[[row] for row in rows_of()]]), "batch.after_rows", 3)
-    assert not ask(log, desk.stage_rows(shuffled(rows_of()))).is_known
-    assert contents(log) == rows_of()
-
-
 def test_deleting_a_topic_forgets_its_batches_and_removes_what_is_staged(desk):
     log = desk.process()
     ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_rows")
@@ -1401,24 +1229,6 @@ def test_deleting_a_topic_forgets_its_batches_and_removes_what_is_staged(desk):
     log.topic(TEXT, create=True)
     assert not ask(log, desk.stage_rows(rows_of(), writer="query-2")).is_known
     assert contents(log) == rows_of()
-
-
-def test_deletion_that_a_silent_bucket_interrupts_removes_staged_files_later(desk):
-    log = desk.process()
-    desk.stage_rows(rows_of())
-
-    def silent(kind, key):
-        if kind == "delete" and key.startswith("staging/"):
-            raise UnavailableError("silent")
-
-    desk.objects.before = silent
-    with pytest.raises(UnavailableError):
-        log.delete(TEXT)
-    desk.objects.before = lambda kind, key: None
-    assert len(desk.staged_keys()) == 2
-    log.delete(TEXT)
-    assert desk.staged_keys() == []
-    assert desk.bucket_keys() == []
 
 
 @pytest.mark.parametrize("is_done", [True, False])
@@ -1482,26 +1292,6 @@ def test_lapsed_lease_is_no_answer(desk):
 
 
 # -- lost answers of the metadata store ---------------------------------------------------------
-
-
-@pytest.mark.parametrize("first", [1, 2], ids=["begin", "done"])
-def test_store_that_never_answers_is_a_reason_to_ask_again(desk, first):
-    """Goal: what the caller is told is that trying later helps, not that somebody interferes."""
-    log = desk.process()
-    staged = desk.stage_rows(rows_of())
-    seen = itertools.count(1)
-
-    def lose_answer(kind, key):
-        if kind == "transact" and key == KEY and next(seen) >= first:
-            raise CommitUnknownError("the answer was lost")
-
-    desk.metadata.before = lose_answer
-    with pytest.raises(UnavailableError) as caught:
-        log.append_staged(TEXT, staged)
-    assert caught.value.retriable
-    desk.metadata.before = lambda kind, key: None
-    ask(log, desk.stage_rows(shuffled(rows_of())))
-    assert sorted(contents(log)) == rows_of()
 
 
 @pytest.mark.parametrize("lands", ["before", "between", "after", "never"])

@@ -53,35 +53,12 @@ def test_what_was_skipped_counts_as_having_left():
     assert cache.evictions == 20
 
 
-@each("skipped", [1, 7, 8, 9, 1000])
-def test_messages_after_a_skip_are_held_as_before(skipped):
-    cache = a_cache(capacity=8)
-    fill(cache, 5)
-    cache.skip_to(5 + skipped)
-    bodies = fill(cache, 20)
-    first = 5 + skipped
-    assert (cache.start, cache.end) == (first + 12, first + 20)
-    assert cache.bodies(first + 12, first + 20, bytes_max=1 << 20) == bodies[12:]
-    assert cache.size_bytes == sum(len(body) + FRAME_HEADER_SIZE for body in bodies[12:])
-    found = cache.read(cache.start, cache.end, bytes_max=1 << 20)
-    assert [message.offset for message in found] == list(range(cache.start, cache.end))
-
-
 def fill_run(cache, count, payload=b"x"):
     """Appends the next messages as one run of frames; their bodies."""
     first = cache.end
     bodies = [a_body(offset, payload) for offset in range(first, first + count)]
     cache.append(a_chunk(first, bodies))
     return bodies
-
-
-def test_newest_messages_of_a_run_over_the_capacity_are_held():
-    cache = a_cache(capacity=8)
-    fill(cache, 5)
-    bodies = fill_run(cache, 20)
-    assert (cache.start, cache.end) == (17, 25)
-    assert cache.bodies(17, 25, bytes_max=1 << 20) == bodies[12:]
-    assert cache.read(16, 25, bytes_max=1 << 20) == []
 
 
 def test_run_counts_with_its_bytes_until_its_last_message_has_left():

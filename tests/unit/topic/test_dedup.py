@@ -54,10 +54,6 @@ def stored(topic):
 # -- the table --------------------------------------------------------------------------------
 
 
-def test_first_contact_takes_any_sequence():
-    assert Sequences().judge("p", 0, 12345, 10) == NEW
-
-
 def test_repeated_send_is_answered_with_its_first_offset():
     table = Sequences()
     table.record("p", 0, 5, 100, 10)
@@ -66,14 +62,6 @@ def test_repeated_send_is_answered_with_its_first_offset():
     assert table.judge("p", 0, 14) == Verdict(1, 114 - 5, 110)
     assert table.judge("p", 0, 15) == NEW
     assert table.judge("other", 0, 5, 10) == NEW
-
-
-def test_send_that_is_known_in_part_says_how_much():
-    table = Sequences()
-    table.record("p", 0, 5, 100, 3)
-    table.record("p", 0, 8, 200, 2)  # messages of others lie between
-    assert table.judge("p", 0, 6, 10) == Verdict(4, 101, 202)
-    assert table.judge("p", 0, 8, 10) == Verdict(2, 200, 202)
 
 
 def test_message_left_out_is_refused_and_changes_nothing():
@@ -128,14 +116,6 @@ def test_table_is_bounded():
         assert table.runs <= 100
     assert table.last("p29") == (0, 99)
     assert table.last("p0") is None  # silent for longest
-
-
-def test_one_producer_alone_is_one_run():
-    table = Sequences(runs_max=2)
-    for number in range(1000):
-        table.record("p", 0, number, 50 + number)
-    assert table.runs == 1
-    assert table.judge("p", 0, 0, 1000) == Verdict(1000, 50, 1050)
 
 
 @given(st.integers(0, 2**32), st.data())
@@ -318,21 +298,6 @@ def test_batch_is_appended_once_and_carries_who_sent_it(machine):
     assert rows.column("request_id").to_pylist() == [*range(5), 0, *range(5, 10)]
     assert rows.column("producer_name").to_pylist() == ["p"] * 5 + [""] + ["p"] * 5
     assert topic.last("p") == (2, 9)
-
-
-def test_rest_of_a_batch_is_appended_behind_what_is_known(machine):
-    topic = SequencedTopic(machine.topic())
-    topic.append_arrow(numbered(0, 4), producer="p", sequence=0)
-    topic.topic.append(b"other")
-    assert topic.append_arrow(numbered(0, 10), producer="p", sequence=0) == Appended(0, 11, 4)
-    assert stored(topic.topic) == [
-        b"0",
-        b"1",
-        b"2",
-        b"3",
-        b"other",
-        *(b"%d" % n for n in range(4, 10)),
-    ]
 
 
 def test_records_and_batches_share_a_producers_sequences(machine):

@@ -7,7 +7,7 @@ import pytest
 from ister.base.clock import SystemClock
 from ister.base.limits import KIB, MIB
 from ister.base.model import AckLevel
-from ister.errors import CapacityError, ConflictError, InvalidRequestError, UnavailableError
+from ister.errors import CapacityError, InvalidRequestError, UnavailableError
 from tests.support.cases import each
 from tests.support.machine import NoThreads, Task, eventually, numbered, payloads
 from tests.support.stores import NAME, TTL_SECONDS, Site
@@ -82,19 +82,6 @@ def test_existing_topic_of_another_level_is_refused_and_stays_as_it_is(site):
     assert payloads(site.open("b").topic(TEXT).read()) == [b"a"]
 
 
-def test_tiered_topic_moves_between_brokers_with_and_without_a_disk(site):
-    log = site.open()
-    log.topic(TEXT, create=True, ack="tiered").append(b"a")
-    log.seal(TEXT)
-    diskless = site.open_diskless()
-    topic = diskless.topic(TEXT)
-    assert topic.append(b"b") == 1
-    assert diskless.seal(TEXT) == 2
-    topic = log.topic(TEXT)
-    assert payloads(topic.read()) == [b"a", b"b"]
-    assert topic.append(b"c") == 2
-
-
 def test_flush_makes_messages_tiered(live):
     _, topic = opened(live, background=True)
     for end, timeout in ((1, None), (2, 30.0)):
@@ -112,25 +99,6 @@ def test_every_process_is_a_node_of_its_own_and_leaves_no_key(site):
     first.close()
     second.close()
     assert [one.key for one in site.metadata.range("/danube/cluster/")] == ["/danube/cluster/store"]
-
-
-def test_next_process_goes_on_when_the_lease_of_a_killed_one_has_ended(site):
-    log, topic = opened(site)
-    sent = acked(topic, 20)
-    topic.append(b"never acknowledged")
-    topic.wal.wait(20, AckLevel.SYNCED)
-    site.kill(log)
-    after = site.open_diskless()
-    with pytest.raises(ConflictError, match="is open on node"):
-        after.topic(TEXT)
-    site.clock.advance(TTL_SECONDS + 1)
-    after.stores.membership.renew()
-    topic = after.topic(TEXT)
-    assert topic.next_offset == 20
-    assert payloads(topic.read()) == sent
-    more = acked(topic, 5)
-    assert payloads(topic.read()) == sent + more
-    assert site.ranges() == [(0, 20), (20, 25)]
 
 
 def test_topic_that_stopped_continues_from_the_bucket(site):

@@ -1,12 +1,10 @@
 """Who uploads: a pipeline while it has the lease, the log's own threads while nobody has."""
 
 import threading
-from contextlib import suppress
 
 import pytest
 
 from ister.base.clock import SystemClock
-from ister.errors import ConflictError
 from ister.topic.uploads import TopicUploads
 from tests.support.machine import Task, eventually, numbered, payloads
 from tests.support.scale import scaled
@@ -168,15 +166,3 @@ def test_engine_embedded_uploads_beside_a_pipeline(site, kept):
     append(topic)
     eventually(lambda: topic.watermarks.tiered == 5)
     assert site.ranges() == [(0, 5)]
-
-
-def test_both_engines_at_once_commit_each_offset_once(site, kept):
-    topic = a_topic(site, "embedded")
-    for _ in range(20):
-        append(topic)
-        with suppress(ConflictError):  # the owner was faster: a real job plans anew
-            kept.pipeline.upload()
-    eventually(lambda: topic.watermarks.tiered == 100)
-    found = site.ranges()
-    assert [start for start, _ in found] == [0, *(end for _, end in found[:-1])]
-    assert payloads(topic.read()) == numbered(100)

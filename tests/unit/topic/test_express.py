@@ -36,12 +36,6 @@ from tests.support.stores import PREFIX, Site
 
 
 @pytest.fixture
-def site():
-    with Site() as site:
-        yield site
-
-
-@pytest.fixture
 def shared(site):
     return Shared(site)
 
@@ -55,46 +49,6 @@ def test_one_object_has_the_messages_of_all_topics(shared):
     assert shared.formats(0) == [(0, 2, FORMAT_EXPRESS)]
     shared.topics[1].wait(last, timeout=0)
     assert not shared.express.is_under_way(shared.objects()[0])
-
-
-def test_round_without_messages_writes_nothing(shared):
-    assert not shared.express.write_next()
-    shared.append(0, b"a")
-    shared.express.write_next()
-    shared.express.write_next()
-    assert len(shared.objects()) == 1
-
-
-def test_message_is_seen_when_it_is_tiered(shared):
-    shared.append(0, b"a")
-    assert shared.read(0) == []
-    shared.express.write_next()
-    assert shared.read(0) == [b"a"]
-
-
-def test_messages_from_before_a_restart_are_uploaded(site):
-    first = Shared(site)
-    first.append(0, b"a", b"b")
-    site.kill(first.log)
-    site.clock.advance(60)
-    second = Shared(site)
-    second.express.write_next()
-    assert second.read(0) == [b"a", b"b"]
-
-
-def test_lost_disk_loses_nothing_that_was_acknowledged(site):
-    first = Shared(site)
-    first.append(0, b"a", b"b")
-    first.append(1, b"c")
-    first.express.write_next()
-    first.append(0, b"not acknowledged")
-    site.kill(first.log)
-    site.clock.advance(60)
-    second = Shared(site, "b")
-    assert (second.read(0), second.read(1)) == ([b"a", b"b"], [b"c"])
-    assert second.append(0, b"d") == 2
-    second.express.write_next()
-    assert second.read(0) == [b"a", b"b", b"d"]
 
 
 def test_ordinary_topics_have_objects_of_their_own(site):
@@ -124,42 +78,6 @@ def test_object_of_its_own_by_call(shared):
     shared.append(0, b"b")
     shared.express.write_next()
     assert shared.formats(0) == [(0, 1, FORMAT_FRAMES), (1, 2, FORMAT_EXPRESS)]
-    assert shared.read(0) == [b"a", b"b"]
-
-
-def test_upload_while_the_object_is_written(shared):
-    """Goal: one of the two commits, and the other one continues from there."""
-    shared.append(0, b"a")
-    shared.append(1, b"b")
-
-    def upload(kind, key):
-        if kind == "put" and key.startswith(EXPRESS_PREFIX):
-            shared.site.objects.before = lambda kind, key: None
-            shared.topics[0].upload()
-
-    shared.site.objects.before = upload
-    shared.express.write_next()
-    assert shared.formats(0) == [(0, 1, FORMAT_FRAMES)]
-    assert shared.formats(1) == [(0, 1, FORMAT_EXPRESS)]
-    shared.append(0, b"c")
-    shared.express.write_next()
-    assert shared.read(0) == [b"a", b"c"]
-
-
-def test_object_that_is_committed_while_an_upload_is_written(shared):
-    """The other way round: the upload finds that nothing is left for it."""
-    shared.append(0, b"a", b"b")
-    topic, objects = shared.topics[0], shared.site.objects
-
-    def after(kind, key):
-        if key.endswith(".dnb1"):
-            objects.after = lambda kind, key: None
-            shared.express.write_next()
-
-    objects.after = after
-    topic.upload()
-    assert topic.tiered == 2
-    assert shared.formats(0) == [(0, 2, FORMAT_EXPRESS)]
     assert shared.read(0) == [b"a", b"b"]
 
 
@@ -210,38 +128,6 @@ def test_failed_put_is_tried_again(error):
         assert shared.topics[0].bucket.uploads.last_error is None
         # A put whose answer is lost may have written the object: no name is used twice.
         assert len(set(shared.objects())) == len(shared.objects())
-
-
-def test_failed_commit_is_tried_again(shared):
-    shared.append(0, b"a")
-    shared.append(1, b"b")
-
-    def fail(kind, key):
-        if kind == "transact":
-            raise UnavailableError("away")
-
-    shared.log.stores.membership.presence()
-    shared.site.metadata.before = fail
-    shared.express.write_next()
-    shared.site.metadata.before = lambda kind, key: None
-    assert shared.read(0) == []
-    shared.express.write_next()
-    assert (shared.read(0), shared.read(1)) == ([b"a"], [b"b"])
-
-
-def test_lost_topic_does_not_stop_the_others(site):
-    shared = Shared(site)
-    shared.append(0, b"a")
-    offset = shared.append(1, b"b")
-    keys = shared.topics[1].bucket.owned.catalog.keys
-    site.metadata.delete(keys.owner)
-    other = site.open("b")
-    other.topic("/default/t1")
-    shared.express.write_next()
-    assert shared.read(0) == [b"a"]
-    with pytest.raises(FencedError):
-        shared.topics[1].wait(offset)
-    shared.express.write_next()
 
 
 def test_damaged_file_does_not_stop_the_others(site):
@@ -295,19 +181,6 @@ def test_closed_topic_is_forgotten(shared):
     assert shared.read(0) == []
 
 
-def test_sealed_topic_is_continued_elsewhere(site):
-    shared = Shared(site)
-    shared.append(0, b"a")
-    shared.express.write_next()
-    shared.append(0, b"b")
-    shared.log.seal("/default/t0")
-    other = Shared(site, "b", topics=0)
-    other.topics = [other.open("/default/t0")]
-    other.append(0, b"c")
-    other.express.write_next()
-    assert other.read(0) == [b"a", b"b", b"c"]
-
-
 def test_collection_by_the_log_itself(site):
     shared = Shared(site, storage={"cloud": {"orphan_grace_minutes": 60}})
     shared.append(0, b"a")
@@ -344,14 +217,6 @@ def test_second_object_continues_the_first_before_it_is_committed(shared):
     assert (shared.read(0), shared.read(1)) == ([b"a", b"b"], [b"x"])
     assert not shared.express.write_next()
     assert len(shared.objects()) == 2
-
-
-def test_nothing_is_planned_twice(shared):
-    first, second = two_batches(shared)
-    assert shared.express.gather() is None
-    for batch in (first, second):
-        shared.express.commit(batch, shared.express.put(batch))
-    assert shared.read(0) == [b"a", b"b"]
 
 
 def test_failed_first_object_takes_the_second_run_with_it(shared):
@@ -424,64 +289,6 @@ def test_metadata_is_rebuilt_from_footers(site):
     ]
     assert report.objects[0] == wanted[0]
     assert report.status == "recovered"
-
-
-def test_runs_that_a_process_wrote_and_did_not_commit_are_adopted(site):
-    """Goal: an object that was written and never committed, because its process died."""
-    shared = Shared(site)
-    shared.append(0, b"a")
-    shared.express.write_next()
-    shared.append(0, b"lost", b"lost too")
-    site.metadata.before = lambda kind, key: (
-        (_ for _ in ()).throw(UnavailableError("away")) if kind == "transact" else None
-    )
-    shared.express.write_next()
-    site.metadata.before = lambda kind, key: None
-    site.kill(shared.log)
-    site.clock.advance(60)
-    other = Shared(site, "b", topics=1)
-    other.append(0, b"b")
-    other.express.write_next()
-    report, _ = rebuild(site)
-    wanted = [(0, 1, 1), (1, 3, 1), (3, 4, 2)]
-    assert [(d.start, d.end, d.epoch) for d in report.objects] == wanted
-    assert report.left_out == []
-
-
-def test_run_that_was_written_twice_counts_once(shared):
-    shared.append(0, b"a")
-    shared.log.stores.membership.presence()
-    shared.site.metadata.before = lambda kind, key: (
-        (_ for _ in ()).throw(UnavailableError("away")) if kind == "transact" else None
-    )
-    shared.express.write_next()
-    shared.site.metadata.before = lambda kind, key: None
-    shared.append(0, b"b")
-    shared.express.write_next()
-    report, _ = rebuild(shared.site)
-    assert [(d.start, d.end) for d in report.objects] == [(0, 2)]
-
-
-def test_deleted_topic_does_not_come_back(shared):
-    shared.append(0, b"a")
-    shared.append(1, b"b")
-    shared.express.write_next()
-    shared.log.delete("/default/t0")
-    assert TopicName.parse("/default/t0") not in find_topics(shared.site.objects)
-
-
-def test_topic_made_again_has_its_own_messages_alone(shared):
-    shared.append(0, b"old")
-    shared.express.write_next()
-    shared.log.delete("/default/t0")
-    shared.topics[0] = shared.open("/default/t0")
-    shared.append(0, b"new")
-    shared.express.write_next()
-    report, _ = rebuild(shared.site)
-    assert [d.incarnation for d in report.objects] == [
-        shared.topics[0].bucket.owned.record.incarnation
-    ]
-    assert len(report.left_out) == 1
 
 
 def test_damaged_manifest_hides_no_messages(shared):
@@ -595,47 +402,6 @@ def test_object_that_is_committed_during_an_upload(shared):
     assert shared.topics[0].upload().end == 3
     assert shared.formats(0)[1:] == [(2, 3, FORMAT_FRAMES)]
     assert shared.read(0) == [b"a", b"b", b"c"]
-
-
-def test_seal_during_an_object(site):
-    """Goal: a topic is handed over while its messages are on their way with those of others."""
-    shared = Shared(site)
-    shared.append(0, b"a")
-    shared.append(1, b"b")
-
-    def seal(kind, key):
-        if kind == "put" and key.startswith(EXPRESS_PREFIX):
-            quiet(site.objects)
-            assert shared.log.seal("/default/t0") == 1
-
-    site.objects.before = seal
-    shared.express.write_next()
-    assert shared.read(1) == [b"b"]
-    other = Shared(site, "b", topics=1)
-    assert other.read(0) == [b"a"]
-
-
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_deletion_during_an_object(shared, moment):
-    """Goal: nothing of a deleted topic comes back, and the other one is not disturbed."""
-    shared.append(0, b"a")
-    shared.append(1, b"b")
-
-    def delete(kind, key):
-        if kind == "put" and key.startswith(EXPRESS_PREFIX):
-            quiet(shared.site.objects)
-            shared.log.delete("/default/t0")
-
-    setattr(shared.site.objects, moment, delete)
-    shared.express.write_next()
-    assert shared.read(1) == [b"b"]
-    keys = shared.topics[0].bucket.owned.catalog.keys
-    assert shared.site.metadata.range(keys.storage) == []
-    shared.topics[0] = shared.open("/default/t0")
-    assert shared.topics[0].watermarks.next == 0
-    shared.append(0, b"new")
-    shared.express.write_next()
-    assert shared.read(0) == [b"new"]
 
 
 def test_topic_that_is_opened_again_during_an_object_that_fails(site):

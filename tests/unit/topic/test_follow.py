@@ -6,7 +6,7 @@ import pytest
 
 from ister.base import failpoints
 from ister.base.model import AckLevel
-from ister.errors import ClosedError, FencedError, UnavailableError
+from ister.errors import UnavailableError
 from tests.support.cases import each
 from tests.support.machine import ROOT, Task, eventually, numbered, payloads, waiting
 from tests.support.stores import NAME, Pipeline, Site
@@ -123,35 +123,6 @@ def test_producers_that_were_held_are_let_go(site):
     assert topic.bucket.uploads.lag_bytes < 100
 
 
-def test_objects_that_were_merged_meanwhile_are_followed(site):
-    topic = a_filled_topic(site, 20)
-    pipeline = Pipeline(site)
-    pipeline.upload(end=10)
-    pipeline.upload()
-    old = list(site.catalog().descriptors())
-    data = b"".join(site.objects.read(site.key(d.start), 0, 1 << 20) for d, _ in old)
-    new = replace(
-        old[0][0],
-        object_id="data-0-19-c01234567.dnb1",
-        end=20,
-        messages=20,
-        size_bytes=len(data),
-        offset_index=(),
-        publish_time_index=(),
-        checksum=None,
-    )
-    site.objects.put(f"storage/topics{TEXT}/objects/{new.object_id}", data)
-    assert pipeline.acting().swap(old, new, until=0)
-    assert topic.bucket.uploads.follow() == 20
-    assert payloads(topic.read()) == numbered(20)
-
-
-def test_closed_topic_is_not_followed(site):
-    topic = a_filled_topic(site, 5)
-    topic.bucket.uploads.stop()
-    assert not topic.bucket.uploads.is_follow_due(site.clock.monotonic() + 100)
-
-
 @pytest.mark.parametrize("kind", ["get", "range"])
 def test_look_that_fails_half_way_is_made_up_for(site, kind):
     topic = a_filled_topic(site, 5)
@@ -174,29 +145,6 @@ def test_look_that_fails_half_way_is_made_up_for(site, kind):
             break
     assert number > 0
     assert topic.watermarks.tiered == 5
-
-
-# -- an owner that is none any more ---------------------------------------------------------------
-
-
-def test_successors_uploads_are_not_followed(site):
-    """They are other messages: nobody who waits here is told that his are in the bucket."""
-    topic = a_filled_topic(site, 5)
-    waiter = Task(topic.wait, 4, "tiered", timeout=60)
-    eventually(lambda: waiting(topic, "tiered"))
-    site.metadata.delete(site.catalog().keys.owner)
-    other = a_topic(site, "b", take_over=True)
-    other.append_many([b"other"] * 5)
-    other.flush()
-    other.upload()
-    assert site.ranges() == [(0, 5)]
-    for call in (topic.bucket.uploads.follow, topic.upload):
-        with pytest.raises(FencedError):
-            call()
-    with pytest.raises(FencedError):
-        waiter.result()
-    assert topic.watermarks.tiered == 0
-    assert checkpoint(site) is None
 
 
 # -- both at once ---------------------------------------------------------------------------------
@@ -230,41 +178,12 @@ def test_owner_goes_on_where_a_faster_pipeline_has_ended(site, point, end):
     assert topic.bucket.uploads.last_error is None
 
 
-def test_what_a_pipeline_has_done_is_not_done_again(site):
-    topic = a_filled_topic(site)
-    Pipeline(site).upload()
-    before = len(site.objects.calls)
-    tiered = topic.upload()
-    assert (tiered.start, tiered.end, tiered.objects) == (10, 10, ())
-    assert "open_writer" not in [kind for kind, _ in site.objects.calls[before:]]
-    assert topic.watermarks.tiered == 10
-    assert checkpoint(site) is not None
-
-
-def test_pipeline_is_told_that_the_owner_was_faster(site):
-    topic = a_filled_topic(site)
-    acting = Pipeline(site).acting()
-    topic.upload()
-    fill(topic, 5)
-    assert acting.refresh()
-    assert acting.tiered == 10
-    assert [d.end for d in Pipeline(site, key="/danube/pipeline/jobs/x").upload()] == [15]
-    assert site.ranges() == [(0, 10), (10, 15)]
-
-
 def test_follow_does_not_wait_for_an_upload_under_way(site):
     topic = a_filled_topic(site)
     found = []
     between("tier.before_commit", lambda: found.append(topic.bucket.uploads.follow()))
     topic.upload()
     assert found == [0]
-
-
-def test_upload_after_the_end_is_refused(site):
-    topic = a_filled_topic(site)
-    topic.bucket.uploads.stop()
-    with pytest.raises(ClosedError):
-        topic.upload()
 
 
 # -- whose turn it is -----------------------------------------------------------------------------

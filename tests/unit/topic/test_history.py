@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import ister
 from ister import api
 from ister.base.model import COLUMNS, Codec
-from ister.bucket.chunks import OBJECTS_AHEAD_MAX, ObjectPart
+from ister.bucket.chunks import ObjectPart
 from ister.bucket.names import object_key
 from ister.config import load_config
 from ister.errors import (
@@ -30,7 +30,7 @@ from ister.topic.columns import Decoders
 from ister.topic.history import BucketLog, BucketTopic
 from tests.support.cases import each
 from tests.support.machine import NoThreads, numbered
-from tests.support.stores import NAME, Site, SlowReads
+from tests.support.stores import NAME, Site
 
 TEXT = str(NAME)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -158,24 +158,6 @@ def test_missing_library_is_said_with_what_to_install(tmp_path, monkeypatch):
 
 
 # -- what is there ------------------------------------------------------------------------------
-
-
-def test_only_what_is_tiered_is_seen(site):
-    topic = a_topic(site)
-    with a_history(site) as history:
-        seen = history.topic(TEXT)
-        assert (seen.earliest, seen.tiered) == (0, 0)
-        assert history_rows(history) == []
-        fill(topic, 10)
-        topic.flush()
-        assert history_rows(history) == []
-        topic.upload()
-        fill(topic, 10)
-        topic.flush()
-        assert history_rows(history) == rows_of(topic, 0, 10)
-        assert seen.tiered == 10
-        with pytest.raises(OffsetOutOfRangeError):
-            seen.read_arrow(0, end=11)
 
 
 @settings(deadline=None, max_examples=40)
@@ -392,20 +374,6 @@ def a_cold_bucket(site, count=60, **settings):
     return topic
 
 
-def test_objects_that_follow_are_fetched_at_the_same_time(site):
-    """Goal: a slow store takes one wait for several objects, not one for each."""
-    a_cold_bucket(site, 150)
-    history = a_history(site, cloud_reader={"fetch_chunk_size": 65_536, "read_ahead": True})
-    topic = history.topic(TEXT)
-    count = len(topic.descriptors(0, 150))
-    assert count > OBJECTS_AHEAD_MAX + 1
-    slow = SlowReads(site.objects, OBJECTS_AHEAD_MAX + 1)
-    assert offsets(topic.read_arrow()) == list(range(150))
-    assert slow.most == OBJECTS_AHEAD_MAX + 1
-    assert history.metrics.snapshot()["cloud_reader.range_requests_total"] == count
-    history.close()
-
-
 def test_missing_beginning_of_a_range_is_an_error(site):
     """The first object is forgotten between looking at the range and reading it."""
     a_cold_bucket(site)
@@ -436,23 +404,6 @@ def test_parts_of_an_object_are_read_without_metadata(site):
         site.metadata.before = lambda kind, key: None
     assert [row for item in rows for row in item.batch.to_pylist()] == expected[20 : described.end]
     assert rows[-1].next_offset == described.end
-
-
-def test_every_cut_of_an_object_gives_the_same_rows(site):
-    topic = a_cold_bucket(site, storage={"uploader": {"index_every_messages": 7}})
-    expected = rows_of(topic)
-    (described,) = [d for d, _ in site.catalog().descriptors()]
-    with a_history(site) as history:
-        seen = history.topic(TEXT)
-        decoders = Decoders(TEXT, (*COLUMNS, *HIDDEN))
-        for step in (1, 4, 7, 13, 60):
-            found = []
-            for start in range(0, 60, step):
-                part = ObjectPart.overlapping(TEXT, described, start, start + step)
-                for rows in seen.read_part(part, decoders):
-                    found += rows.batch.to_pylist()
-                    assert rows.next_offset == len(found)
-            assert found == expected
 
 
 # -- threads and the end ------------------------------------------------------------------------

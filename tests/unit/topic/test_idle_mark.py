@@ -9,9 +9,8 @@ from ister.errors import (
     CommitUnknownError,
     FencedError,
     UnavailableError,
-    WaitsForDiskError,
 )
-from tests.support.machine import Task, eventually, numbered, payloads
+from tests.support.machine import Task, eventually, numbered
 from tests.support.stores import NAME, TTL_SECONDS, calm, silent
 
 TEXT = str(NAME)
@@ -199,44 +198,6 @@ def test_appends_stay_held_while_the_mark_cannot_be_removed(site):
 
 
 # -- crashes ------------------------------------------------------------------------------------
-
-
-def test_idle_topic_moves_to_another_node_when_its_owner_is_gone(site):
-    log, topic = idle(site)
-    topic.bucket.uploads.idle_mark.set()
-    site.kill(log)
-    site.clock.advance(TTL_SECONDS + 1)
-    other = site.open("b").topic(TEXT)
-    assert payloads(other.read()) == numbered(5)
-    assert other.append(b"new") == 5
-    assert acked_end(site) is None
-
-
-def test_topic_that_was_written_after_its_mark_waits_for_the_disk(site):
-    log, topic = idle(site)
-    topic.bucket.uploads.idle_mark.set()
-    topic.bucket.uploads.idle_mark.clear()
-    topic.append(b"acknowledged")
-    topic.flush()
-    site.kill(log)
-    site.clock.advance(TTL_SECONDS + 1)
-    with pytest.raises(WaitsForDiskError):
-        site.open("b").topic(TEXT)
-    assert payloads(site.open().topic(TEXT).read(5)) == [b"acknowledged"]
-
-
-def test_owner_that_slept_accepts_nothing_after_another_one_claimed_its_idle_topic(site):
-    _, topic = idle(site)
-    mark = topic.bucket.uploads.idle_mark
-    mark.set()
-    site.clock.advance(TTL_SECONDS + 1)
-    other = site.open("b").topic(TEXT)
-    task = held(topic)
-    with pytest.raises(FencedError):
-        mark.clear()
-    with pytest.raises(FencedError):
-        task.result()
-    assert other.append(b"new") == 5
 
 
 def test_fenced_or_lapsed_owner_sets_no_mark(site):

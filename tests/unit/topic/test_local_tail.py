@@ -15,8 +15,6 @@ from ister.base.clock import SystemClock
 from ister.base.metrics import Metrics
 from ister.base.model import TopicName
 from ister.errors import (
-    CorruptDataError,
-    NotFoundError,
     OffsetOutOfRangeError,
     UnavailableError,
 )
@@ -402,30 +400,6 @@ def test_reading_ends_where_files_were_trimmed(place):
     assert read(tail, trimmed) == expected(trimmed, 100)
 
 
-def test_file_that_is_lost_is_not_taken_for_one_that_was_trimmed(place):
-    topic = place.open(rotate_max_bytes=4096)
-    fill(topic, 100, size=200)
-    place.log.close()
-    (place.directory / "wal.2.log").unlink()
-    with pytest.raises(NotFoundError):
-        read(place.tail())
-
-
-def test_damaged_frame_raises_behind_those_before_it(place):
-    topic = place.open()
-    fill(topic, 20, size=200)
-    place.log.close()
-    path = place.directory / "wal.log"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))
-    found = []
-    with pytest.raises(CorruptDataError) as caught:
-        found.extend(place.tail().frames(0, 20, chunk_bytes=CHUNK))
-    assert decoded(found) == expected(0, caught.value.offset)
-    assert 5 < caught.value.offset < 15
-
-
 def a_timed_topic(place):
     topic = place.open(rotate_max_bytes=4096)
     for number in range(100):
@@ -485,32 +459,7 @@ def test_file_that_vanishes_under_a_look_for_a_time_is_out_of_range(place, monke
     assert topic.watermarks.trimmed > 5
 
 
-def test_topic_that_is_deleted_meanwhile_ends_the_reading(place):
-    topic = place.open(rotate_max_bytes=4096)
-    fill(topic, 100, size=200)
-    topic.wal.save_checkpoint()
-    tail = place.tail()
-    frames = tail.frames(0, 100, chunk_bytes=CHUNK)
-    found = decoded([next(frames)])
-    place.log.delete(TEXT)
-    found += decoded(frames)
-    assert found == expected(0, len(found))
-    assert tail.snapshot() is None
-
-
 # -- catching up --------------------------------------------------------------------------------
-
-
-def test_catching_up_sees_what_was_just_synced(place):
-    topic = place.open()
-    fill(topic, 5, size=200)
-    topic.wal.save_checkpoint()
-    tail = place.tail()
-    assert tail.snapshot().synced == 5
-    for _ in range(2):
-        fill(topic, 2, size=200)
-        done = topic.watermarks.synced
-        assert tail.catch_up(tail.mark()).synced >= done
 
 
 def test_catching_up_does_not_wait_where_nothing_is_missing(place):

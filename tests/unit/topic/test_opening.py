@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-import ister.topic.opening
 from ister.base.model import TopicState
 from ister.bucket.names import TopicKeys, object_key, terms_prefix
 from ister.errors import (
@@ -17,7 +16,7 @@ from ister.errors import (
     WaitsForDiskError,
 )
 from ister.format.frame import scan_frames
-from ister.format.records import decode_progress, encode_topic
+from ister.format.records import encode_topic
 from ister.rescue.rebuild import find_topics, rebuild_topic
 from ister.topic.node import INSTANCES_NAME
 from ister.topic.reconcile import (
@@ -31,10 +30,10 @@ from ister.wal.log import Wal
 from ister.wal.recovery import recover
 from tests.support.cases import each
 from tests.support.clock import ManualClock
-from tests.support.crash import Crash, crash_on, crashing
+from tests.support.crash import Crash, crashing
 from tests.support.machine import ROOT, Disk, NoThreads, fill, numbered, payloads
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
-from tests.support.stores import NAME, PREFIX, TTL_SECONDS, Site, calm, save_cursor, silent
+from tests.support.stores import NAME, PREFIX, TTL_SECONDS, Site, calm, silent
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"
@@ -112,44 +111,6 @@ def test_files_that_another_node_has_overtaken_are_set_aside_whole(site, of_b):
     topic.upload()
     assert payloads(topic.read()) == [*sent, b"on"]
     assert site.ranges()[-1] == (end, end + 1)
-
-
-def at_the_claim(site):
-    site.metadata.before = crash_on("transact")
-    return pytest.raises(SimulatedCrash)
-
-
-@pytest.mark.parametrize("crash", [at_the_claim, lambda _: crashing("tier.after_set_aside")])
-def test_process_killed_while_it_sets_aside_is_followed_by_one_that_opens(site, crash):
-    other, sent = overtaken(site)
-    before = logs_of(content(site))
-    other.seal(TEXT)
-    log = site.open("a")
-    with crash(site):
-        log.topic(TEXT)
-    site.metadata.before = calm
-    site.kill(log)
-    topic = site.open("a").topic(TEXT)
-    assert [logs_of(content(site, path)) for path in aside(site.disk())] == [before]
-    assert not site.disk().exists(f"{PATH}.fresh")
-    assert payloads(topic.read()) == sent
-    assert topic.append(b"on") == 15
-
-
-def test_files_of_a_topic_that_may_not_be_opened_stay_where_they_are(site):
-    other, _ = overtaken(site)
-    before = content(site)
-    log = site.open("a")
-    with pytest.raises(ConflictError, match="open on node"):
-        log.topic(TEXT)
-    with pytest.raises(ConflictError, match="open on node"):
-        log.topic(TEXT, take_over=True)
-    site.kill(other)
-    site.pass_time(log, TTL_SECONDS + 1)
-    with pytest.raises(ConflictError, match="not handed it over"):
-        log.topic(TEXT)
-    assert content(site) == before
-    assert aside(site.disk()) == []
 
 
 # -- behind the bucket --------------------------------------------------------------------------
@@ -311,17 +272,6 @@ def test_messages_behind_damage_that_the_bucket_does_not_have_are_not_given_up(s
         assert payloads(topic.read(990)) == sent[990:]
 
 
-def test_cursors_ahead_of_what_is_left_are_put_back(site):
-    other, _ = overtaken(site)
-    keys = site.catalog().keys
-    for name, offset in {"behind": 4, "ahead": 99}.items():
-        site.metadata.put(keys.progress(name), b'{"offset":%d,"timestamp":0}' % offset)
-    other.seal(TEXT)
-    site.open("a").topic(TEXT)
-    found = {s.name: s.progress.offset for s in site.catalog().subscriptions()}
-    assert found == {"behind": 4, "ahead": 15}
-
-
 # -- who owns it ------------------------------------------------------------------------------
 
 
@@ -357,34 +307,6 @@ def test_unreadable_record_of_one_topic_leaves_the_others_their_lease(site):
     b.wait(b.append(b"x"))
     with pytest.raises(FencedError):
         a.wait(a.append(b"x"))
-
-
-def test_replaced_owner_puts_no_cursor_back(site, monkeypatch):
-    log = site.open("a")
-    topic = log.topic(TEXT, create=True)
-    topic.append_many([b"x"] * 10)
-    topic.flush()
-    topic.upload()
-    key = topic.bucket.owned.catalog.keys.progress("s")
-    log.close()
-    real = ister.topic.opening.recover_tiered
-
-    def slow(*args, **options):
-        """The recovery takes longer than the lease."""
-        monkeypatch.setattr(ister.topic.opening, "recover_tiered", real)
-        recovered = real(*args, **options)
-        site.clock.advance(60)
-        other = site.open("b").topic(TEXT, take_over=True)
-        other.append_many([b"y"] * 10)
-        other.flush()
-        save_cursor(other.bucket.owned, "s", 20)
-        return recovered
-
-    log = site.open("a")
-    monkeypatch.setattr(ister.topic.opening, "recover_tiered", slow)
-    with pytest.raises(FencedError):
-        log.topic(TEXT)
-    assert decode_progress(site.metadata.get(key).value, key=key).offset == 20
 
 
 # -- objects that the catalog has forgotten -----------------------------------------------------
@@ -494,18 +416,6 @@ def test_bucket_that_is_silent_while_objects_are_looked_for_opens_nothing(site):
     assert payloads(log.topic(TEXT).read()) == sent
 
 
-@pytest.mark.parametrize("at", range(1, 4))
-def test_crash_in_the_middle_of_an_adoption_is_gone_on_with(site, at):
-    sent, _, _ = forgetful(site)
-    log = site.open()
-    with crashing("tier.after_commit", visit=at):
-        log.topic(TEXT)
-    site.kill(log)
-    topic = site.open().topic(TEXT)
-    assert site.ranges() == [(0, 10), (10, 20), (20, 30), (30, 40)]
-    assert payloads(topic.read()) == sent
-
-
 # -- two histories under the same offsets -------------------------------------------------------
 
 
@@ -589,15 +499,6 @@ def test_damaged_or_lost_object_is_no_witness_against_local_files(site, on_damag
     assert topic.watermarks.next == 12
 
 
-def test_silent_bucket_decides_nothing_about_local_files(site):
-    diverged(site, of_a=3, of_b=7)
-    before = content(site)
-    site.objects.before = silent
-    with pytest.raises(UnavailableError):
-        site.open("a").topic(TEXT)
-    assert content(site) == before
-
-
 def test_files_that_end_with_a_rotation_are_compared_all_the_same(site):
     """Goal: the index of a file that is complete ends behind its last frame."""
     log = site.open("a", scheduler=NoThreads(), **ROTATE)
@@ -656,17 +557,6 @@ def put_aside(directory):
     return set_aside(directory, "a test")
 
 
-def test_directory_set_aside_is_whole_and_an_empty_one_takes_its_place():
-    fs, directory = a_directory()
-    where = put_aside(directory)
-    assert Disk(fs).content(where) == OLD
-    assert Disk(fs).content(PATH) == {"wal.origin": b""}
-    assert sorted(fs.list_directory(PARENT)) == sorted([NAME.topic, where.rpartition("/")[2]])
-    fs.crash(random.Random(0))
-    assert Disk(fs).content(where) == OLD
-    assert Disk(fs).content(PATH) == {"wal.origin": b""}
-
-
 def test_every_directory_set_aside_has_a_name_of_its_own():
     fs, directory = a_directory()
     found = {put_aside(directory) for _ in range(3)}
@@ -683,40 +573,22 @@ def test_names_of_what_is_set_aside_are_no_topics(site):
     assert site.open().topics() == [TEXT]
 
 
-def test_killed_while_setting_aside_the_old_files_are_in_one_place():
-    seen = set()
-    for fs, directory, step in crashes(put_aside):
-        fs.kill()
-        places = [path for path in (PATH, *aside(fs)) if fs.exists(path)]
-        assert [Disk(fs).content(path) for path in places].count(OLD) == 1, step
-        finish_set_aside(directory)
-        seen.add(Disk(fs).content(PATH) == OLD)
-        assert Disk(fs).content(PATH) in (OLD, {"wal.origin": b""}), step
-        assert not fs.exists(f"{PATH}.fresh"), step
-        assert [Disk(fs).content(path) for path in (PATH, *aside(fs))].count(OLD) == 1, step
-        if Disk(fs).content(PATH) == OLD:
-            put_aside(directory)
-        assert Disk(fs).content(PATH) == {"wal.origin": b""}, step
-        assert [Disk(fs).content(path) for path in aside(fs)] == [OLD], step
-    assert seen == {True, False}
-
-
-def test_power_cut_while_setting_aside_never_looks_like_a_loss():
+def test_crash_while_setting_aside_never_looks_like_a_loss():
     """Goal: a topic whose directory is gone is refused, and this one's is not.
 
     And the old files are all that is left of messages that were not tiered: they stay, whatever
-    comes between the two renames.
+    comes between the two renames. Without a seed, the process is killed; else the power is cut.
     """
     seen = set()
-    for seed in range(30):
+    for seed in (None, *range(30)):
         for fs, directory, step in crashes(put_aside):
-            fs.crash(random.Random(seed))
+            fs.kill() if seed is None else fs.crash(random.Random(seed))
             seen.add(Disk(fs).content(PATH) == OLD if fs.exists(PATH) else None)
             finish_set_aside(directory)
             assert not directory.is_blank(), step
             assert Disk(fs).content(PATH) in (OLD, {"wal.origin": b""}), step
             assert not fs.exists(f"{PATH}.fresh"), step
-            fs.crash(random.Random(seed))
+            fs.kill() if seed is None else fs.crash(random.Random(seed))
             assert not directory.is_blank(), step
             assert [Disk(fs).content(path) for path in (PATH, *aside(fs))].count(OLD) == 1, step
     assert seen == {True, False, None}
@@ -790,44 +662,6 @@ def test_directory_whose_removal_was_interrupted_is_removed_by_the_next_one():
     remove_directory(fs, PATH)
     fs.crash(random.Random(0))
     assert not fs.exists(PATH)
-
-
-@pytest.mark.parametrize("count", [1, 12])
-def test_sealed_topic_whose_files_are_half_removed_comes_back_whole(site, count):
-    """Goal: whichever of its files are left, they do not count against the bucket."""
-    log = site.open(**ROTATE)
-    topic = log.topic(TEXT, create=True)
-    sent = fill(topic, count, size=900)
-    topic.upload()
-    names = len(site.disk().list_directory(PATH))
-    site.kill(log)
-    disk, entries = snapshot(site), copy.deepcopy(site.metadata._entries)
-    keys, objects = list(site.metadata._keys), dict(site.objects._objects)
-    for at in range(1, names + 2):
-        restore(site, disk)
-        site.metadata._entries, site.metadata._keys = copy.deepcopy(entries), list(keys)
-        site.objects._objects = dict(objects)
-        log = site.open(**ROTATE)
-        log.topic(TEXT)
-        seen = []
-
-        def crash_at(kind, path, seen=seen, at=at):
-            if kind in ("remove", "remove_directory") and path.startswith(PATH):
-                seen.append(path)
-                if len(seen) == at:
-                    raise SimulatedCrash
-
-        site.disk().before = crash_at
-        with pytest.raises(SimulatedCrash):
-            log.seal(TEXT)
-        site.kill(log)
-        log = site.open(**ROTATE)
-        topic = log.topic(TEXT)
-        assert (topic.state, topic.watermarks.next) == (TopicState.OPEN, count), seen
-        assert topic.append(b"on") == count
-        topic.flush()
-        assert payloads(topic.read()) == [*sent, b"on"], seen
-        site.kill(log)
 
 
 # -- what waits for its upload ------------------------------------------------------------------

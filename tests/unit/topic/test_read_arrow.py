@@ -13,18 +13,15 @@ from hypothesis import strategies as st
 import ister
 from ister.base.extras import missing_extra
 from ister.base.model import COLUMNS, Codec, MessageId, StreamMessage
-from ister.bucket.names import object_key
 from ister.errors import (
     ClosedError,
     ConfigError,
-    CorruptDataError,
     InvalidRequestError,
     OffsetOutOfRangeError,
     UnavailableError,
     WaitTimeoutError,
 )
 from ister.format.arrow.schema import HIDDEN, arrow_schema
-from ister.format.frame import scan_frames
 from ister.topic import append as append_module
 from tests.support.cases import each
 from tests.support.machine import NoThreads, Task, numbered
@@ -33,12 +30,6 @@ from tests.support.stores import NAME, Site, as_row
 TEXT = str(NAME)
 ROTATE = {"rotate_max_bytes": 4096, "cache_capacity": 4}
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-
-
-@pytest.fixture
-def site():
-    with Site() as site:
-        yield site
 
 
 def a_topic(site, disk="a", *, codec=None, take_over=False, storage=None, **wal):
@@ -78,12 +69,6 @@ def same(topic, *args, **named):
     rows = arrow_rows(topic, *args, **named)
     assert rows == rows_of(topic, *args, **named)
     return len(rows)
-
-
-def drain(reader, found):
-    """Adds the rows to `found`, batch by batch: they stay there when reading fails."""
-    for batch in reader:
-        found += batch.to_pylist()
 
 
 def fill(topic, count, *, size=200):
@@ -204,15 +189,6 @@ def test_message_that_has_left_the_memory_is_an_error():
     topic.log.close()
 
 
-def test_schema_is_the_tables(site):
-    topic = a_topic(site)
-    reader = topic.read_arrow()
-    assert reader.schema.names == list(COLUMNS)
-    assert reader.read_all().num_rows == 0
-    topic.append(b"x")
-    assert topic.read_arrow(columns=["payload", "offset"]).schema.names == ["payload", "offset"]
-
-
 def test_rows_without_columns_are_still_counted(site):
     topic = a_topic(site)
     fill(topic, 10)
@@ -241,15 +217,6 @@ def test_arguments_are_those_of_read(site):
     with pytest.raises(InvalidRequestError, match="unknown column 'value'"):
         topic.read_arrow(columns=["value"])
     assert topic.readers == []
-
-
-def test_what_was_appended_before_the_call_is_there_and_nothing_later(site):
-    topic = a_topic(site)
-    topic.append_many(numbered(10))
-    reader = topic.read_arrow(columns=["offset"])
-    topic.append_many(numbered(10))
-    topic.flush()
-    assert reader.read_all()["offset"].to_pylist() == list(range(10))
 
 
 def test_waiting_for_what_does_not_become_visible_has_an_end(site):
@@ -349,117 +316,6 @@ def test_batches_do_not_hold_on_to_the_reader(site):
     gc.collect()
     assert held() is None
     assert table.num_rows == 10
-
-
-# -- how much is fetched ------------------------------------------------------------------------
-
-
-def bytes_read(topic):
-    return topic.log.metrics.snapshot().get("cloud_reader.bytes_read_total", 0)
-
-
-def test_smaller_range_fetches_fewer_bytes(site):
-    """The index tells where a range begins: what lies before it is not fetched."""
-    settings = {
-        "uploader": {"index_every_messages": 10},
-        "cloud_reader": {"fetch_chunk_size": 65_536, "read_ahead": False},
-    }
-    topic = a_topic(site, storage=settings)
-    for payload in numbered(600, size=1000):
-        topic.append(payload)
-    trim(topic)
-    topic.log.seal(TEXT)
-    topic.log.close()
-    topic = a_topic(site, "b", storage=settings)
-    assert bytes_read(topic) == 0
-    fetched = []
-    for start, end in [(0, 600), (300, 600), (550, 600), (595, 600)]:
-        before = bytes_read(topic)
-        assert same(topic, start, end=end) == end - start
-        fetched.append(bytes_read(topic) - before)
-    assert fetched == sorted(fetched, reverse=True)
-    assert fetched[0] > 2 * 600_000
-    assert fetched[1] < 0.6 * fetched[0]
-    assert fetched[3] < 0.15 * fetched[0]
-
-
-# -- damage -------------------------------------------------------------------------------------
-
-
-def frame_in_object(site, offset):
-    """The key of the object that holds an offset, and where the frame begins and ends in it."""
-    described = site.catalog().find(offset)
-    key = object_key(NAME, described.object_id)
-    scan = scan_frames(site.objects.read(key, 0, 1 << 40), expected_offset=described.start)
-    number = offset - described.start
-    ends = [*scan.starts[1:], scan.end]
-    return key, scan.starts[number], ends[number]
-
-
-def local_frame(site, topic, offset):
-    """The local file that holds an offset, and where the frame begins."""
-    file = [file for file in topic.wal.files if file.first_offset <= offset][-1]
-    path = topic.wal.directory.log_path(file.seq)
-    handle = site.disk().open_read(path)
-    try:
-        data = handle.read_at(0, handle.size())
-    finally:
-        handle.close()
-    scan = scan_frames(data, expected_offset=file.first_offset)
-    return path, scan.starts[offset - file.first_offset]
-
-
-def flip_local(site, path, position):
-    file = site.disk().open(path)
-    byte = file.read_at(position, 1)
-    file.write_at(position, [bytes([byte[0] ^ 1])])
-    file.sync()
-    file.close()
-
-
-def test_flipped_byte_in_an_object_does_not_matter_while_local_files_have_it(site):
-    topic = a_topic(site)
-    fill(topic, 60)
-    topic.upload()
-    key, begin, _ = frame_in_object(site, 30)
-    site.objects.corrupt(key, begin + 20)
-    assert same(topic) == 60
-
-
-def test_flipped_byte_in_a_local_file_is_read_from_the_bucket(site):
-    topic = a_topic(site)
-    fill(topic, 60)
-    topic.upload()
-    expected = rows_of(topic)
-    path, position = local_frame(site, topic, 30)
-    flip_local(site, path, position + 20)
-    assert arrow_rows(topic) == expected
-
-
-def test_rows_before_local_damage_come_out_first(site):
-    topic = a_topic(site)
-    fill(topic, 60)
-    expected = rows_of(topic)
-    path, position = local_frame(site, topic, 37)
-    flip_local(site, path, position + 20)
-    found = []
-    with pytest.raises(CorruptDataError) as caught:
-        drain(topic.read_arrow(columns=(*COLUMNS, *HIDDEN)), found)
-    assert found == expected[:37]
-    assert caught.value.offset == 37
-
-
-def test_trimming_under_a_read_is_not_noticed(site):
-    topic = a_topic(site)
-    fill(topic, 100)
-    expected = rows_of(topic)
-    reader = topic.read_arrow(columns=(*COLUMNS, *HIDDEN))
-    found = reader.read_next_batch().to_pylist()
-    trim(topic)
-    assert topic.watermarks.trimmed > 50
-    for batch in reader:
-        found += batch.to_pylist()
-    assert found == expected
 
 
 # -- without the library ------------------------------------------------------------------------

@@ -31,17 +31,11 @@ from ister.topic.dedup import SequencedTopic
 from ister.topic.read_only import ReadOnlyTopic
 from tests.support.broker import run, take
 from tests.support.dispatch import ack
-from tests.support.machine import ROOT, Task, eventually, numbered, payloads, waiting
-from tests.support.stores import NAME, PREFIX, TTL_SECONDS, Site, a_descriptor
+from tests.support.machine import Task, eventually, numbered, payloads, waiting
+from tests.support.stores import NAME, PREFIX, TTL_SECONDS, a_descriptor
 
 TEXT = str(NAME)
 START = datetime.fromtimestamp(1_000_000, UTC)
-
-
-@pytest.fixture
-def site():
-    with Site() as site:
-        yield site
 
 
 def lose_owner(site, *, uploaded=10, kept=5, ack="synced"):
@@ -76,23 +70,6 @@ def test_numbered_send_is_refused_before_its_number_is_judged(site):
     ):
         with pytest.raises(UnavailableError, match="waits for the disk of node"):
             append(what, producer="p", sequence=77)
-
-
-def test_numbered_producer_is_not_told_that_it_left_out_what_is_on_the_other_disk(site):
-    log = site.open("a")
-    topic = SequencedTopic(log.topic(TEXT, create=True))
-    for number in range(4):
-        topic.append_record(StreamMessage(), producer="p", sequence=number)
-        topic.topic.flush()
-        if number == 1:
-            topic.topic.upload()
-    site.kill(log)
-    site.clock.advance(TTL_SECONDS + 1)
-    history = SequencedTopic(site.open("b").read_only_topic(TEXT))
-    with pytest.raises(UnavailableError):
-        history.append_record(StreamMessage(), producer="p", sequence=4)
-    again = SequencedTopic(site.open("a").topic(TEXT))
-    assert again.append_record(StreamMessage(), producer="p", sequence=4) == 4
 
 
 # -- reading --------------------------------------------------------------------------------
@@ -135,12 +112,6 @@ def test_tasks_read_it(site):
         return found
 
     assert asyncio.run(read()) == numbered(10) + numbered(10)[7:]
-
-
-def test_topic_of_which_nothing_was_uploaded_is_empty(site):
-    topic = an_orphan(site, uploaded=0)
-    assert (topic.earliest, topic.visible) == (0, 0)
-    assert payloads(topic.read()) == []
 
 
 def test_appends_are_refused_with_the_node_whose_disk_is_waited_for(site):
@@ -194,15 +165,6 @@ def test_topic_that_is_whole_in_the_bucket_is_opened_for_writing_instead(site):
     assert log.topic(TEXT).append(b"x") == 10
 
 
-def test_node_whose_files_are_lost_serves_the_history_itself(site):
-    lose_owner(site)
-    path, disk = f"{ROOT}{TEXT}", site.disk("a")
-    for name in disk.list_directory(path):
-        disk.remove(f"{path}/{name}")
-    topic = site.open("a").read_only_topic(TEXT)
-    assert payloads(topic.read()) == numbered(10)
-
-
 def test_one_node_serves_it_at_a_time(site):
     lose_owner(site)
     first, second = site.open("b"), site.open("c")
@@ -215,16 +177,6 @@ def test_one_node_serves_it_at_a_time(site):
     topic.close()
     assert read_holder(site.metadata, site.catalog().keys.reader) is None
     assert payloads(second.read_only_topic(TEXT).read()) == numbered(10)
-
-
-def test_node_that_was_killed_takes_its_key_again_at_once(site):
-    lose_owner(site)
-    first = site.open("b")
-    first.read_only_topic(TEXT)
-    site.kill(first)
-    again = site.open("b").read_only_topic(TEXT)
-    assert payloads(again.read()) == numbered(10)
-    again.check()
 
 
 def test_answer_that_was_lost_does_not_lose_the_key(site):
@@ -416,24 +368,6 @@ def test_cursor_that_is_beyond_the_bucket_stays_there(site):
 
     run(scenario())
     assert cursor_of(site) == 13
-
-
-def test_cursor_is_not_moved_once_the_owner_is_back(site):
-    topic = an_orphan(site)
-    stored, fenced = subscribe(site, 4), []
-
-    async def scenario():
-        made = dispatch(site, topic, stored, fenced)
-        outbox = made.attach(1, ())
-        await asyncio.to_thread(lambda: site.open("a").topic(TEXT))
-        await deliver(made, outbox, 6)
-        with pytest.raises(FencedError):
-            await made.flush()
-        await made.close(None, flush=False)
-
-    run(scenario())
-    assert cursor_of(site) == 4
-    assert topic.has_stopped
 
 
 def test_cursor_is_not_moved_without_the_key(site):

@@ -11,8 +11,7 @@ from ister.base.clock import SystemClock
 from ister.base.model import TopicName
 from ister.bucket.express import find_runs
 from ister.bucket.names import TopicKeys, object_key, objects_prefix, parse_object_id
-from ister.bucket.orphans import collect_orphans
-from ister.errors import CorruptDataError, NotFoundError, UnavailableError
+from ister.errors import CorruptDataError, NotFoundError
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
 from ister.rescue.rebuild import find_topics, rebuild_topic
 from ister.topic.resorting import RunSorter
@@ -25,12 +24,6 @@ from tests.support.stores import PREFIX, Pipeline, Site
 NAME = TopicName.parse("/default/t0")
 MINUTES = 60
 OBJECTS = {"uploader": {"index_every_messages": 3}}
-
-
-@pytest.fixture
-def site():
-    with Site() as site:
-        yield site
 
 
 @pytest.fixture
@@ -112,16 +105,6 @@ def test_retention_is_not_postponed(site, shared):
     assert made.created_at == runs[-1].created_at
 
 
-def test_groups_follow_each_other_oldest_first(site, shared):
-    shared.fill(*[1] * 230)
-    made = []
-    age(site)
-    while (one := shared.topics[0].bucket.uploads.resort()) is not None:
-        made.append((one.start, one.end))
-    assert made == [(0, 100), (100, 200), (200, 230)]
-    assert shared.read(0) == payloads(230)
-
-
 def test_span_of_an_object_is_bounded(site, shared):
     shared.fill(1)
     age(site, 200)
@@ -155,23 +138,6 @@ def test_objects_of_other_kinds_stay_as_they_are(site, shared):
         (5, 8, FORMAT_FRAMES),
     ]
     assert found[1] == before
-    assert shared.read(0) == payloads(8)
-
-
-def test_commits_go_on_beside_it(site, shared):
-    tier = shared.topics[0].bucket
-    shared.fill(2, 2)
-    age(site)
-
-    def write(kind, key):
-        if kind == "stat" and key.startswith(objects_prefix(NAME)):
-            site.objects.before = lambda kind, key: None
-            shared.fill(3, first=4)
-
-    site.objects.before = write
-    assert (tier.uploads.resort().start, tier.owned.tiered) == (0, 7)
-    shared.fill(1, first=7)
-    assert [(d.start, d.end) for d in descriptors(shared)] == [(0, 4), (4, 7), (7, 8)]
     assert shared.read(0) == payloads(8)
 
 
@@ -313,14 +279,6 @@ def test_damaged_local_files_are_passed_over(site, shared):
     assert other.read(0) == payloads(7)
 
 
-def test_damaged_run_does_not_matter_while_local_files_have_it(site, shared):
-    shared.fill(3, 4)
-    site.objects.corrupt(shared.objects()[0], 20)
-    age(site)
-    assert shared.topics[0].bucket.uploads.resort().end == 7
-    assert shared.read(0) == payloads(7)
-
-
 @pytest.mark.parametrize("loss", ["drop", "corrupt"])
 def test_run_that_cannot_be_read_holds_up_no_other(site, shared, loss):
     shared.fill(1, 1, 1)
@@ -395,23 +353,6 @@ def test_pipeline_that_is_faster_wins(site, shared):
     assert shared.read(0) == payloads(4)
 
 
-def test_process_whose_lease_has_ended_swaps_nothing(site, shared):
-    """Its object may have been collected by a pipeline meanwhile."""
-    shared.fill(2, 2)
-    age(site)
-    runs = descriptors(shared)
-
-    def pause(kind, key):
-        if kind == "close" and key.startswith(objects_prefix(NAME)):
-            site.objects.before = lambda kind, key: None
-            site.clock.advance(3600)
-            shared.log.stores.membership.renew()
-
-    site.objects.before = pause
-    assert shared.topics[0].bucket.uploads.resort() is None
-    assert descriptors(shared) == runs
-
-
 def test_replaced_runs_stay_for_their_readers(site, shared):
     """By the age of their objects, or by a record if they are old."""
     keys = shared.topics[0].bucket.owned.catalog.keys
@@ -430,41 +371,6 @@ def test_replaced_runs_stay_for_their_readers(site, shared):
     assert shared.express.collect().removed == young[:2]
     age(site, 24 * 60 * MINUTES)
     assert shared.express.collect().removed == young[2:]
-    assert shared.read(0) == payloads(4)
-
-
-def test_reader_goes_on_across_swaps_and_collections(site):
-    storage = {"cloud": {"orphan_grace_minutes": 0}}
-    shared = Shared(site, topics=1, storage=storage)
-    shared.fill(*[2] * 20)
-    site.kill(shared.log)
-    age(site)
-    other = Shared(site, "b", topics=1, storage=storage)
-    topic = other.topics[0]
-    seen = []
-    for message in topic.read(start=0, end=40):
-        seen.append((message.offset, message.payload))
-        if len(seen) == 7:
-            assert topic.bucket.uploads.resort().end == 40
-            age(site, 60)
-            assert len(other.express.collect().removed) == 20
-    assert seen == list(enumerate(payloads(40)))
-    assert other.objects() == []
-
-
-def test_uncommitted_object_is_collected_as_an_orphan(site, shared):
-    shared.fill(2, 2)
-    age(site)
-    with crash_at("express.after_resort"), suppress(SimulatedCrash):
-        shared.topics[0].bucket.uploads.resort()
-    assert len(own_objects(site)) == 1
-    owned = shared.topics[0].bucket.owned
-    stores = shared.log.stores
-    arguments = {"clock": site.clock, "metrics": stores.metrics}
-    assert collect_orphans(owned, site.objects, grace_seconds=3600, **arguments) == []
-    age(site, 3601)
-    assert len(collect_orphans(owned, site.objects, grace_seconds=3600, **arguments)) == 1
-    assert shared.topics[0].bucket.uploads.resort().end == 4
     assert shared.read(0) == payloads(4)
 
 
@@ -523,98 +429,6 @@ class crash_at:  # noqa: N801 - reads like a statement
 
     def __exit__(self, *_):
         failpoints.disarm()
-
-
-@pytest.mark.parametrize("disk", ["a", "b"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "express.before_resort",
-        "tier.after_part",
-        "tier.before_complete",
-        "tier.after_complete",
-        "express.after_resort",
-        "tier.before_swap",
-        "tier.after_swap",
-    ],
-)
-def test_crash_at_a_failpoint_leaves_the_topic_as_it_was(site, name, disk):
-    """Goal: whatever the next process has left of the disk, it reads all and re-sorts all."""
-    shared = Shared(site, topics=1)
-    shared.fill(2, 3)
-    age(site)
-    with crash_at(name), pytest.raises(SimulatedCrash):
-        shared.topics[0].bucket.uploads.resort()
-    site.kill(shared.log)
-    age(site, 60)
-    other = Shared(site, disk, topics=1)
-    assert other.read(0) == payloads(5)
-    age(site)
-    other.topics[0].bucket.uploads.resort()
-    [described] = descriptors(other)
-    assert (described.start, described.end, described.format) == (0, 5, FORMAT_FRAMES)
-    assert other.read(0) == payloads(5)
-
-
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_half_a_swap_is_impossible(site, moment):
-    """Goal: at any operation on the stores, lost before or after it, the topic has all messages.
-
-    Method: the process dies at its first operation, then at its second, until it gets through.
-    """
-    shared = Shared(site, topics=1)
-    shared.fill(2, 3)
-    age(site)
-    runs, number, is_through = descriptors(shared), 0, False
-    while not is_through:
-        number += 1
-        left = [number]
-
-        def die(kind, key, left=left):
-            left[0] -= 1
-            if left[0] == 0:
-                raise SimulatedCrash
-
-        setattr(site.objects, moment, die)
-        setattr(site.metadata, moment, die)
-        try:
-            shared.topics[0].bucket.uploads.resort()
-            is_through = True
-        except SimulatedCrash:
-            pass
-        for store in (site.objects, site.metadata):
-            setattr(store, moment, lambda kind, key: None)
-        site.kill(shared.log)
-        age(site, 60)
-        shared = Shared(site, topics=1)
-        found = descriptors(shared)
-        assert found == runs or [(d.start, d.end) for d in found] == [(0, 5)]
-        assert shared.read(0) == payloads(5)
-        if found != runs:
-            break
-    assert number > 8
-
-
-def test_lost_answer_of_the_swap(site, shared):
-    shared.fill(2, 2)
-    age(site)
-    calls = []
-
-    def lose(kind, key):
-        if kind == "transact" and not calls:
-            calls.append(kind)
-            raise UnavailableError("lost")
-
-    site.metadata.after = lose
-    tier = shared.topics[0].bucket
-    with suppress(UnavailableError):
-        tier.uploads.resort()
-    assert calls
-    assert [(d.start, d.end, d.format) for d in descriptors(shared)] == [(0, 4, FORMAT_FRAMES)]
-    age(site, 60)
-    assert tier.uploads.resort() is None
-    assert len(own_objects(site)) == 1
-    assert shared.read(0) == payloads(4)
 
 
 # -- by the log's own threads ----------------------------------------------------------------------

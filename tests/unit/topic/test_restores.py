@@ -12,7 +12,6 @@ from ister.errors import (
     ConflictError,
     CorruptDataError,
     IsterError,
-    StoresDifferError,
     UnavailableError,
     WaitsForDiskError,
 )
@@ -30,12 +29,6 @@ from tests.support.stores import NAME, PREFIX, TTL_SECONDS, Site
 TEXT = str(NAME)
 DIRECTORY = f"{ROOT}{TEXT}"
 DAY_SECONDS = 86_400
-
-
-@pytest.fixture
-def site():
-    with Site() as site:
-        yield site
 
 
 def send(topic: Topic, count: int, mark: str) -> list[bytes]:
@@ -82,24 +75,6 @@ def aside(site: Site, disk: str = "a") -> list[str]:
     return [name for name in site.disk(disk).list_directory(parent) if ".aside-" in name]
 
 
-@pytest.mark.parametrize("mode", ["wal_cloud", "bucket"])
-def test_older_metadata_gives_no_offset_of_tiered_messages_again(site, mode):
-    """Case a: two brokers, 50 messages, a snapshot, 50 more, a restore, and 10 more."""
-
-    def open_log(disk: str) -> Log:
-        return site.open_diskless() if mode == "bucket" else site.open(disk)
-
-    log = open_log("a")
-    topic = made(log, ack="tiered")
-    acked = send(topic, 50, "first")
-    backup = MetadataBackup.of(site.metadata)
-    acked += send(topic, 50, "second")
-    end(site, log)
-    backup.put_back(site.metadata)
-    site.clock.advance(TTL_SECONDS + 1)
-    assert is_noticed_or_whole(go_on(open_log("b")), acked)
-
-
 def test_topic_that_the_metadata_has_forgotten_keeps_its_objects(site):
     """Case b: the topic was made again after the backup, and a day later garbage is collected."""
     log = site.open()
@@ -120,59 +95,6 @@ def test_topic_that_the_metadata_has_forgotten_keeps_its_objects(site):
         topic.bucket.retention.collect_orphans()
     lost = [key for key in kept if ".dnb1" in key and key not in site.bucket_keys()]
     assert lost == []
-
-
-def test_local_files_of_another_incarnation_do_not_continue_an_older_catalog(site):
-    """Case c: metadata and bucket were put back together, and the files are of a later topic."""
-    log = site.open()
-    topic = made(log)
-    send(topic, 50, "of the deleted topic")
-    topic.upload()
-    metadata, bucket = MetadataBackup.of(site.metadata), BucketBackup.of(site.objects)
-    log.delete(TEXT)
-    acked = send(made(log), 50, "again")
-    acked += send(made(log), 20, "and more")
-    end(site, log)
-    metadata.put_back(site.metadata)
-    bucket.put_back(site.objects)
-    site.clock.advance(TTL_SECONDS + 1)
-    log = site.open(rotate_max_bytes=4096, retention={"time_minutes": 0})
-    assert is_noticed_or_whole(go_on(log), acked)
-    site.clock.advance(60)
-    log.stores.membership.renew()
-    for topic in log._open_topics():
-        topic.rotate()
-        topic.upload()
-        topic.bucket.retention.trim()
-        assert payloads(topic.read("earliest"))[: len(acked)] == acked
-    assert aside(site) == []
-
-
-@pytest.mark.parametrize("then", ["deleted", "sealed elsewhere"])
-def test_local_files_are_not_outdated_by_older_metadata(site, then):
-    """Case d: by what the metadata says, the files are not the topic's newest."""
-    log = site.open()
-    topic = made(log)
-    before = send(topic, 5, "first")
-    if then == "deleted":
-        log.delete(TEXT)
-        before = []
-    else:
-        topic.upload()
-        log.seal(TEXT)
-        log.close()
-        other = site.open("b")
-        before += send(made(other), 5, "elsewhere")
-        other.seal(TEXT)
-        other.close()
-        log = site.open()
-    backup = MetadataBackup.of(site.metadata)
-    acked = before + send(made(log), 50, "acknowledged")
-    end(site, log)
-    backup.put_back(site.metadata)
-    site.clock.advance(TTL_SECONDS + 1)
-    assert is_noticed_or_whole(go_on(site.open()), acked)
-    assert aside(site) == []
 
 
 def test_accepted_metadata_has_no_seal_of_an_earlier_term(site):
@@ -259,18 +181,6 @@ def test_accepting_waits_for_files_whose_uploads_were_put_back(site):
     assert go_on(site.open())[:5] == acked
 
 
-def test_topic_that_the_metadata_does_not_have_is_accepted(site):
-    """The metadata is older than the topic, and the bucket has its term."""
-    log = site.open()
-    backup = MetadataBackup.of(site.metadata)
-    acked = send(made(log, ack="tiered"), 5, "first")
-    end(site, log)
-    backup.put_back(site.metadata)
-    site.clock.advance(TTL_SECONDS + 1)
-    assert accept(site, "b") == "accepted"
-    assert go_on(site.open_diskless())[:5] == acked
-
-
 def test_running_process_remembers_the_revisions_that_it_saw(site):
     """The bucket is told once a minute; a process that closes its topics compares all the same."""
     log = site.open()
@@ -307,84 +217,6 @@ def test_process_that_closed_what_it_did_not_upload_again_has_not_ended_whole(
     assert is_noticed_or_whole(go_on(site.open("b")), acked)
 
 
-@pytest.mark.parametrize("has_old_files", [False, True])
-def test_topic_deleted_by_older_metadata_is_not_made_again(site, has_old_files):
-    """It was made again on another node, and files of the deleted one may be left on this one."""
-    if has_old_files:
-        log = site.open("b")
-        send(made(log, ack="tiered"), 5, "deleted")
-        log.close()
-    log = site.open()
-    made(log)
-    log.delete(TEXT)
-    backup = MetadataBackup.of(site.metadata)
-    acked = send(made(log), 5, "again")
-    site.open("c").close()  # it has seen the store's revision
-    end(site, log)
-    for key in site.bucket_keys():
-        if "/terms/" in key:
-            site.objects.delete(key)
-    backup.put_back(site.metadata)
-    site.clock.advance(TTL_SECONDS + 1)
-    assert is_noticed_or_whole(go_on(site.open("b")), acked)
-
-
-def test_idle_mark_that_was_put_back_proves_nothing(site):
-    """Case e: the newest messages are on a disk, and the mark says that the bucket has them."""
-    log = site.open()
-    topic = made(log)
-    acked = send(topic, 5, "first")
-    topic.upload()
-    assert topic.bucket.uploads.idle_mark.set()
-    backup = MetadataBackup.of(site.metadata)
-    topic.bucket.uploads.idle_mark.clear()
-    acked += send(topic, 20, "on the disk")
-    site.open("b").close()  # it has seen the store's revision
-    end(site, log)
-    backup.put_back(site.metadata)
-    site.clock.advance(TTL_SECONDS + 1)
-    assert is_noticed_or_whole(go_on(site.open("b")), acked)
-    assert is_noticed_or_whole(go_on(site.open()), acked)
-
-
-def test_forgotten_owners_objects_are_not_overwritten(site):
-    """Case f: the epoch after the backup's is used again, and so are the names of its objects."""
-    log = site.open()
-    topic = made(log, ack="tiered")
-    acked = send(topic, 5, "first")
-    log.close()
-    backup = MetadataBackup.of(site.metadata)
-    log = site.open("b")
-    acked += send(made(log), 10, "forgotten")
-    end(site, log)
-    kept = {key: site.objects.read(key, 0, 1 << 20) for key in site.bucket_keys()}
-    backup.put_back(site.metadata)
-    site.clock.advance(TTL_SECONDS + 1)
-    assert is_noticed_or_whole(go_on(site.open()), acked)
-    data = {key: site.objects.read(key, 0, 1 << 20) for key in kept if ".dnb1" in key}
-    assert data == {key: kept[key] for key in data}
-    assert data.keys() == {key for key in kept if ".dnb1" in key}
-
-
-def test_node_whose_uploads_were_put_back_does_not_assign_their_offsets_again(site):
-    """Metadata and bucket were put back, another node went on, and the first one returns."""
-    log = site.open()
-    topic = made(log, ack="tiered")
-    send(topic, 5, "first")
-    metadata, bucket = MetadataBackup.of(site.metadata), BucketBackup.of(site.objects)
-    send(topic, 10, "on the disk and in the lost part of the bucket")
-    end(site, log)
-    metadata.put_back(site.metadata, bump=1000)
-    bucket.put_back(site.objects)
-    site.clock.advance(TTL_SECONDS + 1)
-    log = site.open("b")
-    assert len(go_on(log, 3)) == 8
-    log.close()
-    with pytest.raises(StoresDifferError, match="5 up to, not including, 15"):
-        made(site.open())
-    assert aside(site) == []
-
-
 @pytest.mark.parametrize("witness", ["the node", "the bucket"])
 def test_older_copy_of_a_topics_directory_is_noticed(site, witness):
     """Case g: it is of an earlier term than another store remembers."""
@@ -406,20 +238,6 @@ def test_older_copy_of_a_topics_directory_is_noticed(site, witness):
     assert is_noticed_or_whole(go_on(site.open()), acked)
 
 
-def test_older_files_of_a_deleted_topic_do_not_continue_the_next_one(site):
-    """The bucket has everything of the topic, so the files of the node are not needed."""
-    log = site.open()
-    send(made(log, ack="tiered"), 5, "of the deleted topic")
-    log.close()
-    backup = DiskBackup.of(site.disk())
-    log = site.open()
-    log.delete(TEXT)
-    acked = send(made(log, ack="tiered"), 2, "again")
-    end(site, log)
-    backup.put_back(site.disk(), DIRECTORY)
-    assert is_noticed_or_whole(go_on(site.open()), acked)
-
-
 @pytest.mark.parametrize("pattern", [r"wal\..*", r".*\.(log|ckpt)", r".*"])
 def test_files_of_a_topic_that_were_removed_are_noticed(site, pattern):
     """Case g: what is left looks like a new directory, or like one that was uploaded."""
@@ -434,25 +252,6 @@ def test_files_of_a_topic_that_were_removed_are_noticed(site, pattern):
         if re.fullmatch(pattern, name):
             disk.remove(f"{DIRECTORY}/{name}")
     disk.sync_directory(DIRECTORY)
-    assert is_noticed_or_whole(go_on(site.open()), acked)
-
-
-def test_names_of_objects_tell_of_later_owners_when_the_terms_are_deleted(site):
-    log = site.open()
-    acked = send(made(log), 10, "first")
-    made(log).upload()
-    end(site, log)
-    metadata, disk = MetadataBackup.of(site.metadata), DiskBackup.of(site.disk("a"))
-    log = site.open()
-    acked += send(made(log), 10, "second")
-    made(log).upload()
-    end(site, log)
-    metadata.put_back(site.metadata)
-    disk.put_back(site.disk("a"))
-    for key in site.bucket_keys():
-        if "/terms/" in key or key.startswith("storage/metadata/"):
-            site.objects.delete(key)
-    site.clock.advance(TTL_SECONDS + 1)
     assert is_noticed_or_whole(go_on(site.open()), acked)
 
 

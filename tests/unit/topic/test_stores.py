@@ -7,17 +7,15 @@ from contextlib import suppress
 
 import pytest
 
-from ister.base import failpoints
 from ister.base.clock import SystemClock
-from ister.base.model import AckLevel, Codec, TopicState
+from ister.base.model import TopicState
 from ister.bucket.names import manifest_key, object_key
 from ister.bucket.topic_manifest import load_manifest
 from ister.errors import ClosedError, ConflictError, FencedError, NotFoundError, UnavailableError
 from ister.objectstore.base import Capabilities
-from ister.topic.bucket_link import RepairedObjects
 from ister.topic.node import NODE_NAME, Node
 from tests.support.cases import each
-from tests.support.crash import Crash, crash_on, crashing
+from tests.support.crash import Crash, crashing
 from tests.support.machine import (
     ROOT,
     Disk,
@@ -222,32 +220,6 @@ def test_mark_is_durable_before_the_claim(site):
     assert seen[0] == (["wal.origin"], ["wal.origin"])
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_crash_after_the_claim_does_not_look_like_a_loss(site, seed):
-    log = opened(site)
-    with crashing("tier.after_claim"):
-        log.topic(TEXT, create=True)
-    site.kill(log)
-    site.disk().crash(random.Random(seed))
-    topic = opened(site).topic(TEXT)
-    assert (topic.state, topic.watermarks.next) == (TopicState.OPEN, 0)
-
-
-def test_crash_between_mark_and_claim_leaves_no_topic(site):
-    log = opened(site)
-    site.metadata.before = crash_on("transact")
-    with pytest.raises(SimulatedCrash):
-        log.topic(TEXT, create=True)
-    site.metadata.before = calm
-    site.kill(log)
-    assert site.disk().list_directory(PATH) == ["wal.origin"]
-    log = opened(site)
-    with pytest.raises(NotFoundError):
-        log.topic(TEXT)
-    topic = log.topic(TEXT, create=True, ack="written", codec="bincode1")
-    assert (topic.ack, topic.codec) == (AckLevel.WRITTEN, Codec.BINCODE1)
-
-
 def test_topic_that_could_not_be_opened_is_not_kept_by_its_lease(site):
     """Goal: a claim that led to nothing is not renewed for ever."""
     log = opened(site)
@@ -358,49 +330,6 @@ def test_deleted_topic_leaves_nothing_but_its_epoch(site):
     check_deleted(site, log)
 
 
-def test_deletion_that_a_crash_has_interrupted_anywhere_is_finished_by_the_next_one():
-    kinds = {"remove", "remove_directory", "sync_directory", "put", "delete", "transact"}
-    at, is_done = 0, False
-    while not is_done:
-        at += 1
-        with Site() as site:
-            log = a_topic_to_delete(site)
-            crash = Crash(at, kinds)
-            crash.arm(site)
-            with suppress(SimulatedCrash):
-                log.delete(TEXT)
-                is_done = True
-            Crash.disarm(site)
-            site.kill(log)
-            log = opened(site, **ROTATE)
-            log.topic("/default/other")
-            try:
-                if site.catalog().record()[0].state != "deleted":
-                    log.delete(TEXT)
-                check_deleted(site, log)
-            except Exception as error:
-                error.add_note(f"after a crash before step {at}: {crash.step}")
-                raise
-    assert at > 10
-
-
-@pytest.mark.parametrize(
-    ("point", "visit"),
-    [("tier.after_mark_deleting", 1), *(("tier.after_delete_object", n) for n in (1, 2, 3))],
-)
-def test_deletion_is_finished_by_another_node(site, point, visit):
-    log = a_topic_to_delete(site)
-    with crashing(point, visit=visit):
-        log.delete(TEXT)
-    site.kill(log)
-    other = opened(site, "b")
-    with pytest.raises(NotFoundError):
-        other.topic(TEXT, create=True)
-    other.delete(TEXT)
-    assert [key for key in site.bucket_keys() if "/orders/" in key] == []
-    assert other.topic(TEXT, create=True).watermarks.next == 0
-
-
 def test_deletion_while_the_bucket_is_silent_is_gone_on_with_in_the_same_process(site):
     log = a_topic_to_delete(site)
     deleted = []
@@ -430,34 +359,6 @@ def test_deletion_does_not_wait_for_the_lease_of_the_process_that_began_it(site)
     log = opened(site)
     log.delete(TEXT)
     assert site.catalog().owner() is None
-
-
-@pytest.mark.parametrize("point", ["tier.after_mark_deleting", "tier.after_delete_object"])
-def test_zombie_that_goes_on_deleting_spares_the_topic_that_was_made_again(site, point):
-    """Goal: a process that slept in its deletion finds the name in use, and leaves it alone."""
-    log = a_topic_to_delete(site)
-    made = []
-
-    def overtake():
-        if made:
-            return
-        made.append(1)
-        other = opened(site, "b")
-        other.delete(TEXT)
-        topic = other.topic(TEXT, create=True)
-        fill(topic, 4)
-        topic.upload()
-        made.append(topic)
-
-    failpoints.arm(point, overtake)
-    with pytest.raises(FencedError):
-        log.delete(TEXT)
-    failpoints.disarm()
-    topic = made[1]
-    assert site.ranges() == [(0, 4)]
-    assert load_manifest(site.objects, NAME).incarnation == topic.bucket.owned.record.incarnation
-    assert topic.bucket.repair_objects() == RepairedObjects()
-    assert topic.append(b"on") == 4
 
 
 def test_slow_deletion_deletes_a_topic_that_was_made_since_whole(live_site):

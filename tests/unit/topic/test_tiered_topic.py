@@ -1,19 +1,13 @@
 """A topic over two tiers: uploads, chained reads, retention, and who may acknowledge."""
 
 import asyncio
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from itertools import pairwise
 
 import pytest
 
-from ister.base import failpoints
 from ister.base.model import AckLevel, Codec, TopicState
-from ister.bucket.topic_manifest import load_manifest
 from ister.errors import (
     CapacityError,
-    ClosedError,
-    ConflictError,
     CorruptDataError,
     FencedError,
     InvalidRequestError,
@@ -26,21 +20,13 @@ from ister.format.frame import scan_frames
 from ister.format.records import Progress, encode_progress
 from ister.topic.bucket_link import RepairedObjects
 from tests.support.machine import ROOT, NoThreads, Task, eventually, numbered, payloads, waiting
-from tests.support.memory_fs import SimulatedCrash
-from tests.support.stores import NAME, TTL_SECONDS, Site
+from tests.support.stores import NAME, TTL_SECONDS
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"
 ROTATE = {"rotate_max_bytes": 4096, "cache_capacity": 1}
 KEEP_NOTHING = {"retention": {"time_minutes": 0, "size_mb": 0}}
 DAY_SECONDS = 86_400
-COMMITTED = ("tier.after_commit", "tier.before_checkpoint_rename", "tier.after_checkpoint")
-
-
-@pytest.fixture
-def site():
-    with Site() as site:
-        yield site
 
 
 def a_topic(site, disk="a", *, ack=None, codec=None, take_over=False, **settings):
@@ -251,31 +237,6 @@ def test_start_by_time_in_a_tiered_topic_is_after_older_messages_that_nobody_see
     assert topic.visible == 1
 
 
-def test_topic_with_ack_tiered_goes_on_when_its_files_are_lost(site):
-    first = site.open()
-    topic = first.topic(TEXT, create=True, ack="tiered")
-    fill(topic, 5)
-    topic.upload()
-    site.kill(first)
-    for name in site.disk().list_directory(PATH):
-        site.disk().remove(f"{PATH}/{name}")
-    site.clock.advance(TTL_SECONDS + 1)
-    again = site.open().topic(TEXT)
-    assert again.append(b"x") == 5
-    assert [item.start for item in again.bucket.owned.record.lineage] == [0, 5]
-
-
-def test_ack_level_of_a_topic_is_kept_in_its_record(site):
-    log = site.open()
-    log.topic(TEXT, create=True, ack="tiered", codec="bincode1")
-    log.close()
-    topic = site.open("b", storage={"ack": "written"})
-    assert site.catalog().record()[0].ack is AckLevel.TIERED
-    topic.close()
-    again = site.open().topic(TEXT)
-    assert (again.ack, again.codec) == (AckLevel.TIERED, Codec.BINCODE1)
-
-
 def test_topic_with_ack_tiered_in_a_log_without_a_bucket_does_not_wait_forever(site):
     log = site.open()
     log.topic(TEXT, create=True, ack="tiered")
@@ -314,17 +275,6 @@ def test_read_from_every_offset_is_the_rest(site, read_ahead, ranged):
     for start in (0, 5, topic.watermarks.trimmed - 1):
         for end in (start, start + 1, topic.watermarks.trimmed + 1, len(sent)):
             assert payloads(topic.read(start, end=end)) == sent[start:end]
-
-
-def test_reader_that_is_overtaken_by_trim_goes_on_in_the_bucket(site):
-    topic, sent = uploaded(site)
-    reader = topic.reader(0)
-    got = payloads(reader.next_batch(3))
-    topic.bucket.retention.trim()
-    assert topic.watermarks.trimmed > 3
-    while len(got) < 40:
-        got += payloads(reader.next_batch(3, timeout=1))
-    assert got == sent
 
 
 def test_trim_inside_of_a_readers_own_file_operation_hurts_nothing(site):
@@ -398,15 +348,6 @@ def test_silent_bucket_is_an_error_that_leaves_the_reader_where_it_is(site):
     assert payloads(topic.read(trimmed)) == sent[trimmed:]
 
 
-def history_frame(site, offset):
-    """Where a frame lies in its object: (key, position)."""
-    described = site.catalog().find(offset)
-    key = site.key(offset)
-    data = site.objects.read(key, 0, 1 << 30)
-    starts = scan_frames(data, expected_offset=described.start).starts
-    return key, starts[offset - described.start]
-
-
 @pytest.mark.parametrize("on_damage", ["skip", "error"])
 def test_lost_object_is_left_out_where_that_is_wished(site, on_damage):
     topic, sent = cold(site, storage={"cloud_reader": {"on_damage": on_damage}})
@@ -430,19 +371,6 @@ def test_bucket_without_a_single_object_is_not_left_out(site):
         site.objects.drop(key)
     with pytest.raises(NotFoundError):
         payloads(topic.read())
-
-
-def test_damaged_end_of_the_bucket_is_left_out_and_the_files_follow(site):
-    """Goal: skipping goes on behind the last object, where that ends with the damage."""
-    log = site.open()
-    fill(log.topic(TEXT, create=True), 10)
-    log.seal(TEXT)
-    topic = a_topic(site, "b", storage={"cloud_reader": {"on_damage": "skip"}})
-    fill(topic, 5)
-    key, position = history_frame(site, 9)
-    site.objects.corrupt(key, position + 20)
-    sent = numbered(15)
-    assert payloads(topic.read()) == sent[:9] + sent[10:]
 
 
 def test_offset_that_no_tier_keeps_is_out_of_range(site):
@@ -520,27 +448,6 @@ def test_size_alone_does_not_notice_a_flipped_bit(site):
     reads = len(site.objects.reads)
     assert topic.bucket.retention.trim() > 2
     assert len(site.objects.reads) == reads
-
-
-def test_trim_while_the_bucket_is_silent_removes_nothing(site):
-    topic, _ = uploaded(site)
-    site.objects.before = silent
-    with pytest.raises(UnavailableError):
-        topic.bucket.retention.trim()
-    assert topic.watermarks.trimmed == 0
-
-
-def test_trim_by_an_owner_that_was_replaced_removes_nothing(site):
-    topic, _ = uploaded(site)
-    site.clock.advance(TTL_SECONDS + 60)
-    a_topic(site, "b", take_over=True)
-    with pytest.raises((FencedError, UnavailableError)):
-        topic.bucket.retention.trim()
-    with suppress(UnavailableError):
-        topic.bucket._stores.membership.renew()
-    with pytest.raises(FencedError):
-        topic.bucket.retention.trim()
-    assert topic.watermarks.trimmed == 0
 
 
 def cursor(site, name, offset, *, age_seconds=0, incarnation=""):
@@ -631,24 +538,6 @@ def taken_over(site):
     return topic, other
 
 
-def test_owner_that_was_replaced_acknowledges_and_uploads_nothing(site):
-    topic, other = taken_over(site)
-    assert other.append(b"theirs") == 10
-    other.flush()
-    with pytest.raises(UnavailableError):
-        topic.wait(12, "synced")
-    topic.bucket._stores.membership.renew()
-    with pytest.raises(FencedError):
-        topic.wait(12, "synced")
-    with pytest.raises(FencedError):
-        topic.append(b"mine")
-    with pytest.raises(FencedError):
-        topic.upload()
-    other.upload()
-    assert site.ranges() == [(0, 10), (10, 11)]
-    assert payloads(other.read()) == [*numbered(10), b"theirs"]
-
-
 def test_wait_for_tiered_ends_when_the_owner_was_replaced(site):
     topic, _ = taken_over(site)
     task = Task(topic.wait, 12, "tiered")
@@ -677,56 +566,7 @@ def test_held_append_ends_when_the_owner_was_replaced(site):
     assert isinstance(task.error(), FencedError)
 
 
-def test_topic_that_was_fenced_is_claimed_anew_when_it_is_asked_for(site):
-    topic, other = taken_over(site)
-    log = site._logs[0][1]
-    topic.bucket._stores.membership.renew()
-    with pytest.raises(ConflictError):
-        log.topic(TEXT)
-    site._logs[1][1].seal(TEXT)
-    again = log.topic(TEXT)
-    assert again is not topic
-    assert payloads(again.read()) == numbered(10)
-    assert again.append(b"x") == 10
-    assert other.state is TopicState.CLOSED
-
-
 # -- opening again ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "point",
-    [
-        *("tier.before_session", "tier.after_session", "tier.after_part"),
-        *("tier.before_complete", "tier.after_complete", "tier.before_commit", *COMMITTED),
-    ],
-)
-def test_crash_at_any_step_of_an_upload_loses_and_doubles_nothing(site, point):
-    log = site.open()
-    topic = log.topic(TEXT, create=True)
-    sent = fill(topic, 10)
-    topic.upload()
-    sent += fill(topic, 10)
-
-    def crash():
-        raise SimulatedCrash
-
-    failpoints.arm(point, crash)
-    with pytest.raises(SimulatedCrash):
-        topic.upload()
-    failpoints.disarm()
-    site.kill(log)
-    topic = site.open().topic(TEXT)
-    marks = topic.watermarks
-    assert (marks.synced, marks.next) == (20, 20)
-    assert marks.tiered == (20 if point in COMMITTED else 10)
-    topic.upload()
-    assert site.ranges() == [(0, 10), (10, 20)]
-    assert payloads(topic.read()) == sent
-    later(site, topic, 2 * DAY_SECONDS)
-    topic.bucket.retention.collect_orphans()
-    assert topic.bucket.repair_objects() == RepairedObjects()
-    assert len([key for key in site.bucket_keys() if key.endswith(".dnb1")]) == 2
 
 
 @pytest.mark.parametrize("more", [0, 5])
@@ -769,55 +609,7 @@ def test_log_made_without_a_bucket_is_adopted(site):
     assert payloads(topic.read()) == sent
 
 
-# -- hand-over ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [0, 1, 10])
-def test_sealed_topic_goes_on_elsewhere(site, count):
-    log = site.open()
-    topic = log.topic(TEXT, create=True, ack="written")
-    sent = fill(topic, count)
-    assert log.seal(TEXT) == count
-    assert not site.disk().exists(PATH)
-    assert topic.state is TopicState.CLOSED
-    with pytest.raises(ClosedError):
-        topic.append(b"x")
-    other = site.open("b").topic(TEXT)
-    assert other.ack is AckLevel.WRITTEN
-    assert other.watermarks.next == count
-    assert other.append(b"next") == count
-    other.flush()
-    assert payloads(other.read()) == [*sent, b"next"]
-
-
-def test_seal_while_the_bucket_is_silent_hands_nothing_over(site):
-    log = site.open()
-    sent = fill(log.topic(TEXT, create=True), 10)
-    site.objects.before = silent
-    with pytest.raises(UnavailableError):
-        log.seal(TEXT)
-    site.objects.before = lambda kind, key: None
-    assert site.catalog().sealed() is None
-    with pytest.raises(ConflictError):
-        site.open("b").topic(TEXT)
-    topic = log.topic(TEXT)
-    assert payloads(topic.read()) == sent
-    topic.append(b"x")
-    assert log.seal(TEXT) == 11
-
-
 # -- deletion -----------------------------------------------------------------------------------
-
-
-def test_topic_made_again_has_a_manifest_of_its_own(site):
-    log = site.open()
-    log.topic(TEXT, create=True, ack="written")
-    log.delete(TEXT)
-    topic = log.topic(TEXT, create=True, ack="tiered", codec="bincode1")
-    manifest = load_manifest(site.objects, NAME)
-    assert manifest is not None
-    assert (manifest.ack, manifest.codec) == (AckLevel.TIERED, Codec.BINCODE1)
-    assert manifest.incarnation == topic.bucket.owned.record.incarnation
 
 
 def test_topic_that_does_not_exist_is_not_deleted(site):
@@ -826,32 +618,6 @@ def test_topic_that_does_not_exist_is_not_deleted(site):
 
 
 # -- the whole ----------------------------------------------------------------------------------
-
-
-def test_watermarks_form_a_chain_at_every_moment(site):
-    topic = a_topic(site, **ROTATE, **KEEP_NOTHING)
-    seen = []
-
-    def look():
-        marks = topic.watermarks
-        assert marks.trimmed <= marks.tiered <= marks.synced <= marks.written <= marks.next
-        seen.append(marks)
-
-    for _ in range(4):
-        for payload in numbered(10, size=500):
-            topic.append(payload)
-            look()
-        topic.flush()
-        look()
-        topic.upload()
-        look()
-        later(site, topic)
-        topic.bucket.retention.trim()
-        look()
-    for one, other in pairwise(seen):
-        assert one.trimmed <= other.trimmed
-        assert one.tiered <= other.tiered
-    assert seen[-1].trimmed > 0
 
 
 def test_time_is_found_in_the_bucket_where_a_local_frame_is_damaged(site):

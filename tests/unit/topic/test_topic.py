@@ -157,17 +157,6 @@ def test_publish_time_is_now_by_default(machine):
     assert [m.publish_time_ms for m in topic.read()] == [1_234_567_890_123] * 2
 
 
-def test_publish_time_keeps_its_milliseconds(topic):
-    times = [
-        datetime(year, 3, 1, tzinfo=UTC) + timedelta(milliseconds=n)
-        for year in (1970, 1999, 2001, 2026, 2100, 9999)
-        for n in range(1, 3000, 37)
-    ]
-    for time in times:
-        topic.append(b"", publish_time=time)
-    assert [m.publish_time for m in topic.read()] == times
-
-
 def test_appends_from_many_threads_get_offsets_without_holes(machine):
     """Goal: each offset once, batches in one piece, every reader the same order.
 
@@ -472,12 +461,6 @@ def test_level_of_a_topic_decides_when_readers_see_a_message(machine, ack, is_se
     committer.result()
 
 
-def test_memory_topic_overtaken_before_it_is_written_is_read_from_the_file(machine):
-    topic = machine.topic(ack="memory", cache_capacity=2)
-    topic.append_many(numbered(10))
-    assert payloads(topic.read()) == numbered(10)
-
-
 # -- readers ------------------------------------------------------------------------------------
 
 
@@ -568,17 +551,6 @@ def test_batches_keep_their_bounds(machine, source):
     assert 1 <= len(some) <= 5
     reader.seek(0)
     assert payloads(reader.next_batch(max_messages=1)) == sent[:1]
-
-
-@pytest.mark.parametrize("source", ["cache", "files"])
-def test_message_over_the_batch_size_comes_alone(machine, source):
-    topic = machine.topic(cache_capacity=1 if source == "files" else 1000)
-    topic.append_many([b"a", b"b", bytes(50_000)])
-    topic.append(b"c")
-    topic.flush()
-    reader = topic.reader(end=3)
-    assert [m.offset for m in reader.next_batch(max_bytes=1000)] == [0, 1]
-    assert [m.offset for m in reader.next_batch(max_bytes=1000)] == [2]
 
 
 def test_batch_of_no_messages_is_refused(topic):

@@ -10,16 +10,10 @@ from ister.bucket.names import format_object_id
 from ister.errors import CommitUnknownError, DataGapError, UnavailableError
 from tests.support.machine import payloads
 from tests.support.memory_fs import SimulatedCrash
-from tests.support.stores import NAME, Pipeline, Site
+from tests.support.stores import NAME, Pipeline
 
 TEXT = str(NAME)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-
-
-@pytest.fixture
-def site():
-    with Site() as site:
-        yield site
 
 
 def fill(topic, payloads_):
@@ -54,21 +48,6 @@ def test_files_before_the_oldest_object_stay_until_they_are_in_the_bucket(site):
     topic = log.topic(TEXT)
     assert topic.bucket.retention.trim() > 0
     assert sum(1 for _ in topic.read(0)) == 120
-
-
-def test_files_whose_objects_have_expired_are_not_owed(site):
-    settings = {"cloud": {"retention": {"time_minutes": 5}}}
-    log = site.open(rotate_max_bytes=65536, retention={"time_minutes": 1}, storage=settings)
-    topic = log.topic(TEXT, create=True)
-    for _ in range(4):
-        fill(topic, [b"x" * 3000] * 30)
-        topic.upload()
-    site.clock.advance(3600)
-    log.stores.membership.renew()
-    assert topic.bucket.retention.expire() == 3
-    assert topic.bucket.owned.record.expired_before == 90
-    assert topic.bucket.retention.trim() > 0
-    assert payloads(topic.read(topic.earliest)) == [b"x" * 3000] * (120 - topic.earliest)
 
 
 @pytest.mark.parametrize("how", ["trim", "seal"])

@@ -6,20 +6,13 @@ import pytest
 
 from ister.errors import UnavailableError
 from ister.format.records import Progress, encode_progress
-from tests.support.stores import NAME, Site
+from tests.support.stores import NAME
 
 TEXT = str(NAME)
 DAY = 86_400
 DAY_MS = DAY * 1000
-YEAR_2099_MS = 4_070_908_800_000
 MODES = ["wal_cloud", "local_only"]
 STEPS = [30 * DAY_MS, 75 * 365 * DAY_MS, -30 * DAY_MS]
-
-
-@pytest.fixture
-def site():
-    with Site() as site:
-        yield site
 
 
 def opened(site, mode="wal_cloud", *, minutes=60, size_mb=None, **uploader):
@@ -84,25 +77,6 @@ def test_step_of_the_clock_deletes_nothing(site, mode, jump_ms):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("jump_ms", STEPS)
-@pytest.mark.parametrize("is_clean", [True, False])
-def test_step_across_a_restart_deletes_nothing(site, mode, jump_ms, is_clean):
-    log = opened(site, mode)
-    fill(log)
-    (log.close if is_clean else lambda: site.kill(log))()
-    site.clock.advance(10)
-    site.clock.jump_wall(jump_ms)
-    log = opened(site, mode)
-    assert log.clock_step is not None
-    assert tidy(log) == 0
-    assert log.confirm_clock() is not None
-    assert log.clock_step is None
-    assert tidy(log) == 0, "what was stored before the step is no older for it"
-    site.clock.advance(31 * DAY)
-    assert tidy(log) > 0
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_suspended_machine_deletes_what_has_become_old(site, mode):
     log = opened(site, mode)
     fill(log)
@@ -114,30 +88,6 @@ def test_suspended_machine_deletes_what_has_become_old(site, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("restarts", [False, True])
-def test_what_was_stored_while_the_clock_was_behind_is_not_taken_for_old(site, mode, restarts):
-    log = opened(site, mode)
-    fill(log)
-    site.clock.advance(3500)
-    site.clock.jump_wall(-30 * DAY_MS)
-    tidy(log)
-    fill(log)
-    if restarts:
-        log.close()
-        log = opened(site, mode)
-    site.clock.jump_wall(30 * DAY_MS)
-    assert tidy(log) == 0
-    site.clock.advance(101)
-    kept = log.topic(TEXT).watermarks.trimmed
-    assert tidy(log) > 0
-    topic = log.topic(TEXT)
-    assert kept < topic.watermarks.trimmed <= 4, "those from before the step, and no others"
-    assert topic.earliest <= 4
-    site.clock.advance(3700)
-    assert tidy(log) > 0
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_size_limits_do_not_depend_on_the_clock(site, mode):
     log = opened(site, mode, minutes=None if mode == "local_only" else 60, size_mb=0)
     topic = fill(log)
@@ -145,19 +95,6 @@ def test_size_limits_do_not_depend_on_the_clock(site, mode):
     assert tidy(log) == 3
     assert log.clock_step is not None
     assert topic.watermarks.trimmed == 3
-
-
-def test_orphan_that_is_seconds_old_stays_under_a_stepped_clock(site):
-    log = opened(site)
-    topic = fill(log)
-    site.objects.put(site.key(0).replace("data-0-0", "data-7-9"), b"made by somebody just now")
-    site.clock.jump_wall(30 * DAY_MS)
-    assert topic.bucket.retention.collect_orphans() == []
-    site.clock.jump_wall(-30 * DAY_MS)
-    assert topic.bucket.retention.collect_orphans() == []
-    site.clock.advance(3700)
-    log.stores.membership.renew()
-    assert topic.bucket.retention.collect_orphans() == ["data-7-9.dnb1"]
 
 
 def test_stepped_clock_makes_no_subscription_inactive(site):
@@ -172,17 +109,6 @@ def test_stepped_clock_makes_no_subscription_inactive(site):
 
 
 # -- arrival ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("time_ms", [0, 1, YEAR_2099_MS])
-def test_age_counts_from_arrival_whatever_producers_say(site, mode, time_ms):
-    log = opened(site, mode)
-    fill(log, publish_time=time_ms)
-    site.clock.advance(3500)
-    assert tidy(log) == 0
-    site.clock.advance(101)
-    assert tidy(log) > 0
 
 
 def test_object_knows_when_its_messages_arrived(site):

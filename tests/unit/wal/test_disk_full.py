@@ -1,13 +1,12 @@
 """A disk without room: appends fail clearly, nothing acknowledged is lost, it goes on by itself."""
 
 import errno
-from datetime import UTC, datetime
 
 import pytest
 
 from ister.base.model import AckLevel, TopicState
 from ister.errors import CapacityError, ClosedError, DiskError
-from tests.support.machine import Calls, Task, eventually, numbered, payloads, waiting
+from tests.support.machine import Calls, Task, eventually, payloads, waiting
 
 _FULL = {
     "no space": errno.ENOSPC,
@@ -52,16 +51,6 @@ def test_room_that_is_back_resumes_the_topic_by_itself(machine):
     assert payloads(machine.reopened().read()) == [b"kept", b"stuck" * 20, b"after"]
 
 
-def test_kill_while_stalled_loses_only_what_was_never_acknowledged(machine):
-    _stalled(machine)
-    machine.kill()
-    machine.fs.write_limit_bytes = None
-    topic = machine.reopened()
-    assert topic.state is TopicState.OPEN
-    assert payloads(topic.read()) == [b"kept"]
-    assert topic.append(b"next") == 1
-
-
 def test_close_while_stalled_says_that_messages_are_not_stored(machine):
     topic = _stalled(machine)
     with pytest.raises(CapacityError):
@@ -97,26 +86,6 @@ def test_no_space_at_the_sync_is_as_final_as_any_failed_sync(machine):
     assert topic.state is TopicState.FAILED
 
 
-def test_appends_beside_a_disk_that_fills_and_empties_lose_nothing(machine):
-    topic = machine.topic()
-    accepted = []
-    for round_number in range(4):
-        machine.fs.write_limit_bytes = machine.used_bytes() + 3000
-        for payload in numbered(50, first=round_number * 100, size=200):
-            try:
-                topic.append(payload)
-                accepted.append(payload)
-                topic.wait(len(accepted) - 1, timeout=10)
-            except CapacityError:
-                break
-        machine.fs.write_limit_bytes = None
-        eventually(lambda: topic.state is TopicState.OPEN)
-    topic.flush()
-    assert len(accepted) > 20
-    machine.cut_power(seed=5)
-    assert payloads(machine.reopened().read()) == accepted
-
-
 def test_reader_at_the_tail_outlives_a_full_disk(machine):
     topic = machine.topic()
     topic.wait(topic.append(b"kept"))
@@ -128,9 +97,3 @@ def test_reader_at_the_tail_outlives_a_full_disk(machine):
         topic.wait(offset)
     machine.fs.write_limit_bytes = None
     assert payloads(tail.result()) == [b"stuck"]
-
-
-def test_start_by_time_works_on_a_stalled_topic(machine):
-    topic = _stalled(machine)
-    reader = topic.reader(datetime(2000, 1, 1, tzinfo=UTC), end=1)
-    assert payloads(reader.next_batch(timeout=1)) == [b"kept"]

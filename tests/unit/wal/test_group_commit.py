@@ -381,14 +381,6 @@ def test_lone_waiter_on_a_slow_disk_times_out(machine):
     assert isinstance(waiter.error(), WaitTimeoutError)
 
 
-def test_close_commits_what_was_appended(machine):
-    topic = machine.topic()
-    topic.append_many([b"a", b"b"])
-    topic.close()
-    machine.cut_power(seed=3)
-    assert payloads(machine.reopened().read()) == [b"a", b"b"]
-
-
 def test_close_tells_those_who_wait_beyond_the_end(machine):
     topic = machine.topic()
     reader = Task(topic.reader("latest").next_batch)

@@ -66,17 +66,6 @@ def filled(machine, sizes, times=None, **settings):
     return topic
 
 
-@pytest.mark.parametrize("start", [0, 1, 17, 49])
-def test_range_stays_within_its_bytes_to_the_byte(machine, start):
-    topic = filled(machine, [number % 7 * 30 for number in range(50)])
-    sizes = frame_sizes(topic)
-    for end in range(start + 1, 51):
-        exact = sum(sizes[start:end])
-        assert plan(topic, start, 50, bytes_max=exact) == end
-        if end > start + 1:
-            assert plan(topic, start, 50, bytes_max=exact - 1) == end - 1
-
-
 def test_what_another_process_wrote_is_told_apart_by_file(machine):
     fs = machine.fs
     fs.now_ms = lambda: 0

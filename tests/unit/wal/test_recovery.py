@@ -8,9 +8,8 @@ from operator import methodcaller
 
 import pytest
 
-from ister.base.model import AckLevel, Codec, TopicState
+from ister.base.model import Codec, TopicState
 from ister.errors import (
-    CapacityError,
     CorruptDataError,
     DiskError,
     IsterError,
@@ -83,17 +82,6 @@ def test_torn_tail_is_cut_and_the_cut_synced_before_appends(machine, tail):
     topic.flush()
     machine.cut_power(seed=4)
     assert payloads(machine.reopened().read()) == [*sent, b"new"]
-
-
-def test_whole_frames_above_the_watermark_are_kept_and_synced(machine):
-    topic = machine.topic(ack="written")
-    topic.wait(topic.append(b"kept"))
-    assert topic.watermarks.synced == 0
-    machine.kill()
-    topic = machine.reopened()
-    assert topic.watermarks.synced == 1
-    machine.cut_power(seed=1)
-    assert payloads(machine.reopened().read()) == [b"kept"]
 
 
 # -- damage -------------------------------------------------------------------------------------
@@ -354,50 +342,6 @@ def test_failed_sync_then_reopen_loses_nothing_acknowledged(
     assert payloads(again.read()) == kept
 
 
-def test_failed_sync_recorded_survives_the_end_of_the_process(machine):
-    topic = machine.topic()
-    topic.wait(topic.append(b"one"))
-    machine.fs.before = _failing("sync")
-    offset = topic.append(b"two")
-    with pytest.raises(DiskError):
-        topic.wait(offset)
-    machine.kill()
-    topic = machine.reopened()
-    assert topic.wal.files[-1].seq == 1
-    topic.wait(topic.append(b"three"))
-    kept = payloads(topic.read())
-    for seed in range(5):
-        machine.cut_power(seed)
-        assert payloads(machine.reopened().read()) == kept
-
-
-def test_sync_that_fails_inside_of_recovery_is_reported_and_not_trusted_later(machine):
-    topic = machine.topic(ack="written")
-    topic.wait(topic.append(b"one"))
-    machine.kill()
-    machine.fs.before = _failing("sync")
-    log = machine.open()
-    with pytest.raises(DiskError):
-        log.topic(NAME)
-    topic = log.topic(NAME)
-    topic.wait(topic.append(b"two"), "synced")
-    kept = payloads(topic.read())
-    machine.cut_power(seed=1)
-    assert payloads(machine.reopened().read()) == kept
-    assert kept == [b"one", b"two"]
-
-
-def test_disk_full_while_untrusted_frames_are_copied_loses_none(machine):
-    """Goal: frames acknowledged as written outlive a failed sync and a full disk in its repair."""
-    sent = _poisoned(machine)
-    log = machine.open()
-    machine.fs.write_limit_bytes = machine.used_bytes() + 900
-    with pytest.raises(CapacityError):
-        log.topic(NAME)
-    machine.fs.write_limit_bytes = None
-    assert payloads(log.topic(NAME).read()) == sent
-
-
 # -- crashes inside of recovery -----------------------------------------------------------------
 
 
@@ -488,12 +432,6 @@ def test_last_file_with_a_bad_first_frame_and_no_checkpoint_is_set_aside(machine
     names = machine.fs.list_directory(PATH)
     kept = [machine.read(f"{PATH}/{name}") for name in names if name.startswith("wal.1.log")]
     assert tail in kept
-
-
-@pytest.mark.parametrize("ack", [AckLevel.SYNCED, AckLevel.WRITTEN, AckLevel.MEMORY])
-def test_ack_level_is_what_it_was_made_with(machine, ack):
-    _closed_log(machine, 2, ack=ack)
-    assert machine.reopened().ack is ack
 
 
 def test_topic_that_cannot_be_opened_concerns_no_other(machine):

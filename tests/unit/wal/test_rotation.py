@@ -7,7 +7,6 @@ import pytest
 
 from ister.base.model import TopicState
 from ister.errors import ClosedError, DiskError
-from tests.support.crash import crashing
 from tests.support.machine import NAME, ROOT, Calls, ManualClock, Task, numbered, payloads
 
 PATH = f"{ROOT}{NAME}"
@@ -192,26 +191,6 @@ def test_appends_beside_calls_that_rotate_lose_nothing(machine):
     for name in range(3):
         mine = [item for item in found if item.startswith(b"%d:" % name)]
         assert mine == [b"%d:%d" % (name, n) for n in range(100)]
-
-
-@pytest.mark.parametrize(
-    "point", ["wal.before_sync", "wal.after_sync", "wal.after_create_file", "wal.after_rotate"]
-)
-@pytest.mark.parametrize("seed", range(4))
-def test_crash_inside_of_a_call_that_rotates_loses_nothing(machine, point, seed):
-    topic = machine.topic()
-    _append(topic, 3)
-    topic.append(b"more")
-    with crashing(point):
-        topic.rotate()
-    machine.cut_power(seed)
-    topic = machine.reopened()
-    assert topic.state is TopicState.OPEN
-    assert payloads(topic.read())[:3] == numbered(3, size=500)
-    next_offset = topic.watermarks.next
-    assert topic.append(b"next") == next_offset
-    topic.flush()
-    assert payloads(topic.read(next_offset)) == [b"next"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE])

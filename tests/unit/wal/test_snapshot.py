@@ -127,19 +127,6 @@ def test_snapshot_has_everything_that_was_synced_at_its_checkpoint(machine):
     assert read_frames(snapshot, 37, 59) == expected(100)[37:59]
 
 
-def test_nothing_above_the_checkpoint_is_read(machine):
-    """What the owner has written since, synced or not, is not in sight."""
-    topic = a_topic(machine)
-    fill(topic, 10, size=200)
-    topic.wal.save_checkpoint()
-    fill(topic, 5, size=200)
-    topic.append(b"accepted")
-    topic.wait(topic.append(b"written"), "written")
-    snapshot = snapshot_of(machine)
-    assert (snapshot.synced, snapshot.next) == (10, 10)
-    assert read_frames(snapshot) == expected(10)
-
-
 def test_bytes_above_the_checkpoint_may_be_anything(machine):
     """A torn or garbled tail is not looked at, and does not keep the rest from being read."""
     topic = a_topic(machine)
@@ -282,18 +269,6 @@ def test_snapshot_is_behind_until_the_checkpoint_is_saved(machine):
     assert new.covers(old.end_of_files())
 
 
-def test_rotation_does_not_hide_how_far_behind_it_is(machine):
-    topic = a_topic(machine, **ROTATE)
-    fill(topic, 10, size=200)
-    topic.wal.save_checkpoint()
-    old = snapshot_of(machine)
-    fill(topic, 50, size=200)
-    assert len(topic.wal.files) > len(old.files)
-    assert is_behind(old)
-    topic.wal.save_checkpoint()
-    assert snapshot_of(machine).covers(old.end_of_files())
-
-
 def test_new_file_without_a_frame_does_not_hide_what_is_synced_before_it(machine):
     """The moment between the making of a file and its first frame, which on a full disk is long."""
     topic = a_topic(machine)
@@ -330,12 +305,3 @@ def test_measure_is_about_what_the_frames_take(machine):
     assert all(abs(part - whole / 10) < whole / 50 for part in parts)
     assert snapshot.measure(100, 200) == snapshot.measure(50, 50) == 0
     assert snapshot.measure(0, 1 << 60) == whole
-
-
-def test_measure_of_a_trimmed_file_is_nothing(machine):
-    topic = a_saved_topic(machine)
-    old = snapshot_of(machine)
-    topic.wal.trim(60)
-    new = snapshot_of(machine)
-    assert old.measure(0, new.trimmed) == 0
-    assert old.measure(0, 100) == new.measure(0, 100)

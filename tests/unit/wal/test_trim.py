@@ -77,16 +77,6 @@ def test_start_below_the_trimmed_offset_is_refused_with_the_range(machine):
     assert payloads(topic.read(first)) == SENT[first:]
 
 
-def test_trimmed_log_opens_again_where_it_begins(machine):
-    topic = _log(machine)
-    topic.wal.trim(20)
-    first = topic.earliest
-    machine.cut_power(seed=2)
-    topic = machine.reopened(**ROTATE)
-    assert (topic.state, topic.earliest) == (TopicState.OPEN, first)
-    assert payloads(topic.read()) == SENT[first:]
-
-
 @each("is_power_cut", [False, True], ids=["kill", "power cut"])
 def test_crash_at_any_point_of_a_trim_leaves_a_log_without_holes(is_power_cut):
     """Goal: the checkpoint first, then file by file: each state in between opens.
