@@ -172,11 +172,9 @@ class Catalog:
 
         Objects that are merged under the walk may come twice, as they were and merged.
 
-        Args:
-            start: The first offset.
-            end: The offset after the last one; None for all.
-            is_partial: The caller may stop early: pages are small at first, so that no more than
-                about twice as many descriptors are read as are used.
+        `end`: the offset after the last one; None for all.
+        `is_partial`: the caller may stop early: pages are small at first, so that no more than
+        about twice as many descriptors are read as are used.
         """
         stop = _OFFSET_MAX + 1 if end is None else end
         width = self._length

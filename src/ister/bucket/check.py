@@ -56,9 +56,7 @@ def walk_frames(
     """Reads an object from its beginning and yields its frames, each checked.
 
     Raises:
-        NotFoundError: There is no such object.
         CorruptDataError: It does not hold exactly the frames `start` up to, not including, `end`.
-        UnavailableError: The store does not answer.
     """
     walk = FrameWalk(
         ObjectFile(store, key), expected_offset=start, end_offset=end, chunk_bytes=chunk_bytes
@@ -98,9 +96,7 @@ def verify_size(store: ObjectStore, key: str, size_bytes: int) -> str | None:
     """Makes sure that an object of this size exists; returns its etag.
 
     Raises:
-        NotFoundError: There is none.
         CorruptDataError: It has another size.
-        UnavailableError: The store does not answer.
     """
     info = store.stat(key)
     if info.size != size_bytes:
@@ -119,9 +115,7 @@ def verify_content(
     metadata was rebuilt) is checked frame by frame, or row by row.
 
     Raises:
-        NotFoundError: There is none.
         CorruptDataError: It is another one.
-        UnavailableError: The store does not answer.
     """
     if descriptor.checksum is None:
         if descriptor.format == FORMAT_PARQUET:
@@ -153,11 +147,7 @@ def verify_content(
 
 
 def load_archives() -> ModuleType:
-    """The module `ister.format.archive`.
-
-    Raises:
-        ConfigError: pyarrow is not installed.
-    """
+    """The module `ister.format.archive`."""
     try:
         from ister.format import archive  # noqa: PLC0415 - needs pyarrow, an extra
     except ImportError as error:
@@ -170,17 +160,11 @@ def open_archive(
 ) -> ArchiveReader:
     """Reads the footer of an archive.
 
-    Args:
-        read: (position, size) → bytes of the object.
-        described: What it should be. One without a checksum was found damaged when metadata was
-            rebuilt: only its range is known.
-        path: For errors.
-        topic: The topic's name.
+    `described`: what it should be. One without a checksum was found damaged when metadata was
+    rebuilt: only its range is known.
 
     Raises:
         CorruptDataError: It is not one, or another one.
-        UnsupportedVersionError: A newer Ister wrote it.
-        ConfigError: pyarrow is not installed.
     """
     archive: ArchiveReader = load_archives().ArchiveReader(
         read, described.size_bytes, path=path, topic=topic

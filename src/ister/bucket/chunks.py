@@ -224,10 +224,6 @@ def fetch_chunks(
     During the last chunk, the objects that `upcoming` expects are fetched.
 
     The chunks are views (`ObjectStore.view`): decode each one once, and copy what is kept.
-
-    Raises:
-        NotFoundError: There is no such object (any more).
-        UnavailableError: The store does not answer.
     """
     fetch = partial(
         MeasuredReads(store, clock=clock, metrics=metrics).view,

@@ -194,24 +194,13 @@ def claim(
 ) -> OwnedTopic | None:
     """Makes this process the owner of a topic, under a new epoch.
 
-    Args:
-        catalog: The topic's.
-        membership: This process's.
-        new: How to make the topic if there is none.
-        take_over: Claim a topic that another node did not hand over: what that node had not
-            uploaded is lost.
-        clock: For timestamps.
-        metrics: Where commits are counted.
-        seen: The result of `check_claim`.
-
-    Returns:
-        The claim; None if the topic's record has changed since `seen`.
+    `take_over`: claim a topic that another node did not hand over: what that node had not uploaded
+    is lost.
+    Returns the claim; None if the topic's record has changed since `seen`.
 
     Raises:
-        NotFoundError: There is no such topic, and `new` is None.
         WaitsForDiskError: Its newest messages may be on another node's disk.
         ConflictError: Another node has it.
-        UnavailableError: The metadata store does not answer.
     """
     claimant = _Claimant(catalog, membership, new, take_over, clock, metrics)
     view = seen.view if seen is not None else ClaimView.read(catalog)
@@ -240,22 +229,11 @@ def check_claim(
 ) -> ClaimCheck:
     """Makes sure that a topic may be claimed, without claiming it.
 
-    Args:
-        catalog: The topic's.
-        membership: This process's.
-        view: The topic's keys, as read for this claim.
-        new: As for `claim`.
-        local: The state of this node's files of the topic.
-        terms: The newest terms in the bucket; None if it did not answer.
-        is_distrusted: Whether the metadata store was rolled back to an older state.
-        take_over: As for `claim`.
-        clock: As for `claim`.
-        metrics: As for `claim`.
-
-    Returns:
-        Whether the local files are the topic's newest, and under which record. If not, another
-        node has written the topic since, or it was deleted, and the files have to be set aside
-        before the claim: afterwards they look like new ones.
+    `terms`: the newest terms in the bucket; None if it did not answer.
+    `is_distrusted`: whether the metadata store was rolled back to an older state.
+    Returns whether the local files are the topic's newest, and under which record. If not, another
+    node has written the topic since, or it was deleted, and the files have to be set aside before
+    the claim: afterwards they look like new ones.
 
     Raises:
         As `claim`, and:
@@ -541,10 +519,6 @@ def act_outside(catalog: Catalog, fence: Fence, *, clock: Clock, metrics: Metric
     The epoch does not rise, so the owner continues; changes are committed under its epoch. If the
     topic gets another owner meanwhile, the change is refused, and the job plans again. A topic that
     no process has open is changed in the name of its last owner.
-
-    Raises:
-        NotFoundError: There is no such topic.
-        UnavailableError: The metadata store does not answer.
     """
     found = catalog.record()
     topic = str(catalog.keys.topic)

@@ -92,9 +92,7 @@ def plan_compaction(
 ) -> list[MergeGroup]:
     """The groups of objects to merge, ascending.
 
-    Args:
-        descriptors: All of the topic's, ascending.
-        settings: What merged objects should be like.
+    `descriptors`: all of the topic's, ascending.
     """
     check(settings.format in (FORMAT_FRAMES, FORMAT_PARQUET), f"the format {settings.format!r}")
     check(

@@ -80,11 +80,7 @@ class TopicDirectory:
         """How often `read` was called."""
 
     def read(self) -> dict[str, TopicEntry]:
-        """Reads the records and owners of all topics that exist, by name: two ranges.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """Reads the records and owners of all topics that exist, by name: two ranges."""
         # Records first, so that a topic that is claimed in between shows its owner.
         records = _range(self._store, self._root + _RECORDS, self._known)
         owners = _range(self._store, self._root + _OWNERS, self._known)
@@ -105,27 +101,15 @@ class TopicDirectory:
         return found
 
     def records(self, names: Iterable[str]) -> dict[str, Read[TopicRecord]]:
-        """Reads the records of some topics, deleted ones included; leaves unreadable ones out.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """Reads the records of some topics, deleted ones included; leaves unreadable ones out."""
         return self._get(names, lambda keys: keys.record, decode_topic)
 
     def pointers(self, names: Iterable[str]) -> dict[str, Read[CurrentPointer]]:
-        """Reads the pointers to the newest objects of topics; leaves unreadable ones out.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """Reads the pointers to the newest objects of topics; leaves unreadable ones out."""
         return self._get(names, lambda keys: keys.current, decode_pointer)
 
     def seals(self, names: Iterable[str]) -> dict[str, Read[SealedState]]:
-        """Reads the seals of topics; only topics that were handed over and not claimed have one.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """Reads the seals of topics; only topics that were handed over and not claimed have one."""
         return self._get(names, lambda keys: keys.sealed, decode_sealed)
 
     def _get(

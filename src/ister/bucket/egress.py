@@ -30,13 +30,7 @@ class EgressLimit:
         clock: Clock,
         sleep: Callable[[float], object] | None = None,
     ) -> None:
-        """A limit on the total rate.
-
-        Args:
-            bytes_per_second: The rate of all uploads together.
-            clock: The clock.
-            sleep: Replaces sleeping, for tests.
-        """
+        """A limit on the total rate."""
         self.bytes_per_second = bytes_per_second
         self._clock = clock
         self._sleep = threading.Event().wait if sleep is None else sleep
@@ -47,8 +41,7 @@ class EgressLimit:
     def take(self, size_bytes: int, is_stopping: Callable[[], bool] = lambda: False) -> bool:
         """Waits until this many bytes may be sent.
 
-        Returns:
-            False if `is_stopping` returned True meanwhile.
+        Returns False if `is_stopping` returned True meanwhile.
         """
         slice_bytes = max(1, int(self.bytes_per_second * _SLICE_SECONDS))
         while size_bytes > 0:

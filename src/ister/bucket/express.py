@@ -70,10 +70,7 @@ class ExpressObject:
     def __init__(self, name: str, *, index_every_messages: int, created_at: int) -> None:
         """An empty object.
 
-        Args:
-            name: As `ister.bucket.names.express_name` gives it; new for every object.
-            index_every_messages: Messages between two entries of a run's index.
-            created_at: In seconds since the Unix epoch.
+        `name`: as `ister.bucket.names.express_name` gives it; new for every object.
         """
         self.key = express_key(name)
         self.runs: list[Run] = []
@@ -95,12 +92,10 @@ class ExpressObject:
     ) -> ObjectDescriptor:
         """Adds the frames of a topic that has none in this object yet; returns their descriptor.
 
-        Args:
-            owned: The topic.
-            start: The end of its newest object, or of its newest run that is not committed yet.
-            frames: From `start` on, at least one.
-            arrived_ms: The latest possible arrival time of the last of them; None if unknown.
-            is_first: Whether the topic has no objects, and begins at `start`.
+        `start`: the end of its newest object, or of its newest run that is not committed yet.
+        `frames`: from `start` on, at least one.
+        `arrived_ms`: the latest possible arrival time of the last of them; None if unknown.
+        `is_first`: whether the topic has no objects, and begins at `start`.
 
         Raises:
             What `frames` raises: nothing was added.
@@ -126,7 +121,6 @@ class ExpressObject:
 
         Raises:
             UnavailableError: The store does not answer; the object may exist.
-            PermissionDeniedError: The store refuses.
         """
         runs = [ExpressRun(run.owned.catalog.keys.topic, run.descriptor) for run in self.runs]
         data = b"".join([*self._parts, encode_footer(self._name, runs, self.size_bytes)])
@@ -142,10 +136,8 @@ def commit_runs(
 ) -> Iterator[tuple[Run, IsterError | None]]:
     """Publishes the runs of an object that was written; yields each with its error, or None.
 
-    Args:
-        store: The metadata store.
-        runs: Of one object, of different topics.
-        presence: `Membership.presence`, from before the object was written.
+    `runs`: of one object, of different topics.
+    `presence`: `Membership.presence`, from before the object was written.
     """
     ordered = sorted(runs, key=lambda run: run.owned.topic)
     for at in range(0, len(ordered), TOPICS_PER_TRANSACTION):
@@ -205,10 +197,7 @@ def read_footer(store: ObjectStore, info: ObjectInfo) -> list[ExpressRun]:
     """The runs of an express object.
 
     Raises:
-        NotFoundError: There is no such object.
         CorruptDataError: It is not an express object, or it is damaged.
-        UnsupportedVersionError: A newer Ister wrote it.
-        UnavailableError: The store does not answer.
     """
     return decode_footer(*read_end(store, info, FOOTER), path=info.key)[1]
 
@@ -260,12 +249,7 @@ class ExpressRuns:
 def find_runs(store: ObjectStore, *, on_damage: Callable[[CorruptDataError], None]) -> ExpressRuns:
     """The runs of all express objects.
 
-    Args:
-        store: The bucket.
-        on_damage: Called with the error of an object whose footer is damaged.
-
-    Raises:
-        UnavailableError: The store does not answer.
+    `on_damage`: called with the error of an object whose footer is damaged.
     """
     found = ExpressRuns()
     for info in store.list(EXPRESS_PREFIX):
@@ -283,7 +267,6 @@ def find_runs_from(
 
     Raises:
         UnsupportedVersionError: A newer Ister wrote an object that may have some of them.
-        UnavailableError: The store does not answer.
     """
     found = ExpressRuns()
     listed = list(store.list(EXPRESS_PREFIX))

@@ -78,17 +78,10 @@ def collect_express(
 ) -> ExpressCollection:
     """Removes the express objects that no topic needs.
 
-    Args:
-        objects: The bucket.
-        metadata: The metadata store.
-        root_prefix: The prefix of its keys.
-        grace_seconds: The grace period: how long an object is kept for its readers in any case.
-        clock: Where time comes from.
-        metrics: What was removed is counted there.
-        process: The caller's process, if it writes express objects: its own are collected, too.
-        is_under_way: Whether the caller is writing or committing the object with this key.
-        correct_ms: Corrects times that were recorded while the clock was wrong.
-        dry_run: Remove nothing.
+    `grace_seconds`: the grace period: how long an object is kept for its readers in any case.
+    `process`: the caller's process, if it writes express objects: its own are collected, too.
+    `is_under_way`: whether the caller is writing or committing the object with this key.
+    `correct_ms`: corrects times that were recorded while the clock was wrong.
 
     Raises:
         ConflictError: Another process is doing this.
@@ -259,11 +252,7 @@ def stays_by_age(
     were written. So most swaps need no such record. There would be very many: one for each swap,
     with the names of up to a hundred runs, for the whole grace period.
 
-    Args:
-        described: The object that is replaced.
-        now: In seconds since the Unix epoch.
-        grace_seconds: As for `collect_express`.
-        wanted_seconds: How long readers should have; half of it is enough.
+    `wanted_seconds`: how long readers should have; half of it is enough.
     """
     stays_until = described.created_at + grace_seconds
     return described.format == FORMAT_EXPRESS and stays_until >= now + wanted_seconds / 2
@@ -279,12 +268,9 @@ def is_needed(
 ) -> bool:
     """Whether a topic needs a run, or may need it.
 
-    Args:
-        run: Its descriptor in the footer.
-        record: The topic's record; None if the metadata store does not have the topic.
-        described: The topic's objects in the run's range that are in the bucket, ascending.
-        last: The topic's newest object.
-        kept: Names of objects that have a descriptor, or that are kept for readers.
+    `record`: the topic's record; None if the metadata store does not have the topic.
+    `described`: the topic's objects in the run's range that are in the bucket, ascending.
+    `kept`: names of objects that have a descriptor, or that are kept for readers.
     """
     if record is None or run.epoch > record.epoch:
         return True  # the metadata store may be an older copy

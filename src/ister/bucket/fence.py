@@ -46,11 +46,7 @@ class Holder:
 
 
 def read_holder(store: MetadataStore, key: str) -> Holder | None:
-    """The holder of a key.
-
-    Raises:
-        UnavailableError: The metadata store does not answer.
-    """
+    """The holder of a key."""
     found = store.get(key)
     if found is None:
         return None
@@ -88,17 +84,11 @@ class Fence:
     ) -> Self:
         """Takes a key that does not exist yet.
 
-        Args:
-            store: The metadata store.
-            key: The key to take.
-            id: The holder's name, unlike any other's.
-            about: A description for others: a few small JSON values.
-            ttl_seconds: How long it lasts without a renewal.
-            clock: Where time comes from.
+        `id`: the holder's name, unlike any other's.
+        `ttl_seconds`: how long it lasts without a renewal.
 
         Raises:
             ConflictError: Another holder has it.
-            UnavailableError: The metadata store does not answer.
         """
         value = _encode(id, about, clock)
         lease = store.grant_lease(ttl_seconds)
@@ -120,24 +110,14 @@ class Fence:
         return self._clock.boottime() < self._lease.valid_until
 
     def renew(self) -> None:
-        """Renews the lease.
-
-        Raises:
-            FencedError: It is gone.
-            UnavailableError: The metadata store does not answer.
-        """
+        """Renews the lease."""
         try:
             self._lease.renew()
         except NotFoundError as error:
             raise self._gone() from error
 
     def check(self, topic: str | None = None) -> None:
-        """Reads the key to make sure that this holder still has it.
-
-        Raises:
-            FencedError: It is not.
-            UnavailableError: The metadata store does not answer.
-        """
+        """Reads the key to make sure that this holder still has it."""
         found = self._store.get(self.key)
         if found is None or found.revision != self.compare.revision:
             raise self._gone(topic)
@@ -178,13 +158,8 @@ class MemberFence(Fence):
     ) -> Self:
         """Takes a key that does not exist, or that an earlier process of this node left behind.
 
-        Args:
-            store: The metadata store.
-            key: The key to take.
-            node: This node; its processes follow each other.
-            lease: The membership's.
-            is_here: A compare that holds while this process has the node.
-            clock: Where time comes from.
+        `node`: this node; its processes follow each other.
+        `is_here`: A compare that holds while this process has the node.
 
         Raises:
             ConflictError: Another node has it.

@@ -16,9 +16,7 @@ def read_end(store: ObjectStore, info: ObjectInfo, kind: FooterKind) -> tuple[by
     """Returns the bytes of an object's footer, not checked yet, and its place from the trailer.
 
     Raises:
-        NotFoundError: There is no such object.
         CorruptDataError: It is of another kind, or it is damaged.
-        UnavailableError: The store does not answer.
     """
     tail_at = max(0, info.size - _TAIL_BYTES)
     tail = store.read(info.key, tail_at, info.size - tail_at)

@@ -158,19 +158,16 @@ class HistoryReader:
         The first frame may be a later one than `start`: where messages were left out of an object
         on purpose or given up, and where damage is, with `skips_damage`.
 
-        Args:
-            start: The first offset.
-            end: The offset before which to end.
-            bytes_max: How many bytes to fetch at most, but for one frame.
-            span: How many bytes the frames of a range take; None if that is not known. Where it
-                is, no other frames are fetched.
+        `end`: the offset before which to end.
+        `bytes_max`: how many bytes to fetch at most, but for one frame.
+        `span`: how many bytes the frames of a range take; None if that is not known. Where it is,
+        no other frames are fetched.
 
         Raises:
             DataGapError: No object holds `start`.
             NothingLeftError: Nothing is there before `end`, for one of these two reasons.
             NotFoundError: The object that does is lost.
             CorruptDataError: The frame is damaged.
-            UnavailableError: A store does not answer.
         """
         check(start < end, "a fetch asks for something")
         while True:
@@ -211,11 +208,7 @@ class HistoryReader:
 
         Whole objects are passed over by their highest publish time, index blocks too.
 
-        Args:
-            publish_time_ms: The time.
-            start: The range's first offset.
-            end: The first offset after the range.
-            on_read: Called with the size of each chunk that was read; may raise to end the search.
+        `on_read`: called with the size of each chunk that was read; may raise to end the search.
         """
         for described, _ in self._catalog.descriptors(start, end):
             newest = described.publish_time_max
@@ -563,8 +556,7 @@ class HistoryReader:
     def _pass_damage(self, described: ObjectDescriptor, scan: Scan, start: int) -> int:
         """Moves behind a damaged frame, if it is before `start` or damage may be left out.
 
-        Returns:
-            The offset to continue with.
+        Returns the offset to continue with.
         """
         self._metrics.count("cloud_reader.errors_total")
         error = self._damage(described, scan)

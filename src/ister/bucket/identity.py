@@ -90,7 +90,6 @@ class BucketIdentity:
 
         Raises:
             CorruptDataError: One of them cannot be read.
-            UnavailableError: A store does not answer.
         """
         recorded = self._metadata.get(self._key)
         return self._read_object(), None if recorded is None else _decode(recorded.value, self._key)
@@ -134,7 +133,6 @@ class BucketIdentity:
         Raises:
             ConflictError: Brokers are running, and may use another bucket; or another process
                 records an id at the same time.
-            UnavailableError: A store does not answer.
         """
         if members := read_members(self._metadata, self._root_prefix):
             raise ConflictError(

@@ -14,11 +14,7 @@ from ister.objectstore.base import ObjectInfo, ObjectStore
 
 
 def list_objects(store: ObjectStore, topic: TopicName) -> Iterator[ObjectInfo]:
-    """Everything in a topic's folders `objects/` and `segments/`, foreign files included.
-
-    Raises:
-        UnavailableError: The store does not answer.
-    """
+    """Everything in a topic's folders `objects/` and `segments/`, foreign files included."""
     folders = (objects_prefix(topic), segments_prefix(topic))
     # One listing: its only other key is the manifest's.
     return (info for info in store.list(topic_prefix(topic)) if info.key.startswith(folders))

@@ -89,11 +89,7 @@ def encode_member(member: Member) -> bytes:
 
 
 def read_members(store: MetadataStore, root_prefix: str) -> dict[str, Member]:
-    """The brokers that are up, by node. Entries that cannot be read are left out.
-
-    Raises:
-        UnavailableError: The metadata store does not answer.
-    """
+    """The brokers that are up, by node. Entries that cannot be read are left out."""
     found: dict[str, Member] = {}
     for item in store.range(member_key(root_prefix, "")):
         with suppress(msgspec.DecodeError, UnicodeDecodeError):

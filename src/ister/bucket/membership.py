@@ -81,20 +81,12 @@ _TOPICS_PER_TRANSACTION: Final = 40
 
 
 def is_node_running(store: MetadataStore, root_prefix: str, node: str) -> bool:
-    """Whether a process has a node, as far as its lease tells.
-
-    Raises:
-        UnavailableError: The metadata store does not answer.
-    """
+    """Whether a process has a node, as far as its lease tells."""
     return store.get(_process_key(root_prefix, node)) is not None
 
 
 def has_ended(store: MetadataStore, root_prefix: str, node: str, instance: str) -> bool:
-    """Whether a process of a node has closed all of its topics, and no later one had the node.
-
-    Raises:
-        UnavailableError: The metadata store does not answer.
-    """
+    """Whether a process of a node has closed all of its topics, and no later one had the node."""
     found = store.get(_latest_key(root_prefix, node))
     return found is not None and decode_latest(found.value, key=found.key).ended == instance
 
@@ -150,9 +142,8 @@ class Membership:
         """Joins as `node`, whose directory is locked; waits for another process's lease to expire.
 
         Raises:
-            ConflictError: Another process has the node and keeps its lease, or a newer copy of
-                the directory was used.
-            UnavailableError: The metadata store does not respond.
+            ConflictError: Another process has the node and keeps its lease, or a newer copy of the
+                directory was used.
         """
         self.node = node
         self.instance = secrets.token_hex(8)
@@ -346,11 +337,7 @@ class Membership:
                 del self._owned[owned.topic]
 
     def check_whole(self) -> None:
-        """Compares what this process has changed with the store, which may have been rolled back.
-
-        Raises:
-            UnavailableError: The metadata store does not respond.
-        """
+        """Compares this process's changes with the store, which may have been rolled back."""
         with self._lock:
             owned, changed_at = list(self._owned.values()), self._changed_at
         changed_at = max([changed_at, *(topic.changed_at for topic in owned)])
@@ -361,12 +348,7 @@ class Membership:
             self.is_whole = False
 
     def check(self) -> None:
-        """Checks with the metadata store that this process has the node.
-
-        Raises:
-            FencedError: Another process has it.
-            UnavailableError: The metadata store does not respond.
-        """
+        """Checks with the metadata store that this process has the node."""
         found = self._read_key()
         if found is None:
             self.renew()

@@ -105,34 +105,18 @@ def merge_objects(
 ) -> ObjectDescriptor:
     """Writes one object with the messages of several; does not commit it.
 
-    Args:
-        topic: Whose objects they are.
-        objects: Their descriptors, ascending, each beginning where the one before it ends.
-        store: The bucket.
-        settings: Sizes.
-        format: `dnb1` or `parquet`, of the new object.
-        epoch: Under which it will be committed.
-        incarnation: Of the topic.
-        tag: Eight random hexadecimal digits, new for every call.
-        created_at: In seconds since the Unix epoch.
-        survives: Which messages to keep; all of them by default. Is given every record batch once,
-            in the order of offsets.
-        zstd_level: How hard to compress Parquet.
-        row_group_bytes: About the size of a row group before compression; by default what suits
-            the size of the whole.
-        is_stopping: Asked now and then.
-
-    Returns:
-        The new object's descriptor. It is complete in the store, under its final name.
+    `objects`: their descriptors, ascending, each beginning where the one before it ends.
+    `tag`: eight random hexadecimal digits, new for every call.
+    `survives`: which messages to keep; all of them by default. Is given every record batch once, in
+    the order of offsets.
+    `row_group_bytes`: about the size of a row group before compression; by default what suits the
+    size of the whole.
+    Returns the new object's descriptor. It is complete in the store, under its final name.
 
     Raises:
         InvalidRequestError: The objects do not follow each other or differ in their codec, or
             messages are to be left out of an object of frames.
         CorruptDataError: An input is damaged; names object, position and offset.
-        NotFoundError: An input is gone.
-        UnavailableError: The store does not answer.
-        ConfigError: It takes pyarrow, which is not installed.
-        ClosedError: `is_stopping` said so.
     """
     _check_inputs(topic, objects, format, survives)
     start, end = objects[0].start, objects[-1].end
@@ -176,7 +160,6 @@ def write_object(
 
     Raises:
         CorruptDataError: The store returns other bytes than it was given.
-        UnavailableError: The store does not answer.
     """
     key = object_key(topic, object_id)
     writer = store.open_writer(
@@ -215,13 +198,7 @@ def read_frames(
     store: ObjectStore,
     chunk_bytes: int,
 ) -> Iterator[FrameBatch]:
-    """The frames of an object of frames, each checked, and its checksum at the end.
-
-    Raises:
-        CorruptDataError: It is damaged.
-        NotFoundError: It is gone.
-        UnavailableError: The store does not answer.
-    """
+    """The frames of an object of frames, each checked, and its checksum at the end."""
     carry, at, position = b"", described.start, 0
     for chunk in _read_chunks(topic, described, store=store, chunk_bytes=chunk_bytes):
         data = carry + chunk if carry else chunk

@@ -105,13 +105,8 @@ def format_object_id(
 ) -> str:
     """The name of the object with the offsets `start` up to, not including, `end`.
 
-    Args:
-        start: The first offset.
-        end: The offset after the last one.
-        epoch: Of the owner.
-        format: `dnb1` or `parquet`.
-        tag: Eight hexadecimal digits, for an object that was merged of others.
-        layout: Where it goes; Parquet is always in `objects/`.
+    `tag`: eight hexadecimal digits, for an object that was merged of others.
+    `layout`: where it goes; Parquet is always in `objects/`.
     """
     check(format in (FORMAT_FRAMES, FORMAT_PARQUET), f"an object of the format {format!r}")
     check(tag is None or _TAG.fullmatch(tag) is not None, f"not an object's tag: {tag!r}")
@@ -129,10 +124,7 @@ def format_object_id(
 def format_pending_id(start: int, epoch: int, *, tag: str | None = None) -> str:
     """The name under which an object is written that gets its final one by a copy.
 
-    Args:
-        start: The first offset.
-        epoch: Of the owner.
-        tag: Eight hexadecimal digits, if several writers may write this object.
+    `tag`: eight hexadecimal digits, if several writers may write this object.
     """
     check(tag is None or _TAG.fullmatch(tag) is not None, f"not an object's tag: {tag!r}")
     suffix = "" if tag is None else f"-c{tag}"

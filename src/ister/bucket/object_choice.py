@@ -18,11 +18,9 @@ def choose_objects(
 ) -> tuple[list[ObjectName], list[ObjectName], list[tuple[int, int]]]:
     """Which objects make up a topic, which do not, and where there are gaps.
 
-    Args:
-        names: All there are.
-        start: Begin at this offset and stop at the first gap; by default, with the first object,
-            over all gaps.
-        partial: Those that messages were left out of; taken only where nothing else has a range.
+    `start`: begin at this offset and stop at the first gap; by default, with the first object, over
+    all gaps.
+    `partial`: those that messages were left out of; taken only where nothing else has a range.
     """
     everything = sorted(
         names, key=lambda n: (n.start, n.end, n.epoch, n.tag or "", n.format, n.written_at or 0)

@@ -105,18 +105,10 @@ class ObjectMaker:
     ) -> None:
         """Creates a maker for one topic.
 
-        Args:
-            topic: Whose objects.
-            store: Where they go.
-            settings: How.
-            clock: Where time comes from.
-            metrics: What is made is counted there.
-            pending_tag: Eight hexadecimal digits, where others may write objects with the same
-                first offset at the same time: their pending names have to differ.
-            on_memory: Called with the change of the memory in use.
-            on_parts: Called with each change of the number of parts in flight, an upper bound.
-            is_stopping: Asked between two chunks whether to give up.
-            egress: Limits the upload rate; None for no limit.
+        `pending_tag`: eight hexadecimal digits, where others may write objects with the same first
+        offset at the same time: their pending names have to differ.
+        `on_parts`: called with each change of the number of parts in flight, an upper bound.
+        `egress`: limits the upload rate; None for no limit.
         """
         self._topic = topic
         self._store = store
@@ -144,19 +136,11 @@ class ObjectMaker:
     ) -> ObjectDescriptor:
         """Streams a range into an object.
 
-        Args:
-            source: Where its frames come from.
-            start: Its first offset.
-            end: The offset after its last one.
-            epoch: Of the topic's owner.
-            incarnation: Of the topic.
-            tag: Eight random hexadecimal digits, for one that must not meet another in its name.
-            arrived_ms: When the newest message arrived; None to ask the source.
+        `tag`: eight random hexadecimal digits, for one that must not meet another in its name.
+        `arrived_ms`: when the newest message arrived; None to ask the source.
 
         Raises:
             CorruptDataError: A frame is damaged, or the object is not what was written.
-            UnavailableError: The store does not answer.
-            PermissionDeniedError: The store refuses.
             ClosedError: The topic or job is stopping.
         """
         object_id = format_object_id(start, end, epoch, tag=tag, layout=self._settings.layout)

@@ -66,24 +66,13 @@ def collect_orphans(
 ) -> list[str]:
     """Removes objects of the topic that no descriptor names.
 
-    Args:
-        owned: The topic.
-        store: Where its objects are.
-        grace_seconds: How long an object without a descriptor is kept.
-        clock: Where time comes from.
-        metrics: What was removed is counted there.
-        has_jobs: Whether jobs may be making objects in this owner's name: objects at or after
-            the topic's end are kept then.
-        correct_ms: Corrects times that were recorded while the clock was wrong.
-        keeps: Whether an object is kept in any case.
-        dry_run: Remove nothing.
-
-    Returns:
-        Their names.
+    `grace_seconds`: how long an object without a descriptor is kept.
+    `has_jobs`: whether jobs may be making objects in this owner's name: objects at or after the
+    topic's end are kept then.
+    `correct_ms`: corrects times that were recorded while the clock was wrong.
 
     Raises:
         UnavailableError: A store does not answer; objects that were not checked stay.
-        FencedError: Another process owns the topic.
     """
     topic = owned.catalog.keys.topic
     oldest = clock.now_ns() / 1e9 - grace_seconds
@@ -140,20 +129,9 @@ def collect_unowned(
     bucket and its files. An object is kept unless each of its offsets has expired, or is in a named
     object that is in the bucket. So lost or outdated metadata deletes no messages.
 
-    Args:
-        owned: The topic, in the name of its last owner (`ister.bucket.claim.act_outside`).
-        store: Where its objects are.
-        grace_seconds: How long an object without a descriptor is kept.
-        clock: Where time comes from.
-        metrics: What was removed is counted there.
-        correct_ms: Corrects times that were recorded while the clock was wrong.
-        dry_run: Remove nothing.
-
-    Returns:
-        Their names.
-
-    Raises:
-        As `collect_orphans`.
+    `owned`: the topic, in the name of its last owner (`ister.bucket.claim.act_outside`).
+    `grace_seconds`: how long an object without a descriptor is kept.
+    `correct_ms`: corrects times that were recorded while the clock was wrong.
     """
     topic = owned.catalog.keys.topic
     # Listed before the catalog is read: what it names later counts as absent.
@@ -315,12 +293,7 @@ def sweep_staging(
 
     The grace period is at least `GRACE_SECONDS_MIN`.
 
-    Returns:
-        The files' keys.
-
     Raises:
-        FencedError: Another process owns the topic.
-        UnavailableError: A store does not answer.
         CorruptDataError: A writer's record or manifest cannot be read; nothing is removed then.
     """
     keys = owned.catalog.keys

@@ -87,7 +87,11 @@ _BATCH: Final = 100
 
 
 class OwnedTopic:
-    """A topic that this process may write. Made by `claim`. Thread-safe."""
+    """A topic that this process may write. Made by `claim`. Thread-safe.
+
+    Every change raises FencedError if another process owns the topic by now, and UnavailableError
+    if the metadata store does not answer.
+    """
 
     def __init__(
         self,
@@ -165,7 +169,6 @@ class OwnedTopic:
         """Runs a transaction that only the topic's owner can do; returns whether the compares held.
 
         Raises:
-            FencedError: Another process owns the topic.
             UnavailableError: The metadata store does not answer, or the answer was lost.
         """
         return self.transact_at(compares, operations) is not None
@@ -174,7 +177,6 @@ class OwnedTopic:
         """Like `transact`, but returns the transaction's revision; None if a compare did not hold.
 
         Raises:
-            FencedError: Another process owns the topic.
             UnavailableError: The metadata store does not answer, or the answer was lost.
         """
         try:
@@ -194,14 +196,11 @@ class OwnedTopic:
     def reassert(self, lease: Lease, is_here: Compare) -> None:
         """Restores the owner key after the lease expired, if no other node has claimed the topic.
 
-        Args:
-            lease: The new lease.
-            is_here: A compare that holds while this process has the node.
+        `is_here`: A compare that holds while this process has the node.
 
         Raises:
             FencedError: Another node has claimed it.
             ConflictError: The topic was handed over, or `is_here` does not hold.
-            UnavailableError: The metadata store does not respond.
         """
         if not self.transact([is_here, self._is_kept()], [self._owner_put(lease)]):
             raise ConflictError("the topic was handed over", topic=self.topic)
@@ -231,14 +230,11 @@ class OwnedTopic:
     ) -> int | None:
         """Runs a fenced transaction; a lost answer is resolved by reading back.
 
-        Args:
-            compares: What has to hold besides the epoch.
-            operations: The operations; a function is called again for every attempt.
-            is_done: Whether it has been done already, asked when an answer was lost or a compare
-                failed. Without one, doing it twice is harmless.
-
-        Returns:
-            The revision; None if it turned out to have been done.
+        `compares`: what has to hold besides the epoch.
+        `operations`: the operations; a function is called again for every attempt.
+        `is_done`: whether it has been done already, asked when an answer was lost or a compare
+        failed. Without one, doing it twice is harmless.
+        Returns the revision; None if it turned out to have been done.
         """
         if self._fence is not None:
             raise self._fence.again()
@@ -300,12 +296,7 @@ class OwnedTopic:
         return has_changed
 
     def check(self) -> None:
-        """Reads the record to make sure that this process still owns the topic.
-
-        Raises:
-            FencedError: Another process owns it.
-            UnavailableError: The metadata store does not answer.
-        """
+        """Reads the record to make sure that this process still owns the topic."""
         if self._outside is not None:
             self._outside.check(self.topic)
         self._refresh_record()
@@ -342,12 +333,7 @@ class OwnedTopic:
     # -- changes ----------------------------------------------------------------------------
 
     def begin(self, session: UploadSession) -> None:
-        """Records which object is about to be written; a fenced owner is refused here already.
-
-        Raises:
-            FencedError: Another process owns the topic.
-            UnavailableError: The metadata store does not answer.
-        """
+        """Records which object is about to be written; a fenced owner is refused here already."""
         self._require_open()
         failpoints.reach("tier.before_session")
         self._change([], [Put(self.catalog.keys.session, encode_session(session))])
@@ -361,9 +347,7 @@ class OwnedTopic:
     def commit(self, descriptor: ObjectDescriptor, *, also: Sequence[Compare] = ()) -> None:
         """Publishes an object: from here on it is part of the topic.
 
-        Args:
-            descriptor: Of the object; begins where the newest one ends.
-            also: Further conditions of the transaction.
+        `descriptor`: of the object; begins where the newest one ends.
 
         Raises:
             FencedError: Another process owns the topic; nothing was published.
@@ -372,7 +356,6 @@ class OwnedTopic:
                 object begins there.
             CommitUnknownError: The store's answers were lost, again and again. The same commit may
                 be tried again.
-            UnavailableError: The metadata store does not answer.
         """
         keys = self.catalog.keys
         key = keys.descriptor(descriptor.start)
@@ -408,12 +391,9 @@ class OwnedTopic:
 
         The caller holds `lock` until it has called `take_commit`, or given up.
 
-        Args:
-            descriptor: Of the object.
-            is_first: Whether it may be the topic's first one; else it has to continue another.
+        `is_first`: whether it may be the topic's first one; else it has to continue another.
 
         Raises:
-            FencedError: Another process owns the topic.
             ConflictError: The newest object is another one.
         """
         self._require_open()
@@ -478,13 +458,7 @@ class OwnedTopic:
     def replace(self, old: ObjectDescriptor, new: ObjectDescriptor, revision: int) -> bool:
         """Puts an object in the place of another one with the same offsets.
 
-        Args:
-            old: As read.
-            new: With the same offsets.
-            revision: Of the old descriptor's key.
-
-        Returns:
-            False if the descriptor has changed meanwhile.
+        Returns False if the descriptor has changed meanwhile.
         """
         check((old.start, old.end) == (new.start, new.end), "a replacement has the same offsets")
         key = self.catalog.keys.descriptor(old.start)
@@ -505,12 +479,7 @@ class OwnedTopic:
             return True
 
     def refresh(self) -> bool:
-        """Reads the newest object again; returns whether a job has committed in this owner's name.
-
-        Raises:
-            FencedError: Another process owns the topic.
-            UnavailableError: The metadata store does not answer.
-        """
+        """Reads the newest object again; returns whether a job committed in this owner's name."""
         with self.lock:
             if self._read_current() == self._current_revision:
                 return False
@@ -528,21 +497,12 @@ class OwnedTopic:
     ) -> bool:
         """Puts one object in the place of several that follow each other.
 
-        Args:
-            old: As read, ascending, each with its key's revision; at most 100.
-            new: With the offsets of all of them.
-            until: The second since the Unix epoch up to which the old objects are kept, for those
-                who are reading them.
-            also: Further conditions of the transaction.
-            stays: Whether an old object stays long enough without being listed for `until`.
-
-        Returns:
-            False if one of the descriptors has changed meanwhile, or a further condition does not
-            hold; nothing was done then.
-
-        Raises:
-            FencedError: Another process owns the topic.
-            UnavailableError: The metadata store does not answer.
+        `old`: as read, ascending, each with its key's revision; at most 100.
+        `until`: the second since the Unix epoch up to which the old objects are kept, for those who
+        are reading them.
+        `stays`: whether an old object stays long enough without being listed for `until`.
+        Returns False if one of the descriptors has changed meanwhile, or a further condition does
+        not hold; nothing was done then.
         """
         keys = self.catalog.keys
         first, last = old[0][0], old[-1][0]
@@ -583,12 +543,7 @@ class OwnedTopic:
     def remove(self, descriptor: ObjectDescriptor, revision: int) -> bool:
         """Removes a descriptor whose offsets other objects have.
 
-        Returns:
-            False if it has changed meanwhile.
-
-        Raises:
-            FencedError: Another process owns the topic.
-            UnavailableError: The metadata store does not answer.
+        Returns False if it has changed meanwhile.
         """
         key = self.catalog.keys.descriptor(descriptor.start)
         with self.lock:
@@ -605,12 +560,7 @@ class OwnedTopic:
             return True
 
     def mend_current(self) -> bool:
-        """Corrects the pointer to the newest object; returns whether it was wrong.
-
-        Raises:
-            FencedError: Another process owns the topic.
-            UnavailableError: The metadata store does not answer.
-        """
+        """Corrects the pointer to the newest object; returns whether it was wrong."""
         keys = self.catalog.keys
         with self.lock:
             found = self.catalog.store.get(keys.current)
@@ -637,7 +587,6 @@ class OwnedTopic:
         Raises:
             FencedError: Another process owns the topic; nothing was published.
             ConflictError: There is an object that begins there.
-            UnavailableError: The metadata store does not answer.
         """
         key = self.catalog.keys.descriptor(descriptor.start)
         data = encode_descriptor(descriptor)
@@ -661,14 +610,12 @@ class OwnedTopic:
     def expire(self, descriptors: Sequence[ObjectDescriptor]) -> list[ObjectDescriptor]:
         """Removes the oldest objects, ascending, from the topic. The newest one always stays.
 
-        Returns:
-            The removed ones; not objects that were merged meanwhile or that are not before the
-            current newest object.
+        Returns the removed ones; not objects that were merged meanwhile or that are not before the
+        current newest object.
 
         Raises:
-            FencedError: Another process owns the topic.
-            UnavailableError: The metadata store does not answer. If their expiry was recorded,
-                they may be removed, and are not offered to readers any more.
+            UnavailableError: The metadata store does not answer. If their expiry was recorded, they
+                may be removed, and are not offered to readers any more.
         """
         with self.lock:
             self.check()
@@ -726,9 +673,7 @@ class OwnedTopic:
         """Hands the topic over: everything below `next_offset` is in the bucket.
 
         Raises:
-            FencedError: Another process owns the topic.
             StoresDifferError: The bucket ends elsewhere.
-            UnavailableError: The metadata store does not answer.
         """
         keys = self.catalog.keys
         with self.lock:
@@ -768,12 +713,7 @@ class OwnedTopic:
             failpoints.reach("tier.after_seal")
 
     def begin_at(self, start: int) -> None:
-        """Corrects where this owner's offsets begin: objects that it was to adopt are gone.
-
-        Raises:
-            FencedError: Another process owns the topic.
-            UnavailableError: The metadata store does not answer.
-        """
+        """Corrects where this owner's offsets begin: objects that it was to adopt are gone."""
         if self.record.lineage and self.record.lineage[-1].epoch == self.epoch:
             entry = replace(self.record.lineage[-1], start=start)
             self._put_record(lambda record: replace(record, lineage=(*record.lineage[:-1], entry)))

@@ -150,18 +150,11 @@ def request_job(
 ) -> PipelineRequest:
     """Requests a job from the running pipeline.
 
-    Args:
-        store: The metadata store.
-        keys: The pipeline's keys in it.
-        job: One of `REQUESTED_JOBS`.
-        by: Name of the requester.
-        topics: Topic names; None for those that the pipeline's settings name.
-        clock: For timestamps.
+    `topics`: topic names; None for those that the pipeline's settings name.
 
     Raises:
         InvalidRequestError: There is no such job, or a topic has no name.
         ConflictError: No pipeline is running.
-        UnavailableError: The metadata store does not answer.
     """
     if job not in REQUESTED_JOBS:
         raise InvalidRequestError(
@@ -209,11 +202,7 @@ def request_job(
 
 
 def read_requests(store: MetadataStore, keys: PipelineKeys) -> list[PipelineRequest]:
-    """The pending requests, most important job first.
-
-    Raises:
-        UnavailableError: The metadata store does not answer.
-    """
+    """The pending requests, most important job first."""
     found = {item.key: item for item in store.range(keys.request(""), limit=100)}
     requests = []
     for job in REQUESTED_JOBS:
@@ -231,17 +220,7 @@ def take_request(
     *,
     compares: Sequence[Compare] = (),
 ) -> bool:
-    """Removes a request whose job begins; returns whether it was unchanged until then.
-
-    Args:
-        store: The metadata store.
-        keys: The pipeline's keys in it.
-        request: As `read_requests` gave it.
-        compares: Further conditions: that the caller holds the lease.
-
-    Raises:
-        UnavailableError: The metadata store does not answer.
-    """
+    """Removes a request whose job begins; returns whether it was unchanged until then."""
     key = keys.request(request.job)
     try:
         done = store.transact([RevisionIs(key, request.revision), *compares], [Delete(key)])

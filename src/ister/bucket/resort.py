@@ -88,10 +88,8 @@ def plan_resort(
 ) -> Iterator[RunGroup]:
     """Yields groups of runs, oldest first, each within the limits of one object.
 
-    Args:
-        descriptors: A topic's, ascending; read only as far as groups are consumed.
-        settings: The limits of an object.
-        is_due: Whether a run has waited long enough; called with the oldest run of the last group.
+    `descriptors`: A topic's, ascending; read only as far as groups are consumed.
+    `is_due`: whether a run has waited long enough; called with the oldest run of the last group.
     """
     group: list[ObjectDescriptor] = []
     size = 0
@@ -123,10 +121,6 @@ def find_first_run(catalog: Catalog, last: ObjectDescriptor | None) -> int | Non
 
     Runs are re-sorted oldest first, so the search ends after a few objects in a row that are not
     runs. `ister pipeline compact` finds runs before these, because it reads all descriptors.
-
-    Args:
-        catalog: The topic's.
-        last: The topic's newest object.
     """
     if last is None:
         return None
@@ -163,26 +157,15 @@ def resort(
 ) -> ObjectDescriptor | None:
     """Replaces runs by one object of frames.
 
-    Args:
-        owned: The topic.
-        old: The runs, ascending, each with its key's revision.
-        maker: Makes the topic's objects.
-        store: The bucket.
-        local: Reads and checks the runs' frames from local files; None if these do not have them.
-        chunk_bytes: How much is read from the bucket at once.
-        until: As for `OwnedTopic.swap`.
-        stays: As for `OwnedTopic.swap`.
-        presence: `Membership.presence`, from before this call.
-
-    Returns:
-        The object; None if the topic's objects have changed meanwhile.
+    `old`: the runs, ascending, each with its key's revision.
+    `local`: reads and checks the runs' frames from local files; None if these do not have them.
+    `presence`: `Membership.presence`, from before this call.
+    Returns the object; None if the topic's objects have changed meanwhile.
 
     Raises:
         CorruptDataError: A run is damaged, or the new object is not what was written.
         NotFoundError: A run is lost.
-        FencedError: Another process owns the topic.
         UnavailableError: A store does not answer; the swap may have happened.
-        ClosedError: The topic is being closed.
     """
     topic, runs = owned.catalog.keys.topic, [described for described, _ in old]
     failpoints.reach("express.before_resort")

@@ -47,12 +47,10 @@ def plan_expiry(
 ) -> list[ObjectDescriptor]:
     """The objects to remove, oldest first; never the newest one.
 
-    Args:
-        descriptors: All of the topic's, ascending.
-        now_ms: The time.
-        time_minutes: Objects older than this go; None keeps them.
-        size_mb: The oldest go until no more than this is left; None keeps them.
-        correct_ms: Corrects times that were recorded while the clock was wrong.
+    `descriptors`: all of the topic's, ascending.
+    `time_minutes`: objects older than this go; None keeps them.
+    `size_mb`: the oldest go until no more than this is left; None keeps them.
+    `correct_ms`: corrects times that were recorded while the clock was wrong.
     """
     if time_minutes is None and size_mb is None:
         return []
@@ -104,12 +102,10 @@ def expire(
 
     Objects that may have rows of an open batch stay (`find_open_batch`).
 
-    Returns:
-        How many objects were removed; one that could not be is left to garbage collection.
+    Returns how many objects were removed; one that could not be is left to garbage collection.
 
     Raises:
         FencedError: Another process owns the topic; nothing was removed.
-        UnavailableError: A store does not answer.
     """
     if not expired:
         return 0
@@ -145,9 +141,6 @@ def keep_findable(owned: OwnedTopic, store: ObjectStore) -> None:
 
     The process that made the topic may have been killed; or a deletion of the topic's predecessor,
     which was paused for long, has removed the manifest.
-
-    Raises:
-        UnavailableError: The store does not answer.
     """
     topic = owned.catalog.keys.topic
     if owned.last is None or owned.last.format != FORMAT_EXPRESS:

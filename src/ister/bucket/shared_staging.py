@@ -87,10 +87,7 @@ def read_segments(store: ObjectStore, info: ObjectInfo) -> list[StagedSegment]:
     """Returns the segments of a staged file, by topic.
 
     Raises:
-        NotFoundError: There is no such file.
         CorruptDataError: It is not a staged file, or it is damaged.
-        UnsupportedVersionError: A newer Ister wrote it.
-        UnavailableError: The store does not answer.
     """
     return decode_footer(*read_end(store, info, FOOTER), path=info.key)
 
@@ -100,12 +97,8 @@ class StagedNeeds:
 
     What it has read is cached: use a new one for each sweep.
 
-    Args:
-        objects: The bucket.
-        metadata: The metadata store.
-        root_prefix: The prefix of its keys.
-        jobs_before: Batches of jobs whose record is older than this time, in seconds since the
-            epoch, are abandoned and need no files; None if no batch is abandoned.
+    `jobs_before`: batches of jobs whose record is older than this time, in seconds since the epoch,
+    are abandoned and need no files; None if no batch is abandoned.
     """
 
     def __init__(
@@ -173,8 +166,7 @@ def collect_shared_staging(
     A file whose footer cannot be read is kept: its topics are not known. The grace period is at
     least `orphans.GRACE_SECONDS_MIN`, and counts from the youngest file of the same batch.
 
-    Returns:
-        The keys of the removed files.
+    Returns the keys of the removed files.
 
     Raises:
         UnavailableError: A store does not answer; files that were not checked stay.

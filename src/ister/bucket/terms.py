@@ -71,9 +71,6 @@ def newest_terms(store: ObjectStore, topic: TopicName) -> list[Term]:
     """The terms of the highest epoch in the bucket; more than one if their claims differ.
 
     Where they were deleted, the names of objects tell the epoch.
-
-    Raises:
-        UnavailableError: The store does not answer.
     """
     found = [
         Term(*parsed)
@@ -104,7 +101,6 @@ def save_term(store: ObjectStore, topic: TopicName, record: TopicRecord) -> None
 
     Raises:
         StoresDifferError: The bucket has a later term, or another one of the same epoch.
-        UnavailableError: The store does not answer.
     """
     own = Term(record.epoch, record.claim)
     refuse_older(topic, record, newest_terms(store, topic), where="the bucket")
@@ -128,11 +124,7 @@ def refuse_older(
 ) -> None:
     """Refuses a record that is older than a term.
 
-    Args:
-        topic: The topic.
-        record: The metadata store's record; None if it does not have the topic.
-        terms: The terms to compare it with.
-        where: Where the terms were found, for the error.
+    `record`: the metadata store's record; None if it does not have the topic.
 
     Raises:
         StoresDifferError: A term is later than the record.
@@ -195,13 +187,10 @@ class ForgottenRuns:
     ) -> list[ObjectDescriptor]:
         """The runs of a topic in the newest express objects of some processes.
 
-        Args:
-            topic: The topic.
-            processes: Node and instance of each. The result for one that has ended is cached.
+        `processes`: node and instance of each. The result for one that has ended is cached.
 
         Raises:
             UnsupportedVersionError: A newer Ister wrote an object that may have some of them.
-            UnavailableError: A store does not answer.
         """
         with self._lock:
             return [

@@ -107,11 +107,7 @@ class Trust:
         return self.is_distrusted
 
     def check_revision(self) -> int:
-        """Compares the revision with what this process saw, without the bucket; returns it.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """Compares the revision with what this process saw, without the bucket; returns it."""
         # Before the store is asked: another thread may see a later revision meanwhile.
         seen = self._seen.revision
         revision = self._metadata.current_revision(self._id_key)
@@ -159,11 +155,7 @@ class Trust:
             )
 
     def accept(self) -> None:
-        """Trusts the metadata store as it is; other processes follow within a minute.
-
-        Raises:
-            UnavailableError: A store does not answer.
-        """
+        """Trusts the metadata store as it is; other processes follow within a minute."""
         with self._lock:
             accepted = max(self._load().accepted, self._load(_OLDER).accepted) + 1
             self._seen = Seen(

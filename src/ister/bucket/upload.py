@@ -61,17 +61,11 @@ class Uploader:
     ) -> None:
         """An uploader for one owned topic.
 
-        Args:
-            owned: The topic.
-            store: The bucket.
-            settings: The uploader's settings.
-            clock: The clocks.
-            metrics: Counts uploads.
-            correct_ms: Corrects times that this node recorded while its clock was wrong.
-            egress: Limits the upload rate; None for no limit.
-            on_memory: Called with each change of the memory in use, in bytes.
-            on_parts: Called with each change of the number of parts in flight.
-            is_stopping: Called between chunks; the upload is aborted if it returns True.
+        `correct_ms`: corrects times that this node recorded while its clock was wrong.
+        `egress`: limits the upload rate; None for no limit.
+        `on_memory`: called with each change of the memory in use, in bytes.
+        `on_parts`: called with each change of the number of parts in flight.
+        `is_stopping`: called between chunks; the upload is aborted if it returns True.
         """
         self._owned = owned
         self._correct_ms = correct_ms
@@ -96,19 +90,13 @@ class Uploader:
     def upload(self, source: FrameSource, start: int, synced: int) -> ObjectDescriptor | None:
         """Uploads and commits the next object.
 
-        Args:
-            source: The topic's frames.
-            start: Where the newest object ends; where the topic begins if there is none.
-            synced: Nothing at or after this offset is uploaded.
-
-        Returns:
-            Its descriptor; None if there is nothing to upload.
+        `start`: where the newest object ends; where the topic begins if there is none.
+        Returns its descriptor; None if there is nothing to upload.
 
         Raises:
             FencedError: Another process owns the topic; nothing was published.
             CorruptDataError: The next frame is damaged.
             UnavailableError: A store does not answer; the next cycle continues from here.
-            PermissionDeniedError: A store refuses.
             ClosedError: The topic is being closed; nothing was published.
         """
         if start >= synced:
@@ -162,16 +150,8 @@ class Uploader:
     ) -> ObjectDescriptor | None:
         """Uploads the offsets of an object that was lost or damaged, in its place.
 
-        Args:
-            source: The topic's frames; has all of the object's.
-            old: The object's descriptor.
-            revision: Of the descriptor's key.
-
-        Returns:
-            The new descriptor; None if the old one has been replaced meanwhile.
-
-        Raises:
-            As `upload`.
+        `source`: the topic's frames; has all of the object's.
+        Returns the new descriptor; None if the old one has been replaced meanwhile.
         """
         descriptor = self._make_object(source, old.start, old.end, arrived_ms=old.arrived_ms)
         if not self._owned.replace(old, descriptor, revision):
@@ -184,11 +164,7 @@ class Uploader:
         return descriptor
 
     def fill(self, source: FrameSource, start: int, end: int) -> list[ObjectDescriptor]:
-        """Uploads offsets that no object has, between two others.
-
-        Raises:
-            As `upload`.
-        """
+        """Uploads offsets that no object has, between two others."""
         filled: list[ObjectDescriptor] = []
         while start < end:
             descriptor = self._make_object(source, start, self._plan(source, start, end))

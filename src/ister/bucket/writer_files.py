@@ -32,10 +32,6 @@ def find_open_batch(catalog: Catalog, incarnation: str) -> OpenBatch | None:
     """Returns the open batch that holds up most: messages from its offset on must not be removed.
 
     Read the descriptors of objects first. Later batches begin above all of those.
-
-    Raises:
-        CorruptDataError: A record cannot be read.
-        UnavailableError: The metadata store does not answer.
     """
     prefix = catalog.keys.writer("")
     found: OpenBatch | None = None
@@ -57,9 +53,6 @@ def read_files(objects: ObjectStore, record: WriterRecord) -> tuple[StagedFile, 
 
     Raises:
         NotFoundError: The manifest is lost.
-        CorruptDataError: It is damaged.
-        UnsupportedVersionError: A newer Ister wrote it.
-        UnavailableError: The store does not answer.
     """
     if record.files is not None:
         return record.files

@@ -190,7 +190,6 @@ def survey_topic(
     Raises:
         NotFoundError: The topic does not exist.
         CorruptDataError: The topic's record cannot be read.
-        UnavailableError: A store does not respond.
     """
     survey = _read(catalog)
     for _ in range(_ROUNDS):
@@ -296,12 +295,9 @@ def _take(survey: Survey, catalog: Catalog, item: KeyValue) -> None:
 def find_superfluous(ranges: Sequence[tuple[int, int]]) -> set[int]:
     """Finds ranges that are not needed to cover all offsets once.
 
-    Args:
-        ranges: (start, end), ascending; no two start at the same offset.
-
-    Returns:
-        The starts of superfluous ranges. Among ranges that overlap each other, those that form a
-        chain from the first offset to the last are needed; without such a chain all of them are.
+    `ranges`: (start, end), ascending; no two start at the same offset.
+    Returns the starts of superfluous ranges. Among ranges that overlap each other, those that form
+    a chain from the first offset to the last are needed; without such a chain all of them are.
     """
     superfluous: set[int] = set()
     stretch: dict[int, int] = {}

@@ -56,12 +56,7 @@ _EPOCH: Final = 1
 class Adoption:
     """The objects of one topic that Danube may have written. Used by one thread at a time.
 
-    Args:
-        store: The bucket.
-        topic: Whose objects they are.
-        incarnation: Of the topic.
-        is_danubes: Whether Ister has never had the topic: then the names that both give are
-            Danube's.
+    `is_danubes`: whether Ister has never had the topic: then the names that both give are Danube's.
     """
 
     def __init__(
@@ -80,12 +75,7 @@ class Adoption:
     def sort(
         self, objects: Iterable[ObjectInfo], *, on_object: Callable[[], None]
     ) -> dict[ObjectName, ObjectInfo]:
-        """Names objects: those of Ister by their names, Danube's by their frames.
-
-        Args:
-            objects: All that the topic has in the bucket.
-            on_object: Called when an object has been read.
-        """
+        """Names objects: those of Ister by their names, Danube's by their frames."""
         named: dict[ObjectName, ObjectInfo] = {}
         for info in objects:
             object_id = object_id_of(self._topic, info.key)
@@ -144,17 +134,8 @@ class Adoption:
     ) -> list[str]:
         """Adds the offsets that only objects of Danube have that were left out.
 
-        Args:
-            taken: The topic's objects; copies are added.
-            rest: Those left out: ids, and descriptors of sound ones.
-            layout: Where copies go.
-            dry_run: Write nothing.
-
-        Returns:
-            The ids of the copies.
-
-        Raises:
-            UnavailableError: The store does not answer.
+        `taken`: the topic's objects; copies are added.
+        Returns the ids of the copies.
         """
         copied: list[str] = []
         found_by_frames = {described.object_id for described in self.described.values()}
@@ -218,17 +199,8 @@ def examine(
 ) -> DanubeObject:
     """Reads an object whole and describes what is in it.
 
-    Args:
-        store: The bucket.
-        topic: Whose object it is.
-        info: The object, as listed.
-        named: Its name.
-        incarnation: Of the topic.
-
     Raises:
         CorruptDataError: It does not begin with a whole frame of a message: nothing can be taken.
-        NotFoundError: It is gone.
-        UnavailableError: The store does not answer.
     """
     bad: list[BadBytes] = []
     summary: ObjectSummary | None = None
@@ -365,18 +337,10 @@ def copy_part(
 
     A copy that was made before is written again, with the same bytes.
 
-    Args:
-        store: The bucket.
-        topic: Whose objects they are.
-        described: The object.
-        start: The first offset to copy.
-        end: The offset after the last one.
-        layout: Where the copy goes.
-        dry_run: Write nothing; the descriptor is that of the copy all the same.
+    `dry_run`: write nothing; the descriptor is that of the copy all the same.
 
     Raises:
         CorruptDataError: A frame up to there is damaged.
-        UnavailableError: The store does not answer.
     """
     tag = f"{crc32(described.object_id.encode()):08x}"
     object_id = format_object_id(start, end, _EPOCH, tag=tag, layout=layout)

@@ -175,11 +175,7 @@ class Listing:
 
 
 def find_topics(path: str) -> list[str]:
-    """The topic directories at or below `path`, sorted.
-
-    Raises:
-        NotFoundError: There is no such directory, or it holds no WAL.
-    """
+    """The topic directories at or below `path`, sorted."""
     fs = LocalFileSystem()
     found: list[str] = []
     is_ours = False
@@ -207,12 +203,7 @@ def find_topics(path: str) -> list[str]:
 
 
 def load_checkpoint(path: str) -> WalState | UploaderCheckpoint | None:
-    """A checkpoint of either kind; None if it is damaged.
-
-    Raises:
-        NotFoundError: There is no such file.
-        UnsupportedVersionError: A newer Ister wrote it.
-    """
+    """A checkpoint of either kind; None if it is damaged."""
     data = read_file(LocalFileSystem(), path, CHECKPOINT_BYTES_MAX + 1)
     if len(data) > CHECKPOINT_BYTES_MAX:
         return None
@@ -224,14 +215,8 @@ def survey(
 ) -> TopicSurvey:
     """Examines the files of a topic.
 
-    Args:
-        directory_path: The topic's directory.
-        only: The name of the one file to look at; the others only serve to judge it.
-        listing: Frames to list; counted down.
-
-    Raises:
-        NotFoundError: There is no such directory.
-        DiskError: A file cannot be read.
+    `only`: the name of the one file to look at; the others only serve to judge it.
+    `listing`: frames to list; counted down.
     """
     directory = WalDirectory(LocalFileSystem(), directory_path)
     parts = directory_path.rstrip("/").split("/")
@@ -270,15 +255,8 @@ def examine_frames(
 ) -> None:
     """Examines the frames of an object. Objects are never torn: a bad range is damage.
 
-    Args:
-        file: Its bytes.
-        entry: Gets what is found.
-        expected: The offsets that its name says, if it says any.
-        listing: Frames to list; counted down.
-
-    Raises:
-        NotFoundError: There is no such object.
-        IsterError: It cannot be read.
+    `expected`: the offsets that its name says, if it says any.
+    `listing`: frames to list; counted down.
     """
     walk = _FileWalk(file, entry, listing, durable=None, successor=None, is_last=False)
     walk.run(find_first_offset(file, expected.start if expected is not None else None))

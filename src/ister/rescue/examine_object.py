@@ -78,11 +78,7 @@ def offsets_of(path: str) -> tuple[int, int] | None:
 
 
 def open_local(path: str) -> File:
-    """An object that is a local file; close it.
-
-    Raises:
-        NotFoundError: There is no such file.
-    """
+    """An object that is a local file; close it."""
     return LocalFileSystem().open_read(path)
 
 
@@ -118,12 +114,7 @@ def _find_key(store: ObjectStore, name: str) -> str:
 
 
 def examine_object(file: Readable, listing: Listing) -> ObjectSurvey:
-    """Examines an object in the format that its name says, or else its first bytes.
-
-    Raises:
-        ConfigError: It is in Parquet, and pyarrow is not installed.
-        IsterError: It cannot be read.
-    """
+    """Examines an object in the format that its name says, or else its first bytes."""
     name = file.path.rpartition("/")[2]
     at = file.path.find(TOPICS_PREFIX)
     topic = str((parse_topic_of_key(file.path[at:]) if at >= 0 else None) or "")
@@ -230,8 +221,6 @@ def examine_express(file: Readable, listing: Listing) -> list[ObjectSurvey]:
 
     Raises:
         CorruptDataError: It is not an express object, or its footer is damaged.
-        UnsupportedVersionError: A newer Ister wrote it.
-        IsterError: It cannot be read.
     """
     size = file.size()
     tail = file.read_at(max(0, size - TRAILER_BYTES), TRAILER_BYTES)

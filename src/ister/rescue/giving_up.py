@@ -75,12 +75,10 @@ def give_up_lost(
 ) -> GivenUp:
     """Gives up what no tier has; `retire` closes the topic after its local files have changed.
 
-    Args:
-        topic: The topic, which no other thread opens or ends meanwhile.
-        stores: The stores of its log; None without a bucket.
-        at_least: The topic continues at this offset or a later one.
-        is_dry: Only return what would be given up.
-        retire: Closes the topic, after its local files have changed.
+    `topic`: the topic, which no other thread opens or ends meanwhile.
+    `stores`: the stores of its log; None without a bucket.
+    `at_least`: the topic continues at this offset or a later one.
+    `is_dry`: only return what would be given up.
 
     Raises:
         UnavailableError: A store does not answer; what was given up so far is given up.
@@ -187,8 +185,7 @@ class _BothTiers:
     ) -> ObjectDescriptor | None:
         """Writes an object with what can be read of a range; counts the rest as lost.
 
-        Returns:
-            None in a dry run.
+        Returns None in a dry run.
         """
         frames = self._frames(start, end, described)
         if is_dry:

@@ -47,8 +47,7 @@ def rewrite_log(wal: Wal, start: int, *, chunk_bytes: int, clock: Clock, metrics
     Nothing is appended to the log meanwhile, and it is closed afterwards. Everything before `start`
     is in the other tier; `chunk_bytes` are copied at once.
 
-    Returns:
-        How many frames were copied.
+    Returns how many frames were copied.
 
     Raises:
         CorruptDataError: A frame at or after `start` is damaged too; nothing was changed.
@@ -168,10 +167,6 @@ def judge_log(directory: WalDirectory, topic: str) -> JudgedLog:
 
     A file belongs to another topic if all its messages name that one, and other files have messages
     that name this one. Less proves nothing: a program may append records of other topics.
-
-    Raises:
-        UnsupportedVersionError: A newer Ister wrote the checkpoint.
-        DiskError: A file cannot be read.
     """
     state, gaps = directory.load_state(), directory.load_gaps()
     hints = state.first_offsets() if state is not None else {}

@@ -112,12 +112,7 @@ def epoch_floor(record: TopicRecord, end: int) -> int:
 
 
 def mend(history: BucketLog, damaged: DamagedRange, sources: Sequence[Source]) -> RepairResult:
-    """Makes the objects that are missing, from the first sources that have their messages.
-
-    Raises:
-        UnavailableError: A store does not respond.
-        PermissionDeniedError: A store denies access.
-    """
+    """Makes the objects that are missing, from the first sources that have their messages."""
     mender = _Mender(history, damaged, sources)
     result = mender.restore(damaged.old) if damaged.old is not None else mender.fill()
     return replace(result, has_local_files=any(source.name == LOCAL for source in sources))

@@ -120,12 +120,7 @@ class ObjectChecker:
         self._metrics = metrics
 
     def check(self, described: ObjectDescriptor) -> Checked:
-        """Reads an object whole, and compares it with its descriptor.
-
-        Raises:
-            UnavailableError: The store does not answer.
-            UnsupportedVersionError: A newer Ister wrote it.
-        """
+        """Reads an object whole, and compares it with its descriptor."""
         key = object_key(self._topic, described.object_id)
         try:
             try:

@@ -137,9 +137,7 @@ def find_topics(
 
     Objects of frames count wherever they are below the topic's prefix.
 
-    Args:
-        store: The bucket.
-        on_stray: Called with the key of an object of frames that is below no topic's prefix.
+    `on_stray`: called with the key of an object of frames that is below no topic's prefix.
     """
     found: dict[TopicName, list[ObjectInfo]] = {}
     for info in store.list(TOPICS_PREFIX):
@@ -322,9 +320,6 @@ def describe_object(
 
     Raises:
         CorruptDataError: It does not hold exactly the frames that its name says.
-        NotFoundError: There is none.
-        UnsupportedVersionError: A newer Ister wrote it.
-        ConfigError: It is in Parquet and pyarrow is not installed.
     """
     key = object_key(topic, object_id)
     if name.format == FORMAT_PARQUET:
@@ -360,11 +355,7 @@ def _describe_archive(
     incarnation: str,
     created_at: int,
 ) -> ObjectDescriptor:
-    """Describes an object in Parquet; reads all of it.
-
-    Raises:
-        As `describe_object`.
-    """
+    """Describes an object in Parquet; reads all of it."""
     key = object_key(topic, object_id)
     info = store.stat(key)
     archive = _open_archive(store, key, info.size)
@@ -402,17 +393,11 @@ def find_continuation(
     For a catalog that has forgotten them: an older copy of it was restored, or their uploader was
     killed before the commit.
 
-    Args:
-        store: The bucket.
-        topic: The topic.
-        start: The end of its catalog.
-        record: The topic's record: objects of replaced owners do not count.
-        runs: Runs of the topic in express objects.
+    `record`: the topic's record: objects of replaced owners do not count.
 
     Raises:
         StoresDifferError: An object has messages on both sides of where the others end: it was
             merged from objects that the catalog does not have.
-        UnavailableError: The store does not answer.
     """
     store = with_slices(store)
     names, described = _find_own(topic, list_objects(store, topic), record, runs, start=start)
@@ -479,17 +464,7 @@ def secure_objects(
 
     Runs stay where they are: an express object is kept while one of its runs may be needed.
 
-    Args:
-        store: The bucket.
-        topic: The topic.
-        found: As `find_continuation` returns them.
-        epoch: Of the owner that will adopt them.
-
-    Returns:
-        The descriptors of the copies, up to the first object that is gone.
-
-    Raises:
-        UnavailableError: The store does not answer.
+    Returns the descriptors of the copies, up to the first object that is gone.
     """
     secured: list[ObjectDescriptor] = []
     for described in found:
@@ -524,12 +499,7 @@ def copy_bytes(
     chunk_bytes: int = _CHUNK_BYTES,
     concurrent_parts: int = 1,
 ) -> None:
-    """Copies an object, or its first `limit` bytes; by hand where the store cannot.
-
-    Raises:
-        NotFoundError: There is no such object.
-        UnavailableError: The store does not answer.
-    """
+    """Copies an object, or its first `limit` bytes; by hand where the store cannot."""
     if limit is None:
         with suppress(UnsupportedOperationError):
             store.copy(source, target)
@@ -561,21 +531,11 @@ def rebuild_topic(
 ) -> TopicReport:
     """Writes the metadata of a topic from its objects, if there is none.
 
-    Args:
-        store: The bucket.
-        metadata: Where to write.
-        keys: The topic's.
-        objects: Its objects, as listed.
-        runs: Its runs in express objects, as `find_runs` gives them.
-        clock: For the record of a topic without a manifest.
-        dry_run: Look and report, write nothing.
-        layout: Where objects go that are made of parts of others.
-        on_object: Called when an object has been read.
-
-    Returns:
-        What was found. Damaged objects are in `errors`; a descriptor for the range that their names
-        say is written all the same, so that what is whole in them can be read. Objects of Danube
-        that were not taken are in `errors`, too.
+    `clock`: for the record of a topic without a manifest.
+    `layout`: where objects go that are made of parts of others.
+    Returns what was found. Damaged objects are in `errors`; a descriptor for the range that their
+    names say is written all the same, so that what is whole in them can be read. Objects of Danube
+    that were not taken are in `errors`, too.
     """
     store = with_slices(store)
     topic = keys.topic
@@ -663,16 +623,8 @@ def rebuild_catalog(
 ) -> list[ObjectDescriptor]:
     """Replaces the descriptors of a topic that no process has open by those of its objects.
 
-    Args:
-        store: The bucket.
-        metadata: Where to write.
-        keys: The topic's.
-        objects: Its objects, as listed.
-        record: Its record: objects of replaced owners do not count.
-        runs: Its runs in express objects, as `find_runs` gives them.
-
-    Returns:
-        The descriptors. Ranges that no whole object has are left out.
+    `record`: its record: objects of replaced owners do not count.
+    Returns the descriptors. Ranges that no whole object has are left out.
     """
     store, topic = with_slices(store), keys.topic
     names, described = _find_own(topic, objects, record, runs)
@@ -700,16 +652,7 @@ def extend_catalog(
 ) -> None:
     """Adds the objects that continue the catalog of a topic that no process has open.
 
-    Args:
-        store: The bucket.
-        metadata: Where to write.
-        keys: The topic's.
-        start: The end of its catalog.
-        record: Its record; copies of objects get its epoch.
-        runs: Its runs in express objects, as `find_runs` gives them.
-
-    Raises:
-        As `find_continuation`.
+    `record`: its record; copies of objects get its epoch.
     """
     found = find_continuation(store, keys.topic, start, record=record, runs=runs)
     found = secure_objects(store, keys.topic, found, record.epoch)

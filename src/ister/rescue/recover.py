@@ -53,9 +53,6 @@ between leaves nothing that SQLite would apply."""
 def lock_log(root: str) -> Iterator[None]:
     """Keeps other processes from opening the log.
 
-    Args:
-        root: The WAL directory.
-
     Raises:
         DirectoryLockedError: Another process has it open.
     """
@@ -81,12 +78,6 @@ class MetadataFound:
 
 class Recovery:
     """Rebuilds the metadata of topics that the metadata store does not know.
-
-    Args:
-        storage: Where the log is.
-        store: Its bucket; stays open.
-        clock: For the metadata store.
-        dry_run: Write nothing.
 
     Raises:
         ConflictError: The bucket is not the one of the metadata store.
@@ -144,12 +135,7 @@ class Recovery:
         return len(self._found.get(name, ())) + len(self._runs.by_topic.get(name, ()))
 
     def recover(self, name: TopicName, *, on_object: Callable[[int], None]) -> TopicReport:
-        """Rebuilds one topic; its errors are in the result.
-
-        Args:
-            name: The topic.
-            on_object: Called with how many objects were done.
-        """
+        """Rebuilds one topic; its errors are in the result."""
         report = TopicReport(topic=str(name))
         keys = TopicKeys(self._storage.metadata.root_prefix, name)
         try:

@@ -85,11 +85,7 @@ def repair_topic(
 ) -> Repaired:
     """Repairs both tiers of a topic that no other thread opens or ends meanwhile.
 
-    Args:
-        topic: The topic, which has a bucket.
-        stores: The stores of its log.
-        content: Read everything, not only names and sizes of objects.
-        retire: Closes the topic, after its local files were replaced.
+    `content`: read everything, not only names and sizes of objects.
     """
     bucket = topic.bucket
     if bucket is None:
@@ -136,8 +132,7 @@ def _local_damage(topic: Topic, bucket: TopicBucket, *, content: bool) -> IsterE
 def _find_foreign(topic: Topic, tiered: int, errors: list[IsterError]) -> IsterError | None:
     """A local file of another topic, if the bucket has its offsets; else adds the error.
 
-    Returns:
-        The damage that is repaired by using the bucket's copy; None if there is none.
+    Returns the damage that is repaired by using the bucket's copy; None if there is none.
     """
     directory = topic.wal.directory
     found = judge_log(directory, topic.name).foreign if directory is not None else ()
@@ -277,11 +272,7 @@ def find_lost(log: Log, name: TopicName) -> LostRange | None:
 
 
 def find_given_up(log: Log, name: TopicName) -> GivenUp:
-    """What a topic would give up; changes nothing.
-
-    Raises:
-        As `Log.give_up`.
-    """
+    """What a topic would give up; changes nothing."""
     with _sealed_again(log, name):
         return log.give_up(str(name), at_least=_highest_cursor(log, name), is_dry=True)
 
@@ -297,13 +288,8 @@ def try_repair(
 ) -> Repaired:
     """Repairs one topic; its errors are in the result.
 
-    Args:
-        log: Opened without background work.
-        name: The topic.
-        take_over: Take it from a node whose disk is lost.
-        content: Read objects and files whole.
-        is_named: Also repair a topic that another node wrote last.
-        gives_up: Give up what no tier has.
+    `is_named`: also repair a topic that another node wrote last.
+    `gives_up`: give up what no tier has.
     """
     row = Repaired(topic=str(name))
     try:

@@ -47,11 +47,7 @@ class ConsumerSet:
         return next(iter(self.attached.values()), None) if self.has_one_active else None
 
     def remember(self, consumer: int, filters: Sequence[str]) -> ConsumerState:
-        """Adds a consumer that is not attached, or changes the filters of one that is known.
-
-        Raises:
-            InvalidRequestError: The filters are invalid.
-        """
+        """Adds a consumer that is not attached, or changes the filters of one that is known."""
         key_filter = KeyFilter(filters)
         known = self.known.get(consumer)
         if known is None:

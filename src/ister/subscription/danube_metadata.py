@@ -154,10 +154,8 @@ def _policy(fields: Mapping[str, object]) -> FailurePolicy:
 class Migration:
     """Takes subscriptions over from Danube, and hands topics back. Thread-safe.
 
-    Args:
-        metadata: The log's metadata store; stays open.
-        root_prefix: Of all its keys, and of Danube's keys of segments.
-        clock: Where time comes from.
+    `metadata`: the log's metadata store; stays open.
+    `root_prefix`: of all its keys, and of Danube's keys of segments.
     """
 
     def __init__(self, metadata: MetadataStore, *, root_prefix: str, clock: Clock) -> None:
@@ -184,19 +182,13 @@ class Migration:
     ) -> int:
         """Creates a subscription where Danube's was; one that exists stays unchanged.
 
-        Args:
-            found: The subscription.
-            without_cursor: Where one begins that has acknowledged nothing: `earliest` or `latest`;
-                None to refuse it.
-            dry_run: Write nothing.
-
-        Returns:
-            Its cursor: the first offset that is not acknowledged.
+        `without_cursor`: where one begins that has acknowledged nothing: `earliest` or `latest`;
+        None to refuse it.
+        Returns its cursor: the first offset that is not acknowledged.
 
         Raises:
             NotFoundError: The topic does not exist, or the subscription has no cursor.
             AlreadyExistsError: A cursor of that name is in use by something else.
-            UnavailableError: The metadata store does not answer.
         """
         topic = found.topic
         catalog, incarnation = self._open(topic, "take its objects over first: `ister recover`")
@@ -235,7 +227,6 @@ class Migration:
             NotFoundError: The topic does not exist.
             UnsupportedOperationError: An object is not where Danube finds it.
             DataGapError: Offsets are missing between objects.
-            UnavailableError: The metadata store does not answer.
         """
         catalog, incarnation = self._open(name)
         path = f"{name.namespace}/{name.topic}"

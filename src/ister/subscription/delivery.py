@@ -68,16 +68,12 @@ _DONE: Final = State.DONE
 class Delivery:
     """The deliveries of one subscription; see the module header. Not thread-safe.
 
-    Args:
-        kind: How messages are shared between consumers.
-        policy: What happens to messages that fail.
-        window: How many unacknowledged messages a consumer may have.
-        cursor: The first offset that is not acknowledged.
-        saved: The state that `saved` returned before; see `decode_saved`.
-        end: The log's end, if known.
-        waits_for_writes: Whether `begin_write` reports when a message is written to its stream.
-            Until then it cannot fail: one that waits too long for that is redelivered, to any
-            consumer that can take it. Otherwise a message counts as written when it is taken.
+    `window`: how many unacknowledged messages a consumer may have.
+    `cursor`: the first offset that is not acknowledged.
+    `saved`: the state that `saved` returned before; see `decode_saved`.
+    `waits_for_writes`: whether `begin_write` reports when a message is written to its stream. Until
+    then it cannot fail: one that waits too long for that is redelivered, to any consumer that can
+    take it. Otherwise a message counts as written when it is taken.
     """
 
     def __init__(
@@ -152,17 +148,13 @@ class Delivery:
 
         One that is attached already is sent what it has in flight again, and keeps its place.
 
-        Args:
-            consumer: Its id.
-            filters: Which keys it takes; all without any.
-            reports: Whether it reports what its program has received; see `received`.
-            active_elsewhere_at: Returns when its program last answered at another partition, whose
-                messages it handles in the same queue.
-            now: Seconds.
+        `filters`: which keys it takes; all without any.
+        `reports`: whether it reports what its program has received; see `received`.
+        `active_elsewhere_at`: returns when its program last answered at another partition, whose
+        messages it handles in the same queue.
 
         Raises:
             ConflictError: The subscription is exclusive, and has another consumer.
-            InvalidRequestError: The filters are invalid.
         """
         self._advance(now)
         self._consumers.attach(
@@ -224,10 +216,8 @@ class Delivery:
     def offer(self, messages: Iterable[tuple[int, str]], *, now: float) -> None:
         """Takes in messages as they are in the log, from `next_offset` on, without a gap.
 
-        Args:
-            messages: Offset and key of each. Messages that were offered before, or are
-                acknowledged, are skipped.
-            now: Seconds.
+        `messages`: offset and key of each. Messages that were offered before, or are acknowledged,
+        are skipped.
 
         Raises:
             InvariantError: There is a gap before a message. Those before it have been taken in.
@@ -353,12 +343,9 @@ class Delivery:
     ) -> AckResult:
         """Takes an acknowledgement, of any consumer and of any age.
 
-        Args:
-            offset: The message.
-            end: The log's visible end: no consumer can have a message beyond it.
-            now: Seconds.
-            consumer: The consumer that answers; None for the one that has it.
-            attempt: The attempt that is answered, up to `ATTEMPT_MAX`; None if it is not known.
+        `end`: the log's visible end: no consumer can have a message beyond it.
+        `consumer`: the consumer that answers; None for the one that has it.
+        `attempt`: the attempt that is answered, up to `ATTEMPT_MAX`; None if it is not known.
         """
         self._advance(now)
         if offset >= end:
@@ -644,11 +631,7 @@ class Delivery:
         )
 
     def validate_state(self) -> None:
-        """Checks every invariant. Examines everything: for tests.
-
-        Raises:
-            InvariantError: One does not hold.
-        """
+        """Checks every invariant. Examines everything: for tests."""
         self._floor.validate()
         self._validate_messages()
         self._consumers.validate(self._entries)

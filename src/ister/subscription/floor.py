@@ -175,10 +175,8 @@ class AckFloor:
     def from_json(cls, fields: Mapping[str, object], *, floor: int | None = None) -> Self:
         """Reads what `to_json` made.
 
-        Args:
-            fields: As stored.
-            floor: The cursor now. If it has moved on, what is below it is forgotten. If it was put
-                back, everything is: the offsets may be those of other messages by now.
+        `floor`: the cursor now. If it has moved on, what is below it is forgotten. If it was put
+        back, everything is: the offsets may be those of other messages by now.
 
         Raises:
             CorruptDataError: The fields are not such ranges.

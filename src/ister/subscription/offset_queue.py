@@ -76,11 +76,9 @@ class OffsetQueue:
     ) -> tuple[list[Send], list[Entry]]:
         """Assigns all messages that can be sent now; returns the instructions and the entries.
 
-        Args:
-            active: The consumer that gets all messages; None with kind shared.
-            window: How many unacknowledged messages a consumer may have.
-            failures_max: The policy is applied to a message that has failed more often.
-            now: Seconds.
+        `active`: the consumer that gets all messages; None with kind shared.
+        `window`: how many unacknowledged messages a consumer may have.
+        `failures_max`: the policy is applied to a message that has failed more often.
         """
         sends: list[Send] = []
         sent: list[Entry] = []

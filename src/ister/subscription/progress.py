@@ -14,14 +14,9 @@ from ister.errors import InvalidRequestError
 class ProgressPlan:
     """When the next write of one subscription's progress is due.
 
-    Args:
-        flush_interval_seconds: A change is written at most so long after it happened.
-        min_offset_delta: A cursor that has moved so many messages is written at once.
-        cursor: What the store has.
-        version: Of the rest of the state, as the store has it.
-
-    Raises:
-        InvalidRequestError: A setting makes no sense.
+    `flush_interval_seconds`: A change is written at most so long after it happened.
+    `min_offset_delta`: A cursor that has moved so many messages is written at once.
+    `version`: of the rest of the state, as the store has it.
     """
 
     def __init__(
@@ -51,11 +46,9 @@ class ProgressPlan:
     def update(self, cursor: int, now: float, *, version: int = 0) -> None:
         """Records where the cursor is now.
 
-        Args:
-            cursor: The first offset that is not acknowledged.
-            now: Seconds.
-            version: Another number when what is saved beside the cursor has changed
-                (`Delivery.version`).
+        `cursor`: the first offset that is not acknowledged.
+        `version`: another number when what is saved beside the cursor has changed
+        (`Delivery.version`).
         """
         latest = (cursor, version)
         if latest == self._latest:
@@ -83,10 +76,7 @@ class ProgressPlan:
     def written(self, cursor: int, now: float, *, version: int | None = None) -> None:
         """The store has this now. Later changes are still to be written.
 
-        Args:
-            cursor: That was written.
-            now: Seconds.
-            version: Of the state that was written; as latest last if not given.
+        `version`: of the state that was written; as latest last if not given.
         """
         self._stored = (cursor, self._latest[1] if version is None else version)
         self._not_before = float("-inf")

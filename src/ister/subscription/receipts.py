@@ -47,11 +47,7 @@ class Receipts:
     __slots__ = ("_cached", "_digits", "_hash")
 
     def __init__(self, key: str) -> None:
-        """Uses the key of a subscription.
-
-        Args:
-            key: As `new_key` made it.
-        """
+        """Uses the key of a subscription."""
         self._hash = blake2b(key=key.encode(), digest_size=_HASHES.size)
         self._cached: dict[tuple[int, int], list[int]] = {}
         self._digits: dict[tuple[int, int], bytes] = {}

@@ -28,11 +28,7 @@ REASON_CHARACTERS_MAX: Final = 256
 class Redelivery:
     """The failed messages of one subscription.
 
-    Args:
-        entries: All messages that are held, by offset.
-        timers: Where delays are started.
-        policy: What happens to messages that fail.
-        restored: Failures from before a restart.
+    `restored`: failures from before a restart.
     """
 
     queue: OffsetQueue | KeyQueues
@@ -156,11 +152,7 @@ class Redelivery:
             container.clear()
 
     def validate(self, floor: AckFloor, next_offset: int, waiting: set[int]) -> None:
-        """Checks the invariants; `waiting` are messages that were never sent.
-
-        Raises:
-            InvariantError: One does not hold.
-        """
+        """Checks the invariants; `waiting` are messages that were never sent."""
         blocked = set()
         for offset, entry in self._entries.items():
             check((entry.failures > 0) == (offset in self.failed), f"{entry} is not on record")

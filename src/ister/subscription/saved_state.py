@@ -52,10 +52,8 @@ def decode_saved(saved: SavedState, cursor: int, end: int | None) -> tuple[AckFl
     It is not used if it is damaged, or the cursor was put back behind it: messages are delivered
     twice then, and none is lost.
 
-    Args:
-        saved: As stored.
-        cursor: The first offset that is not acknowledged.
-        end: The log's end, if known: offsets from there on will be given to other messages.
+    `cursor`: the first offset that is not acknowledged.
+    `end`: the log's end, if known: offsets from there on will be given to other messages.
     """
     unknown: tuple[AckFloor, Failures] = AckFloor(cursor), {}
     try:

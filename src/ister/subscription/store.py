@@ -158,11 +158,7 @@ class _Options(msgspec.Struct):
 
 
 def check_subscription_name(name: str) -> str:
-    """Returns a subscription's name.
-
-    Raises:
-        InvalidRequestError: The name is invalid.
-    """
+    """Returns a subscription's name."""
     if (
         not isinstance(name, str)
         or not _NAME.fullmatch(name)
@@ -235,11 +231,7 @@ class SubscriptionStore:
         return list(names)
 
     def planned(self, topic: TopicName, name: str, incarnation: str) -> PlannedSettings | None:
-        """The planned settings of a subscription; None if there are none.
-
-        Raises:
-            InvalidRequestError: The name is invalid.
-        """
+        """The planned settings of a subscription; None if there are none."""
         check_subscription_name(name)
         key = _planned_key(self._keys(topic))
         found = _decode_planned(key, self._metadata.get(key), incarnation)
@@ -259,7 +251,6 @@ class SubscriptionStore:
         """Stores settings for a subscription that does not exist yet; None leaves one as it is.
 
         Raises:
-            InvalidRequestError: The name is invalid.
             AlreadyExistsError: The subscription exists.
             CapacityError: Too many subscriptions of the topic have planned settings.
         """
@@ -310,7 +301,6 @@ class SubscriptionStore:
         `policy` and `window` are by default those that were planned.
 
         Raises:
-            InvalidRequestError: The name is invalid.
             AlreadyExistsError: A cursor of that name is in use by something else.
             CorruptDataError: It exists, and cannot be read.
         """
@@ -370,11 +360,7 @@ class SubscriptionStore:
     def save_options(
         self, topic: TopicName, stored: StoredSubscription, *, owned: OwnedTopic | None
     ) -> None:
-        """Writes everything but the cursor: kind, policy, window, consumers.
-
-        Raises:
-            NotFoundError: There is no such subscription (any more).
-        """
+        """Writes everything but the cursor: kind, policy, window, consumers."""
         key = _options_key(self._keys(topic), stored.name)
 
         def attempt() -> bool | None:
@@ -390,11 +376,7 @@ class SubscriptionStore:
     def renew_key(
         self, topic: TopicName, stored: StoredSubscription, *, owned: OwnedTopic | None
     ) -> StoredSubscription:
-        """Gives a subscription a new key: acknowledgements of what it has delivered do not count.
-
-        Raises:
-            As `save_options`.
-        """
+        """Gives a subscription a new key: acknowledgements under the old one do not count."""
         renewed = replace(stored, receipt_key=new_key())
         self.save_options(topic, renewed, owned=owned)
         return renewed
@@ -412,11 +394,7 @@ class SubscriptionStore:
     ) -> int:
         """Moves a cursor forward, or with `force` anywhere; one that is further already stays.
 
-        Returns:
-            The cursor that the store has now.
-
-        Raises:
-            NotFoundError: There is no such subscription (any more).
+        Returns the cursor that the store has now.
         """
         keys = self._keys(topic)
         options_key, key = _options_key(keys, name), keys.progress(name)

@@ -184,9 +184,7 @@ class Appender:
     def _accept(self, size_bytes: int, put: Callable[[int], int]) -> range:
         """Calls `put` with the next offset, with the lock held.
 
-        Args:
-            size_bytes: The size of the frames.
-            put: Appends messages from an offset on; returns their number.
+        `put`: appends messages from an offset on; returns their number.
         """
         buffer = self._buffer
         started = self._now_ns()
@@ -311,11 +309,7 @@ class Appender:
         return size
 
     def append_record(self, message: StreamMessage) -> int:
-        """Accepts a whole record, such as one from a client; its offset is written into it.
-
-        Raises:
-            As `append`.
-        """
+        """Accepts a whole record, such as one from a client; its offset is written into it."""
         return self.append_records([self.record_parts(message)]).start
 
     def record_parts(self, message: StreamMessage) -> RecordParts:
@@ -379,15 +373,8 @@ class Appender:
     def append_records(self, records: Sequence[RecordParts]) -> range:
         """Accepts records that follow each other, each of which `check_record` has passed.
 
-        Args:
-            records: The encoded head, the payload, the publish time and the encoded tail of each,
-                made by `records`.
-
-        Returns:
-            The offsets.
-
-        Raises:
-            As `append`, and then nothing was accepted.
+        `records`: the encoded head, the payload, the publish time and the encoded tail of each,
+        made by `records`.
         """
         size = len(records) * (FRAME_HEADER_SIZE + _NUMBERS_BYTES_MAX)
         time_max = 0
@@ -409,25 +396,15 @@ class Appender:
     def notify(self, offset: int, on_done: Callable[[IsterError | None], None]) -> bool:
         """Calls `on_done`, in any thread, once a message has reached the topic's ack level.
 
-        Returns:
-            False if it has already; then `on_done` is not called.
-
-        Raises:
-            As `Topic.wait`, without a timeout.
+        Returns False if it has already; then `on_done` is not called.
         """
         return self.wal.enlist(Waiter(offset, on_done), self.wal.settings.ack)
 
     def commit_with(self, append: Callable[[], int | None]) -> tuple[int | None, bool]:
         """Appends and commits in this thread, unless another one commits already.
 
-        Args:
-            append: Appends messages; returns the last offset, or None if there is none.
-
-        Returns:
-            What `append` returned, and whether that message has reached the ack level.
-
-        Raises:
-            As `Topic.append` and `Topic.wait`.
+        `append`: appends messages; returns the last offset, or None if there is none.
+        Returns what `append` returned, and whether that message has reached the ack level.
         """
         # Before the append, which would otherwise wake a thread to commit.
         has_turn = self.wal.committer.take_turn()
@@ -498,11 +475,7 @@ class Appender:
 
 
 def load_columns() -> ModuleType:
-    """The module `ister.topic.columns`.
-
-    Raises:
-        ConfigError: pyarrow is not installed.
-    """
+    """The module `ister.topic.columns`."""
     try:
         return importlib.import_module("ister.topic.columns")
     except ImportError as error:

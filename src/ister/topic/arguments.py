@@ -12,11 +12,7 @@ from ister.errors import InvalidRequestError
 
 
 def as_bytes(payload: object) -> bytes:
-    """A payload as bytes.
-
-    Raises:
-        InvalidRequestError: It is something else.
-    """
+    """A payload as bytes."""
     if isinstance(payload, bytes | bytearray | memoryview):
         return bytes(payload)
     raise InvalidRequestError(
@@ -94,11 +90,7 @@ def as_timeout(timeout: object, *, is_positive: bool = False) -> float | None:
 
 
 def parse_ack(level: AckLevel | str) -> AckLevel:
-    """An ack level by its name.
-
-    Raises:
-        InvalidRequestError: There is no such level.
-    """
+    """An ack level by its name."""
     try:
         return AckLevel(level)
     except ValueError as error:
@@ -110,14 +102,7 @@ def parse_ack(level: AckLevel | str) -> AckLevel:
 def check_ack(level: AckLevel, *, has_bucket: bool, has_files: bool, is_diskless: bool) -> AckLevel:
     """The level, if a log with or without a bucket and files can reach it.
 
-    Args:
-        level: The level.
-        has_bucket: Whether messages go to a bucket.
-        has_files: Whether they are in files.
-        is_diskless: Whether these files are in memory, on their way to the bucket.
-
-    Raises:
-        InvalidRequestError: It cannot.
+    `is_diskless`: whether these files are in memory, on their way to the bucket.
     """
     if is_diskless and level is not AckLevel.TIERED:
         raise InvalidRequestError(
@@ -136,11 +121,7 @@ def check_ack(level: AckLevel, *, has_bucket: bool, has_files: bool, is_diskless
 
 
 def parse_codec(codec: Codec | str) -> Codec:
-    """A codec by its name.
-
-    Raises:
-        InvalidRequestError: There is no such codec.
-    """
+    """A codec by its name."""
     try:
         return Codec(codec)
     except ValueError as error:

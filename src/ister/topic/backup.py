@@ -82,7 +82,6 @@ def back_up(config: Config, target: str, *, clock: Clock) -> BackupReport:
         InvalidRequestError: `target` is inside a directory that is copied, or the log is in memory
             only.
         UnavailableError: Topics or objects are removed faster than they can be copied.
-        DiskError: A file cannot be read or written.
     """
     return _Backup(config, os.path.abspath(target), clock).run()
 

@@ -140,11 +140,7 @@ class AppendedBatch:
 
 
 def check_writer_name(name: str) -> None:
-    """Refuses a writer name that cannot be part of a key.
-
-    Raises:
-        InvalidRequestError: It cannot.
-    """
+    """Refuses a writer name that cannot be part of a key."""
     if not _WRITER_NAME.fullmatch(name):
         raise InvalidRequestError(
             f"a writer's name cannot be {name!r}",
@@ -188,22 +184,14 @@ def append_staged(
 ) -> AppendedBatch:
     """Appends the rows of a batch, unless they are in the topic; all are durable on return.
 
-    Args:
-        topic: Where to.
-        owned: The claim on the topic.
-        objects: Where the rows are.
-        staged: Which rows.
-        clock: For the writer's record.
-        gate: Admits the rows; None admits all that the topic itself takes.
+    `gate`: admits the rows; None admits all that the topic itself takes.
 
     Raises:
         InvalidRequestError: A name or a key is not one of this topic's staging.
         ConflictError: The batch is older than the writer's newest one, or has another number of
             rows than before; half a batch cannot be finished; or another writer uses this name.
         NotFoundError: A staged file is lost; nothing was appended.
-        FencedError: Another owner has the topic.
         UnavailableError: A store does not answer; ask again.
-        As `Topic.append` and `Topic.wait`.
     """
     check_writer_name(staged.writer)
     return _Appending(topic, owned, objects, staged, clock=clock, gate=gate).run()
@@ -215,8 +203,6 @@ def settle(topic: Topic, owned: OwnedTopic, objects: ObjectStore, *, clock: Cloc
     Call it while no batch is appended (`Topic._append_alone`).
 
     Raises:
-        FencedError: Another owner has the topic.
-        UnavailableError: A store does not answer.
         CorruptDataError: A record, or a message, cannot be read.
     """
     prefix = owned.catalog.keys.writer("")

@@ -73,15 +73,10 @@ class TopicBucket:
     ) -> None:
         """Takes over a topic that was claimed and whose log was recovered.
 
-        Args:
-            wal: The topic's log.
-            owned: The claim.
-            stores: The stores.
-            backlog_bytes: About how much of the local files is not tiered yet.
-            floor: Returns the lowest cursor of the subscriptions that the broker knows.
-            settle_batches: Writes down where the rows of open batches are.
-            fence: Lets this process move the cursors of a topic that another one owns: then nothing
-                is uploaded or removed here.
+        `backlog_bytes`: about how much of the local files is not tiered yet.
+        `floor`: returns the lowest cursor of the subscriptions that the broker knows.
+        `fence`: lets this process move the cursors of a topic that another one owns: then nothing
+        is uploaded or removed here.
         """
         self._wal = wal
         self.owned = owned
@@ -130,7 +125,6 @@ class TopicBucket:
         """Checks that this process may acknowledge messages now.
 
         Raises:
-            FencedError: Another owner has the topic.
             UnavailableError: The lease may have expired; the metadata store has not answered.
         """
         # In this order: a renewal in between notices a new owner before it makes the lease valid
@@ -181,14 +175,9 @@ class TopicBucket:
     def recent_start(self, start: int, end: int, *, objects: int, seconds: int) -> int:
         """The first offset of the newest objects in a range: `objects` of them, or more if young.
 
-        Args:
-            start: The range's first offset; the result is not below it.
-            end: The offset after its last one.
-            objects: How many objects are wanted at least.
-            seconds: An object counts if it is at most this much older than the newest.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
+        `start`: the range's first offset; the result is not below it.
+        `objects`: how many objects are wanted at least.
+        `seconds`: an object counts if it is at most this much older than the newest.
         """
         width = objects
         while True:
@@ -206,11 +195,7 @@ class TopicBucket:
     def prepare_seal(self) -> set[tuple[str, int]]:
         """Uploads and checks what `Log.seal` needs while appends continue, to make that shorter.
 
-        Returns:
-            The checked objects, for `Log.seal`.
-
-        Raises:
-            As `upload`, or that an object is bad and could not be uploaded again.
+        Returns the checked objects, for `Log.seal`.
         """
         assured = set[tuple[str, int]]()
         self.uploads.upload()
@@ -232,10 +217,7 @@ class TopicBucket:
     def assure(self, start: int, end: int, assured: set[tuple[str, int]] | None = None) -> None:
         """Makes sure that the bucket holds a range, whole and readable, and repairs it if not.
 
-        Args:
-            start: The first offset.
-            end: The offset after the last one.
-            assured: Objects that were already checked; extended by those checked now.
+        `assured`: objects that were already checked; extended by those checked now.
 
         Raises:
             DataGapError: The catalog has a hole there.
@@ -310,8 +292,7 @@ class TopicBucket:
 
         Only a few: retention checks every object before it removes a local file.
 
-        Returns:
-            The names of the missing ones, which were uploaded again.
+        Returns the names of the missing ones, which were uploaded again.
 
         Raises:
             IsterError: A store does not answer, or a local frame is damaged.
@@ -335,8 +316,7 @@ class TopicBucket:
     def repair_objects(self, *, content: bool = True) -> RepairedObjects:
         """Checks every object, and restores from local files what is lost, damaged or missing.
 
-        Args:
-            content: Read them; else only check that they exist, with their size.
+        `content`: read them; else only check that they exist, with their size.
         """
         report = RepairedObjects()
         first = self.owned.catalog.first()

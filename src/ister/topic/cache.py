@@ -172,9 +172,7 @@ class Cache:
 
         Idempotent: an interrupted repair can be repeated.
 
-        Args:
-            end: Where the open chunk begins.
-            chunks: The newest sealed chunks; the last one may be missing here.
+        `chunks`: the newest sealed chunks; the last one may be missing here.
         """
         old, capacity, start = self._ring, self._capacity, self.end
         ring: list[bytes | _Run | None] = [None] * capacity

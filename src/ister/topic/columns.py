@@ -113,12 +113,7 @@ def decode_frames(frames: FrameBatch, decoders: Decoders) -> Iterator[Rows]:
 def as_arrow_reader(
     topic: str, columns: Sequence[str] | None, open_reader: Callable[[], Reader]
 ) -> pa.RecordBatchReader:
-    """Everything before a reader's end, as Arrow; the reader is closed at its end.
-
-    Raises:
-        InvalidRequestError: There is no such column.
-        As `open_reader`, which is called when the columns are known to exist.
-    """
+    """Everything before a reader's end, as Arrow; the reader is closed at its end."""
     projection = Projection(columns)
     decoders = Decoders(topic, projection.stored)
     reader = open_reader()
@@ -147,23 +142,11 @@ def read_part(
 ) -> Iterator[Rows]:
     """The messages of a part of an object.
 
-    Args:
-        store: Where the object is.
-        key: Of the object.
-        part: The offsets, and where their bytes are.
-        decoders: What to make of them.
-        open_careful: Opens a reader that looks the offsets up again, if this fails.
-        chunk_bytes: How much to fetch at once.
-        ahead: Where the next chunk is fetched meanwhile.
-        clock: For metrics.
-        metrics: What was fetched is counted there.
-        upcoming: The objects that are read after it.
+    `open_careful`: opens a reader that looks the offsets up again, if this fails.
 
     Raises:
         DataGapError: No object holds an offset.
         NotFoundError: The object that does is lost.
-        CorruptDataError: A frame is damaged.
-        UnavailableError: A store does not answer.
     """
     offset = part.start
     if part.format == FORMAT_PARQUET:
@@ -219,13 +202,7 @@ def _read_archived(  # noqa: PLR0917
     upcoming: ObjectsAhead[Buffer] | None,
     chunk_bytes: int,
 ) -> Iterator[Rows]:
-    """The messages of a part of a Parquet object: the wanted columns, a row group at a time.
-
-    Raises:
-        NotFoundError: There is no such object (any more).
-        CorruptDataError: It is damaged.
-        UnavailableError: The store does not answer.
-    """
+    """The messages of a part of a Parquet object: the wanted columns, a row group at a time."""
     read = partial(
         MeasuredReads(store, clock=clock, metrics=metrics).read,
         key,
@@ -301,11 +278,7 @@ def read_range(
     *,
     bytes_max: int,
 ) -> Iterator[Rows]:
-    """The messages of a range of offsets in the bucket, whichever objects hold them now.
-
-    Raises:
-        As `read_part`.
-    """
+    """The messages of a range of offsets in the bucket, whichever objects hold them now."""
     reader = open_careful()
     try:
         while start < end:

@@ -132,11 +132,7 @@ def check_producer_name(name: str) -> None:
 
 
 def check_producer(producer: str, epoch: int) -> None:
-    """Refuses what cannot name a producer, or its epoch.
-
-    Raises:
-        InvalidRequestError: It cannot.
-    """
+    """Refuses what cannot name a producer, or its epoch."""
     check_producer_name(producer)
     if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch <= EPOCH_MAX:
         raise InvalidRequestError(
@@ -209,7 +205,6 @@ class Sequences:
         Raises:
             ConflictError: A newer producer has the name, a message was left out before these, or
                 they are in the topic and their offsets are forgotten.
-            InvalidRequestError: There is no such sequence.
         """
         if not 0 <= sequence <= SEQUENCE_MAX - count or count < 1:
             raise InvalidRequestError(
@@ -337,11 +332,7 @@ class SequencedTopic:
         return self._sequences is not None
 
     def prepare(self) -> None:
-        """Looks through the log, unless that was done.
-
-        Raises:
-            As `Topic.read`, and then it is tried again with the next call.
-        """
+        """Looks through the log, unless that was done."""
         with self._lock:
             self._table()
 
@@ -367,7 +358,6 @@ class SequencedTopic:
         Raises:
             ConflictError: As `Sequences.judge`.
             InvalidRequestError: A name, an epoch or a sequence is none, or an epoch is too high.
-            As `Appender.append_record` and `prepare`, and then nothing was accepted.
         """
         self._check(producer, epoch)
         with self._lock:
@@ -377,11 +367,7 @@ class SequencedTopic:
     def try_append_record(
         self, message: StreamMessage, *, producer: str, epoch: int = 0, sequence: int
     ) -> int | None:
-        """Like `append_record`, but returns None instead of waiting.
-
-        Raises:
-            As `append_record`.
-        """
+        """Like `append_record`, but returns None instead of waiting."""
         self._check(producer, epoch)
         if self._sequences is None or not self._lock.acquire(blocking=False):
             return None
@@ -418,16 +404,12 @@ class SequencedTopic:
     ) -> Appended:
         """Accepts the rows of a batch as `Topic.append_arrow` does, those that are not in.
 
-        Args:
-            batch: The rows. A column `producer_name` may say nothing else than the producer.
-            producer: Its name.
-            epoch: Its epoch.
-            sequence: The first row's; one more for each row after it.
+        `batch`: the rows. A column `producer_name` may say nothing else than the producer.
+        `sequence`: the first row's; one more for each row after it.
 
         Raises:
             ConflictError: As `Sequences.judge`.
             InvalidRequestError: There is no row, or a name, an epoch or a sequence is none.
-            As `Topic.append_arrow` and `prepare`, and then nothing was accepted.
         """
         self._check(producer, epoch)
         with self._lock:
@@ -605,15 +587,9 @@ def _find_removed(
 ) -> list[tuple[int, range]]:
     """Finds the offsets of messages that compaction has removed: the last ones before `end`.
 
-    Args:
-        gaps: The ranges without messages, ascending.
-        start: Where to begin.
-        end: Where to end.
-        count: How many there can be.
-        is_whole: Whether there are as many, or none: sequences may have been left out.
-
-    Returns:
-        Pairs (how far from the end, offsets), ascending.
+    `gaps`: the ranges without messages, ascending.
+    `is_whole`: whether there are as many, or none: sequences may have been left out.
+    Returns pairs (how far from the end, offsets), ascending.
     """
     found: list[tuple[int, range]] = []
     taken = 0

@@ -72,7 +72,6 @@ class TopicDirectories:
 
         Raises:
             DirectoryLockedError: Another process has it open.
-            DiskError: It cannot be made or locked.
         """
         if (dropped := _abandoned.pop(self.root, None)) is not None:
             with suppress(IsterError):

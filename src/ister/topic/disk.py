@@ -120,15 +120,7 @@ class DiskGuard:
         topics: Callable[[], list[Topic]],
         metrics: Metrics,
     ) -> None:
-        """Measures the disks and allocates the reserve.
-
-        Args:
-            storage: The settings.
-            fs: The file system of the log.
-            root: The log's directory.
-            topics: Returns the open topics.
-            metrics: Counts events.
-        """
+        """Measures the disks and allocates the reserve."""
         self._settings = storage.disk
         self._root = root
         self._topics = topics

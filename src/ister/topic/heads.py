@@ -121,11 +121,7 @@ class Heads:
 
 
 def read_local(directory: WalDirectory, head: Head | None) -> LocalFiles:
-    """Reads the state of a topic's local directory, without its messages.
-
-    Raises:
-        UnsupportedVersionError: A newer Ister wrote its checkpoint.
-    """
+    """Reads the state of a topic's local directory, without its messages."""
     if directory.is_blank():
         return LocalFiles(head=head)
     state, seqs = directory.load_state(), directory.log_seqs()

@@ -71,7 +71,6 @@ class IdleMark:
         """Sets the mark if everything is in the bucket; returns whether it did.
 
         Raises:
-            FencedError: Another owner has the topic.
             UnavailableError: The metadata store does not answer; the mark counts as set.
         """
         wal, owned = self._wal, self._owned
@@ -94,7 +93,6 @@ class IdleMark:
         """Removes the mark; then appends are accepted again.
 
         Raises:
-            FencedError: Another owner has the topic.
             UnavailableError: The metadata store does not answer; appends stay held.
         """
         with self._changing:

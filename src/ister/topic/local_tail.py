@@ -83,14 +83,8 @@ class LocalTail:
     ) -> LocalTail | None:
         """The topic's files on this machine; None if they are not here.
 
-        Args:
-            wal_dir: The setting `storage.wal.dir`.
-            name: The topic.
-            node: Whose files are the topic's: the last one that its record names.
-            incarnation: Which topic of its name it is.
-            clock: Where time comes from.
-            metrics: What was read is counted there.
-            fs: Where files live; the machine's own file system by default.
+        `node`: whose files are the topic's: the last one that its record names.
+        `fs`: where files live; the machine's own file system by default.
         """
         if wal_dir is None or not node:
             return None
@@ -165,10 +159,6 @@ class LocalTail:
         """The frames of a range, in order, as far as the files have them.
 
         Ends early where the files were trimmed, or end: the caller looks elsewhere from there on.
-
-        Raises:
-            CorruptDataError: A frame is damaged.
-            DiskError: A file cannot be read.
         """
         while start < end:
             snapshot = self.snapshot()
@@ -220,20 +210,12 @@ class LocalTail:
             opened[0].close()
 
     def save_uploader(self, checkpoint: UploaderCheckpoint) -> None:
-        """Saves the uploader's checkpoint, a hint, for a topic that no process has open.
-
-        Raises:
-            DiskError: It cannot be written.
-        """
+        """Saves the uploader's checkpoint, a hint, for a topic that no process has open."""
         if self.snapshot() is not None:
             self._directory.save_uploader(checkpoint)
 
     def sync_term(self, record: TopicRecord) -> bool:
-        """Whether the checkpoint is of the owner that `record` names; durable on return.
-
-        Raises:
-            DiskError: It cannot be read or synced.
-        """
+        """Whether the checkpoint is of the owner that `record` names; durable on return."""
         directory, own = self._directory, (record.incarnation, record.epoch, record.claim)
         try:
             state = directory.load_state()

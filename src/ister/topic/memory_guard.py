@@ -54,12 +54,7 @@ class MemoryGuard:
     ) -> None:
         """Watches a file system.
 
-        Args:
-            fs: The log's files.
-            limit_bytes: The setting `storage.bucket.memory_max_bytes`.
-            topics: Returns the open topics.
-            retire: Removes a topic that stopped, with its files; returns whether it did.
-            metrics: Counts events.
+        `retire`: removes a topic that stopped, with its files; returns whether it did.
         """
         self._fs = fs
         self.limit_bytes = limit_bytes

@@ -177,16 +177,8 @@ class MetadataTrust:
     ) -> None:
         """Reads which topics there are.
 
-        Args:
-            objects: The bucket.
-            metadata: The metadata store.
-            root_prefix: The prefix of its keys.
-            wal_root: Where the local files are; None if there are none.
-            clock: Where time comes from.
-            fs: Their file system; by default the machine's.
-
-        Raises:
-            UnavailableError: A store does not answer.
+        `wal_root`: where the local files are; None if there are none.
+        `fs`: their file system; by default the machine's.
         """
         self._objects = with_slices(objects)
         self._metadata = metadata
@@ -231,11 +223,7 @@ class MetadataTrust:
             yield from (f"/{namespace}/{topic}" for topic in found if "." not in topic)
 
     def check(self, name: TopicName) -> TopicTrust:
-        """Compares what the stores have of a topic.
-
-        Raises:
-            UnavailableError: A store does not answer.
-        """
+        """Compares what the stores have of a topic."""
         return self._find(name).row
 
     def accept(self, name: TopicName) -> TopicTrust:
@@ -243,7 +231,6 @@ class MetadataTrust:
 
         Raises:
             ConflictError: The topic is open, or was changed meanwhile.
-            UnavailableError: A store does not answer.
         """
         found = self._find(name)
         row = found.row
@@ -310,11 +297,7 @@ class MetadataTrust:
         return row
 
     def finish(self) -> None:
-        """Trusts the metadata store as a whole again; every topic was accepted.
-
-        Raises:
-            UnavailableError: A store does not answer.
-        """
+        """Trusts the metadata store as a whole again; every topic was accepted."""
         self._trust.accept()
 
     def _runs_of(self, name: TopicName) -> Sequence[ObjectDescriptor]:

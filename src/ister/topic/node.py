@@ -39,10 +39,7 @@ class Node:
     def __init__(self, fs: FileSystem, root: str, *, is_lasting: bool = True) -> None:
         """Reads the identity.
 
-        Args:
-            fs: The log's file system.
-            root: Its directory.
-            is_lasting: Whether the directory outlives the process; one in memory does not.
+        `is_lasting`: whether the directory outlives the process; one in memory does not.
         """
         self._fs = fs
         self._root = root
@@ -63,12 +60,7 @@ class Node:
         return [name for name in content.split() if _NAME.fullmatch(name)]
 
     def remember(self, instance: str) -> None:
-        """Records a process as the newest one, durably.
-
-        Raises:
-            CapacityError: The disk is full.
-            DiskError: The file cannot be written.
-        """
+        """Records a process as the newest one, durably."""
         names = [*self.instances(), instance][-_INSTANCES_MAX:]
         self._write(INSTANCES_NAME, "".join(f"{name}\n" for name in names))
 

@@ -42,11 +42,8 @@ class NodeClock:
     ) -> None:
         """Compares the clock with the mark of the previous process, if there is one.
 
-        Args:
-            clock: The clocks.
-            fs: File system of the mark.
-            root: Its directory, which this process has locked; None to keep no mark.
-            storage: Settings; the longest retention time is used.
+        `root`: its directory, which this process has locked; None to keep no mark.
+        `storage`: settings; the longest retention time is used.
         """
         self._clock = clock
         self._fs = fs

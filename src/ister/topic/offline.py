@@ -204,14 +204,8 @@ def read_topics(
 ) -> list[OfflineTopic]:
     """Describes all topics, by name; what cannot be read of a topic is in its errors.
 
-    Args:
-        storage: The log's settings.
-        root: Where its topics' directories are; None if it keeps no local files.
-        brokers: Reads what brokers have stored.
-        namespace: Only the topics of this namespace.
-
-    Raises:
-        UnavailableError: The metadata store does not answer.
+    `root`: where its topics' directories are; None if it keeps no local files.
+    `namespace`: only the topics of this namespace.
     """
     with _open_catalog(storage) as (store, error):
         names = {*_local_names(root)}
@@ -230,12 +224,7 @@ def read_topics(
 def read_topic(
     storage: StorageConfig, root: str | None, brokers: BrokerState, name: TopicName
 ) -> OfflineTopic:
-    """Describes a topic; what cannot be read is in its errors.
-
-    Raises:
-        NotFoundError: There is no such topic.
-        UnavailableError: The metadata store does not answer.
-    """
+    """Describes a topic; what cannot be read is in its errors."""
     with _open_catalog(storage) as (store, error):
         return _combine(storage, root, name, _read_catalog(store, error, storage, brokers, name))
 

@@ -41,13 +41,8 @@ class PacedReader(WalReader):
     ) -> None:
         """Reads a log.
 
-        Args:
-            wal: The log.
-            chunk_bytes: Bytes that are read at once.
-            metrics: Where reads are counted.
-            clock: The clock.
-            may_pause: Returns whether this upload may be slowed down.
-            sleep: Waits for that many seconds, or until the upload has to end.
+        `may_pause`: returns whether this upload may be slowed down.
+        `sleep`: waits for that many seconds, or until the upload has to end.
         """
         super().__init__(wal, chunk_bytes=chunk_bytes, metrics=metrics, clock=clock)
         self._buffer = wal.buffer

@@ -43,11 +43,7 @@ def no_status(config: Config) -> PipelineJson:
 
 
 def read_status(store: MetadataStore, config: Config) -> PipelineJson:
-    """The pipeline's lease, status, reports and requests, from the metadata store.
-
-    Raises:
-        UnavailableError: It does not answer.
-    """
+    """The pipeline's lease, status, reports and requests, from the metadata store."""
     keys = PipelineKeys(config.storage.metadata.root_prefix)
     fields = no_status(config)
     try:

@@ -116,7 +116,6 @@ class ReadOnlyTopic(Topic):
 
         Raises:
             FencedError: Another process has the topic, or serves its history: this one has stopped.
-            UnavailableError: The metadata store does not answer.
         """
         owned = self._owned
         try:

@@ -61,15 +61,7 @@ def recover_tiered(
 ) -> Recovered:
     """Opens the local files of a claimed topic and reconciles them with the catalog.
 
-    Args:
-        directory: The topic's.
-        owned: The claim.
-        stores: The stores.
-        before: What was known before the claim.
-        untrusted_from: As for `ister.wal.recovery.recover`.
-
-    Raises:
-        As `ister.wal.recovery.recover`, and what the stores raise.
+    `before`: what was known before the claim.
     """
     if before.terms is None:
         owned.unread = before
@@ -224,12 +216,9 @@ def set_aside(
 ) -> str:
     """Renames a topic's directory, without removing anything; returns the new path.
 
-    Args:
-        directory: The topic's.
-        reason: For the log.
-        owned: The topic, if it is this node's: the new directory gets a checkpoint, so that it is
-            not taken for one whose files were lost.
-        end: Where the topic continues then.
+    `owned`: the topic, if it is this node's: the new directory gets a checkpoint, so that it is not
+    taken for one whose files were lost.
+    `end`: where the topic continues then.
     """
     fs, path = directory.fs, directory.path
     number = 1

@@ -63,14 +63,7 @@ class RunSorter:
     ) -> None:
         """Takes over a topic.
 
-        Args:
-            wal: Its log.
-            owned: The claim.
-            stores: The stores.
-            open_files: Opens its local files.
-            on_runs: Called when there may be runs and there were none before.
-            is_stopping: Whether the topic is being closed.
-            is_express: Whether the topic shares express objects.
+        `on_runs`: called when there may be runs and there were none before.
         """
         self._wal = wal
         self._owned = owned
@@ -144,11 +137,8 @@ class RunSorter:
         """Re-sorts the oldest group of runs, if one is due; returns the new object.
 
         Raises:
-            FencedError: Another owner has the topic.
             CorruptDataError: A run is damaged, and the local files do not have it.
             NotFoundError: A run is lost, and the local files do not have it.
-            UnavailableError: A store does not answer.
-            ClosedError: The topic is being closed.
         """
         try:
             made = self._resort()

@@ -104,13 +104,10 @@ def plan_trim(
 ) -> int | None:
     """The offset below which files have to go; None if none has to.
 
-    Args:
-        files: Ascending; the last one is the active file.
-        retention: The limits, or the floors.
-        safe_before: Everything below this offset may be removed.
-        now_ms: The time.
-        is_clock_trusted: Whether ages can be told. If not, no file is old.
-        correct_ms: Corrects times that were recorded while the clock was wrong.
+    `files`: ascending; the last one is the active file.
+    `safe_before`: everything below this offset may be removed.
+    `is_clock_trusted`: whether ages can be told. If not, no file is old.
+    `correct_ms`: corrects times that were recorded while the clock was wrong.
     """
     has_floors = retention.has_floors
     minutes = retention.min_minutes if has_floors else retention.time_minutes
@@ -166,14 +163,9 @@ class Retention:
     ) -> None:
         """Begins with nothing removed.
 
-        Args:
-            wal: The topic's log.
-            uploads: Its uploads, which wait while objects are changed.
-            stores: The stores.
-            floor: Returns the lowest cursor of the subscriptions that the broker knows.
-            settle: Writes down where the rows of open batches are, unless one is appended just now.
-            check_owner: Raises unless this process may remove something now.
-            assure: Makes sure that the bucket has a range.
+        `floor`: returns the lowest cursor of the subscriptions that the broker knows.
+        `settle`: writes down where the rows of open batches are, unless one is appended just now.
+        `check_owner`: raises unless this process may remove something now.
         """
         self._wal = wal
         self._owned = uploads.owned
@@ -195,9 +187,6 @@ class Retention:
 
         File by file: a file that passed its check is removed even if a later one fails. Retention
         does not apply to files in memory: `drop_tiered` removes them.
-
-        Returns:
-            How many.
 
         Raises:
             IsterError: A check or a removal failed; later files were not removed.
@@ -243,10 +232,8 @@ class Retention:
         For a disk that is low: such files are only a cache. Removes one after the other until
         `is_enough` returns True, and returns their number.
 
-        Args:
-            past_subscriptions: Remove files that an active subscription has not read, too; it then
-                reads them from the bucket.
-            is_enough: Called after each file.
+        `past_subscriptions`: remove files that an active subscription has not read, too; it then
+        reads them from the bucket.
 
         Raises:
             IsterError: The bucket's copy could not be read, or a file not be removed.
@@ -292,9 +279,8 @@ class Retention:
     def _subscription_floor(self, *, include_inactive: bool) -> int:
         """The lowest offset that an active subscription has not read.
 
-        Args:
-            include_inactive: Consider all subscriptions, because an untrusted clock cannot tell
-                which ones are active.
+        `include_inactive`: consider all subscriptions, because an untrusted clock cannot tell which
+        ones are active.
         """
         retention, correct_ms = (
             self._stores.storage.wal.retention,

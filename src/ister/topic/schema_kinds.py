@@ -61,11 +61,7 @@ _TYPE_NAMES: Final = {
 
 
 def parse_schema_type(text: str) -> SchemaType:
-    """Parses the name of a schema type, or an alias.
-
-    Raises:
-        InvalidRequestError: The type is unknown.
-    """
+    """Parses the name of a schema type, or an alias."""
     found = _TYPE_NAMES.get(text.lower())
     if found is None:
         raise InvalidRequestError(
@@ -75,20 +71,12 @@ def parse_schema_type(text: str) -> SchemaType:
 
 
 def parse_mode(text: str) -> CompatibilityMode:
-    """Parses the name of a compatibility mode.
-
-    Raises:
-        InvalidRequestError: The mode is unknown.
-    """
+    """Parses the name of a compatibility mode."""
     return _parse(CompatibilityMode, "compatibility mode", text)
 
 
 def parse_policy(text: str) -> ValidationPolicy:
-    """Parses the name of a validation policy.
-
-    Raises:
-        InvalidRequestError: The policy is unknown.
-    """
+    """Parses the name of a validation policy."""
     return _parse(ValidationPolicy, "validation policy", text)
 
 

@@ -94,11 +94,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, data: bytes, *, key: str) -> Self:
-        """Parses a stored record.
-
-        Raises:
-            CorruptDataError: It cannot be parsed.
-        """
+        """Parses a stored record."""
         try:
             return msgspec.json.decode(data, type=known(cls))
         except (msgspec.MsgspecError, ValueError) as error:
@@ -200,13 +196,7 @@ class RegisteredSchema:
 def read_topic_schema(
     metadata: MetadataStore, root_prefix: str, topic: str
 ) -> RegisteredSchema | None:
-    """Returns the registered schema of a topic or partition; None if there is none.
-
-    Raises:
-        TopicNameError: The name is invalid.
-        CorruptDataError: A record cannot be parsed.
-        UnavailableError: The metadata store does not answer.
-    """
+    """Returns the registered schema of a topic or partition; None if there is none."""
     keys = SchemaKeys(root_prefix)
     for name in filter(None, (topic, base_of_partition(topic))):
         key = keys.topic(TopicName.parse(name))

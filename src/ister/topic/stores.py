@@ -140,15 +140,10 @@ def open_metadata(
 ) -> MetadataStore:
     """The metadata store that the settings name.
 
-    Args:
-        config: The settings.
-        clock: Measures leases.
-        read_only: Creates and changes nothing.
-        on_full: Called when the store's local disk is full; returns whether it freed space.
+    `on_full`: called when the store's local disk is full; returns whether it freed space.
 
     Raises:
         ConfigError: The settings do not make sense, or a library is missing.
-        UnavailableError: It does not answer.
         CorruptDataError: SQLite's file is damaged.
     """
     if config.backend is MetadataBackend.MEMORY:
@@ -186,11 +181,7 @@ def metadata_of(storage: StorageConfig) -> MetadataConfig:
 def open_identity(
     storage: StorageConfig, clock: Clock, *, read_only: bool = True
 ) -> Iterator[BucketIdentity]:
-    """Opens a bucket and a metadata store to compare their ids; closes both after the block.
-
-    Raises:
-        As `open_objects` and `open_metadata`.
-    """
+    """Opens a bucket and a metadata store to compare their ids; closes both after the block."""
     with (
         closing(open_objects(storage, clock)) as objects,
         closing(open_metadata(storage.metadata, clock, read_only=read_only)) as metadata,
@@ -212,9 +203,6 @@ def open_stores(
     """Opens the stores that were not given, and joins as `node`; on an error, all are closed.
 
     A bucket that is opened here must be the one that the metadata store expects.
-
-    Raises:
-        As `open_objects`, `open_metadata`, `check_bucket` and `Stores`.
     """
     is_checked = objects is None and storage.cloud.backend is not CloudBackend.MEMORY
     if objects is None:
@@ -284,20 +272,9 @@ class Stores:
     ) -> None:
         """Joins the metadata store as `node`; the stores are closed with this.
 
-        Args:
-            storage: The settings.
-            node: This node.
-            objects: The bucket.
-            metadata: The metadata store.
-            clock: Where time comes from.
-            metrics: Where operations are counted.
-            node_clock: Detects steps of the clock.
-            trust: Detects that the metadata store was rolled back; None for a new one.
-            patience_seconds: How long the opening of a topic waits for the bucket if it does not
-                need it; None for no limit of its own.
-
-        Raises:
-            As `ister.bucket.membership.Membership`.
+        `trust`: detects that the metadata store was rolled back; None for a new one.
+        `patience_seconds`: how long the opening of a topic waits for the bucket if it does not need
+        it; None for no limit of its own.
         """
         self.storage = storage
         self.objects = with_slices(objects)
@@ -410,9 +387,7 @@ class Stores:
         """Makes this node the owner of a topic; None if its record has changed since `seen`.
 
         Raises:
-            NotFoundError: There is no such topic, and `new` is None.
             ConflictError: Another node has it, or the bucket knows more than the metadata store.
-            UnavailableError: A store does not answer.
         """
         known = seen.view.known
         owned = claim(
@@ -471,17 +446,13 @@ class Stores:
         There are some if the last owner's process ended between an upload and its commit, or if the
         metadata store was rolled back to an older state.
 
-        Args:
-            catalog: The topic's, which no other process changes.
-            before: The result of `check_claim`.
-            has_gap: Whether the local files begin after the catalog's end: then, and while the
-                metadata store is distrusted, runs are searched in the express objects of all
-                processes.
+        `catalog`: the topic's, which no other process changes.
+        `has_gap`: whether the local files begin after the catalog's end: then, and while the
+        metadata store is distrusted, runs are searched in the express objects of all processes.
 
         Raises:
             StoresDifferError: The bucket has newer messages in an object that begins before the
                 catalog's end: objects were merged since.
-            UnavailableError: A store does not answer.
         """
         name, known = catalog.keys.topic, before.view.known
         if known is None or not known.is_open:
@@ -525,14 +496,9 @@ class Stores:
     def begin_term(self, owned: OwnedTopic, end: int) -> None:
         """Records in the bucket that this process owns a topic.
 
-        Args:
-            owned: The topic.
-            end: Where its local files end.
-
         Raises:
             StoresDifferError: The bucket names a later owner or another one with this epoch, or has
                 messages that the catalog does not have.
-            UnavailableError: The store does not answer.
         """
         if owned.unread is not None:
             found = self.find_forgotten(owned.catalog, owned.unread)
@@ -549,7 +515,6 @@ class Stores:
 
         Raises:
             ConflictError: Another node does.
-            UnavailableError: The metadata store does not answer.
         """
         membership = self.membership
         return MemberFence.take_with(
@@ -611,14 +576,11 @@ class Stores:
     ) -> None:
         """Removes what the stores hold of a topic that this node owns, or had begun to delete.
 
-        Args:
-            name: The topic.
-            owned: The claim; None to finish a deletion that a crash has interrupted.
-            remove_files: Removes the local files; done while the record says "deleting", so that
-                a crash leaves nothing behind that the next deletion would not find.
+        `owned`: the claim; None to finish a deletion that a crash has interrupted.
+        `remove_files`: removes the local files; done while the record says "deleting", so that a
+        crash leaves nothing behind that the next deletion would not find.
 
         Raises:
-            FencedError: Another owner has the topic.
             UnavailableError: A store does not answer; call it again.
         """
         if owned is None:
@@ -678,11 +640,7 @@ class Stores:
         )
 
     def wait_for_egress(self, size_bytes: int, is_stopping: Callable[[], bool]) -> None:
-        """Waits until the rate limit allows an upload of `size_bytes`.
-
-        Raises:
-            ClosedError: `is_stopping` returned True.
-        """
+        """Waits until the rate limit allows an upload of `size_bytes`."""
         if self._egress is not None and not self._egress.take(size_bytes, is_stopping):
             raise ClosedError("the log is being closed")
 

@@ -71,15 +71,9 @@ def plan_objects(
 ) -> UploadPlan:
     """Plans an upload from a log's files.
 
-    Args:
-        log: The files.
-        start: Where the newest object ends; None if there is none: where the files begin.
-        synced: Where to end.
-        bytes_max: The size of an object.
-        span_ms_max: The time between its first message and its last one.
-        objects_max: How many are planned at most.
-        metrics: What was read is counted there.
-        clock: Where time comes from.
+    `start`: where the newest object ends; None if there is none: where the files begin.
+    `span_ms_max`: the time between its first message and its last one.
+    `objects_max`: how many are planned at most.
 
     Raises:
         DataGapError: The bucket ends before the files begin.
@@ -166,7 +160,6 @@ def read_frames(topic: Topic, start: int, end: int, *, chunk_bytes: int) -> Iter
 
     Raises:
         OffsetOutOfRangeError: Not all of the range is in local files and synced.
-        CorruptDataError: A frame is damaged.
     """
     wal = topic.wal
     if not wal.trimmed <= start <= end <= wal.synced:

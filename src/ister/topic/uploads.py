@@ -143,11 +143,7 @@ class TopicUploads:
     def __init__(self, *, wal: Wal, owned: OwnedTopic, stores: Stores, backlog_bytes: int) -> None:
         """Takes over a topic that was claimed and whose log was recovered.
 
-        Args:
-            wal: The topic's log.
-            owned: The claim.
-            stores: The stores.
-            backlog_bytes: About how much of the local files is not tiered yet.
+        `backlog_bytes`: about how much of the local files is not tiered yet.
         """
         self._wal = wal
         self.owned = owned
@@ -269,9 +265,8 @@ class TopicUploads:
         nothing is recorded: the local files would look older than the bucket.
 
         Raises:
-            FencedError: The bucket knows a later owner, or messages that the catalog does not
-                have: the topic has to be opened again.
-            UnavailableError: A store does not answer.
+            FencedError: The bucket knows a later owner, or messages that the catalog does not have:
+                the topic has to be opened again.
         """
         with self._beginning:
             if self._has_begun:
@@ -354,17 +349,14 @@ class TopicUploads:
     ) -> UploadResult:
         """One cycle: everything that is synced by now goes into the bucket.
 
-        Args:
-            is_crowded: Called after each object; if other topics wait for a thread, the cycle
-                ends, and the next one continues.
-            is_paced: Whether the upload slows down in favour of producers in this process.
+        `is_crowded`: called after each object; if other topics wait for a thread, the cycle ends,
+        and the next one continues.
+        `is_paced`: whether the upload slows down in favour of producers in this process.
 
         Raises:
-            FencedError: Another owner has the topic.
             DataGapError: The bucket ends before the local files begin.
             CorruptDataError: A local frame is damaged; what precedes it was uploaded.
             UnavailableError: A store does not answer; the next cycle continues from there.
-            PermissionDeniedError: A store refuses.
         """
         self.check_upload()
         with self.lock:
@@ -436,12 +428,8 @@ class TopicUploads:
     def add_run(self, made: ExpressObject, bytes_max: int) -> PlannedRun | None:
         """Adds synced messages that are not in the bucket, nor on their way, to an express object.
 
-        Args:
-            made: The object.
-            bytes_max: About how many bytes to add at most; at least one message is added.
-
-        Returns:
-            What was added, for `take_run` and `take_run_failure`; None if there is nothing.
+        `bytes_max`: about how many bytes to add at most; at least one message is added.
+        Returns what was added, for `take_run` and `take_run_failure`; None if there is nothing.
 
         Raises:
             DataGapError: The bucket ends before the local files begin.
@@ -493,12 +481,7 @@ class TopicUploads:
         self.sorter.add_run(described)
 
     def take_run_conflict(self, plan: int) -> None:
-        """Finds out what was committed instead of a run, by another process or thread.
-
-        Raises:
-            FencedError: Another owner has the topic.
-            UnavailableError: The metadata store does not answer.
-        """
+        """Finds out what was committed instead of a run, by another process or thread."""
         self._plan_runs_anew(plan)
         self.owned.refresh()
         self._advance(min(self.owned.tiered, self._wal.synced))
@@ -553,12 +536,7 @@ class TopicUploads:
         return since is not None and now - since > patience
 
     def follow(self) -> int:
-        """Reads what was committed in this owner's name; returns the new `tiered`.
-
-        Raises:
-            FencedError: Another owner has the topic.
-            UnavailableError: The metadata store does not answer.
-        """
+        """Reads what was committed in this owner's name; returns the new `tiered`."""
         now = self._clock.monotonic()
         self._follow_at = now + _FOLLOW_SECONDS
         if self._behind_since is None:

@@ -110,12 +110,9 @@ class AppendBuffer:
     ) -> None:
         """Begins empty.
 
-        Args:
-            next_offset: The offset of the first append.
-            bytes_max: How many bytes may wait to be written.
-            on_attention: Called with `lock` held when `attention_at` is reached.
-            on_sealed: Called with each chunk after it was sealed; may keep it.
-            encoder: Makes frames of messages.
+        `bytes_max`: how many bytes may wait to be written.
+        `on_attention`: called with `lock` held when `attention_at` is reached.
+        `on_sealed`: called with each chunk after it was sealed; may keep it.
         """
         self.lock = threading.RLock()
         """Guards the buffer, the offsets and the waiters. Held for microseconds.

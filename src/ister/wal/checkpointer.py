@@ -97,12 +97,9 @@ class Checkpointer:
     def save(self, *, is_synced: bool = True, with_term: bool = False) -> bool:
         """Replaces the checkpoint by one for this moment; durable on return if `is_synced`.
 
-        Args:
-            is_synced: Whether to sync it.
-            with_term: Whether it has to say who owns the topic now, even if nothing else changed.
-
-        Returns:
-            Whether the stored one says, durably, who owns the topic now; False for a closed log.
+        `with_term`: whether it has to say who owns the topic now, even if nothing else changed.
+        Returns whether the stored one says, durably, who owns the topic now; False for a closed
+        log.
 
         Raises:
             IsterError: It could not be replaced; the old one stands.

@@ -312,17 +312,12 @@ class Committer:
     def try_commit(self, offset: int, level: AckLevel) -> bool:
         """Commits in the calling thread, unless another thread is committing.
 
-        Args:
-            offset: An appended offset.
-            level: `written` or `synced`.
-
-        Returns:
-            Whether the watermark of `level` has passed `offset`. If not, another thread is
-            committing, or signal handlers may interrupt this one: `enlist` a waiter.
+        Returns whether the watermark of `level` has passed `offset`. If not, another thread is
+        committing, or signal handlers may interrupt this one: `enlist` a waiter.
 
         Raises:
-            CapacityError: The disk is full. The message stays in the buffer, is not durable, and
-                is written when there is room again.
+            CapacityError: The disk is full. The message stays in the buffer, is not durable, and is
+                written when there is room again.
             DiskError: The write or the sync failed; whether the message is stored is unknown.
             ClosedError: The log was closed before.
         """
@@ -354,8 +349,7 @@ class Committer:
         For a thread that appends and then commits its own messages: no other thread is woken to
         commit meanwhile.
 
-        Returns:
-            False if another thread is committing, or signal handlers may interrupt this one.
+        Returns False if another thread is committing, or signal handlers may interrupt this one.
         """
         if self._schedule.is_interruptible() or not self.commit_lock.acquire(blocking=False):
             return False

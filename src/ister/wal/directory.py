@@ -70,11 +70,8 @@ class WalDirectory:
     def __init__(self, fs: FileSystem, path: str, *, durable: set[str] | None = None) -> None:
         """A directory at `path`, which need not exist.
 
-        Args:
-            fs: Its file system.
-            path: `<root>/<namespace>/<topic>`.
-            durable: Directories of namespaces that this process has synced, with their parents;
-                shared by all topics of a log, so that only the first topic syncs them.
+        `durable`: directories of namespaces that this process has synced, with their parents;
+        shared by all topics of a log, so that only the first topic syncs them.
         """
         self.fs = fs
         self.path = path
@@ -87,11 +84,7 @@ class WalDirectory:
         return f"{self.path}/{format_log_name(seq)}"
 
     def log_size(self, seq: int) -> int:
-        """The size of the file number `seq` in bytes.
-
-        Raises:
-            NotFoundError: There is no such file.
-        """
+        """The size of the file number `seq` in bytes."""
         return file_size(self.fs, self.log_path(seq))
 
     def index_path(self, seq: int) -> str:
@@ -183,11 +176,7 @@ class WalDirectory:
         self.fs.sync_directory(self.path)
 
     def load_state(self) -> WalState | None:
-        """The checkpoint, or None if there is none or it is damaged.
-
-        Raises:
-            UnsupportedVersionError: A newer Ister wrote it.
-        """
+        """The checkpoint, or None if there is none or it is damaged."""
         data = self._load(self.checkpoint_path)
         return None if data is None else decode_wal_checkpoint(data)
 
@@ -197,11 +186,7 @@ class WalDirectory:
         self._replace(self.checkpoint_path, data, "wal", is_synced=is_synced)
 
     def load_uploader(self) -> UploaderCheckpoint | None:
-        """Returns a lower bound of what is uploaded; None if it is missing or damaged.
-
-        Raises:
-            UnsupportedVersionError: A newer Ister wrote it.
-        """
+        """Returns a lower bound of what is uploaded; None if it is missing or damaged."""
         data = self._load(f"{self.path}/{UPLOADER_CHECKPOINT_NAME}")
         return None if data is None else decode_uploader_checkpoint(data)
 

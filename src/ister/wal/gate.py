@@ -130,8 +130,7 @@ class AppendGate:
 
         It is called with `lock` held and must not block. For callers that cannot block in `enter`.
 
-        Returns:
-            False if appends are refused and do not wait: the caller has to raise the error.
+        Returns False if appends are refused and do not wait: the caller has to raise the error.
         """
         with self._lock:
             if self.refusal is not None:

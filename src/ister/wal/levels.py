@@ -21,10 +21,7 @@ class Levels:
     def __init__(self, buffer: AppendBuffer, *, ack: AckLevel, end: int) -> None:
         """Begins with everything below `end` written and synced, and no bucket.
 
-        Args:
-            buffer: Has `next`, and the lock.
-            ack: The level at which readers see messages.
-            end: What is there already.
+        `buffer`: has `next`, and the lock.
         """
         self._buffer = buffer
         self._lock = buffer.lock

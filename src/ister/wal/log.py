@@ -65,15 +65,8 @@ class Wal:
     ) -> None:
         """Continues from recovery's result.
 
-        Args:
-            directory: Where its files are; None stores nothing on disk.
-            recovered: What they hold.
-            settings: Its settings.
-            listener: Learns what happens to it.
-            schedule: Commits on background threads.
-            clock: The time.
-            metrics: The metrics.
-            visible_level: The level at which readers see messages; the topic's by default.
+        `directory`: where its files are; None stores nothing on disk.
+        `visible_level`: the level at which readers see messages; the topic's by default.
         """
         self.settings = settings
         self.damage = recovered.damage
@@ -254,8 +247,8 @@ class Wal:
 
         Raises:
             WaitTimeoutError: It did not pass in `timeout` seconds; the message stays accepted.
-            CapacityError: The disk is full. The message stays in the buffer, is not durable, and
-                is written when there is room again.
+            CapacityError: The disk is full. The message stays in the buffer, is not durable, and is
+                written when there is room again.
             DiskError: The write or the sync failed; whether the message is stored is unknown.
             ClosedError: The log was closed before.
         """
@@ -295,8 +288,7 @@ class Wal:
     def enlist(self, waiter: Waiter, level: AckLevel) -> bool:
         """Has `waiter` called when the watermark of `level` passes its offset.
 
-        Returns:
-            False, and the waiter is not enlisted, if it has passed already.
+        Returns False, and the waiter is not enlisted, if it has passed already.
 
         Raises:
             IsterError: The log is closed, failed, or stalled.
@@ -331,12 +323,8 @@ class Wal:
     def save_checkpoint(self, *, is_synced: bool = True, with_term: bool = False) -> bool:
         """Replaces the checkpoint by one for this moment; durable on return if `is_synced`.
 
-        Args:
-            is_synced: Whether to sync it.
-            with_term: Whether it has to say who owns the topic now, even if nothing else changed.
-
-        Returns:
-            Whether the stored one says who owns the topic now, durably.
+        `with_term`: whether it has to say who owns the topic now, even if nothing else changed.
+        Returns whether the stored one says who owns the topic now, durably.
 
         Raises:
             IsterError: It could not be replaced; the old one stands.
@@ -348,8 +336,7 @@ class Wal:
     def rotate(self) -> bool:
         """Syncs everything appended so far and rotates the active file.
 
-        Returns:
-            False if the active file is empty, and nothing changes.
+        Returns False if the active file is empty, and nothing changes.
 
         Raises:
             CapacityError, DiskError: The commit failed, or the next file cannot be created; the
@@ -382,13 +369,9 @@ class Wal:
         otherwise nothing local would prove what the next offset is. The checkpoint is replaced
         first (the commit point), so a crash in the middle leaves files that the next trim removes.
 
-        Args:
-            before: The first offset that stays.
-            whole: Also remove the active file if everything written is synced, tiered and below
-                `before`; the next offset is then known from the bucket. A new file follows.
-
-        Returns:
-            How many files were removed.
+        `whole`: also remove the active file if everything written is synced, tiered and below
+        `before`; the next offset is then known from the bucket. A new file follows.
+        Returns how many files were removed.
 
         Raises:
             IsterError: The checkpoint or a file could not be changed; nothing below is lost.
@@ -458,8 +441,7 @@ class Wal:
     def _end_active_file(self, writer: WalWriter, before: int) -> bool:
         """Begins a new file, so that all others may be removed; the commit lock is held.
 
-        Returns:
-            False if the files hold something that is not in the bucket, or the disk is full.
+        Returns False if the files hold something that is not in the bucket, or the disk is full.
         """
         if not writer.files or not (self.tiered or 0) >= self.written == self.synced <= before:
             return False
@@ -497,7 +479,6 @@ class Wal:
 
         Raises:
             InvalidRequestError: It was called by a signal handler that interrupted an append.
-            BaseException: The exception that `work` raised.
         """
         self.gate.check_reentry()
         check_wait()

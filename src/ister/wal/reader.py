@@ -147,12 +147,10 @@ class WalReader:
     ) -> FrameBatch:
         """Frames from `start` on, at least one, none at or after `end`, about `bytes_max` of them.
 
-        Args:
-            start: The first offset.
-            end: The offset before which to end.
-            bytes_max: How many bytes to read at most, but for one frame.
-            span: How many bytes the frames of a range take; None if that is not known. Where it
-                is, no other frames are read.
+        `end`: the offset before which to end.
+        `bytes_max`: how many bytes to read at most, but for one frame.
+        `span`: how many bytes the frames of a range take; None if that is not known. Where it is,
+        no other frames are read.
 
         Raises:
             OffsetOutOfRangeError: `start` has been trimmed.
@@ -270,8 +268,7 @@ class WalReader:
     ) -> tuple[File, int]:
         """Opens the file that holds `start`, at the best position known for it.
 
-        Returns:
-            The file, and the offset before which its frames end.
+        Returns the file, and the offset before which its frames end.
         """
         while True:
             file, limit = self._resolve(start)
@@ -509,15 +506,8 @@ class WalReader:
         read, unless a message before `start` has a later time than those from there on: the index
         knows the highest time up to a block, so that all blocks up to a later one are read.
 
-        Args:
-            publish_time_ms: The time.
-            codec: Of the messages.
-            start: The range's first offset.
-            end: The first offset after the range.
-            on_read: Called with the size of each chunk that was read; may raise to end the search.
-
-        Returns:
-            The offset; None if every message in the files is older.
+        `on_read`: called with the size of each chunk that was read; may raise to end the search.
+        Returns the offset; None if every message in the files is older.
         """
         while True:
             files = self._wal.files

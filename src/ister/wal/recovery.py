@@ -138,15 +138,13 @@ def recover(
 ) -> Recovered:
     """Opens the log in `directory`; see the module header.
 
-    Args:
-        directory: The topic's; made where missing.
-        untrusted_from: The `synced` watermark of a writer in this process whose sync failed.
-        floor: Where a log begins of which nothing is here: its history is elsewhere.
-        durable: Everything below this offset was durable, by what another tier has; the checkpoint
-            may know less.
+    `directory`: the topic's; made where missing.
+    `untrusted_from`: the `synced` watermark of a writer in this process whose sync failed.
+    `floor`: where a log begins of which nothing is here: its history is elsewhere.
+    `durable`: everything below this offset was durable, by what another tier has; the checkpoint
+    may know less.
 
     Raises:
-        UnsupportedVersionError: A newer Ister wrote the checkpoint.
         UntrustedTailError: A sync failed; pass its `synced` as `untrusted_from` the next time.
         CapacityError: No room for the cut's bookkeeping.
         DiskError: The disk failed in another way.

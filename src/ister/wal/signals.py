@@ -57,12 +57,8 @@ def shielded(work: Callable[[], _T], name: str) -> _T:
     An exception from a signal handler ends the wait, not the work. The caller may then call again,
     so `work` has to wait for an earlier call that is still running.
 
-    Returns:
-        What `work` returned.
-
     Raises:
         ClosedError: The interpreter shuts down.
-        BaseException: The exception that `work` raised.
     """
     check_wait()
     results: list[_T] = []
@@ -96,12 +92,6 @@ def make_shielded(make: Callable[[], _T], unmake: Callable[[_T], None], name: st
     thread; the next call waits for that.
 
     `unmake` disposes of it, and raises nothing.
-
-    Returns:
-        What `make` returned.
-
-    Raises:
-        BaseException: The exception that `make` raised.
     """
     found: list[_T] = []
     errors: list[BaseException] = []

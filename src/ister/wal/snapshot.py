@@ -101,12 +101,7 @@ def _size(directory: WalDirectory, seq: int) -> int:
 
 
 def load_snapshot(directory: WalDirectory, topic: str) -> WalSnapshot | None:
-    """What the checkpoint in `directory` says; None without one that is whole.
-
-    Raises:
-        UnsupportedVersionError: A newer Ister wrote it.
-        DiskError: It cannot be read.
-    """
+    """What the checkpoint in `directory` says; None without one that is whole."""
     state = directory.load_state()
     if state is None:
         return None

@@ -76,11 +76,7 @@ class ThreadWaiter(Waiter):
             pass  # already woken
 
     def block(self, timeout: float | None) -> bool:
-        """Waits to be told; False if the time ran out first.
-
-        Raises:
-            As `check_wait`.
-        """
+        """Waits to be told; False if the time ran out first."""
         check_wait()
         return self._blocked.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
 
@@ -128,8 +124,7 @@ class Waiters:
         Each is woken before it is removed: an exception from a signal handler may end this call at
         any point.
 
-        Returns:
-            Whether more waiters remain to be woken.
+        Returns whether more waiters remain to be woken.
         """
         heap = self._heap
         while heap and heap[0].offset < watermark:

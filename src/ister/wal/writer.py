@@ -250,8 +250,7 @@ class WalWriter:
         The caller has synced it. That order is what recovery relies on: a file is whole and durable
         before one with a higher number exists.
 
-        Returns:
-            False if the new file could not be made: the old one stays in use for now.
+        Returns False if the new file could not be made: the old one stays in use for now.
         """
         check(self.unsynced_bytes == 0, "a file is synced before its successor is made")
         try:
@@ -346,8 +345,7 @@ class Arrivals:
     def end_before(self, time_ms: int, *, start: int, end: int) -> int:
         """Shortens a range of offsets so that nothing in it was written after a time.
 
-        Returns:
-            The new end of the range.
+        Returns the new end of the range.
         """
         marks = self._marks
         for first_offset, _, last_ms in marks[bisect_left(marks, start + 1, key=_first_offset) :]:
