@@ -226,9 +226,7 @@ def fetch_chunks(
     The chunks are views (`ObjectStore.view`): decode each one once, and copy what is kept.
     """
     fetch = partial(
-        MeasuredReads(store, clock=clock, metrics=metrics).view,
-        key,
-        object_bytes=part.object_bytes,
+        MeasuredReads(store, clock=clock, metrics=metrics).view, key, object_bytes=part.object_bytes
     )
     metrics.count("cloud_reader.objects_opened_total")
     position = part.position

@@ -58,14 +58,7 @@ from ister.format.records import (
     encode_owner,
     encode_topic,
 )
-from ister.metadata.base import (
-    Absent,
-    Compare,
-    Delete,
-    Operation,
-    Put,
-    RevisionIs,
-)
+from ister.metadata.base import Absent, Compare, Delete, Operation, Put, RevisionIs
 from ister.metadata.transact import ATTEMPTS
 
 
@@ -418,11 +411,7 @@ class _Claimant:
         ]
         operations: list[Operation] = [
             Put(keys.record, encode_topic(record)),
-            Put(
-                keys.owner,
-                encode_owner(OwnerRecord(node=node, epoch=record.epoch)),
-                lease,
-            ),
+            Put(keys.owner, encode_owner(OwnerRecord(node=node, epoch=record.epoch)), lease),
             Delete(keys.sealed),
         ]
         try:

@@ -34,12 +34,7 @@ from typing import Final
 
 from ister.base.limits import MIB
 from ister.errors import check
-from ister.format.descriptor import (
-    FORMAT_EXPRESS,
-    FORMAT_FRAMES,
-    FORMAT_PARQUET,
-    ObjectDescriptor,
-)
+from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES, FORMAT_PARQUET, ObjectDescriptor
 
 OBJECTS_MAX: Final = 100
 """Objects of a group: their descriptors are replaced in one transaction."""

@@ -32,12 +32,7 @@ from ister.base.model import Codec, Layout, TopicName
 from ister.bucket.check import load_archives, open_archive, verify_content, verify_size
 from ister.bucket.names import format_object_id, object_key
 from ister.bucket.object_maker import ObjectSummary, complete_object
-from ister.errors import (
-    ClosedError,
-    CorruptDataError,
-    InvalidRequestError,
-    check,
-)
+from ister.errors import ClosedError, CorruptDataError, InvalidRequestError, check
 from ister.format.crc import Buffer, crc32
 from ister.format.descriptor import (
     FORMAT_FRAMES,
@@ -258,10 +253,7 @@ def _damage(
 
 
 def _check_inputs(
-    topic: TopicName,
-    objects: Sequence[ObjectDescriptor],
-    kind: str,
-    survives: Survives | None,
+    topic: TopicName, objects: Sequence[ObjectDescriptor], kind: str, survives: Survives | None
 ) -> None:
     check(kind in (FORMAT_FRAMES, FORMAT_PARQUET), f"an object of the format {kind!r}")
     if not objects:

@@ -159,10 +159,7 @@ def _parse_segment_id(object_id: str) -> ObjectName | None:
     if tag > 1 << 32:
         return None
     return ObjectName(
-        start=start,
-        end=start + rest + 1,
-        epoch=epoch,
-        tag=f"{tag - 1:08x}" if tag else None,
+        start=start, end=start + rest + 1, epoch=epoch, tag=f"{tag - 1:08x}" if tag else None
     )
 
 

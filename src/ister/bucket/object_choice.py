@@ -40,13 +40,7 @@ def choose_objects(
             ways.append((far, thin + (name.end - begin if name in partial else 0), name))
         reach[begin] = max(
             ways,
-            key=lambda way: (
-                way[0],
-                -way[1],
-                way[2].end,
-                way[2].tag or "",
-                way[2].written_at or 0,
-            ),
+            key=lambda way: (way[0], -way[1], way[2].end, way[2].tag or "", way[2].written_at or 0),
         )
     chosen: list[ObjectName] = []
     gaps: list[tuple[int, int]] = []

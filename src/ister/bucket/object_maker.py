@@ -338,13 +338,7 @@ class ObjectSummary:
                 self._every_bytes *= 2
 
     def describe(
-        self,
-        object_id: str,
-        *,
-        epoch: int,
-        incarnation: str,
-        created_at: int,
-        etag: str | None,
+        self, object_id: str, *, epoch: int, incarnation: str, created_at: int, etag: str | None
     ) -> ObjectDescriptor:
         """The descriptor of an object with exactly these frames."""
         return ObjectDescriptor(

@@ -65,16 +65,7 @@ from ister.format.records import (
     encode_session,
     encode_topic,
 )
-from ister.metadata.base import (
-    Absent,
-    Compare,
-    Delete,
-    KeyValue,
-    Lease,
-    Operation,
-    Put,
-    RevisionIs,
-)
+from ister.metadata.base import Absent, Compare, Delete, KeyValue, Lease, Operation, Put, RevisionIs
 
 if TYPE_CHECKING:
     from ister.bucket.claim import ClaimCheck
@@ -404,11 +395,7 @@ class OwnedTopic:
         keys = self.catalog.keys
         key = keys.descriptor(descriptor.start)
         return (
-            [
-                RevisionIs(keys.record, self._revision),
-                self._current_is_known(),
-                Absent(key),
-            ],
+            [RevisionIs(keys.record, self._revision), self._current_is_known(), Absent(key)],
             [
                 Put(key, encode_descriptor(descriptor)),
                 Put(keys.current, encode_current(descriptor.start, descriptor.end)),

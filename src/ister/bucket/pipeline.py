@@ -158,8 +158,7 @@ def request_job(
     """
     if job not in REQUESTED_JOBS:
         raise InvalidRequestError(
-            f"unknown job {job[:40]!r}",
-            hint=f"one of: {', '.join(REQUESTED_JOBS)}",
+            f"unknown job {job[:40]!r}", hint=f"one of: {', '.join(REQUESTED_JOBS)}"
         )
     if topics is not None:
         if not 0 < len(topics) <= _TOPICS_MAX:

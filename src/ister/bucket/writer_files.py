@@ -41,9 +41,7 @@ def find_open_batch(catalog: Catalog, incarnation: str) -> OpenBatch | None:
             continue
         if found is None or record.end < found.counted_from:
             found = OpenBatch(
-                writer=kept.key.removeprefix(prefix),
-                batch=record.batch,
-                counted_from=record.end,
+                writer=kept.key.removeprefix(prefix), batch=record.batch, counted_from=record.end
             )
     return found
 

@@ -299,10 +299,7 @@ def read_part(
 
 
 def have_same_frames(
-    store: ObjectStore,
-    topic: TopicName,
-    one: ObjectDescriptor,
-    other: ObjectDescriptor,
+    store: ObjectStore, topic: TopicName, one: ObjectDescriptor, other: ObjectDescriptor
 ) -> bool:
     """Whether two objects have the same messages at the offsets that both have.
 

@@ -197,9 +197,7 @@ def _examine_group(
 
 
 def walk_archive(
-    archive: ArchiveReader,
-    file: Readable,
-    on_damage: Callable[[RowGroup, CorruptDataError], None],
+    archive: ArchiveReader, file: Readable, on_damage: Callable[[RowGroup, CorruptDataError], None]
 ) -> int:
     """Reads every byte of an archive and decodes every row group; returns the checksum of all."""
     crc, position, size = 0, 0, file.size()

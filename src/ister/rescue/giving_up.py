@@ -66,12 +66,7 @@ class GivenUp:
 
 
 def give_up_lost(
-    topic: Topic,
-    stores: Stores | None,
-    *,
-    at_least: int,
-    is_dry: bool,
-    retire: Callable[[], None],
+    topic: Topic, stores: Stores | None, *, at_least: int, is_dry: bool, retire: Callable[[], None]
 ) -> GivenUp:
     """Gives up what no tier has; `retire` closes the topic after its local files have changed.
 

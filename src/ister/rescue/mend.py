@@ -46,12 +46,7 @@ from ister.errors import (
     OffsetOutOfRangeError,
     UnavailableError,
 )
-from ister.format.descriptor import (
-    FORMAT_EXPRESS,
-    FORMAT_FRAMES,
-    FORMAT_PARQUET,
-    ObjectDescriptor,
-)
+from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES, FORMAT_PARQUET, ObjectDescriptor
 from ister.format.frame import FrameBatch, NothingLeftError
 from ister.format.records import TopicRecord
 from ister.rescue.object_check import ObjectChecker

@@ -37,13 +37,7 @@ from typing import TYPE_CHECKING
 from ister.base.clock import Clock
 from ister.base.limits import MIB
 from ister.base.model import AckLevel, Codec, Layout, TopicName
-from ister.bucket.check import (
-    ObjectFile,
-    load_archives,
-    verify_content,
-    verify_size,
-    walk_frames,
-)
+from ister.bucket.check import ObjectFile, load_archives, verify_content, verify_size, walk_frames
 from ister.bucket.listing import list_objects
 from ister.bucket.names import (
     TOPICS_PREFIX,
@@ -372,11 +366,7 @@ def _describe_archive(
 
     crc = walk_archive(archive, ObjectFile(store, key, info.size), refuse)
     return archive.describe(crc).describe(
-        object_id,
-        epoch=name.epoch,
-        incarnation=incarnation,
-        created_at=created_at,
-        etag=info.etag,
+        object_id, epoch=name.epoch, incarnation=incarnation, created_at=created_at, etag=info.etag
     )
 
 
@@ -722,10 +712,7 @@ def _describe_unread(
 
 
 def _write(
-    metadata: MetadataStore,
-    keys: TopicKeys,
-    record: TopicRecord,
-    objects: list[ObjectDescriptor],
+    metadata: MetadataStore, keys: TopicKeys, record: TopicRecord, objects: list[ObjectDescriptor]
 ) -> None:
     metadata.delete_prefix(keys.objects)
     _write_descriptors(metadata, keys, objects)

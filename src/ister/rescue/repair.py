@@ -114,10 +114,7 @@ def repair_topic(
         except (CorruptDataError, NotFoundError, OffsetOutOfRangeError) as error:
             errors.append(error)
     repaired = Repaired(
-        topic=topic.name,
-        local_frames=rewritten,
-        objects=tuple(found.objects),
-        errors=tuple(errors),
+        topic=topic.name, local_frames=rewritten, objects=tuple(found.objects), errors=tuple(errors)
     )
     repaired.judge()
     return repaired

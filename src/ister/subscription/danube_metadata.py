@@ -32,12 +32,7 @@ from ister.base.model import JsonObject, TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.directory import list_topics
 from ister.bucket.names import TopicKeys, segment_name
-from ister.errors import (
-    DataGapError,
-    InvalidRequestError,
-    NotFoundError,
-    UnsupportedOperationError,
-)
+from ister.errors import DataGapError, InvalidRequestError, NotFoundError, UnsupportedOperationError
 from ister.format.descriptor import ObjectDescriptor
 from ister.metadata.base import MetadataStore
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy, SubscriptionKind

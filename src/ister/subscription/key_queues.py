@@ -196,12 +196,7 @@ class KeyQueues:
             self._rotation.append(consumer)
 
     def send(
-        self,
-        active: ConsumerState | None,
-        *,
-        window: int,
-        failures_max: int,
-        now: float,
+        self, active: ConsumerState | None, *, window: int, failures_max: int, now: float
     ) -> tuple[list[Send], list[Entry]]:
         """Assigns all messages that can be sent now, as `OffsetQueue.send`."""
         sends: list[Send] = []

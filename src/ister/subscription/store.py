@@ -59,14 +59,7 @@ from ister.errors import (
     TopicNameError,
 )
 from ister.format.records import Progress, decode_progress, encode_progress
-from ister.metadata.base import (
-    Compare,
-    Delete,
-    KeyValue,
-    MetadataStore,
-    Operation,
-    Put,
-)
+from ister.metadata.base import Compare, Delete, KeyValue, MetadataStore, Operation, Put
 from ister.metadata.transact import transact, unchanged
 from ister.subscription.policy import FailurePolicy, SubscriptionKind
 from ister.subscription.receipts import new_key
@@ -461,11 +454,7 @@ class SubscriptionStore:
         return None if self._metadata.transact(compares, operations) is None else True
 
     def _encode(
-        self,
-        cursor: int,
-        saved: SavedState | None,
-        incarnation: str,
-        known: Progress | None = None,
+        self, cursor: int, saved: SavedState | None, incarnation: str, known: Progress | None = None
     ) -> bytes:
         """A progress record; one of ours always has the field `delivery`."""
         more = {} if known is None else known.more

@@ -53,9 +53,7 @@ class AsyncTopic:
         self._last_hub: _Hub | None = None
 
     async def append(
-        self,
-        payload: bytes | bytearray | memoryview,
-        **fields: Unpack[MessageFields],
+        self, payload: bytes | bytearray | memoryview, **fields: Unpack[MessageFields]
     ) -> int:
         """Like `Topic.append`, but awaits where that would block.
 
@@ -80,15 +78,12 @@ class AsyncTopic:
         return offset
 
     async def append_many(
-        self,
-        payloads: Iterable[bytes | bytearray | memoryview],
-        **fields: Unpack[MessageFields],
+        self, payloads: Iterable[bytes | bytearray | memoryview], **fields: Unpack[MessageFields]
     ) -> range:
         """Like `Topic.append_many`, but awaits where that would block."""
         messages = as_payloads(payloads)
         return await self._admitted(
-            sum(map(len, messages)),
-            partial(self._topic.append_many, messages, **fields),
+            sum(map(len, messages)), partial(self._topic.append_many, messages, **fields)
         )
 
     async def append_arrow(self, batch: pa.RecordBatch) -> range:

@@ -330,10 +330,7 @@ class Appender:
         identity, encoder = message.msg_id, self.records
         parts = (
             encoder.head(
-                message.request_id,
-                identity.producer_id,
-                identity.topic_name,
-                identity.broker_addr,
+                message.request_id, identity.producer_id, identity.topic_name, identity.broker_addr
             ),
             message.payload if type(message.payload) is bytes else as_bytes(message.payload),
             as_number("publish_time", message.publish_time, most=(1 << 64) - 1),

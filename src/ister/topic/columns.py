@@ -204,9 +204,7 @@ def _read_archived(  # noqa: PLR0917
 ) -> Iterator[Rows]:
     """The messages of a part of a Parquet object: the wanted columns, a row group at a time."""
     read = partial(
-        MeasuredReads(store, clock=clock, metrics=metrics).read,
-        key,
-        object_bytes=part.object_bytes,
+        MeasuredReads(store, clock=clock, metrics=metrics).read, key, object_bytes=part.object_bytes
     )
     metrics.count("cloud_reader.objects_opened_total")
     first = FirstRange.of_part(key, part, chunk_bytes)

@@ -47,12 +47,7 @@ class Heads:
     """The durable ends of a log's topics. Thread-safe."""
 
     def __init__(
-        self,
-        fs: FileSystem,
-        root: str | None,
-        *,
-        topics: Callable[[], list[Topic]],
-        clock: Clock,
+        self, fs: FileSystem, root: str | None, *, topics: Callable[[], list[Topic]], clock: Clock
     ) -> None:
         """Reads the file below `root`; None keeps no file."""
         self._fs = fs

@@ -30,12 +30,7 @@ class IdleMark:
     """The mark of one topic. Thread-safe."""
 
     def __init__(
-        self,
-        wal: Wal,
-        owned: OwnedTopic,
-        *,
-        after_seconds: float,
-        on_append: Callable[[], None],
+        self, wal: Wal, owned: OwnedTopic, *, after_seconds: float, on_append: Callable[[], None]
     ) -> None:
         """The mark of a topic that is idle `after_seconds` without an append.
 

@@ -245,10 +245,7 @@ class LocalTail:
         reader = self._reader(snapshot, 64 * KIB)
         try:
             found = reader.find_time(
-                publish_time_ms,
-                snapshot.settings.codec,
-                start=start,
-                end=min(end, snapshot.synced),
+                publish_time_ms, snapshot.settings.codec, start=start, end=min(end, snapshot.synced)
             )
             # Unless another topic has taken the name meanwhile.
             return None if self.snapshot() is None else found

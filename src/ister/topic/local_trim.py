@@ -84,8 +84,7 @@ class LocalRetention:
             except IsterError as error:
                 self._metrics.count("retention.errors_total")
                 _log.warning(
-                    "cannot remove expired files",
-                    extra={"topic": topic.name, "error": str(error)},
+                    "cannot remove expired files", extra={"topic": topic.name, "error": str(error)}
                 )
 
     def trim(self, topic: Topic) -> int:

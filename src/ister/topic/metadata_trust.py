@@ -31,13 +31,7 @@ from ister.base.model import AckLevel, TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.directory import list_records
 from ister.bucket.express import ExpressRuns, find_runs
-from ister.bucket.names import (
-    ObjectName,
-    TopicKeys,
-    object_id_of,
-    object_key,
-    parse_object_id,
-)
+from ister.bucket.names import ObjectName, TopicKeys, object_id_of, object_key, parse_object_id
 from ister.bucket.terms import (
     ForgottenRuns,
     Term,
@@ -47,33 +41,15 @@ from ister.bucket.terms import (
     process_of_claim,
 )
 from ister.bucket.trust import Trust
-from ister.errors import (
-    ConflictError,
-    CorruptDataError,
-    IsterError,
-    NotFoundError,
-)
+from ister.errors import ConflictError, CorruptDataError, IsterError, NotFoundError
 from ister.format.descriptor import ObjectDescriptor, parse_run_id
 from ister.format.records import Lineage, TopicRecord, encode_topic
 from ister.fs.base import FileSystem
 from ister.fs.local import LocalFileSystem
-from ister.metadata.base import (
-    Absent,
-    Compare,
-    Delete,
-    MetadataStore,
-    Operation,
-    Put,
-    RevisionIs,
-)
+from ister.metadata.base import Absent, Compare, Delete, MetadataStore, Operation, Put, RevisionIs
 from ister.objectstore.base import ObjectInfo, ObjectStore
 from ister.objectstore.slices import with_slices
-from ister.rescue.rebuild import (
-    extend_catalog,
-    find_topics,
-    rebuild_catalog,
-    rebuild_topic,
-)
+from ister.rescue.rebuild import extend_catalog, find_topics, rebuild_catalog, rebuild_topic
 from ister.topic.heads import read_local
 from ister.topic.node import read_node_id
 from ister.wal.directory import WalDirectory
@@ -263,12 +239,7 @@ class MetadataTrust:
             # The next opening asks for the runs of the newest owner's process only, and those of
             # the processes before it may be missing, too.
             extend_catalog(
-                self._objects,
-                self._metadata,
-                found.keys,
-                row.catalog_end,
-                record=newest,
-                runs=runs,
+                self._objects, self._metadata, found.keys, row.catalog_end, record=newest, runs=runs
             )
         operations: list[Operation] = [Put(found.keys.record, encode_topic(newest))]
         if row.status != INCOMPLETE:

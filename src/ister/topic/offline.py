@@ -37,12 +37,7 @@ from ister.format.records import OwnerRecord, SealedState, TopicRecord
 from ister.fs.base import File
 from ister.fs.local import LocalFileSystem
 from ister.metadata.base import MetadataStore
-from ister.topic.describe import (
-    SubscriptionView,
-    TopicView,
-    UploadLag,
-    describe_descriptor,
-)
+from ister.topic.describe import SubscriptionView, TopicView, UploadLag, describe_descriptor
 from ister.topic.node import read_node_id
 from ister.topic.stores import open_metadata
 from ister.wal.directory import WalDirectory, format_log_name

@@ -52,9 +52,7 @@ class PartitionedTopic:
         self._lock = threading.Lock()
 
     def append(
-        self,
-        payload: bytes | bytearray | memoryview,
-        **fields: Unpack[MessageFields],
+        self, payload: bytes | bytearray | memoryview, **fields: Unpack[MessageFields]
     ) -> PlacedMessage:
         """Accepts a message as `Topic.append` does, in the partition of its routing key.
 

@@ -309,9 +309,7 @@ class Topic:
         return self.appender.append(payload, **fields)
 
     def append_many(
-        self,
-        payloads: Iterable[bytes | bytearray | memoryview],
-        **fields: Unpack[MessageFields],
+        self, payloads: Iterable[bytes | bytearray | memoryview], **fields: Unpack[MessageFields]
     ) -> range:
         """Accepts messages that follow each other without another one in between.
 

@@ -183,9 +183,7 @@ class Checkpointer:
                 file_path=format_log_name(point.seq),
                 rotated_files=tuple(
                     RotatedFile(
-                        seq=file.seq,
-                        path=format_log_name(file.seq),
-                        first_offset=file.first_offset,
+                        seq=file.seq, path=format_log_name(file.seq), first_offset=file.first_offset
                     )
                     for file in files
                     if file.seq != point.seq

@@ -36,11 +36,7 @@ from ister.format.frame import (
     scan_frames,
 )
 from ister.format.frame_search import search_frame
-from ister.format.message import (
-    decode_publish_time,
-    decode_publish_times,
-    first_at_or_after,
-)
+from ister.format.message import decode_publish_time, decode_publish_times, first_at_or_after
 from ister.fs.base import File
 from ister.wal.directory import WalDirectory
 from ister.wal.index import SparseIndex

@@ -43,13 +43,7 @@ from ister.base.limits import RECOVERY_CHUNK_BYTES
 from ister.base.model import Codec
 from ister.errors import CorruptDataError, DiskError, IsterError, NotFoundError
 from ister.format.checkpoint import WalState
-from ister.format.frame import (
-    FRAME_HEADER_SIZE,
-    Frame,
-    NeedMore,
-    Scan,
-    decode_frame,
-)
+from ister.format.frame import FRAME_HEADER_SIZE, Frame, NeedMore, Scan, decode_frame
 from ister.format.frame_search import search_frame
 from ister.format.frame_walk import FrameWalk, scan_file
 from ister.format.gaps import Gaps
@@ -130,11 +124,7 @@ class Recovered:
 
 
 def recover(
-    directory: WalDirectory,
-    *,
-    untrusted_from: int | None = None,
-    floor: int = 0,
-    durable: int = 0,
+    directory: WalDirectory, *, untrusted_from: int | None = None, floor: int = 0, durable: int = 0
 ) -> Recovered:
     """Opens the log in `directory`; see the module header.
 
@@ -553,12 +543,7 @@ class _Recovery:
             with closing(
                 self._directory.fs.open_read(self._directory.log_path(last.seq))
             ) as source:
-                scan_file(
-                    source,
-                    position=0,
-                    expected_offset=last.first_offset,
-                    visit=copier.visit,
-                )
+                scan_file(source, position=0, expected_offset=last.first_offset, visit=copier.visit)
             self._sync_or_poison(target, untrusted_from)
         finally:
             target.close()

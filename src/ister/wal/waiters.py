@@ -35,11 +35,7 @@ class Waiter:
     __slots__ = ("is_done", "is_patient", "offset", "on_done")
 
     def __init__(
-        self,
-        offset: int,
-        on_done: Callable[[IsterError | None], None],
-        *,
-        is_patient: bool = False,
+        self, offset: int, on_done: Callable[[IsterError | None], None], *, is_patient: bool = False
     ) -> None:
         self.offset = offset
         self.on_done = on_done

@@ -76,7 +76,7 @@ TWO_CODECS = [
 RULES = {
     # Two of 450 fit; a third would be too much.
     "small neighbours become groups up to the target": [
-        (topic(450, 450, 450, 450, 90), {}, [(0, 20), (20, 50)]),
+        (topic(450, 450, 450, 450, 90), {}, [(0, 20), (20, 50)])
     ],
     "what is large enough is left alone and divides": [
         (topic(100, 100, 500, 100, 100), {}, [(0, 20), (30, 50)]),
@@ -92,14 +92,14 @@ RULES = {
         (TWO_CODECS, {"format": kind}, [(0, 20), (20, 40), (40, 60)]) for kind in FORMATS
     ],
     "objects that share offsets are left to repair": [
-        ([one(0, 10, count=40), one(10, 10), *topic(10, 10, start=40)], {}, [(40, 60)]),
+        ([one(0, 10, count=40), one(10, 10), *topic(10, 10, start=40)], {}, [(40, 60)])
     ],
     "an object that is not complete is left alone": [
         (
             [*topic(10, 10), one(20, 10, completed=False), *topic(10, 10, start=30)],
             {},
             [(0, 20), (30, 50)],
-        ),
+        )
     ],
     "an object that outweighs its group is not rewritten for its sake": [
         (topic(400, 5, 5, 5, 5), {}, [(10, 50)]),

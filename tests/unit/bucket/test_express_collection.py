@@ -193,11 +193,7 @@ def test_cost_grows_with_topics_not_with_runs(cluster):
 
 
 RECORD = TopicRecord(
-    epoch=3,
-    incarnation="0123456789abcdef",
-    ack=AckLevel.TIERED,
-    codec=Codec.BINCODE2,
-    created_at=0,
+    epoch=3, incarnation="0123456789abcdef", ack=AckLevel.TIERED, codec=Codec.BINCODE2, created_at=0
 )
 RUN = replace(
     a_descriptor(10, 20, epoch=3),

@@ -94,8 +94,7 @@ def every(step):
     """Keeps the offsets that `step` divides."""
     return lambda batch: pc.equal(
         pc.subtract(
-            batch.column("offset"),
-            pc.multiply(pc.divide(batch.column("offset"), step), step),
+            batch.column("offset"), pc.multiply(pc.divide(batch.column("offset"), step), step)
         ),
         0,
     )

@@ -20,11 +20,7 @@ def owned(cluster):
 
 def collect(cluster, owned, grace=GRACE):
     return collect_orphans(
-        owned,
-        cluster.objects,
-        grace_seconds=grace,
-        clock=cluster.clock,
-        metrics=cluster.metrics,
+        owned, cluster.objects, grace_seconds=grace, clock=cluster.clock, metrics=cluster.metrics
     )
 
 

@@ -19,13 +19,7 @@ from ister.errors import (
     WaitsForDiskError,
 )
 from ister.format.descriptor import encode_descriptor
-from ister.format.records import (
-    Lineage,
-    UploadSession,
-    decode_topic,
-    encode_current,
-    encode_topic,
-)
+from ister.format.records import Lineage, UploadSession, decode_topic, encode_current, encode_topic
 from tests.support.cases import each
 from tests.support.stores import NOW_MS, TTL_SECONDS, Cluster, Frames, a_descriptor, failing, once
 

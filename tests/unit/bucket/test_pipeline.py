@@ -14,12 +14,7 @@ from ister.bucket.pipeline import (
     take_request,
 )
 from ister.config import load_config
-from ister.errors import (
-    CommitUnknownError,
-    ConflictError,
-    InvalidRequestError,
-    TopicNameError,
-)
+from ister.errors import CommitUnknownError, ConflictError, InvalidRequestError, TopicNameError
 from ister.topic.pipeline_status import describe_pipeline, read_status
 from tests.support.clock import ManualClock
 from tests.support.memory_metadata import MemoryMetadata

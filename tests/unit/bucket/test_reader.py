@@ -6,12 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ister.bucket.chunks import OBJECTS_AHEAD_MAX
-from ister.errors import (
-    CorruptDataError,
-    DataGapError,
-    InvariantError,
-    UnavailableError,
-)
+from ister.errors import CorruptDataError, DataGapError, InvariantError, UnavailableError
 from ister.format.descriptor import encode_descriptor
 from tests.support.builders import frames as raw_frames
 from tests.support.stores import KIB, Frames, SlowReads, a_descriptor, frames_of, read_all
@@ -289,10 +284,6 @@ def test_time_in_objects_that_do_not_tell_is_found_by_reading(cluster):
     cluster.filled(frames, 10, 30)
     for described, _ in list(cluster.catalog().descriptors()):
         change_descriptor(
-            cluster,
-            described,
-            publish_time_min=None,
-            publish_time_max=None,
-            publish_time_index=(),
+            cluster, described, publish_time_min=None, publish_time_max=None, publish_time_index=()
         )
     assert cluster.reader().find_time(117, end=30) == 17

@@ -23,11 +23,7 @@ def a_run(start, end, **fields):
     size = 10 * (end - start)
     fields = {"size_bytes": size} | fields
     return a_descriptor(
-        start,
-        end,
-        object_id=f"{name}@0+{fields['size_bytes']}",
-        format=FORMAT_EXPRESS,
-        **fields,
+        start, end, object_id=f"{name}@0+{fields['size_bytes']}", format=FORMAT_EXPRESS, **fields
     )
 
 

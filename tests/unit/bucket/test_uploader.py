@@ -3,11 +3,7 @@
 import pytest
 
 from ister.bucket.names import format_pending_id
-from ister.errors import (
-    CorruptDataError,
-    FencedError,
-    UnavailableError,
-)
+from ister.errors import CorruptDataError, FencedError, UnavailableError
 from tests.support.stores import KIB, NOW_MS, Frames, failing
 
 FINALIZE = pytest.mark.parametrize("copies", [False, True], ids=["direct", "copy"])

@@ -13,12 +13,7 @@ import ister
 from ister import kernels
 from ister.base.limits import INDEX_STRIDE_BYTES, MIB
 from ister.base.model import AckLevel, Codec, TopicState
-from ister.errors import (
-    CapacityError,
-    ClosedError,
-    InvalidRequestError,
-    MessageTooLargeError,
-)
+from ister.errors import CapacityError, ClosedError, InvalidRequestError, MessageTooLargeError
 from ister.format.payloads import Payloads
 from tests.support.clock import ManualClock
 from tests.support.machine import NAME, Gate, Machine, NoThreads, Task, numbered, payloads
@@ -431,12 +426,7 @@ def test_producers_go_on_while_rows_are_being_written(machine):
     gate.open()
     waiting.result()
     topic.flush()
-    assert payloads(topic.read()) == [
-        b"opens the file",
-        *numbered(10),
-        b"meanwhile",
-        b"and this",
-    ]
+    assert payloads(topic.read()) == [b"opens the file", *numbered(10), b"meanwhile", b"and this"]
 
 
 def test_threads_that_append_rows_do_not_mix_them(machine):

@@ -11,12 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ister.base.model import MessageId, StreamMessage
-from ister.errors import (
-    CapacityError,
-    ConflictError,
-    InvalidRequestError,
-    MessageTooLargeError,
-)
+from ister.errors import CapacityError, ConflictError, InvalidRequestError, MessageTooLargeError
 from ister.topic import dedup as module
 from ister.topic.batches import _identity_of
 from ister.topic.dedup import (

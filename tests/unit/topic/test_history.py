@@ -148,9 +148,7 @@ def test_log_without_a_bucket_has_no_history(storage):
 def test_missing_library_is_said_with_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ister.topic.history", None)
     monkeypatch.setattr(
-        api,
-        "missing_extra",
-        lambda what, extra, error: ConfigError(f"{what} needs it", hint=extra),
+        api, "missing_extra", lambda what, extra, error: ConfigError(f"{what} needs it", hint=extra)
     )
     with pytest.raises(ConfigError, match="needs it") as caught:
         ister.open_bucket(tmp_path)

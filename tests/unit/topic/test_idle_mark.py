@@ -4,12 +4,7 @@ import asyncio
 
 import pytest
 
-from ister.errors import (
-    CapacityError,
-    CommitUnknownError,
-    FencedError,
-    UnavailableError,
-)
+from ister.errors import CapacityError, CommitUnknownError, FencedError, UnavailableError
 from tests.support.machine import Task, eventually, numbered
 from tests.support.stores import NAME, TTL_SECONDS, calm, silent
 

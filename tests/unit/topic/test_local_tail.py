@@ -14,10 +14,7 @@ import ister
 from ister.base.clock import SystemClock
 from ister.base.metrics import Metrics
 from ister.base.model import TopicName
-from ister.errors import (
-    OffsetOutOfRangeError,
-    UnavailableError,
-)
+from ister.errors import OffsetOutOfRangeError, UnavailableError
 from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import decode_message
 from ister.fs.local import LocalFileSystem

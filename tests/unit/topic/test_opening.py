@@ -19,12 +19,7 @@ from ister.format.frame import scan_frames
 from ister.format.records import encode_topic
 from ister.rescue.rebuild import find_topics, rebuild_topic
 from ister.topic.node import INSTANCES_NAME
-from ister.topic.reconcile import (
-    finish_set_aside,
-    measure_backlog,
-    remove_directory,
-    set_aside,
-)
+from ister.topic.reconcile import finish_set_aside, measure_backlog, remove_directory, set_aside
 from ister.wal.directory import WalDirectory
 from ister.wal.log import Wal
 from ister.wal.recovery import recover

@@ -159,10 +159,7 @@ def test_arrow_has_what_read_has_wherever_it_lies(steps, codec, columns, ranges)
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    batches=st.lists(st.lists(_FIELDS, max_size=10), max_size=5),
-    capacity=st.integers(1, 60),
-)
+@given(batches=st.lists(st.lists(_FIELDS, max_size=10), max_size=5), capacity=st.integers(1, 60))
 def test_arrow_has_what_read_has_in_memory_alone(batches, capacity):
     topic = a_memory_topic(wal={"cache_capacity": capacity})
     try:

@@ -471,9 +471,7 @@ def test_stream_across_swaps_sees_each_message_once(is_diskless):
         topic = open_log(background=True, storage=storage).topic(
             str(NAME), create=True, ack="tiered"
         )
-        reader = Task(
-            lambda: list(islice(topic.read(start=0, follow=True, timeout=60), count)),
-        )
+        reader = Task(lambda: list(islice(topic.read(start=0, follow=True, timeout=60), count)))
         for number in range(count):
             topic.wait(topic.append(b"message %d" % number), timeout=60)
         seen = [(message.offset, message.payload) for message in reader.result()]

@@ -16,16 +16,7 @@ from ister.objectstore.base import Capabilities
 from ister.topic.node import NODE_NAME, Node
 from tests.support.cases import each
 from tests.support.crash import Crash, crashing
-from tests.support.machine import (
-    ROOT,
-    Disk,
-    NoThreads,
-    Task,
-    eventually,
-    fill,
-    numbered,
-    payloads,
-)
+from tests.support.machine import ROOT, Disk, NoThreads, Task, eventually, fill, numbered, payloads
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
 from tests.support.memory_store import MemoryObjectStore
 from tests.support.stores import NAME, TTL_SECONDS, Site, calm, silent

@@ -9,12 +9,7 @@ from operator import methodcaller
 import pytest
 
 from ister.base.model import Codec, TopicState
-from ister.errors import (
-    CorruptDataError,
-    DiskError,
-    IsterError,
-    UnsupportedVersionError,
-)
+from ister.errors import CorruptDataError, DiskError, IsterError, UnsupportedVersionError
 from ister.format.checkpoint import decode_wal_checkpoint
 from ister.wal import index
 from tests.support.builders import with_valid_crc

@@ -121,11 +121,7 @@ def _trim_at_first(machine, topic, kind, suffix, before):
 
 @pytest.mark.parametrize(
     ("kind", "suffix"),
-    [
-        ("open_read", "wal.log"),
-        pytest.param("open_read", "wal.idx"),
-        ("read", "wal.log"),
-    ],
+    [("open_read", "wal.log"), pytest.param("open_read", "wal.idx"), ("read", "wal.log")],
 )
 def test_file_trimmed_while_a_reader_opens_it_is_out_of_range_or_read(machine, kind, suffix):
     """Goal: whatever the moment, a reader gets the messages or the range that is left.
