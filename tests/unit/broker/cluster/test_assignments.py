@@ -25,17 +25,6 @@ def names(count):
     return [f"/ns/t{number}" for number in range(count)]
 
 
-def test_an_assignment_is_read_back(assignments):
-    assert assignments.get("/ns/t") is None
-    assignments.assign("/ns/t", AT_B)
-    assert assignments.get("/ns/t2") is assignments.get("/ns") is None
-    found, revision = assignments.get("/ns/t")
-    assert found == AT_B
-    assert assignments.all() == {"/ns/t": (AT_B, revision)}
-    assignments.delete("/ns/t")
-    assert assignments.get("/ns/t") is None
-
-
 @pytest.mark.parametrize("value", [b"", b"\xff", b"7", b"{}", b'{"node": 1}'], ids=repr)
 def test_one_that_cannot_be_read_is_replaced(assignments, store, value):
     """Else nobody could assign the topic again."""

@@ -3,10 +3,8 @@
 import msgspec
 import pytest
 
-from ister.broker.cluster.members import Members
 from ister.bucket.members import Load, MemberState
 from ister.errors import FencedError, UnavailableError
-from tests.support.clock import ManualClock
 from tests.support.cluster import TTL, a_member
 
 
@@ -116,14 +114,6 @@ def test_the_list_is_cached_for_a_second(site):
         a.cluster.members.expire()
         a.cluster.members.recent()
     assert calls == {"range": 2}
-
-
-def test_a_broker_without_a_bucket_is_alone():
-    members = Members(own := a_member("local"), None, clock=ManualClock())
-    members.publish(state=MemberState.DRAINING)
-    assert members.read() == [members.own]
-    assert members.own != own
-    members.leave()
 
 
 def test_a_store_that_does_not_answer_does_not_end_the_broker(site, caplog):

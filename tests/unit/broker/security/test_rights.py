@@ -6,8 +6,6 @@ import pytest
 
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import (
-    MANAGE_PERMISSIONS,
-    SYSTEM_ROLES,
     Binding,
     Permission,
     Role,
@@ -41,13 +39,6 @@ def test_permission_is_known_by_both_spellings(permission):
 def test_other_words_are_no_permission(text):
     with pytest.raises(InvalidRequestError):
         parse_permission(text)
-
-
-def test_roles_of_the_system():
-    assert SYSTEM_ROLES["admin"].permissions == frozenset(Permission)
-    for name in ("producer", "consumer"):
-        assert not SYSTEM_ROLES[name].permissions & MANAGE_PERMISSIONS
-    assert len(MANAGE_PERMISSIONS) == 5
 
 
 def test_role_is_stored_as_danube_stores_it():

