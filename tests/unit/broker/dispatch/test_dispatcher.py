@@ -575,6 +575,48 @@ async def test_a_cursor_beyond_the_end_begins_at_the_end():
 # -- consumers --------------------------------------------------------------------------------
 
 
+@each("kind", ["exclusive", "shared", "failover", "key_shared"])
+async def test_a_hundred_attaches_leave_nothing_behind(kind, monkeypatch):
+    monkeypatch.setattr(bytes_side, "_IDLE_SECONDS", 0.2)
+
+    async with counted_log() as rig:
+        rig.fill(50, size=100)
+        dispatch = rig.open(kind, policy=replace(QUICK, max_redelivery_count=10**6))
+        acked = set()
+        for turn in range(100):
+            outbox = dispatch.attach(turn, ())
+            if turn % 3 == 0:
+                await asyncio.sleep(0)
+            elif turn % 3 == 1:
+                for offset, _, _ in await receive(dispatch, outbox, 1):
+                    if turn % 2:
+                        acknowledge(dispatch, offset)
+                        acked.add(offset)
+                    else:
+                        dispatch.nack(offset, delay_ms=None, reason=None)
+            else:
+                reading = asyncio.create_task(dispatch.prefetcher.message(turn % 50))
+                await asyncio.sleep(0)
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+            dispatch.detach(outbox)
+            dispatch.delivery.validate_state()
+        # The one for redeliveries may stay.
+        await eventually(lambda: len(rig.topic.readers) <= 1)
+        await eventually(lambda: broker_tasks() == [])
+        await eventually(lambda: dispatch.prefetcher.held_bytes == 0)
+        assert acked
+        last = dispatch.attach(1000, ())
+        got = []
+        while len(got) < 50 - len(acked):
+            got += await receive(dispatch, last, 1, ack=True)
+        assert sorted(offsets(got)) == sorted(set(range(50)) - acked)
+        assert dispatch.delivery.cursor == 50
+        dispatch.detach(last)
+        await dispatch.close(None)
+        await eventually(lambda: rig.topic.readers == [])
+
+
 async def test_a_consumer_with_filters_is_waited_for_from_its_last_stream_on():
     async with in_memory() as rig:
         dispatch = rig.open("key_shared", grace=1000.0)
@@ -592,9 +634,6 @@ async def test_a_consumer_with_filters_is_waited_for_from_its_last_stream_on():
         assert dispatch.delivery.cursor == 0
         mine = dispatch.attach(1, ["eu"])
         assert await receive(dispatch, mine, 1, ack=True) == [(0, 1, b"kept")]
-
-
-# -- acks and nacks ---------------------------------------------------------------------------
 
 
 # -- the end ----------------------------------------------------------------------------------

@@ -64,6 +64,8 @@ async def test_everything_can_be_looked_at(tmp_path, mode):
                 assert (history["window"], history["every_seconds"]) == (window, seconds)
         assert len((await page.found("overview?window=1d"))["history"]["points"]) == 1
         assert (await page.found("brokers"))["brokers"] == found["brokers"]
+        async with page.session.get("/metrics") as response:
+            assert "ister_broker_messages_in_total 20" in await response.text()
         assert (await page.found("pipeline"))["words"] == found["pipeline"]["words"]
         for path, status in {
             "topics/default/none": 404,

@@ -11,6 +11,7 @@ from ister.base.partitions import partition_of
 from ister.broker.http import requests
 from ister.subscription.policy import SubscriptionKind
 from tests.support.broker import a_record
+from tests.support.cases import each
 from tests.support.http_api import T, an_api, filled
 
 
@@ -54,6 +55,16 @@ async def test_topics_are_created_and_deleted(tmp_path):
         assert (await page.get("topics/default/p"))[0] == 404
         status, _ = await page.post("topics/default/p/delete", {"confirm": "/default/p"})
         assert status == 404
+
+
+@each("mode", ["local_only", "memory"])
+async def test_a_topic_that_nobody_else_can_have_is_closed_if_that_keeps_it(tmp_path, mode):
+    async with an_api(tmp_path, mode=mode) as (broker, page):
+        await filled(broker)
+        status, _ = await page.post("topics/default/t/unload")
+        assert (status, broker.topics.find_open(T) is None) == (
+            (409, False) if mode == "memory" else (200, True)
+        )
 
 
 async def test_messages_are_published(tmp_path):
