@@ -18,7 +18,7 @@ from pyspark.find_spark_home import _find_spark_home
 
 from tests.support.processes import Process, end_with_parent, kill_all, kill_session, of_session
 
-__all__ = ["SparkChild", "spark_environment"]
+__all__ = ["SparkChild", "spark_environment", "tell"]
 
 _PROGRAM = str(Path(__file__).resolve().with_name("spark_process.py"))
 _READ_BYTES = 1 << 16
@@ -61,6 +61,12 @@ def spark_environment(directory: Path) -> dict[str, str]:
     }
 
 
+def tell(request: Any, started: float, **figures: object) -> None:
+    """Prints what a test has measured."""
+    seconds = round(time.monotonic() - started, 1)
+    print(json.dumps({"test": request.node.name, **figures, "seconds": seconds}))
+
+
 class SparkChild:
     """A driver and everything that it starts; a context manager that none of it outlives.
 
@@ -68,7 +74,6 @@ class SparkChild:
         directory: An existing one, for what Spark leaves behind.
         master: Spark's.
         conf: More settings of the session.
-        failpoints: For ISTER_FAILPOINTS.
         program: What it runs, if not `spark_process.py`.
     """
 
@@ -78,12 +83,8 @@ class SparkChild:
         *,
         master: str = "local[2,3]",
         conf: Mapping[str, str] | None = None,
-        failpoints: str | None = None,
         program: str = _PROGRAM,
     ) -> None:
-        environment = spark_environment(directory)
-        if failpoints:
-            environment["ISTER_FAILPOINTS"] = failpoints
         self.said: Counter[str] = Counter()
         """How many lines of each kind came."""
         self.last: dict[str, Any] = {}
@@ -96,7 +97,7 @@ class SparkChild:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
-            env=environment,
+            env=spark_environment(directory),
             cwd=directory,
             start_new_session=True,
             preexec_fn=end_with_parent,  # noqa: PLW1509 - one system call

@@ -19,10 +19,10 @@ It says, one line of JSON each:
 
 A message that is copied carries the offset that it was read from as its attribute `source`.
 
-A stream's sink takes two options of its own. `failpoints` (or, where that is missing, the
-environment's ISTER_FAILPOINTS) arms the process that commits, and no other. `broken` forgets which
-batch it writes: the tests have to catch that. A batch read takes `pause`, the seconds that
-a task waits after each batch of rows, and `trace`, a file that it adds a byte to before that.
+A stream's sink takes two options of its own. `failpoints` arms the process that commits, and no
+other. `broken` forgets which batch it writes: the tests have to catch that. A batch read takes
+`pause`, the seconds that a task waits after each batch of rows, and `trace`, a file that it adds a
+byte to before that.
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ class ArmedSource(IsterDataSource):
     def streamWriter(self, schema, overwrite):  # noqa: N802 - Spark's name
         # Spark uses a process again, also for a query that is told something else.
         failpoints.disarm()
-        points = self.own.get("failpoints") or os.environ.get("ISTER_FAILPOINTS", "")
-        failpoints.arm_from_environment(points)
+        failpoints.arm_from_environment(self.own.get("failpoints", ""))
         kind = ForgetfulWriter if "broken" in self.own else StreamWriter
         options = WriteOptions.parse(self.options, is_streaming=True)
         return kind(options, schema, overwrite=overwrite)

@@ -8,7 +8,6 @@ its executor, and another takes its place. What was sent is compared with what t
 counts, sums and ends of each topic, because gigabytes are not kept twice.
 """
 
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ import yaml
 import ister
 from ister.base.limits import GIB, KIB, MIB
 from tests.fault.jobs_child import JobsChild
+from tests.fault.spark_child import tell
 from tests.fault.spark_cluster import SparkCluster
 from tests.servers.etcd import EtcdServer
 
@@ -122,12 +122,6 @@ def run_and_kill(
     report = child.last["done"]["report"]
     assert report["ok"], report["errors"][:5]
     return report, killed
-
-
-def tell(request: pytest.FixtureRequest, started: float, **figures: object) -> None:
-    """Prints what a test has measured."""
-    seconds = round(time.monotonic() - started, 1)
-    print(json.dumps({"test": request.node.name, **figures, "seconds": seconds}))
 
 
 @pytest.mark.nightly

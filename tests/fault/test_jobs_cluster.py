@@ -4,7 +4,6 @@ Executors are JVMs of other processes than the driver's, in other directories, o
 What is done is judged as in the tests of killed jobs; a worker that dies must not show.
 """
 
-import json
 import random
 import time
 
@@ -12,6 +11,7 @@ import pytest
 
 from tests.fault.jobs_child import JobsChild
 from tests.fault.jobs_world import WORKS, Work, World
+from tests.fault.spark_child import tell
 from tests.fault.spark_cluster import SparkCluster
 from tests.support.tier_checks import memory_directory
 from tests.support.writer_child import new_seed, say_replay
@@ -48,33 +48,6 @@ def carry_out(work: Work, child: JobsChild) -> None:
     """A job from its beginning to its end, and what has come of it."""
     work.prepare()
     work.check_done(child.run(work.job, work.config, work.arguments())["report"])
-
-
-def tell(request, started: float, **figures: object) -> None:
-    """Prints what a test has measured."""
-    seconds = round(time.monotonic() - started, 1)
-    print(json.dumps({"test": request.node.name, **figures, "seconds": seconds}))
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_tier_and_export_on_a_cluster(tmp_path, request):
-    """Goal: what a cluster needs of a job is there: files get into objects, and these into a table.
-
-    Method: both executors take part.
-    """
-    seed, started = new_seed(), time.monotonic()
-    say_replay(seed, request.node.nodeid)
-    world = new_world(tmp_path, f"{seed}/cluster")
-    with (
-        SparkCluster(tmp_path) as cluster,
-        JobsChild(tmp_path, **cluster.driver()) as child,
-    ):
-        carry_out(WORKS["tier"](world), child)
-        assert all(cluster.executors(number) for number in (0, 1)), cluster.logs()
-        carry_out(WORKS["export to parquet"](world), child)
-        child.end()
-    tell(request, started, seed=seed, **world.sweep())
 
 
 @pytest.mark.nightly

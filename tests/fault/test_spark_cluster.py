@@ -5,7 +5,6 @@ through the bucket, from files or by Flight. When a worker is killed, so are its
 one's Python; Spark runs the lost tasks elsewhere, and nothing of it may show in the rows.
 """
 
-import json
 import random
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tests.fault.spark_child import SparkChild
+from tests.fault.spark_child import SparkChild, tell
 from tests.fault.spark_cluster import SparkCluster
 from tests.fault.spark_copy import Copy
 from tests.servers.flight import FlightProcess
@@ -78,12 +77,6 @@ def check_read(copy: Copy, path: Path) -> dict[str, int]:
         rows = pa.ipc.open_file(file).read_all()
     found = zip(rows["offset"].to_pylist(), rows["payload"].to_pylist(), strict=True)
     return copy.compare(sorted(found))
-
-
-def tell(request, started: float, **figures: object) -> None:
-    """Prints what a test has measured."""
-    seconds = round(time.monotonic() - started, 1)
-    print(json.dumps({"test": request.node.name, **figures, "seconds": seconds}))
 
 
 @pytest.mark.nightly
@@ -213,46 +206,3 @@ def test_read_survives_the_death_of_the_broker(tmp_path, request, broker_copy):
         figures = check_read(copy, rows)
         child.end()
     tell(request, started, kills=2, batches=trace.size, **figures)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1200)
-def test_stream_survives_the_deaths_of_the_broker(tmp_path, request, broker_copy):
-    """Goal: a stream that reads and writes by a broker copies each message once, whenever it dies.
-
-    Method: the broker is killed at random moments, messages are appended while it is down, and it
-    is started again. Neither the driver nor the executors see the log's own directory.
-    """
-    seed = new_seed()
-    say_replay(seed, request.node.nodeid)
-    chance = random.Random(f"{seed}/broker")
-    started = time.monotonic()
-    copy = broker_copy
-    with (
-        FlightProcess(copy.config) as broker,
-        SparkCluster(tmp_path) as cluster,
-        SparkChild(tmp_path, **cluster.driver()) as child,
-    ):
-        place = {"config": copy.remote_config(), "broker": broker.address}
-        child.ready()
-        child.tell("stream", **copy.stream(limit=_LIMIT, place=place))
-        for _ in range(6):
-            assert child.hear("batch", "failed", seconds=_JOB_SECONDS_MAX) == "batch", child.story()
-            assert child.listen("failed", seconds=chance.uniform(0.0, 1.5)) is None, child.story()
-            broker.kill()
-            copy.produce(chance.randint(100, 2 * _LIMIT))
-            broker.start()
-        child.kill()
-        batches = child.said["batch"]
-    with (
-        FlightProcess(copy.config) as broker,
-        SparkChild(tmp_path) as child,
-    ):
-        place["broker"] = broker.address
-        child.ready()
-        command = copy.stream(limit=_LIMIT_OF_A_DRAIN, place=place)
-        batches += child.ask("stream", **command, now=True)["batches"]
-        child.end()
-        broker.stop()
-    figures = copy.judge()
-    tell(request, started, seed=seed, kills=6, batches=batches, swept=copy.sweep(), **figures)

@@ -57,9 +57,9 @@ class Run:
         self._started = time.monotonic()
         self.copy.produce(2 * _LIMIT)
 
-    def driver(self, *, failpoints: str | None = None) -> SparkChild:
+    def driver(self) -> SparkChild:
         """A new one."""
-        self._drivers.append(SparkChild(self._directory, failpoints=failpoints))
+        self._drivers.append(SparkChild(self._directory))
         return self._drivers[-1]
 
     def follow(self, child: SparkChild, **sink: str) -> None:
@@ -107,20 +107,9 @@ class Run:
         seconds = self.chance.uniform(0.0, 1.0 if child.said["batch"] else 8.0)
         assert child.listen("failed", "done", seconds=seconds) is None, child.story()
 
-    def kill_commit(
-        self, child: SparkChild, point: str, *, is_in_environment: bool = False, **sink: str
-    ) -> None:
-        """A commit that dies at a failpoint, which ends the query.
-
-        Args:
-            child: The driver.
-            point: The failpoint.
-            is_in_environment: The driver knows already where to die.
-            sink: More options of the sink.
-        """
-        if not is_in_environment:
-            sink["failpoints"] = f"{point}=kill@1"
-        self.follow(child, **sink)
+    def kill_commit(self, child: SparkChild, point: str, **sink: str) -> None:
+        """A commit that dies at a failpoint, which ends the query."""
+        self.follow(child, failpoints=f"{point}=kill@1", **sink)
         kind = child.hear("failed", "done", seconds=_BATCH_SECONDS_MAX)
         assert kind == "failed", f"{point} was not reached"
         assert "crashed" in child.last["failed"], child.last["failed"]
@@ -272,30 +261,6 @@ def test_sink_that_forgets_its_batch_is_caught(tmp_path):
         run.drain(child, broken="true")
         with pytest.raises(AssertionError, match=f"'duplicates': {_LIMIT}"):
             run.copy.judge(is_over=False)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3000)
-def test_driver_killed_five_times_copies_each_message_once(tmp_path, request):
-    """The same with five deaths of the driver, then one at each failpoint of the commit.
-
-    The failpoints come with the environment of a driver of their own here, and the next driver
-    finishes what the dead commit has begun.
-    """
-    seed = new_seed()
-    say_replay(seed, request.node.nodeid)
-    run = Run(tmp_path, f"{seed}/five")
-    with run.copy.producing(run.seed):
-        for _ in range(5):
-            with run.driver() as child:
-                run.kill_driver(child)
-        for point in POINTS:
-            with run.driver(failpoints=f"{point}=kill@1") as child:
-                run.kill_commit(child, point, is_in_environment=True)
-        with run.driver() as child:
-            run.kill_workers(child, 8)
-            run.copy.stop_producing()
-            run.finish(child)
 
 
 @pytest.mark.nightly

@@ -1,8 +1,5 @@
 """An export into a real REST catalog of Iceberg: one commit a round, lost answers, dead servers."""
 
-import json
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -71,20 +68,6 @@ def test_rounds_on_spark_are_one_commit_each(spark, place, server):
         report = _export(spark, place, server.url, include_tail=include_tail)
         assert report.ok, report.errors
         assert _rows(server) == (_expected(count), commits)
-
-
-def test_the_command(place, server):
-    arguments = ["pipeline", "export", "--config", place.config, "--format", "iceberg"]
-    catalog = ["--catalog", "type=rest", "--catalog", f"uri={server.url}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "ister.cli.main", *arguments, "--to", TABLE, *catalog, "--json"],
-        capture_output=True,
-        timeout=300,
-        check=True,
-    )
-    report = json.loads(done.stdout)
-    assert (report["ok"], report["commits"]) == (True, 1)
-    assert _rows(server) == (_expected(40), 1)
 
 
 def test_a_lost_answer_is_found_out(place, server):

@@ -1,6 +1,5 @@
 """The export on Spark: three formats, read back by DuckDB and by Spark."""
 
-import runpy
 from pathlib import Path
 
 import pytest
@@ -8,9 +7,8 @@ from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's use
 
 from ister.spark.jobs import export
 from ister.spark.location import _close_all
-from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace
+from tests.integration.spark_topics import SparkPlace
 from tests.servers.s3 import SECRET_KEY, moto_server
-from tests.support.example_runs import EXAMPLES
 from tests.support.exports import (
     FORMATS,
     iceberg_catalog,
@@ -21,17 +19,6 @@ from tests.support.exports import (
 )
 
 TOPIC = "/default/orders"
-SCHEMA = {
-    "properties": {
-        "id": {"type": "integer"},
-        "at": {"type": "string", "format": "date-time"},
-        "lines": {
-            "type": "array",
-            "items": {"type": "object", "properties": {"price": {"type": "number"}}},
-        },
-        "rest": {},
-    }
-}
 
 
 @pytest.fixture(autouse=True)
@@ -108,41 +95,6 @@ def test_files_are_in_folders_of_their_dates(spark, place, tmp_path):
     assert (wrong, found.count()) == (0, 1000)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_typed_columns(spark, tmp_path, format):
-    place = SparkPlace(tmp_path / "data")
-    with place.open() as log:
-        topic = log.topic(TOPIC, create=True)
-        for number in range(500):
-            payload = (
-                b'{"id":%d,"at":"2026-03-01T10:00:00+02:00","lines":[{"price":1.5},{}],"rest":[1]}'
-            )
-            topic.append(
-                b"{" if number % 100 == 7 else payload % number, publish_time=PUBLISHED_MS + number
-            )
-        topic.flush()
-        topic.upload()
-    report = export(spark, place.config, to=where(tmp_path, format), format=format, schema=SCHEMA)
-    assert report.ok, report.errors
-    assert (report.total("messages"), report.total("dead_letters")) == (495, 5)
-    [row] = (
-        _read_by_spark(spark, tmp_path, format)
-        .agg(
-            F.sum("id").alias("ids"),
-            F.min(F.date_format("at", "HH:mm")).alias("hour"),
-            F.sum(F.col("lines")[0]["price"]).alias("prices"),
-            F.max("rest").alias("rest"),
-        )
-        .collect()
-    )
-    bad = [7, 107, 207, 307, 407]
-    assert row.ids == sum(range(500)) - sum(bad)
-    assert (row.hour, row.prices, row.rest) == ("08:00", 495 * 1.5, "[1]")
-    letters = _read_by_spark(spark, tmp_path, format, "orders_dead_letters")
-    assert sorted(item.offset for item in letters.collect()) == bad
-    assert offsets_in(tmp_path, format, "orders_dead_letters") == bad
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_table_in_a_bucket(tmp_path, format):
@@ -165,21 +117,3 @@ def test_a_table_in_a_bucket(tmp_path, format):
             counts.append(report.total("messages"))
             assert SECRET_KEY not in str(report.as_json())
         assert counts == [50, 10, 0]
-
-
-@pytest.mark.nightly
-def test_example_of_a_stream_to_a_delta_table(spark, tmp_path, capsys):
-    """The example, twice in one directory, on the session of these tests."""
-    script = runpy.run_path(str(EXAMPLES / "spark_to_delta.py"), run_name="example")
-    for run in (1, 2):
-        script["main"]([str(tmp_path)])
-        orders = [(("LINZ", "RUSE", "ULM")[n % 3], n % 39 + 0.25) for n in range(250 * run)]
-        sold = [[amount for at, amount in orders if at == shop] for shop in ("LINZ", "RUSE", "ULM")]
-        assert capsys.readouterr().out.splitlines() == [
-            *(
-                f"{shop}: {len(amounts)} orders, {sum(amounts):.2f}"
-                for shop, amounts in zip(("LINZ", "RUSE", "ULM"), sold, strict=True)
-            ),
-            f"commits of the table: {2 * run}",
-            "written again: False",
-        ]

@@ -7,14 +7,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from benchmarks.flight_publisher import publishing
-from ister.client.flight import FlightClient
-from ister.errors import InvalidRequestError, NotFoundError, OffsetOutOfRangeError
 from ister.spark.jobs.replay_job import replay
-from ister.wire.contract import RangeTicket
 from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace
-from tests.servers.broker import BrokerProcess
-from tests.servers.flight import FlightTopics
 from tests.support import replay_functions
 
 A, B = "/default/a", "/default/b"
@@ -37,25 +31,6 @@ def done(report):
 
 
 # -- functions ----------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_messages_pass_through_a_function_in_their_order(spark, place):
-    place.fill(A, 300, uploaded=200)
-    report = replay(
-        spark,
-        place.config,
-        source=A,
-        target=B,
-        transform="tests.support.replay_functions:only_even",
-        chunk_bytes=CHUNK_BYTES,
-    )
-    fields = done(report)
-    assert fields["messages_read"] == 300
-    assert fields["messages"] == 150
-    assert fields["chunks"] > 3
-    assert numbers(place.payloads(B)) == list(range(0, 300, 2))
-    assert place.staged_files() == []
 
 
 def test_all_fields_of_a_message_are_kept_and_changed(spark, place, tmp_path):
@@ -98,36 +73,6 @@ def test_function_of_a_program_is_called_with_batches(spark, place):
     assert numbers(place.payloads(B)) == list(range(50))
 
 
-@pytest.mark.nightly
-def test_copy_through_a_server_that_has_the_log_open(spark, place):
-    with place.open() as log, FlightTopics(log) as server:
-        topic = log.topic(A, create=True)
-        for number in range(100):
-            topic.append(b"%d." % number)
-        topic.flush()
-        report = replay(
-            spark, place.elsewhere, broker=server.address, source=A, target=B, chunk_bytes=2_000
-        )
-        assert done(report)["messages"] == 100
-        assert numbers(message.payload for message in log.topic(B).read()) == list(range(100))
-        assert server.calls["append_staged"] == done(report)["chunks"]
-
-
-@pytest.mark.nightly
-def test_broker_that_has_the_log_open_is_found_by_itself(spark, tmp_path):
-    rows = pa.record_batch({"payload": pa.array([b"%d." % n for n in range(50)], pa.binary())})
-    with BrokerProcess(tmp_path) as broker, FlightClient(broker.flight) as client:
-        with publishing(client, A, rows.schema, create=True) as stream:
-            stream.write(rows)
-            stream.flush()
-        report = replay(spark, str(tmp_path / "ister.yml"), source=A, target=B, start=10)
-        assert done(report)["messages"] == 40
-        status = client.watermarks([B])[B]
-        ticket = RangeTicket(topic=B, incarnation=status.incarnation, start=0, end=status.synced)
-        found = [row for batch in client.read(ticket) for row in batch["payload"].to_pylist()]
-        assert numbers(found) == list(range(10, 50))
-
-
 # -- ranges -------------------------------------------------------------------------------------
 
 
@@ -151,15 +96,6 @@ def test_ranges_by_offset_and_by_time(spark, place, start, end, expected):
     assert (B in place.topics()) == bool(len(expected))
 
 
-def test_range_that_is_not_there(spark, place):
-    place.fill(A, 10)
-    report = replay(spark, place.config, source=A, target=B, end=11)
-    assert [error["code"] for error in report.errors] == [OffsetOutOfRangeError.code]
-    report = replay(spark, place.config, source=A, target=B, create=False)
-    assert [error["code"] for error in report.errors] == [NotFoundError.code]
-    assert place.topics() == [A]
-
-
 # -- SQL ----------------------------------------------------------------------------------------
 
 
@@ -178,53 +114,6 @@ def test_query_sees_the_whole_range_and_keeps_the_order(spark, place):
     count = "SELECT CAST(count(*) AS string) AS payload FROM messages"
     done(replay(spark, place.config, source=A, target="/default/c", sql=count))
     assert place.payloads("/default/c") == [b"200"]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("query", "text"),
-    [
-        ("SELECT payload FROM nothing", "cannot be used"),
-        ("SELEC payload", "cannot be used"),
-        ("SELECT text AS value FROM messages", "value"),
-    ],
-)
-def test_query_that_makes_no_sense(spark, place, query, text):
-    place.fill(A, 5)
-    report = replay(spark, place.config, source=A, target=B, sql=query)
-    [error] = report.errors
-    assert error["code"] == InvalidRequestError.code
-    assert text in error["message"]
-    assert place.topics() == [A]
-
-
-# -- errors of a function -----------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_function_that_fails_is_named_with_its_message_and_goes_on_once_it_is_mended(
-    spark, place, tmp_path
-):
-    place.fill(A, 200, uploaded=150)
-    file = tmp_path / "shop.py"
-    file.write_text("def f(message):\n    return str(1 // (message.offset - 120)) + '.'\n")
-    arguments = {"source": A, "target": B, "transform": f"{file}:f", "chunk_bytes": CHUNK_BYTES}
-    report = replay(spark, place.config, **arguments)
-    [error] = report.errors
-    assert error["offset"] == 120
-    assert error["topic"] == A
-    assert "ZeroDivisionError" in error["message"]
-    assert error["path"] == f"{file}:2"
-    before = place.payloads(B)
-    assert 0 < len(before) <= 120
-    assert place.staged_files() == []
-    file.write_text("def f(message):\n    return str(message.offset) + '.'\n")
-    report = replay(spark, place.config, **arguments)
-    assert report.more["state"] == "continued"
-    assert done(report)["messages"] == 200 - len(before)
-    after = place.payloads(B)
-    assert after[: len(before)] == before
-    assert numbers(after[len(before) :]) == list(range(len(before), 200))
 
 
 # -- once ---------------------------------------------------------------------------------------

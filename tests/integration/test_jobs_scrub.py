@@ -7,7 +7,7 @@ import pytest
 from ister.format.frame import scan_frames
 from ister.spark.jobs import scrub
 from tests.integration.spark_topics import SparkPlace, fill, without_spark
-from tests.support.scrub_faults import TOPIC, Patient
+from tests.support.scrub_faults import TOPIC, Patient, make_topic, named
 
 OBJECTS = 50
 EACH = 12
@@ -16,13 +16,7 @@ EACH = 12
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A topic of fifty objects, closed, with its local files."""
-    place = SparkPlace(tmp_path_factory.mktemp("whole") / "data")
-    with place.open() as log:
-        topic = log.topic(TOPIC, create=True)
-        for number in range(OBJECTS):
-            fill(topic, EACH, first=number * EACH)
-            topic.upload()
-    return place.root
+    return make_topic(tmp_path_factory.mktemp("whole") / "data", OBJECTS, EACH)
 
 
 @pytest.fixture
@@ -39,27 +33,6 @@ def patient(place):
     patient = Patient(place.config, place.root / "objects")
     assert len(patient.descriptors()) == OBJECTS
     return patient
-
-
-def named(report, *fields):
-    """What was found, in short: (kind, …)."""
-    (topic,) = report.as_json()["topics"]
-    return sorted(
-        (finding["kind"], *(finding[name] for name in fields)) for finding in topic["findings"]
-    )
-
-
-@pytest.mark.nightly
-def test_a_sound_topic_has_no_findings(spark, place, patient):
-    report = scrub(spark, place.config)
-    assert report.ok
-    (topic,) = report.as_json()["topics"]
-    assert topic["findings"] == []
-    described = patient.descriptors()
-    assert topic["objects"] == OBJECTS
-    assert topic["messages"] == OBJECTS * EACH
-    assert topic["bytes"] == sum(item.size_bytes for item in described)
-    assert patient.descriptors() == described
 
 
 def plant(patient):
@@ -124,31 +97,3 @@ def test_everything_is_healed_from_local_files(spark, place, patient):
         fill(topic, 3, first=OBJECTS * EACH)
         topic.upload()
         assert topic.watermarks.tiered == OBJECTS * EACH + 3
-
-
-def test_without_local_files_what_cannot_be_healed_is_said(spark, place, patient):
-    every = patient.descriptors()
-    rows = patient.rows()
-    saved = every[12]
-    patient.copy(saved)
-    planted = plant(patient)
-    report = scrub(spark, place.elsewhere, repair=True)
-    assert named(report, "object", "start_offset", "next_offset") == planted
-    (topic,) = report.as_json()["topics"]
-    outcome = {finding["kind"]: finding["repaired"] for finding in topic["findings"]}
-    assert outcome == {
-        "damaged": False,
-        "gap": True,
-        "missing": False,
-        "overlap": True,
-        "truncated": True,
-    }
-    flipped, gone = every[5].start + 4, every[20]
-    assert topic["lost"] == [[flipped, flipped + 1], [gone.start, gone.end]]
-    assert sorted(error["offset"] for error in report.errors) == [flipped, gone.start]
-    assert all("no copy has the offsets" in error["hint"] for error in report.errors)
-    again = scrub(spark, place.elsewhere)
-    assert named(again, "start_offset") == [("damaged", flipped), ("missing", gone.start)]
-    # With the files back, the rest heals.
-    assert scrub(spark, place.config, repair=True).ok
-    assert patient.rows() == rows

@@ -69,15 +69,6 @@ def test_views_see_new_messages_and_new_topics(spark, home, database):
     assert (count("default_b"), count("other_x_y"), count("mine")) == (1, 1, 5)
 
 
-def test_names_of_views_may_be_numbers(spark, home):
-    home.append("/1/2", 1)
-    try:
-        assert register_views(spark, home.config, database="7") == {"7.1_2": "/1/2"}
-        assert spark.sql("SELECT count(*) AS n FROM `7`.`1_2`").first().n == 1
-    finally:
-        spark.sql("DROP DATABASE IF EXISTS `7` CASCADE")
-
-
 def test_views_replace_only_views_of_their_own_log(spark, home, database, tmp_path):
     """Goal: a query never reads another log than the one that its view was registered for."""
     home.append(A, 3)

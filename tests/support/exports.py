@@ -12,12 +12,15 @@ from pyiceberg.catalog import load_catalog
 
 from ister.base.clock import SystemClock
 from ister.config import TableFormat, load_config
+from ister.spark.jobs.export_job import export
 from ister.spark.location import _close_all
 from ister.spark.tables.base import Addition, DataFile, Layout, Table, TopicAddition
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.opening import TablePlace, open_table
 from ister.spark.tables.targets import FileTarget, close_stores
 from ister.spark.tables.writing import FileMaker
+from tests.integration.spark_topics import SparkPlace
+from tests.support.cases import making
 from tests.support.spark_here import SparkHere
 
 TOPIC = "/default/orders"
@@ -34,6 +37,18 @@ def tasks_here() -> Iterator[SparkHere]:
     finally:
         close_stores()
         _close_all()
+
+
+@making("tmp_path", "place")
+def fresh(path: Path) -> dict[str, object]:
+    """A data directory, and a directory for tables, of one case."""
+    return {"tmp_path": path, "place": SparkPlace(path / "data")}
+
+
+def export_here(spark, place: SparkPlace, root: Path, format: str = "parquet", **options):
+    """Exports a place's topics into a table, unless `to` says where."""
+    to = options.pop("to", where(root, format))
+    return export(spark, place.config, to=to, format=format, **options)
 
 
 # -- tables -------------------------------------------------------------------------------------
@@ -251,30 +266,3 @@ def iceberg_catalog(root: Path, warehouse: str = "iceberg"):
         yield catalog
     finally:
         catalog.close()
-
-
-__all__ = [
-    "DAY_US",
-    "FORMATS",
-    "NOON_US",
-    "TOPIC",
-    "SparkHere",
-    "add_foreign_rows",
-    "add_rows",
-    "adding",
-    "commit_nothing",
-    "commits_in",
-    "forget_history",
-    "iceberg_catalog",
-    "offsets_in",
-    "part_of",
-    "read_table",
-    "roll_back",
-    "rows_of",
-    "state_of",
-    "states_of",
-    "table_at",
-    "tasks_here",
-    "where",
-    "write_files",
-]

@@ -14,10 +14,29 @@ from ister.bucket.names import TopicKeys, format_object_id, object_key
 from ister.config import load_config
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor, encode_descriptor
 from ister.metadata.base import MetadataStore
+from ister.spark.jobs.job_report import JobReport
 from ister.topic.history import BucketLog
 from ister.topic.stores import open_metadata
+from tests.integration.spark_topics import SparkPlace, fill
 
 TOPIC = "/default/orders"
+
+
+def make_topic(root: Path, objects: int, each: int) -> Path:
+    """A topic of so many objects of so many messages, closed, with its local files; `root`."""
+    with SparkPlace(root).open() as log:
+        topic = log.topic(TOPIC, create=True)
+        for number in range(objects):
+            fill(topic, each, first=number * each)
+            topic.upload()
+    return root
+
+
+def named(report: JobReport, *fields: str) -> list[tuple]:
+    """What was found, in short: (kind, …)."""
+    (topic,) = report.as_json()["topics"]
+    found = topic["findings"]
+    return sorted(((one["kind"], *(one[name] for name in fields)) for one in found), key=repr)
 
 
 class Patient:

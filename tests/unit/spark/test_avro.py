@@ -2,12 +2,10 @@
 
 import decimal
 import io
-import json
 import pickle
 import random
-import sys
 import uuid
-from datetime import UTC, date, datetime, time, timedelta
+from datetime import UTC, date, datetime, timedelta
 
 import fastavro
 import pyarrow as pa
@@ -32,7 +30,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from ister.errors import ConfigError, CorruptDataError, InvalidRequestError
+from ister.errors import CorruptDataError, InvalidRequestError
 from ister.spark.avro import (
     AvroDecoder,
     AvroEncoder,
@@ -129,15 +127,6 @@ def test_avro_type_becomes_a_spark_type():
             assert read_schema(record(("f", avro))).spark == struct(("f", wanted))
 
 
-def test_schema_is_text_or_a_value():
-    schema = record(("a", "int"))
-    wanted = struct(("a", IntegerType()))
-    assert read_schema(json.dumps(schema)).spark == wanted
-    assert read_schema(schema).spark == wanted
-    assert read_schema(fastavro.parse_schema(schema)).spark == wanted
-    assert read_schema('"string"').spark == StringType()
-
-
 def test_named_types_are_used_again_by_name():
     schema = {
         **record(("c", ENUM), ("d", ["null", "Colour"]), ("m", MONEY), ("n", "shop.Money")),
@@ -198,12 +187,6 @@ def test_null_alone_is_read_and_written():
     rows.validate(full=True)
     assert rows.to_pylist() == [value, value]
     assert encoded(schema, rows) == bodies
-
-
-def test_missing_library_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "fastavro", None)
-    with pytest.raises(ConfigError, match=r"pip install 'ister\[avro\]'"):
-        read_schema(record(("a", "int")))
 
 
 ITEM = record(("n", "int"), ("at", logical("long", "timestamp-millis")), name="Item")
@@ -460,13 +443,6 @@ def test_fields_that_are_not_given_get_their_default():
     assert decoded(schema, body)[0] == [{"a": 5, "b": "none", "c": None, "d": [("k", 1)]}]
 
 
-def test_times_are_cut_to_the_schemas_unit():
-    schema = record(("at", logical("long", "timestamp-millis")))
-    kind = pa.struct([("at", pa.timestamp("us", "Europe/Vienna"))])
-    [body] = encoded(schema, pa.array([{"at": 1_700_000_000_123_456}], kind))
-    assert body == written(record(("at", "long")), {"at": 1_700_000_000_123})[0]
-
-
 UNWRITABLE = {
     "null": (record(("a", "int")), {"a": None}, "TypeError"),
     "symbol": (record(("a", ENUM)), {"a": "BLUE"}, "ValueError"),
@@ -516,9 +492,3 @@ def test_codecs_travel_to_tasks():
     form = read_schema(EVERYTHING)
     writer = pickle.loads(pickle.dumps(AvroEncoder(form, form.spark.names, schema_id=None)))
     assert writer.encode(values).to_pylist() == written(EVERYTHING, given)
-
-
-def test_time_of_day_is_a_number():
-    schema = record(("a", logical("int", "time-millis")))
-    [body] = written(schema, {"a": time(0, 0, 1, 5000)})
-    assert decoded(schema, body)[0] == [{"a": 1005}]

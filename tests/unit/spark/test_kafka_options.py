@@ -12,7 +12,7 @@ from ister.spark.batch import BatchReader
 from ister.spark.options import ReadOptions
 from ister.spark.rows import row_schema
 from ister.spark.source import IsterDataSource
-from tests.support.streams import A, B, Query, a_reader, offsets_of, payload_of, rows_of
+from tests.support.streams import A, Query, a_reader, offsets_of, payload_of
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -59,14 +59,6 @@ def publish_at_times(home, name, count):
 # -- which topics -------------------------------------------------------------------------------
 
 
-def test_subscribed_topics_are_read(home, query):
-    home.append(A, 3)
-    home.append(B, 2)
-    running = query(subscribe=f"{A},{B}", startingOffsets="earliest")
-    assert running.run() == rows_of(A, range(3)) + rows_of(B, range(2))
-    assert read(home, subscribePattern="/default/[b]") == [(B, 0), (B, 1)]
-
-
 def test_assigned_partitions_are_read_and_no_others(home, query):
     for number in range(3):
         home.append(f"{P}-part-{number}", 2)
@@ -102,13 +94,6 @@ def test_offsets_by_partition(home, query):
         (f"{P}-part-0", 3),
         (f"{P}-part-1", 0),
     ]
-
-
-def test_offset_of_partition_0_is_that_of_a_topic_without_partitions(home):
-    home.append(A, 4)
-    assert read(home, subscribe=A, startingOffsets=json.dumps({A: {"0": 2}})) == [(A, 2), (A, 3)]
-    with pytest.raises(InvalidRequestError, match="names a topic that is not read"):
-        read(home, subscribe=A, startingOffsets=json.dumps({A: {"1": 2}}))
 
 
 def test_times_by_topic_and_partition(home, query):
@@ -219,15 +204,6 @@ def test_wrong_value_of_a_stream_is_refused_as_one_of_a_stream(options, reason):
     source = IsterDataSource({"config": "./data", "topic": A, **options})
     with pytest.raises(InvalidRequestError, match=reason):
         source.schema()
-
-
-def test_query_that_waits_gives_back_the_text_that_it_was_asked_with(home, now):
-    home.append(A, 1)
-    reader = a_reader(home, startingOffsets="earliest", minOffsetsPerTrigger="3")
-    limit = reader.getDefaultReadLimit()
-    start = reader.latestOffset(reader.initialOffset(), limit)
-    home.append(A, 1)
-    assert reader.latestOffset(start, limit) is start
 
 
 # -- what a scan says ---------------------------------------------------------------------------

@@ -32,11 +32,6 @@ def test_messages_behind_by_topic():
     assert (found.total, found.max, found.min, found.avg) == (3, 3, 0, 1.5)
 
 
-def test_topic_that_the_query_has_not_seen_is_behind_as_a_whole():
-    (found,) = offsets_behind({"sources": [source(offset(a=5), offset(a=5, b=7))]})
-    assert found.by_topic == {A: 0, B: 7}
-
-
 def test_report_may_be_text_or_an_object_with_it_or_have_offsets_as_text():
     report = {"sources": [source(offset(a=5), offset(a=8))]}
 

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import pickle
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -63,45 +62,6 @@ def test_golden_offset_is_decoded_and_encoded_unchanged():
     assert offset.topics["/default/a"] == at(123, 90, "0123456789abcdef", epoch=4)
 
 
-def test_text_does_not_depend_on_the_order_of_topics():
-    one = StreamOffset({B: at(2), A: at(1)})
-    other = StreamOffset({A: at(1), B: at(2)})
-    assert one.to_json_text() == other.to_json_text()
-    assert list(one.to_dict()) == ["version", "topics"]
-    assert list(one.to_dict()["topics"]) == [A, B]
-    assert list(one.to_dict()["topics"][A]) == ["incarnation", "epoch", "offset", "from"]
-
-
-def test_text_is_what_pyspark_makes_of_the_dict():
-    offset = StreamOffset({A: at(1, 0)})
-    assert json.dumps(offset.to_dict()) == offset.to_json_text()
-
-
-def test_value_read_in_another_order_is_the_same():
-    value = {
-        "topics": {
-            B: {"from": 0, "offset": 3, "epoch": 1, "incarnation": "i"},
-            A: {"offset": 2, "from": 1, "incarnation": "i", "epoch": 5},
-        },
-        "version": 1,
-    }
-    assert StreamOffset.from_dict(value).to_json_text() == (
-        StreamOffset({A: at(2, 1, epoch=5), B: at(3, 0)}).to_json_text()
-    )
-
-
-def test_offset_does_not_change_with_the_mapping_it_was_made_of():
-    topics = {A: at(1)}
-    offset = StreamOffset(topics)
-    topics[B] = at(2)
-    assert list(offset.topics) == [A]
-
-
-def test_offset_pickles():
-    offset = StreamOffset({A: at(2, 1, epoch=3)})
-    assert pickle.loads(pickle.dumps(offset)) == offset
-
-
 def test_ranges_are_those_of_the_batch_that_ends_here():
     offset = StreamOffset({A: at(10, 4), B: at(7), C: at(1, 0)})
     assert offset.ranges() == {A: (4, 10), C: (0, 1)}
@@ -143,28 +103,6 @@ def test_few_unchanged_topics_stay_readable_by_everybody():
             assert value["version"] == version
             assert len(value["topics"]) == (20 if version == 1 and count else 1)
             assert StreamOffset.from_dict(value).topics == {A: at(10, 4), **many(count)}
-
-
-def test_stream_goes_on_from_an_offset_of_the_first_version():
-    places = many(100)
-    first = {
-        "version": 1,
-        "topics": {
-            name: {
-                "incarnation": place.incarnation,
-                "epoch": place.epoch,
-                "offset": place.offset,
-                "from": place.start,
-            }
-            for name, place in places.items()
-        },
-    }
-    previous = StreamOffset.from_dict(first)
-    assert previous == StreamOffset(places)
-    heads = {name: head(0, place.offset) for name, place in places.items()}
-    assert advance(previous, heads, ends_of(heads)) is previous
-    following = advance(previous, {**heads, A: head(0, 2)}, {**ends_of(heads), A: 2})
-    assert StreamOffset.from_json_text(following.to_json_text()).ranges() == {A: (0, 2)}
 
 
 def test_other_version_is_unsupported_and_not_wrong():
@@ -302,17 +240,6 @@ def test_stream_goes_on(previous, heads, ends, expected):
         assert check_loss(previous, heads, fails=True) == (previous, []), "nothing is lost"
 
 
-def test_first_batch_says_where_it_began():
-    """Goal: a start that was resolved once is not resolved again, whatever fails.
-
-    Spark keeps the end of batch 0 and forgets its start; the end alone gives the range.
-    """
-    initial = StreamOffset({A: at(90)})
-    end = advance(initial, {A: head(0, 100)}, {A: 100})
-    replayed = StreamOffset.from_json_text(end.to_json_text())
-    assert replayed.ranges() == {A: (90, 100)}
-
-
 def test_news_are_messages_that_the_previous_offset_had_not():
     for before, after, expected in [
         ({A: at(5, 1)}, {A: at(5, 1)}, False),
@@ -369,14 +296,6 @@ def test_batches_of_a_growing_stream_have_every_message_once_and_in_order(polls)
 
 
 # -- losses -----------------------------------------------------------------------------------
-
-
-def test_nothing_lost_gives_back_the_offset_itself():
-    previous = StreamOffset({A: at(10, 4), B: at(0)})
-    heads = {A: head(10, 10), B: head(0, 5), C: head(3, 4)}
-    adjusted, warnings = check_loss(previous, heads, fails=True)
-    assert adjusted is previous
-    assert warnings == []
 
 
 LOSSES = [
@@ -505,20 +424,6 @@ def test_loss_alone_is_no_news_and_is_told_with_the_next_message():
             assert check_loss(following, heads, fails=True) == (following, [])
 
 
-def test_deleted_topic_that_comes_back_is_new():
-    adjusted, _ = check_loss(PREVIOUS, {B: head(0, 9)}, fails=False)
-    end = advance(adjusted, {B: head(0, 9)}, {B: 9})
-    back = {A: head(0, 3, "j"), B: head(0, 9)}
-    assert check_loss(end, back, fails=True) == (end, [])
-    assert advance(end, back, ends_of(back)).ranges() == {A: (0, 3)}
-
-
-def test_every_loss_has_its_warning():
-    adjusted, warnings = check_loss(PREVIOUS, {A: head(11, 12), B: head(0, 5)}, fails=False)
-    assert [warning.partition(",")[0] for warning in warnings] == [A, B]
-    assert adjusted == StreamOffset({A: at(11), B: at(5)})
-
-
 # -- take-overs -------------------------------------------------------------------------------
 
 
@@ -549,11 +454,6 @@ def test_given_up_is_the_lowest_start_of_the_owners_since():
     ]:
         with case(epoch, lineage, start):
             assert head(0, 99, lineage=lineage).given_up_from(epoch) == start
-
-
-def test_epoch_of_a_topic_is_that_of_its_last_owner():
-    assert head(0, 9, lineage=((1, 0), (4, 8))).epoch == 4
-    assert TopicHead(incarnation="i", earliest=0, end=9).epoch == 0
 
 
 def test_messages_of_a_new_owner_in_a_range_that_was_read_are_read():

@@ -1,5 +1,6 @@
 """Options of the Spark format: values, defaults, and what is refused with which words."""
 
+import json
 import pickle
 import re
 import traceback
@@ -69,13 +70,6 @@ def test_defaults_of_a_batch():
     )
 
 
-def test_defaults_of_a_stream():
-    assert stream().starting_offsets == OffsetsOption(otherwise="latest")
-    assert stream().is_streaming
-    assert stream().max_messages_per_trigger is None
-    assert stream().max_bytes_per_trigger is None
-
-
 def test_defaults_of_a_write():
     assert write() == WriteOptions(is_streaming=False, config="ister.yml")
     assert write().create_topics is True
@@ -115,13 +109,6 @@ def test_names_are_compared_without_regard_to_case():
             )
 
 
-def test_options_pickle():
-    read = stream(startingOffsets='{"/default/a": 5}', broker="h:1", columns="offset")
-    assert pickle.loads(pickle.dumps(read)) == read
-    written = write(ack="tiered", codec="bincode1", topic=A)
-    assert pickle.loads(pickle.dumps(written)) == written
-
-
 def test_every_documented_option_is_known():
     """Goal: no name in the tables that parsing does not know.
 
@@ -157,18 +144,6 @@ def test_unknown_option_is_refused_with_the_nearest():
             refused(batch, f"unknown option '{name}'", hint, **{name: "1"})
 
 
-def test_foreign_name_is_not_explained_by_an_option_of_the_other_direction():
-    error = refused(write, "unknown option 'maxrowspertrigger'", maxrowspertrigger="1")
-    assert "calls it" not in error.hint
-
-
-def test_option_of_the_other_direction_is_refused():
-    refused(batch, "the option createTopics is not for reading", "writing", createtopics="true")
-    refused(stream, "the option producerName is not for reading", producername="p")
-    refused(write, "the option splitBytes is not for writing", "reading", splitbytes="1m")
-    refused(write, "the option startingOffsets is not for writing", startingoffsets="earliest")
-
-
 @each(
     ("parse", "other", "hint", "name", "value"),
     [
@@ -194,24 +169,66 @@ def test_empty_value_is_refused():
                 refused(parse, f"the option {name} is empty", **{name: value})
 
 
-def test_value_that_is_no_text_is_refused():
-    refused(batch, "the option minPartitions is empty", minPartitions=None)
-
-
-def test_option_given_in_two_spellings_is_refused():
-    refused(batch, "the option minPartitions is given twice", minPartitions="1", minpartitions="1")
-
-
-def test_values_lose_the_blanks_around_them():
-    assert batch(startingOffsets=" earliest ", minPartitions=" 3 ").min_partitions == 3
-
-
 def test_settings_of_a_streaming_query_are_passed_over_by_its_sink_alone():
     sparks_own = {"checkpointlocation": "/c", "queryname": "q"}
     assert WriteOptions.parse(PLACE | sparks_own, is_streaming=True) == (
         WriteOptions(is_streaming=True, config="ister.yml")
     )
     refused(write, "unknown option 'checkpointlocation'", checkpointlocation="/c")
+
+
+@each(
+    ("parse", "options", "texts"),
+    [
+        (write, {"maxrowspertrigger": "1"}, ["unknown option 'maxrowspertrigger'"]),
+        (batch, {"createtopics": "true"}, ["createTopics is not for reading", "writing"]),
+        (stream, {"producername": "p"}, ["producerName is not for reading"]),
+        (write, {"splitBytes": "1m"}, ["splitBytes is not for writing", "reading"]),
+        (batch, {"checkpointLocation": "x"}, ["unknown option", "writeStream"]),
+        (write, {"checkpointLocation": "x"}, ["unknown option", "writeStream"]),
+        (batch, {"minPartitions": None}, ["the option minPartitions is empty"]),
+        (batch, {"minPartitions": "1", "minpartitions": "1"}, ["minPartitions is given twice"]),
+        (batch, {"subscribe": A}, ["both", "subscribe", "topic", "mean the same: set one"]),
+        (
+            stream,
+            {"maxOffsetsPerTrigger": "5", "maxMessagesPerTrigger": "5"},
+            ["maxOffsetsPerTrigger", "maxMessagesPerTrigger", "they mean the same"],
+        ),
+        (batch, {"topicPattern": "/default/.*"}, ["both topic and topicPattern are given"]),
+        (batch, {"columns": "ofset"}, ["an unknown column 'ofset'", "did you mean offset?"]),
+        (batch, {"columns": "offset,value"}, ["column 'value'", "did you mean payload?"]),
+        (batch, {"columns": "key"}, ["unknown column 'key'", "did you mean routing_key?"]),
+        (batch, {"columns": "zzz"}, ["unknown column 'zzz'", "known: topic, offset"]),
+        (batch, {"columns": "offset,"}, ["unknown column ''"]),
+        (batch, {"columns": "offset,offset"}, ["columns names offset twice"]),
+        (
+            batch,
+            {"startingTimestamp": "6", "endingTimestamp": "5"},
+            ["startingTimestamp (6 ms) is after"],
+        ),
+        (batch, {"startingOffsets": '{"/default/b": 1}'}, ["startingOffsets names a topic", A]),
+        (batch, {"startingOffsets": '{"/default/b-part-1": 7}'}, ["startingOffsets names a topic"]),
+        (
+            batch,
+            {
+                "startingOffsets": '{"/default/a-part-1": 5}',
+                "endingOffsets": '{"/default/a": 4}',
+            },
+            ["startingOffsets (5) is after endingOffsets (4)", f"{A}-part-1"],
+        ),
+    ],
+)
+def test_options_that_cannot_be_together_or_there_are_refused(parse, options, texts):
+    refused(parse, *texts, **options)
+
+
+def test_read_without_a_topic_is_refused():
+    with pytest.raises(InvalidRequestError, match="no topic is given"):
+        ReadOptions.parse(PLACE, is_streaming=False)
+    with pytest.raises(InvalidRequestError, match=r"no option is given.*WITH \(config"):
+        ReadOptions.parse({}, is_streaming=False)
+    with pytest.raises(InvalidRequestError, match="not Java's"):
+        ReadOptions.parse(PLACE | {"topicpattern": "(?<name>a)\\p{L}"}, is_streaming=True)
 
 
 # -- topics and places ------------------------------------------------------------------------
@@ -235,33 +252,11 @@ def test_seconds_are_not_taken_for_milliseconds():
     assert batch(startingTimestamp="1970-01-21T00:00:00Z").starting_timestamp_ms == 1_728_000_000
 
 
-def test_names_of_other_programs_have_hints():
-    refused(batch, "unknown column 'value'", "did you mean payload?", columns="offset,value")
-    refused(batch, "unknown column 'key'", "did you mean routing_key?", columns="key")
-    refused(batch, "unknown option", "writeStream", checkpointLocation="x")
-    refused(write, "unknown option", "writeStream", checkpointLocation="x")
-    with pytest.raises(InvalidRequestError, match="not Java's"):
-        ReadOptions.parse(PLACE | {"topicpattern": "(?<name>a)\\p{L}"}, is_streaming=True)
-
-
-def test_topic_and_pattern_exclude_each_other():
-    refused(
-        batch, "both topic and topicPattern are given", "topicPattern", topicPattern="/default/.*"
-    )
-    with pytest.raises(InvalidRequestError, match="no topic is given"):
-        ReadOptions.parse(PLACE, is_streaming=False)
-
-
 def test_pattern_matches_whole_names():
     options = ReadOptions.parse(PLACE | {"topicpattern": "/default/[ab]|/x/.*"}, is_streaming=True)
     assert options.topics == ()
     found = [t for t in (A, B, "/default/ab", "/x/", "/x/y", "x/y") if options.matches(t)]
     assert found == [A, B, "/x/", "/x/y"]
-
-
-def test_topics_match_by_their_names():
-    assert batch().matches(A)
-    assert not batch().matches(B)
 
 
 def test_path_is_another_name_for_config():
@@ -296,80 +291,25 @@ def test_what_is_no_address_is_refused_without_its_credentials():
 # -- offsets ----------------------------------------------------------------------------------
 
 
-def test_topic_that_json_leaves_out_has_the_default():
-    options = batch(
-        topic=f"{A},{B}",
-        startingOffsets='{"/default/a": 3}',
-        endingOffsets='{"/default/b": 9, "/default/a": -1}',
-    )
-    assert (options.starting_offsets.of(A), options.ending_offsets.of(A)) == (3, "latest")
-    assert (options.starting_offsets.of(B), options.ending_offsets.of(B)) == ("earliest", 9)
-
-
-def test_range_of_a_batch():
-    options = batch(startingOffsets='{"/default/a": 3}', endingOffsets='{"/default/a": 3}')
-    assert (options.starting_offsets.of(A), options.ending_offsets.of(A)) == (3, 3)
-
-
-def test_reversed_range_is_refused():
-    error = refused(
-        batch,
-        "startingOffsets (5) is after endingOffsets (4)",
-        topic=f"{A},{B}",
-        startingOffsets='{"/default/a": 1, "/default/b": 5}',
-        endingOffsets='{"/default/a": 1, "/default/b": 4}',
-    )
-    assert error.topic == B
-
-
-def test_offsets_of_a_topic_that_is_not_read_are_refused():
-    error = refused(batch, "startingOffsets names a topic", A, startingOffsets='{"/default/b": 1}')
-    assert error.topic == B
-
-
-def test_offsets_may_name_a_partition_of_a_topic_that_is_read():
-    options = batch(startingOffsets='{"/default/a-part-1": 7}')
-    assert options.starting_offsets.of("/default/a-part-1") == 7
-    refused(batch, "startingOffsets names a topic", startingOffsets='{"/default/b-part-1": 7}')
-
-
-def test_offsets_of_a_topic_go_for_its_partitions():
-    options = batch(startingOffsets='{"/default/a": 7, "/default/a-part-1": 3}')
-    offsets = options.starting_offsets
-    assert offsets.of(A) == 7
-    assert offsets.of(f"{A}-part-0") == 7
-    assert offsets.of(f"{A}-part-1") == 3
-    assert offsets.of(f"{A}-part-12") == 7
-    assert offsets.of(f"{B}-part-0") == "earliest"
-
-
-def test_offsets_of_a_partition_go_for_no_other():
-    offsets = stream(startingOffsets='{"/default/a-part-1": 3}').starting_offsets
-    assert offsets.of(f"{A}-part-1") == 3
-    assert offsets.of(f"{A}-part-11") == "latest"
-    assert offsets.of(f"{A}-part-0") == "latest"
-    assert offsets.of(A) == "latest"
-
-
-def test_partition_is_one_of_the_nearest_parent():
-    offsets = OffsetsOption(otherwise="latest", by_topic={A: 7, f"{A}-part-1": 3})
-    assert offsets.of(f"{A}-part-1-part-2") == 3
-    assert offsets.of(f"{A}-part-2-part-2") == "latest"
-
-
-def test_word_for_a_topic_goes_for_its_partitions():
-    offsets = stream(startingOffsets='{"/default/a": "earliest"}').starting_offsets
-    assert offsets.of(f"{A}-part-4") == "earliest"
-
-
-def test_reversed_range_of_a_partition_is_refused():
-    error = refused(
-        batch,
-        "startingOffsets (5) is after endingOffsets (4)",
-        startingOffsets='{"/default/a-part-1": 5}',
-        endingOffsets='{"/default/a": 4}',
-    )
-    assert error.topic == f"{A}-part-1"
+@each(
+    ("given", "expected"),
+    [
+        ({A: 3}, {A: 3, B: "latest"}),
+        ({A: 7, f"{A}-part-1": 3}, {A: 7, f"{A}-part-0": 7, f"{A}-part-1": 3, f"{A}-part-12": 7}),
+        ({A: 7}, {f"{B}-part-0": "latest"}),
+        # Those of a partition go for no other.
+        ({f"{A}-part-1": 3}, {f"{A}-part-1": 3, f"{A}-part-11": "latest", A: "latest"}),
+        # A partition is one of the nearest parent.
+        (
+            {A: 7, f"{A}-part-1": 3},
+            {f"{A}-part-1-part-2": 3, f"{A}-part-2-part-2": "latest"},
+        ),
+        ({A: "earliest"}, {f"{A}-part-4": "earliest"}),
+    ],
+)
+def test_offsets_of_a_topic_go_for_its_partitions(given, expected):
+    offsets = stream(startingOffsets=json.dumps(given)).starting_offsets
+    assert {topic: offsets.of(topic) for topic in expected} == expected
 
 
 def test_offsets_of_topics_that_were_found_are_known():
@@ -429,11 +369,6 @@ def test_time_is_the_first_millisecond_that_is_not_before_it(time):
     time_ms = batch(startingTimestamp=time.isoformat()).starting_timestamp_ms
     found = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=time_ms)
     assert time <= found < time + timedelta(milliseconds=1)
-
-
-def test_reversed_times_are_refused():
-    refused(batch, "startingTimestamp (6 ms) is after", startingTimestamp="6", endingTimestamp="5")
-    assert batch(startingTimestamp="5", endingTimestamp="5").ending_timestamp_ms == 5
 
 
 def test_times_come_before_offsets_as_with_kafka():
@@ -496,18 +431,6 @@ def test_names_of_the_kafka_source_mean_the_same():
     assert options.topic_pattern == ".*"
 
 
-def test_alias_and_own_name_together_are_refused():
-    refused(batch, "both", "subscribe", "topic", "they mean the same: set one", subscribe=A)
-    refused(
-        stream,
-        "maxOffsetsPerTrigger",
-        "maxMessagesPerTrigger",
-        "they mean the same",
-        maxOffsetsPerTrigger="5",
-        maxMessagesPerTrigger="5",
-    )
-
-
 def test_errors_use_the_name_that_was_given():
     with pytest.raises(TopicNameError, match=r"subscribe: topic name 'orders'.*/default/orders"):
         ReadOptions.parse(PLACE | {"subscribe": "orders"}, is_streaming=False)
@@ -548,11 +471,6 @@ def test_offsets_of_partitions_go_for_those_partitions():
     refused(batch, "cannot be latest", startingOffsets='{"/default/a": {"1": -1}}')
 
 
-def test_no_option_at_all_is_what_a_table_gets():
-    with pytest.raises(InvalidRequestError, match=r"no option is given.*WITH \(config"):
-        ReadOptions.parse({}, is_streaming=False)
-
-
 # -- payloads ---------------------------------------------------------------------------------
 
 
@@ -579,15 +497,6 @@ def test_options_add_columns():
 
 
 # -- numbers, flags and the rest --------------------------------------------------------------
-
-
-def test_columns_that_do_not_exist_are_refused():
-    refused(
-        batch, "columns names an unknown column 'ofset'", "did you mean offset?", columns="ofset"
-    )
-    refused(batch, "unknown column 'zzz'", "known: topic, offset", columns="zzz")
-    refused(batch, "unknown column ''", columns="offset,")
-    refused(batch, "columns names offset twice", columns="offset,offset")
 
 
 def test_write_options():

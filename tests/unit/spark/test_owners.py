@@ -10,7 +10,6 @@ import ister
 from ister.base.clock import SystemClock
 from ister.base.model import COLUMNS
 from ister.bucket.catalog import Catalog
-from ister.bucket.members import member_key
 from ister.cli.main import main
 from ister.client.flight import FlightClient, parse_brokers
 from ister.errors import (
@@ -33,7 +32,7 @@ from ister.spark.options import ReadOptions
 from ister.spark.owners import Owner, ask, ask_any, find_owner, has_brokers, read_watermarks
 from ister.spark.rows import row_schema
 from ister.topic import local_tail
-from tests.servers.flight import READ, FlightServer, FlightTopics, LogSource
+from tests.servers.flight import FlightServer, FlightTopics, LogSource
 from tests.servers.ports import free_port
 from tests.support.cluster import enter
 from tests.support.machine import Task
@@ -64,11 +63,6 @@ def place(home):
     """The log, as a machine sees it that has no files."""
     home.append(B, 1, upload=True)
     return find_place(home.remote_config())
-
-
-def leave(log):
-    """Its entry ends."""
-    log.stores.metadata.delete(member_key("/danube", log.stores.membership.node))
 
 
 @contextmanager
@@ -167,16 +161,6 @@ def test_owner_without_an_entry_is_asked_only_at_given_addresses(home, place):
             ask(place, A, FlightClient.topics)
         given = find_place(home.remote_config(), (f"grpc://{server.address}",))
         assert ask(given, A, FlightClient.topics) == [A, B]
-
-
-def test_broker_that_has_lost_its_entry_is_waited_for(home, place):
-    """It is ending, or its lease has ended: no reason to call it something else for good."""
-    with broker(home) as (log, _):
-        log.topic(A, create=True)
-        assert find_owner(place, A).addresses
-        leave(log)
-        with pytest.raises(UnavailableError, match="has lost its lease"):
-            find_owner(place, A)
 
 
 def test_broker_that_starts_is_waited_for(home, place):
@@ -423,18 +407,6 @@ def read(reader, partitions):
     ]
 
 
-def test_task_finds_a_broker_that_listens_elsewhere_by_now(home):
-    with home.open() as log:
-        publish(log.topic(A, create=True), 6)
-        with FlightTopics(log) as server:
-            enter(log, server.address)
-            planned = plan(home)
-        with FlightTopics(log) as again:
-            enter(log, again.address)
-            assert read(*planned) == list(range(6))
-            assert again.calls[READ] == 1
-
-
 def test_task_waits_for_a_broker_that_comes_back(home):
     home.append(A, 6)
     with broker(home) as (log, _):
@@ -456,23 +428,6 @@ def test_task_gives_up_on_a_broker_that_does_not_come_back(home, monkeypatch):
         planned = plan(home)
     with pytest.raises(UnavailableError, match="is not running"):
         read(*planned)
-
-
-def test_task_reads_a_topic_that_has_moved(home):
-    """What was planned is in the bucket by now; what comes after it, the new broker has."""
-    with ExitStack() as stack:
-        other = stack.enter_context(home.second_node().open())
-        second = stack.enter_context(FlightTopics(other))
-        enter(other, second.address)
-        with broker(home) as (log, _):
-            publish(log.topic(A, create=True), 6)
-            planned = plan(home)
-            log.seal(A)
-            publish(other.topic(A), 4)
-        assert read(*planned) == list(range(6))
-        assert second.calls[READ] == 0
-        assert read(*plan(home)) == list(range(10))
-        assert second.calls[READ] == 1
 
 
 def remote_query(home, **options):

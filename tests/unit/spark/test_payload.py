@@ -10,7 +10,7 @@ from decimal import Decimal
 import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812 - as everywhere
-from pyspark.sql.types import LongType, StringType, StructField, StructType
+from pyspark.sql.types import LongType, StructField, StructType
 
 from ister.errors import ConfigError, InvalidRequestError
 from ister.spark import from_avro_payload, from_json_payload, to_avro_payload, to_json_payload
@@ -123,14 +123,6 @@ def test_json_becomes_columns_and_what_does_not_parse_is_told(spark):
     )
 
 
-def test_json_into_one_column(spark):
-    df = messages(spark, b'{"offset": 7, "payload": "p"}')
-    schema = StructType([StructField("offset", LongType()), StructField("payload", StringType())])
-    [row] = from_json_payload(df, schema, into="data").collect()
-    assert (row.offset, row.data.offset, row.data.payload) == (0, 7, "p")
-    assert row.attributes == {"k": "v"}
-
-
 @pytest.mark.nightly
 def test_json_that_does_not_parse_fails_the_query_that_asks_for_it(spark):
     for body in [b'{"a": "?"}', b"", b"\xff"]:
@@ -138,12 +130,6 @@ def test_json_that_does_not_parse_fails_the_query_that_asks_for_it(spark):
             df = from_json_payload(messages(spark, b'{"a": 1}', body), "a int", fails=True)
             with pytest.raises(PySparkException, match=r"not JSON .* topic /default/a, offset 1: "):
                 df.select("a").collect()
-
-
-def test_json_that_parses_does_not_fail(spark):
-    df = messages(spark, b'{"a": 1}', None, b"{}")
-    assert values(from_json_payload(df, "a int", fails=True), "a") == [(1,), (None,), (None,)]
-    assert values(from_json_payload(df, "a int", fails=True, into="d"), "d")[0][0].a == 1
 
 
 def test_json_options_reach_spark(spark):
@@ -376,32 +362,6 @@ def test_avro_without_its_library_says_what_to_install(empty, monkeypatch):
 
 
 # -- streams and Connect --------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_payloads_of_a_stream(spark, tmp_path):
-    """Goal: all four functions on one stream: JSON in, Avro in the middle, JSON out."""
-    source, sink = str(tmp_path / "in"), str(tmp_path / "out")
-    messages(spark, b'{"id": 1, "note": "x"}', b"no json", b'{"id": 3}').write.parquet(source)
-    schema = {"type": "record", "name": "R", "fields": ORDER["fields"][:2]}
-    schema["fields"][0] = {"name": "id", "type": ["null", "long"]}
-    rows = spark.readStream.schema(ROWS).parquet(source)
-    read = from_json_payload(rows, "id long, note string", errors="bad").drop("bad")
-    read = from_avro_payload(to_avro_payload(read, schema), schema, into="order")
-    query = (
-        to_json_payload(read)
-        .writeStream.trigger(availableNow=True)
-        .option("checkpointLocation", str(tmp_path / "checkpoint"))
-        .start(sink, format="parquet")
-    )
-    assert query.awaitTermination(120)
-    written = spark.read.parquet(sink).orderBy("offset").collect()
-    assert [bytes(row.payload) for row in written] == [
-        b'{"order":{"id":1,"note":"x"}}',
-        b'{"order":{}}',
-        b'{"order":{"id":3}}',
-    ]
-    assert [row.attributes for row in written] == [{"k": "v"}] * 3
 
 
 _REMOTE = """

@@ -7,7 +7,6 @@ the test to replay it.
 
 import pickle
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, pairwise
 
 import pytest
@@ -27,9 +26,10 @@ from ister.spark.planner import (
     limit_messages,
     plan,
 )
-from tests.support.cases import case
+from tests.support.cases import case, each
+from tests.support.scale import scaled
 
-EXAMPLES = settings(max_examples=300, deadline=None, print_blob=True)
+EXAMPLES = settings(max_examples=scaled(40, 300), deadline=None, print_blob=True)
 
 A, B = "/default/a", "/default/b"
 
@@ -49,10 +49,6 @@ def an_object(start, *blocks, name=None, codec=Codec.BINCODE2):
         offset_index=tuple(zip(offsets[:-1], positions[:-1], strict=True)),
         codec=codec,
     )
-
-
-def without_index(descriptor):
-    return replace(descriptor, offset_index=())
 
 
 def a_range(*descriptors, topic=A, start=None, end=None, tiered=None, tail_bytes=0):
@@ -102,69 +98,6 @@ def test_small_object_is_one_slice():
     assert partition.bytes == partition.slices[0].bytes == 800
 
 
-def test_part_of_an_object_begins_and_ends_at_index_entries():
-    found = an_object(0, (10, 100), (10, 100), (10, 100), (10, 100))
-    ((only,),) = (part.slices for part in plan([a_range(found, start=15, end=30)], split_bytes=999))
-    assert (only.start, only.end) == (15, 30)
-    assert (only.index_offset, only.position) == (10, 100)
-    assert only.end_position == 300
-    ((only,),) = (part.slices for part in plan([a_range(found, start=20, end=31)], split_bytes=999))
-    assert (only.index_offset, only.position, only.end_position) == (20, 200, 400)
-
-
-def test_range_inside_of_one_block_reads_that_block():
-    found = an_object(0, (10, 100), (10, 100), (10, 100))
-    ((only,),) = (part.slices for part in plan([a_range(found, start=13, end=14)], split_bytes=999))
-    assert (only.start, only.end) == (13, 14)
-    assert (only.index_offset, only.position, only.end_position) == (10, 100, 200)
-
-
-def test_large_object_is_cut_evenly_at_index_entries():
-    found = an_object(0, *[(10, 100)] * 10)
-    partitions = plan([a_range(found)], split_bytes=400)
-    assert offsets_of(partitions) == [[(0, 30)], [(30, 60)], [(60, 100)]]
-    slices = [part.slices[0] for part in partitions]
-    assert [(s.position, s.end_position) for s in slices] == [(0, 300), (300, 600), (600, 1000)]
-    assert [s.index_offset for s in slices] == [0, 30, 60]
-    assert [part.number for part in partitions] == [0, 1, 2]
-
-
-def test_full_object_is_cut_in_two_though_no_entry_lies_in_its_middle():
-    """An object has up to twice the bytes of a split, both by default."""
-    found = an_object(0, *[(1000, 262_144 - 50)] * 511, (1000, 262_144))
-    partitions = plan([a_range(found)], split_bytes=64 * MIB)
-    assert len(partitions) == 2
-    assert max(sizes_of(partitions)) - min(sizes_of(partitions)) <= 262_144
-
-
-def test_many_parts_stay_even():
-    found = an_object(0, *[(1000, 1_000_003)] * 500)
-    sizes = sizes_of(plan([a_range(found)], split_bytes=7_500_000))
-    assert len(sizes) == -(-500 * 1_000_003 // 7_500_000)
-    assert set(sizes) == {7 * 1_000_003, 8 * 1_000_003}
-
-
-def test_block_larger_than_the_target_is_not_cut():
-    found = an_object(0, (10, 100), (10, 5000), (10, 100), (10, 100))
-    assert offsets_of(plan([a_range(found)], split_bytes=400)) == [
-        [(0, 10)],
-        [(10, 20)],
-        [(20, 40)],
-    ]
-
-
-def test_parts_behind_a_large_block_are_even():
-    found = an_object(0, (10, 5000), *[(10, 50)] * 12)
-    assert sizes_of(plan([a_range(found)], split_bytes=400)) == [5000, 300, 300]
-
-
-def test_object_without_an_index_is_one_slice():
-    found = without_index(an_object(0, *[(10, 100)] * 10))
-    ((only,),) = (part.slices for part in plan([a_range(found, start=55)], split_bytes=100))
-    assert (only.start, only.end, only.index_offset, only.position) == (55, 100, 0, 0)
-    assert only.end_position == only.object_bytes == 1000
-
-
 def test_index_that_cannot_be_true_is_not_used():
     for index in [
         ((0, 0), (20, 200), (10, 300)),
@@ -182,16 +115,6 @@ def test_index_that_cannot_be_true_is_not_used():
             assert (only.index_offset, only.position, only.end_position) == (0, 0, 400)
 
 
-def test_index_that_leaves_out_the_first_frame_is_used():
-    found = replace(an_object(0, (40, 400)), offset_index=((10, 100), (20, 200)))
-    assert offsets_of(plan([a_range(found)], split_bytes=200)) == [[(0, 20)], [(20, 40)]]
-
-
-def test_codec_that_is_not_known_stays_unknown():
-    found = an_object(0, (1, 10), codec=None)
-    assert plan([a_range(found)], split_bytes=10)[0].slices[0].codec is None
-
-
 def test_boundaries_are_entries_a_mebibyte_apart():
     size = 300 * KIB
     found = an_object(0, *[(10, size)] * 20)
@@ -206,6 +129,38 @@ def test_boundaries_leave_no_short_rest():
     found = an_object(0, (10, 2 * MIB), (10, 2 * MIB), (10, 5))
     ((only,),) = (part.slices for part in plan([a_range(found)], split_bytes=64 * MIB))
     assert only.boundaries == (2 * MIB,)
+
+
+@each(
+    ("blocks", "split_bytes", "sizes"),
+    [
+        ([(10, 100)] * 10, 400, [300, 300, 400]),
+        # An object has up to twice the bytes of a split, both by default.
+        (
+            [(1000, 262_144 - 50)] * 511 + [(1000, 262_144)],
+            64 * MIB,
+            [256 * (262_144 - 50), 255 * (262_144 - 50) + 262_144],
+        ),
+        # A block is never cut, and what comes behind a large one is even.
+        ([(10, 100), (10, 5000), (10, 100), (10, 100)], 400, [100, 5000, 200]),
+        ([(10, 5000), *[(10, 50)] * 12], 400, [5000, 300, 300]),
+    ],
+)
+def test_large_object_is_cut_evenly_at_index_entries(blocks, split_bytes, sizes):
+    assert sizes_of(plan([a_range(an_object(0, *blocks))], split_bytes=split_bytes)) == sizes
+
+
+@each(
+    ("end", "tail_bytes", "split_bytes", "expected"),
+    [
+        (30, 1000, 350, [[(0, 10)], [(10, 20)], [(20, 30)]]),
+        (3, 3000, 10, [[(0, 1)], [(1, 2)], [(2, 3)]]),
+        (1000, 0, 64 * MIB, [[(0, 1000)]]),
+    ],
+)
+def test_tail_is_split_evenly_by_offsets(end, tail_bytes, split_bytes, expected):
+    found = a_range(tiered=0, start=0, end=end, tail_bytes=tail_bytes)
+    assert offsets_of(plan([found], split_bytes=split_bytes)) == expected
 
 
 # -- several objects --------------------------------------------------------------------------
@@ -309,79 +264,6 @@ def test_slots_get_something_to_do_if_there_is_enough():
             assert max(sizes_of(partitions)) - min(sizes_of(partitions)) <= 128 * KIB
 
 
-def test_small_topics_go_together():
-    ranges = [
-        a_range(an_object(0, (10, 300)), topic=f"/default/{name}", end=12, tail_bytes=10)
-        for name in "abc"
-    ]
-    (partition,) = plan(ranges, split_bytes=64 * KIB)
-    assert [(s.topic[-1], s.start, s.end) for s in partition.slices] == [
-        ("a", 0, 10),
-        ("a", 10, 12),
-        ("b", 0, 10),
-        ("b", 10, 12),
-        ("c", 0, 10),
-        ("c", 10, 12),
-    ]
-
-
-def test_objects_outside_of_the_range_are_not_read():
-    objects = [an_object(start, (10, 300)) for start in range(0, 50, 10)]
-    assert offsets_of(plan([a_range(*objects, start=10, end=30)], split_bytes=9999)) == [
-        [(10, 20), (20, 30)]
-    ]
-
-
-def test_overlapping_objects_are_read_once():
-    """While compaction replaces objects, readers may see the old ones and the new one."""
-    old = [an_object(start, (10, 300)) for start in range(0, 50, 10)]
-    merged = an_object(10, (15, 400), (15, 400), name="merged")
-    for order in ([*old, merged], [merged, *old], [old[0], merged, *old[1:]]):
-        (partition,) = plan([a_range(*order)], split_bytes=9999)
-        assert [(s.object_id, s.start, s.end) for s in partition.slices] == [
-            ("data-0-9.dnb1", 0, 10),
-            ("merged", 10, 40),
-            ("data-40-49.dnb1", 40, 50),
-        ]
-
-
-def test_object_that_starts_in_the_middle_of_another_goes_on_at_its_end():
-    first, second = an_object(0, (12, 120), name="first"), an_object(10, (20, 200), name="second")
-    (partition,) = plan([a_range(first, second)], split_bytes=9999)
-    assert [(s.object_id, s.start, s.end, s.index_offset) for s in partition.slices] == [
-        ("first", 0, 12, 0),
-        ("second", 12, 30, 10),
-    ]
-
-
-def test_offsets_in_no_object_are_a_gap_by_name():
-    for start, end, gap in [
-        (0, 60, (0, 10)),
-        (5, 15, (5, 10)),
-        (10, 60, (20, 30)),
-        (15, 25, (20, 25)),
-        (22, 60, (22, 30)),
-        (30, 60, (50, 60)),
-        (2, 4, (2, 4)),
-    ]:
-        with case(start, end, gap):
-            objects = [an_object(10, (10, 100)), an_object(30, (20, 100))]
-            found = a_range(*objects, start=start, end=end, tiered=60)
-            for call in (
-                partial(plan, [found], split_bytes=100),
-                partial(limit_bytes, [found], 10_000),
-            ):
-                with pytest.raises(DataGapError) as caught:
-                    call()
-                assert (caught.value.start, caught.value.end, caught.value.topic) == (*gap, A)
-
-
-def test_no_objects_at_all_are_a_gap():
-    with pytest.raises(DataGapError) as caught:
-        plan([a_range(start=3, end=9, tiered=7)], split_bytes=100)
-    assert (caught.value.start, caught.value.end) == (3, 7)
-
-
 def test_range_behind_the_gap_is_read():
     """What a caller plans that may leave lost messages out: one topic in two ranges."""
     objects = [an_object(10, (10, 100)), an_object(30, (20, 100))]
@@ -399,38 +281,6 @@ def test_two_ranges_of_one_object_are_not_joined_over_what_lies_between():
     found = an_object(0, (6, 60), (6, 60))
     ranges = [a_range(found, start=0, end=5), a_range(found, start=7, end=12)]
     assert offsets_of(plan(ranges, split_bytes=999)) == [[(0, 5), (7, 12)]]
-
-
-# -- tails ------------------------------------------------------------------------------------
-
-
-def test_tail_is_one_slice():
-    found = a_range(an_object(0, (10, 100)), start=4, end=25, tail_bytes=300)
-    (partition,) = plan([found], split_bytes=500)
-    assert partition.slices[1] == TailSlice(topic=A, start=10, end=25, bytes=300)
-    assert partition.bytes == 400
-
-
-def test_large_tail_is_split_evenly_by_offsets():
-    found = a_range(tiered=10, start=10, end=40, tail_bytes=1000)
-    partitions = plan([found], split_bytes=350)
-    assert offsets_of(partitions) == [[(10, 20)], [(20, 30)], [(30, 40)]]
-    assert sizes_of(partitions) == [333, 333, 334]
-
-
-def test_tail_of_large_messages_is_split_into_messages():
-    found = a_range(tiered=0, start=0, end=3, tail_bytes=3000)
-    assert offsets_of(plan([found], split_bytes=10)) == [[(0, 1)], [(1, 2)], [(2, 3)]]
-
-
-def test_tail_of_unknown_size_is_one_slice():
-    found = a_range(tiered=0, start=0, end=1000, tail_bytes=0)
-    assert offsets_of(plan([found])) == [[(0, 1000)]]
-
-
-def test_range_that_begins_behind_tiered_is_all_tail():
-    found = a_range(an_object(0, (10, 100)), start=15, end=20, tail_bytes=50)
-    assert offsets_of(plan([found], split_bytes=64)) == [[(15, 20)]]
 
 
 # -- nothing, and too much --------------------------------------------------------------------
@@ -610,7 +460,6 @@ def is_indivisible(item, stored):
     return not [1 for _, position in index if item.position < position < item.end_position]
 
 
-@pytest.mark.nightly
 @EXAMPLES
 @given(
     many_topics(),
@@ -653,7 +502,6 @@ def test_every_offset_is_read_once_and_in_order(given_topics, split_bytes, min_p
         )
 
 
-@pytest.mark.nightly
 @EXAMPLES
 @given(many_topics(), st.randoms(use_true_random=False))
 def test_order_of_descriptors_does_not_matter(given_topics, random):
@@ -665,7 +513,6 @@ def test_order_of_descriptors_does_not_matter(given_topics, random):
     assert plan(shuffled, split_bytes=50_000) == plan(ranges, split_bytes=50_000)
 
 
-@pytest.mark.nightly
 @EXAMPLES
 @given(many_topics(), st.data())
 def test_missing_object_is_a_gap_that_is_named(given_topics, data):
@@ -696,41 +543,8 @@ def test_missing_object_is_a_gap_that_is_named(given_topics, data):
 # -- limits -----------------------------------------------------------------------------------
 
 
-def test_messages_under_the_limit_are_all_taken():
-    assert limit_messages({A: 5, B: 0}, {A: 9, B: 2}, 6) == {A: 9, B: 2}
-
-
-def test_messages_are_shared_in_proportion():
-    assert limit_messages({A: 0, B: 100}, {A: 900, B: 200}, 100) == {A: 90, B: 110}
-
-
-def test_small_topic_is_not_starved():
-    assert limit_messages({A: 0, B: 0}, {A: 1_000_000, B: 1}, 10) == {A: 9, B: 1}
-
-
-def test_longest_queues_go_first_where_not_each_can_have_a_message():
-    starts = dict.fromkeys("abcd", 0)
-    assert limit_messages(starts, {"a": 1, "b": 9, "c": 5, "d": 5}, 2) == {
-        "a": 0,
-        "b": 1,
-        "c": 1,
-        "d": 0,
-    }
-
-
-def test_one_message_is_always_taken():
-    for limit in [1, 0, -5]:
-        with case(limit):
-            assert limit_messages({A: 3}, {A: 9}, limit) == {A: 4}
-
-
 def test_topic_whose_end_went_back_stays():
     assert limit_messages({A: 9, B: 0}, {A: 4, B: 5}, 3) == {A: 9, B: 3}
-
-
-def test_limit_of_nothing_is_nothing():
-    assert limit_messages({}, {}, 5) == {}
-    assert limit_messages({A: 4}, {A: 4}, 5) == {A: 4}
 
 
 @EXAMPLES
@@ -764,11 +578,6 @@ def test_message_limit_holds_for_any_topics(pending, limit):
                 assert taken[topic] >= taken[other]
 
 
-def test_bytes_under_the_limit_are_all_taken():
-    item = a_range(an_object(0, (10, 100), (10, 100)), end=25, tail_bytes=50)
-    assert limit_bytes([item], 250) == {A: 25}
-
-
 def test_bytes_are_cut_at_index_entries():
     item = a_range(an_object(0, *[(10, 100)] * 3), an_object(30, *[(10, 100)] * 3))
     assert [limit_bytes([item], limit)[A] for limit in (100, 199, 200, 300, 399, 400, 599)] == [
@@ -780,20 +589,6 @@ def test_bytes_are_cut_at_index_entries():
         40,
         50,
     ]
-
-
-def test_one_block_is_always_taken():
-    for limit in [99, 1, 0, -1]:
-        with case(limit):
-            item = a_range(an_object(0, *[(10, 100)] * 3))
-            assert limit_bytes([item], limit) == {A: 10}
-            assert limit_bytes([replace(item, start=7)], limit) == {A: 10}
-            assert limit_bytes([replace(item, start=7, end=9)], limit) == {A: 9}
-
-
-def test_object_without_an_index_is_taken_whole():
-    item = a_range(without_index(an_object(0, *[(10, 100)] * 3)), an_object(30, (10, 100)))
-    assert limit_bytes([item], 50) == {A: 30}
 
 
 def test_tail_is_cut_by_the_average_message():
@@ -809,16 +604,6 @@ def test_tail_is_cut_by_the_average_message():
     assert limit_bytes([tail], 1) == {A: 11}
 
 
-def test_bytes_are_shared_in_proportion():
-    ranges = [
-        a_range(an_object(0, *[(10, 100)] * 30), topic=A),
-        a_range(an_object(0, *[(10, 100)] * 10), topic=B),
-        a_range(start=4, end=4, topic="/default/c"),
-    ]
-    assert limit_bytes(ranges, 2000) == {A: 150, B: 50, "/default/c": 4}
-
-
-@pytest.mark.nightly
 @EXAMPLES
 @given(many_topics(), st.integers(1, 500_000))
 def test_byte_limit_is_exceeded_by_one_block_a_topic_at_most(given_topics, limit):

@@ -26,7 +26,6 @@ from ister.broker.schemas.registry import SchemaRegistry
 from ister.config import load_config
 from ister.errors import InvalidRequestError, IsterError, NotFoundError, UnsupportedOperationError
 from ister.spark.compat import arrow_schema_of
-from ister.spark.payload_schema import struct_of
 from ister.spark.rows import HEADERS_TYPE, row_schema
 from ister.spark.source import IsterDataSource
 from ister.topic.schema_kinds import ValidationPolicy
@@ -205,19 +204,6 @@ def test_payload_that_does_not_fit_keeps_its_row(home):
     assert (error.value.topic, error.value.offset) == (A, 1)
 
 
-def test_many_payloads_of_which_few_do_not_fit(home):
-    """Bad rows among good ones, over the pieces in which payloads are parsed."""
-    wrong = {0, 255, 256, 700, 999}
-    with home.open() as log:
-        topic = log.topic(A, create=True)
-        topic.append_many([b"?" if n in wrong else b'{"id": %d}' % n for n in range(1000)])
-    found = read(home, with_payload(ORDER, StructField("payload_error", StringType())))
-    assert [row["payload"] and row["payload"]["id"] for row in found] == [
-        None if n in wrong else n for n in range(1000)
-    ]
-    assert {n for n, row in enumerate(found) if row["payload_error"]} == wrong
-
-
 def test_schemas_that_json_is_not_read_as_are_refused(home):
     publish(home, b"{}")
     for kind, text in [
@@ -321,11 +307,6 @@ def test_topics_without_one_schema_are_refused(home):
     publish(home, b"{}", name="/default/c")
     with pytest.raises(InvalidRequestError, match="is avro, not a JSON Schema"):
         source(home, topic="/default/c", payloadSchema="registry").schema()
-
-
-def test_names_that_columns_of_a_message_have_stay_within_the_payload():
-    found = struct_of({"properties": {"topic": {"type": "string"}, "a b": {"type": "number"}}})
-    assert found.names == ["topic", "a b"]
 
 
 # -- headers ------------------------------------------------------------------------------------

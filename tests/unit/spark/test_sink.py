@@ -26,8 +26,7 @@ from ister.spark import location, row_staging
 from ister.spark.options import WriteOptions
 from ister.spark.sink import BatchWriter, StreamWriter
 from ister.topic.uploads import TopicUploads
-from ister.wire.contract import Action
-from tests.servers.flight import FlightProcess, FlightTopics
+from tests.servers.flight import FlightTopics
 from tests.support.cluster import enter
 from tests.support.machine import PATIENCE_SECONDS, Task, eventually, payloads
 from tests.support.sinks import (
@@ -46,7 +45,6 @@ from tests.support.streams import A, B, Home
 
 pytestmark = pytest.mark.usefixtures("quick")
 
-BROKER_SECONDS = 60.0
 POINTS = sorted(point for point in failpoints.FAILPOINTS if point.startswith("batch."))
 
 
@@ -64,31 +62,6 @@ def test_rows_arrive_in_the_order_of_partitions(make, there, home):
     make().commit([messages[at] for at in (3, 0, 2, 1)], 0)
     assert there.texts() == ROWS
     assert home.staged() == set()
-
-
-@in_both_places()
-def test_batch_that_is_committed_again_is_in_once(make, there, home):
-    """A crash between the sink's commit and Spark's own: the same number comes again."""
-    make().run(0, PARTS)
-    make().run(0, ANEW)
-    make().run(0, [ROWS])
-    assert there.texts() == ROWS
-    make().run(1, [[b"6"]])
-    make().run(1, [[b"7"]])
-    assert there.texts() == [*ROWS, b"6"]
-    assert home.staged() == set()
-
-
-@in_both_places()
-def test_batch_that_is_behind_the_last_one_is_a_conflict(make, there):
-    """An older copy of the checkpoint was restored: its rows are not lost in silence."""
-    for batch in range(3):
-        make().run(batch, [[b"%d" % batch]])
-    for batch in (1, 0):
-        with pytest.raises(ConflictError, match="older than") as caught:
-            make().run(batch, [[b"other"]])
-        assert "`writer`" in caught.value.hint
-    assert there.texts() == [b"0", b"1", b"2"]
 
 
 @in_both_places()
@@ -158,16 +131,6 @@ def test_batch_write_is_forgotten_once_it_is_in(home, is_broker):
 
 
 @in_both_places()
-def test_numbers_of_another_query_are_others(make, there):
-    """A new checkpoint is a new query, whose batches begin at 0."""
-    make().run(0, [[b"one"]])
-    make(query=OTHER).run(0, [[b"two"]])
-    make(query=OTHER).run(0, [[b"two"]])
-    make().run(0, [[b"one"]])
-    assert there.texts() == [b"one", b"two"]
-
-
-@in_both_places()
 def test_batches_without_rows_leave_nothing(make, there, home):
     make().run(0, [[], []])
     make().run(1, [])
@@ -177,15 +140,6 @@ def test_batches_without_rows_leave_nothing(make, there, home):
     make().run(2, [[b"2"]])
     assert there.texts() == [b"2"]
     assert home.staged() == set()
-
-
-@in_both_places()
-def test_replay_of_a_batch_without_rows_does_not_undo_anything(make, there):
-    make().run(5, [[b"5"]])
-    make().run(6, [[]])
-    make().run(6, [[]])
-    make().run(7, [[b"7"]])
-    assert there.texts() == [b"5", b"7"]
 
 
 # -- partitions -----------------------------------------------------------------------------------
@@ -219,83 +173,7 @@ def test_rows_with_a_key_go_to_the_partition_of_the_client(make, there):
         assert key.encode() in there.texts(IN_PARTS[partition_of(key, 3)])
 
 
-@pytest.mark.nightly
-@in_both_places(
-    (
-        "visit",
-        "point",
-    ),
-    list(itertools.product([1, 2, 3], POINTS)),
-    is_partitioned=True,
-)
-def test_commit_to_partitions_that_raises_anywhere_is_finished_by_the_next_one(
-    make, there, home, point, visit
-):
-    """Goal: rows in another order, after some partitions are in: each row is in once."""
-    rows = [b"%d" % n for n in range(30)]
-    crash_at(point, visit=visit)
-    with pytest.raises(Exception, match=f"{point}|CrashError"):
-        make().run(0, [rows[:20], rows[20:]])
-    make().run(0, [rows[::-2], rows[-2::-2]])
-    make().run(0, [rows])
-    make().run(1, [[b"after"]])
-    found = [text for name in IN_PARTS for text in there.texts(name)]
-    assert sorted(found) == sorted([*rows, b"after"])
-    assert there.topics() == IN_PARTS
-
-
 # -- commits that end half way --------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-@in_both_places(("point",), [(one,) for one in POINTS])
-def test_commit_that_raises_anywhere_is_finished_by_the_next_one(make, there, home, point):
-    make().run(0, [[b"before"]])
-    crash_at(point)
-    with pytest.raises(Exception, match=f"{point}|CrashError"):
-        make().run(1, PARTS)
-    failpoints.disarm()
-    # The same rows in another order: those of the first asking count, if one of them was in.
-    make().run(1, ANEW)
-    if point in ("batch.after_manifest", "batch.after_begin"):
-        assert there.texts() == [b"before", *itertools.chain(*ANEW)]
-    else:
-        assert there.texts() == [b"before", *ROWS]
-    make().run(1, ANEW)
-    make().run(2, [[b"after"]])
-    assert sorted(there.texts()) == sorted([b"before", *ROWS, b"after"])
-
-
-@in_both_places()
-def test_commit_that_raises_again_and_again_comes_further_each_time(make, there, home):
-    steps = [
-        ("batch.after_manifest", 1),
-        ("batch.after_begin", 1),
-        ("batch.after_rows", 1),
-        ("batch.after_rows", 1),
-        ("batch.before_done", 1),
-        ("batch.before_done", 1),
-        ("batch.after_done", 1),
-    ]
-    for point, visit in steps:
-        crash_at(point, visit=visit)
-        with pytest.raises(Exception, match=f"{point}|CrashError"):
-            make().run(0, PARTS)
-        failpoints.disarm()
-    make().run(0, PARTS)
-    assert there.texts() == ROWS
-
-
-@in_both_places(("visit",), [(one,) for one in [1, 2, 3]])
-def test_commit_that_raises_after_some_rows(make, there, visit):
-    crash_at("batch.after_rows", visit=visit)
-    with pytest.raises(Exception, match=r"after_rows|CrashError"):
-        make().run(0, PARTS)
-    failpoints.disarm()
-    seen = there.texts()
-    assert seen == ROWS[: len(seen)]
-    make().run(0, ANEW)
-    assert there.texts() == ROWS
 
 
 @in_both_places()
@@ -362,14 +240,6 @@ def test_attempt_that_was_killed_leaves_files_that_count_for_nothing(make, there
 # -- topics by column -----------------------------------------------------------------------------
 
 
-@in_both_places()
-def test_rows_go_to_the_topics_that_they_name(make, there):
-    writing = make(schema=BY_TOPIC)
-    writing.run(0, [[(A, b"0"), (B, b"1"), (A, b"2")], [(B, b"3")]])
-    assert there.texts(A) == [b"0", b"2"]
-    assert there.texts(B) == [b"1", b"3"]
-
-
 @in_both_places(
     (
         "row",
@@ -393,9 +263,6 @@ def test_topics_are_not_made_where_that_is_not_wanted(make, there):
     assert there.texts() == [b"0", b"1"]
 
 
-# -- who has the log -----------------------------------------------------------------------------
-
-
 def test_commit_waits_for_whoever_has_the_directory_open(home, monkeypatch):
     writing = Sink(monkeypatch, {"config": home.config, "topic": A})
     messages = writing.stage(0, PARTS)
@@ -405,6 +272,9 @@ def test_commit_waits_for_whoever_has_the_directory_open(home, monkeypatch):
         assert committing.is_running
     committing.result()
     assert payloads(home.read(A)) == ROWS
+
+
+# -- who has the log -----------------------------------------------------------------------------
 
 
 def test_each_topics_broker_appends_without_being_named(home, monkeypatch):
@@ -492,52 +362,6 @@ def test_broker_whose_stores_do_not_answer_is_asked_again(home, monkeypatch, poi
         assert there.texts() == ROWS
 
 
-@pytest.mark.nightly
-def test_broker_that_dies_in_the_middle_of_a_commit_and_between_two(home, monkeypatch):
-    monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.1, 0.1))
-    monkeypatch.setenv("ISTER_FAILPOINTS", "batch.before_done=kill@1")
-    with FlightProcess(home.config) as broker:
-        monkeypatch.delenv("ISTER_FAILPOINTS")
-        options = {"broker": broker.address, "config": home.remote_config(), "topic": A}
-        writing = Sink(monkeypatch, options)
-        messages = writing.stage(0, PARTS)
-        committing = Task(writing.commit, messages, 0)
-        died = broker._process.wait(PATIENCE_SECONDS)
-        assert died < 0, "at its failpoint"
-        assert committing.is_running
-        broker.kill()
-        broker.start()
-        committing.join(BROKER_SECONDS)
-        committing.result()
-        broker.kill()
-        messages = writing.stage(1, [[b"6"]])
-        committing = Task(writing.commit, messages, 1)
-        broker.start()
-        committing.join(BROKER_SECONDS)
-        committing.result()
-        writing.commit(messages, 1)
-        broker.stop()
-    assert payloads(home.read(A)) == [*ROWS, b"6"]
-    assert not [path for path in home.staged() if path.endswith(".rows")]
-
-
-@pytest.mark.nightly
-def test_query_that_knows_the_broker_alone_survives_its_restart(home, monkeypatch):
-    """Spark makes a writer for every batch: also at a moment when the broker is away."""
-    monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.05, 0.05))
-    with FlightProcess(home.config) as broker:
-        writing = Sink(monkeypatch, {"broker": broker.address, "topic": A})
-        writing.run(0, [[b"0"]])
-        broker.kill()
-        running = Task(writing.run, 1, [[b"1"]])
-        running.join(0.5)
-        broker.start()
-        running.join(BROKER_SECONDS)
-        running.result()
-        broker.stop()
-    assert payloads(home.read(A)) == [b"0", b"1"]
-
-
 def test_broker_that_never_comes_back_ends_the_batch_and_not_its_rows(home, monkeypatch):
     monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.05, 0.05))
     with home.open() as log, FlightTopics(log) as server:
@@ -557,13 +381,6 @@ def test_broker_that_never_comes_back_ends_the_batch_and_not_its_rows(home, monk
             location._close_all()
             writing.run(0, PARTS)
         assert payloads(log.topic(A).read()) == ROWS
-
-
-def test_broker_appends_what_is_staged_and_rows_do_not_cross_the_wire(home, monkeypatch):
-    with home.open() as log, FlightTopics(log) as server:
-        options = {"broker": server.address, "config": home.remote_config(), "topic": A}
-        Sink(monkeypatch, options).run(0, PARTS)
-        assert server.calls == {str(Action.APPEND_STAGED): 1}
 
 
 # -- what else the commit does --------------------------------------------------------------------

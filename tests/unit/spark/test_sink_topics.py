@@ -4,7 +4,6 @@ As in `test_sink`, without Spark.
 """
 
 import itertools
-import os
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import pytest
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType, TimestampType
 
 from ister.base import failpoints, retry
-from ister.bucket.shared_staging import read_segments
 from ister.errors import InvalidRequestError, MessageTooLargeError, UnavailableError
 from ister.spark import location, row_staging
 from ister.spark.row_staging import _commit_at_once
@@ -31,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 POINTS = sorted(point for point in failpoints.FAILPOINTS if point.startswith("batch."))
 C = "/default/third"
-DAY = 86_400
 
 
 def staged_rows(home):
@@ -80,23 +77,6 @@ def test_segments_of_one_topic_that_follow_each_other_are_one(home, monkeypatch)
     assert [(topic, file.rows, file.position) for topic, file in message.files] == [(A, 3, 0)]
     writing.commit([message], 0)
     assert payloads(home.read(A)) == [b"0", b"1", b"2"]
-
-
-def test_footer_lists_what_the_message_lists(home, monkeypatch):
-    writing = Sink(monkeypatch, {"config": home.config}, schema=BY_TOPIC)
-    message = writing.write(0, 0, [(B, b"0"), (A, b"1"), (B, b"2")])
-    objects = writing.writer()._place.history().objects
-    key = message.files[0][1].key
-    found = {segment.topic: segment[1:] for segment in read_segments(objects, objects.stat(key))}
-    assert found == {
-        topic: (file.position, file.size_bytes, file.rows) for topic, file in message.files
-    }
-
-
-def test_task_without_rows_writes_no_file(home, monkeypatch):
-    message = Sink(monkeypatch, {"config": home.config, "topic": A}).write(0, 0, [])
-    assert message.files == []
-    assert home.staged() == set()
 
 
 def test_row_that_is_too_large_names_its_topic(home, monkeypatch):
@@ -159,41 +139,6 @@ def test_commit_of_topics_that_raises_anywhere_is_finished(make, there, home, po
     make(schema=BY_TOPIC).run(0, PARTS)
     for topic, wanted in WANTED.items():
         assert sorted(there.texts(topic)) == wanted
-
-
-@in_both_places()
-def test_file_that_a_begun_batch_needs_is_not_collected_and_then_is(make, there, home):
-    """Goal: neither the other topics' commits nor a sweep remove what one topic needs."""
-    writing = make(schema=BY_TOPIC)
-    crash_at("batch.after_rows", visit=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_staging, "_TOPICS_AT_ONCE", 1)
-        with pytest.raises(Exception, match=r"after_rows|CrashError"):
-            writing.run(0, PARTS)
-        failpoints.disarm()
-        needed = staged_rows(home)
-        assert len(needed) == 2
-        age_staged(home)
-        with there.opened() as log:
-            log.topic(A).bucket.retention.collect_orphans()
-            log.topic(A).bucket.retention.collect_shared_staging()
-        assert staged_rows(home) == needed
-        writing.run(0, ANEW)
-    for topic, wanted in WANTED.items():
-        assert sorted(there.texts(topic)) == wanted
-    left = staged_rows(home)
-    age_staged(home)
-    with there.opened() as log:
-        assert set(log.topic(A).bucket.retention.collect_shared_staging()) == left
-    assert staged_rows(home) == set()
-
-
-def age_staged(home):
-    """Makes all staged files two days old."""
-    for path in home.staged():
-        full = home.path / "objects" / path
-        when = full.stat().st_mtime - 2 * DAY
-        os.utime(full, (when, when))
 
 
 # -- many at once -------------------------------------------------------------------------------

@@ -8,11 +8,8 @@ import json
 import logging
 import pickle
 import random
-import shutil
 import threading
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -32,9 +29,9 @@ from ister.spark import read_task, stream
 from ister.spark.compat import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 from ister.spark.offset_resolver import OffsetResolver
 from ister.spark.offsets import StreamOffset
-from tests.servers.flight import READ, FlightProcess, FlightTopics
+from tests.servers.flight import READ, FlightTopics
 from tests.support.cases import each, making
-from tests.support.machine import Task, eventually
+from tests.support.machine import Task
 from tests.support.scale import scaled
 from tests.support.streams import (
     A,
@@ -43,7 +40,6 @@ from tests.support.streams import (
     Home,
     OlderQuery,
     Query,
-    Row,
     a_reader,
     offsets_of,
     payload_of,
@@ -56,9 +52,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 POLL_SECONDS = stream._POLL_SECONDS
 EVERYTHING = ReadAllAvailable()
-BROKER_SECONDS = 60.0
 KILOBYTE = 1000
-GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 
 
 @pytest.fixture(params=[Query, OlderQuery])
@@ -113,15 +107,6 @@ def ends(offset):
 
 
 # -- where a stream begins ----------------------------------------------------------------------
-
-
-def test_initial_offset_is_the_same_however_often_it_is_asked_for(home):
-    home.append(A, 5)
-    reader = a_reader(home)
-    first = json.dumps(reader.initialOffset())
-    home.append(A, 5)
-    assert json.dumps(reader.initialOffset()) == first
-    assert ends(first) == {A: 5}
 
 
 @each(
@@ -198,16 +183,6 @@ def test_first_batch_that_fails_under_latest_loses_nothing(home, query, fails):
     assert running.run() == rows_of(A, range(100, 150))
 
 
-def test_first_batch_without_a_message_fixes_the_start(home, query):
-    home.append(A, 90)
-    running = query(startingOffsets="latest")
-    assert running.plan(), "Spark always makes the first one"
-    home.append(A, 10)
-    running.restart()
-    assert running.run() == []
-    assert running.run() == rows_of(A, range(90, 100))
-
-
 def test_no_batch_ends_before_it_starts(home, query):
     """While somebody appends, whatever is asked in whichever order, by however many readers."""
     home.append(A, 5)
@@ -251,17 +226,6 @@ def test_idle_stream_gives_back_the_text_that_it_was_asked_with(home, query):
     assert len(running.offsets) == 1
 
 
-def test_idle_stream_makes_no_batch_after_a_restart(home, query):
-    home.append(A, 4)
-    home.append(B, 4)
-    running = query(topic=f"{A},{B}", startingOffsets="earliest", maxMessagesPerTrigger="3")
-    batches = running.drain()
-    for order in (f"{B},{A}", f"{A},{B}"):
-        running.restart(topic=order, maxMessagesPerTrigger="100")
-        assert not running.plan()
-    assert len(running.offsets) == len(batches)
-
-
 def test_idle_stream_makes_no_batch_because_something_moved(home, query):
     for _ in range(5):
         home.append(A, 40)
@@ -275,12 +239,6 @@ def test_idle_stream_makes_no_batch_because_something_moved(home, query):
         assert not running.plan()
     home.append(B, 3)
     assert not running.plan(), "of another topic"
-
-
-def test_checkpoint_of_something_else_is_refused(home):
-    home.append(A, 1)
-    with pytest.raises(InvalidRequestError, match="not one of this source"):
-        a_reader(home).latestOffset({"t": {"0": 23}}, EVERYTHING)
 
 
 # -- how often the stores are asked -------------------------------------------------------------
@@ -344,19 +302,6 @@ def timed(monkeypatch):
     return Timed
 
 
-def test_stream_over_many_topics_pauses_for_no_longer_than_it_looks(home, timed, looks):
-    home.append(A, 1)
-    reader = a_reader(home)
-    timed.look_seconds = 3.0
-    start = reader.initialOffset()
-    looks.clear()
-    began = timed.now
-    for _ in range(5):
-        assert reader.latestOffset(start, EVERYTHING) is start
-    assert len(looks) >= 5
-    assert timed.now - began <= 2 * 3.0 * len(looks)
-
-
 def test_stream_that_its_trigger_paces_looks_once_at_every_trigger(home, timed, looks):
     """Its pause was four times as long as its look, whatever the interval."""
     home.append(A, 1)
@@ -373,16 +318,6 @@ def test_stream_that_its_trigger_paces_looks_once_at_every_trigger(home, timed, 
         found = reader.latestOffset(start, EVERYTHING)
         assert (len(looks), timed.now - called) == (1, 3.0)
     assert ends(found) == {A: 2}
-
-
-def test_idle_stream_sees_news_at_its_next_look(home, monkeypatch):
-    monkeypatch.setattr(stream, "_POLL_SECONDS", 0.5)
-    home.append(A, 1)
-    reader = a_reader(home)
-    start = reader.initialOffset()
-    home.append(A, 1)
-    # One call: it waits, looks once more, and comes back with it.
-    assert ends(reader.latestOffset(start, EVERYTHING)) == {A: 2}
 
 
 # -- stores that do not answer ------------------------------------------------------------------
@@ -445,25 +380,6 @@ def test_store_that_does_not_answer_for_a_while_ends_no_query(
     assert running.collect() == rows_of(A, range(8))
 
 
-@each("method", ["find_time", "range_of"], fresh=fresh)
-def test_store_that_fails_in_the_middle_is_asked_again(home, query, monkeypatch, impatient, method):
-    home.append(A, 6, upload=True)
-    failing = Failing(monkeypatch, OffsetResolver, method, times=3)
-    running = query(startingTimestamp="0", maxBytesPerTrigger="1g")
-    assert running.run() == rows_of(A, range(6))
-    assert failing.left == 0
-
-
-def test_frozen_end_survives_a_store_that_does_not_answer(
-    home, limited_query, monkeypatch, impatient
-):
-    home.append(A, 6)
-    failing = Failing(monkeypatch, OffsetResolver, "heads", times=3)
-    running = limited_query(startingOffsets="earliest")
-    assert running.available_now() == [rows_of(A, range(6))]
-    assert failing.left == 0
-
-
 def test_store_that_never_answers_ends_the_query_at_last(home, monkeypatch):
     home.append(A, 1)
     reader = a_reader(home)
@@ -476,47 +392,6 @@ def test_store_that_never_answers_ends_the_query_at_last(home, monkeypatch):
     assert 2 <= failing.calls <= 4
 
 
-def test_wrong_request_is_not_asked_again(home, monkeypatch):
-    home.append(A, 1)
-    reader = a_reader(home)
-    failing = Failing(
-        monkeypatch,
-        OffsetResolver,
-        "heads",
-        times=5,
-        error=InvalidRequestError("never works"),
-    )
-    with pytest.raises(InvalidRequestError):
-        reader.initialOffset()
-    assert failing.calls == 1
-
-
-@pytest.mark.nightly
-def test_broker_that_is_killed_and_started_again_ends_no_query(home, query, looks, monkeypatch):
-    monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.1, 0.1))
-    home.append(A, 10)
-    with FlightProcess(home.config) as broker:
-        running = query(
-            config=home.remote_config(), broker=broker.address, startingOffsets="earliest"
-        )
-        assert running.run() == rows_of(A, range(10))
-        broker.kill()
-        home.append(A, 5)
-        looks.clear()
-        planning = Task(running.plan)
-        eventually(lambda: len(looks) >= 1, "the driver asks")
-        planning.join(0.3)
-        assert planning.is_running, "it waits for the broker"
-        broker.start()
-        planning.join(BROKER_SECONDS)
-        assert planning.result()
-        broker.kill()
-        collecting = Task(running.collect)
-        broker.start()
-        collecting.join(BROKER_SECONDS)
-        assert collecting.result() == rows_of(A, range(10, 15))
-
-
 def test_task_reads_on_when_the_bucket_answers_again(home, query, monkeypatch):
     monkeypatch.setattr(read_task, "_PAUSE_SECONDS", 0.001)
     home.append(A, 6, upload=True)
@@ -527,21 +402,6 @@ def test_task_reads_on_when_the_bucket_answers_again(home, query, monkeypatch):
     monkeypatch.setattr(store, "view", store.read)
     assert running.collect() == rows_of(A, range(6))
     assert failing.left == 0
-
-
-def test_task_reads_on_when_the_broker_answers_again(home, query):
-    with home.open() as log:
-        publish(log.topic(A, create=True), 6)
-        with FlightTopics(log) as server:
-            options = {"config": home.remote_config(), "broker": server.address}
-            reader = a_reader(home, **options, startingOffsets="earliest")
-            start = reader.initialOffset()
-            parts = reader.partitions(start, reader.latestOffset(start, EVERYTHING))
-        waiting = Task(_read, reader, parts)
-        waiting.join(0.2)
-        assert waiting.is_running
-        with FlightTopics(log, port=server.port):
-            assert waiting.result() == list(range(6))
 
 
 def test_broker_that_serves_another_place_is_refused(home, memory):
@@ -561,32 +421,6 @@ def test_tail_on_another_machine_without_a_broker_is_refused(home):
         with pytest.raises(InvalidRequestError, match="on another machine") as refused:
             a_reader(home, config=home.remote_config()).initialOffset()
     assert "includeTail=false" in str(refused.value)
-
-
-def test_topic_ends_with_the_bucket_while_the_node_with_its_tail_is_not_running(
-    home, caplog, monkeypatch
-):
-    monkeypatch.setattr(stream, "retry_unavailable", lambda call: call())
-    with home.open() as log:
-        topic = log.topic(A, create=True)
-        publish(topic, 6)
-        topic.upload()
-        publish(topic, 3)
-        node = log.stores.membership.node
-    options = {"config": home.remote_config(), "startingOffsets": "earliest"}
-    reader = a_reader(home, **options)
-    start = reader.initialOffset()
-    end = reader.latestOffset(start, EVERYTHING)
-    assert _read(reader, reader.partitions(start, end)) == list(range(6))
-    [warning] = [r for r in caplog.records if "is not running" in r.message]
-    assert node in warning.getMessage()
-    # A stream that has come further waits, and a batch of it that is repeated fails for now.
-    ahead = StreamOffset.from_dict(end)
-    place = ahead.topics[A]
-    ahead = StreamOffset({A: replace(place, offset=9, start=4)}).to_dict()
-    assert reader.latestOffset(ahead, EVERYTHING) == ahead
-    with pytest.raises(UnavailableError, match=node):
-        reader.partitions(start, ahead)
 
 
 # -- cursors ------------------------------------------------------------------------------------
@@ -609,52 +443,6 @@ def test_cursor_follows_one_batch_behind_and_is_never_ahead(home, query):
     home.append(A, 1)
     running.run()
     assert home.cursor("spark") == 9
-
-
-def test_batch_that_failed_moves_no_cursor(home, query):
-    home.append(A, 4)
-    running = query(startingOffsets="earliest", subscription="spark", maxMessagesPerTrigger="2")
-    running.run()
-    running.plan()
-    running.collect()
-    for _ in range(3):
-        running.restart()
-        running.collect()
-        assert home.cursor("spark") == 2
-    running.run()
-    home.append(A, 1)
-    running.run()
-    assert home.cursor("spark") == 4
-
-
-def test_commit_moves_cursors_and_touches_nothing_else(home, query):
-    with home.open() as log:
-        topic = log.topic(A, create=True)
-        for _ in range(5):
-            publish(topic, 40)
-        topic.upload()
-        publish(topic, 10)
-    running = query(startingOffsets="earliest", subscription="spark")
-    running.run()
-    home.append(A, 1)
-    keys, objects, files = home.metadata(), home.objects(), _files(home)
-    running.run()
-    changed = {key for key, value in home.metadata().items() if keys.get(key) != value}
-    assert changed == {"/danube/subscriptions/default/a/spark/progress"}
-    assert set(keys) <= set(home.metadata())
-    assert home.objects() == objects
-    assert _files(home) == files
-    assert home.cursor("spark") == 210
-
-
-def test_query_without_a_subscription_leaves_no_cursor(home, query):
-    home.append(A, 4)
-    running = query(startingOffsets="earliest", maxMessagesPerTrigger="2")
-    running.run()
-    keys = home.metadata()
-    running.run()
-    assert home.metadata() == keys
-    assert home.subscriptions() == []
 
 
 def test_cursor_never_goes_back(home, query):
@@ -718,37 +506,6 @@ def test_topic_that_was_deleted_gets_no_cursor(home, query):
     assert home.cursor("spark") == 1
 
 
-def test_deleted_topic_does_not_keep_the_cursors_of_others(home, query):
-    home.append(A, 3)
-    home.append(B, 3)
-    running = query(
-        topic=f"{A},{B}",
-        startingOffsets="earliest",
-        subscription="spark",
-        failOnDataLoss="false",
-    )
-    running.run()
-    home.delete(A)
-    home.append(B, 1)
-    running.run()
-    assert home.cursor("spark", B) == 3
-
-
-def test_topic_made_again_has_a_cursor_of_its_own(home, query):
-    home.append(A, 9)
-    running = query(startingOffsets="earliest", subscription="spark", failOnDataLoss="false")
-    running.run()
-    home.append(A, 1)
-    running.run()
-    assert home.cursor("spark") == 9
-    home.delete(A)
-    home.append(A, 2)
-    running.run()
-    home.append(A, 1)
-    running.run()
-    assert home.cursor("spark") == 2
-
-
 # -- restarts -----------------------------------------------------------------------------------
 
 
@@ -770,17 +527,6 @@ def test_restart_goes_on_from_the_checkpoint_whatever_the_start_options_say(home
     home.append(A, 3)
     running.restart(**{"startingOffsets": None, **option})
     assert running.run() == rows_of(A, range(5, 8))
-
-
-def test_restart_needs_nothing_of_the_batch_that_is_done(home, query):
-    """Spark plans from the last end to itself, when that batch's messages may be gone."""
-    home.append(A, 5, upload=True, size=KILOBYTE)
-    running = query(startingOffsets="earliest")
-    running.run()
-    home.append(A, 5, upload=True, size=KILOBYTE)
-    home.age_out(5)
-    running.restart()
-    assert running.run() == rows_of(A, range(5, 10))
 
 
 def test_batch_comes_again_the_same_after_limits_have_changed(home, query):
@@ -827,32 +573,6 @@ def test_tail_that_was_turned_off_does_not_lose_what_was_planned_with_it(home, q
     assert running.run() == rows_of(A, range(10))
 
 
-def test_stream_of_the_bucket_alone_waits_for_uploads(home, query):
-    home.append(A, 5, upload=True)
-    home.append(A, 5)
-    running = query(config=home.remote_config(), includeTail="false", startingOffsets="earliest")
-    assert running.run() == rows_of(A, range(5))
-    assert running.run() == []
-    home.append(A, 1, upload=True)
-    assert running.run() == rows_of(A, range(5, 11))
-
-
-def test_golden_checkpoint_goes_on_where_it_stands(memory):
-    """Of the first version; `golden/make_stream_checkpoint.py` says what it holds."""
-    name = "/default/orders"
-    shutil.copytree(GOLDEN / "stream_data", memory / "data")
-    texts = [(GOLDEN / "stream_checkpoint" / "offsets" / n).read_text() for n in ("0", "1")]
-    running = Query(
-        partial(a_reader, None), config=str(memory / "data"), topic=name, startingOffsets="latest"
-    )
-    running.offsets = [text.splitlines()[-1] for text in texts]
-    running.finished = 1
-    assert running.run() == [Row(name, at, b"order %d" % at) for at in (3, 4)]
-    assert running.run() == [Row(name, at, b"order %d" % at) for at in (5, 6, 7)]
-    assert not running.plan()
-    assert running.resolve_start() == {name: 8}, "the same topic"
-
-
 # -- limits -------------------------------------------------------------------------------------
 
 
@@ -871,57 +591,35 @@ def test_default_limit_is_one_that_spark_knows(home, options, kind):
     assert type(a_reader(home, **options).getDefaultReadLimit()) is kind
 
 
-def test_messages_of_a_batch_are_limited_over_all_topics(home, query):
-    for name, count in ((A, 30), (B, 3), (C, 7)):
-        home.append(name, count)
-    running = query(topic=f"{A},{B},{C}", startingOffsets="earliest", maxMessagesPerTrigger="8")
-    batches = running.drain()
-    assert [len(rows) for rows in batches] == [8] * 5
-    assert {row.topic for row in batches[0]} == {A, B, C}, "no topic waits for another one"
-    assert sorted(running.rows) == sorted(
-        rows_of(A, range(30)) + rows_of(B, range(3)) + rows_of(C, range(7))
-    )
-
-
-@each("upload", [True, False], fresh=fresh)
-def test_bytes_of_a_batch_are_limited_about(home, query, upload):
-    with home.open() as log:
-        topic = log.topic(A, create=True)
-        publish(topic, 100, size=KILOBYTE)
-        if upload:
-            topic.upload()
-    running = query(startingOffsets="earliest", maxBytesPerTrigger="10k")
-    batches = running.drain()
-    assert 8 <= len(batches) <= 25
-    # Objects are cut where their index has entries, every five messages here.
-    assert all(1 <= len(rows) <= 15 for rows in batches)
-    assert offsets_of(running.rows) == list(range(100))
-
-
-@each(("messages", "size", "most"), [("4", "1g", 4), ("1000", "10k", 15)], fresh=fresh)
-def test_both_limits_count(home, query, messages, size, most):
-    with home.open() as log:
-        publish(log.topic(A, create=True), 50, size=KILOBYTE)
-    running = query(
-        startingOffsets="earliest", maxMessagesPerTrigger=messages, maxBytesPerTrigger=size
-    )
-    batches = running.drain()
-    assert max(map(len, batches)) <= most
-    assert offsets_of(running.rows) == list(range(50))
-
-
-def test_byte_limit_holds_for_a_tail_that_a_broker_serves(home, query):
+@each(
+    ("where", "options", "sizes"),
+    [
+        ("files", {"maxMessagesPerTrigger": "8"}, (8, 8)),
+        # Objects are cut where their index has entries, every five messages here.
+        ("bucket", {"maxBytesPerTrigger": "10k"}, (1, 15)),
+        ("files", {"maxBytesPerTrigger": "10k"}, (1, 15)),
+        ("broker", {"maxBytesPerTrigger": "10k"}, (1, 20)),
+        ("files", {"maxMessagesPerTrigger": "4", "maxBytesPerTrigger": "1g"}, (4, 4)),
+        ("files", {"maxMessagesPerTrigger": "1000", "maxBytesPerTrigger": "10k"}, (1, 15)),
+    ],
+    fresh=fresh,
+)
+def test_batch_is_limited_over_all_topics_and_wherever_they_are(home, query, where, options, sizes):
+    counts = {A: 60, B: 4, C: 8}
     with home.open() as log, FlightTopics(log) as server:
-        publish(log.topic(A, create=True), 100, size=KILOBYTE)
-        running = query(
-            config=home.remote_config(),
-            broker=server.address,
-            startingOffsets="earliest",
-            maxBytesPerTrigger="10k",
-        )
+        for name, count in counts.items():
+            topic = log.topic(name, create=True)
+            publish(topic, count, size=KILOBYTE)
+            if where == "bucket":
+                topic.upload()
+        if where == "broker":
+            options = options | {"config": home.remote_config(), "broker": server.address}
+        running = query(topic=",".join(counts), startingOffsets="earliest", **options)
         batches = running.drain()
-    assert len(batches) >= 5, "100 kB in batches of about 10 kB"
-    assert offsets_of(running.rows) == list(range(100))
+    assert all(sizes[0] <= len(rows) <= sizes[1] for rows in batches)
+    assert {row.topic for row in batches[0]} == {*counts}, "no topic waits for another one"
+    for name, count in counts.items():
+        assert [row for row in running.rows if row.topic == name] == rows_of(name, range(count))
 
 
 def test_trigger_that_takes_everything_has_no_limits(home, limited_query):
@@ -933,20 +631,6 @@ def test_trigger_that_takes_everything_has_no_limits(home, limited_query):
 
 
 # -- Spark before 4.2, which does not say where a batch starts ------------------------------------
-
-
-@each("fails", ["before", "after"], fresh=fresh)
-def test_older_spark_loses_nothing_of_a_first_batch_that_fails(home, older_query, fails):
-    home.append(A, 90)
-    running = older_query(startingOffsets="latest", maxMessagesPerTrigger="6")
-    assert running.plan(), "which asks for the end before it asks for the start"
-    home.append(A, 10)
-    if fails == "after":
-        running.run()
-        running.plan()
-    running.restart()
-    assert running.drain() == [rows_of(A, range(90, 96)), rows_of(A, range(96, 100))]
-    assert offsets_of(running.rows) == list(range(90, 100))
 
 
 @each("is_done", [True, False], fresh=fresh)
@@ -1007,18 +691,6 @@ def test_batch_that_does_not_begin_at_the_last_end_is_refused(home, position):
 # -- available now ------------------------------------------------------------------------------
 
 
-def test_available_now_reads_what_was_there_and_ends(home, limited_query):
-    home.append(A, 10)
-    running = limited_query(startingOffsets="earliest", maxMessagesPerTrigger="4")
-    running.driver.prepareForTriggerAvailableNow()
-    home.append(A, 5)
-    home.append(B, 5)
-    assert [len(rows) for rows in running.drain()] == [4, 4, 2]
-    assert [len(rows) for rows in running.available_now()] == [4, 1]
-    assert running.available_now() == []
-    assert offsets_of(running.rows) == list(range(15))
-
-
 def test_available_now_sees_what_was_synced_a_moment_ago(home, limited_query):
     """The owner's checkpoint lags; a read that happens once waits for it."""
     with home.open() as log:
@@ -1029,13 +701,6 @@ def test_available_now_sees_what_was_synced_a_moment_ago(home, limited_query):
             topic.append_many([payload_of(A, first), payload_of(A, first + 1)])
             topic.flush()
             assert running.available_now() == [rows_of(A, [first, first + 1])]
-
-
-def test_available_now_does_not_wait_at_its_end(home, limited_query, monkeypatch):
-    monkeypatch.setattr(stream, "_POLL_SECONDS", 60.0)
-    home.append(A, 4)
-    running = limited_query(startingOffsets="earliest", maxMessagesPerTrigger="2")
-    assert len(running.available_now()) == 2
 
 
 def test_available_now_that_begins_at_the_end_survives_a_producer(home, limited_query):
@@ -1061,34 +726,6 @@ def test_available_now_survives_a_topic_that_is_made_meanwhile(home, limited_que
     assert sorted(seen) == rows_of(A, range(3)) + rows_of(B, range(2))
 
 
-def test_available_now_with_a_producer_that_never_stops(home, limited_query):
-    home.append(A, 50)
-    stop = threading.Event()
-
-    def append():
-        with home.open() as log:
-            topic = log.topic(A)
-            while not stop.is_set():
-                publish(topic, 3)
-                if topic.watermarks.next % 5 == 0:
-                    topic.upload()
-                    topic.bucket.retention.trim()
-
-    writing = Task(append)
-    running = limited_query(startingOffsets="earliest", maxMessagesPerTrigger="20")
-    try:
-        for _ in range(4):
-            batches = running.available_now()
-            assert all(len(rows) <= 20 for rows in batches)
-    finally:
-        stop.set()
-    writing.result()
-    running.available_now()
-    with home.open() as log:
-        end = log.topic(A).watermarks.next
-    assert running.rows == rows_of(A, range(end))
-
-
 # -- topics that come and go --------------------------------------------------------------------
 
 
@@ -1100,39 +737,6 @@ def test_new_topic_that_matches_is_read_from_its_earliest_message(home, query):
     assert running.run() == rows_of(B, range(4)), "also under latest: nothing of it was ever seen"
     home.append("/other/x", 4)
     assert running.run() == []
-
-
-def test_new_topic_whose_beginning_aged_out_is_read_from_what_there_is(home, query):
-    home.append(A, 1)
-    running = query(topicPattern="/default/.*", startingOffsets="latest")
-    running.run()
-    home.append(B, 5, upload=True, size=KILOBYTE)
-    home.append(B, 5, upload=True)
-    home.age_out(5, B)
-    assert running.run() == rows_of(B, range(5, 10))
-
-
-def test_topic_without_local_messages_can_be_read(home, query):
-    """As a hand-over leaves it: all is in the bucket, and the new owner has written nothing."""
-    home.append(A, 3)
-    with home.open() as log:
-        log.seal(A)
-        log.topic(A)
-        running = query(startingOffsets="earliest")
-        assert running.run() == rows_of(A, range(3))
-        assert not running.plan()
-
-
-def test_partitions_that_are_added_are_read_from_their_beginning(home, query):
-    home.append("/default/p-part-0", 3)
-    running = query(topic="/default/p", startingOffsets="latest")
-    assert running.run() == []
-    home.append("/default/p-part-1", 2)
-    home.append("/default/p-part-0", 1)
-    home.append("/default/p-partial", 9)
-    assert running.run() == rows_of("/default/p-part-0", [3]) + rows_of(
-        "/default/p-part-1", range(2)
-    )
 
 
 LOSSES = {
@@ -1155,28 +759,18 @@ def _lose(home, how):
 
 
 @each("how", LOSSES, fresh=fresh)
-def test_loss_ends_the_query_with_a_text_that_says_what_to_do(home, query, how):
+def test_loss_ends_the_query_unless_it_is_allowed(home, query, caplog, how):
     home.append(A, 5, upload=True, size=KILOBYTE)
     home.append(B, 5)
     running = query(topic=f"{A},{B}", startingOffsets="earliest")
     running.run()
     _lose(home, how)
     text, kind = LOSSES[how]
-    for _ in range(2):
-        with pytest.raises(kind, match=text) as lost:
-            running.plan()
-        assert A in str(lost.value)
-        assert "failOnDataLoss=false" in str(lost.value)
-        running.restart()
-
-
-@each("how", LOSSES, fresh=fresh)
-def test_stream_goes_on_after_a_loss_that_is_allowed(home, query, caplog, how):
-    home.append(A, 5, upload=True, size=KILOBYTE)
-    home.append(B, 5)
-    running = query(topic=f"{A},{B}", startingOffsets="earliest", failOnDataLoss="false")
-    running.run()
-    _lose(home, how)
+    with pytest.raises(kind, match=text) as lost:
+        running.plan()
+    assert A in str(lost.value)
+    assert "failOnDataLoss=false" in str(lost.value)
+    running.restart(failOnDataLoss="false")
     with caplog.at_level(logging.WARNING, logger="ister.spark.stream"):
         rows = running.run()
     expected = {"deleted": [], "made again": [0, 1], "aged out": [10, 11, 12, 13, 14]}[how]
@@ -1190,18 +784,6 @@ def test_stream_goes_on_after_a_loss_that_is_allowed(home, query, caplog, how):
         assert A not in ends(running.offsets[-1])
         home.append(A, 2)
         assert running.run() == rows_of(A, range(2)), "one that comes back is a new one"
-
-
-def test_stream_past_a_loss_without_news_makes_no_batch(home, query):
-    home.append(A, 5)
-    home.append(B, 5)
-    running = query(topic=f"{A},{B}", startingOffsets="earliest", failOnDataLoss="false")
-    running.run()
-    home.delete(A)
-    for _ in range(3):
-        assert not running.plan()
-    running.restart()
-    assert not running.plan()
 
 
 @each("how", LOSSES, fresh=fresh)
@@ -1220,20 +802,6 @@ def test_loss_after_a_batch_was_planned(home, query, how):
     assert running.run() == rows_of(B, range(5))
     rest = {"deleted": [], "made again": [0, 1], "aged out": [10, 11, 12, 13, 14]}[how]
     assert running.run() == rows_of(A, rest)
-
-
-def test_part_of_a_planned_batch_that_aged_out(home, query):
-    home.append(A, 5, upload=True, size=KILOBYTE)
-    home.append(A, 5, upload=True)
-    running = query(startingOffsets="earliest")
-    running.plan()
-    home.age_out(5)
-    running.restart()
-    with pytest.raises(DataGapError) as lost:
-        running.collect()
-    assert (lost.value.start, lost.value.end) == (0, 5)
-    running.restart(failOnDataLoss="false")
-    assert running.run() == rows_of(A, range(5, 10))
 
 
 def test_messages_that_age_out_between_plan_and_read(home):
@@ -1309,20 +877,6 @@ def test_partition_that_spark_makes_up_is_empty(home):
     assert list(a_reader(home).read(object())) == []
 
 
-def test_batch_of_many_partitions_has_each_message_once(home, query):
-    with home.open() as log:
-        for name, count in ((A, 300), (B, 40)):
-            topic = log.topic(name, create=True)
-            publish(topic, count)
-            topic.upload()
-            publish(topic, 30)
-    running = query(topic=f"{A},{B}", startingOffsets="earliest", minPartitions="8")
-    rows = running.run()
-    for name, count in ((A, 330), (B, 70)):
-        assert [row for row in rows if row.topic == name] == rows_of(name, range(count))
-    assert len(rows) == 400
-
-
 # -- all at once --------------------------------------------------------------------------------
 
 
@@ -1370,7 +924,3 @@ def test_every_message_once_while_its_owner_does_everything_at_once(home, query,
     for name in names:
         mine = [row for row in running.rows if row.topic == name]
         assert mine == rows_of(name, range(expected[name]))
-
-
-def _files(home):
-    return {path: path.stat().st_mtime_ns for path in (home.path / "wal").rglob("*")}

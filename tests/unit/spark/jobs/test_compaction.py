@@ -1,17 +1,14 @@
 """The half of compaction on the driver: plans, swaps, refusals, collection; tasks run here."""
 
 import os
-import random
 from dataclasses import replace
 
-import duckdb
 import pyarrow as pa
 import pytest
 
 import ister
 from ister.base import failpoints
-from ister.base.model import Codec, StreamMessage, TopicName
-from ister.bucket.names import object_key, objects_prefix
+from ister.base.model import StreamMessage
 from ister.bucket.ownership import OwnedTopic
 from ister.errors import (
     ConflictError,
@@ -23,96 +20,25 @@ from ister.errors import (
 from ister.format.descriptor import encode_descriptor
 from ister.format.records import WriterRecord, encode_writer
 from ister.metadata.base import Delete, Put
-from ister.spark.jobs import compact_job
-from ister.spark.jobs.compact_job import CompactSettings, compact
-from ister.spark.jobs.job_report import error_as_fields
-from ister.spark.jobs.tasks import Done
+from ister.spark.jobs.compact_job import CompactSettings
 from ister.topic.dedup import SequencedTopic
 from tests.integration.spark_topics import (
-    ReadHere,
-    SparkPlace,
+    PUBLISHED_MS,
     expire_before,
-    fill,
-    fill_randomly,
-    objects_of,
-    rows_in,
     rows_of,
     without_spark,
 )
 from tests.support.builders import flip_byte
 from tests.support.cases import case
-from tests.support.spark_here import SparkHere
+from tests.support.spark_stage import A, Stage, upload
 
-A, B = "/default/a", "/default/b"
-
-
-class Stage:
-    """A data directory, and the job without Spark on it."""
-
-    def __init__(self, place, monkeypatch):
-        self.place = place
-        self.tasks = []
-        monkeypatch.setattr(compact_job, "run_tasks", self._run_tasks)
-
-    def _run_tasks(self, spark, items, work, *, weigh, name):
-        for item in items:
-            self.tasks.append(item)
-            try:
-                yield Done(item, work(item), None)
-            except ister.IsterError as error:
-                yield Done(item, None, error_as_fields(error))
-
-    def compact(self, **settings):
-        """Runs the job; small objects are worth it."""
-        settings = {"target_mb": 1, "min_objects": 2, "grace_minutes": 60} | settings
-        return compact(SparkHere(), self.place.config, **settings)
-
-    def fill(self, name, uploads, *, each=40, first=0):
-        """A topic with so many objects; its rows."""
-        with self.place.open() as log:
-            topic = log.topic(name, create=True)
-            upload(topic, uploads, each=each, first=first)
-            return rows_of(topic)
-
-    def rows(self, name=A):
-        """What the bucket has of a topic."""
-        with ister.open_bucket(self.place.config) as history:
-            return rows_in(history.topic(name).read_arrow().read_all())
-
-    def descriptors(self, name=A):
-        with ister.open_bucket(self.place.config) as history:
-            return [d for d, _ in history.topic(name).catalog.descriptors()]
-
-    def ids(self, name=A):
-        return [described.object_id for described in self.descriptors(name)]
-
-    def stored(self, name=A):
-        """The names of everything that the bucket has of a topic."""
-        with ister.open_bucket(self.place.config) as history:
-            prefix = objects_prefix(TopicName.parse(name))
-            return [info.key.removeprefix(prefix) for info in history.objects.list(prefix)]
-
-    def path(self, object_id, name=A):
-        return self.place.root / "objects" / object_key(TopicName.parse(name), object_id)
-
-    def everything(self):
-        """All of the bucket and of the metadata, but for leases and revisions."""
-        files = sorted(self.place.root.glob("objects/**/*"))
-        with ister.open_bucket(self.place.config) as history:
-            keys = [(item.key, item.value) for item in history.metadata.range("/danube/")]
-        return [(str(f), f.read_bytes()) for f in files if f.is_file()], keys
-
-
-def upload(topic, uploads, *, each=40, first=0):
-    for number in range(uploads):
-        fill(topic, each, first=first + number * each)
-        topic.upload()
+B = "/default/b"
 
 
 @pytest.fixture
-def stage(tmp_path, monkeypatch):
+def stage(tmp_path):
     with without_spark():
-        yield Stage(SparkPlace(tmp_path, cloud={"orphan_grace_minutes": 0}), monkeypatch)
+        yield Stage(tmp_path)
 
 
 def topic_of(report, name=A):
@@ -139,26 +65,6 @@ def test_topic_has_the_same_rows_in_fewer_objects(stage, kind):
         "bytes": sum(described.size_bytes for described in before),
         "new_bytes": merged.size_bytes,
     }
-
-
-def test_frames_are_the_same_bytes_after_parquet_and_back(stage):
-    stage.fill(A, 4)
-    frames = b"".join(stage.path(object_id).read_bytes() for object_id in stage.ids())
-    stage.compact(format="parquet")
-    stage.fill(A, 4, first=160)
-    late = b"".join(stage.path(object_id).read_bytes() for object_id in stage.ids()[1:])
-    stage.compact(format="dnb1", target_mb=64)
-    [merged] = stage.ids()
-    assert stage.path(merged).read_bytes() == frames + late
-
-
-def test_second_run_finds_nothing_to_do(stage):
-    stage.fill(A, 6)
-    stage.compact(format="parquet")
-    ids, done = stage.ids(), len(stage.tasks)
-    report = stage.compact(format="parquet")
-    assert (stage.ids(), len(stage.tasks)) == (ids, done)
-    assert (topic_of(report)["merged"], report.ok) == (0, True)
 
 
 def test_more_objects_than_a_transaction_takes_are_merged_in_one_run(stage):
@@ -265,113 +171,42 @@ def test_dry_run_says_what_would_be_done_and_changes_nothing(stage):
     before = stage.everything()
     report = stage.compact(dry_run=True)
     assert stage.everything() == before
-    assert stage.tasks == []
     assert report.as_json()["topics"] == [
         {"topic": A, "objects": 6, "merged": 1, "bytes": size},
         {"topic": B, "objects": 0, "merged": 0, "bytes": 0},
     ]
 
 
-def test_only_the_named_topics_are_compacted(stage):
-    stage.fill(A, 4)
-    stage.fill(B, 4)
-    report = stage.compact(topics="/default/b*")
-    assert list(report.topics) == [B]
-    assert (len(stage.ids(A)), len(stage.ids(B))) == (4, 1)
-    with pytest.raises(NotFoundError, match="does not exist"):
-        stage.compact(topics="/default/c")
-
-
-def test_topics_with_both_codecs_and_anything_in_them(stage):
-    rng = random.Random(7)
-    rows = {}
+def test_tombstone_never_goes_before_what_it_stands_for(stage, monkeypatch):
+    """Goal: a value does not come back because a swap of an earlier group was refused."""
     with stage.place.open() as log:
-        for name, codec in ((A, Codec.BINCODE2), (B, Codec.BINCODE1)):
-            topic = log.topic(name, create=True, codec=codec)
-            for _ in range(5):
-                fill_randomly(topic, rng, 30)
-                topic.upload()
-            rows[name] = rows_of(topic)
-    for kind in ("parquet", "dnb1"):
-        assert stage.compact(format=kind).ok
-        assert {name: stage.rows(name) for name in rows} == rows
+        topic = log.topic(A, create=True)
+        for payload in (b"value", b"other", b""):
+            for number in range(10):
+                topic.append(payload, routing_key=f"{number}", publish_time=PUBLISHED_MS)
+            topic.flush()
+            topic.upload()
+        rows = rows_of(topic)
+    original, refused = OwnedTopic.swap, []
 
+    def swap(self, old, new, **arguments):
+        if new.start == 10 and not refused:
+            refused.append(new)
+            return False
+        return original(self, old, new, **arguments)
 
-def test_parquet_objects_are_tables_for_others(stage):
-    rows = stage.fill(A, 5)
-    stage.compact(format="parquet")
-    [merged] = stage.ids()
-    found = duckdb.sql(
-        'SELECT "offset", payload, producer_name, attributes FROM '
-        f"read_parquet('{stage.path(merged)}') ORDER BY 1"
-    ).fetchall()
-    assert found == [(r.offset, r.payload, r.producer_name, r.attributes) for r in rows]
+    monkeypatch.setattr(OwnedTopic, "swap", swap)
+    settings = {"format": "parquet", "keep": "latest-per-key", "min_objects": 50}
+    report = stage.compact(**settings)
+    # The first group lost its values, the second was refused: the third keeps its tombstones.
+    assert stage.rows() == rows[10:]
+    assert (report.ok, topic_of(report)["skipped"]) == (True, 2)
+    assert stage.compact(**settings).total("removed_messages") == 20
+    assert stage.rows() == []
+    assert [(d.end, d.messages) for d in stage.descriptors()][-1] == (30, 0)
 
 
 # -- beside others ------------------------------------------------------------------------------
-
-
-def test_planned_read_goes_on_when_its_objects_are_gone(stage):
-    rows = stage.fill(A, 6)
-    planned = ReadHere(topic=A, config=stage.place.elsewhere, includeTail="false")
-    old = stage.ids()
-    for kind in ("dnb1", "parquet"):
-        stage.compact(format=kind, min_objects=1, grace_minutes=0)
-        for object_id in old:
-            stage.path(object_id).unlink(missing_ok=True)
-        assert planned.rows() == rows
-
-
-def test_owner_goes_on_while_its_newest_object_is_merged(stage):
-    with stage.place.open() as log:
-        topic = log.topic(A, create=True)
-        upload(topic, 4)
-        assert stage.compact().ok
-        upload(topic, 4, first=160)
-        topic.bucket.retention.trim()
-        assert stage.compact(format="parquet").ok
-        rows = rows_of(topic)
-        assert [row.offset for row in rows] == list(range(320))
-        assert [(d.start, d.end) for d in objects_of(topic)] == [(0, 320)]
-        assert topic.watermarks.tiered == 320
-    assert stage.rows() == rows
-
-
-def test_owner_uploads_between_merge_and_swap(stage):
-    with stage.place.open() as log:
-        topic = log.topic(A, create=True)
-        upload(topic, 4)
-        late = [160]
-
-        def append():
-            upload(topic, 1, first=late[0])
-            late[0] += 40
-
-        failpoints.arm("pipeline.before_commit", append)
-        report = stage.compact()
-        assert report.ok
-        rows = rows_of(topic)
-    assert stage.rows() == rows
-    assert [row.offset for row in rows] == list(range(late[0]))
-
-
-def test_owner_commits_while_its_newest_object_is_being_merged(stage):
-    """Goal: the pointer to the newest object moves under the owner's commit, and it goes on."""
-    with stage.place.open() as log:
-        topic = log.topic(A, create=True)
-        upload(topic, 4)
-        fill(topic, 40, first=160)
-
-        def merge():
-            failpoints.disarm()
-            assert stage.compact().ok
-
-        failpoints.arm("tier.before_commit", merge)
-        topic.upload()
-        rows = rows_of(topic)
-        assert topic.watermarks.tiered == 200
-    assert stage.rows() == rows
-    assert [(d.start, d.end) for d in stage.descriptors()] == [(0, 160), (160, 200)]
 
 
 def test_swap_is_refused_when_an_object_has_expired_meanwhile(stage):
@@ -446,23 +281,6 @@ def test_objects_that_share_offsets_are_left_alone(stage):
     assert [(d.start, d.end) for d in stage.descriptors()] == [(0, 41), (40, 80), (80, 160)]
 
 
-def test_topic_that_changes_hands_is_planned_again(stage):
-    rows = stage.fill(A, 4)
-
-    def take():
-        failpoints.disarm()
-        with stage.place.open() as log:
-            log.topic(A)
-
-    failpoints.arm("pipeline.before_commit", take)
-    report = stage.compact()
-    assert report.ok
-    assert topic_of(report)["skipped"] == 1
-    [merged] = stage.descriptors()
-    assert merged.epoch == 2
-    assert stage.rows() == rows
-
-
 def test_job_without_its_lease_changes_nothing(stage):
     stage.fill(A, 4)
     before = stage.descriptors()
@@ -496,10 +314,10 @@ def test_merged_object_that_is_gone_is_not_committed(stage):
     assert stage.rows() == rows
 
 
-def test_merged_object_that_waited_too_long_is_not_committed(tmp_path, monkeypatch):
+def test_merged_object_that_waited_too_long_is_not_committed(tmp_path):
     """Goal: what somebody may collect at any moment never becomes part of a topic."""
     with without_spark():
-        stage = Stage(SparkPlace(tmp_path, cloud={"orphan_grace_minutes": 60}), monkeypatch)
+        stage = Stage(tmp_path, cloud={"orphan_grace_minutes": 60})
         stage.fill(A, 4)
         before = stage.ids()
 

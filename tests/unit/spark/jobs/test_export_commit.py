@@ -11,51 +11,34 @@ from ister.base import failpoints
 from ister.errors import ConflictError, FencedError, UnavailableError
 from ister.spark.jobs import export_commit, export_round
 from ister.spark.jobs.export_commit import TableCommitter
-from ister.spark.jobs.export_job import export
 from ister.spark.jobs.leases import LeaseKeeper
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.delta import DeltaTable
 from ister.spark.tables.iceberg import IcebergTable
 from ister.spark.tables.parquet_directory import ParquetDirectory
 from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace
-from tests.support.cases import each, making, product
+from tests.support.cases import each, product
 from tests.support.exports import (
     FORMATS,
     add_rows,
     commits_in,
+    export_here,
+    fresh,
     iceberg_catalog,
     offsets_in,
     part_of,
     read_table,
     rows_of,
     table_at,
-    tasks_here,
-    where,
     write_files,
 )
 from tests.support.exports import adding as adding_one
 from tests.support.scale import scaled
+from tests.support.spark_here import killed_at
 
 A, B, C = "/default/a", "/default/b", "/default/c"
 SCHEMA = {"properties": {"id": {"type": "integer"}}}
 _TABLES = {"parquet": ParquetDirectory, "iceberg": IcebergTable, "delta": DeltaTable}
-
-
-class _KilledError(BaseException):
-    """Ends whatever is under way, as a killed process does."""
-
-
-@pytest.fixture
-def spark():
-    """Tasks run here."""
-    with tasks_here() as session:
-        yield session
-
-
-@making("tmp_path", "place")
-def fresh(path):
-    """A data directory, and a directory for tables, of one case."""
-    return {"tmp_path": path, "place": SparkPlace(path / "data")}
 
 
 def _fill(place: SparkPlace, topics, count: int, *, first: int = 0, bad=()) -> None:
@@ -67,11 +50,6 @@ def _fill(place: SparkPlace, topics, count: int, *, first: int = 0, bad=()) -> N
                 topic.append(payload, publish_time=PUBLISHED_MS + number)
             topic.flush()
             topic.upload()
-
-
-def _export(spark, place, tmp_path, format="parquet", **options):
-    to = options.pop("to", where(tmp_path, format))
-    return export(spark, place.config, to=to, format=format, **options)
 
 
 def _rows(tmp_path, format, name="orders") -> dict[str, list[int]]:
@@ -107,19 +85,19 @@ def test_many_topics_are_one_commit(spark, tmp_path):
     topics = [f"/default/t{number:03d}" for number in range(count)]
     _fill(place, topics, 2)
     for format in FORMATS:  # noqa: A001
-        report = _export(spark, place, tmp_path, format)
+        report = export_here(spark, place, tmp_path, format)
         assert report.ok, report.errors
         assert report.more["commits"] == 1
         assert commits_in(tmp_path, format) == 1
         assert _rows(tmp_path, format) == _each_has(topics, [0, 1])
         # Nothing new: nothing is committed.
-        again = _export(spark, place, tmp_path, format)
+        again = export_here(spark, place, tmp_path, format)
         assert (again.ok, again.more.get("commits"), again.total("messages")) == (True, None, 0)
         assert commits_in(tmp_path, format) == 1
     # A few of them have news.
     _fill(place, topics[:7], 3, first=2)
     for format in FORMATS:  # noqa: A001
-        assert _export(spark, place, tmp_path, format).total("messages") == 21
+        assert export_here(spark, place, tmp_path, format).total("messages") == 21
         assert commits_in(tmp_path, format) == 2
         assert sum(map(len, _rows(tmp_path, format).values())) == 2 * count + 21
 
@@ -127,7 +105,7 @@ def test_many_topics_are_one_commit(spark, tmp_path):
 @each("format", FORMATS, fresh=fresh)
 def test_dead_letters_of_all_topics_are_one_commit(spark, place, tmp_path, format):
     _fill(place, [A, B, C], 6, bad={1, 4})
-    report = _export(spark, place, tmp_path, format, schema=SCHEMA)
+    report = export_here(spark, place, tmp_path, format, schema=SCHEMA)
     assert report.ok, report.errors
     assert report.total("dead_letters") == 6
     for name, offsets in (("orders", [0, 2, 3, 5]), ("orders_dead_letters", [1, 4])):
@@ -139,7 +117,7 @@ def test_a_table_for_each_topic_has_a_commit_for_each(spark, tmp_path):
     place = SparkPlace(tmp_path / "data")
     _fill(place, [A, B], 3)
     for format in FORMATS:  # noqa: A001
-        report = _export(spark, place, tmp_path, format, to=f"{tmp_path}/{format}/{{topic}}")
+        report = export_here(spark, place, tmp_path, format, to=f"{tmp_path}/{format}/{{topic}}")
         assert (report.ok, report.more["commits"]) == (True, 2)
         assert [commits_in(tmp_path, format, name) for name in ("a", "b")] == [1, 1]
 
@@ -148,7 +126,7 @@ def test_a_table_for_each_topic_has_a_commit_for_each(spark, tmp_path):
 def test_a_large_backlog_takes_several_commits(spark, place, tmp_path, monkeypatch, limit):
     _fill(place, [A, B, C], 5)
     monkeypatch.setattr(export_round, limit, 1)
-    report = _export(spark, place, tmp_path)
+    report = export_here(spark, place, tmp_path)
     assert (report.ok, report.more["commits"]) == (True, 3)
     assert _rows(tmp_path, "parquet") == _each_has([A, B, C], list(range(5)))
 
@@ -190,7 +168,7 @@ def test_a_round_reads_as_much_after_many_rounds_as_after_few(
     for number in range(rounds):
         _fill(place, [A, B], 1, first=number)
         reads.clear()
-        assert _export(spark, place, tmp_path, format).ok
+        assert export_here(spark, place, tmp_path, format).ok
         counts.append(len(reads))
     assert commits_in(tmp_path, format) == (4 if format == "parquet" else rounds)
     assert counts[-1] == counts[11], counts
@@ -214,17 +192,17 @@ def test_a_topic_that_another_export_was_faster_with_is_left_out(
 
     def overtake() -> None:
         failpoints.disarm()
-        _export(spark, place, tmp_path, format, topics=B, end=4)
+        export_here(spark, place, tmp_path, format, topics=B, end=4)
 
     failpoints.arm("pipeline.before_commit", overtake)
-    report = _export(spark, place, tmp_path, format)
+    report = export_here(spark, place, tmp_path, format)
     monkeypatch.undo()
     assert [error["topic"] for error in report.errors] == [B]
     assert "0 up to 4" in report.errors[0]["message"]
     assert (report.total("messages"), commits_in(tmp_path, format)) == (20, 2)
     # Its file is not left behind.
     assert _left(tmp_path, format) == ["a", "b", "c"]
-    assert _export(spark, place, tmp_path, format).total("messages") == 6
+    assert export_here(spark, place, tmp_path, format).total("messages") == 6
     assert _rows(tmp_path, format) == _each_has([A, B, C], list(range(10)))
 
 
@@ -239,12 +217,12 @@ def test_a_topic_whose_file_is_gone_is_left_out(spark, place, tmp_path, monkeypa
         real(self, destination)
 
     monkeypatch.setattr(TableCommitter, "commit", lose)
-    report = _export(spark, place, tmp_path, format)
+    report = export_here(spark, place, tmp_path, format)
     monkeypatch.undo()
     [error] = report.errors
     assert (error["code"], error["topic"]) == ("NOT_FOUND", B)
     assert commits_in(tmp_path, format) == 1
-    assert _export(spark, place, tmp_path, format).total("messages") == 5
+    assert export_here(spark, place, tmp_path, format).total("messages") == 5
     assert _rows(tmp_path, format) == _each_has([A, B, C], list(range(5)))
 
 
@@ -264,14 +242,14 @@ def test_a_topic_whose_lease_has_ended_is_left_out(spark, tmp_path):
     try:
         # It is not taken yet.
         failpoints.arm("pipeline.before_commit", lambda: [item.release() for item in fences])
-        report = _export(spark, place, tmp_path, schema=SCHEMA)
+        report = export_here(spark, place, tmp_path, schema=SCHEMA)
     finally:
         LeaseKeeper.take = real
         failpoints.disarm()
     assert [(error["topic"], error["code"]) for error in report.errors] == [(B, "ABORTED")]
     assert _rows(tmp_path, "parquet") == _each_has([A, C], [0, 1, 3, 4])
     # Its dead letters were committed before, and are not written again.
-    assert _export(spark, place, tmp_path, schema=SCHEMA).ok
+    assert export_here(spark, place, tmp_path, schema=SCHEMA).ok
     assert _rows(tmp_path, "parquet") == _each_has([A, B, C], [0, 1, 3, 4])
     assert _rows(tmp_path, "parquet", "orders_dead_letters") == _each_has([A, B, C], [2])
 
@@ -288,7 +266,7 @@ def test_dead_letters_that_are_refused_keep_their_topics_rows_back(spark, tmp_pa
         real(self, addition, check=check)
 
     monkeypatch.setattr(ParquetDirectory, "commit", refuse)
-    report = _export(spark, place, tmp_path, schema=SCHEMA)
+    report = export_here(spark, place, tmp_path, schema=SCHEMA)
     monkeypatch.undo()
     assert [error["topic"] for error in report.errors] == [A]
     assert _rows(tmp_path, "parquet") == {B: list(range(5))}
@@ -311,11 +289,11 @@ def test_a_commit_that_fails_as_a_whole_fails_every_topic(
         raise error.again()
 
     monkeypatch.setattr(_TABLES[format], "commit", fail)
-    report = _export(spark, place, tmp_path, format)
+    report = export_here(spark, place, tmp_path, format)
     monkeypatch.undo()
     assert [item["topic"] for item in report.errors] == [A, B]
     assert _left(tmp_path, format) == ([] if isinstance(error, ConflictError) else ["a", "b"])
-    assert _export(spark, place, tmp_path, format).ok
+    assert export_here(spark, place, tmp_path, format).ok
     assert _rows(tmp_path, format) == _each_has([A, B], [0, 1, 2])
 
 
@@ -331,7 +309,7 @@ def test_a_table_that_refuses_topic_after_topic_is_not_asked_for_ever(spark, tmp
 
     monkeypatch.setattr(ParquetDirectory, "commit", refuse)
     monkeypatch.setattr(export_commit, "_LEFT_OUT_MAX", 2)
-    report = _export(spark, place, tmp_path)
+    report = export_here(spark, place, tmp_path)
     assert asked == [6, 5, 4]
     assert [error["topic"] for error in report.errors] == topics
     # An offset is that of the topic that has it.
@@ -361,28 +339,16 @@ _POINTS = (
 def test_ended_at_every_step_each_offset_of_each_topic_is_there_once(
     spark, place, tmp_path, format
 ):
-    count, bad, ended = 0, set(), []
+    count, bad = 0, set()
     for point, visit in _POINTS:
+        if "publish" in point and format != "parquet":
+            continue
         bad.add(count + 1)
         _fill(place, [A, B, C], 3, first=count, bad=bad)
         count += 3
-        visits: list[int] = []
-
-        def kill(visits=visits, visit=visit) -> None:
-            visits.append(1)
-            if len(visits) == visit:
-                raise _KilledError
-
-        failpoints.arm(point, kill)
-        try:
-            _export(spark, place, tmp_path, format, schema=SCHEMA)
-        except _KilledError:
-            ended.append((point, visit))
-        failpoints.disarm()
-    assert {point for point in _POINTS if "publish" not in point[0]} <= set(ended)
-    if format == "parquet":
-        assert len(ended) == len(_POINTS)
-    assert _export(spark, place, tmp_path, format, schema=SCHEMA).ok
+        with killed_at(point, visit):
+            export_here(spark, place, tmp_path, format, schema=SCHEMA)
+    assert export_here(spark, place, tmp_path, format, schema=SCHEMA).ok
     good = [number for number in range(count) if number not in bad]
     assert _rows(tmp_path, format) == _each_has([A, B, C], good)
     letters = _rows(tmp_path, format, "orders_dead_letters")
@@ -397,13 +363,8 @@ def test_a_record_of_one_topic_is_finished_and_understood(spark, tmp_path):
     table = table_at(tmp_path, "parquet")
     files = write_files(table.target("a"), table.open(ENVELOPE), rows_of(0, 5))
 
-    def kill() -> None:
-        raise _KilledError
-
-    failpoints.arm("export.after_table_commit", kill)
-    with pytest.raises(_KilledError):
+    with killed_at("export.after_table_commit"):
         table.commit(adding_one(files, (0, 5)), check=lambda: None)
-    failpoints.disarm()
     [path] = (tmp_path / "parquet/orders/_ister/commits").iterdir()
     record = json.loads(path.read_text())
     [file] = record["files"]
@@ -430,9 +391,9 @@ def test_commits_of_one_topic_and_of_many_follow_each_other(spark, place, tmp_pa
     """A table with a commit for each topic goes on with commits of all of them."""
     _fill(place, [A, B, C], 4)
     for topic in (A, B):
-        assert _export(spark, place, tmp_path, format, topics=topic).ok
+        assert export_here(spark, place, tmp_path, format, topics=topic).ok
     _fill(place, [A, B, C], 2, first=4)
-    report = _export(spark, place, tmp_path, format)
+    report = export_here(spark, place, tmp_path, format)
     assert (report.more["commits"], report.total("messages")) == (1, 2 + 2 + 6)
     assert _rows(tmp_path, format) == _each_has([A, B, C], list(range(6)))
 

@@ -15,67 +15,47 @@ from ister.bucket.fence import Fence
 from ister.cli.pipeline import export as command
 from ister.errors import (
     CapacityError,
-    ConflictError,
-    DataGapError,
-    DiskError,
     FencedError,
     InvalidRequestError,
     NotFoundError,
-    PermissionDeniedError,
     UnavailableError,
 )
 from ister.format.descriptor import ObjectDescriptor
 from ister.spark.jobs import export_job, export_round, leases
-from ister.spark.jobs.export_commit import TableCommitter
 from ister.spark.jobs.export_job import ExportSettings, export
 from ister.spark.jobs.export_round import _divide_evenly
 from ister.spark.jobs.job import Job, open_job
 from ister.spark.jobs.leases import LeaseKeeper
 from ister.spark.planner import TopicRange
-from ister.spark.tables import parquet_directory
-from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.delta import DeltaTable
 from ister.spark.tables.iceberg import IcebergTable
 from ister.spark.tables.parquet_directory import ParquetDirectory
 from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace, expire_before, fill
-from tests.support.cases import each, making, product
+from tests.support.cases import each, product
 from tests.support.exports import (
     FORMATS,
     TOPIC,
     add_foreign_rows,
     commit_nothing,
     commits_in,
+    export_here,
     forget_history,
-    iceberg_catalog,
+    fresh,
     offsets_in,
     read_table,
     roll_back,
     states_of,
-    table_at,
-    tasks_here,
     where,
 )
+from tests.support.spark_here import killed_at
 
 SCHEMA = {"properties": {"id": {"type": "integer"}, "name": {"type": "string"}}}
-
-
-@pytest.fixture
-def spark():
-    """Tasks run here."""
-    with tasks_here() as session:
-        yield session
 
 
 @pytest.fixture
 def place(tmp_path):
     """A data directory."""
     return SparkPlace(tmp_path / "data")
-
-
-@making("tmp_path", "place")
-def fresh(path):
-    """A data directory, and a directory for tables, of one case."""
-    return {"tmp_path": path, "place": SparkPlace(path / "data")}
 
 
 def _fill_json(place: SparkPlace, count: int, *, bad=(), first: int = 0, upload: bool = True):
@@ -89,53 +69,39 @@ def _fill_json(place: SparkPlace, count: int, *, bad=(), first: int = 0, upload:
             topic.upload()
 
 
-def _export(spark, place, tmp_path, format="parquet", **options):
-    to = options.pop("to", where(tmp_path, format))
-    return export(spark, place.config, to=to, format=format, **options)
-
-
 # -- plans --------------------------------------------------------------------------------------
 
 
 @each("format", FORMATS, fresh=fresh)
 def test_all_of_it_once(spark, place, tmp_path, format):
     place.fill(TOPIC, 120, uploaded=100)
-    plan = _export(spark, place, tmp_path, format, dry_run=True)
+    plan = export_here(spark, place, tmp_path, format, dry_run=True)
     assert plan.topics[TOPIC]["messages"] == 100
     assert plan.topics[TOPIC]["bytes"] > 0
     assert not (tmp_path / format).exists()
-    first = _export(spark, place, tmp_path, format)
+    first = export_here(spark, place, tmp_path, format)
     assert (first.ok, first.topics[TOPIC]["messages"]) == (True, 100)
-    again = _export(spark, place, tmp_path, format)
+    again = export_here(spark, place, tmp_path, format)
     assert (again.ok, again.topics[TOPIC]["messages"], again.total("files")) == (True, 0, 0)
     assert offsets_in(tmp_path, format) == list(range(100))
-
-
-def test_the_tail_comes_along_when_it_is_asked_for(spark, place, tmp_path):
-    place.fill(TOPIC, 120, uploaded=100)
-    _export(spark, place, tmp_path, include_tail=True)
-    assert offsets_in(tmp_path, "parquet") == list(range(120))
-    with place.open() as log:
-        log.topic(TOPIC).upload()
-    assert _export(spark, place, tmp_path).total("messages") == 0
 
 
 @each("format", FORMATS, fresh=fresh)
 def test_missing_ranges_are_filled(spark, place, tmp_path, format):
     place.fill(TOPIC, 100, uploaded=100)
     for start, end in ((20, 40), (60, 70)):
-        _export(spark, place, tmp_path, format, start=start, end=end)
+        export_here(spark, place, tmp_path, format, start=start, end=end)
     assert offsets_in(tmp_path, format) == [*range(20, 40), *range(60, 70)]
-    plan = _export(spark, place, tmp_path, format, dry_run=True)
+    plan = export_here(spark, place, tmp_path, format, dry_run=True)
     assert plan.topics[TOPIC]["ranges"] == [[0, 20], [40, 60], [70, 100]]
-    _export(spark, place, tmp_path, format)
+    export_here(spark, place, tmp_path, format)
     assert offsets_in(tmp_path, format) == list(range(100))
 
 
 def test_points_in_time(spark, place, tmp_path):
     place.fill(TOPIC, 100, uploaded=100, step_ms=1000)
     begin = datetime.fromtimestamp(PUBLISHED_MS / 1000, UTC)
-    _export(
+    export_here(
         spark,
         place,
         tmp_path,
@@ -143,44 +109,6 @@ def test_points_in_time(spark, place, tmp_path):
         end=begin + timedelta(seconds=20),
     )
     assert offsets_in(tmp_path, "parquet") == list(range(10, 20))
-
-
-def test_many_topics_into_one_table_and_into_many(spark, place, tmp_path):
-    for name in ("/a/x", "/a/y", "/b/x"):
-        place.fill(name, 30, uploaded=30)
-    report = _export(spark, place, tmp_path, topics="/a/*")
-    assert report.total("messages") == 60
-    found = read_table(tmp_path, "parquet")
-    assert sorted(set(found.column("topic").to_pylist())) == ["/a/x", "/a/y"]
-    report = export(spark, place.config, to=f"{tmp_path}/each/{{namespace}}-{{topic}}")
-    assert report.total("messages") == 90
-    assert sorted(path.name for path in (tmp_path / "each").iterdir()) == ["a-x", "a-y", "b-x"]
-
-
-def test_a_range_that_retention_took(spark, place, tmp_path):
-    """What is in the table stays, what is gone is not waited for."""
-    with place.open() as log:
-        topic = log.topic(TOPIC, create=True)
-        for first in range(0, 600, 200):
-            fill(topic, 200, first=first)
-            topic.upload()
-        earliest = expire_before(log, topic, 300)
-    assert 0 < earliest <= 300
-    report = _export(spark, place, tmp_path, start=0)
-    assert report.ok
-    assert offsets_in(tmp_path, "parquet") == list(range(earliest, 600))
-
-
-def test_one_topics_failure_harms_no_other(spark, place, tmp_path):
-    place.fill("/default/bad", 100, uploaded=100)
-    place.fill("/default/good", 50, uploaded=50)
-    for path in (tmp_path / "data/objects").rglob("*/bad/objects/*"):
-        path.write_bytes(b"\0" * path.stat().st_size)
-    # From another machine: local files would make up for it.
-    report = export(spark, place.elsewhere, to=f"{tmp_path}/each/{{topic}}")
-    assert {error["topic"] for error in report.errors} == {"/default/bad"}
-    assert report.topics["/default/good"]["messages"] == 50
-    assert not report.ok
 
 
 def test_ranges_that_could_be_read_count_beside_one_that_could_not(spark, place, tmp_path):
@@ -205,7 +133,7 @@ def test_ranges_that_could_be_read_count_beside_one_that_could_not(spark, place,
     assert set(range(100)) <= set(before)
     assert 150 not in before
     objects[1].write_bytes(good)
-    assert _export(spark, place, tmp_path).ok
+    assert export_here(spark, place, tmp_path).ok
     assert offsets_in(tmp_path, "parquet") == list(range(300))
 
 
@@ -215,7 +143,7 @@ def test_ranges_that_could_be_read_count_beside_one_that_could_not(spark, place,
 @each("format", FORMATS, fresh=fresh)
 def test_bad_rows_become_dead_letters(spark, place, tmp_path, format):
     _fill_json(place, 60, bad={3, 40})
-    report = _export(spark, place, tmp_path, format, schema=SCHEMA)
+    report = export_here(spark, place, tmp_path, format, schema=SCHEMA)
     assert report.ok
     assert (report.total("messages"), report.total("dead_letters")) == (58, 2)
     rows = read_table(tmp_path, format)
@@ -226,47 +154,17 @@ def test_bad_rows_become_dead_letters(spark, place, tmp_path, format):
     assert letters.column("offset").to_pylist() == [3, 40]
     assert letters.column("payload").to_pylist() == [b"?", b"?"]
     assert "not JSON" in letters.column("reason").to_pylist()[0]
-    again = _export(spark, place, tmp_path, format, schema=SCHEMA)
+    again = export_here(spark, place, tmp_path, format, schema=SCHEMA)
     assert again.total("dead_letters") == 0
-
-
-def test_a_schema_that_grows(spark, place, tmp_path):
-    _fill_json(place, 10)
-    narrow = {"properties": {"id": {"type": "integer"}}}
-    _export(spark, place, tmp_path, "iceberg", schema=narrow)
-    _fill_json(place, 10, first=10)
-    _export(spark, place, tmp_path, "iceberg", schema=SCHEMA)
-    rows = read_table(tmp_path, "iceberg")
-    assert rows.column("name").to_pylist() == [None] * 10 + [f"n{n}" for n in range(10, 20)]
-    wrong = {"properties": {"id": {"type": "string"}}}
-    report = _export(spark, place, tmp_path, "iceberg", schema=wrong)
-    assert [error["code"] for error in report.errors] == ["ABORTED"]
-
-
-class _KilledError(BaseException):
-    """Ends whatever is under way."""
-
-
-def _kill_at(point: str, visit: int = 1) -> None:
-    visits = []
-
-    def act() -> None:
-        visits.append(1)
-        if len(visits) == visit:
-            raise _KilledError
-
-    failpoints.arm(point, act)
 
 
 @each("format", FORMATS, fresh=fresh)
 def test_dead_letters_are_not_written_again_after_a_crash(spark, place, tmp_path, format):
     _fill_json(place, 60, bad={3, 40})
-    _kill_at("export.after_dead_letters")
-    with pytest.raises(_KilledError):
-        _export(spark, place, tmp_path, format, schema=SCHEMA)
-    failpoints.disarm()
+    with killed_at("export.after_dead_letters"):
+        export_here(spark, place, tmp_path, format, schema=SCHEMA)
     _fill_json(place, 10, first=60, bad={65})
-    report = _export(spark, place, tmp_path, format, schema=SCHEMA)
+    report = export_here(spark, place, tmp_path, format, schema=SCHEMA)
     assert report.ok
     assert offsets_in(tmp_path, format, "orders_dead_letters") == [3, 40, 65]
     assert offsets_in(tmp_path, format) == [n for n in range(70) if n not in (3, 40, 65)]
@@ -275,12 +173,10 @@ def test_dead_letters_are_not_written_again_after_a_crash(spark, place, tmp_path
 def test_another_schema_after_such_a_crash_loses_nothing(spark, place, tmp_path):
     """Rows that fitted the first schema and not the second are letters, too."""
     _fill_json(place, 60, bad={3})
-    _kill_at("export.after_dead_letters")
-    with pytest.raises(_KilledError):
-        _export(spark, place, tmp_path, schema=SCHEMA)
-    failpoints.disarm()
+    with killed_at("export.after_dead_letters"):
+        export_here(spark, place, tmp_path, schema=SCHEMA)
     wrong = {"properties": {"name": {"type": "integer"}}}
-    assert _export(spark, place, tmp_path, schema=wrong).total("dead_letters") == 60
+    assert export_here(spark, place, tmp_path, schema=wrong).total("dead_letters") == 60
     letters = offsets_in(tmp_path, "parquet", "orders_dead_letters")
     assert set(letters) == set(range(60))
 
@@ -288,33 +184,6 @@ def test_another_schema_after_such_a_crash_loses_nothing(spark, place, tmp_path)
 # -- what is committed stays --------------------------------------------------------------------
 
 _TABLES = {"parquet": ParquetDirectory, "iceberg": IcebergTable, "delta": DeltaTable}
-
-
-@each(
-    "error",
-    [
-        CapacityError("disk full"),
-        UnavailableError("no answer"),
-        DiskError("input/output error", errno=5),
-        PermissionDeniedError("no"),
-        ConflictError("somebody"),
-    ],
-    fresh=fresh,
-)
-def test_names_that_cannot_be_given_cost_no_rows(spark, place, tmp_path, monkeypatch, error):
-    _fill_json(place, 60, bad={3, 40})
-    real = parquet_directory._rename
-
-    def broken(*_: str) -> None:
-        raise error.again()
-
-    monkeypatch.setattr(parquet_directory, "_rename", broken)
-    for _ in range(3):
-        assert not _export(spark, place, tmp_path, schema=SCHEMA).ok
-    monkeypatch.setattr(parquet_directory, "_rename", real)
-    assert _export(spark, place, tmp_path, schema=SCHEMA).ok
-    assert offsets_in(tmp_path, "parquet") == [n for n in range(60) if n not in (3, 40)]
-    assert offsets_in(tmp_path, "parquet", "orders_dead_letters") == [3, 40]
 
 
 @each(("format", "is_in"), product(FORMATS, [True, False]), fresh=fresh)
@@ -332,10 +201,10 @@ def test_an_outcome_that_is_not_known_costs_no_rows(
         raise CapacityError("whatever")
 
     monkeypatch.setattr(_TABLES[format], "commit", lossy)
-    assert not _export(spark, place, tmp_path, format).ok
+    assert not export_here(spark, place, tmp_path, format).ok
     monkeypatch.undo()
     assert len(list((tmp_path / format).rglob("default-orders-*.parquet*"))) == 1
-    assert _export(spark, place, tmp_path, format).ok
+    assert export_here(spark, place, tmp_path, format).ok
     assert offsets_in(tmp_path, format) == list(range(100))
 
 
@@ -347,55 +216,8 @@ def test_what_was_not_tried_is_removed(spark, place, tmp_path, monkeypatch, form
         raise UnavailableError("the catalog does not answer")
 
     monkeypatch.setattr(_TABLES[format], "commit", unavailable)
-    assert not _export(spark, place, tmp_path, format).ok
+    assert not export_here(spark, place, tmp_path, format).ok
     assert not list((tmp_path / format).rglob("default-orders-*.parquet*"))
-
-
-@pytest.mark.nightly
-@each("format", FORMATS, fresh=fresh)
-def test_dead_letters_that_are_in_stay_when_the_rows_are_refused(
-    spark, place, tmp_path, monkeypatch, format
-):
-    _fill_json(place, 60, bad={3, 40})
-    real = _TABLES[format].commit
-
-    def refuse(self, addition, *, check) -> None:
-        if "@" in addition.topics[0].incarnation:
-            real(self, addition, check=check)
-            return
-        check()
-        raise ConflictError("another export was faster")
-
-    monkeypatch.setattr(_TABLES[format], "commit", refuse)
-    assert not _export(spark, place, tmp_path, format, schema=SCHEMA).ok
-    monkeypatch.undo()
-    assert offsets_in(tmp_path, format, "orders_dead_letters") == [3, 40]
-    assert _export(spark, place, tmp_path, format, schema=SCHEMA).ok
-    assert offsets_in(tmp_path, format, "orders_dead_letters") == [3, 40]
-    assert offsets_in(tmp_path, format) == [n for n in range(60) if n not in (3, 40)]
-
-
-@each("format", FORMATS, fresh=fresh)
-def test_files_that_are_on_other_machines_are_refused(spark, place, tmp_path, monkeypatch, format):
-    """A directory as `to`, and executors that have one of their own of that name."""
-    place.fill(TOPIC, 100, uploaded=100)
-    real = TableCommitter.commit
-
-    def elsewhere(self, item) -> None:
-        for path in (tmp_path / format).rglob("default-orders-*.parquet*"):
-            path.unlink()
-        real(self, item)
-
-    monkeypatch.setattr(TableCommitter, "commit", elsewhere)
-    report = _export(spark, place, tmp_path, format)
-    [error] = report.errors
-    assert (error["code"], error["topic"], error["offset"]) == ("NOT_FOUND", TOPIC, 0)
-    assert "0 up to 100" in error["message"]
-    assert "share" in error["hint"]
-    assert report.total("messages") == 0
-    monkeypatch.undo()
-    assert _export(spark, place, tmp_path, format).total("messages") == 100
-    assert offsets_in(tmp_path, format) == list(range(100))
 
 
 def test_a_round_says_in_its_tables_that_it_is_under_way(spark, place, tmp_path):
@@ -407,7 +229,7 @@ def test_a_round_says_in_its_tables_that_it_is_under_way(spark, place, tmp_path)
         seen.extend(path.parents[2].name for path in tmp_path.rglob("_ister/runs/*"))
 
     failpoints.arm("pipeline.before_commit", look)
-    assert _export(spark, place, tmp_path, schema=SCHEMA).ok
+    assert export_here(spark, place, tmp_path, schema=SCHEMA).ok
     assert sorted(seen) == ["orders", "orders_dead_letters"]
     assert not list(tmp_path.rglob("_ister/runs/*"))
 
@@ -434,20 +256,6 @@ def test_marks_are_renewed_beside_leases(spark, place, monkeypatch):
 # -- refusals -------------------------------------------------------------------------------------
 
 
-def test_a_topic_that_was_made_again_is_refused(spark, place, tmp_path):
-    place.fill(TOPIC, 30, uploaded=30)
-    _export(spark, place, tmp_path)
-    with place.open() as log:
-        log.delete(TOPIC)
-    place.fill(TOPIC, 10, uploaded=10)
-    report = _export(spark, place, tmp_path)
-    assert "created again" in report.errors[0]["message"]
-    assert offsets_in(tmp_path, "parquet") == list(range(30))
-    report = _export(spark, place, tmp_path, accept_remade=True)
-    assert report.total("messages") == 10
-    assert sorted(offsets_in(tmp_path, "parquet")) == sorted([*range(30), *range(10)])
-
-
 def test_one_export_of_a_topic_into_a_table_at_a_time(spark, place, tmp_path):
     place.fill(TOPIC, 30, uploaded=30)
     taken: list[str] = []
@@ -459,16 +267,16 @@ def test_one_export_of_a_topic_into_a_table_at_a_time(spark, place, tmp_path):
 
     Fence.take = classmethod(remember)
     try:
-        _export(spark, place, tmp_path, end=10)
+        export_here(spark, place, tmp_path, end=10)
     finally:
         Fence.take = classmethod(real)
     [key] = [key for key in taken if "/exports/" in key]
     with open_job("other", spark, place.config, exclusive=lambda _: key):
-        report = _export(spark, place, tmp_path)
+        report = export_here(spark, place, tmp_path)
         assert "another export" in report.errors[0]["message"]
         # Into another table it may.
-        assert _export(spark, place, tmp_path, to=str(tmp_path / "else")).ok
-    assert _export(spark, place, tmp_path).total("messages") == 20
+        assert export_here(spark, place, tmp_path, to=str(tmp_path / "else")).ok
+    assert export_here(spark, place, tmp_path).total("messages") == 20
 
 
 @each("format", FORMATS, fresh=fresh)
@@ -491,29 +299,6 @@ def format_of(name: str):
     return export_job._parse_format(name)
 
 
-def test_a_table_that_is_ahead_of_the_plan_refuses(spark, place, tmp_path, monkeypatch):
-    """As if a second export had run although the lease said no."""
-    place.fill(TOPIC, 30, uploaded=30)
-
-    def overtake() -> None:
-        failpoints.disarm()
-        _export(spark, place, tmp_path, start=5, end=8)
-
-    real = LeaseKeeper.take
-    monkeypatch.setattr(
-        LeaseKeeper,
-        "take",
-        lambda self, key, *about, **more: real(self, f"{key}{id(self)}", *about, **more),
-    )
-    failpoints.arm("pipeline.before_commit", overtake)
-    report = _export(spark, place, tmp_path)
-    monkeypatch.undo()
-    assert "5 up to 8" in report.errors[0]["message"]
-    assert offsets_in(tmp_path, "parquet") == [5, 6, 7]
-    assert _export(spark, place, tmp_path).total("messages") == 27
-    assert offsets_in(tmp_path, "parquet") == list(range(30))
-
-
 @pytest.mark.nightly
 @each(("format", "together"), product(FORMATS, [True, False]), fresh=fresh)
 def test_dead_letters_do_not_go_among_the_rows_of_another_topic(
@@ -529,10 +314,8 @@ def test_dead_letters_do_not_go_among_the_rows_of_another_topic(
             topic.upload()
     to = str(tmp_path / format / "{topic}")
     errors = []
-    for topics in [names] if together else names:
-        report = export(
-            spark, place.config, to=to, format=format, schema=SCHEMA, topics=list_of(topics)
-        )
+    for topics in [[*names]] if together else [[name] for name in names]:
+        report = export(spark, place.config, to=to, format=format, schema=SCHEMA, topics=topics)
         errors += report.errors
     assert [error["topic"] for error in errors] == [names[1]]
     assert "dead letters" in errors[0]["message"]
@@ -546,11 +329,6 @@ def test_dead_letters_do_not_go_among_the_rows_of_another_topic(
     )
     assert {error["code"] for error in report.errors} == {"ABORTED"}
     assert "the table has rows" in report.errors[0]["message"]
-
-
-def list_of(names) -> list[str]:
-    """A name, or several."""
-    return [names] if isinstance(names, str) else list(names)
 
 
 @each(
@@ -582,28 +360,8 @@ def test_what_makes_no_sense(spark, place, tmp_path, wrong):
 def test_a_topic_that_is_not_there(spark, place, tmp_path):
     place.fill(TOPIC, 3, uploaded=3)
     with pytest.raises(NotFoundError):
-        _export(spark, place, tmp_path, topics="/default/none")
-    assert _export(spark, place, tmp_path, topics="/none/*").topics == {}
-
-
-def test_an_export_that_goes_on(spark, place, tmp_path):
-    place.fill(TOPIC, 10, uploaded=10)
-    stop = threading.Event()
-    rounds = []
-
-    def meanwhile() -> None:
-        rounds.append(1)
-        if len(rounds) == 2:
-            place.fill(TOPIC, 20, uploaded=20)
-        if len(rounds) == 4:
-            stop.set()
-
-    failpoints.arm("pipeline.after_plan", meanwhile)
-    report = _export(spark, place, tmp_path, available_now=False, interval=0.01, stop=stop)
-    assert report.ok
-    assert len(rounds) == 4
-    assert offsets_in(tmp_path, "parquet") == list(range(30))
-    assert report.topics[TOPIC]["messages"] == 30
+        export_here(spark, place, tmp_path, topics="/default/none")
+    assert export_here(spark, place, tmp_path, topics="/none/*").topics == {}
 
 
 @each("error", [UnavailableError("an election"), FencedError("it has ended")], fresh=fresh)
@@ -624,7 +382,7 @@ def test_an_export_that_goes_on_outlives_a_store_that_does_not(
         return real(self, wanted)
 
     monkeypatch.setattr(Job, "topics", topics)
-    report = _export(spark, place, tmp_path, available_now=False, interval=0.01, stop=stop)
+    report = export_here(spark, place, tmp_path, available_now=False, interval=0.01, stop=stop)
     assert (report.ok, len(rounds)) == (True, 5)
     assert offsets_in(tmp_path, "parquet") == list(range(30))
     assert report.topics[TOPIC]["messages"] == 30
@@ -635,7 +393,9 @@ def test_an_export_that_goes_on_outlives_a_store_that_does_not(
 def test_an_export_that_goes_on_ends_with_what_waiting_does_not_heal(spark, place, tmp_path):
     place.fill(TOPIC, 10, uploaded=10)
     with pytest.raises(NotFoundError):
-        _export(spark, place, tmp_path, available_now=False, interval=0.01, topics="/default/none")
+        export_here(
+            spark, place, tmp_path, available_now=False, interval=0.01, topics="/default/none"
+        )
 
 
 def test_an_export_that_is_ended_while_a_store_does_not_answer_says_so(spark, place, tmp_path):
@@ -647,7 +407,7 @@ def test_an_export_that_is_ended_while_a_store_does_not_answer_says_so(spark, pl
         raise UnavailableError("an election")
 
     failpoints.arm("pipeline.after_plan", fail)
-    report = _export(spark, place, tmp_path, available_now=False, interval=0.01, stop=stop)
+    report = export_here(spark, place, tmp_path, available_now=False, interval=0.01, stop=stop)
     assert [error["message"] for error in report.errors] == ["an election"]
 
 
@@ -656,7 +416,7 @@ def test_what_retention_took_between_two_exports_is_told(spark, place, tmp_path)
         topic = log.topic(TOPIC, create=True)
         fill(topic, 200)
         topic.upload()
-    assert "gap" not in _export(spark, place, tmp_path, end=150).topics[TOPIC]
+    assert "gap" not in export_here(spark, place, tmp_path, end=150).topics[TOPIC]
     with place.open() as log:
         topic = log.topic(TOPIC)
         for first in (200, 400):
@@ -664,7 +424,7 @@ def test_what_retention_took_between_two_exports_is_told(spark, place, tmp_path)
             topic.upload()
         earliest = expire_before(log, topic, 300)
     assert earliest > 150
-    report = _export(spark, place, tmp_path)
+    report = export_here(spark, place, tmp_path)
     assert report.topics[TOPIC]["gap"] == [[150, earliest]]
     assert offsets_in(tmp_path, "parquet") == [*range(150), *range(earliest, 600)]
 
@@ -676,10 +436,10 @@ def test_the_gap_that_compaction_left_is_covered(spark, place, tmp_path, monkeyp
 
     monkeypatch.setattr("ister.spark.jobs.export_task.ReadTask.read", _without_odd_offsets())
     assert real is export_round.export_item
-    _export(spark, place, tmp_path)
+    export_here(spark, place, tmp_path)
     monkeypatch.undo()
     assert offsets_in(tmp_path, "parquet") == list(range(0, 100, 2))
-    assert _export(spark, place, tmp_path).total("messages") == 0
+    assert export_here(spark, place, tmp_path).total("messages") == 0
 
 
 def _without_odd_offsets():
@@ -706,23 +466,6 @@ def _send(place: SparkPlace, start: int, end: int, *, bad=()) -> None:
 
 
 @each("format", _WITH_HISTORY, fresh=fresh)
-def test_what_a_rollback_took_is_added_again(spark, place, tmp_path, format):
-    _send(place, 0, 20)
-    _export(spark, place, tmp_path, format)
-    state = states_of(tmp_path, format)[-1]
-    _send(place, 20, 30)
-    _export(spark, place, tmp_path, format)
-    roll_back(tmp_path, format, state)
-    _send(place, 30, 35)
-    planned = _export(spark, place, tmp_path, format, dry_run=True)
-    assert planned.topics[TOPIC]["ranges"] == [[20, 35]]
-    report = _export(spark, place, tmp_path, format)
-    assert (report.ok, report.total("messages")) == (True, 15)
-    assert offsets_in(tmp_path, format) == list(range(35))
-    assert _export(spark, place, tmp_path, format).total("messages") == 0
-
-
-@each("format", _WITH_HISTORY, fresh=fresh)
 def test_what_a_rollback_took_and_the_topic_does_not_have_any_more_is_told(
     spark, place, tmp_path, format
 ):
@@ -730,9 +473,9 @@ def test_what_a_rollback_took_and_the_topic_does_not_have_any_more_is_told(
         topic = log.topic(TOPIC, create=True)
         fill(topic, 100)
         topic.upload()
-    _export(spark, place, tmp_path, format, end=50)
+    export_here(spark, place, tmp_path, format, end=50)
     state = states_of(tmp_path, format)[-1]
-    _export(spark, place, tmp_path, format)
+    export_here(spark, place, tmp_path, format)
     roll_back(tmp_path, format, state)
     with place.open() as log:
         topic = log.topic(TOPIC)
@@ -741,34 +484,34 @@ def test_what_a_rollback_took_and_the_topic_does_not_have_any_more_is_told(
             topic.upload()
         earliest = expire_before(log, topic, 150)
     assert earliest >= 100
-    report = _export(spark, place, tmp_path, format)
+    report = export_here(spark, place, tmp_path, format)
     [error] = report.errors
     assert "50 up to 100" in error["message"]
     # What there is, is exported; the next export has nothing to complain of.
     assert offsets_in(tmp_path, format) == [*range(50), *range(earliest, 500)]
-    assert _export(spark, place, tmp_path, format).ok
+    assert export_here(spark, place, tmp_path, format).ok
 
 
 @each("format", _WITH_HISTORY, fresh=fresh)
 def test_dead_letters_that_a_rollback_took(spark, place, tmp_path, format):
     _send(place, 0, 10, bad={3})
-    _export(spark, place, tmp_path, format, schema=SCHEMA)
+    export_here(spark, place, tmp_path, format, schema=SCHEMA)
     before = {name: states_of(tmp_path, format, name)[-1] for name in ("orders", _LETTERS)}
     _send(place, 10, 20, bad={13})
-    _export(spark, place, tmp_path, format, schema=SCHEMA)
+    export_here(spark, place, tmp_path, format, schema=SCHEMA)
     roll_back(tmp_path, format, before[_LETTERS], _LETTERS)
     _send(place, 20, 25, bad={23})
-    report = _export(spark, place, tmp_path, format, schema=SCHEMA)
+    report = export_here(spark, place, tmp_path, format, schema=SCHEMA)
     [error] = report.errors
     assert "10 up to 20" in error["message"]
     assert offsets_in(tmp_path, format, _LETTERS) == [3]
     roll_back(tmp_path, format, before["orders"])
-    assert _export(spark, place, tmp_path, format, schema=SCHEMA).ok
+    assert export_here(spark, place, tmp_path, format, schema=SCHEMA).ok
     assert offsets_in(tmp_path, format, _LETTERS) == [3, 13, 23]
     assert offsets_in(tmp_path, format) == [n for n in range(25) if n not in (3, 13, 23)]
     # With the rows alone, they are there already.
     roll_back(tmp_path, format, before["orders"])
-    assert _export(spark, place, tmp_path, format, schema=SCHEMA).ok
+    assert export_here(spark, place, tmp_path, format, schema=SCHEMA).ok
     assert offsets_in(tmp_path, format, _LETTERS) == [3, 13, 23]
     assert offsets_in(tmp_path, format) == [n for n in range(25) if n not in (3, 13, 23)]
 
@@ -777,21 +520,21 @@ def test_dead_letters_that_a_rollback_took(spark, place, tmp_path, format):
 def test_a_rollback_after_which_nothing_is_new_is_recorded(spark, place, tmp_path, format):
     """Dead letters are rare, and upkeep removes what says that their table was rolled back."""
     _send(place, 0, 10, bad={3})
-    _export(spark, place, tmp_path, format, schema=SCHEMA)
+    export_here(spark, place, tmp_path, format, schema=SCHEMA)
     before = {name: states_of(tmp_path, format, name)[-1] for name in ("orders", _LETTERS)}
     _send(place, 10, 20, bad={13})
-    _export(spark, place, tmp_path, format, schema=SCHEMA)
+    export_here(spark, place, tmp_path, format, schema=SCHEMA)
     for name, state in before.items():
         roll_back(tmp_path, format, state, name)
-    assert _export(spark, place, tmp_path, format, schema=SCHEMA, end=10).ok
+    assert export_here(spark, place, tmp_path, format, schema=SCHEMA, end=10).ok
     commits = {name: commits_in(tmp_path, format, name) for name in before}
-    assert _export(spark, place, tmp_path, format, schema=SCHEMA, end=10).ok
+    assert export_here(spark, place, tmp_path, format, schema=SCHEMA, end=10).ok
     assert commits == {name: commits_in(tmp_path, format, name) for name in before}
     for name in before:
         commit_nothing(tmp_path, format, name)
         commit_nothing(tmp_path, format, name)
         forget_history(tmp_path, format, name)
-    assert _export(spark, place, tmp_path, format, schema=SCHEMA).ok
+    assert export_here(spark, place, tmp_path, format, schema=SCHEMA).ok
     assert offsets_in(tmp_path, format, _LETTERS) == [3, 13]
     assert offsets_in(tmp_path, format) == [n for n in range(20) if n not in (3, 13)]
 
@@ -802,35 +545,19 @@ def test_a_topic_that_was_made_again_is_refused_without_the_history_too(
 ):
     """Offsets of the old topic say nothing of the new one."""
     place.fill(TOPIC, 30, uploaded=30)
-    _export(spark, place, tmp_path, format)
+    export_here(spark, place, tmp_path, format)
     with place.open() as log:
         log.delete(TOPIC)
     place.fill(TOPIC, 50, uploaded=50)
     add_foreign_rows(tmp_path, format, 1000, 1001)
     add_foreign_rows(tmp_path, format, 1001, 1002)
     forget_history(tmp_path, format)
-    [error] = _export(spark, place, tmp_path, format).errors
+    [error] = export_here(spark, place, tmp_path, format).errors
     assert "created again" in error["message"]
-    report = _export(spark, place, tmp_path, format, accept_remade=True)
+    report = export_here(spark, place, tmp_path, format, accept_remade=True)
     assert report.total("messages") == 50
     found = offsets_in(tmp_path, format)
     assert found == sorted([*range(30), *range(50), 1000, 1001])
-
-
-def test_columns_of_payloads_that_were_renamed_and_dropped(spark, place, tmp_path):
-    _send(place, 0, 5)
-    _export(spark, place, tmp_path, "iceberg", schema=SCHEMA)
-    with (
-        iceberg_catalog(tmp_path) as catalog,
-        catalog.load_table("default.orders").update_schema() as change,
-    ):
-        change.rename_column("id", "number").delete_column("name")
-    _send(place, 5, 9)
-    report = _export(spark, place, tmp_path, "iceberg", schema=SCHEMA)
-    assert (report.ok, report.total("messages")) == (True, 4)
-    rows = read_table(tmp_path, "iceberg")
-    assert rows.column("number").to_pylist() == list(range(9))
-    assert not {"id", "name"} & set(rows.column_names)
 
 
 # -- how a topic is divided among tasks ------------------------------------------------------------
@@ -941,19 +668,9 @@ def test_a_signal_ends_an_export_that_goes_on(monkeypatch):
 
 
 def test_formats_are_those_of_the_config():
-    assert ConflictError.code == "ABORTED"
-    assert DataGapError.code == "DATA_LOSS"
     settings = ExportSettings.from_config(
         export_job.ExportConfig(to="x", catalog={"type": "rest"}, format=format_of("iceberg"))
     )
     assert (settings.to, settings.catalog) == ("x", {"type": "rest"})
     with pytest.raises(InvalidRequestError):
         ExportSettings.from_config(export_job.ExportConfig())
-
-
-def test_a_table_of_another_program_with_the_same_columns(spark, place, tmp_path):
-    place.fill(TOPIC, 10, uploaded=10)
-    table = table_at(tmp_path, "delta")
-    table.open(pa.schema([*ENVELOPE, ("note", pa.string())]))
-    assert _export(spark, place, tmp_path, "delta").ok
-    assert read_table(tmp_path, "delta").column("note").to_pylist() == [None] * 10

@@ -4,39 +4,28 @@ What has to be there is checked without the code of the job: the descriptors are
 the metadata store, and each has to have its file with its size.
 """
 
-import json
 import os
-from contextlib import contextmanager
 
 import pytest
 
-import ister
 from ister.base import failpoints
-from ister.base.clock import SystemClock
 from ister.base.model import TopicName
 from ister.bucket.names import (
     TopicKeys,
-    objects_prefix,
     shared_staging_prefix,
     staging_prefix,
 )
 from ister.bucket.pipeline import PipelineKeys
 from ister.bucket.trust import TRUST_PREFIX
-from ister.errors import ConflictError, IsterError, NotFoundError
-from ister.format.records import encode_current
+from ister.errors import ConflictError, IsterError
 from ister.format.staged_file import StagedSegment, encode_footer
-from ister.metadata.base import Delete
-from ister.spark.jobs.compact_job import compact
-from ister.spark.jobs.gc_job import collect_topics, gc
 from ister.spark.jobs.job import open_job
-from tests.integration.spark_topics import SparkPlace, fill, rows_in, without_spark
+from tests.integration.spark_topics import without_spark
 from tests.support.cases import case
-from tests.support.clock import ManualClock
-from tests.support.grace import without_least_grace
-from tests.support.spark_here import SparkHere
+from tests.support.spark_here import killed_at
+from tests.support.spark_stage import SPARK, A, Stage
 
-A, B = "/default/a", "/default/b"
-SPARK = SparkHere()
+B = "/default/b"
 KEYS = PipelineKeys("/danube")
 HOUR = 3600
 
@@ -46,88 +35,6 @@ def _clean():
     with without_spark():
         yield
     failpoints.disarm()
-
-
-class Stage:
-    """A data directory, whose topics nobody has open unless a test opens them."""
-
-    def __init__(self, root, **storage):
-        cloud = {"orphan_grace_minutes": 0, **storage.pop("cloud", {})}
-        self.place = SparkPlace(root, cloud=cloud, **storage)
-        self.clock = ManualClock(now_ms=SystemClock().now_ns() // 1_000_000)
-
-    def fill(self, name=A, uploads=4, *, each=40):
-        with self.place.open() as log:
-            topic = log.topic(name, create=True)
-            first = topic.next_offset
-            for number in range(uploads):
-                fill(topic, each, first=first + number * each)
-                topic.upload()
-
-    def merge(self, name=A):
-        """Four objects that one has replaced: garbage."""
-        self.fill(name)
-        with without_least_grace():
-            self.compact(topics=name)
-        assert len(self.stored(name)) == 5
-
-    def compact(self, **more):
-        done = compact(
-            SPARK, self.place.config, target_mb=1, min_objects=2, grace_minutes=0, **more
-        )
-        assert done.ok
-
-    def gc(self, **more):
-        return gc(SPARK, self.place.config, **more)
-
-    def gc_at(self, *, dry_run=False, **more):
-        """Runs it by this stage's own clock."""
-        with open_job(
-            "gc",
-            SPARK,
-            self.place.config,
-            dry_run=dry_run,
-            exclusive=lambda keys: keys.gc,
-            clock=self.clock,
-        ) as job:
-            collect_topics(job, job.topics(["*"]), **more)
-        return job.report
-
-    @contextmanager
-    def metadata(self):
-        with open_job("test", SPARK, self.place.config) as job:
-            yield job.store
-
-    def rows(self, name=A):
-        with ister.open_bucket(self.place.config) as history:
-            return rows_in(history.topic(name).read_arrow().read_all())
-
-    def stored(self, name=A):
-        """The names of the files of a topic's objects, sorted."""
-        folder = self.place.root / "objects" / objects_prefix(TopicName.parse(name))
-        return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-
-    def named(self, name=A):
-        """The objects that descriptors name, sorted; each has to be there."""
-        prefix = TopicKeys("/danube", TopicName.parse(name)).objects
-        with ister.open_bucket(self.place.config) as history:
-            found = [json.loads(item.value) for item in history.metadata.range(prefix)]
-        described = [one for one in found if "object_id" in one]
-        folder = self.place.root / "objects" / objects_prefix(TopicName.parse(name))
-        for one in described:
-            assert (folder / one["object_id"]).stat().st_size == one["size"], one["object_id"]
-        return sorted(one["object_id"] for one in described)
-
-    def everything(self):
-        """All of the bucket and of the metadata, but for the pipeline's keys."""
-        files = sorted(self.place.root.glob("objects/**/*"))
-        with ister.open_bucket(self.place.config) as history:
-            keys = [
-                (item.key, item.value)
-                for item in history.metadata.range("/danube/")
-                if not item.key.startswith("/danube/pipeline/")
-            ]
-        return [(str(f), f.read_bytes()) for f in files if f.is_file()], keys
 
 
 @pytest.fixture
@@ -169,23 +76,10 @@ def test_dry_run_tells_the_same_and_changes_nothing(stage):
     assert (told.dry_run, told.topics[A]["orphans"]) == (True, 4)
 
 
-def test_objects_stay_for_their_grace(tmp_path):
-    stage = Stage(tmp_path, cloud={"orphan_grace_minutes": 60})
-    stage.merge()
-    before = stage.stored()
-    assert stage.gc().topics[A]["orphans"] == 0
-    assert stage.stored() == before
-    for name in before:
-        if name not in stage.named():
-            age(stage.place.root / "objects" / objects_prefix(TopicName.parse(A)) / name, 2 * HOUR)
-    assert stage.gc().topics[A]["orphans"] == 4
-    assert stage.stored() == stage.named()
-
-
 def test_replaced_objects_stay_for_an_hour_whatever_the_grace(stage):
     """Readers may have planned to read them."""
     stage.fill()
-    stage.compact()
+    stage.compact(grace_minutes=0)
     stage.clock.advance(HOUR - 60)
     assert stage.gc_at().topics[A]["orphans"] == 0
     stage.clock.advance(120)
@@ -212,62 +106,6 @@ def test_young_objects_stay_while_other_jobs_run(stage):
     assert stage.gc().topics[A]["orphans"] == 4
 
 
-def test_orphans_of_a_killed_merge_go(stage):
-    stage.fill()
-    failpoints.arm("pipeline.before_commit", die)
-    with pytest.raises(KilledError):
-        compact(SPARK, stage.place.config, target_mb=1, min_objects=2)
-    failpoints.disarm()
-    assert len(stage.stored()) == 5
-    assert stage.gc().topics[A]["orphans"] == 1
-    assert stage.stored() == stage.named()
-
-
-def test_object_that_the_catalog_has_forgotten_stays(stage):
-    """Goal: metadata that is lost or old takes no data with it."""
-    stage.merge()
-    stage.fill(uploads=1)
-    (last,) = [name for name in stage.named() if name.startswith("data-160-")]
-    keys = TopicKeys("/danube", TopicName.parse(A))
-    with stage.metadata() as store:
-        store.transact([], [Delete(keys.descriptor(160))])
-        store.put(keys.current, encode_current(0, 160))
-    report = stage.gc()
-    assert report.topics[A]["orphans"] == 4
-    assert stage.stored() == sorted([*stage.named(), last])
-
-
-def test_object_stays_whose_successors_are_not_in_the_bucket(stage):
-    """Goal: an older copy of the metadata names objects that are gone, and the merged one stays."""
-    stage.fill()
-    with ister.open_bucket(stage.place.config) as history:
-        before = history.metadata.range("/danube/storage/")
-    with without_least_grace():
-        stage.compact()
-    (merged,) = stage.named()
-    assert stage.gc().topics[A]["orphans"] == 4
-    with stage.metadata() as store:
-        store.delete_prefix(TopicKeys("/danube", TopicName.parse(A)).storage)
-        for item in before:
-            store.put(item.key, item.value)
-    report = stage.gc()
-    assert report.topics[A]["orphans"] == 0
-    assert stage.stored() == [merged]
-
-
-def test_objects_ahead_of_the_topic_stay_for_its_next_owner(stage):
-    """They may be all that is left of messages whose disk is lost."""
-    stage.fill(uploads=1)
-    folder = stage.place.root / "objects" / objects_prefix(TopicName.parse(A))
-    ahead = ("data-40-79.dnb1", "data-40-pending-1.dnb1", "data-20-60.dnb1")
-    behind = "data-0-pending-1.dnb1"
-    for name in (*ahead, behind):
-        (folder / name).write_bytes(b"x")
-        age(folder / name, HOUR)
-    assert stage.gc().topics[A]["orphans"] == 1
-    assert stage.stored() == sorted([*stage.named(), *ahead])
-
-
 # -- retention ----------------------------------------------------------------------------------
 
 
@@ -289,29 +127,6 @@ def test_objects_expire_by_age(tmp_path):
     assert stage.rows() == rows[120:]
     with stage.place.open() as log:
         assert log.topic(A).next_offset == 160
-
-
-def test_objects_expire_by_size(tmp_path):
-    stage = Stage(
-        tmp_path,
-        cloud={"retention": {"size_mb": 1}},
-        uploader={"max_object_bytes": 1 << 30},
-        wal={"rotate_max_bytes": 1 << 22},
-    )
-    with stage.place.open() as log:
-        topic = log.topic(A, create=True)
-        for _ in range(4):
-            topic.append_many([b"x" * 100_000] * 5)
-            topic.flush()
-            topic.upload()
-    report = stage.gc()
-    assert report.topics[A]["expired"] == 2
-    assert stage.stored() == stage.named()
-    assert [one["offset"] for one in map(row_as_dict, stage.rows())] == list(range(10, 20))
-
-
-def row_as_dict(row):
-    return row._asdict() if hasattr(row, "_asdict") else {"offset": row[1]}
 
 
 def test_clock_that_is_not_trusted_deletes_nothing_by_age(tmp_path):
@@ -342,9 +157,6 @@ def test_clock_that_is_not_trusted_deletes_nothing_by_age(tmp_path):
     assert stage.gc_at().ok
 
 
-# -- staged files, unfinished uploads, express objects ---------------------------------------------
-
-
 def test_staged_files_and_unfinished_uploads_go(stage):
     stage.fill()
     objects = stage.place.root / "objects"
@@ -362,6 +174,9 @@ def test_staged_files_and_unfinished_uploads_go(stage):
     assert (report.topics[A]["staged"], report.more["stale_uploads"]) == (1, 1)
     assert not staged.exists()
     assert not part.exists()
+
+
+# -- staged files, unfinished uploads, express objects ---------------------------------------------
 
 
 def test_staged_files_that_topics_share_go(stage):
@@ -493,21 +308,7 @@ def test_topic_that_cannot_be_examined_is_an_error_and_others_go_on(stage):
     assert stage.gc().topics[A]["orphans"] == 4
 
 
-def test_topic_that_does_not_exist_is_refused(stage):
-    stage.fill()
-    with pytest.raises(NotFoundError):
-        stage.gc(topics="/default/none")
-
-
 # -- crashes ------------------------------------------------------------------------------------
-
-
-class KilledError(BaseException):
-    """Ends the job as a signal does; nothing is caught on the way."""
-
-
-def die():
-    raise KilledError
 
 
 STEPS = {
@@ -521,17 +322,6 @@ STEPS = {
 }
 
 
-def kill_at(point, visit):
-    left = [visit]
-
-    def count():
-        left[0] -= 1
-        if left[0] == 0:
-            die()
-
-    failpoints.arm(point, count)
-
-
 @pytest.mark.parametrize(
     ("point", "visit"),
     [(point, visit) for point, most in STEPS.items() for visit in {1, most}],
@@ -543,10 +333,8 @@ def test_killed_anywhere_nothing_live_is_gone_and_the_next_run_completes_it(tmp_
         stage.fill(name, uploads=2)
     rows = {name: stage.rows(name) for name in (A, B)}
     stage.clock.advance(2 * HOUR)
-    kill_at(point, visit)
-    with pytest.raises(KilledError):
+    with killed_at(point, visit):
         stage.gc_at()
-    failpoints.disarm()
     for name in (A, B):
         assert set(stage.named(name)) <= set(stage.stored(name))
         left = stage.rows(name)

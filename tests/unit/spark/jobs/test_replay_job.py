@@ -8,12 +8,17 @@ from ister.base import failpoints
 from ister.base.clock import SystemClock
 from ister.bucket.pipeline import PipelineKeys
 from ister.config import load_config
-from ister.errors import ConflictError, InvalidRequestError
+from ister.errors import (
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    OffsetOutOfRangeError,
+)
 from ister.spark.jobs.replay_job import ReplayRequest, replay
 from ister.topic.stores import open_metadata
 from tests.integration.spark_topics import SparkPlace, without_spark
 from tests.support.cases import case, each
-from tests.support.spark_here import SparkHere
+from tests.support.spark_here import SparkHere, killed_at
 
 A, B = "/default/a", "/default/b"
 
@@ -26,6 +31,11 @@ def shout(message):
 def whisper(message):
     """Another one."""
     return message.text.lower()
+
+
+def divide(message):
+    """One that fails at a message."""
+    return str(1 // (message.offset - 120))
 
 
 def request(**more):
@@ -117,34 +127,35 @@ def test_another_replay_of_the_same_name_is_refused(place, change, told):
     assert len(place.payloads(B)) == 10
 
 
-class Died(BaseException):
-    """As if the driver had been killed."""
-
-
 @each("point", ["pipeline.before_commit", "batch.after_rows", "pipeline.after_commit"])
 def test_replay_that_is_ended_goes_on_with_its_chunks(tmp_path, point):
     """Killed at every step: test_jobs_kill."""
     place = SparkPlace(tmp_path)
     place.fill(A, 200, uploaded=150)
-    visits = iter([None, Died])
-
-    def die():
-        if (error := next(visits)) is not None:
-            raise error
-
     wanted = {"source": A, "target": B, "transform": shout}
-    failpoints.arm(point, die)
-    try:
-        with without_spark(), pytest.raises(Died):
-            replay(SparkHere(), place.config, chunk_bytes=2_000, **wanted)
-    finally:
-        failpoints.disarm()
+    with without_spark(), killed_at(point, 2):
+        replay(SparkHere(), place.config, chunk_bytes=2_000, **wanted)
     with without_spark():
         # Other chunks than those that it began with: they stay what they were.
         report = replay(SparkHere(), place.config, chunk_bytes=700, **wanted)
     assert report.ok, report.errors
     assert report.more["state"] == "continued"
     assert [int(payload.split(b".")[0]) for payload in place.payloads(B)] == list(range(200))
+
+
+def test_replay_that_cannot_be_says_why(tmp_path):
+    place = SparkPlace(tmp_path)
+    place.fill(A, 200, uploaded=150)
+    for change, code, offset in [
+        ({"end": 201}, OffsetOutOfRangeError.code, 201),
+        ({"create": False}, NotFoundError.code, None),
+        ({"transform": divide}, InvalidRequestError.code, 120),
+    ]:
+        with case(change), without_spark():
+            [error] = replay(SparkHere(), place.config, source=A, target=B, **change).errors
+            assert (error["code"], error["offset"]) == (code, offset)
+    assert "ZeroDivisionError" in error["message"]
+    assert place.staged_files() == []
 
 
 def test_driver_that_wakes_up_when_another_one_has_finished_adds_nothing(tmp_path):

@@ -1,6 +1,6 @@
 """A replay's name, its range and its chunks."""
 
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -76,11 +76,6 @@ def test_name_is_that_of_the_request():
     ]
     names = {name_replay(**{**REQUEST, **other}) for other in others}
     assert len(names | {name_replay(**REQUEST)}) == len(others) + 1
-
-
-def test_name_depends_on_the_moment_not_on_its_zone():
-    elsewhere = NOON.astimezone(timezone(timedelta(hours=5)))
-    assert name_replay(**{**REQUEST, "end": NOON}) == name_replay(**{**REQUEST, "end": elsewhere})
 
 
 # -- the range ----------------------------------------------------------------------------------

@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 
 import ister
-from ister.base import failpoints
 from ister.base.clock import SystemClock
-from ister.base.model import TopicName
-from ister.bucket.names import EXPRESS_PREFIX, object_key, parse_object_id
+from ister.bucket.names import EXPRESS_PREFIX
 from ister.config import load_config
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
 from ister.spark.jobs.compact_job import compact, resort_topics
@@ -23,11 +21,10 @@ from tests.integration.spark_topics import (
     objects_of,
     rows_in,
     rows_of,
-    upload_of,
     without_spark,
 )
 from tests.support.scrub_faults import Patient
-from tests.support.spark_here import SparkHere
+from tests.support.spark_here import SparkHere, killed_at
 
 A = "/default/a"
 RESORT_SECONDS = EXPRESS["express"]["resort_seconds"]
@@ -38,10 +35,6 @@ class Later(SystemClock):
 
     def now_ns(self):
         return super().now_ns() + RESORT_SECONDS * 1_000_000_000
-
-
-class Died(BaseException):
-    """The job was killed."""
 
 
 @pytest.fixture
@@ -95,20 +88,6 @@ def test_compact_leaves_no_runs(place, topic, kind):
     assert rows_of(topic) == history_rows(place)
 
 
-def test_compacted_runs_are_what_the_uploader_makes_of_the_range(place, topic):
-    wanted, data = upload_of(topic, 0, 40)
-    runs = objects_of(topic)
-    assert compact(SparkHere(), place.config).ok
-    [made] = objects_of(topic)
-    key = object_key(TopicName.parse(A), made.object_id)
-    assert (place.root / "objects" / key).read_bytes() == data
-    assert len(made.offset_index) > 3
-    assert replace(parse_object_id(made.object_id), tag=None) == parse_object_id(wanted.object_id)
-    assert replace(
-        made, object_id=wanted.object_id, created_at=wanted.created_at, etag=wanted.etag
-    ) == replace(wanted, arrival_time_max=runs[-1].arrival_time_max)
-
-
 def test_runs_are_merged_with_small_objects_around_them(place, topic):
     fill(topic, 5, first=40)
     topic.wait(44, timeout=60)
@@ -125,16 +104,8 @@ def test_runs_are_merged_with_small_objects_around_them(place, topic):
 )
 def test_compact_that_dies_leaves_a_topic_that_reads_the_same(place, topic, name):
     rows, runs = rows_of(topic), objects_of(topic)
-
-    def die():
-        raise Died
-
-    failpoints.arm(name, die)
-    try:
-        with pytest.raises(Died):
-            compact(SparkHere(), place.config)
-    finally:
-        failpoints.disarm()
+    with killed_at(name):
+        compact(SparkHere(), place.config)
     ranges = [(described.start, described.end) for described in objects_of(topic)]
     assert ranges in ([(0, 40)], [(run.start, run.end) for run in runs])
     assert rows_of(topic) == rows == history_rows(place)
@@ -167,17 +138,6 @@ def test_resort_takes_what_is_due(place, log, topic):
     assert formats(topic) == {FORMAT_FRAMES}
     assert rows_of(topic) == rows == history_rows(place)
     assert resort(place.config, Later()).total("merged") == 0
-
-
-def test_resort_takes_full_groups_at_once(place, topic):
-    largest = max(described.size_bytes for described in objects_of(topic))
-    small = SparkPlace(place.root, uploader={**EXPRESS, "max_object_bytes": max(largest + 1, 4096)})
-    fill_runs(topic, 30, 30, 30, first=40)
-    assert resort(small.config).total("merged") >= 2
-    found = objects_of(topic)
-    assert found[0].format == FORMAT_FRAMES
-    assert found[-1].format == FORMAT_EXPRESS  # waits for others
-    assert rows_of(topic) == history_rows(place)
 
 
 def test_run_re_sorts_as_often_as_the_setting_says():

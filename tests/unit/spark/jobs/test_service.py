@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from ister.base.clock import SystemClock
-from ister.bucket.fence import Fence, read_holder
+from ister.bucket.fence import read_holder
 from ister.bucket.pipeline import PipelineKeys, read_requests, request_job
 from ister.config import Engine, load_config
 from ister.errors import ConflictError, FencedError, InvalidRequestError, UnavailableError
 from ister.metadata.base import Put
 from ister.spark.jobs import pipeline_term, service
-from ister.spark.jobs.pipeline_term import SlowJob, TermSettings, measure_lag, sample_memory
+from ister.spark.jobs.pipeline_term import SlowJob, TermSettings
 from ister.spark.jobs.service import Service, requested_job, run_once, scheduled_jobs
 from ister.spark.location import _close_all, place_of
 from ister.topic.log import Log
@@ -184,18 +184,6 @@ def test_second_service_stands_by_and_takes_over(place, store, keys):
     assert not first.holders & second.holders
 
 
-def test_lease_of_one_that_was_killed_lapses(place, store, keys):
-    Fence.take(
-        store, keys.lease, id="dead", about={"job": "run"}, ttl_seconds=TTL, clock=SystemClock()
-    )
-    began = SystemClock.monotonic()
-    tier = Tier()
-    with running(place, tier):
-        eventually(lambda: tier.cycles)
-        assert SystemClock.monotonic() - began < 2 * TTL + 60
-        assert "dead" not in tier.holders
-
-
 def test_lease_that_is_lost_is_taken_again_and_nothing_is_committed_between(place, store, keys):
     refused = []
 
@@ -320,48 +308,7 @@ def test_slow_job_commits_nothing_once_the_lease_is_lost(place, store, keys, mon
         eventually(lambda: results)
 
 
-# -- for days ---------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_hundreds_of_cycles_leave_nothing_behind(place, store, keys, monkeypatch):
-    monkeypatch.setattr("ister.spark.jobs.pipeline_term._OVERDUE_SECONDS", 0.01)
-    runs = Counter()
-
-    def work(job):
-        runs["compact"] += 1
-
-    def cycle(job):
-        job.report.add("/default/a", objects=1)
-
-    tier = Tier(cycle)
-    jobs = [SlowJob(name="compact", every_seconds=0.01, work=work)]
-    with running(place, tier, jobs, tick_seconds=0.001, status_seconds=0.01):
-        eventually(lambda: tier.cycles > 100 and runs["compact"] > 20)
-        threads, memory = threading.active_count(), sample_memory()["driver_rss_bytes"]
-        eventually(lambda: tier.cycles > 700 and runs["compact"] > 100)
-        # A job's lease is renewed by a thread of its own, while the job runs.
-        assert threading.active_count() <= threads + 1
-        assert sample_memory()["driver_rss_bytes"] - memory < 20 * 2**20
-    assert len(status_of(store, keys)) < 20
-
-
 # -- the lag ----------------------------------------------------------------------------------
-
-
-def test_lag_is_what_is_synced_and_not_tiered(place, config):
-    with Log(replace_engine(config)) as log:
-        for name, uploaded, count in (("/default/a", 3, 10), ("/default/b", 0, 5)):
-            topic = log.topic(name, create=True)
-            topic.append_many([b"x"] * uploaded)
-            topic.flush()
-            if uploaded:
-                topic.upload()
-            topic.append_many([b"x"] * (count - uploaded))
-            topic.flush()
-    # Closed: its checkpoint says all.
-    assert measure_lag(place, ["/default/a", "/default/b"]) == 12
-    assert measure_lag(place, []) == 0
 
 
 def replace_engine(config):

@@ -1,7 +1,6 @@
 """`tier` on the driver, with tasks done in this process: order, failures, and who else is at it."""
 
 import signal
-import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -274,34 +273,6 @@ def test_owner_that_was_faster_is_not_overtaken(place, tasks, is_slow):
     check_chain(place, 200)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("is_slow", [True, False])
-def test_owner_that_was_faster_with_a_part_is_followed_by_the_rest(place, tasks, is_slow):
-    tasks.is_slow = is_slow
-    with place.open() as log:
-        topic = log.topic(A, create=True)
-        fill(topic, 200)
-        uploader, done = topic.bucket.uploads.uploader, []
-        upload = uploader.upload
-
-        def two_objects(*arguments):
-            if len(done) == 2:
-                return None
-            done.append(upload(*arguments))
-            return done[-1]
-
-        uploader.upload = two_objects
-        tasks.before[0] = topic.upload
-        with a_job(place) as job:
-            tier_cycle(job, [A])
-            assert job.report.ok
-            if is_slow:
-                assert job.report.topics[A]["messages"] == 200 - done[-1].end
-        assert len(done) == 2
-        assert topic.bucket.uploads.follow() == 200
-    check_chain(place, 200)
-
-
 def test_topic_that_is_opened_meanwhile_is_planned_anew(place, tasks):
     place.fill(A, 200)
 
@@ -473,28 +444,6 @@ def test_term_of_the_owner_is_recorded_before_its_first_object(place, tasks, is_
         assert found == [(record.epoch, record.claim if is_known else "")]
 
 
-def test_failure_to_look_at_a_topic_is_its_own(place, tasks):
-    for name in (A, B):
-        place.fill(name, 20)
-    Path(f"{place.root}/wal{A}/wal.ckpt").write_bytes(b"damaged")
-    with a_job(place) as job:
-        tier_cycle(job, [A, B])
-        (error,) = job.report.errors
-        assert error["topic"] == A
-    check_chain(place, 20, B)
-
-
-def test_error_of_a_topic_that_is_gone_goes_with_it(place, tasks):
-    for name in (A, B):
-        place.fill(name, 20)
-    tasks.fails = {(A, 0): UnavailableError("silent")}
-    with a_job(place) as job:
-        tier_cycle(job, [A, B])
-        assert [error["topic"] for error in job.report.errors] == [A]
-        tier_cycle(job, [B], only_due=True)
-        assert job.report.ok
-
-
 # -- the end --------------------------------------------------------------------------------------
 
 
@@ -508,12 +457,6 @@ def test_first_signal_ends_the_loop_and_the_second_the_process():
                 assert stop.is_set()
                 assert signal.getsignal(number) is before
             assert signal.getsignal(number) is before
-
-
-def test_event_of_the_callers_own_ends_the_loop():
-    event = threading.Event()
-    with stop_on_signals(event) as stop:
-        assert stop is event
 
 
 # -- many topics ----------------------------------------------------------------------------------

@@ -164,17 +164,6 @@ def test_batches_that_are_no_messages_name_the_first_one():
             assert failure.value.offset == 40
 
 
-def test_exception_of_a_batch_names_its_range():
-    def fail(batch):
-        raise ValueError("no")
-
-    with pytest.raises(
-        InvalidRequestError, match=r"messages 40 up to 43: ValueError: no"
-    ) as failure:
-        run(fail, first=40)
-    assert failure.value.offset == 40
-
-
 # -- the mark -----------------------------------------------------------------------------------
 
 
@@ -253,21 +242,6 @@ def test_function_in_a_file_travels_as_text(tmp_path):
     assert payloads(run(source)) == [b"0!", b"1!", b"2!"]
     assert source.identity == f"{file}:Kinds.loud"
     assert "SUFFIX" not in repr(source)
-
-
-def test_transform_is_pickled_after_it_was_used(tmp_path):
-    file = tmp_path / "shop.py"
-    file.write_text("def same(message):\n    return message\n")
-    transform = Transform(
-        function=parse_transform(f"{file}:same"),
-        per_message=None,
-        target=B,
-        is_marked=False,
-        payload_bytes_max=10,
-    )
-    transform.check()
-    list(transform.apply(batch_of(1)))
-    assert pickle.loads(pickle.dumps(transform)) == transform
 
 
 def test_function_in_a_module():

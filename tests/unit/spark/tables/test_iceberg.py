@@ -125,15 +125,6 @@ def test_a_table_with_another_layout_is_refused(tmp_path):
     table.close()
 
 
-def test_columns_that_must_not_be_null_are_refused(tmp_path):
-    schema = pa.schema([*ENVELOPE, pa.field("note", pa.string(), nullable=False)])
-    _make(tmp_path, schema=schema)
-    table = table_at(tmp_path, "iceberg")
-    with pytest.raises(ConflictError, match="note"):
-        table.open(ENVELOPE)
-    table.close()
-
-
 def test_new_fields_within_structs_are_added(tmp_path):
     table = table_at(tmp_path, "iceberg")
     small = pa.struct([("a", pa.int64())])

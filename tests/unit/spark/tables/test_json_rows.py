@@ -218,26 +218,6 @@ def test_many_payloads_are_what_the_reference_says():
         _check_batch(seed)
 
 
-def test_a_payload_does_not_depend_on_its_neighbours():
-    """What pyarrow's JSON reader and Python's differ in, alone and beside an invalid payload."""
-    for payload in [
-        b'{"at":"2026-03-01"}',
-        b'{"at":"2026-03-01 10:00"}',
-        b'{"price":1.7976931348623159e308}',
-        b'{"price":-0}',
-        b'{"id":-0}',
-        b'{"day":"2026-W09-7"}',
-        b'{"more":"\\ud800"}',
-        b'{"more":' + b"[" * 5000 + b"]" * 5000 + b"}",
-    ]:
-        with case(payload[:60]):
-            alone, _ = _columns(_parser(), [payload])
-            with_bad, _ = _columns(_parser(), [b"?", payload])
-            with_good, _ = _columns(_parser(), [payload, b"{}"])
-            assert repr(with_bad) == repr(alone)
-            assert repr(with_good[:-1]) == repr(alone)
-
-
 _BAD = {
     b"": "empty",
     b" ": "not JSON",
@@ -306,29 +286,6 @@ def test_what_fits():
             rows, bad = _columns(_parser(), [b"{}", payload, b"{}"])
             assert bad == []
             assert rows[1][column] == value
-
-
-def test_a_time_without_a_zone_is_in_utc():
-    rows, bad = _columns(
-        _parser(), [b'{"at":"2026-03-01T10:00:00"}', b'{"at":"2026-03-01T10:00:00Z"}']
-    )
-    assert bad == []
-    assert rows[0]["at"] == rows[1]["at"]
-
-
-def test_one_bad_payload_among_many():
-    payloads = [b'{"id":%d}' % number for number in range(2000)]
-    payloads[1234] = b"?"
-    rows, bad = _columns(_parser(), payloads)
-    assert [number for number, _ in bad] == [1234]
-    assert [row["id"] for row in rows] == [n for n in range(2000) if n != 1234]
-
-
-def test_all_bad_and_none_at_all():
-    assert _columns(_parser(), []) == ([], [])
-    rows, bad = _columns(_parser(), [b"?"] * 3)
-    assert rows == []
-    assert [number for number, _ in bad] == [0, 1, 2]
 
 
 def test_json_is_kept_as_text_where_a_type_is_not_known():

@@ -3,9 +3,8 @@
 import pyarrow as pa
 import pytest
 
-from ister.base import failpoints
 from ister.errors import ConflictError, CorruptDataError, FencedError, NotFoundError
-from ister.spark.tables.columns import ENVELOPE, LETTERS
+from ister.spark.tables.columns import ENVELOPE
 from tests.support.cases import each, product
 from tests.support.exports import (
     DAY_US,
@@ -20,26 +19,7 @@ from tests.support.exports import (
     table_at,
     write_files,
 )
-
-
-class _KilledError(BaseException):
-    """Ends whatever is under way, as a killed process does."""
-
-
-def _kill() -> None:
-    raise _KilledError
-
-
-@each("format", FORMATS)
-def test_what_is_committed_is_read_by_others(tmp_path, format):
-    table = table_at(tmp_path, format)
-    assert table.coverage().topics == {}
-    add_rows(table, 0, 50)
-    found = read_table(tmp_path, format)
-    assert found.column("offset").to_pylist() == list(range(50))
-    assert found.column("payload").to_pylist() == [b"%d" % number for number in range(50)]
-    assert table.coverage().of(TOPIC, "i") == ((0, 50),)
-    table.close()
+from tests.support.spark_here import killed_at
 
 
 @each("format", FORMATS)
@@ -123,25 +103,6 @@ def test_two_writers_do_not_lose_each_others_ranges(tmp_path, format):
 
 
 @each("format", FORMATS)
-def test_a_paused_export_that_is_overtaken_by_its_own_successor_adds_nothing(tmp_path, format):
-    paused, successor = table_at(tmp_path, format), table_at(tmp_path, format)
-    layout = paused.open(ENVELOPE)
-    files = write_files(paused.target("a"), layout, rows_of(0, 5))
-    begun = []
-
-    def sleep() -> None:
-        if not begun:
-            begun.append(1)
-            add_rows(successor, 0, 5, run="b")
-
-    with pytest.raises(ConflictError):
-        paused.commit(adding(files, (0, 5), id="a"), check=sleep)
-    assert offsets_in(tmp_path, format) == list(range(5))
-    paused.close()
-    successor.close()
-
-
-@each("format", FORMATS)
 def test_nothing_is_committed_once_the_lease_has_ended(tmp_path, format):
     table = table_at(tmp_path, format)
     layout = table.open(ENVELOPE)
@@ -165,10 +126,8 @@ def test_a_commit_is_one_step(tmp_path, format, point):
     is_in = point == "export.after_table_commit"
     table = table_at(tmp_path, format)
     add_rows(table, 0, 5)
-    failpoints.arm(point, _kill)
-    with pytest.raises(_KilledError):
+    with killed_at(point):
         add_rows(table, 5, 10, run="b")
-    failpoints.disarm()
     table.close()
     again = table_at(tmp_path, format)
     again.open(ENVELOPE)
@@ -283,16 +242,4 @@ def test_rows_go_to_their_dates(tmp_path, format):
     assert sum(file.rows for file in files) == 30
     table.commit(adding(files, (0, 30)), check=lambda: None)
     assert offsets_in(tmp_path, format) == list(range(30))
-    table.close()
-
-
-@each("format", FORMATS)
-def test_dead_letters_are_a_table_too(tmp_path, format):
-    table = table_at(tmp_path, format, "orders_dead_letters")
-    layout = table.open(LETTERS)
-    rows = rows_of(0, 2).select(LETTERS.names[:-1]).append_column("reason", pa.array(["a", "b"]))
-    files = write_files(table.target("a"), layout, rows)
-    table.commit(adding(files, (0, 2)), check=lambda: None)
-    found = read_table(tmp_path, format, "orders_dead_letters")
-    assert found.column("reason").to_pylist() == ["a", "b"]
     table.close()
