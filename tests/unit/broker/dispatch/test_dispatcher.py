@@ -26,7 +26,7 @@ from ister.errors import (
 )
 from ister.subscription.policy import PoisonPolicy, SubscriptionKind
 from ister.topic.reader import Reader
-from tests.support.broker import a_record, broker_timers, eventually, take
+from tests.support.broker import a_record, broker_tasks, broker_timers, eventually, take
 from tests.support.cases import each
 from tests.support.dispatch import NAME, QUICK, Place, counted_log, in_memory
 from tests.support.dispatch import ack as acknowledge
