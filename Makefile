@@ -90,7 +90,7 @@ PEERS_CACHE ?=
 peers: $(STAMP) ## measure Ister beside NATS, Redis, RabbitMQ and Kafka, into docs/BENCHMARKS.md, in 20 minutes
 	$(BIN)/python -m benchmarks.peers --scale $(SCALE) $(if $(PEERS_CACHE),--cache $(PEERS_CACHE))
 
-soak: $(STAMP) ## ten minutes of mixed load with kills; memory, files and threads stay flat
+soak: $(STAMP) ## ten minutes of mixed load; memory, files and threads stay flat
 	$(BIN)/python -m tests.soak --seconds 600
 
 endurance: $(STAMP) ## ten minutes with both clients and a broker that is killed every 8 s: nothing lost, all in order

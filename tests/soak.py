@@ -4,8 +4,7 @@
 
 One process appends to topics of every ack level, follows each of them, replays them, rotates and
 trims them, polls an idle one, and closes and opens the log every few seconds, with and without
-load. Beside it a writer process is killed with SIGKILL over and over, and its log compared by the
-oracle of the fault tests. Ends with one JSON line; the exit code says whether all of it held.
+load. Ends with one JSON line; the exit code says whether all of it held.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import gc
 import json
 import os
 import random
-import shutil
 import statistics
 import sys
 import threading
@@ -26,8 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import ister
-from tests.support.oracle import SURVIVES_KILL, History, settings_of, verify
-from tests.support.writer_child import WriterChild
+from tests.support.oracle import settings_of
 
 LEVELS = {"/soak/memory": "memory", "/soak/written": "written", "/soak/synced": "synced"}
 IDLE = "/soak/idle"
@@ -79,7 +76,7 @@ class Soak:
     def run(self) -> dict[str, object]:
         """Runs for the time given and returns the summary."""
         self._open_topics()
-        workers: list[Callable[[], None]] = [self._kill_writers, lambda: self._poll_idle(IDLE)]
+        workers: list[Callable[[], None]] = [lambda: self._poll_idle(IDLE)]
         for name in LEVELS:
             workers.append(lambda name=name: self._follow(name))
             workers += [
@@ -204,27 +201,6 @@ class Soak:
                         self.counts["idle polls"] += 1
             except ister.ClosedError:
                 pass
-
-    def _kill_writers(self) -> None:
-        """kill -9, three times in a directory, then a new one: its history would grow."""
-        chance = random.Random(f"{self._seed}/kill")
-        while not self._stop.is_set():
-            directory = self._directory / "killed"
-            shutil.rmtree(directory, ignore_errors=True)
-            history = History()
-            for kill in range(3):
-                with WriterChild(
-                    directory, history, level="mixed", session=f"k{kill}", trim_keep=200
-                ) as child:
-                    if not child.listen(30, until="ready"):
-                        raise AssertionError(f"the writer did not start: {child.complaints()}")
-                    child.listen(chance.uniform(0.02, 0.2))
-                    child.kill()
-                with ister.open(settings_of(str(directory), level="mixed")) as log:
-                    verify(history, log, survives=SURVIVES_KILL)
-                self.counts["kills"] += 1
-            self.counts["acked before kills"] += history.acks
-            self._stop.wait(1.0)
 
     # -- the log ------------------------------------------------------------------------------
 

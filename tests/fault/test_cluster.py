@@ -9,8 +9,6 @@ All tests of this file share one cluster, and each begins with all of it running
 
 import asyncio
 import json
-import subprocess
-import sys
 import time
 from collections import Counter
 
@@ -292,94 +290,6 @@ def test_history_of_a_dead_brokers_synced_topic_is_read_everywhere(cluster, tmp_
             assert found == [*whole, (HISTORY + TAIL, "message 30")]
             found = await read_all(client, topic, "before", TAIL + 1)
             assert [offset for offset, _ in found] == list(range(HISTORY, HISTORY + TAIL + 1))
-
-    run(scenario(), within=500)
-
-
-def ister_command(*words):
-    """A command of ours: exit code, standard output and standard error."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ister.cli.main", *words],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_take_over_gives_up_what_it_names_and_nothing_else(cluster, tmp_path):
-    """Goal: a topic of a lost disk goes on at the end of its history; others wait as before.
-
-    Method: two topics of one dead broker; one is taken over through a survivor. Then the broker
-    comes back with its disk: the other topic is whole, and what was given up stays away.
-    """
-    given_up, kept = "/default/given-up", "/default/kept"
-    whole = list(enumerate(numbered(HISTORY + TAIL)))
-    after = [*whole[:HISTORY], (HISTORY, "first after"), (HISTORY + 1, "second after")]
-
-    async def scenario():
-        async with AsyncClient(cluster.addresses) as client:
-            owners = set(await fill(cluster, client, given_up, kept))
-            for owner in owners:
-                await asyncio.to_thread(cluster.brokers[owner].kill)
-            survivor = cluster.alive()[0]
-            at = ("--broker", cluster.addresses[survivor])
-            await refusal(cluster, survivor, given_up)
-            take_over = ("topics", "take-over", given_up, *at)
-            code, _, words = await asyncio.to_thread(ister_command, *take_over)
-            assert code == 1, words
-            assert "--yes" in words, words
-            assert str(HISTORY) in words, words
-            code, said, words = await asyncio.to_thread(
-                ister_command, *take_over, "--yes", "--json"
-            )
-            assert code == 0, words
-            assert str(HISTORY) in said, f"not a word of the first offset that is given up: {said}"
-            async with client.producer(
-                given_up, name="after", timeout=PATIENCE_SECONDS
-            ) as after_it:
-                assert await (await after_it.send(b"first after")) == HISTORY
-            found = await read_all(client, given_up, "before", HISTORY // 2 + 1)
-            assert found == after[HISTORY // 2 : HISTORY + 1]
-            # The other one still waits.
-            await refusal(cluster, survivor, kept)
-            for owner in owners:
-                cluster.heal(owner, Link.BUCKET)
-                await asyncio.to_thread(cluster.brokers[owner].start)
-            async with client.producer(given_up, name="again", timeout=PATIENCE_SECONDS) as again:
-                assert await (await again.send(b"second after")) == HISTORY + 1
-            assert await read_all(client, given_up, "all", HISTORY + 2) == after
-            assert await read_all(client, kept, "all", HISTORY + TAIL) == whole
-
-    run(scenario(), within=500)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_sealed_topics_are_served_while_their_broker_is_away(cluster):
-    """Goal: a broker that was stopped in order leaves nothing that has to be waited for."""
-    topics = [f"/default/sealed-{number}" for number in range(6)]
-
-    async def scenario():
-        async with AsyncClient(cluster.addresses) as client:
-            for topic in topics:
-                await client.admin.create_topic(topic, ack="synced")
-                async with client.producer(topic) as producer:
-                    for payload in numbered(5):
-                        await producer.publish(payload.encode())
-            owners = cluster.owners(topics)
-            stopped = Counter(owners.values()).most_common(1)[0][0]
-            await asyncio.to_thread(cluster.brokers[stopped].stop)
-            for topic in topics:
-                async with client.producer(topic, timeout=PATIENCE_SECONDS) as producer:
-                    assert await (await producer.send(b"message 5")) == 5
-                found = await read_all(client, topic, "all", 6)
-                assert found == list(enumerate(numbered(6)))
-            assert stopped not in cluster.owners(topics).values()
 
     run(scenario(), within=500)
 

@@ -17,8 +17,8 @@ from ister.errors import ConflictError
 from tests.servers.etcd import EtcdServer
 from tests.support.oracle import History
 from tests.support.tier_checks import TOPIC, memory_directory, tier_settings, verify_topic
-from tests.support.tier_child import TierChild
 from tests.support.waiting import eventually
+from tests.support.writer_child import WriterChild
 
 TTL = 3
 
@@ -49,7 +49,7 @@ def settings_of(directory, node, etcd, ttl=TTL):
 
 
 def producer(directory, node, etcd, history, **options):
-    return TierChild(
+    return WriterChild(
         settings_of(directory, node, etcd, **options),
         history,
         mode="single",

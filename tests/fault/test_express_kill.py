@@ -17,10 +17,9 @@ import ister
 from ister.base.failpoints import FAILPOINTS
 from ister.bucket.names import EXPRESS_PREFIX
 from tests.support.oracle import History
-from tests.support.scale import scaled
+from tests.support.scale import nightly, scaled
 from tests.support.tier_checks import check_catalog, memory_directory, read_bucket, tier_settings
-from tests.support.tier_child import TierChild
-from tests.support.writer_child import new_seed, say_replay
+from tests.support.writer_child import WriterChild, new_seed, say_replay
 
 TIERED = frozenset({"tiered"})
 SWAPS = ["tier.before_swap", "tier.after_swap"]
@@ -42,6 +41,7 @@ class Series:
 
     def __init__(self, directory, seed: int) -> None:
         self.directory = directory
+        directory.mkdir(exist_ok=True)
         self.seed = seed
         self.chance = random.Random(f"{seed}/express")
         self.history = History()
@@ -62,10 +62,10 @@ class Series:
             metadata={"lease_ttl_seconds": 2},
         )
 
-    def child(self, failpoints: str | None = None) -> TierChild:
+    def child(self, failpoints: str | None = None) -> WriterChild:
         """The next process."""
         self._lives += 1
-        return TierChild(
+        return WriterChild(
             self.settings,
             self.history,
             failpoints=failpoints,
@@ -77,7 +77,7 @@ class Series:
             pause_ms=2,
         )
 
-    def note(self, child: TierChild) -> None:
+    def note(self, child: WriterChild) -> None:
         """Takes in what a process has done; errors are none of its business."""
         # On a busy machine a lease of two seconds may end before it is renewed.
         told = {name.rpartition(":")[2] for name in child.errors}
@@ -130,36 +130,24 @@ def kill_at(series: Series, point: str, *, loses_disk: bool) -> None:
     series.check()
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("group", range(3))
 def test_kill_at_every_failpoint_loses_nothing_acknowledged(tmp_path, request, group):
     """Goal: each point is reached, and after a death at it nothing acknowledged is missing.
 
     Method: a third of the points, one after the other over the same bucket; every other time the
-    disk is lost as well.
+    disk is lost as well. By night in six directories, and each point both ways.
     """
-    seed = new_seed()
-    say_replay(seed, request.node.nodeid)
-    series = Series(tmp_path, seed)
-    for number, point in enumerate(POINTS[group::3]):
-        kill_at(series, point, loses_disk=number % 2 == 0)
-    assert series.lost_disks
-    # How many depends on the machine: a process that dies at its first visit has few.
-    assert series.history.acks
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("loses_disk", [False, True])
-def test_many_kills_at_every_failpoint_lose_nothing_acknowledged(tmp_path, request, loses_disk):
-    """The same with every point on each way, again and again."""
     seed = new_seed()
     say_replay(seed, request.node.nodeid)
     for number in range(scaled(1, 6)):
         series = Series(tmp_path / str(number), seed + number)
-        (tmp_path / str(number)).mkdir()
-        for point in POINTS:
-            kill_at(series, point, loses_disk=loses_disk)
+        for at, point in enumerate(POINTS[group::3]):
+            for loses_disk in scaled([at % 2 == 0], [True, False]):
+                kill_at(series, point, loses_disk=loses_disk)
+        assert series.lost_disks
+        # How many depends on the machine: a process that dies at its first visit has few.
+        assert series.history.acks
 
 
 def kill_cycles(series: Series, cycles: int) -> None:
@@ -179,41 +167,29 @@ def kill_cycles(series: Series, cycles: int) -> None:
             series.check()
 
 
-def has_done_all(child: TierChild) -> bool:
+def has_done_all(child: WriterChild) -> bool:
     """Whether a process has acknowledged some messages, re-sorted and collected twice."""
     return child.lines["ack"] >= ACKS and min(child.did["resort"], child.did["collect"]) >= 2
 
 
-def run_cycles(tmp_path, request, cycles: int, rounds: int) -> None:
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("cycles", "rounds"), [(4, 1), nightly(20, 10)])
+def test_repeated_kill_loses_nothing_acknowledged(tmp_path, request, cycles, rounds):
+    """Goal: nothing acknowledged is lost, doubled or changed by kill -9, with or without the disk.
+
+    Method: processes that produce into four topics, re-sort, collect, trim and read, each killed
+    after 0.1 to 1.5 s; every other one only when it has done two of everything.
+    """
     seed = new_seed()
     say_replay(seed, request.node.nodeid)
     for number in range(rounds):
-        directory = tmp_path / str(number)
-        directory.mkdir()
-        series = Series(directory, seed + number)
+        series = Series(tmp_path / str(number), seed + number)
         kill_cycles(series, cycles)
         assert series.history.acks >= ACKS * cycles // 2, "hardly anything was acknowledged"
         assert series.did.get("resort", 0) >= cycles, "hardly anything was re-sorted"
         assert series.did.get("collect", 0) >= cycles, "hardly anything was collected"
         told = {"seed": seed + number, "acked": series.history.acks, "disks": series.lost_disks}
         print(json.dumps({"test": "kill -9 with express objects", **told, **series.did}))
-
-
-@pytest.mark.timeout(900)
-def test_repeated_kill_loses_nothing_acknowledged(tmp_path, request):
-    """Goal: nothing acknowledged is lost, doubled or changed by kill -9, with or without the disk.
-
-    Method: processes that produce into four topics, re-sort, collect, trim and read, each killed
-    after 0.1 to 1.5 s; every other one only when it has done two of everything.
-    """
-    run_cycles(tmp_path, request, 4, 1)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-def test_many_kills_lose_nothing_acknowledged(tmp_path, request):
-    """The same in many directories of 20 kills each."""
-    run_cycles(tmp_path, request, 20, scaled(2, 10))
 
 
 def test_garbage_of_killed_processes_goes(tmp_path, request):

@@ -2,7 +2,6 @@
 
 import random
 import signal
-import time
 
 import pytest
 
@@ -53,11 +52,7 @@ def test_writer_paused_inside_of_a_commit_goes_on(tmp_path, request, point):
     with WriterChild(
         tmp_path, history, failpoints=f"{point}=pause@5", session="a", seed=seed, messages=200
     ) as child:
-        deadline = time.monotonic() + 60
-        while not is_stopped(child.pid):
-            child.listen(0.05)
-            assert time.monotonic() < deadline, f"{point} was not reached"
-        child.listen(0.1)
+        child.listen_until_stopped(60)
         before = history.acks
         child.listen(0.2)
         assert history.acks == before < history.sends
@@ -67,8 +62,3 @@ def test_writer_paused_inside_of_a_commit_goes_on(tmp_path, request, point):
     assert history.acks == history.sends
     with ister.open(settings_of(str(tmp_path))) as log:
         verify(history, log, survives=SURVIVES_KILL)
-
-
-def is_stopped(pid: int) -> bool:
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] == "T"

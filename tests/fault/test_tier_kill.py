@@ -17,7 +17,7 @@ import ister
 from ister.base.failpoints import FAILPOINTS
 from tests.fault.test_kill import tear_tail
 from tests.support.oracle import History
-from tests.support.scale import nightly, scaled
+from tests.support.scale import nightly
 from tests.support.tier_checks import (
     TOPIC,
     Producer,
@@ -27,8 +27,7 @@ from tests.support.tier_checks import (
     tier_settings,
     verify_topic,
 )
-from tests.support.tier_child import TierChild
-from tests.support.writer_child import new_seed, say_replay
+from tests.support.writer_child import WriterChild, new_seed, say_replay
 
 _LARGE = {"wal": {"rotate_max_bytes": 65536}, "uploader": {"max_object_bytes": 131072}}
 
@@ -115,7 +114,7 @@ def test_kill_at_every_failpoint_loses_nothing(tmp_path, request, group):
             tear_tail(tmp_path, chance)
         if point == "tier.after_set_aside":
             put_older_files_back(tmp_path, settings, history)
-        with TierChild(
+        with WriterChild(
             settings,
             history,
             failpoints=f"{point}=kill@{visit}",
@@ -168,7 +167,7 @@ def kill_cycles(tmp_path, seed: int, cycles: int) -> dict:
     with ister.open(settings) as log:
         log.topic(TOPIC, create=True)
     for cycle in range(cycles):
-        with TierChild(
+        with WriterChild(
             settings, history, session=f"c{cycle}", seed=seed, **options_of("load")
         ) as child:
             assert child.listen(60.0, until="ready"), child.complaints()
@@ -185,40 +184,28 @@ def kill_cycles(tmp_path, seed: int, cycles: int) -> dict:
     return {"acked": history.acks, "sent": history.sends, **done}
 
 
-def has_done_all(child: TierChild) -> bool:
+def has_done_all(child: WriterChild) -> bool:
     """Whether a child has acknowledged, uploaded and trimmed something."""
     return child.lines["ack"] >= ACKS and child.did["upload"] > 0 and child.did["removal"] > 0
 
 
-def run_cycles(tmp_path, request, cycles: int, rounds: int) -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("cycles", "rounds"), [(6, 1), nightly(20, 12)])
+def test_repeated_kill_loses_nothing(tmp_path, request, cycles, rounds):
+    """Goal: nothing acknowledged at `synced` or `tiered` is lost, doubled or changed by kill -9.
+
+    Method: processes that append to two topics from two threads, upload in the background and on
+    demand, trim, read and collect garbage, each killed after 30 to 300 ms; every other one only
+    when it has done some of that. By night in twelve directories, with 20 kills each.
+    """
     seed = new_seed()
     say_replay(seed, request.node.nodeid)
-    started = time.monotonic()
     for number in range(rounds):
         told = kill_cycles(tmp_path / str(number), seed + number, cycles)
         assert told["acked"] >= ACKS * cycles // 2, "hardly anything was acknowledged"
         assert told.get("upload", 0) >= cycles // 2, "hardly anything was uploaded"
         assert told.get("removal", 0) >= cycles // 2, "hardly anything was trimmed"
-    seconds = round(time.monotonic() - started, 1)
-    print(json.dumps({"test": "kill -9 with a bucket", "seed": seed, **told, "seconds": seconds}))
-
-
-@pytest.mark.timeout(600)
-def test_repeated_kill_loses_nothing(tmp_path, request):
-    """Goal: nothing acknowledged at `synced` or `tiered` is lost, doubled or changed by kill -9.
-
-    Method: processes that append to two topics from two threads, upload in the background and on
-    demand, trim, read and collect garbage, each killed after 30 to 300 ms; every other one only
-    when it has done some of that.
-    """
-    run_cycles(tmp_path, request, 6, 1)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1200)
-def test_many_kills_lose_nothing(tmp_path, request):
-    """The same in many directories of 20 kills each: 240 of them with `make nightly`."""
-    run_cycles(tmp_path, request, 20, scaled(3, 12))
+        print(json.dumps({"test": "kill -9 with a bucket", "seed": seed + number, **told}))
 
 
 def test_product_that_trims_too_early_is_caught(tmp_path, request):
@@ -232,7 +219,7 @@ def test_product_that_trims_too_early_is_caught(tmp_path, request):
         history = History()
         settings = tier_settings(tmp_path / str(cycle), uploader={"engine": "none"})
         options = {**options_of("load"), "break": "trim", "tiered_share": 0.0}
-        with TierChild(settings, history, session=f"c{cycle}", seed=seed, **options) as child:
+        with WriterChild(settings, history, session=f"c{cycle}", seed=seed, **options) as child:
             child.listen_for(lambda: child.did["removal"] > 0, "a trim")
             child.kill()
         try:
@@ -259,7 +246,7 @@ def test_repeated_kill_at_the_same_point_goes_on(tmp_path, request, point):
     with ister.open(settings) as log:
         Producer(history, TOPIC, "first").send(log.topic(TOPIC, create=True), 3)
     for number in range(4):
-        with TierChild(
+        with WriterChild(
             settings, history, failpoints=f"{point}=kill@1", session=f"c{number}", topics=1
         ) as child:
             assert child.ended() == -signal.SIGKILL, child.complaints()

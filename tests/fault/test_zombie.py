@@ -36,9 +36,8 @@ from tests.support.tier_checks import (
     tier_settings,
     verify_topic,
 )
-from tests.support.tier_child import TierChild
 from tests.support.waiting import eventually
-from tests.support.writer_child import new_seed, say_replay
+from tests.support.writer_child import WriterChild, new_seed, say_replay
 
 TTL = 2
 ETCD_TTL = 3
@@ -166,7 +165,7 @@ def replaced_while_stopped(directory, history, child, etcd=None):
 )
 def test_owner_stopped_in_an_upload_and_replaced_publishes_nothing(tmp_path, point, leaves):
     history = History()
-    with TierChild(
+    with WriterChild(
         settings_of(tmp_path, "a"),
         history,
         failpoints=f"{point}=pause@2",
@@ -188,7 +187,7 @@ def test_owner_stopped_in_an_upload_and_replaced_publishes_nothing(tmp_path, poi
 
 def test_owner_stopped_and_replaced_publishes_nothing_in_etcd(tmp_path, etcd):
     history = History()
-    with TierChild(
+    with WriterChild(
         settings_of(tmp_path, "a", etcd),
         history,
         failpoints="tier.before_commit=pause@2",
@@ -207,7 +206,7 @@ def test_owner_stopped_and_replaced_publishes_nothing_in_etcd(tmp_path, etcd):
 def test_producer_that_waits_for_the_bucket_is_told_of_the_new_owner(tmp_path):
     """Waits up to `tiered` do not last for ever where uploads have ended for good."""
     history = History()
-    with TierChild(
+    with WriterChild(
         settings_of(tmp_path, "a"),
         history,
         failpoints="tier.before_commit=pause@2",
@@ -225,7 +224,7 @@ def test_owner_stopped_for_less_than_its_lease_goes_on(tmp_path):
     """Nobody can take the topic, and after the pause everything is acknowledged as before."""
     history = History()
     settings = settings_of(tmp_path, "a", ttl=LONG_TTL)
-    with TierChild(
+    with WriterChild(
         settings,
         history,
         failpoints="tier.before_commit=pause@2",
@@ -256,7 +255,7 @@ def test_stopped_owner_that_nobody_replaced_goes_on_after_its_lease(tmp_path):
     """It says that it is not sure, takes its lease anew, and goes on; its messages stay its own."""
     history = History()
     settings = settings_of(tmp_path, "a")
-    with TierChild(
+    with WriterChild(
         settings,
         history,
         failpoints="tier.before_commit=pause@2",
@@ -370,7 +369,7 @@ def test_owners_stopped_at_any_moment_publish_nothing(tmp_path, request, etcd):
         directory = tmp_path / f"{tmp_path.name}-{number}"
         directory.mkdir()
         history = History()
-        with TierChild(
+        with WriterChild(
             settings_of(directory, "a", etcd),
             history,
             mode="load",

@@ -18,7 +18,6 @@ import pytest
 pytest.importorskip("danube")
 
 import grpc
-from danube import DanubeError, UnrecoverableError
 from danube.message_router import MessageRouter
 
 from ister.wire import danube, danube_admin, ister_api
@@ -28,7 +27,6 @@ from tests.support.danube import (
     KEY_SHARED,
     SHARED,
     collect,
-    connect,
     eventually,
     numbered,
     offsets,
@@ -36,16 +34,8 @@ from tests.support.danube import (
     texts,
 )
 
-INVALID, MISSING, EXISTS = (
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.ALREADY_EXISTS,
-)
-PRECONDITION, DENIED, UNAVAILABLE = (
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNAVAILABLE,
-)
+INVALID, MISSING = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 PARTITIONS = 3
 KINDS = [EXCLUSIVE, SHARED, FAILOVER, KEY_SHARED]
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -508,38 +498,6 @@ async def test_a_seek_back_on_an_idle_topic_needs_no_publish(either, topic, kind
 # -- names and lookups ----------------------------------------------------------------------------
 
 
-async def test_a_topic_that_is_not_there_is_not_found(session, topic):
-    """Fault 2.8: the owner is looked up by substring: a topic is found by a prefix of its name."""
-    await session.create_topic(f"{topic}-2")
-    assert await session.partitions(topic) == []
-    with pytest.raises(DanubeError):
-        await session.consumer(topic)
-    calls = [
-        subscribe(session, topic),
-        look_up(session, topic),
-        session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic)),
-    ]
-    assert [await refused(call) for call in calls] == [MISSING] * 3
-
-
-@pytest.mark.parametrize("name", ["", "orders", "/default/", "/default/a\nb", "/a/" + "x" * 300])
-async def test_bad_names_are_refused_everywhere(session, topic, name):
-    """Fault 2.8: names of subscriptions go into keys of the metadata store as they are."""
-    await session.create_topic(topic)
-    request = danube.TopicLookupRequest(request_id=1, topic=name)
-    producer = danube.ProducerRequest(request_id=1, producer_name="p", topic_name=name)
-    calls = [
-        session.discovery.TopicLookup(request),
-        session.discovery.TopicPartitions(request),
-        session.raw_producers.CreateProducer(producer),
-        subscribe(session, name),
-        session.topics.CreateTopic(danube_admin.NewTopicRequest(name=name)),
-        subscribe(session, topic, subscription=name if name != "orders" else "ключ"),
-    ]
-    assert [await refused(call) for call in calls] == [INVALID] * 6
-    assert await session.subscriptions(topic) == []
-
-
 async def test_a_lookup_tells_urls_that_every_client_can_parse(session, broker, topic):
     """Of plain topics and of partitions, which are topics; there is none of the base's name."""
     await session.producer(topic, partitions=PARTITIONS)
@@ -557,47 +515,6 @@ async def test_a_lookup_tells_urls_that_every_client_can_parse(session, broker, 
     await publish(await session.producer(topic, partitions=PARTITIONS), numbered(6))
     assert texts(await inbox.take(2)) == ["message 1", "message 4"]
     await inbox.expect_silence()
-
-
-async def test_topics_and_subscriptions_stay_as_they_were_made(session, topic):
-    await session.producer(topic)
-    assert await refused(session.producer(topic, "another", reliable=False)) == PRECONDITION
-    first = await session.consumer(topic, "first")
-    assert await refused(session.consumer(topic, "second")) == DENIED
-    assert await refused(session.consumer(topic, "second", kind=SHARED)) == PRECONDITION
-    await session.send(topic, ["still the first one's"], name="another")
-    assert texts(await first.take(1)) == ["still the first one's"]
-    assert (await session.describe(topic)).kind == "exclusive"
-
-
-@pytest.mark.parametrize("partitions", [0, PARTITIONS])
-async def test_a_topic_stays_plain_or_partitioned(session, topic, partitions):
-    await session.producer(topic, partitions=partitions)
-    with pytest.raises(UnrecoverableError):
-        await session.producer(topic, partitions=PARTITIONS - partitions)
-    if partitions:
-        request = danube_admin.NewTopicRequest(name=topic, dispatch_strategy=1)
-        code = await refused(session.topics.CreateTopic(request))
-    else:
-        code = await refused(create_partitions(session, topic, PARTITIONS))
-    assert code == EXISTS
-    assert await session.partitions(topic) == parts(topic, partitions)
-
-
-def create_partitions(session, topic, count):
-    return session.topics.CreatePartitionedTopic(
-        danube_admin.PartitionedTopicRequest(base_name=topic, partitions=count, dispatch_strategy=1)
-    )
-
-
-async def test_partitions_made_by_an_admin_are_used_by_producers_and_consumers(session, topic):
-    assert await refused(create_partitions(session, topic, 0)) == INVALID
-    assert (await create_partitions(session, topic, 12)).success
-    # In the order of their numbers, not of their names.
-    assert await session.partitions(topic) == parts(topic, 12)
-    inbox = await session.consumer(topic)
-    await publish(await session.producer(topic, partitions=12), numbered(12))
-    assert set(by_topic(await inbox.take(12))) == set(parts(topic, 12))
 
 
 async def test_a_subscription_is_listed_once(session, topic):
@@ -703,31 +620,3 @@ async def test_an_ack_for_a_topic_or_subscription_that_is_not_there_is_no_error_
             subscription_name=subscription,
         )
         assert await refused(session.raw_consumers.Ack(request)) == MISSING
-
-
-@pytest.mark.nightly
-async def test_a_flood_of_streams_for_unknown_ids_is_harmless(session, broker, topic):
-    """Fault 3.2: a client that lost its id asks without a pause; others must not feel it."""
-    async with connect(broker, own_connection=True) as flood:
-        producer = await session.producer(topic)
-        inbox = await session.consumer(topic)
-        asked = 0
-
-        async def ask():
-            nonlocal asked
-            while True:
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    asked += 1
-                    request = danube.ReceiveRequest(request_id=2, consumer_id=4711)
-                    await flood.raw_consumers.ReceiveMessages(request).read()
-
-        tasks = [asyncio.create_task(ask()) for _ in range(20)]
-        await asyncio.sleep(0.5)
-        await publish(producer, numbered(50))
-        assert texts(await inbox.take(50)) == numbered(50)
-        await asyncio.sleep(2.0)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        # Twenty clients of a broken kind, some seconds: not thousands of calls.
-        assert asked < 400

@@ -81,6 +81,11 @@ class Session:
         await producer.create()
         return producer
 
+    async def made(self, topic):
+        """The topic, with a log."""
+        await self.danube.create_topic(topic)
+        return topic
+
     async def configure(self, topic, subject, policy, *, payload=False):
         await self.danube.create_topic(topic)
         done, _ = await self.schemas.configure_topic_schema(topic, subject, policy, payload)
@@ -164,94 +169,53 @@ async def test_schemas_of_every_type_are_registered_and_read(session, subject):
         assert not answer.is_new_version
 
 
-async def test_producer_with_a_registered_schema(session, topic, subject):
-    await session.register(subject, schema(msg="string"))
-    producer = await session.producer(topic, subject)
-    await producer.send(b'{"msg": "hello"}')
-
-
-async def test_producer_with_an_unregistered_schema_is_refused(session, topic):
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await session.producer(topic, "nobody-knows-it")
-    assert caught.value.code() is PRECONDITION
-    assert "not found" in caught.value.details()
-
-
-async def test_producer_without_a_schema(session, topic):
-    producer = await session.producer(topic)
-    inbox = await session.danube.consumer(topic)
-    await producer.send(b"\xff any bytes")
-    message = await inbox.one()
-    assert not message.HasField("schema_id")
-    assert not message.HasField("schema_version")
+async def test_messages_carry_the_schema_of_their_producer(session, topic, subject):
+    """Producers of one subject share it, one without a schema sends without, none is made up."""
+    schema_id = await session.register(subject, schema(value="integer"))
+    inbox = await session.danube.consumer(await session.made(topic))
+    for number in (1, 2):
+        producer = await session.producer(topic, subject, name=f"producer-{number}")
+        await producer.send(json.dumps({"value": number}).encode())
+    plain = await session.producer(topic, name="plain")
+    await plain.send(b"\xff any bytes")
+    *messages, bare = await inbox.take(3)
+    assert [(m.schema_id, m.schema_version) for m in messages] == [(schema_id, 1)] * 2
+    assert not bare.HasField("schema_id")
+    assert not bare.HasField("schema_version")
+    call = session.producer(f"{topic}-other", "nobody-knows-it")
+    assert await refused(call) is PRECONDITION
 
 
 async def test_versions_of_a_subject_share_its_id(session, subject):
-    first = await session.register(subject, schema(name="string"))
-    second = await session.register(subject, schema(name="string", email="string"))
-    again = await session.register(subject, schema(name="string"))
-    assert first == second == again
-    assert (await session.schemas.get_latest_schema(subject)).version == 2
-    assert await session.schemas.list_versions(subject) == [1, 2]
-    old = await session.schemas.get_schema_version(first, 1)
-    assert json.loads(old.schema_definition_as_string()) == schema(name="string")
-    raw = await session.raw.ListVersions(danube_schema.ListVersionsRequest(subject=subject))
-    assert [one.schema_id for one in raw.versions] == [first, first]
-    assert len({one.fingerprint for one in raw.versions}) == 2
-
-
-async def test_consumer_sees_the_schema_of_a_message(session, topic, subject):
-    schema_id = await session.register(subject, schema(data="string"))
-    producer = await session.producer(topic, subject)
-    inbox = await session.danube.consumer(topic)
-    await producer.send(b'{"data": "test"}')
-    message = await inbox.one(ack=True)
-    assert (message.schema_id, message.schema_version) == (schema_id, 1)
-
-
-async def test_producers_share_a_schema(session, topic, subject):
-    schema_id = await session.register(subject, schema(value="integer"))
-    inbox = None
-    for number in (1, 2):
-        producer = await session.producer(topic, subject, name=f"producer-{number}")
-        inbox = inbox or await session.danube.consumer(topic)
-        await producer.send(json.dumps({"value": number}).encode())
-    messages = await inbox.take(2)
-    assert [message.schema_id for message in messages] == [schema_id, schema_id]
-
-
-async def test_same_schema_is_told_as_such(session, subject):
-    def ask(definition):
-        return session.raw.RegisterSchema(
-            danube_schema.RegisterSchemaRequest(
-                subject=subject, schema_type="json", schema_definition=definition
-            )
+    name = f"/default/{subject}"
+    steps = ({}, {"email": "string"}, {"email": "string", "phone": "string"})
+    ids = [await session.register(name, schema(name="string", **types)) for types in steps]
+    # The first one again, written in another way.
+    again = json.dumps(schema(name="string"), indent=1).encode()
+    answer = await session.raw.RegisterSchema(
+        danube_schema.RegisterSchemaRequest(
+            subject=name, schema_type="json_schema", schema_definition=again
         )
-
-    first = await ask(b'{"type": "object", "title": "T"}')
-    second = await ask(b'{ "title" : "T",\n  "type":"object" }')
-    assert (first.is_new_version, second.is_new_version) == (True, False)
-    assert (first.version, first.fingerprint) == (second.version, second.fingerprint)
-
-
-async def test_subjects_are_listed(session, subject):
-    schema_id = await session.register(f"/default/{subject}", b"x", SchemaType.STRING)
-    await session.schemas.set_compatibility_mode(f"/default/{subject}", CompatibilityMode.FULL)
+    )
+    assert (answer.version, answer.is_new_version) == (1, False)
+    assert set(ids) == {answer.schema_id}
+    assert await session.schemas.list_versions(name) == [1, 2, 3]
+    old = await session.schemas.get_schema_version(ids[0], 1)
+    assert json.loads(old.schema_definition_as_string()) == schema(name="string")
+    raw = await session.raw.ListVersions(danube_schema.ListVersionsRequest(subject=name))
+    assert [one.schema_id for one in raw.versions] == ids
+    assert len({one.fingerprint for one in raw.versions}) == 3
+    await session.schemas.set_compatibility_mode(name, CompatibilityMode.FULL)
     found = await session.raw.ListSubjects(danube_schema.ListSubjectsRequest())
-    [mine] = [one for one in found.subjects if one.subject == f"/default/{subject}"]
-    assert (mine.schema_id, mine.schema_type, mine.latest_version) == (schema_id, "string", 1)
+    [mine] = [one for one in found.subjects if one.subject == name]
+    assert (mine.schema_id, mine.schema_type, mine.latest_version) == (ids[0], "json_schema", 3)
     assert mine.compatibility_mode == "full"
-
-
-async def test_deleted_version_is_gone(session, subject):
-    schema_id = await session.register(subject, schema(a="string"))
-    await session.register(subject, schema(a="string", b="string"))
-    done, message = await session.schemas.delete_schema_version(subject, 2)
+    done, message = await session.schemas.delete_schema_version(name, 3)
     assert done
     assert message
-    assert await session.schemas.list_versions(subject) == [1]
-    assert await refused(session.schemas.get_schema_version(schema_id, 2)) is MISSING
-    assert await refused(session.schemas.delete_schema_version(subject, 2)) is MISSING
+    assert await session.schemas.list_versions(name) == [1, 2]
+    assert await refused(session.schemas.get_schema_version(ids[0], 3)) is MISSING
+    assert await refused(session.schemas.delete_schema_version(name, 3)) is MISSING
 
 
 async def test_statuses_say_what_is_wrong(session, topic, subject):
@@ -381,84 +345,45 @@ async def test_compatibility_is_asked_for_before_registering(session, subject):
     assert await session.schemas.list_versions(subject) == [1]
 
 
-async def test_subject_evolves_over_versions(session, subject):
-    types = {"id": "integer"}
-    for name in ("name", "email", "phone"):
-        await session.register(subject, schema(["id"], **types))
-        types[name] = "string"
-    assert await session.schemas.list_versions(subject) == [1, 2, 3]
-
-
 # -- messages with schemas ------------------------------------------------------------------
 
 
-async def test_messages_of_matching_schemas_come_through(session, topic, subject):
-    payloads = [
-        {"text": "test", "number": 1},
-        {"text": "test2", "number": 2, "flag": True},
-        {"text": "test3", "number": 3, "list": ["a", "b"]},
-    ]
-
-    definition = schema(
-        ["text", "number"], text="string", number="integer", flag="boolean", list="array"
-    )
-    schema_id = await session.register(subject, definition)
-    await session.configure(topic, subject, "enforce", payload=True)
-    producer = await session.producer(topic, subject)
-    inbox = await session.danube.consumer(topic)
-    for payload in payloads:
-        await producer.send(json.dumps(payload).encode())
-    messages = await inbox.take(3)
-    assert [json.loads(message.payload) for message in messages] == payloads
-    assert {message.schema_id for message in messages} == {schema_id}
-
-
-async def test_consumer_gets_messages_of_old_and_new_versions(session, topic, subject):
-    await session.register(subject, schema(["id"], id="integer"))
-    first = await session.producer(topic, subject, name="first")
-    inbox = await session.danube.consumer(topic)
-    await first.send(b'{"id": 1}')
-    await session.register(subject, schema(["id"], id="integer", name="string"))
-    second = await session.producer(topic, subject, name="second")
-    await second.send(b'{"id": 2, "name": "test"}')
-    messages = await inbox.take(2)
-    assert [message.schema_version for message in messages] == [1, 2]
-
-
-async def test_avro_payloads_are_looked_into(session, topic, subject):
+def avro(record):
     out = io.BytesIO()
-    fastavro.schemaless_writer(out, fastavro.parse_schema(USER), {"name": "alice", "age": 30})
-
-    schema_id = await session.register(subject, USER, AVRO)
-    await session.configure(topic, subject, "enforce", payload=True)
-    producer = await session.producer(topic, subject)
-    inbox = await session.danube.consumer(topic)
-    await producer.send(out.getvalue())
-    assert (await inbox.one(ack=True)).schema_id == schema_id
-    assert await refused(producer.send(b'{"name": "alice", "age": 30}')) is INVALID
-    await inbox.expect_silence()
+    fastavro.schemaless_writer(out, fastavro.parse_schema(USER), record)
+    return out.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("kind", "definition", "good", "bad"),
-    [
-        (SchemaType.STRING, b"x", "INFO: é".encode(), b"\xff\xfe"),
-        (SchemaType.BYTES, b"x", b"\x00\xff\xab\xcd\xef", None),
-        (SchemaType.NUMBER, b"int64", bytes(8), b"12"),
-        (PROTO, MESSAGE, b"\x0a\x01x", b"\x08\x01"),
-    ],
-    ids=["string", "bytes", "number", "protobuf"],
-)
-async def test_payloads_of_other_types(session, topic, subject, kind, definition, good, bad):
+PAYLOADS = {
+    "json": (
+        JSON,
+        schema(["text"], text="string", flag="boolean", list="array"),
+        [b'{"text": "a"}', b'{"text": "b", "flag": true}', b'{"text": "c", "list": ["d"]}'],
+        b'{"flag": true}',
+    ),
+    "avro": (AVRO, USER, [avro({"name": "alice", "age": 30})], b'{"name": "alice", "age": 30}'),
+    "string": (SchemaType.STRING, b"x", ["INFO: é".encode()], b"\xff\xfe"),
+    "bytes": (SchemaType.BYTES, b"x", [b"\x00\xff\xab\xcd\xef"], None),
+    "number": (SchemaType.NUMBER, b"int64", [bytes(8)], b"12"),
+    "protobuf": (PROTO, MESSAGE, [b"\x0a\x01x"], b"\x08\x01"),
+}
+
+
+@pytest.mark.parametrize("kind", PAYLOADS)
+async def test_payloads_are_looked_into(session, topic, subject, kind):
+    kind, definition, good, bad = PAYLOADS[kind]
     schema_id = await session.register(subject, definition, kind)
     await session.configure(topic, subject, "enforce", payload=True)
     producer = await session.producer(topic, subject)
     inbox = await session.danube.consumer(topic)
-    await producer.send(good)
-    message = await inbox.one(ack=True)
-    assert (message.payload, message.schema_id) == (good, schema_id)
+    for payload in good:
+        await producer.send(payload)
+    messages = await inbox.take(len(good))
+    assert [message.payload for message in messages] == good
+    assert {message.schema_id for message in messages} == {schema_id}
     if bad is not None:
         assert await refused(producer.send(bad)) is INVALID
+        await inbox.expect_silence()
 
 
 async def test_enforcing_topic_refuses_what_does_not_fit(session, topic, subject):
@@ -513,59 +438,40 @@ async def test_policy_changes_at_once(session, topic, subject):
 # -- versions of producers ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("choice", "version"),
-    [({"version": 1}, 1), ({"version": 3}, 3), ({"least": 2}, 3), ({"least": 3}, 3), ({}, 3)],
-    ids=str,
-)
-async def test_producer_writes_with_the_version_that_it_chose(
-    session, topic, subject, choice, version
-):
+async def test_producer_writes_with_the_version_that_it_chose(session, topic, subject):
     types = {}
     for name in "abc":
         types[name] = "string"
         await session.register(subject, schema(**types))
-    producer = await session.producer(topic, subject, **choice)
-    inbox = await session.danube.consumer(topic)
-    await producer.send(b'{"a": "x"}')
-    assert (await inbox.one(ack=True)).schema_version == version
-
-
-async def test_producers_of_two_versions_share_a_topic(session, topic, subject):
-    await session.register(subject, schema(value="integer"))
-    await session.register(subject, schema(value="integer", label="string"))
-    producers = [
-        await session.producer(topic, subject, name=f"v{version}", version=version)
-        for version in (1, 2)
+    inbox = await session.danube.consumer(await session.made(topic))
+    chosen = [
+        ({"version": 1}, 1),
+        ({"version": 3}, 3),
+        ({"least": 2}, 3),
+        ({"least": 3}, 3),
+        ({}, 3),
     ]
-    inbox = await session.danube.consumer(topic)
-    for producer in producers:
-        await producer.send(b'{"value": 1}')
-    assert {message.schema_version for message in await inbox.take(2)} == {1, 2}
+    for number, (choice, _) in enumerate(chosen):
+        producer = await session.producer(topic, subject, name=f"p{number}", **choice)
+        await producer.send(b'{"a": "x"}')
+    messages = await inbox.take(len(chosen))
+    assert [m.schema_version for m in messages] == [version for _, version in chosen]
 
 
-@pytest.mark.parametrize("choice", [{"version": 99}, {"least": 99}], ids=str)
-async def test_producer_of_a_version_that_is_not_there_is_refused(session, topic, subject, choice):
-    await session.register(subject, schema(x="integer"))
-    with pytest.raises((grpc.aio.AioRpcError, ValueError)):
-        await session.producer(topic, subject, **choice)
-
-
-@pytest.mark.parametrize("choice", [{"pinned_version": 99}, {"min_version": 99}], ids=str)
-async def test_broker_itself_refuses_a_version_that_is_not_there(
-    session, broker, topic, subject, choice
-):
-    """Danube's client looks for the version by itself; others leave that to the broker."""
-
+async def test_version_that_is_not_there_is_refused(session, topic, subject):
+    """By Danube's client, which looks for it, and by the broker itself."""
     await session.register(subject, schema(x="integer"))
     producers = wire.stub(session.danube.channel, "danube.ProducerService")
-    request = danube.ProducerRequest(
-        producer_name="p",
-        topic_name=topic,
-        schema_ref=danube.SchemaReference(subject=subject, **choice),
-        dispatch_strategy=danube.DispatchStrategy.Reliable,
-    )
-    assert await refused(producers.CreateProducer(request)) is PRECONDITION
+    for choice, wanted in (("version", "pinned_version"), ("least", "min_version")):
+        with pytest.raises((grpc.aio.AioRpcError, ValueError)):
+            await session.producer(topic, subject, **{choice: 99})
+        request = danube.ProducerRequest(
+            producer_name="p",
+            topic_name=topic,
+            schema_ref=danube.SchemaReference(subject=subject, **{wanted: 99}),
+            dispatch_strategy=danube.DispatchStrategy.Reliable,
+        )
+        assert await refused(producers.CreateProducer(request)) is PRECONDITION
 
 
 async def test_topic_whose_schema_has_no_version_left_is_described(session, topic, subject):
@@ -599,13 +505,6 @@ async def test_first_producer_fixes_the_subject(session, topic, subject):
     # One without a schema may come; its messages are judged one by one.
     plain = await session.producer(topic, name="plain")
     await plain.send(b"anything")
-
-
-async def test_topic_takes_other_versions_of_its_subject(session, topic, subject):
-    await session.register(subject, schema(id="integer"))
-    await session.producer(topic, subject, name="one", version=1)
-    await session.register(subject, schema(id="integer", name="string"))
-    await session.producer(topic, subject, name="two", version=2)
 
 
 async def test_topic_can_be_given_another_subject(session, topic, subject):

@@ -36,7 +36,6 @@ from ister.errors import (
     ConflictError,
     FencedError,
     InvariantError,
-    IsterError,
     NotFoundError,
     UnavailableError,
     WaitsForDiskError,
@@ -49,7 +48,10 @@ from tests.sim.tier_world import read_all
 from tests.sim.world import (
     BrokenPromiseError,
     InlineSchedule,
+    few_per_transaction,
     other_processes,
+    replay,
+    replayable,
     seeded_names,
 )
 from tests.support.clock import ManualClock
@@ -505,6 +507,7 @@ class CloneWorld:
         raise BrokenPromiseError(f"disk {disk.number}, an older copy, is not refused")
 
 
+@replayable()
 def run_seed(
     seed: int,
     *,
@@ -512,52 +515,21 @@ def run_seed(
     trace: Callable[[str], None] | None = None,
     restores: bool = False,
 ) -> CloneWorld:
-    """One world from its beginning to its end.
-
-    Raises:
-        BrokenPromiseError: With the command that shows it again.
-    """
+    """One world from its beginning to its end; with `restores`, stores are put back."""
     world = CloneWorld(seed, restores=restores)
     if trace is not None:
         world.trace = trace
     # A few topics are many: they come back in several transactions.
-    together = ister.bucket.membership._TOPICS_PER_TRANSACTION
-    ister.bucket.membership._TOPICS_PER_TRANSACTION = 2
-    try:
-        with seeded_names(seed):
-            world.live(turns)
-    except (BrokenPromiseError, IsterError) as error:
-        raise BrokenPromiseError(
-            f"seed {seed}: {error!r}\n"
-            f"replay: python -m tests.sim.clone_world {seed} --turns {turns}"
-            f"{' --restores' if restores else ''}"
-        ) from error
-    finally:
-        ister.bucket.membership._TOPICS_PER_TRANSACTION = together
+    with few_per_transaction(ister.bucket.membership), seeded_names(seed):
+        world.live(turns)
     return world
 
 
-def main() -> None:
-    """Runs one seed, for replay."""
-    import argparse  # noqa: PLC0415
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("seed", type=int)
-    parser.add_argument("--turns", type=int, default=60)
-    parser.add_argument("--restores", action="store_true", help="stores are put back")
-    parser.add_argument("--trace", action="store_true", help="show every turn")
-    arguments = parser.parse_args()
-    world = run_seed(
-        arguments.seed,
-        turns=arguments.turns,
-        trace=print if arguments.trace else None,
-        restores=arguments.restores,
-    )
-    print(
-        f"seed {arguments.seed}: {world.acks} acknowledged, {world.copies} copies, "
-        f"{world.refused} refused, {world.replaced} replaced, nothing broken"
-    )
-
-
 if __name__ == "__main__":
-    main()
+    replay(
+        run_seed,
+        lambda world: (
+            f"{world.acks} acknowledged, {world.copies} copies, {world.refused} refused, "
+            f"{world.replaced} replaced"
+        ),
+    )

@@ -49,7 +49,6 @@ from ister.errors import (
     ConflictError,
     FencedError,
     InvariantError,
-    IsterError,
     NotFoundError,
     UnavailableError,
 )
@@ -60,7 +59,10 @@ from tests.sim.tier_world import read_all
 from tests.sim.world import (
     BrokenPromiseError,
     InlineSchedule,
+    few_per_transaction,
     other_processes,
+    replay,
+    replayable,
     seeded_names,
 )
 from tests.support.clock import ManualClock
@@ -862,6 +864,7 @@ def _name(action: Callable[..., object]) -> str:
     return action.func.__name__ if isinstance(action, partial) else action.__name__
 
 
+@replayable()
 def run_seed(
     seed: int,
     *,
@@ -870,56 +873,22 @@ def run_seed(
     diskless: bool = False,
     restores: bool = False,
 ) -> ClusterWorld:
-    """One world from its beginning to its end.
-
-    Raises:
-        BrokenPromiseError: With the command that shows it again.
-    """
+    """One world from its beginning to its end; with `diskless`, most brokers keep no files."""
     world = ClusterWorld(seed, diskless=diskless, restores=restores)
     if trace is not None:
         world.trace = trace
     # A few topics are many: they take several transactions.
-    membership, assignments = ister.bucket.membership, ister.broker.cluster.assignments
-    together = membership._TOPICS_PER_TRANSACTION, assignments._TOPICS_PER_TRANSACTION
-    membership._TOPICS_PER_TRANSACTION = assignments._TOPICS_PER_TRANSACTION = 2
-    try:
-        with seeded_names(seed):
-            world.live(turns)
-    except (BrokenPromiseError, IsterError) as error:
-        raise BrokenPromiseError(
-            f"seed {seed}: {error!r}\n"
-            f"replay: python -m tests.sim.cluster_world {seed} --turns {turns}"
-            f"{' --diskless' if diskless else ''}{' --restores' if restores else ''}"
-        ) from error
-    finally:
-        membership._TOPICS_PER_TRANSACTION, assignments._TOPICS_PER_TRANSACTION = together
+    modules = ister.bucket.membership, ister.broker.cluster.assignments
+    with few_per_transaction(*modules), seeded_names(seed):
+        world.live(turns)
     return world
 
 
-def main() -> None:
-    """Runs one seed, for replay."""
-    import argparse  # noqa: PLC0415
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("seed", type=int)
-    parser.add_argument("--turns", type=int, default=60)
-    parser.add_argument("--diskless", action="store_true", help="most brokers keep no files")
-    parser.add_argument("--restores", action="store_true", help="stores are put back")
-    parser.add_argument("--trace", action="store_true", help="show every turn")
-    arguments = parser.parse_args()
-    world = run_seed(
-        arguments.seed,
-        turns=arguments.turns,
-        trace=print if arguments.trace else None,
-        diskless=arguments.diskless,
-        restores=arguments.restores,
-    )
-    print(
-        f"seed {arguments.seed}: {len(world.machines)} brokers, {world.acks} acknowledged, "
-        f"{world.handed_over} handed over, {world.failed_over} changes of owner, "
-        f"{world.elections} leaders, nothing broken"
-    )
-
-
 if __name__ == "__main__":
-    main()
+    replay(
+        run_seed,
+        lambda world: (
+            f"{len(world.machines)} brokers, {world.acks} acknowledged, {world.handed_over} "
+            f"handed over, {world.failed_over} changes of owner, {world.elections} leaders"
+        ),
+    )

@@ -26,7 +26,7 @@ from ister.config import load_config
 from ister.errors import CapacityError, IsterError, UnavailableError
 from ister.topic.log import Log
 from ister.topic.topic import Topic
-from tests.sim.world import BrokenPromiseError, InlineSchedule
+from tests.sim.world import BrokenPromiseError, InlineSchedule, replay, replayable
 from tests.support.clock import ManualClock
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
 from tests.support.memory_metadata import MemoryMetadata
@@ -331,36 +331,18 @@ class DiskWorld:
                     raise BrokenPromiseError(f"{offset} of {name} was acknowledged and is gone")
 
 
+@replayable(SimulatedCrash)
 def run_seed(seed: int, *, lives: int = 4) -> DiskWorld:
-    """One world from its beginning to its end.
-
-    Raises:
-        BrokenPromiseError: With the command that shows it again.
-    """
+    """One world from its beginning to its end."""
     world = DiskWorld(seed)
-    try:
-        world.live(lives)
-    except (BrokenPromiseError, IsterError, SimulatedCrash) as error:
-        raise BrokenPromiseError(
-            f"seed {seed}: {error!r}\nreplay: python -m tests.sim.disk_world {seed} --lives {lives}"
-        ) from error
+    world.live(lives)
     return world
 
 
-def main() -> None:
-    """Runs one seed, for replay."""
-    import argparse  # noqa: PLC0415
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("seed", type=int)
-    parser.add_argument("--lives", type=int, default=4)
-    arguments = parser.parse_args()
-    world = run_seed(arguments.seed, lives=arguments.lives)
-    print(
-        f"seed {arguments.seed}: healed {world.heals} times, refused {world.refused}, "
-        f"{world.crashes} crashes, nothing broken"
-    )
-
-
 if __name__ == "__main__":
-    main()
+    replay(
+        run_seed,
+        lambda world: (
+            f"healed {world.heals} times, refused {world.refused}, {world.crashes} crashes"
+        ),
+    )

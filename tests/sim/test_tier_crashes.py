@@ -434,41 +434,6 @@ def test_sealing_checks_the_bucket_before_the_local_files_go(is_lost: bool) -> N
 
 
 @pytest.mark.sim
-def test_local_files_go_whose_objects_have_expired() -> None:
-    """Bucket retention was quicker than the local one."""
-    stage = Stage(cloud={"backend": "memory", "retention": {"time_minutes": 1}})
-    log = stage.open(0)
-    topic = log.topic(TOPIC, create=True)
-    _fill(topic, 9, b"a")
-    topic.upload()
-    stage.clock.advance(200)
-    log.stores.membership.renew()
-    sent = _fill(topic, 9, b"b")
-    topic.upload()
-    assert topic.bucket.retention.expire() > 0
-    stage.clock.advance(1)
-    assert topic.bucket.retention.trim() > 0
-    assert set(read_all(topic).items()) >= set(sent.items())
-
-
-@pytest.mark.sim
-def test_retention_of_an_owner_that_was_fenced_says_so() -> None:
-    stage = Stage(cloud={"backend": "memory", "retention": {"time_minutes": 1}})
-    log_a, log_b = stage.open(0), stage.open(1)
-    a = log_a.topic(TOPIC, create=True)
-    _fill(a, 9, b"a")
-    a.upload()
-    stage.clock.advance(200)
-    b = log_b.topic(TOPIC, take_over=True)
-    _fill(b, 9, b"b")
-    b.upload()
-    before = stage.descriptors(b)
-    with pytest.raises(FencedError):
-        a.bucket.retention.expire()
-    assert stage.descriptors(b) == before
-
-
-@pytest.mark.sim
 def test_expired_messages_are_not_a_gap_although_the_answer_was_lost() -> None:
     for number in range(1, 60):
         stage = Stage(cloud={"backend": "memory", "retention": {"time_minutes": 1}})

@@ -113,6 +113,8 @@ from tests.sim.world import (
     BrokenPromiseError,
     InlineSchedule,
     other_processes,
+    replay,
+    replayable,
     seeded_names,
 )
 from tests.support.clock import ManualClock
@@ -1911,6 +1913,7 @@ def read_all(topic: Topic) -> dict[int, bytes]:
     return found
 
 
+@replayable()
 def run_seed(
     seed: int,
     *,
@@ -1920,53 +1923,17 @@ def run_seed(
     restores: bool = False,
     trace: Callable[[str], None] | None = None,
 ) -> TierWorld:
-    """One world from its beginning to its end.
-
-    Raises:
-        BrokenPromiseError: With the command that shows it again.
-    """
+    """One world from its beginning to its end; with `restores`, stores are put back."""
     world = TierWorld(seed, failpoint=failpoint, shares=shares, restores=restores)
     if trace is not None:
         world.trace = trace
-    try:
-        with seeded_names(seed):
-            world.live(turns)
-    except (BrokenPromiseError, IsterError) as error:
-        extra = f" --failpoint {failpoint}" if failpoint is not None else ""
-        extra += "" if shares is None else " --shares" if shares else " --no-shares"
-        extra += " --restores" if restores else ""
-        raise BrokenPromiseError(
-            f"seed {seed}: {error!r}\n"
-            f"replay: python -m tests.sim.tier_world {seed} --turns {turns}{extra}"
-        ) from error
+    with seeded_names(seed):
+        world.live(turns)
     return world
 
 
-def main() -> None:
-    """Runs one seed, for replay."""
-    import argparse  # noqa: PLC0415
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("seed", type=int)
-    parser.add_argument("--turns", type=int, default=40)
-    parser.add_argument("--failpoint", default=None)
-    parser.add_argument("--shares", action=argparse.BooleanOptionalAction, default=None)
-    parser.add_argument("--restores", action="store_true", help="stores are put back")
-    parser.add_argument("--trace", action="store_true", help="show every turn")
-    arguments = parser.parse_args()
-    world = run_seed(
-        arguments.seed,
-        turns=arguments.turns,
-        failpoint=arguments.failpoint,
-        shares=arguments.shares,
-        restores=arguments.restores,
-        trace=print if arguments.trace else None,
-    )
-    print(
-        f"seed {arguments.seed}: {world.crashes} crashes, {world.faults} faults, "
-        f"{world.sent} messages, nothing broken"
-    )
-
-
 if __name__ == "__main__":
-    main()
+    replay(
+        run_seed,
+        lambda world: f"{world.crashes} crashes, {world.faults} faults, {world.sent} messages",
+    )

@@ -17,11 +17,16 @@ What is checked, in `Promises`:
 
 from __future__ import annotations
 
+import argparse
+import functools
+import inspect
 import random
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
 
 from ister.base.model import AckLevel, TopicState
 from ister.config import load_config
@@ -34,6 +39,7 @@ from tests.support.clock import ManualClock
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
 
 TOPICS = ("/ns/a", "/ns/b")
+World_ = TypeVar("World_")
 
 
 class BrokenPromiseError(AssertionError):
@@ -49,6 +55,19 @@ def seeded_names(seed: int) -> Iterator[None]:
         yield
     finally:
         secrets.token_hex = token_hex
+
+
+@contextmanager
+def few_per_transaction(*modules: Any) -> Iterator[None]:
+    """Has modules put two topics into a transaction."""
+    before = [module._TOPICS_PER_TRANSACTION for module in modules]
+    for module in modules:
+        module._TOPICS_PER_TRANSACTION = 2
+    try:
+        yield
+    finally:
+        for module, count in zip(modules, before, strict=True):
+            module._TOPICS_PER_TRANSACTION = count
 
 
 @contextmanager
@@ -348,20 +367,60 @@ def read_all(topic: Topic) -> dict[int, bytes]:
     return found
 
 
-def run_seed(seed: int, *, lives: int = 8, ack: str = "synced") -> World:
-    """One world from its beginning to its end.
+def replayable(
+    *more: type[BaseException],
+) -> Callable[[Callable[..., World_]], Callable[..., World_]]:
+    """Has a function that runs the world of a seed say how to see a broken promise again."""
 
-    Raises:
-        BrokenPromiseError: With the command that shows it again.
-    """
+    def decorate(run: Callable[..., World_]) -> Callable[..., World_]:
+        parameters = [*inspect.signature(run).parameters.values()][1:]
+
+        @functools.wraps(run)
+        def run_seed(seed: int, **options: Any) -> World_:
+            try:
+                return run(seed, **options)
+            except (BrokenPromiseError, IsterError, *more) as error:
+                words = [
+                    f"--no-{one.name}"
+                    if value is False
+                    else f"--{one.name}"
+                    if value is True
+                    else f"--{one.name} {value}"
+                    for one in parameters
+                    if one.name != "trace"
+                    and (value := options.get(one.name, one.default)) != one.default
+                ]
+                place = f"tests.sim.{Path(inspect.getfile(run)).stem}"
+                command = " ".join(["python -m", place, str(seed), *words])
+                raise BrokenPromiseError(f"seed {seed}: {error!r}\nreplay: {command}") from error
+
+        return run_seed
+
+    return decorate
+
+
+def replay(run: Callable[..., World_], tell: Callable[[World_], str]) -> None:
+    """Runs the world of one seed from the command line, with the options of `run`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("seed", type=int)
+    for one in [*inspect.signature(run).parameters.values()][1:]:
+        flag, kind = f"--{one.name}", str(one.annotation)
+        if one.name == "trace":
+            parser.add_argument(flag, action="store_const", const=print, help="show every turn")
+        elif "bool" in kind:
+            boolean = argparse.BooleanOptionalAction
+            parser.add_argument(flag, action=boolean, default=one.default)
+        else:
+            parser.add_argument(flag, type=int if kind == "int" else str, default=one.default)
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}: {tell(run(**vars(arguments)))}, nothing broken")
+
+
+@replayable()
+def run_seed(seed: int, *, lives: int = 8, ack: str = "synced") -> World:
+    """One world from its beginning to its end."""
     world = World(seed, ack=ack)
-    try:
-        world.live(lives)
-    except (BrokenPromiseError, IsterError) as error:
-        raise BrokenPromiseError(
-            f"seed {seed}, ack {ack}: {error!r}\n"
-            f"replay: python -m tests.sim.world {seed} --lives {lives} --ack {ack}"
-        ) from error
+    world.live(lives)
     return world
 
 
@@ -375,18 +434,5 @@ def find_break(seeds: range, run: Callable[[int], object]) -> int | None:
     return None
 
 
-def main() -> None:
-    """Runs one seed, for replay."""
-    import argparse  # noqa: PLC0415
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("seed", type=int)
-    parser.add_argument("--lives", type=int, default=8)
-    parser.add_argument("--ack", default="synced")
-    arguments = parser.parse_args()
-    world = run_seed(arguments.seed, lives=arguments.lives, ack=arguments.ack)
-    print(f"seed {arguments.seed}: {world.crashes} crashes, {world.sent} messages, nothing broken")
-
-
 if __name__ == "__main__":
-    main()
+    replay(run_seed, lambda world: f"{world.crashes} crashes, {world.sent} messages")

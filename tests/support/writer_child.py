@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import select
@@ -12,11 +13,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
-from tests.support.oracle import History
+from tests.support.oracle import History, settings_of
 from tests.support.scale import scaled
 from tests.support.waiting import eventually
 
@@ -41,22 +42,31 @@ class WriterChild:
     """A writer process that reports into a history. Use as a context manager: it never outlives it.
 
     Args:
-        directory: What it opens.
+        place: The tree of settings that it opens; or a directory, for a log without a bucket with
+            three topics and three threads that write.
         history: Where its lines go.
-        options: For `writer_process.py`, by name: `trim_keep=100` is `--trim-keep 100`.
         failpoints: For ISTER_FAILPOINTS.
         prefix: What to run it under, `strace` for example.
+        rotate_bytes: In a directory, the size of its files.
+        options: For `writer_process.py`, by name: `trim_keep=100` is `--trim-keep 100`.
     """
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        place: str | os.PathLike[str] | Mapping[str, object],
         history: History,
         *,
         failpoints: str | None = None,
         prefix: tuple[str, ...] = (),
+        rotate_bytes: int = 16384,
         **options: object,
     ) -> None:
+        if not isinstance(place, Mapping):
+            level = str(options.get("level", "synced"))
+            place = settings_of(
+                str(place), level=level, rotate_max_bytes=rotate_bytes, fsync_interval_ms=50
+            )
+            options = {"mode": "write", "topics": 3, "threads": 3, "tiered_share": 0.0, **options}
         arguments = [
             word
             for name, value in options.items()
@@ -69,29 +79,34 @@ class WriterChild:
         self.lines: Counter[str] = Counter()
         """How many lines of each kind came."""
         self.errors: Counter[str] = Counter()
-        """The errors told of, by class."""
+        """The errors told of, by class; those of other calls than appends as `what:class`."""
         self.states: set[str] = set()
         """The states told of."""
+        self.did: Counter[str] = Counter()
+        """What it has told to have ended well."""
+        self.begun: list[str] = []
+        """What it has told to be about to begin."""
+        self.acked: list[tuple[float, int]] = []
+        """When each wait had ended, on the machine's monotonic clock, and for which offset."""
         self.is_late = False
         """Whether acknowledgements that come from now on are promises no more; see `drain`."""
         self._rest = b""
         # A file and not a pipe: nobody reads it while the process runs.
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [
-                *prefix,
-                sys.executable,
-                "-m",
-                "tests.support.writer_process",
-                str(directory),
-                *arguments,
-            ],
+            [*prefix, sys.executable, "-m", _PROGRAM, json.dumps(place), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
             env=environment,
         )
         self.pid = self._process.pid
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether SIGSTOP holds it."""
+        with open(f"/proc/{self.pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
 
     # -- listening ----------------------------------------------------------------------------
 
@@ -118,6 +133,14 @@ class WriterChild:
             lambda: condition() or not self.listen(0.02) or condition(), what, within=120, every=0
         )
         assert condition(), f"it has ended before {what}: {self.complaints()}"
+
+    def listen_until_stopped(self, seconds: float) -> None:
+        """Takes lines until the process has been stopped, and what it had said before."""
+        deadline = time.monotonic() + seconds
+        while not self.is_stopped:
+            assert self.listen(0.05), f"it has ended: {self.complaints()}"
+            assert time.monotonic() < deadline, f"not stopped in {seconds} s"
+        self.listen(0.1)
 
     def drain(self) -> None:
         """Takes the lines that are there now, and holds nobody to acknowledgements after them.
@@ -149,7 +172,8 @@ class WriterChild:
         match kind, words:
             case "send", [topic, message_id]:
                 history.send(topic, message_id)
-            case "ack", [topic, message_id, offset, level]:
+            case "ack", [topic, message_id, offset, level, moment]:
+                self.acked.append((float(moment), int(offset)))
                 history.ack(
                     topic, message_id, int(offset), f"late {level}" if self.is_late else level
                 )
@@ -164,6 +188,14 @@ class WriterChild:
                 history.trim(topic, int(before))
             case "state", [_, state]:
                 self.states.add(state)
+            case "did", [what]:
+                self.did[what] += 1
+            case "failed", [what, name]:
+                self.errors[f"{what}:{name}"] += 1
+            case "begin", [what, topic]:
+                self.begun.append(f"{what} {topic}")
+            case "wrong", [text]:
+                raise AssertionError(f"the child says: {text}")
             case (("ready" | "end" | "lifted" | "reopened"), _):
                 pass
             case _:
