@@ -1,12 +1,15 @@
 """What these tests share: a Spark session, and a broker with a client of Danube's."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
 
 from ister.broker.rpc.native_support import native_refusal
+from ister.cli.main import main
 from tests.servers.broker import BrokerProcess
 from tests.support.danube import Danube, IsterSession, connect, topic_for
 from tests.support.scale import nightly
@@ -44,6 +47,29 @@ def topic(request: pytest.FixtureRequest) -> str:
 def session(broker: BrokerProcess) -> AbstractAsyncContextManager[Danube]:
     """A client of `broker`, which a test that is a coroutine gets connected."""
     return connect(broker)
+
+
+@pytest.fixture
+def run(
+    broker: BrokerProcess,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command here, at `broker` or `to` another: its exit code, its output, its errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str, stdin: bytes = b"", to: str | None = broker.address):
+        given = tmp_path / "stdin"
+        given.write_bytes(stdin)
+        with given.open() as file:
+            monkeypatch.setattr(sys, "stdin", file)
+            capfd.readouterr()
+            code = main([*arguments, *(["--broker", to] if to is not None else [])])
+        output = capfd.readouterr()
+        return code, output.out, output.err
+
+    return call
 
 
 @pytest.fixture(params=["danube", "ister"])

@@ -18,21 +18,12 @@ import pytest
 pytest.importorskip("pyarrow")
 pytest.importorskip("grpc")
 
-from ister.cli.main import main
 from ister.client import Client
-from tests.servers.broker import BrokerProcess
 from tests.servers.ports import free_port
 from tests.support.waiting import PATIENCE_SECONDS
 
 PATIENCE = 120.0
 _numbers = count()
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory):
-    """One that no test stops."""
-    with BrokerProcess(tmp_path_factory.mktemp("broker")) as process:
-        yield process
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +37,6 @@ def topic(client):
     name = f"/default/live-{next(_numbers)}"
     client.admin.create_topic(name)
     return name
-
-
-@pytest.fixture
-def run(broker, capfd, tmp_path, monkeypatch):
-    """Runs a command in this process: its exit code, its output, its errors."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments, to=broker.address):
-        capfd.readouterr()
-        code = main([*arguments, "--broker", to])
-        output = capfd.readouterr()
-        return code, output.out, output.err
-
-    return call
 
 
 def publish(client, topic, number=10):
@@ -107,13 +84,6 @@ def test_a_new_subscription_starts_at_the_earliest_message(run, client, topic):
     assert run(*arguments, "late", "--from", "latest") == (0, "", "")
     with client.consumer(topic, "api") as consumer:
         assert consumer.receive(PATIENCE_SECONDS).offset == 0
-
-
-def test_times_are_written_in_every_form(run, client, topic):
-    publish(client, topic, 2)
-    for where in ("1h", "@0", "1970-01-01", "1970-01-01T00:00:00Z", "t:0"):
-        arguments = ("consume", topic, "--from", where, "--no-follow", "--format", "{offset}")
-        assert run(*arguments) == (0, "0\n1\n", ""), where
 
 
 # -- subscriptions --------------------------------------------------------------------------
@@ -191,16 +161,6 @@ def test_lag_of_all_topics_in_one_table(run, client, topic):
     )
     code, _, err = run("subscriptions", "list", "/default/missing")
     assert (code, "does not exist" in err) == (1, True)
-
-
-def test_lag_counts_also_what_a_list_of_topics_leaves_out(run, client, topic):
-    publish(client, topic, 1)
-    consumers = [client.consumer(topic, f"s-{number:02}", start="earliest") for number in range(52)]
-    for one in consumers:
-        one.close()
-    found = json.loads(run("subscriptions", "list", topic, "--json")[1])["subscriptions"]
-    assert len(found) == 52
-    assert {one["lag"] for one in found} == {1}
 
 
 # -- top ------------------------------------------------------------------------------------

@@ -12,29 +12,11 @@ from ister.cli.main import main
 from ister.cli.schema import detect_type
 from ister.client import Client
 from ister.subscription.policy import FailurePolicy, PoisonPolicy
-from tests.servers.broker import BrokerProcess
 from tests.support.certificates import Authority
 from tests.support.waiting import eventually
 
 PATIENCE = 120.0
 _numbers = count()
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory):
-    with BrokerProcess(tmp_path_factory.mktemp("broker")) as process:
-        yield process
-
-
-@pytest.fixture
-def run(broker, capfd):
-    def call(*arguments):
-        capfd.readouterr()
-        code = main([*arguments, "--broker", broker.address])
-        output = capfd.readouterr()
-        return code, output.out, output.err
-
-    return call
 
 
 @pytest.fixture

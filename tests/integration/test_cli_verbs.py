@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from itertools import count
 
 import pytest
 
@@ -16,7 +15,6 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("grpc")
 
 from ister.broker.security.minting import make_api_key
-from ister.cli.main import main
 from ister.client import Client
 from tests.servers.broker import BrokerProcess
 from tests.support.certificates import LOCAL_NAMES, Authority
@@ -24,40 +22,10 @@ from tests.support.security import auth_settings
 
 PATIENCE = 120.0
 COMMAND = [sys.executable, "-m", "ister.cli.main"]
-_numbers = count()
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory):
-    """One that no test stops."""
-    with BrokerProcess(tmp_path_factory.mktemp("broker")) as process:
-        yield process
-
-
-@pytest.fixture
-def topic():
-    return f"/default/verbs-{next(_numbers)}"
-
-
-@pytest.fixture
-def run(broker, capfd, monkeypatch, tmp_path):
-    """Runs a command in this process: its exit code, its output, its errors."""
-
-    def call(*arguments, stdin=b"", to=broker):
-        path = tmp_path / "stdin"
-        path.write_bytes(stdin)
-        with path.open() as file:
-            monkeypatch.setattr(sys, "stdin", file)
-            capfd.readouterr()
-            code = main([*arguments, *(["--broker", to.address] if to is not None else [])])
-        output = capfd.readouterr()
-        return code, output.out, output.err
-
-    return call
 
 
 def start(*arguments, broker, **options):
-    """The same in a process of its own."""
+    """A command in a process of its own."""
     command = [*COMMAND, *arguments, "--broker", broker.address]
     return subprocess.Popen(
         command, env={**os.environ, "PYTHONUNBUFFERED": "1"}, text=True, **options
@@ -218,47 +186,7 @@ def test_offsets_that_cannot_be_written_are_no_success(broker, topic, tmp_path):
     assert "Traceback" not in err
 
 
-@pytest.mark.nightly
-def test_without_any_standard_input_or_output(broker, topic):
-    for end, command in (
-        ("<&-", f"produce {topic} --message x"),
-        (">&-", f"produce {topic} --message y --json"),
-        (">&-", f"consume {topic} --no-follow"),
-    ):
-        shell = f"exec {sys.executable} -m ister.cli.main {command} {end}"
-        done = subprocess.run(
-            ["sh", "-c", shell],
-            env={**os.environ, "ISTER_BROKER": broker.address},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-        is_lost = command.startswith("consume")
-        assert done.returncode == int(is_lost), done.stderr
-        assert "Traceback" not in done.stderr
-        assert ("standard output is closed" in done.stderr) is is_lost
-
-
 # -- consume --------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_a_copy_through_a_pipe(broker, run, topic):
-    number = 20_000
-    assert run("produce", topic, "--attribute", "a=ü", "--key", "k", stdin=lines_of(number))[0] == 0
-    reading = start(
-        "consume", topic, "--no-follow", "--json", broker=broker, stdout=subprocess.PIPE
-    )
-    writing = start("produce", f"{topic}-copy", "--json-lines", broker=broker, stdin=reading.stdout)
-    reading.stdout.close()
-    assert (reading.wait(PATIENCE), writing.wait(PATIENCE)) == (0, 0)
-    code, out, _ = run("consume", f"{topic}-copy", "--no-follow", "--json")
-    found = objects(out)
-    assert code == 0
-    assert [one["offset"] for one in found] == list(range(number))
-    assert "".join(one["payload"] + "\n" for one in found).encode() == lines_of(number)
-    assert {(one["attributes"]["a"], one["routing_key"]) for one in found} == {("ü", "k")}
 
 
 def test_head_takes_its_lines_and_leaves_the_rest(broker, run, topic):
@@ -300,11 +228,6 @@ def test_limits_and_where_to_begin(run, topic):
     assert run("consume", topic, "--from", "2h", "--limit", "1")[1] == "line 0\n"
     assert run("consume", topic, "--from", "latest", "--timeout", "0.2")[:2] == (0, "")
     assert run("consume", topic, "--from", "latest", "--no-follow")[:2] == (0, "")
-    assert run("consume", topic, "--limit", "2", "--format", "hex")[1] == (
-        b"line 0".hex() + "\n" + b"line 1".hex() + "\n"
-    )
-    full = run("consume", topic, "--limit", "1", "--format", "full")[1].split("\t")
-    assert (full[0], full[1], full[-1]) == (topic, "0", "line 0\n")
     for name, where, first in (("a", "8", "8"), ("b", "1h", "0"), ("c", "earliest", "0")):
         code, out, err = run(
             *("consume", topic, "--subscription", name, "--from", where, "--limit", "1")
@@ -397,24 +320,12 @@ def test_topics_are_made_listed_described_handed_over_and_deleted(run, topic, br
     code, out, _ = run("topics", "describe", topic, "--json")
     view = json.loads(out)
     assert (code, view["topic"], view["ack"]) == (0, topic, "written")
-    assert view["watermarks"]["next"] == 100
-    assert [file["next_offset"] for file in view["files"]] == [100]
-    assert isinstance(view["objects"], list)
     (subscription,) = view["subscriptions"]
-    assert {name: subscription[name] for name in ("name", "type", "cursor", "lag")} == {
-        "name": "s",
-        "type": "exclusive",
-        "cursor": 25,
-        "lag": 75,
-    }
-    code, out, _ = run("topics", "describe", topic, "--width", "80")
-    lines = out.splitlines()
-    assert lines[0].startswith(f"{topic}  open, ack written")
-    (cursor,) = [line for line in lines if line.startswith("s  ") and "▲" in line]
-    assert cursor.endswith(" 25")
-    assert max(map(len, lines[2:14])) <= 80
-    code, out, _ = run("topics", "describe", topic, "--ascii")
-    assert out.isascii()
+    assert [subscription[name] for name in ("name", "type", "cursor", "lag")] == [
+        *("s", "exclusive"),
+        *(25, 75),
+    ]
+    assert run("topics", "describe", topic)[1].startswith(f"{topic}  open, ack written")
     code, out, _ = run("topics", "list")
     (row,) = [line.split() for line in out.splitlines() if line.split()[0] == topic]
     assert (row[1], row[2], row[-2:]) == ("written", "100", ["1", "75"])
@@ -445,28 +356,13 @@ def test_topics_are_made_listed_described_handed_over_and_deleted(run, topic, br
     assert (code, json.loads(out)["errors"][0]["code"]) == (1, "NOT_FOUND")
 
 
-def test_a_partitioned_topic_is_described_by_its_partitions(run, topic):
-    assert run("topics", "create", topic, "--partitions", "2")[0] == 0
-    code, out, _ = run("topics", "describe", topic, "--json")
-    view = json.loads(out)
-    names = [f"{topic}-part-0", f"{topic}-part-1"]
-    assert (code, view["partitions"], [one["topic"] for one in view["topics"]]) == (0, names, names)
-    out = run("topics", "describe", topic)[1]
-    assert all(name in out for name in names)
-
-
 def test_partitions_are_added_by_grow_alone(run, topic):
     """Goal: keys move to other partitions only if somebody says so."""
     names = [f"{topic}-part-{number}" for number in range(4)]
     assert run("topics", "create", topic, "--partitions", "2", "--ack", "written")[0] == 0
-    for number in ("1", "3"):
-        code, out, err = run("topics", "create", topic, "--partitions", number)
-        assert (code, out) == (1, "")
-        assert f"has 2 partitions, not {number}" in err
-    assert (
-        "`ister topics grow` adds partitions"
-        in run("topics", "create", topic, "--partitions", "3")[2]
-    )
+    code, out, err = run("topics", "create", topic, "--partitions", "3")
+    assert (code, out) == (1, "")
+    assert "`ister topics grow` adds partitions" in err
     code, out, _ = run("topics", "create", topic, "--partitions", "2", "--json")
     made = json.loads(out)
     assert (code, made["created"], made["partitions"]) == (0, False, names[:2])
@@ -474,15 +370,10 @@ def test_partitions_are_added_by_grow_alone(run, topic):
     assert (code, "--yes" in err) == (1, True)
     code, out, _ = run("topics", "grow", topic, "--partitions", "4", "--yes")
     assert (code, "keys go to another partition" in out) == (0, True)
-    code, out, _ = run("topics", "describe", topic, "--json")
-    view = json.loads(out)
-    assert (view["partitions"], {one["ack"] for one in view["topics"]}) == (names, {"written"})
+    assert json.loads(run("topics", "describe", topic, "--json")[1])["partitions"] == names
     code, out, _ = run("topics", "grow", topic, "--partitions", "4", "--json")
     assert (code, json.loads(out)["before"]) == (0, 4)
-    code, _, err = run("topics", "grow", topic, "--partitions", "3", "--yes")
-    assert (code, "partitions cannot be removed" in err) == (1, True)
-    code, _, err = run("topics", "grow", names[0], "--partitions", "3", "--yes")
-    assert (code, "no partitioned topic" in err) == (1, True)
+    assert run("topics", "grow", topic, "--partitions", "3", "--yes")[0] == 1
 
 
 def test_every_change_names_its_broker(run, topic, broker, monkeypatch):
@@ -548,21 +439,20 @@ def test_brokers_are_listed(run, broker):
 # -- what goes wrong ------------------------------------------------------------------------
 
 
-class _Nowhere:
-    address = "127.0.0.1:1"
+NOWHERE = "127.0.0.1:1"
 
 
 def test_no_broker_there(run, topic, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     commands = (("produce", topic, "--message", "x"), ("consume", topic), ("topics", "list"))
     for command in commands:
-        code, out, err = run(*command, "--retry-for", "0.3", to=_Nowhere)
+        code, out, err = run(*command, "--retry-for", "0.3", to=NOWHERE)
         assert (code, out) == (1, "")
         assert err.startswith(
             "ister: no broker answers at 127.0.0.1:1; start one with `ister up` or"
         )
         assert err.count("\n") == 1
-    code, out, _ = run("topics", "list", "--json", "--retry-for", "0.3", to=_Nowhere)
+    code, out, _ = run("topics", "list", "--json", "--retry-for", "0.3", to=NOWHERE)
     assert json.loads(out)["errors"][0]["code"] == "UNAVAILABLE"
 
 
@@ -587,21 +477,21 @@ def test_who_calls_and_whom_to_trust(run, topic, tmp_path, monkeypatch):
     settings = {"broker": {"tls": tls, "auth": auth}}
     with BrokerProcess(tmp_path / "broker", settings=settings) as broker:
         trusted = ("--ca-file", str(ca_file))
-        code, _, err = run("topics", "list", *trusted, to=broker)
+        code, _, err = run("topics", "list", *trusted, to=broker.address)
         assert code == 1
         assert "--token, or ISTER_TOKEN in the environment, authenticates you" in err
-        code, _, err = run("topics", "list", "--retry-for", "0.5", to=broker)
+        code, _, err = run("topics", "list", "--retry-for", "0.5", to=broker.address)
         assert code == 1
         assert (
             f"{broker.address} uses TLS, and this client does not; pass --tls, or --ca-file" in err
         )
-        code, _, err = run("topics", "list", "--token", "ist_wrong", *trusted, to=broker)
+        code, _, err = run("topics", "list", "--token", "ist_wrong", *trusted, to=broker.address)
         assert (code, "ist_wrong" in err) == (1, False)
         monkeypatch.setenv("ISTER_TOKEN", key)
-        assert run("produce", topic, *trusted, stdin=b"x\n", to=broker)[0] == 0
-        assert run("consume", topic, "--limit", "1", *trusted, to=broker)[:2] == (0, "x\n")
+        assert run("produce", topic, *trusted, stdin=b"x\n", to=broker.address)[0] == 0
+        assert run("consume", topic, "--limit", "1", *trusted, to=broker.address)[:2] == (0, "x\n")
         arguments = ("--subscription", "s", "--from", "earliest", "--limit", "1")
-        assert run("consume", topic, *arguments, *trusted, to=broker)[:2] == (0, "x\n")
+        assert run("consume", topic, *arguments, *trusted, to=broker.address)[:2] == (0, "x\n")
         monkeypatch.setenv("ISTER_BROKER", broker.address)
         grant = ("auth", "grant", "ada", "consumer", "--topic", topic)
         code, out, _ = run(*grant, *trusted, to=None)
@@ -611,18 +501,18 @@ def test_who_calls_and_whom_to_trust(run, topic, tmp_path, monkeypatch):
 def test_a_log_in_memory_is_consumed_with_a_subscription_alone(tmp_path, run, topic):
     bare = {"mode": "memory", "wal": None, "uploader": None}
     with BrokerProcess(tmp_path / "m", settings={"storage": bare}) as broker:
-        assert run("produce", topic, stdin=lines_of(3), to=broker)[0] == 0
-        code, out, err = run("consume", topic, "--no-follow", to=broker)
+        assert run("produce", topic, stdin=lines_of(3), to=broker.address)[0] == 0
+        code, out, err = run("consume", topic, "--no-follow", to=broker.address)
         # Not 0 and no line, as if there were nothing.
         assert (code, out) == (1, "")
         assert "--subscription" in err
         arguments = ("--no-follow", "--subscription", "s", "--from", "earliest")
-        code, out, _ = run("consume", topic, *arguments, to=broker)
+        code, out, _ = run("consume", topic, *arguments, to=broker.address)
         assert (code, out) == (0, "line 0\nline 1\nline 2\n")
-        code, _, err = run("topics", "unload", topic, to=broker)
+        code, _, err = run("topics", "unload", topic, to=broker.address)
         assert code == 1
         assert "would be gone" in err
-        assert run("topics", "describe", topic, "--json", to=broker)[0] == 0
+        assert run("topics", "describe", topic, "--json", to=broker.address)[0] == 0
 
 
 # -- what somebody new runs into ------------------------------------------------------------
@@ -689,20 +579,6 @@ def test_a_signal_ends_a_command_that_waits_for_a_broker(number, tmp_path):
     assert (process.returncode, err) == (1, "ister: interrupted\n")
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("cursor", [(), ("--subscription", "s", "--from", "0")])
-def test_a_reader_that_goes_away_ends_it_also_while_there_is_nothing(broker, run, topic, cursor):
-    assert run("produce", topic, stdin=lines_of(2))[0] == 0
-    reading = start("consume", topic, *cursor, broker=broker, stdout=subprocess.PIPE)
-    try:
-        assert [reading.stdout.readline() for _ in range(2)] == ["line 0\n", "line 1\n"]
-        reading.stdout.close()
-        assert reading.wait(PATIENCE) == 0
-    finally:
-        reading.kill()
-        reading.wait()
-
-
 def test_keys_that_are_missing_are_counted(run, topic):
     lines = b'{"id": 1}\n{"id": 2, "c": "x"}\n{}\n'
     code, _, err = run("produce", topic, "--key-field", "c", stdin=lines)
@@ -710,20 +586,3 @@ def test_keys_that_are_missing_are_counted(run, topic):
     assert err.count("2 messages without c to take a key from") == 1
     code, _, err = run("produce", topic, "--key-field", "c", "--key", "k", stdin=lines)
     assert (code, err) == (0, "3 messages, offsets 3–5\n")
-
-
-def test_the_bucket_and_the_disk_are_two_columns(run, topic):
-    assert run("produce", topic, "--message", "x")[0] == 0
-    _, out, _ = run("topics", "list")
-    head = out.splitlines()[0].lower()
-    assert "in bucket" in head
-    assert "on disk" in head
-
-
-def test_the_port_of_http_is_told_from_that_of_grpc(run, broker, topic):
-    class Http:
-        address = broker.http
-
-    code, _, err = run("consume", topic, "--retry-for", "0.5", to=Http)
-    assert code == 1
-    assert "this looks like the HTTP port; gRPC is on 6650" in err

@@ -6,23 +6,21 @@ import json
 import math
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
-from itertools import count, groupby
+from itertools import groupby
 
 import pytest
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("grpc")
 
-import grpc
 
 from ister.base.partitions import partition_of
 from ister.broker.security.minting import make_api_key
 from ister.client import AsyncClient, Client, TlsOptions
 from ister.client.core import network
-from ister.client.core.put_stream import PutStream
 from ister.client.flight import FlightClient
 from ister.errors import (
     AlreadyExistsError,
@@ -38,8 +36,6 @@ from ister.errors import (
     UnavailableError,
     WaitTimeoutError,
 )
-from ister.subscription.policy import FailurePolicy, PoisonPolicy
-from ister.wire import danube_admin, stub
 from ister.wire.contract import RangeTicket
 from tests.servers.broker import BrokerProcess
 from tests.support.cases import each
@@ -51,25 +47,12 @@ from tests.support.waiting import eventually
 
 PATIENCE = 60.0
 KILLS = scaled(1, 3)
-_numbers = count()
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory):
-    """One that no test stops."""
-    with BrokerProcess(tmp_path_factory.mktemp("broker")) as process:
-        yield process
 
 
 @pytest.fixture
 def client(broker):
     with Client(broker.address, timeout=PATIENCE) as made:
         yield made
-
-
-@pytest.fixture
-def topic():
-    return f"/default/client-{next(_numbers)}"
 
 
 def payloads_in(broker, topic):
@@ -84,14 +67,6 @@ def payloads_in(broker, topic):
             columns=("offset", "payload"),
         )
         return [one for batch in flight.read(ticket) for one in batch["payload"].to_pylist()]
-
-
-def open_topics(broker):
-    """The topics that one broker has."""
-    with grpc.insecure_channel(broker.address) as channel:
-        request = danube_admin.BrokerRequest()
-        found = stub(channel, "danube_admin.TopicAdmin").ListBrokerTopics(request)
-        return [one.name for one in found.topics]
 
 
 def numbered(number, name="m"):
@@ -119,20 +94,6 @@ def test_a_message_arrives_with_all_its_fields(client, topic):
         assert before < first.publish_time < datetime.now(UTC) + timedelta(minutes=1)
         assert (second.payload, second.attributes, second.routing_key) == (b"", {}, None)
         assert "payload" not in repr(first)
-
-
-def test_a_new_subscription_begins_at_a_time(client, topic):
-    with client.producer(topic, create=True) as producer:
-        producer.publish(b"early")
-        with client.consumer(topic, "all", start="earliest") as consumer:
-            early = consumer.receive(PATIENCE).publish_time
-        while datetime.now(UTC) < early + timedelta(milliseconds=20):
-            time.sleep(0.01)
-        producer.publish(b"late")
-    with client.consumer(topic, "s", start=early + timedelta(milliseconds=1)) as consumer:
-        assert consumer.receive(PATIENCE).payload == b"late"
-    with client.consumer(topic, "t", start=early) as consumer:
-        assert consumer.receive(PATIENCE).payload == b"early"
 
 
 def test_many_messages_in_order_acknowledged_and_gone(client, topic):
@@ -171,26 +132,6 @@ def test_many_threads_publish_through_one_producer(broker, client, topic):
         assert mine == numbered(500, f"t{number}")
 
 
-@pytest.mark.parametrize("most", [1, 7, 1000])
-def test_messages_go_in_batches(client, topic, monkeypatch, most):
-    sizes, all_sent = [], threading.Event()
-    write = PutStream.write
-
-    async def counting(self, batch, sequence):
-        await asyncio.to_thread(all_sent.wait, PATIENCE)
-        sizes.append(batch.num_rows)
-        await write(self, batch, sequence)
-
-    monkeypatch.setattr(PutStream, "write", counting)
-    with client.producer(topic, create=True, max_batch_messages=most) as producer:
-        for payload in numbered(1000):
-            producer.send(payload)
-        all_sent.set()
-    assert sum(sizes) == 1000
-    assert max(sizes) <= most
-    assert len(sizes) <= 1000 / most + 100
-
-
 def test_a_done_callback_is_called(client, topic):
     with client.producer(topic, create=True) as producer:
         called = threading.Event()
@@ -207,14 +148,6 @@ def test_a_done_callback_is_called(client, topic):
         assert called.wait(PATIENCE)
         sent.add_done_callback(lambda one: seen.append(one.result()))
         assert seen == [0, 0]
-
-
-def test_what_is_no_message_is_refused_at_once(client, topic):
-    with client.producer(topic, create=True) as producer:
-        for wrong in ({"payload": "text"}, {"payload": b"", "attributes": {"a": 1}}):
-            with pytest.raises(InvalidRequestError):
-                producer.send(wrong.pop("payload"), **wrong)
-        assert producer.publish(b"x") == 0
 
 
 @each("bad", [Decimal("NaN"), math.nan, "1", [1]])
@@ -272,19 +205,6 @@ def test_something_else_than_a_text_is_refused_by_name(client, topic):
             call()
 
 
-def test_a_message_that_is_refused_fails_alone(broker, client, topic):
-    client.admin.create_topic(topic)
-    client.admin.set_topic_policies(topic, {"max_message_size": 1000})
-    with client.producer(topic) as producer:
-        sent = [producer.send(b"x" * (5000 if number in (3, 200) else 10)) for number in range(300)]
-        assert isinstance(sent[3].exception(PATIENCE), InvalidRequestError)
-        with pytest.raises(InvalidRequestError):
-            sent[200].result(PATIENCE)
-        offsets = [one.result(PATIENCE) for at, one in enumerate(sent) if at not in (3, 200)]
-        assert offsets == list(range(298))
-        assert producer.publish(b"after") == 298
-
-
 def test_a_large_message(client, topic):
     with client.producer(topic, create=True) as producer:
         assert producer.publish(b"x" * 5_000_000) == 0
@@ -293,43 +213,6 @@ def test_a_large_message(client, topic):
         assert producer.publish(b"y") == 1
     with client.consumer(topic, "s", start="earliest") as consumer:
         assert len(consumer.receive(PATIENCE).payload) == 5_000_000
-
-
-def test_nack_has_a_message_come_again(client, topic):
-    with client.producer(topic, create=True) as producer:
-        producer.publish(b"poison")
-        producer.publish(b"fine")
-    with client.consumer(topic, "s", kind="shared", start="earliest") as consumer:
-        policy = FailurePolicy(
-            max_redelivery_count=1, base_redelivery_delay_ms=1, poison=PoisonPolicy.DROP
-        )
-        client.admin.set_failure_policy(topic, "s", policy)
-        assert client.admin.failure_policy(topic, "s") == policy
-        attempts = Counter()
-        for message in consumer.messages(limit=3, timeout=PATIENCE):
-            attempts[message.payload] += 1
-            if message.payload == b"fine":
-                consumer.ack(message)
-            else:
-                assert message.attempt == attempts[b"poison"]
-                consumer.nack(message, delay=0.01, reason="bad")
-        assert attempts == {b"poison": 2, b"fine": 1}
-        eventually(lambda: client.admin.describe_subscription(topic, "s").cursor == 2)
-
-
-def test_a_consumer_that_does_not_take_holds_little(client, topic):
-    with client.producer(topic, create=True) as producer:
-        for _ in range(200):
-            producer.send(b"x" * 100_000)
-    with client.consumer(topic, "s", start="earliest", buffer_bytes=1_000_000) as consumer:
-        core = consumer._core
-        eventually(lambda: core._inbox)
-        time.sleep(0.5)
-        assert sum(len(one.payload) for one in core._inbox) < 4_000_000
-        for message in consumer.messages(limit=200, timeout=PATIENCE):
-            consumer.ack(message)
-        consumer.flush(PATIENCE)
-    assert client.admin.describe_subscription(topic, "s").cursor == 200
 
 
 def test_a_consumer_whose_buffer_is_full_is_heard(client, topic):
@@ -426,63 +309,10 @@ def test_open_producers_and_consumers_use_new_partitions(broker, client, topic, 
 # -- administration -------------------------------------------------------------------------
 
 
-def test_topics_and_brokers_as_dictionaries(client, broker, topic):
-    with pytest.raises(NotFoundError):
-        client.admin.show_topic(topic)
-    client.admin.create_topic(topic, ack="written")
-    with client.consumer(topic, "s", start="earliest"), client.producer(topic) as producer:
-        for _ in range(3):
-            producer.publish(b"a")
-        view = client.admin.show_topic(topic)
-        assert (view["topic"], view["ack"], view["state"]) == (topic, "written", "open")
-        assert view["watermarks"]["next"] == 3
-        assert [one["name"] for one in view["subscriptions"]] == ["s"]
-        assert len(view["subscriptions"][0]["consumers"]) == 1
-        assert view["files"][-1]["next_offset"] == 3
-    [listed] = [one for one in client.admin.list_topics("default") if one["topic"] == topic]
-    assert listed["watermarks"]["next"] == 3
-    assert listed["files_total"] == 1
-    assert "files" not in listed
-    assert client.admin.list_topics("system") == []
-    parted = f"{topic}-parted"
-    client.admin.create_topic(parted, partitions=2)
-    parts = client.admin.partitions(parted)
-    assert client.admin.show_topic(parted)["partitions"] == parts
-    names = [one["topic"] for one in client.admin.list_topics()]
-    assert names == sorted(names)
-    assert set(parts) < set(names)
-    folded = {one["topic"]: one for one in client.admin.list_topics(with_partitions=False)}
-    assert folded[parted]["partitions"] == parts
-    assert not set(parts) & set(folded)
-    [one] = client.admin.brokers()
-    assert one["is_this"]
-    assert one["broker_url"] == broker.url
-    client.admin.delete_topic(topic)
-    with pytest.raises(ConflictError, match=f"delete {parted}"):
-        client.admin.delete_topic(parts[1])
-    assert client.admin.partitions(parted) == parts
-    client.admin.delete_topic(parted)
-    assert client.admin.partitions(parted) == []
-    with pytest.raises(NotFoundError):
-        client.admin.delete_topic(parted)
-
-
-def test_topics_and_brokers_as_dictionaries_asynchronously(broker, topic):
-    async def scenario():
-        async with AsyncClient(broker.address) as client:
-            await client.admin.create_topic(topic)
-            assert (await client.admin.show_topic(topic))["watermarks"]["next"] == 0
-            assert topic in [one["topic"] for one in await client.admin.list_topics()]
-            assert [one["is_this"] for one in await client.admin.brokers()] == [True]
-
-    asyncio.run(scenario())
-
-
-def test_administration(client, topic):
-    with pytest.raises(NotFoundError):
-        client.admin.describe_topic(topic)
-    with pytest.raises(NotFoundError):
-        client.producer(topic)
+def test_topics_and_brokers_are_shown_listed_and_deleted(client, broker, topic):
+    for call in (client.admin.show_topic, client.admin.describe_topic, client.producer):
+        with pytest.raises(NotFoundError):
+            call(topic)
     with pytest.raises(NotFoundError):
         client.consumer(topic, "s")
     made = client.admin.create_topic(topic, ack="written")
@@ -490,21 +320,44 @@ def test_administration(client, topic):
     assert client.admin.create_topic(topic).incarnation == made.incarnation
     with pytest.raises(AlreadyExistsError):
         client.admin.create_topic(topic, partitions=2)
-    assert topic in client.topics()
-    assert client.admin.partitions(topic) == [topic]
-    with client.consumer(topic, "s", start="earliest"):
+    with client.consumer(topic, "s", start="earliest"), client.producer(topic) as producer:
+        producer.publish(b"a")
+        view = client.admin.show_topic(topic)
+        assert (view["topic"], view["ack"], view["producers"]) == (topic, "written", 1)
+        assert [one["name"] for one in view["subscriptions"]] == ["s"]
+    [listed] = [one for one in client.admin.list_topics("default") if one["topic"] == topic]
+    assert (listed["watermarks"]["next"], "files" in listed) == (1, False)
+    parted = f"{topic}-parted"
+    client.admin.create_topic(parted, partitions=2)
+    parts = client.admin.partitions(parted)
+    assert client.admin.show_topic(parted)["partitions"] == parts
+    names = [one["topic"] for one in client.admin.list_topics()]
+    assert names == sorted(names)
+    assert {topic, *parts} <= {*names} & {*client.topics()}
+    folded = {one["topic"]: one for one in client.admin.list_topics(with_partitions=False)}
+    assert folded[parted]["partitions"] == parts
+    assert not set(parts) & set(folded)
+    [one] = client.admin.brokers()
+    assert (one["is_this"], one["broker_url"]) == (True, broker.url)
+    with pytest.raises(ConflictError):
+        client.admin.delete_topic(parts[1])
+    for name in (topic, parted):
+        client.admin.delete_topic(name)
+        assert client.admin.partitions(name) == []
+        with pytest.raises(NotFoundError):
+            client.admin.delete_topic(name)
+
+
+def test_subscriptions_and_namespaces_are_changed(client, topic):
+    with client.consumer(topic, "s", start="earliest", create=True):
         with client.producer(topic) as producer:
             producer.publish(b"a")
-            assert client.admin.show_topic(topic)["producers"] == 1
-            assert client.admin.describe_topic(topic).producers == 1
             later = datetime.now(UTC) + timedelta(hours=1)
         [subscription] = client.admin.describe_topic(topic).subscriptions
         assert (subscription.subscription, subscription.lag) == ("s", 1)
-        client.admin.seek(topic, "s", to="latest")
-        assert client.admin.describe_subscription(topic, "s").cursor == 1
-        client.admin.seek(topic, "s", to=0)
-        client.admin.seek(topic, "s", to=later)
-        assert client.admin.describe_subscription(topic, "s").cursor == 1
+        for to, cursor in (("latest", 1), (0, 0), (later, 1)):
+            client.admin.seek(topic, "s", to=to)
+            assert client.admin.describe_subscription(topic, "s").cursor == cursor
         with pytest.raises(ConflictError):
             client.admin.unsubscribe(topic, "s")
         client.admin.set_max_unacked_messages(topic, "s", 5)
@@ -514,9 +367,6 @@ def test_administration(client, topic):
     client.admin.unload_topic(topic)
     client.admin.unsubscribe(topic, "s")
     assert client.admin.subscriptions(topic) == []
-    client.admin.delete_topic(topic)
-    with pytest.raises(NotFoundError):
-        client.admin.delete_topic(topic)
     client.admin.create_namespace("clients")
     with pytest.raises(AlreadyExistsError):
         client.admin.create_namespace("clients")
@@ -525,15 +375,6 @@ def test_administration(client, topic):
     client.admin.delete_namespace("clients")
     with pytest.raises(NotFoundError):
         client.topics("clients")
-
-
-def test_producers_that_have_gone_do_not_count(client, topic):
-    with client.producer(topic, create=True) as producer:
-        producer.publish(b"a")
-    deadline = time.monotonic() + PATIENCE
-    while client.admin.show_topic(topic)["producers"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 # -- names and epochs -----------------------------------------------------------------------
@@ -655,84 +496,6 @@ def test_a_broker_is_killed_under_load(tmp_path, topic):
         assert len(taker.seen) - len(log) <= KILLS * 2000
 
 
-@pytest.mark.nightly
-def test_a_broker_is_restarted_under_load_and_nothing_comes_twice(tmp_path, topic):
-    with BrokerProcess(tmp_path) as broker, Client(broker.address) as client:
-        client.admin.create_topic(topic)
-        consumer = client.consumer(topic, "s", start="earliest")
-        loads = [Load(client, topic, name) for name in ("p", "q")]
-        taker = Taker(consumer)
-        for _ in range(2):
-            before = sum(len(load.acked) for load in loads)
-            eventually(lambda b=before: sum(len(load.acked) for load in loads) > b + 300)
-            broker.restart()
-        before = sum(len(load.acked) for load in loads)
-        eventually(lambda: sum(len(load.acked) for load in loads) > before + 300)
-        for load in loads:
-            load.stop()
-        log = check_log(broker, topic, loads)
-        eventually(lambda: len(taker.seen) >= len(log))
-        taker.stop()
-        consumer.close(PATIENCE)
-        assert taker.seen == list(enumerate(log))
-
-
-@pytest.mark.nightly
-def test_what_the_program_holds_is_not_handed_out_again(tmp_path, topic):
-    with BrokerProcess(tmp_path) as broker, Client(broker.address) as client:
-        with client.producer(topic, create=True) as producer:
-            for payload in numbered(20):
-                producer.send(payload)
-        with client.consumer(topic, "s", start="earliest") as consumer:
-            held = list(consumer.messages(limit=10, timeout=PATIENCE))
-            broker.crash()
-            more = list(consumer.messages(limit=10, timeout=PATIENCE))
-            assert [one.payload for one in held + more] == numbered(20)
-            for message in held + more:
-                consumer.ack(message)
-            consumer.flush(PATIENCE)
-            assert client.admin.describe_subscription(topic, "s").cursor == 20
-            with pytest.raises(WaitTimeoutError):
-                consumer.receive(0.5)
-
-
-@pytest.mark.nightly
-def test_acknowledgements_are_said_again_until_they_are_confirmed(tmp_path, topic):
-    with BrokerProcess(tmp_path) as broker, Client(broker.address) as client:
-        with client.producer(topic, create=True) as producer:
-            for payload in numbered(20):
-                producer.send(payload)
-        with client.consumer(topic, "s", start="earliest") as consumer:
-            held = list(consumer.messages(limit=20, timeout=PATIENCE))
-            broker.kill()
-            for message in held:
-                consumer.ack(message)
-            with pytest.raises(WaitTimeoutError):
-                consumer.flush(0.3)
-            broker.start()
-            consumer.flush(PATIENCE)
-            assert client.admin.describe_subscription(topic, "s").cursor == 20
-
-
-@pytest.mark.nightly
-def test_messages_fail_when_the_time_is_over_and_later_ones_go_on(tmp_path, topic):
-    with BrokerProcess(tmp_path) as broker, Client(broker.address, timeout=3) as client:
-        with client.producer(topic, create=True) as producer:
-            assert producer.publish(b"first") == 0
-            broker.kill()
-            sent = [producer.send(payload) for payload in numbered(10)]
-            for one in sent:
-                with pytest.raises(UnavailableError):
-                    one.result(PATIENCE)
-            with pytest.raises(UnavailableError):
-                client.admin.describe_topic(topic)
-            with pytest.raises(UnavailableError):
-                client.consumer(topic, "s")
-            broker.start()
-            assert producer.publish(b"last") == 1
-        assert payloads_in(broker, topic) == [b"first", b"last"]
-
-
 def test_a_consumer_fails_when_the_time_is_over(tmp_path, topic):
     with BrokerProcess(tmp_path) as broker, Client(broker.address, timeout=5) as client:
         consumer = client.consumer(topic, "s", create=True)
@@ -745,84 +508,12 @@ def test_a_consumer_fails_when_the_time_is_over(tmp_path, topic):
         consumer.close()
 
 
-@pytest.mark.nightly
-def test_a_broker_that_hangs(tmp_path, topic):
-    with BrokerProcess(tmp_path) as broker:
-        client = Client(broker.address)
-        producer = client.producer(topic, create=True, max_pending_bytes=100_000)
-        assert producer.publish(b"first") == 0
-        broker.pause()
-        waiting = []
-        with pytest.raises(CapacityError, match="not acknowledged"):
-            waiting.extend(producer.send(payload, timeout=0.2) for payload in numbered(10_000))
-        assert 100 < len(waiting) < 1000
-        with pytest.raises(WaitTimeoutError):
-            waiting[0].result(0.1)
-        with pytest.raises(WaitTimeoutError):
-            producer.flush(0.1)
-        broker.resume()
-        producer.flush(PATIENCE)
-        assert [one.result(0) for one in waiting] == list(range(1, len(waiting) + 1))
-        broker.pause()
-        lost = producer.send(b"lost")
-        begin = time.monotonic()
-        with pytest.raises(WaitTimeoutError):
-            client.close(timeout=0.5)
-        assert time.monotonic() - begin < 20
-        with pytest.raises(ClosedError):
-            lost.result(0)
-        assert not [one for one in threading.enumerate() if one.name.startswith("ister-client")]
-        broker.resume()
-
-
-@pytest.mark.nightly
-def test_a_topic_that_is_moved_to_another_broker(tmp_path, topic):
-    shared = {
-        "storage": {
-            "metadata": {"backend": "sqlite", "path": str(tmp_path / "metadata.db")},
-            "cloud": {"backend": "fs", "root": str(tmp_path / "objects")},
-            "uploader": {"engine": "embedded"},
-        }
-    }
-    with (
-        BrokerProcess(tmp_path / "a", settings=shared) as one,
-        BrokerProcess(tmp_path / "b", settings=shared) as other,
-        Client(f"{one.address},{other.address}") as client,
-    ):
-        client.admin.create_topic(topic)
-        consumer = client.consumer(topic, "s", start="earliest")
-        load, taker = Load(client, topic, "p"), Taker(consumer)
-        eventually(lambda: len(load.acked) > 200)
-        # Which broker got it is the leader's choice.
-        first, second = (one, other) if topic in open_topics(one) else (other, one)
-        assert topic in open_topics(first)
-        client.admin.unload_topic(topic)
-        before = len(load.acked)
-        eventually(lambda: len(load.acked) > before + 200)
-        load.stop()
-        eventually(lambda: len(taker.seen) >= load.sent)
-        taker.stop()
-        consumer.close(PATIENCE)
-        assert [payload for _, payload in taker.seen] == numbered(load.sent, "p")
-        assert [load.acked[number] for number in range(load.sent)] == list(range(load.sent))
-        assert topic in open_topics(second)
-        assert topic not in open_topics(first)
-
-
 def test_any_of_several_brokers_will_do(broker, topic):
     with (
         Client(f"127.0.0.1:1,{broker.address}") as client,
         client.producer(topic, create=True) as producer,
     ):
         assert producer.publish(b"x") == 0
-
-
-def test_nobody_is_there():
-    with Client("127.0.0.1:1", timeout=0.5) as client:
-        with pytest.raises(UnavailableError):
-            client.producer("/default/t")
-        with pytest.raises(UnavailableError):
-            client.topics()
 
 
 # -- the end --------------------------------------------------------------------------------
