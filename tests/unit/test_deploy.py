@@ -10,13 +10,11 @@ and ports, and with an etcd and an S3 of the tests where it names such stores.
 import asyncio
 import contextlib
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import kubernetes_validate
@@ -47,7 +45,6 @@ RULES = [
     for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]
     for rule in group["rules"]
 ]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 KUBERNETES = DEPLOY / "kubernetes"
 OVERLAYS = ["base", "overlays/diskless", "overlays/example"]
 # What Kubernetes gets, by overlay, kind and name.
@@ -152,15 +149,6 @@ def test_expression_is_promql_over_metrics_that_exist(told, where, expression):
         assert wanted <= known, f"{where}: nothing has the labels {wanted}"
 
 
-def test_selectors_are_found():
-    tree = 'sum by (topic)(rate(danube_x_total{instance=~".*",topic="t"}[5m])) / ister_y > up'
-    assert selectors(tree) == {
-        ("danube_x_total", ("instance", "topic")),
-        ("ister_y", ()),
-        ("up", ()),
-    }
-
-
 def test_promtool_likes_what_a_broker_tells(told):
     promtool = shutil.which("promtool")
     if promtool is None:
@@ -182,52 +170,7 @@ def test_promtool_likes_what_a_broker_tells(told):
 # -- Grafana ----------------------------------------------------------------------------------
 
 
-def test_dashboard_is_laid_out_without_overlaps():
-    taken = set()
-    ids = [panel["id"] for panel in PANELS["panels"]]
-    assert len(ids) == len(set(ids))
-    for panel in PANELS["panels"]:
-        at = panel["gridPos"]
-        assert at["x"] + at["w"] <= 24, panel["title"]
-        cells = {
-            (x, y)
-            for x in range(at["x"], at["x"] + at["w"])
-            for y in range(at["y"], at["y"] + at["h"])
-        }
-        assert not cells & taken, panel["title"]
-        taken |= cells
-
-
-def test_dashboard_names_no_data_source_of_its_own():
-    variables = {one["name"]: one for one in PANELS["templating"]["list"]}
-    assert variables["datasource"]["type"] == "datasource"
-    for panel in PANELS["panels"]:
-        if panel["type"] == "row":
-            continue
-        assert panel["datasource"]["uid"] == "${datasource}", panel["title"]
-        assert panel["targets"], panel["title"]
-        refs = [target["refId"] for target in panel["targets"]]
-        assert len(refs) == len(set(refs))
-    for name in ("instance", "topic"):
-        metric = re.fullmatch(r"label_values\((\w+), (\w+)\)", variables[name]["definition"])
-        declared = {one.exposed: {*one.labels, "instance"} for one in METRICS}
-        assert metric[2] in declared[metric[1]]
-
-
 # -- alarms -----------------------------------------------------------------------------------
-
-
-def test_every_alarm_says_what_it_is_and_where_to_read_on():
-    names = [rule["alert"] for rule in RULES]
-    assert len(names) == len(set(names))
-    for rule in RULES:
-        assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}, rule["alert"]
-        assert rule["labels"]["severity"] in ("page", "ticket"), rule["alert"]
-        url, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-        home, _, page = url.partition("/blob/main/")
-        assert home == PROJECT["urls"]["Repository"]
-        assert ROOT / page == ALARMS
-        assert anchor == rule["alert"].lower()
 
 
 def test_every_alarm_has_its_section_and_every_section_its_alarm():
@@ -248,16 +191,6 @@ def test_alarms_are_rules_that_prometheus_loads():
         [promtool, "check", "config", config], capture_output=True, text=True, check=False
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
-
-
-def test_prometheus_asks_the_broker_of_compose():
-    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
-    (scraped,) = config["scrape_configs"]
-    assert scraped["job_name"] == "ister"
-    (targets,) = (one["targets"] for one in scraped["static_configs"])
-    assert targets == ["broker:9040"]
-    assert "broker" in COMPOSE["services"]
-    assert config["rule_files"] == ["alerts.yml"]
 
 
 # -- settings ---------------------------------------------------------------------------------
@@ -282,16 +215,6 @@ def test_settings_load(tmp_path, name):
             assert "${" in line, line
 
 
-def test_there_are_settings_for_each_way():
-    assert set(settings_files()) == {
-        "compose/ister.yml",
-        "docker/ister.yml",
-        DISKLESS,
-        "kubernetes/base/ister.yml",
-        "systemd/ister.yml",
-    }
-
-
 def variables(text):
     """Values for the environment variables that settings ask for."""
     needed = set(re.findall(r"\$\{(\w+)\}", re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE)))
@@ -308,22 +231,6 @@ def moved(text, directory):
     authority.issue("broker", names=LOCAL_NAMES).write(certificates, "tls")
     text = text.replace("/etc/ister-tls", str(certificates))
     return text.replace("/var/lib/ister", str(directory / "var"))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", sorted(settings_files()))
-def test_settings_pass_config_check(tmp_path, name):
-    text = settings_files()[name]
-    path = tmp_path / "ister.yml"
-    path.write_text(moved(text, tmp_path))
-    checked = subprocess.run(
-        [sys.executable, "-m", "ister.cli.main", "config", "check", str(path)],
-        env={**os.environ, **variables(text)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 # tests/integration/test_compose.py starts the one of compose, with its stores.
@@ -371,11 +278,6 @@ def test_command_lines_are_those_of_ister(where):
     assert callable(make_parser().parse_args(words).run), words
 
 
-@each("path", sorted(DEPLOY.rglob("*.y*ml")))
-def test_yaml_is_yaml(path):
-    assert [one for one in yaml.safe_load_all(path.read_text()) if one], path
-
-
 # -- images -----------------------------------------------------------------------------------
 
 
@@ -421,40 +323,7 @@ def test_images_are_pinned_not_root_and_without_secrets():
     assert "*" in ignored, "what is not named must not get into an image"
 
 
-def test_extras_of_the_images_exist():
-    extras = PROJECT["optional-dependencies"]
-    for listed in re.findall(r"'\.\[([\w,]+)\]'", DOCKERFILE):
-        assert set(listed.split(",")) <= set(extras)
-
-
 # -- compose ----------------------------------------------------------------------------------
-
-
-def test_compose_is_whole():
-    services = COMPOSE["services"]
-    assert {"broker", "etcd", "s3", "pipeline", "prometheus", "grafana"} == set(services)
-    volumes = set(COMPOSE["volumes"])
-    for name, service in services.items():
-        assert "image" in service or "build" in service, name
-        assert not service["image"].endswith(":latest"), name
-        assert ":" in service["image"], name
-        for port in service.get("ports", ()):
-            assert port.startswith("127.0.0.1:"), f"{name} is open to the world: {port}"
-        for volume in service.get("volumes", ()):
-            source = volume.split(":")[0]
-            if source.startswith("."):
-                assert (DEPLOY / "compose" / source).exists(), volume
-            else:
-                assert source in volumes, volume
-        for needed in service.get("depends_on", ()):
-            assert needed in services, needed
-    assert services["prometheus"]["profiles"] == services["grafana"]["profiles"] == ["monitoring"]
-    targets = set(re.findall(r"^FROM .* AS (\S+)$", DOCKERFILE, re.MULTILINE))
-    for name in ("broker", "pipeline"):
-        build = services[name]["build"]
-        assert (DEPLOY / "compose" / build["context"]).resolve() == ROOT
-        assert (ROOT / build["dockerfile"]).exists()
-        assert build["target"] in targets
 
 
 def test_compose_cluster_is_three_brokers_and_their_stores(tmp_path):

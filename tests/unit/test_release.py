@@ -1,13 +1,11 @@
 """How the project is packaged and released: metadata and workflows."""
 
-import importlib.metadata
 import re
 import tomllib
 from pathlib import Path
 
 import yaml
 
-import ister
 from tests.support.cases import each
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +17,6 @@ WORKFLOWS = {
     path.stem: yaml.safe_load(path.read_text())
     for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 }
-RELEASE_PAGE = (ROOT / "docs" / "operations" / "release.md").read_text()
 # For those who work on the project, and the engine that is somebody's deliberate choice.
 NOT_FOR_ALL = {"all", "dev", "docs", "fuzz", "native"}
 
@@ -42,27 +39,6 @@ def python_versions(name):
 # -- metadata -----------------------------------------------------------------------------------
 
 
-def test_version_is_said_once():
-    assert PROJECT["version"] == ister.__version__
-
-
-def test_urls_are_of_one_repository():
-    home = PROJECT["urls"]["Homepage"]
-    assert re.fullmatch(r"https://github\.com/[\w-]+/[\w-]+", home)
-    assert set(PROJECT["urls"]) == {
-        "Homepage",
-        "Documentation",
-        "Repository",
-        "Issues",
-        "Changelog",
-    }
-    for name, url in PROJECT["urls"].items():
-        assert url.startswith(home), name
-        _, _, path = url.partition("/blob/main/")
-        assert (ROOT / path).exists(), url
-    assert home in RELEASE_PAGE
-
-
 def test_all_has_every_extra_of_users():
     (line,) = EXTRAS["all"]
     listed = re.fullmatch(r"ister\[([\w,]+)\]", line)[1].split(",")
@@ -80,12 +56,6 @@ def test_python_versions_are_those_that_workflows_run():
     assert python_versions("test") | python_versions("nightly") == stated
 
 
-def test_installed_metadata_has_one_name_for_each_command():
-    """Goal: `python -m build` and an editable install see the same entry points."""
-    scripts = importlib.metadata.entry_points(group="console_scripts", name="ister")
-    assert {one.value for one in scripts} == set(PROJECT["scripts"].values())
-
-
 # -- workflows ----------------------------------------------------------------------------------
 
 
@@ -97,11 +67,6 @@ def test_workflows_call_the_targets_that_people_call():
     }
     assert called <= TARGETS
     assert called >= {"test", "nightly", "dist", "images"}
-
-
-@each(("where", "step"), [one for one in steps() if "uses" in one[1]])
-def test_actions_are_pinned_by_major_version(where, step):
-    assert re.fullmatch(r"[\w-]+/[\w-]+@(release/)?v\d+", step["uses"]), (where, step["uses"])
 
 
 @each("name", WORKFLOWS)

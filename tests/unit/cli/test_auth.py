@@ -3,12 +3,12 @@
 import json
 import os
 
-import grpc
 import jwt
 import pytest
 
 from ister.cli.main import main
-from ister.wire import ister_api, stub
+from ister.client import Client
+from ister.errors import PermissionDeniedError, UnauthenticatedError
 from tests.servers.broker import BrokerProcess
 
 ISSUER, AUDIENCE, SECRET = "https://id.example", "ister", "s" * 40
@@ -29,18 +29,8 @@ def secret_file(tmp_path):
 
 
 def make_token(capsys, secret_file, name):
-    code, out, _ = output(
-        capsys,
-        "token",
-        name,
-        "--key-file",
-        str(secret_file),
-        "--issuer",
-        ISSUER,
-        "--audience",
-        AUDIENCE,
-        "--json",
-    )
+    signed = ("--key-file", str(secret_file), "--issuer", ISSUER, "--audience", AUDIENCE)
+    code, out, _ = output(capsys, "token", name, *signed, "--json")
     assert code == 0
     return json.loads(out)["token"]
 
@@ -123,56 +113,27 @@ def test_rights_are_given_and_taken_back_on_a_running_broker(
     _, out, _ = output(capsys, "key", "loader", "--file", str(keys), "--json")
     key = json.loads(out)["key"]
     admin = make_token(capsys, secret_file, "ada")
-    settings = {
-        "broker": {
-            "auth": {
-                "mode": "token",
-                "jwt": {
-                    "algorithm": "HS256",
-                    "secret": SECRET,
-                    "issuer": ISSUER,
-                    "audience": AUDIENCE,
-                },
-                "api_keys_file": str(keys),
-                "super_admins": ["user:ada"],
-            }
-        }
-    }
+    signed = {"algorithm": "HS256", "secret": SECRET, "issuer": ISSUER, "audience": AUDIENCE}
+    auth = {"jwt": signed, "api_keys_file": str(keys), "super_admins": ["user:ada"]}
+    settings = {"broker": {"auth": {"mode": "token", **auth}}}
     with BrokerProcess(tmp_path / "data", settings=settings) as broker:
         address = broker.address
         monkeypatch.setenv("ISTER_BROKER", address)
 
-        def may(credentials):
-            with grpc.insecure_channel(address) as channel:
+        def may(token):
+            with Client(address, token=token, timeout=60) as client:
                 try:
-                    stub(channel, "ister.Admin").DescribeTopic(
-                        ister_api.TopicName(topic=TOPIC),
-                        metadata=(("authorization", f"Bearer {credentials}"),),
-                        timeout=60,
-                    )
-                except grpc.RpcError as error:
-                    return error.code().name
+                    client.admin.describe_topic(TOPIC)
+                except (PermissionDeniedError, UnauthenticatedError) as error:
+                    return error.code
             return "OK"
 
         def change(action, *more, token=admin):
-            return output(
-                capsys,
-                action,
-                "service:loader",
-                "producer",
-                "--topic",
-                TOPIC,
-                "--token",
-                token,
-                *more,
-            )
+            named = ("service:loader", "producer", "--topic", TOPIC, "--token", token)
+            return output(capsys, action, *named, *more)
 
-        with grpc.insecure_channel(address) as channel:
-            stub(channel, "ister.Admin").CreateTopic(
-                ister_api.CreateTopicRequest(topic=TOPIC),
-                metadata=(("authorization", f"Bearer {admin}"),),
-                timeout=60,
-            )
+        with Client(address, token=admin) as client:
+            client.admin.create_topic(TOPIC)
         assert may("nonsense") == "UNAUTHENTICATED"
         assert may(key) == "PERMISSION_DENIED"
         assert change("grant", token=key)[0] == 1, "a loader gave itself rights"

@@ -70,14 +70,6 @@ def test_bash_completes(script, tmp_path):
         assert not not_offered & found, line
 
 
-def test_script_of_each_shell_names_every_command(capsys):
-    for shell in ["bash", "zsh", "fish", "tcsh"]:
-        assert main(["completion", shell]) == 0, shell
-        script = capsys.readouterr().out
-        for command in make_parser().commands:
-            assert command in script, shell
-
-
 def test_script_is_one_that_the_shell_reads(tmp_path):
     for shell in ["bash", "zsh", "fish"]:
         if shutil.which(shell) is None:
@@ -100,13 +92,6 @@ def test_arguments_that_are_files_and_directories_are_completed_as_such():
     assert kinds["ister serve", "data_dir"].endswith("dirs")
     assert kinds["ister inspect wal", "path"].endswith("files")
     assert kinds["ister pipeline export", "schema"].endswith("files")
-
-
-def test_shell_that_is_unknown_is_wrong_usage(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["completion", "bahs"])
-    assert stop.value.code == 2
-    assert "did you mean 'bash'?" in capsys.readouterr().err
 
 
 # -- names ----------------------------------------------------------------------------------

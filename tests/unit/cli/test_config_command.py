@@ -1,11 +1,8 @@
 """`ister config`: every problem with its line, settings without secrets, an example that loads."""
 
-import io
 import json
 import os
-import re
 import shutil
-import sys
 
 import pytest
 import yaml
@@ -18,11 +15,6 @@ from ister.config.reference import settings
 from ister.errors import ConflictError
 
 SECRET = "hunter2"
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 BAD = """\
@@ -94,17 +86,6 @@ def test_check_in_words_is_a_line_for_each_problem(file, capsys):
     assert f"{path}:4: unknown key 'storage.wal.dirr'; did you mean 'storage.wal.dir'?" in lines
     assert len(lines) == 7
     assert shown.err == f"ister: {path}: 7 problems\n"
-
-
-def test_check_on_a_terminal_says_what_to_do_below(file, capsys, monkeypatch):
-    path = file("storage: {wal: {dirr: x}}\n")
-    shown = Terminal()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", shown)
-    assert main(["config", "check", path]) == 1
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()
-    assert lines[0] == f"{path}:1: unknown key 'storage.wal.dirr'"
-    assert lines[1] == "    did you mean 'storage.wal.dir'?"
 
 
 def test_check_asks_the_parts_as_well(file, capsys):
@@ -303,28 +284,6 @@ def test_other_bucket_is_shown_and_accepted_on_purpose(file, capsys, tmp_path):
     ister.open({"storage": storage}).close()
 
 
-@pytest.mark.nightly
-def test_connect_of_a_store_that_does_not_answer(file, capsys, tmp_path):
-    options = {"endpoint": "http://127.0.0.1:9", "access_key": "a", "secret_key": SECRET}
-    path = file(
-        {
-            "storage": {
-                "wal": {"dir": str(tmp_path / "wal")},
-                "cloud": {
-                    "backend": "s3",
-                    "root": "s3://b",
-                    "options": options,
-                    "call_timeout_seconds": 1,
-                },
-            }
-        }
-    )
-    found = connections(path, capsys, code=1)
-    assert not found["bucket"]["is_ok"]
-    assert found["bucket"]["hint"]
-    assert SECRET not in str(found)
-
-
 # -- show -----------------------------------------------------------------------------------
 
 TREE = {
@@ -423,18 +382,3 @@ def test_example_is_a_config_file_with_the_defaults(file, capsys):
     assert run_json(["check", path], capsys)["ok"] is True
     changed = run_json(["show", path, "--only-changed"], capsys)["settings"]
     assert [item["key"] for item in changed] == ["storage.wal.dir"]
-
-
-def test_example_as_json_describes_every_setting(capsys):
-    found = json.loads(run(["example", "--json"], capsys).out)["settings"]
-    assert [item["key"] for item in found] == [setting.path for setting in settings()]
-    assert all(item["says"] and item["variable"].startswith("ISTER_") for item in found)
-
-
-def test_a_file_that_is_no_yaml_is_named_once(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad.yml").write_text("storage:\n  wal: [\n")
-    assert main(["config", "check", "bad.yml"]) == 1
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.count("bad.yml") == 1
-    assert "not valid YAML: line 3, column 1: " in line

@@ -146,10 +146,7 @@ def test_empty_topic_empty_log_and_empty_file_have_no_frames(tmp_path, capsys):
     assert (code, file["frames"], file["bytes"], file["damage"]) == (0, 0, 0, [])
 
 
-@each(
-    "tail",
-    [b"\0" * 5000, b"\7", encode_frame(COUNT, b"x" * 100)[:-1], b"garbage" * 100],
-)
+@each("tail", [b"\0" * 5000, b"\7", encode_frame(COUNT, b"x" * 100)[:-1], b"garbage" * 100])
 def test_bad_bytes_above_the_watermark_are_a_torn_tail(directory, capsys, tail):
     path = directory / "wal.log"
     end = frame_positions(path)[COUNT]

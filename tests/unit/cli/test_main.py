@@ -82,13 +82,6 @@ def test_output_into_a_closed_pipe_ends_quietly(tmp_path):
     assert error == ""
 
 
-def test_a_number_that_is_too_small_is_said_so(capsys):
-    for arguments in [["--limit", "-1"], ["--limit=0"]]:
-        with pytest.raises(SystemExit):
-            main(["consume", "/default/t", *arguments])
-        assert "must be a whole number of at least 1" in capsys.readouterr().err, arguments
-
-
 @pytest.mark.parametrize("arguments", [["--data=~/data"], ["--data", "~/data"]])
 def test_tilde_in_a_path_is_the_home_directory(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -103,11 +96,3 @@ def test_home_directory_of_an_unknown_user_is_a_usage_error(capsys):
         main(["topics", "list", "--data", "~nobody-of-that-name/x"])
     assert ended.value.code == 2
     assert "'~nobody-of-that-name/x'" in capsys.readouterr().err
-
-
-def test_config_of_the_environment_may_begin_with_a_tilde(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("ISTER_CONFIG", "~/ister.yml")
-    (tmp_path / "ister.yml").write_text("storage: {wal: {dir: ~/wal}}\n")
-    assert main(["config", "show", "--json"]) == 0
-    assert str(tmp_path / "wal") in capsys.readouterr().out

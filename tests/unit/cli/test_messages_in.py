@@ -71,14 +71,6 @@ def test_a_field_of_a_message_is_its_key():
         assert (one.payload, one.routing_key) == (line, key), line
 
 
-def test_a_field_inside_of_another():
-    line = b'{"customer": {"id": "c1"}}'
-    (one,) = read_messages(reader(line), InputOptions(key_field="customer.id"))
-    assert one.routing_key == "c1"
-    (one,) = read_messages(reader(b'{"customer": 3}'), InputOptions(key_field="customer.id"))
-    assert one.routing_key is None
-
-
 def test_what_consume_prints_is_taken():
     as_line = formatter("payload", is_json=True, delimiter=b"", is_terminal=False)
     sent = [

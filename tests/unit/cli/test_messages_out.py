@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 
 import pytest
 
@@ -150,9 +149,6 @@ def test_what_is_no_pipe_is_written_and_counts(tmp_path):
     assert (tmp_path / "f").stat().st_size == 100_000
 
 
-# -- signals --------------------------------------------------------------------------------
-
-
 def test_the_first_signal_is_noted_and_the_second_raises():
     before = signal.getsignal(signal.SIGTERM)
     with Interrupts() as interrupts:
@@ -164,12 +160,4 @@ def test_the_first_signal_is_noted_and_the_second_raises():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_reading_ends_when_it_is_to_stop(pipe):
-    read_end, write_end, interrupts = pipe
-    read = interrupts.reading(read_end)
-    os.write(write_end, b"x")
-    assert read(10) == b"x"
-    began = time.monotonic()
-    threading.Timer(0.1, interrupts.stop).start()
-    assert read(10) == b""
-    assert time.monotonic() - began < 30
+# -- signals --------------------------------------------------------------------------------

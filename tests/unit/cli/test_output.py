@@ -1,10 +1,7 @@
 """Output of commands: plain text in pipes, colours and bars on terminals, same words."""
 
 import io
-import os
-import pty
 import re
-import subprocess
 import sys
 
 import pytest
@@ -20,15 +17,10 @@ from ister.cli.output import (
     print_table,
     progress,
 )
-from ister.cli.table import format_table
+from tests.support.commands import Terminal
 
 ROWS = [("/default/orders", 12, 3.5, None, True), ("/shop/[a]", 7, 1234.5, "x", False)]
 HEADERS = ("topic", "count", "rate", "note", "met")
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 @pytest.fixture
@@ -103,18 +95,6 @@ def test_only_columns_of_numbers_stand_right(capsys):
         assert line.startswith(" ") is is_right, cells
 
 
-def test_empty_table_is_its_titles(capsys):
-    print_table(("a", "b"), [])
-    assert capsys.readouterr().out == "A  B\n"
-
-
-def test_words_of_a_table_are_whole_in_a_narrow_terminal(terminal, monkeypatch):
-    shown = terminal()
-    monkeypatch.setenv("COLUMNS", "20")
-    print_table(HEADERS, ROWS)
-    assert shown.getvalue() == f"{format_table([one.upper() for one in HEADERS], ROWS)}\n"
-
-
 def test_no_color_keeps_colours_away(terminal, monkeypatch):
     shown = terminal()
     monkeypatch.setenv("NO_COLOR", "1")
@@ -122,13 +102,6 @@ def test_no_color_keeps_colours_away(terminal, monkeypatch):
     print_error("text", hint="hint")
     colours = re.findall(r"\x1b\[[0-9;]*m", shown.getvalue())
     assert not [code for code in colours if re.search(r"\b(3[0-7]|9[0-7])\b", code)]
-
-
-def test_dumb_terminal_is_none(terminal, monkeypatch):
-    shown = terminal()
-    monkeypatch.setenv("TERM", "dumb")
-    print_table(("state",), [("ok",)])
-    assert "\x1b" not in shown.getvalue()
 
 
 def test_facts_are_lines_in_both(terminal, monkeypatch):
@@ -206,11 +179,6 @@ def test_progress_on_a_terminal_says_how_much_is_done(terminal):
 # -- questions ------------------------------------------------------------------------------
 
 
-def test_question_is_answered_by_the_option(capsys):
-    assert confirm("Go on?", is_confirmed=True)
-    assert capsys.readouterr().err == ""
-
-
 def test_question_that_nobody_can_be_asked_is_no(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     assert not confirm("Go on?", is_confirmed=False)
@@ -263,49 +231,3 @@ def test_spans():
 
 
 # -- what it costs --------------------------------------------------------------------------
-
-
-def test_heavy_libraries_are_not_loaded_to_parse_a_command():
-    """Goal: `ister --version` answers at once; rich is for those who look at something."""
-    code = (
-        "import sys\n"
-        "from ister.cli.main import main\n"
-        "try:\n"
-        "    main(['--version'])\n"
-        "except SystemExit:\n"
-        "    pass\n"
-        "heavy = 'rich rich_argparse shtab grpc pyarrow pyspark opendal aiohttp numpy pandas'\n"
-        "print(*[name for name in heavy.split() if name in sys.modules])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[1] == ""
-
-
-def test_help_on_a_real_terminal_has_colours_and_in_a_pipe_none():
-    command = [sys.executable, "-m", "ister.cli.main", "config", "--help"]
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-    environment.pop("NO_COLOR", None)
-    parent, child = pty.openpty()
-    with subprocess.Popen(command, stdout=child, stderr=child, env=environment) as process:
-        os.close(child)
-        shown = b""
-        while True:
-            try:
-                chunk = os.read(parent, 65536)
-            except OSError:
-                break  # the other end is closed
-            if not chunk:
-                break
-            shown += chunk
-        os.close(parent)
-    assert process.returncode == 0
-    plain = subprocess.run(command, capture_output=True, env=environment, check=True).stdout
-    assert b"\x1b[" in shown
-    assert b"\x1b[" not in plain
-    words = without_style(shown.decode()).split()
-    assert words == plain.decode().split()
-
-
-def test_names_are_all_there():
-    for name in output.__all__:
-        assert getattr(output, name).__doc__

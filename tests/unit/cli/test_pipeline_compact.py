@@ -1,7 +1,6 @@
 """`ister pipeline compact`: what the arguments become, and which ones are refused."""
 
 import argparse
-import io
 import sys
 
 import pytest
@@ -10,6 +9,7 @@ from ister.cli.main import main
 from ister.cli.pipeline import compact as command
 from ister.spark.jobs import compact_job
 from ister.spark.jobs.job_report import JobReport
+from tests.support.commands import Terminal
 
 
 @pytest.fixture
@@ -86,10 +86,6 @@ def test_wrong_usage_is_refused_before_spark_starts(run, capsys):
 
 
 def test_messages_are_removed_only_after_a_question_on_a_terminal(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     done = []
     monkeypatch.setattr(command, "_run", lambda options: done.append(options.keep) or 0)
     arguments = ["pipeline", "compact", "--format", "parquet", "--keep", "latest-per-key"]

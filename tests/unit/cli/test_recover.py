@@ -3,16 +3,14 @@
 import os
 import shutil
 import sqlite3
-import sys
 
 import pytest
 
 from ister.cli.main import main
 from ister.errors import IsterError
-from ister.rescue import rebuild
 from ister.rescue import recover as recovery
 from ister.topic.express import Express
-from tests.support.commands import DataDirectory, Terminal
+from tests.support.commands import DataDirectory
 
 ORDERS, OLD, SEALED, EMPTY = "/default/orders", "/default/old", "/shop/sealed", "/shop/empty"
 TOPIC_FIELDS = {
@@ -249,15 +247,6 @@ def test_people_get_a_table_and_errors_beside_it(place, capsys):
     assert "\r" not in shown.err
 
 
-def test_terminal_shows_progress(place, monkeypatch, capsys):
-    place.lose_metadata()
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert main(["recover", "--config", str(place.config)]) == 0
-    assert "4 of 4 objects" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\x1b[2K")
-
-
 def test_log_without_anything_to_recover_from_is_refused(tmp_path, capsys):
     for storage, words in [
         ({"mode": "local_only"}, "no bucket"),
@@ -284,18 +273,3 @@ def test_store_that_fails_is_an_error_of_the_topic(place, capsys, monkeypatch):
     assert code == 1
     assert set(statuses(printed).values()) == {"failed"}
     assert {error["topic"] for error in printed["errors"]} == {ORDERS, OLD, SEALED, EMPTY}
-
-
-def test_run_that_is_interrupted_is_continued(place, capsys, monkeypatch):
-    """What is half written then, and replaced, `test_rebuild` tells."""
-    place.lose_metadata()
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(rebuild, "_write", stop)
-    assert main(["recover", "--config", str(place.config)]) == 1
-    assert "interrupted" in capsys.readouterr().err
-    monkeypatch.undo()
-    code, printed = recover(place, capsys)
-    assert (code, set(statuses(printed).values())) == (0, {"recovered"})

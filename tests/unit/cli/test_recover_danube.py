@@ -110,14 +110,6 @@ def test_topic_goes_on_behind_what_danube_wrote(place, capsys):
     assert [m.payload for m in place.records()[24:]] == [a_danube_message(24).payload, b"new"]
 
 
-def test_gap_is_named_and_read_over_by_nobody(place, capsys):
-    place.bucket.put("0.9", 0, 10)
-    place.bucket.put("0.9", 20, 30)
-    code, topic, errors = place.recover(capsys)
-    assert (code, topic["gaps"]) == (1, [[10, 20]])
-    assert "no object holds the offset" in errors[0][0]
-
-
 def test_second_export_of_a_range_is_named_and_the_newest_is_taken(place, capsys):
     old = place.bucket.put("0.9", 0, 10)
     new = place.bucket.put("0.9", 0, 10)

@@ -123,12 +123,6 @@ def test_damaged_object_is_repaired_after_its_metadata_was_recovered(place, caps
     assert (code, topic["status"]) == (0, "repaired")
 
 
-def test_quick_repair_reads_no_contents(place, capsys):
-    flip(place.objects() / FIRST, 1000)
-    assert repaired(place, capsys, "--quick")[1]["status"] == "whole"
-    assert repaired(place, capsys)[1]["objects"] == [FIRST]
-
-
 def test_named_topics_alone_are_repaired_and_an_unknown_one_fails_alone(place, capsys):
     write(place, "/default/other")
     (place.objects() / FIRST).unlink()
@@ -189,12 +183,6 @@ def test_take_over_in_a_script_needs_yes_and_lists_what_is_given_up(place, capsy
     assert (code, topic["status"]) == (0, "whole")
     assert topic["gives_up"] == {"start": TIERED, "known_end": 25}
     assert read(other) == PAYLOADS[:TIERED]
-
-
-def test_take_over_that_gives_nothing_up_needs_no_yes(place, capsys):
-    code, topic = repaired(place, capsys, TOPIC, "--take-over")
-    assert (code, topic["gives_up"]) == (0, None)
-    assert read(place) == PAYLOADS
 
 
 def test_topic_whose_files_are_lost_says_so_and_goes_on_when_told_to(place, capsys):

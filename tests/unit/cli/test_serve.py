@@ -1,7 +1,6 @@
 """`ister serve`: settings from arguments, what it says, how it ends."""
 
 import argparse
-import io
 import json
 import os
 import re
@@ -19,8 +18,8 @@ import uvloop
 from ister.cli import serve
 from ister.cli.main import main
 from ister.config import load_config
-from ister.errors import ConfigError
 from tests.servers.broker import STOP_SECONDS
+from tests.support.commands import Terminal
 
 ANY_PORTS = ["--port=0", "--flight-port=0", "--http-port=0"]
 PATIENCE_SECONDS = 120.0
@@ -86,12 +85,6 @@ def test_arguments_come_before_the_file_and_the_environment(tmp_path, monkeypatc
     assert parsed(f"--data-dir={tmp_path}/d").storage.wal.dir == f"{tmp_path}/d/wal"
 
 
-@pytest.mark.usefixtures("_no_environment")
-def test_a_port_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match="grpc"):
-        parsed("--port=65536")
-
-
 # -- refusals ---------------------------------------------------------------------------------
 
 
@@ -109,36 +102,6 @@ def test_a_missing_library_is_answered_with_what_to_install(tmp_path):
         assert "ister[broker]" in done.stderr, library
         assert "Traceback" not in done.stderr, library
         assert list(tmp_path.iterdir()) == [], library
-
-
-def test_beyond_this_machine_without_auth_is_refused(capsys, tmp_path):
-    data = tmp_path / "d"
-    assert main(["serve", f"--data-dir={data}", "--host=0.0.0.0", *ANY_PORTS]) == 1
-    error = capsys.readouterr().err
-    assert "allow_insecure" in error
-    assert not data.exists()
-
-
-def test_a_port_that_is_taken_is_told_in_one_line(tmp_path):
-    with closing(socket.socket()) as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "ister.cli.main", "serve", f"--data-dir={tmp_path}/d"),
-                *(f"--port={port}", "--flight-port=0", "--http-port=0", "--log-level=ERROR"),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PATIENCE_SECONDS,
-        )
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert f"127.0.0.1:{port}" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("ister: ")
 
 
 # -- a process --------------------------------------------------------------------------------
@@ -221,27 +184,6 @@ def test_one_line_of_json_says_where_it_listens(tmp_path):
     assert said == ["stopping", "stopped"]
 
 
-@pytest.mark.nightly
-def test_a_start_that_is_told_to_end_ends(tmp_path):
-    """It stands still just before it is ready, and goes on when it has been told."""
-    with process(tmp_path, "--json", ISTER_FAILPOINTS="broker.before_ready=pause@1") as child:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            with open(f"/proc/{child.pid}/stat") as stat:
-                if stat.read().rpartition(")")[2].split()[0] == "T":
-                    break
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        child.send_signal(signal.SIGTERM)
-        code, took = end(child, signal.SIGCONT)
-        assert code == 0, (tmp_path / "stderr").read_text()
-        assert took < STOP_SECONDS
-    # The directory is free.
-    with process(tmp_path, "--json") as child:
-        assert json.loads(read_until(child, b"\n"))["event"] == "ready"
-        assert end(child)[0] == 0
-
-
 # -- what is said at the start --------------------------------------------------------------
 
 LISTENING = {"grpc": "127.0.0.1:7001", "flight": "127.0.0.1:7002", "http": "0.0.0.0:7003"}
@@ -259,20 +201,8 @@ def test_greeting_in_a_pipe_is_plain(capsys, tmp_path):
     ]
 
 
-def test_greeting_names_the_address_that_is_advertised(capsys):
-    advertised = {"broker_url": "https://broker.example.org:6650"}
-    settings = {"storage": {"mode": "memory"}, "broker": {"advertised": advertised}}
-    serve._greet(load_config(settings), LISTENING)
-    said = "  gRPC    127.0.0.1:7001   Danube's clients: https://broker.example.org:6650"
-    assert said in capsys.readouterr().out.splitlines()
-
-
 @pytest.mark.parametrize("columns", ["80", "50"])
 def test_greeting_on_a_terminal_is_a_panel_that_fits(columns, monkeypatch, tmp_path):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     shown = Terminal()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", columns)

@@ -60,12 +60,3 @@ def test_commands_that_are_not_loaded_have_the_same_line_in_the_help():
     for name in whole.commands:
         assert names.summary(name) == whole.summary(name), name
     assert names.format_help() == whole.format_help()
-
-
-def test_python_m_ister_is_the_command():
-    done = subprocess.run(
-        [sys.executable, "-m", "ister", "tpoics"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    # One line, and a pointer.
-    assert done.stderr == "ister: unknown command 'ister tpoics'; did you mean 'topics'?\n"

@@ -112,15 +112,6 @@ def test_sealed_topic_has_no_files(place, capsys):
     assert f"at offset {COUNT}" in capsys.readouterr().out
 
 
-def test_new_topic_is_empty(place, capsys):
-    with place.open() as log:
-        log.topic("/default/new", create=True)
-    code, printed = inspect(place, capsys, topic="/default/new")
-    assert code == 0
-    assert printed["watermarks"] == marks(0, 0, 0, 0, 0)
-    assert (printed["files"], printed["objects"], printed["subscriptions"]) == ([], [], [])
-
-
 def test_torn_tail_does_not_count(place, capsys):
     last = sorted(place.files.glob("wal.*.log"))[-1]
     with last.open("ab") as file:
@@ -174,23 +165,6 @@ def test_descriptor_that_cannot_be_read_is_named(place, capsys):
     assert printed["errors"][0]["code"] == "DATA_LOSS"
 
 
-def test_unknown_topic_hints_at_near_names(place, capsys):
-    code, printed = inspect(place, capsys, topic="/default/order")
-    assert code == 1
-    (error,) = printed["errors"]
-    assert (error["code"], error["topic"]) == ("NOT_FOUND", "/default/order")
-    assert f"did you mean {TOPIC}?" in error["hint"]
-    assert main(["topics", "describe", "/x/y", "--config", str(place.config)]) == 1
-    assert f"there are: {TOPIC}" in capsys.readouterr().err
-
-
-def test_deleted_topic_is_not_there(place, capsys):
-    with place.open() as log:
-        log.delete(TOPIC)
-    code, printed = inspect(place, capsys)
-    assert (code, printed["errors"][0]["code"]) == (1, "NOT_FOUND")
-
-
 @pytest.mark.parametrize("is_open", [False, True])
 def test_log_without_a_bucket_has_files_alone(tmp_path, is_open, capsys):
     place = write(a_place(tmp_path / "data", mode="local_only"))
@@ -226,10 +200,6 @@ def test_both_checkpoints_of_a_directory_are_shown(place, capsys):
     shown = capsys.readouterr().out
     assert "kind: wal\n" in shown
     assert "\nkind: uploader\n" in shown
-    path = place.files / "uploader.ckpt"
-    path.write_bytes(path.read_bytes()[:-1])
-    code, printed = run_json(capsys, "inspect", "checkpoint", place.files)
-    assert (code, printed["uploader"]["damaged"]) == (1, True)
-    path.unlink()
+    (place.files / "uploader.ckpt").unlink()
     code, printed = run_json(capsys, "inspect", "checkpoint", place.files)
     assert (code, printed["uploader"]) == (0, None)

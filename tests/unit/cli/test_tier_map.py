@@ -105,18 +105,6 @@ def test_a_run_that_a_broker_tells_of_as_one_has_the_shade_of_its_messages():
     assert set(cells(draw(view, 80), "bucket")) <= set(SHADES)
 
 
-def test_objects_that_overlap_count_once():
-    view = a_view(objects=[(0, 1000), (100, 200), (300, 400)], next=1000)
-    assert set(cells(draw(view, 80), "bucket")) == {FULL}
-
-
-def test_a_topic_with_fewer_messages_than_columns():
-    lines = draw(a_view(objects=[(100, 103)], files=[(103, 105)], earliest=100, next=105), 80)
-    bucket, files = cells(lines, "bucket"), cells(lines, "files")
-    assert all((one == " ") != (other == " ") for one, other in zip(bucket, files, strict=True))
-    assert abs(bucket.count(FULL) - len(bucket) * 3 / 5) <= 1
-
-
 def test_an_empty_topic_says_so():
     assert draw(a_view(), 80)[-1] == "no messages yet"
     assert draw(a_view(earliest=7, next=7), 80)[-1] == "no messages any more"
@@ -241,10 +229,3 @@ def test_a_column_is_full_shaded_or_a_gap_as_its_offsets_are_there(view, width):
             wholly = any(a <= low - near and b >= high + near for a, b in ranges)
             if cell in (" ", GAP):
                 assert not wholly, f"{label} column {column} hides what is there"
-
-
-def test_thousands_of_objects_are_drawn_quickly():
-    for width in [80, 200]:
-        objects = [(n * 10, n * 10 + 9) for n in range(20_000)]
-        lines = draw(a_view(objects=objects, next=200_000), width)
-        assert set(cells(lines, "bucket")) <= set(SHADES + FULL), width

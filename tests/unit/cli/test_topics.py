@@ -89,24 +89,6 @@ def test_the_json_of_a_list(run):
     assert 0 < short["upload_lag"]["bytes"] < short["files_bytes"]
 
 
-def test_the_json_of_a_topic_has_the_fields_that_scripts_know(run):
-    code, out, _ = run("describe", TOPIC, "--json")
-    view = json.loads(out)
-    assert code == 0
-    assert view["watermarks"] == {
-        "trimmed": 0,
-        "tiered": 20,
-        "synced": 30,
-        "written": 30,
-        "next": 30,
-    }
-    assert (view["topic"], view["earliest"], view["partitions"]) == (TOPIC, 0, [])
-    assert [file["is_active"] for file in view["files"]][-1] is True
-    (billing,) = view["subscriptions"]
-    assert (billing["name"], billing["cursor"], billing["lag"]) == ("billing", 12, 18)
-    assert (view["cache"], view["rates"], view["errors"], view["damage"]) == (None, None, [], [])
-
-
 def test_the_tiers_are_drawn(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "90")
     code, out, _ = run("describe", TOPIC)

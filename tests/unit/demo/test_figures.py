@@ -1,22 +1,13 @@
 """What the demo's figures depend on: the day of the shop, pauses, latencies around the kill."""
 
-import asyncio
 import json
-import os
-import signal
 from collections import Counter
 from unittest.mock import create_autospec
 
-import pytest
-
-from demo.charts import Line, histogram, lines, tier_map
-from demo.cluster import _Topic
-from demo.interrupts import SIGNALS, run_until_signal
 from demo.serving import BrokerProcess
 from demo.shop import ORDERS, PAYMENTS, TOPICS, make_shop, parse_id
 from demo.show import Show
 from demo.traffic import Kill, Sample, Traffic
-from tests.support.cases import each
 
 
 def test_a_seed_gives_the_same_messages_as_many_as_asked_for():
@@ -50,21 +41,6 @@ def test_the_truth_is_what_the_messages_say():
     assert shop.truth.ordered_cents == by_hour.total() > revenue.total() > 0
 
 
-def test_a_pause_is_a_time_in_which_a_message_waits():
-    topic = _Topic("/default/orders", 10)
-    topic.begin_pause(0.0)
-    topic.record_send(5.0)
-    topic.record_answer(6.0)
-    assert topic.pause == 1.0, "nothing was asked before"
-    topic.record_send(7.0)
-    topic.record_send(8.0)
-    topic.record_answer(10.0)
-    topic.record_answer(10.5)
-    assert topic.pause == 3.0
-    topic.begin_pause(20.0)
-    assert topic.pause == 0.0
-
-
 def test_messages_that_the_kill_has_touched_are_told_from_the_others(tmp_path):
     broker = BrokerProcess(str(tmp_path), engine="spark")
     traffic = Traffic(broker, make_shop(2000, 1), create_autospec(Show))
@@ -91,33 +67,3 @@ def test_messages_that_the_kill_has_touched_are_told_from_the_others(tmp_path):
     assert [round(value) for value in traffic.steady_ms] == [2, 1]
     assert [round(value) for value in traffic.killed_ms] == [4200, 2500, 400]
     assert traffic.kill.away_seconds == 3.0
-
-
-@each("number", SIGNALS)
-def test_a_signal_ends_the_work_in_order(number):
-    seen = []
-
-    async def work():
-        try:
-            os.kill(os.getpid(), number)
-            await asyncio.sleep(60)
-        finally:
-            seen.append("ended")
-
-    before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt):
-        run_until_signal(work)
-    assert seen == ["ended"]
-    assert signal.getsignal(number) == before
-
-
-def test_charts_of_nothing_and_of_something_are_drawn():
-    evil = "<script>"
-    for chart in (
-        lines([], about="nothing", is_logarithmic=True),
-        lines([Line(evil, "c1", [(0.0, 1e6), (5.0, 10.0)])], about=evil),
-        histogram([("a", "c1", [0, 0])], ["x", "y"], about="nothing"),
-        tier_map([], about="nothing"),
-    ):
-        assert "<svg" in chart
-        assert evil not in chart

@@ -22,11 +22,7 @@ def promised(*offsets, total):
         (promised(*range(6), total=6), CHAIN[:5], {"lost": 1}),
         (promised(*range(6), total=6), [*CHAIN[:3], *CHAIN[4:]], {"lost": 1, "gaps": 1}),
         (promised(*range(6), total=6), [*CHAIN, (6, 3)], {"doubled": 1}),
-        (
-            promised(*range(6), total=6),
-            [(0, 0), (1, 2), (2, 1), *CHAIN[3:]],
-            {"misplaced": 2},
-        ),
+        (promised(*range(6), total=6), [(0, 0), (1, 2), (2, 1), *CHAIN[3:]], {"misplaced": 2}),
         (promised(*range(6), total=6), [*CHAIN, (6, None)], {"foreign": 1}),
         (promised(*range(6), total=6), [*CHAIN, (6, 99)], {"foreign": 1}),
         (promised(*range(6), total=6), [(1, 0), *CHAIN[1:]], {"gaps": 2, "misplaced": 1}),

@@ -2,10 +2,7 @@
 
 from xml.etree import ElementTree
 
-import pytest
-
 from benchmarks.peers.page import Row, ahead, page, plot
-from benchmarks.peers.statistics import quantile, spread
 from tests.support.cases import each
 
 MACHINE = {
@@ -89,21 +86,6 @@ def test_what_has_no_network_to_cross_is_not_ranked():
     assert "99,000" in page(rows, MACHINE)
 
 
-def test_other_durability_and_missing_figures_are_not_compared():
-    rows = [row("ister-flight"), row("kafka", "unsynced", many=9000), row("nats")]
-    del rows[2].figures["many"]
-    assert ahead(rows, "synced", "many")[1] == []
-    with pytest.raises(LookupError):
-        ahead(rows, "unsynced", "many")
-
-
-def test_figures_keep_three_digits():
-    values = {"many": 123_456.0, "batched": 1_234.5, "consume": 98.76, "replay": 7.894}
-    rows = [row("ister-flight", one=1_005.4, tail_p50_ms=0.04567, tail_p99_ms=12.34, **values)]
-    cells = "| 1,010 (p50 0.20 ms) | 123,000 | 1,230 | 98.8 | 7.89 | 0.05 / 12 |"
-    assert f"| Ister-Flight {cells}" in page(rows, MACHINE)
-
-
 def test_page_and_plot_are_made_of_whatever_was_measured():
     gone = Row(name="kafka", title="Kafka", durability="synced", missing="mvn is not installed")
     rows = [row("ister-flight"), row("redis", "unsynced", restart_seconds=12.345, lost=17), gone]
@@ -115,11 +97,3 @@ def test_page_and_plot_are_made_of_whatever_was_measured():
         assert "do not quote" in page(rows, {**MACHINE, **change})
     assert "Kafka" not in plot(rows)
     ElementTree.fromstring(plot(rows))
-
-
-def test_quantile_is_the_nearest_rank_and_spread_a_share_of_the_median():
-    values = [float(number) for number in range(100, 0, -1)]
-    assert [quantile(values, q) for q in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
-    with pytest.raises(ValueError):
-        quantile([], 0.5)
-    assert spread([80.0, 100.0, 130.0]) == 0.5

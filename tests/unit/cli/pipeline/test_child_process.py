@@ -118,9 +118,7 @@ def test_states_are_shown_and_the_log_is_passed_on(caplog):
     said = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     states = []
     with beside(
-        python(f"print({said!r}); raise SystemExit(1)"),
-        show_state=states.append,
-        pause_seconds=600,
+        python(f"print({said!r}); raise SystemExit(1)"), show_state=states.append, pause_seconds=600
     ):
         eventually(lambda: any("ended" in record.message for record in caplog.records))
     assert [state.split()[0] for state in states] == ["starting", "standing", "running"]
@@ -141,12 +139,6 @@ def test_what_spark_said_last_is_why_it_ended(caplog):
         with beside(python(f"print({chr(10).join(lines)!r})"), pause_seconds=600):
             eventually(lambda: caplog.records)
         assert caplog.records[0].error == error
-
-
-def test_output_without_end_does_not_block_it():
-    text = "import sys; sys.stdout.write('x' * 3_000_000); sys.stdout.flush()"
-    with beside(python(text), pause_seconds=0.01) as pipeline:
-        eventually(lambda: pipeline.starts >= 2)
 
 
 # -- the command line -------------------------------------------------------------------------

@@ -57,12 +57,6 @@ def test_failure_that_is_expected_is_shown_by_the_command(run, capsys):
     assert printed.err == ""
 
 
-def test_without_json_a_failure_goes_on(run, capsys):
-    with pytest.raises(RuntimeError):
-        run(RuntimeError("Spark could not run a wave"))
-    assert capsys.readouterr().out == ""
-
-
 def test_reader_of_the_output_that_has_gone_is_told_nothing(run, capsys):
     with pytest.raises(BrokenPipeError):
         run(BrokenPipeError(), "--json")

@@ -66,7 +66,7 @@ def test_settings_of_spark_for_days_give_way_to_those_of_the_user(config, monkey
 
 def test_time_that_makes_no_sense(config):
     options = options_of("--config", config, "--max-seconds", "0")
-    with pytest.raises(InvalidRequestError, match="max-seconds"):
+    with pytest.raises(InvalidRequestError):
         options.run(options)
 
 
