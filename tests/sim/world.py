@@ -28,12 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ister.base import guarded_lock
 from ister.base.model import AckLevel, TopicState
 from ister.config import load_config
 from ister.errors import ClosedError, IsterError
 from ister.topic.log import Log
 from ister.topic.topic import Topic
-from ister.wal import signals
 from ister.wal.commit import Committer
 from tests.support.clock import ManualClock
 from tests.support.memory_fs import MemoryFileSystem, SimulatedCrash
@@ -73,11 +73,11 @@ def few_per_transaction(*modules: Any) -> Iterator[None]:
 @contextmanager
 def other_processes() -> Iterator[None]:
     """In here the thread is one of other processes: it holds none of the locks that it holds."""
-    held, signals._held.count = signals._held.count, 0
+    held, guarded_lock._held.count = guarded_lock._held.count, 0
     try:
         yield
     finally:
-        signals._held.count = held
+        guarded_lock._held.count = held
 
 
 class InlineSchedule:
