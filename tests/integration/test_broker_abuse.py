@@ -37,7 +37,7 @@ pytest.importorskip("pyarrow")
 from pyarrow import flight
 
 from ister import wire
-from ister.wire import danube, danube_admin, danube_schema, ister_api
+from ister.wire import danube, danube_admin, ister_api
 from ister.wire.contract import RangeTicket
 from tests.integration.bystander import Bystander
 from tests.servers.broker import BrokerProcess
@@ -399,25 +399,6 @@ async def test_thousands_of_calls_at_once(broker):
             await channel.close()
 
 
-@pytest.mark.nightly
-async def test_thousands_of_names_that_are_no_topics(session, broker):
-    """Look-ups, subscriptions and sends for names that nobody ever made leave nothing behind."""
-
-    async with Storm(broker, mib=80):
-        for batch in range(3 * MORE):
-            names = [f"/default/nobody-{'n' * 80}-{batch}-{one}" for one in range(300)]
-            counts = await outcomes(
-                call
-                for name in names
-                for call in (
-                    session.discovery.TopicLookup(danube.TopicLookupRequest(topic=name)),
-                    session.raw_consumers.Subscribe(subscribe_request(name)),
-                    session.raw_producers.SendMessage(message(name, 1)),
-                )
-            )
-            assert counts == {"NOT_FOUND": 900}
-
-
 async def test_ever_new_consumers_with_long_filters(session, broker):
     """64 filters of 250 characters each: a subscription's record has a bound, the oldest go."""
     topic = "/default/long-filters"
@@ -563,115 +544,6 @@ async def consumed(broker, topic, count, subscription="reader"):
     stream.cancel()
     await channel.close()
     return payloads
-
-
-async def test_names_that_differ_in_case_alone(session, broker):
-    """The second one is refused: a disk that does not tell them apart would mix their messages."""
-
-    async with Storm(broker):
-        await session.create_topic("/default/twin")
-        status, text = await outcome(register(session, "/default/TWIN"))
-        assert status == "INVALID_ARGUMENT", text
-
-
-# -- requests that make no sense --------------------------------------------------------------
-
-
-def schema_bombs():
-    """Definitions that a careless reader takes for ever over, or dies of."""
-    laughs = {"a0": {"type": "string"}}
-    for level in range(1, 30):
-        laughs[f"a{level}"] = {"allOf": [{"$ref": f"#/$defs/a{level - 1}"}] * 10}
-    yield "json_schema", json.dumps({"$defs": laughs, "$ref": "#/$defs/a29"})
-    yield "json_schema", json.dumps({"$ref": "#"})
-    yield "json_schema", '{"properties":{"a":' * 20_000 + "{}" + "}}" * 20_000
-    yield "json_schema", json.dumps({"pattern": "(a+)+" * 50 + "$"})
-    yield "json_schema", json.dumps({"pattern": "((((a{1,100}){1,100}){1,100}){1,100})"})
-    yield "json_schema", json.dumps({"enum": list(range(200_000))})
-    yield "json_schema", json.dumps({"$ref": "http://169.254.169.254/latest/meta-data"})
-    yield "json_schema", json.dumps({"$ref": "file:///etc/passwd"})
-    yield "json_schema", "{" * 100_000
-    yield "json_schema", '{"multipleOf": 1e-400, "maximum": ' + "9" * 5000 + "}"
-    yield "avro", '{"type":"array","items":' * 20_000 + '"int"' + "}" * 20_000
-    union = [{"type": "record", "name": f"r{n}", "fields": []} for n in range(10_000)]
-    yield "avro", json.dumps(union)
-    yield (
-        "avro",
-        json.dumps({"type": "record", "name": "r", "fields": [{"name": "f", "type": "r"}]}),
-    )
-    yield "avro", json.dumps({"type": "fixed", "name": "f", "size": 2**62})
-    yield "protobuf", "message A {" * 20_000 + "}" * 20_000
-    yield "protobuf", 'syntax = "proto3"; import "/etc/passwd"; message A { string a = 1; }'
-    yield "protobuf", "message A { " + "int32 f = 1; " * 20_000 + "}"
-    yield "protobuf", "/*" * 100_000
-    yield "string", "x" * (9 * MIB)
-    yield "nothing", "x"
-
-
-async def test_schemas_that_are_bombs(session, broker):
-    topic = "/default/bombs"
-
-    async with Storm(broker, mib=250):
-        registry = wire.stub(session.channel, "danube_schema.SchemaRegistry")
-        await session.create_topic(topic)
-        producer = await register(session, topic)
-        for number, (kind, text) in enumerate(schema_bombs()):
-            request = danube_schema.RegisterSchemaRequest(
-                subject=f"bomb-{number}", schema_type=kind, schema_definition=text.encode()
-            )
-            began = time.monotonic()
-            status, told = await outcome(registry.RegisterSchema(request))
-            assert status in ("OK", "INVALID_ARGUMENT"), f"{kind} {text[:60]}: {told}"
-            if status == "OK":
-                # Taken: then its messages are judged quickly, too.
-                await registry.ConfigureTopicSchema(
-                    danube_schema.ConfigureTopicSchemaRequest(
-                        topic_name=topic,
-                        schema_subject=f"bomb-{number}",
-                        validation_policy="enforce",
-                        enable_payload_validation=True,
-                    )
-                )
-                latest = await registry.GetLatestSchema(
-                    danube_schema.GetLatestSchemaRequest(subject=f"bomb-{number}")
-                )
-                for payload in (b'"' + b"a" * 5000 + b'!"', b"[" * 100_000, b"\xff" * 100_000):
-                    sent = message(topic, producer, payload, schema_id=latest.schema_id)
-                    status, told = await outcome(session.raw_producers.SendMessage(sent))
-                    assert status not in ("INTERNAL", "UNKNOWN"), f"{kind} {text[:60]}: {told}"
-            took = time.monotonic() - began
-            assert took < PATIENCE_SECONDS, f"{kind} {text[:60]!r} took {took:.1f} s"
-        await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
-
-
-async def test_key_filters_that_are_bombs(session, broker):
-    """64 filters of stars, and keys that almost match each of them."""
-    topic = "/default/filters"
-    filters = [f"{'*a' * 126}{chr(98 + number % 20)}" for number in range(64)]
-
-    async with Storm(broker):
-        producer = await register(session, topic)
-        subscribe = session.raw_consumers.Subscribe
-        for wrong in (["*" * 300], ["a"] * 65, [""]):
-            status, text = await outcome(subscribe(subscribe_request(topic, "f", "c", 3, wrong)))
-            assert (status, bool(text)) == ("INVALID_ARGUMENT", True)
-        picky = await subscribe(subscribe_request(topic, "keys", "picky", 3, filters))
-        every = await subscribe(subscribe_request(topic, "keys", "every", 3))
-        streams = [
-            session.raw_consumers.ReceiveMessages(danube.ReceiveRequest(consumer_id=one))
-            for one in (picky.consumer_id, every.consumer_id)
-        ]
-        await session.wait_attached(topic, "every", "keys")
-        for number in range(30):
-            # Keys are told apart by their beginning; each has one message in flight.
-            key = f"{number}-" + "a" * (1_000_000 if number == 0 else 1000)
-            sent = message(topic, producer, str(number).encode(), routing_key=key)
-            assert await outcome(session.raw_producers.SendMessage(sent)) == ("OK", "")
-            broker.acknowledged[topic].append(str(number).encode())
-        came = [(await asyncio.wait_for(streams[1].read(), 60)).payload for _ in range(30)]
-        assert sorted(came) == sorted(broker.acknowledged[topic])
-        for stream in streams:
-            stream.cancel()
 
 
 # -- Ister's own stream -----------------------------------------------------------------------

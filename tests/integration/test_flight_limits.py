@@ -1,7 +1,6 @@
 """What strangers can do by Flight's port: send what inflates or is too large, connect and idle."""
 
 import contextlib
-import json
 import os
 import socket
 import threading
@@ -23,7 +22,7 @@ from ister.base.limits import MIB
 from ister.client.flight import FlightClient
 from ister.errors import InvalidRequestError, MessageTooLargeError
 from ister.wire import danube
-from ister.wire.contract import Action, PutBatch, PutOpen
+from ister.wire.contract import Action
 from ister.wire.errors import decode_error
 from tests.servers.broker import BrokerProcess
 from tests.support.danube import connect, run
@@ -78,40 +77,6 @@ def test_bodies_that_inflate_cost_nothing(broker, method):
         for call in calls:
             call.join(60)
             assert not call.is_alive()
-
-
-def put(client, batch, write_options=None):
-    """Publishes a batch as pyarrow's own client does, and gives the answers."""
-    opened = flight.FlightDescriptor.for_command(
-        PutOpen(topic=TOPIC, producer=None, create=True).to_json()
-    )
-    options = flight.FlightCallOptions(timeout=30, write_options=write_options)
-    writer, reader = client.do_put(opened, batch.schema, options)
-    answers = []
-    try:
-        writer.write_with_metadata(batch, PutBatch(sequence=0).to_json())
-        writer.done_writing()
-        while (answer := reader.read()) is not None:
-            answers.append(answer.to_pybytes().decode())
-    finally:
-        writer.close()
-    return answers
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("codec", ["lz4", "zstd"])
-def test_columns_that_inflate_are_refused_before_they_do(broker, codec):
-    options = pa.ipc.IpcWriteOptions(compression=codec)
-    with flight.connect(f"grpc://{broker.flight}") as client:
-        small = pa.record_batch([pa.array([bytes(MIB)] * 4, pa.binary())], schema=SCHEMA)
-        (answer,) = put(client, small, options)
-        assert json.loads(answer)["end"] - json.loads(answer)["start"] == 4
-        large = pa.record_batch([pa.array([bytes(8 * MIB)] * 60, pa.binary())], schema=SCHEMA)
-        with growth_below(broker, 100):
-            with pytest.raises((flight.FlightError, pa.ArrowException)) as caught:
-                put(client, large, options)
-            error = decode_error(str(caught.value))
-        assert isinstance(error, MessageTooLargeError), caught.value
 
 
 def test_messages_over_the_limits_are_refused(broker):

@@ -1,6 +1,8 @@
 """JSON from strangers, fingerprints, and the bounds of all definitions."""
 
 import json
+import time
+from contextlib import suppress
 
 import pytest
 
@@ -43,6 +45,32 @@ def test_canonical_form_forgets_layout_and_spelling_of_numbers():
 def test_large_definitions_are_refused(name):
     with pytest.raises(InvalidRequestError, match="bytes"):
         read_definition(name, b" " * (DEFINITION_BYTES_MAX + 1))
+
+
+LAUGHS = {f"a{n}": {"allOf": [{"$ref": f"#/$defs/a{n - 1}"}] * 10} for n in range(1, 30)}
+
+
+@each(
+    ("name", "definition"),
+    [
+        ("json_schema", {"$defs": {"a0": {}, **LAUGHS}, "$ref": "#/$defs/a29"}),
+        ("json_schema", {"$ref": "#"}),
+        ("json_schema", {"enum": list(range(200_000))}),
+        ("json_schema", {"pattern": "((((a{1,100}){1,100}){1,100}){1,100})"}),
+        ("avro", [{"type": "record", "name": f"r{n}", "fields": []} for n in range(10_000)]),
+        ("avro", {"type": "fixed", "name": "f", "size": 2**62}),
+        ("protobuf", "/*" * 100_000),
+        ("protobuf", "message A {" * 20_000 + "}" * 20_000),
+    ],
+)
+def test_bombs_are_refused_or_judge_messages_soon(name, definition):
+    text = definition if isinstance(definition, str) else json.dumps(definition)
+    begun = time.monotonic()
+    with suppress(InvalidRequestError):
+        found = read_definition(name, text.encode())
+        for payload in (b'"' + b"a" * 5000 + b'!"', b"[" * 100_000, b"\xff" * 100_000):
+            found.check(payload)
+    assert time.monotonic() - begun < 60
 
 
 def test_type_changes_only_where_nothing_is_checked():
