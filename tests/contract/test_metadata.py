@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
@@ -14,6 +15,7 @@ from ister.metadata.memory import MemoryMetadata
 from ister.metadata.sqlite import SqliteMetadata
 from tests.servers.etcd import EtcdServer
 from tests.support.cases import each
+from tests.support.waiting import eventually
 
 _BACKENDS = ["memory", "sqlite", "etcd"]
 _roots = itertools.count()
@@ -60,13 +62,6 @@ def root():
 
 def _keys(found):
     return [pair.key for pair in found]
-
-
-def _wait_until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 # -- keys and values ----------------------------------------------------------------------------
@@ -429,7 +424,7 @@ def test_keys_vanish_when_their_lease_ends(open_store, root):
         kept.renew()
         return other.get(f"{root}/left") is None
 
-    _wait_until(gone)
+    eventually(gone)
     assert SystemClock.boottime() >= left.valid_until
     assert _keys(other.range(f"{root}/")) == [f"{root}/forever", f"{root}/kept"]
     assert other.transact([Absent(f"{root}/left")], [Put(f"{root}/left", b"new")]) > last
@@ -489,16 +484,18 @@ def test_watch_hints_at_changes_below_its_prefix(open_store, root):
     watch = store.watch(f"{root}/t/", heard.append)
     other.put(f"{root}/t/a", b"")
     other.put(f"{root}/t2", b"")
-    _wait_until(lambda: f"{root}/t/a" in heard)
+    eventually(lambda: f"{root}/t/a" in heard)
     heard.clear()
     other.transact([], [Put(f"{root}/t/b", b""), Delete(f"{root}/t/a")])
-    _wait_until(lambda: {f"{root}/t/a", f"{root}/t/b"} <= set(heard))
+    eventually(lambda: {f"{root}/t/a", f"{root}/t/b"} <= set(heard))
     assert f"{root}/t2" not in heard
     watch.close()
     watch.close()
     heard.clear()
-    other.put(f"{root}/t/c", b"")
-    time.sleep(0.3)
+    later = []
+    with closing(store.watch(f"{root}/t/", later.append)):
+        other.put(f"{root}/t/c", b"")
+        eventually(lambda: later)
     assert heard == []
 
 
@@ -510,8 +507,10 @@ def test_watch_is_ended_by_close(open_store, root):
     watch.close()
     other = open_store()
     if other is not store:  # the one in memory is gone for good
-        other.put(f"{root}/a", b"")
-        time.sleep(0.3)
+        later = []
+        with closing(other.watch(f"{root}/", later.append)):
+            other.put(f"{root}/a", b"")
+            eventually(lambda: later)
     assert heard == []
 
 

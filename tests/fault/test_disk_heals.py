@@ -22,6 +22,7 @@ from ister.topic.log import Log
 from tests.support.broker import a_broker, run
 from tests.support.disks import fill, mounted_tmpfs, skip_if, why_no_tmpfs
 from tests.support.memory_store import MemoryObjectStore
+from tests.support.waiting import eventually
 
 NAME = "/fault/t0"
 SIZE_KIB = 64 * 1024
@@ -123,13 +124,6 @@ def site():
         yield Site(where)
 
 
-def until(condition, what: str) -> None:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.02)
-
-
 def free(where: Path) -> int:
     found = os.statvfs(where)
     return found.f_bavail * found.f_frsize
@@ -165,7 +159,7 @@ def test_disk_that_an_outage_has_filled_heals_when_the_bucket_is_back(site, disk
         seconds = site.heal(topic)
         print(f"healed after {seconds:.1f} s")
         assert seconds < HEAL_SECONDS_MAX
-        until(lambda: reserve_bytes(site.where) == MIB, "the reserve is taken again")
+        eventually(lambda: reserve_bytes(site.where) == MIB, "the reserve is taken again")
         # It goes on: what is uploaded makes room for more.
         for _ in range(300):
             site.put_patiently(topic)
@@ -190,7 +184,7 @@ def test_disk_that_somebody_else_has_filled_heals_when_the_bucket_is_back(site, 
             for topic in topics:
                 site.put(topic)
         fill(site.ballast, leave=leave)
-        until(log.room.disk.is_low, "the watermark is noticed")
+        eventually(log.room.disk.is_low, "the watermark is noticed")
         for topic in topics:
             with pytest.raises(CapacityError, match="are free on the disk"):
                 topic.append(b"refused")
@@ -216,7 +210,7 @@ def test_appends_go_on_when_somebody_else_gives_room_back(site):
         topic = log.topic(NAME, create=True)
         site.put(topic)
         fill(site.ballast)
-        until(log.room.disk.is_low, "the watermark is noticed")
+        eventually(log.room.disk.is_low, "the watermark is noticed")
         with pytest.raises(CapacityError):
             topic.append(b"refused")
         # Longer than the lease: it is renewed on a full disk.

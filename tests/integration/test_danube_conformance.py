@@ -155,8 +155,8 @@ async def test_bursts_with_pauses_are_delivered_without_a_further_publish(either
 async def test_a_subscription_made_during_a_burst_gets_all_that_follow_it(either, topic):
     """Offsets from where it begins to the end, without a hole, whichever way the race went."""
     producer = await either.producer(topic)
-    publishing = asyncio.create_task(publish(producer, numbered(100)))
-    await asyncio.sleep(0.01)
+    await publish(producer, numbered(5))
+    publishing = asyncio.create_task(publish(producer, numbered(95, start=5)))
     inbox = await either.consumer(topic)
     start = (await either.describe(topic)).cursor
     await publishing
