@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.browser.rig import SHOP_SETTINGS, Site, running_shop, set_up_rights
 from tests.servers.broker import BrokerProcess
+from tests.support.dashboard import SHOP_SETTINGS, Site, running_shop, set_up_rights
 from tests.support.security import auth_settings
 
 _BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")

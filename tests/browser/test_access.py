@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.browser.rig import reads, says, settled, until
+from tests.support.dashboard import reads, says, settled, until
 from tests.support.security import sign
 
 TOPIC = "/default/secrets"

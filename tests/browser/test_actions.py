@@ -3,7 +3,7 @@
 import pytest
 
 from ister.client import Client
-from tests.browser.rig import eventually, says, settled, until
+from tests.support.dashboard import eventually, says, settled, until
 
 ORDERS = "/default/orders"
 

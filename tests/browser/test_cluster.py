@@ -5,8 +5,8 @@ from contextlib import ExitStack
 import pytest
 
 from ister.client import Client
-from tests.browser.rig import Site, eventually, reads, says, settled
 from tests.servers.broker import BrokerProcess
+from tests.support.dashboard import Site, eventually, reads, says, settled
 
 TOPIC = "/default/orders"
 

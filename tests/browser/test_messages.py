@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.rig import eventually, reads, says, settled, until
-from tests.browser.shop import HOSTILE
-from tests.browser.shop import ODDITIES as ODDITY_LIST
+from tests.support.dashboard import eventually, reads, says, settled, until
+from tests.support.shop import HOSTILE
+from tests.support.shop import ODDITIES as ODDITY_LIST
 
 ODDITIES = "/default/oddities"
 ORDERS = "/default/orders"

@@ -3,8 +3,8 @@
 import json
 import time
 
-from tests.browser.rig import Site, eventually, reads, says, settled, until
 from tests.servers.broker import BrokerProcess
+from tests.support.dashboard import Site, eventually, reads, says, settled, until
 
 ORDERS = "/default/orders"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.browser.rig import eventually, says, settled, until
+from tests.support.dashboard import eventually, says, settled, until
 
 ORDERS = "/default/orders"
 ROUTES = {

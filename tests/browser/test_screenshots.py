@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.rig import Site, eventually, running_shop, settled
 from tests.servers.broker import BrokerProcess
+from tests.support.dashboard import Site, eventually, running_shop, settled
 
 IS_WANTED = os.environ.get("ISTER_SCREENSHOTS") == "1"
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"

@@ -27,10 +27,10 @@ from ister.spark.jobs.replay_job import replay
 from ister.spark.jobs.scrubbing import scrub
 from ister.spark.jobs.service import run
 from ister.spark.jobs.tier_job import tier
-from tests.fault.pipeline_world import PipelineWorld, exported
 from tests.servers.cluster import LEASE_SECONDS, BrokerCluster
 from tests.servers.ports import free_port
 from tests.support.machine import Task
+from tests.support.pipeline_world import PipelineWorld, exported
 from tests.support.scale import scaled
 from tests.support.spark_session import get_spark
 from tests.support.waiting import PATIENCE_SECONDS, eventually

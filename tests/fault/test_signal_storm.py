@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.scale import scaled
 
-CHILD = Path(__file__).with_name("storm_child.py")
+CHILD = Path(__file__).parents[1] / "support" / "storm_child.py"
 INTERRUPTS = scaled(1_000, 100_000)
 # A watchdog: nothing in the child waits for ever, so a child that takes this long hangs.
 PATIENCE_SECONDS = scaled(240, 2400)

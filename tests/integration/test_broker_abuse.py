@@ -1,6 +1,6 @@
 """What clients must not do, done to a real broker, with others looking on.
 
-Every storm has two witnesses. A bystander (`integration.bystander`), a client in a process of its
+Every storm has two witnesses. A bystander (`support.bystander`), a client in a process of its
 own, is served all the time: no call of it fails, and none takes longer than a few seconds. And the
 broker's memory, read from the kernel while the storm lasts, stays below a bound.
 
@@ -39,8 +39,8 @@ from pyarrow import flight
 from ister import wire
 from ister.wire import danube, danube_admin, ister_api
 from ister.wire.contract import RangeTicket
-from tests.integration.bystander import Bystander
 from tests.servers.broker import BrokerProcess
+from tests.support.bystander import Bystander
 from tests.support.danube import connect, eventually, run
 from tests.support.scale import scaled
 

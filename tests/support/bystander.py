@@ -1,6 +1,6 @@
 """A client that only wants to be served, in a process of its own, while others misbehave.
 
-    python -m tests.integration.bystander <gRPC address> <HTTP address>
+    python -m tests.support.bystander <gRPC address> <HTTP address>
 
 Round after round, with the real `danube-client`: a message is sent, comes back and is acknowledged,
 the subscription is described, and `/ready` is asked for. Each round is a line of JSON on standard
