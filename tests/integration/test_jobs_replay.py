@@ -9,7 +9,6 @@ import pytest
 
 from ister.spark.jobs.replay_job import replay
 from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace
-from tests.support import replay_functions
 
 A, B = "/default/a", "/default/b"
 CHUNK_BYTES = 4_000
@@ -73,29 +72,6 @@ def test_function_of_a_program_is_called_with_batches(spark, place):
     assert numbers(place.payloads(B)) == list(range(50))
 
 
-# -- ranges -------------------------------------------------------------------------------------
-
-
-def moment(number):
-    """When a message was published."""
-    return datetime.fromtimestamp(PUBLISHED_MS / 1000 + number, UTC)
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "expected"),
-    [
-        (moment(30), moment(35), range(30, 35)),
-        ("latest", None, range(0)),
-    ],
-)
-def test_ranges_by_offset_and_by_time(spark, place, start, end, expected):
-    place.fill(A, 100, uploaded=60)
-    report = replay(spark, place.config, source=A, target=B, start=start, end=end)
-    assert report.ok, report.errors
-    assert numbers(place.payloads(B) if len(expected) else []) == list(expected)
-    assert (B in place.topics()) == bool(len(expected))
-
-
 # -- SQL ----------------------------------------------------------------------------------------
 
 
@@ -117,21 +93,6 @@ def test_query_sees_the_whole_range_and_keeps_the_order(spark, place):
 
 
 # -- once ---------------------------------------------------------------------------------------
-
-
-def test_the_same_replay_again_does_nothing(spark, place):
-    place.fill(A, 60, uploaded=60)
-    arguments = {"source": A, "target": B, "transform": replay_functions.only_even}
-    done(replay(spark, place.config, **arguments))
-    place.fill(A, 90, uploaded=0)
-    again = replay(spark, place.config, **arguments, chunk_bytes=500)
-    assert again.ok
-    assert again.more["state"] == "already done"
-    assert again.more["newer_messages"] == 90
-    assert len(place.payloads(B)) == 30
-    other = replay(spark, place.config, **arguments, name="another")
-    assert done(other)["messages"] == 75
-    assert len(place.payloads(B)) == 105
 
 
 def test_target_that_was_deleted_gets_everything_again(spark, place):

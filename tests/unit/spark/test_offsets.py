@@ -384,44 +384,30 @@ LOSSES = [
 PREVIOUS = StreamOffset({A: at(10, 4), B: at(7, 2)})
 
 
-def test_loss_fails_by_name_and_says_what_the_option_does():
-    for heads, kind, what, remedy, _ in LOSSES:
-        with case(heads, kind, what, remedy, _):
-            with pytest.raises(kind) as caught:
-                check_loss(PREVIOUS, heads, fails=True)
-            assert caught.value.topic == A
-            assert caught.value.offset == 10
-            assert what in str(caught.value)
-            assert f"failOnDataLoss=false {remedy}" in str(caught.value)
-            if isinstance(caught.value, DataGapError):
-                assert (caught.value.start, caught.value.end) == (10, heads[A].earliest)
-
-
-def test_loss_that_may_not_fail_is_passed_with_a_warning():
-    for heads, kind, what, remedy, place in LOSSES:
-        with case(heads, kind, what, remedy, place):
-            adjusted, (warning,) = check_loss(PREVIOUS, heads, fails=False)
-            assert warning.startswith(f"{A}, offset 10: {what}")
-            assert warning.endswith(f"the stream {remedy}")
-            assert adjusted.topics.get(A) == place
-            assert adjusted.topics[B] is PREVIOUS.topics[B]
-
-
-def test_loss_alone_is_no_news_and_is_told_with_the_next_message():
-    """Goal: no batch without messages, and none read twice, after a loss.
+@each("heads, kind, what, remedy, place", LOSSES)
+def test_loss_ends_a_stream_by_name_or_is_passed_with_a_warning(heads, kind, what, remedy, place):
+    """Goal: no batch without messages, and none read twice, after a loss that is passed.
 
     Each loss is followed by polls without and with news, as the stream reader makes them.
     """
-    for heads, kind, what, remedy, place in LOSSES:
-        with case(heads, kind, what, remedy, place):
-            quiet = {topic: found.earliest if topic == A else 7 for topic, found in heads.items()}
-            adjusted, _ = check_loss(PREVIOUS, heads, fails=False)
-            following = advance(adjusted, heads, quiet)
-            assert not has_news(PREVIOUS, following)
-            following = advance(adjusted, heads, {B: 9})
-            assert has_news(PREVIOUS, following)
-            assert following.ranges() == {B: (7, 9)}
-            assert check_loss(following, heads, fails=True) == (following, [])
+    with pytest.raises(kind) as caught:
+        check_loss(PREVIOUS, heads, fails=True)
+    assert (caught.value.topic, caught.value.offset) == (A, 10)
+    assert what in str(caught.value)
+    assert f"failOnDataLoss=false {remedy}" in str(caught.value)
+    if isinstance(caught.value, DataGapError):
+        assert (caught.value.start, caught.value.end) == (10, heads[A].earliest)
+    adjusted, (warning,) = check_loss(PREVIOUS, heads, fails=False)
+    assert warning.startswith(f"{A}, offset 10: {what}")
+    assert warning.endswith(f"the stream {remedy}")
+    assert adjusted.topics.get(A) == place
+    assert adjusted.topics[B] is PREVIOUS.topics[B]
+    quiet = {topic: found.earliest if topic == A else 7 for topic, found in heads.items()}
+    assert not has_news(PREVIOUS, advance(adjusted, heads, quiet))
+    following = advance(adjusted, heads, {B: 9})
+    assert has_news(PREVIOUS, following)
+    assert following.ranges() == {B: (7, 9)}
+    assert check_loss(following, heads, fails=True) == (following, [])
 
 
 # -- take-overs -------------------------------------------------------------------------------

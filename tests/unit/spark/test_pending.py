@@ -63,18 +63,6 @@ def test_trigger_reads_as_much_with_4000_pending_objects_as_with_400(tmp_path, r
     assert many_keys <= 5 * 100
 
 
-def test_trigger_over_many_topics_reads_a_few_objects_of_each(tmp_path, reads):
-    names = [f"/default/t{number}" for number in range(12)]
-    counted = {}
-    for count in (20, 300):
-        make_topics(tmp_path / str(count), dict.fromkeys(names, count))
-        reads.clear()
-        run_triggers(str(tmp_path / str(count)), ",".join(names), triggers=2)
-        counted[count] = len(reads), sum(reads)
-    assert counted[300][0] <= 1.2 * counted[20][0]
-    assert counted[300][1] <= 1.5 * counted[20][1]
-
-
 @pytest.mark.parametrize("has_files", [True, False])
 def test_look_at_200_topics_takes_as_many_requests_as_at_20(tmp_path, monkeypatch, has_files):
     """Each topic took five requests, one after the other, and a call to its broker."""

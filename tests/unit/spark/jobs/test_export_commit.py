@@ -102,17 +102,6 @@ def test_many_topics_are_one_commit(spark, tmp_path):
         assert sum(map(len, _rows(tmp_path, format).values())) == 2 * count + 21
 
 
-@each("format", FORMATS, fresh=fresh)
-def test_dead_letters_of_all_topics_are_one_commit(spark, place, tmp_path, format):
-    _fill(place, [A, B, C], 6, bad={1, 4})
-    report = export_here(spark, place, tmp_path, format, schema=SCHEMA)
-    assert report.ok, report.errors
-    assert report.total("dead_letters") == 6
-    for name, offsets in (("orders", [0, 2, 3, 5]), ("orders_dead_letters", [1, 4])):
-        assert commits_in(tmp_path, format, name) == 1
-        assert _rows(tmp_path, format, name) == _each_has([A, B, C], offsets)
-
-
 def test_a_table_for_each_topic_has_a_commit_for_each(spark, tmp_path):
     place = SparkPlace(tmp_path / "data")
     _fill(place, [A, B], 3)
@@ -384,18 +373,6 @@ def test_a_record_of_one_topic_is_finished_and_understood(spark, tmp_path):
         add_rows(again, 4, 6, run="b")
     table.close()
     again.close()
-
-
-@each("format", FORMATS, fresh=fresh)
-def test_commits_of_one_topic_and_of_many_follow_each_other(spark, place, tmp_path, format):
-    """A table with a commit for each topic goes on with commits of all of them."""
-    _fill(place, [A, B, C], 4)
-    for topic in (A, B):
-        assert export_here(spark, place, tmp_path, format, topics=topic).ok
-    _fill(place, [A, B, C], 2, first=4)
-    report = export_here(spark, place, tmp_path, format)
-    assert (report.more["commits"], report.total("messages")) == (1, 2 + 2 + 6)
-    assert _rows(tmp_path, format) == _each_has([A, B, C], list(range(6)))
 
 
 def test_a_snapshot_says_what_it_has_of_each_topic(tmp_path):

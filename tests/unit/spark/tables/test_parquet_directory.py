@@ -20,7 +20,7 @@ from ister.errors import (
 from ister.objectstore.base import Capabilities
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.parquet_directory import ParquetDirectory
-from ister.spark.tables.targets import Storage, StoreTarget
+from ister.spark.tables.targets import Storage
 from tests.support.clock import ManualClock
 from tests.support.exports import (
     TOPIC,
@@ -184,25 +184,10 @@ def test_an_answer_that_stays_lost_is_told_and_costs_nothing(store):
     assert table.coverage().of(TOPIC, "i") == ((0, 5),)
 
 
-def test_a_commit_done_under_the_same_id_is_not_done_again(store):
-    table = _in_memory()
-    layout = table.open(ENVELOPE)
-    files = write_files(table.target("a"), layout, rows_of(0, 5))
-    table.commit(adding(files, (0, 5)), check=lambda: None)
-    table.commit(adding(files, (0, 5)), check=lambda: None)
-    assert len(list(store.list("_ister/commits/"))) == 1
-
-
 def test_a_store_without_conditions_is_known(store):
     assert _in_memory().has_exclusive_commits()
     store.ignores_conditions = True
     assert not _in_memory().has_exclusive_commits()
-
-
-def test_names_of_files(store):
-    target = StoreTarget(storage=Storage("s3", "s3://b/t"), folder="data", partition="d")
-    assert target.path("2020-01-01", "x") == "data/d=2020-01-01/x"
-    assert target.path(None, "x") == "data/x"
 
 
 def test_a_record_says_what_is_in_the_table(store):
