@@ -15,188 +15,131 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Annotated, Self
 
 from ister.base.clock import SystemClock
+from ister.cli.command import Arg, Facts, Group, Shown, Table, Yes, command, confirmed
 from ister.cli.config_check import (
     Connection,
     describe_places,
     find_deeper_problems,
     try_connections,
 )
-from ister.cli.errors_out import answer, print_json
 from ister.cli.location import CONFIG_VARIABLE, DATA_DEFAULT, check_config_name
-from ister.cli.output import (
-    Subparsers,
-    add_command,
-    confirm,
-    console,
-    is_terminal,
-    print_error,
-    print_facts,
-    print_table,
-)
+from ister.cli.output import console, is_terminal, print_facts, print_table
 from ister.config import Config, Examined, Origin, Problem, examine_config, find_line, load_config
 from ister.config.reference import example, masked, settings, value_of
 from ister.config.settings import Setting
 from ister.errors import ConfigError
 from ister.topic.stores import open_identity
 
-
-def register(commands: Subparsers) -> None:
-    """Adds the command."""
-    parser = add_command(
-        commands,
-        "config",
-        help="check and show settings, print an example",
-        description="Settings come from the environment (`ISTER_…` variables), the config "
-        "file and the defaults, in this order of precedence.",
-        examples=(
-            "ister config check ister.yml --connect",
-            "ister config show --only-changed",
-            "ister config example > ister.yml",
-        ),
-    )
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
-
-    check = add_command(
-        actions,
-        "check",
-        help="find the problems of a config file",
-        description="Reports every problem of a config file and of the `ISTER_…` variables "
-        "with its line, its key and the nearest valid key. If there is none, shows the "
-        "directories, stores and addresses in use. Exit code 1 if there is a problem.",
-        examples=(
-            "ister config check ister.yml",
-            "ister config check ister.yml --connect",
-            "ister config check --json",
-        ),
-    )
-    _add_place(check)
-    check.add_argument(
-        "--connect",
-        action="store_true",
-        help="also connect to the disk, the bucket and the metadata store; leaves nothing behind",
-    )
-    check.set_defaults(run=_check)
-
-    show = add_command(
-        actions,
-        "show",
-        help="show the settings in force and where each comes from",
-        description="Shows every setting and whether it comes from the environment, the file "
-        "or the defaults. Secrets are redacted.",
-        examples=(
-            "ister config show ister.yml",
-            "ister config show ister.yml --only-changed",
-            "ister config show --data ./ister-data --json",
-        ),
-    )
-    _add_place(show)
-    show.add_argument(
-        "--only-changed", action="store_true", help="leave out settings with their default value"
-    )
-    show.set_defaults(run=_show)
-
-    sample = add_command(
-        actions,
-        "example",
-        help="print a config file with every setting and its default",
-        description="Prints a config file with every setting, its description, its allowed "
-        "values and its default. The file can be used unchanged.",
-        examples=("ister config example > ister.yml", "ister config example --json"),
-    )
-    sample.add_argument(
-        "--json", action="store_true", help="print the settings as one JSON object instead of YAML"
-    )
-    sample.set_defaults(run=_example)
-
-    bucket = add_command(
-        actions,
-        "bucket",
-        help="show the bucket's id, or accept another bucket",
-        description="Shows the id of the bucket and the one that the metadata store expects. "
-        "Brokers start only if they are equal. Exit code 1 if they are not.",
-        examples=("ister config bucket ister.yml", "ister config bucket ister.yml --accept --yes"),
-    )
-    _add_place(bucket)
-    bucket.add_argument(
-        "--accept",
-        action="store_true",
-        help="make this bucket the one that the metadata store expects; stop all brokers first",
-    )
-    bucket.add_argument("--yes", action="store_true", help="skip the confirmation")
-    bucket.set_defaults(run=_bucket)
+CONFIG = Group(
+    "config",
+    "check and show settings, print an example",
+    description="Settings come from the environment (`ISTER_…` variables), the config file and the "
+    "defaults, in this order of precedence.",
+    examples=(
+        "ister config check ister.yml --connect",
+        "ister config show --only-changed",
+        "ister config example > ister.yml",
+    ),
+)
+register = CONFIG.register
 
 
-def _add_place(parser: argparse.ArgumentParser) -> None:
-    place = parser.add_mutually_exclusive_group()
-    place.add_argument(
-        "file",
-        metavar="FILE",
-        nargs="?",
-        help=f"config file (default: ${CONFIG_VARIABLE} if set, "
-        f"else the settings for {DATA_DEFAULT})",
-    )
-    place.add_argument("--config", metavar="FILE", help="the config file, as FILE")
-    place.add_argument("--data", metavar="DIR", help="the settings for this data directory")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+class Source:
+    """The config file or the directory whose settings are meant."""
 
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._file: str | None = options.file or options.config
+        self._data: str | None = options.data
 
-def _source(options: argparse.Namespace) -> str:
-    """The config file or the directory that is meant.
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the file, `--config` and `--data`."""
+        place = parser.add_mutually_exclusive_group()
+        place.add_argument(
+            "file",
+            metavar="FILE",
+            nargs="?",
+            help=f"config file (default: ${CONFIG_VARIABLE} if set, "
+            f"else the settings for {DATA_DEFAULT})",
+        )
+        place.add_argument("--config", metavar="FILE", help="the config file, as FILE")
+        place.add_argument("--data", metavar="DIR", help="the settings for this data directory")
 
-    Raises:
-        ConfigError: A file is meant, and its name is not that of one.
-    """
-    if options.data is not None:
-        return os.path.join(options.data, "")
-    file: str | None = options.file or options.config or os.environ.get(CONFIG_VARIABLE) or None
-    return DATA_DEFAULT if file is None else check_config_name(file)
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> Self:
+        """The one that was named."""
+        return cls(options)
+
+    @property
+    def path(self) -> str:
+        """Where the settings come from; a directory ends with a slash.
+
+        Raises:
+            ConfigError: A file is meant, and its name is not that of one.
+        """
+        if self._data is not None:
+            return os.path.join(self._data, "")
+        file = self._file or os.environ.get(CONFIG_VARIABLE) or None
+        return DATA_DEFAULT if file is None else check_config_name(file)
 
 
 # -- check ----------------------------------------------------------------------------------
 
 
-def _check(options: argparse.Namespace) -> int:
-    return answer(
-        options, lambda: _check_source(options), {"ok": False, "source": None, "problems": []}
-    )
+@command(CONFIG, "check", failed={"ok": False, "source": None, "problems": []})
+def check(
+    source: Source,
+    *,
+    connect: Annotated[
+        bool,
+        Arg("also connect to the disk, the bucket and the metadata store; leaves nothing behind"),
+    ] = False,
+) -> Shown:
+    """Find the problems of a config file.
 
+    Reports every problem of a config file and of the `ISTER_…` variables with its line, its key and
+    the nearest valid key. If there is none, shows the directories, stores and addresses in use.
+    Exit code 1 if there is a problem.
 
-def _check_source(options: argparse.Namespace) -> int:
-    source = _source(options)
-    examined = examine_config(source)
+    Examples:
+        ister config check ister.yml
+        ister config check ister.yml --connect
+        ister config check --json
+    """
+    path = source.path
+    examined = examine_config(path)
     problems = list(examined.problems)
     if examined.config is not None:
         problems += find_deeper_problems(examined.config)
     places = describe_places(examined.config) if examined.config and not problems else {}
     connections: list[Connection] = []
-    if options.connect and examined.config is not None and not problems:
+    if connect and examined.config is not None and not problems:
         connections += try_connections(examined.config)
-    is_ok = not problems and all(item.is_ok for item in connections)
-    if options.json:
-        print_json(
-            {
-                "ok": is_ok,
-                "source": source,
-                "problems": [
-                    {**asdict(problem), "line": find_line(problem.key, examined.lines)}
-                    for problem in problems
-                ],
-                "aliases": [asdict(alias) for alias in examined.aliases],
-                "places": places,
-                "connections": [asdict(item) for item in connections],
-            }
-        )
-    else:
-        _print_check(source, problems, examined, places, connections)
+    errors = []
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        print_error(f"{source}: {count}")
-    elif not is_ok:
-        failures = [item.name for item in connections if not item.is_ok]
-        print_error(f"{source}: does not work: {', '.join(failures)}")
-    return 0 if is_ok else 1
+        errors = [ConfigError(f"{path}: {count}")]
+    elif failures := [item.name for item in connections if not item.is_ok]:
+        errors = [ConfigError(f"{path}: does not work: {', '.join(failures)}")]
+    return Shown(
+        {
+            "ok": not errors,
+            "source": path,
+            "problems": [
+                {**asdict(problem), "line": find_line(problem.key, examined.lines)}
+                for problem in problems
+            ],
+            "aliases": [asdict(alias) for alias in examined.aliases],
+            "places": places,
+            "connections": [asdict(item) for item in connections],
+        },
+        lambda: _print_check(path, problems, examined, places, connections),
+        not errors,
+        errors=errors,
+    )
 
 
 def _print_check(
@@ -250,48 +193,50 @@ def _print_problem(problem: Problem, source: str, line: int | None) -> None:
 # -- show -----------------------------------------------------------------------------------
 
 
-def _show(options: argparse.Namespace) -> int:
-    return answer(
-        options, lambda: _show_source(options), {"source": None, "aliases": [], "settings": []}
-    )
+@command(CONFIG, "show", failed={"source": None, "aliases": [], "settings": []})
+def show(
+    source: Source,
+    *,
+    only_changed: Annotated[bool, Arg("leave out settings with their default value")] = False,
+) -> Shown:
+    """Show the settings in force and where each comes from.
 
+    Shows every setting and whether it comes from the environment, the file or the defaults. Secrets
+    are redacted.
 
-def _show_source(options: argparse.Namespace) -> int:
-    source = _source(options)
-    examined = examine_config(source)
+    Examples:
+        ister config show ister.yml
+        ister config show ister.yml --only-changed
+        ister config show --data ./ister-data --json
+    """
+    path = source.path
+    examined = examine_config(path)
     config = examined.config
     if config is None:
         first, more = examined.problems[0], len(examined.problems) - 1
         raise ConfigError(
             first.message + (f", and {more} more" if more else ""),
-            hint=f"`ister config check {source}` shows all of it",
+            hint=f"`ister config check {path}` shows all of it",
         )
     shown = [
         (setting, masked(setting, value_of(config, setting.path)), _origin(setting, examined))
         for setting in settings()
     ]
-    if options.only_changed:
+    if only_changed:
         shown = [item for item in shown if _is_changed(item[0], config, item[2])]
-    if options.json:
-        print_json(
-            {
-                "source": source,
-                "aliases": [asdict(alias) for alias in examined.aliases],
-                "settings": [
-                    {"key": setting.path, "value": value, "from": origin.value}
-                    for setting, value, origin in shown
-                ],
-            }
-        )
-        return 0
-    if not shown:
-        print("all settings have their defaults")
-        _print_aliases(examined)
-        return 0
     rows = [(setting.path, _in_words(value), origin.value) for setting, value, origin in shown]
-    print_table(("setting", "value", "from"), rows)
-    _print_aliases(examined)
-    return 0
+    table = Table(("setting", "value", "from"), rows, empty="all settings have their defaults")
+    return Shown(
+        {
+            "source": path,
+            "aliases": [asdict(alias) for alias in examined.aliases],
+            "settings": [
+                {"key": setting.path, "value": value, "from": origin.value}
+                for setting, value, origin in shown
+            ],
+        },
+        [table, lambda: _print_aliases(examined)],
+    )
 
 
 def _origin(setting: Setting, examined: Examined) -> Origin:
@@ -318,72 +263,78 @@ def _in_words(value: object) -> str | None:
 # -- bucket ---------------------------------------------------------------------------------
 
 
-def _bucket(options: argparse.Namespace) -> int:
-    return answer(options, lambda: _show_bucket(options), {"source": None, "accepted": False})
+@command(CONFIG, "bucket", failed={"source": None, "accepted": False})
+def bucket(
+    source: Source,
+    *,
+    accept: Annotated[
+        bool,
+        Arg("make this bucket the one that the metadata store expects; stop all brokers first"),
+    ] = False,
+    yes: Yes = False,
+) -> Shown:
+    """Show the bucket's id, or accept another bucket.
 
+    Shows the id of the bucket and the one that the metadata store expects. Brokers start only if
+    they are equal. Exit code 1 if they are not.
 
-def _show_bucket(options: argparse.Namespace) -> int:
-    source = _source(options)
-    storage = load_config(source).storage
+    Examples:
+        ister config bucket ister.yml
+        ister config bucket ister.yml --accept --yes
+    """
+    path = source.path
+    storage = load_config(path).storage
     if not storage.mode.has_bucket:
-        raise ConfigError(f"storage.mode {storage.mode.value} has no bucket", path=source)
-    with open_identity(storage, SystemClock(), read_only=not options.accept) as identity:
-        if not options.accept:
-            found, recorded = identity.read()
-        elif confirm(
-            f"Make {identity.location} the bucket of this metadata store?", is_confirmed=options.yes
-        ):
-            found = recorded = identity.accept()
-        else:
-            return 1
-    is_ok = recorded is None or (found is not None and found.id == recorded.id)
-    if options.json:
-        print_json(
-            {
-                "source": source,
-                "ok": is_ok,
-                "accepted": options.accept,
-                "bucket": identity.location,
-                "id": found.id if found is not None else None,
-                "expected": recorded.id if recorded is not None else None,
-            }
-        )
-    else:
-        unknown = "recorded when a broker starts" if is_ok else "missing"
-        print_facts(
+        raise ConfigError(f"storage.mode {storage.mode.value} has no bucket", path=path)
+    with open_identity(storage, SystemClock(), read_only=not accept) as identity:
+        if accept:
+            confirmed(f"Make {identity.location} the bucket of this metadata store?", yes=yes)
+            identity.accept()
+        found, recorded = identity.read()
+    found_id = found.id if found is not None else None
+    is_ok = recorded is None or found_id == recorded.id
+    unknown = "recorded when a broker starts" if is_ok else "missing"
+    return Shown(
+        {
+            "source": path,
+            "ok": is_ok,
+            "accepted": accept,
+            "bucket": identity.location,
+            "id": found_id,
+            "expected": recorded.id if recorded is not None else None,
+        },
+        Facts(
             {
                 "bucket": identity.location,
-                "its id": found.id if found is not None else unknown,
+                "its id": found_id or unknown,
                 "expected": f"{recorded.id} ({recorded.location})" if recorded else unknown,
             }
-        )
-    return 0 if is_ok else 1
+        ),
+        is_ok,
+    )
 
 
 # -- example --------------------------------------------------------------------------------
 
 
-def _example(options: argparse.Namespace) -> int:
-    if options.json:
-        print_json(
-            {
-                "settings": [
-                    {
-                        "key": setting.path,
-                        "default": setting.default,
-                        "kind": setting.kind,
-                        "choices": list(setting.choices),
-                        "low": setting.low,
-                        "high": setting.high,
-                        "is_optional": setting.is_optional,
-                        "is_secret": setting.is_secret,
-                        "says": setting.says,
-                        "variable": setting.variable,
-                    }
-                    for setting in settings()
-                ]
-            }
-        )
-    else:
-        print(example(), end="")
-    return 0
+@command(CONFIG, "example", json="print the settings as one JSON object instead of YAML")
+def print_example() -> Shown:
+    """Print a config file with every setting and its default.
+
+    Prints a config file with every setting, its description, its allowed values and its default.
+    The file can be used unchanged.
+
+    Examples:
+        ister config example > ister.yml
+        ister config example --json
+    """
+    names = ("default", "kind", "low", "high", "is_optional", "is_secret", "says", "variable")
+    found = [
+        {
+            "key": setting.path,
+            "choices": list(setting.choices),
+            **{name: getattr(setting, name) for name in names},
+        }
+        for setting in settings()
+    ]
+    return Shown({"settings": found}, lambda: print(example(), end=""))

@@ -11,21 +11,19 @@ shown run by run.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
-from typing import Final, cast
+from typing import Annotated, Final
 
 from ister.base.clock import SystemClock
 from ister.base.model import JsonObject
 from ister.base.positions import format_time
-from ister.cli.errors_out import answer, print_json
-from ister.cli.location import add_place_arguments, has_place, load_place, open_bucket
-from ister.cli.output import Subparsers, add_command, print_error, print_table
-from ister.cli.parser import Parser
+from ister.cli.command import Arg, Group, Shown, Table, command
+from ister.cli.location import Place, open_bucket
+from ister.cli.output import print_table
 from ister.config import CloudConfig
 from ister.errors import CorruptDataError, InvalidRequestError, NotFoundError
 from ister.objectstore.base import ObjectStore
@@ -52,7 +50,7 @@ from ister.rescue.examine_object import (
     open_named,
 )
 
-_LISTED_FRAMES_DEFAULT: Final = 1000
+_LISTED_MAX: Final = 1000
 """A list of this length fits into memory."""
 _BACKENDS: Final = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "azblob": "azblob"}
 """By the scheme of a URL."""
@@ -60,106 +58,34 @@ _LOCAL_SCHEMES: Final = ("fs", "file")
 _EXPRESS_SUFFIX: Final = ".dnbx"
 
 
-def register(commands: Subparsers) -> None:
-    """Adds the command to the parser."""
-    parser = add_command(
-        commands,
-        "inspect",
-        help="inspect stored files and objects",
-        description="Shows what is stored on disk and in the bucket. Reads only, and can run "
-        "while the log is in use.",
-        examples=(
-            "ister inspect wal ./ister-data/wal/default/orders",
-            "ister inspect object data-0-999.dnb1 --data ./ister-data",
-        ),
-    )
-    kinds = parser.add_subparsers(metavar="KIND", required=True)
-    cast("Parser", parser).moved = {"topic": "use `ister topics describe`"}
-
-    wal = add_command(
-        kinds,
-        "wal",
-        help="show files, frames, offsets and damage of a write-ahead log",
-        description="Reads WAL files without changing them, even while another process has "
-        "the log open. Exit code 1 if there is damage; a torn tail, which a crash leaves, is "
-        "not damage.",
-        examples=(
-            "ister inspect wal ./ister-data/wal",
-            "ister inspect wal ./ister-data/wal/default/orders --frames --limit 10",
-            "ister inspect wal ./ister-data/wal/default/orders/wal.0.log --json",
-        ),
-    )
-    wal.add_argument("path", metavar="PATH", help="WAL file, topic directory or data directory")
-    wal.add_argument("--json", action="store_true", help="print one JSON object")
-    _add_listing_arguments(wal)
-    wal.set_defaults(run=_run_wal)
-
-    checkpoint = add_command(
-        kinds,
-        "checkpoint",
-        help="show the fields of wal.ckpt or uploader.ckpt",
-        description="Shows a checkpoint file, or both checkpoints of a topic directory. Exit "
-        "code 1 if one is damaged or has a newer version.",
-        examples=("ister inspect checkpoint ./ister-data/wal/default/orders",),
-    )
-    checkpoint.add_argument("path", metavar="PATH", help="checkpoint file or topic directory")
-    checkpoint.add_argument("--json", action="store_true", help="print one JSON object")
-    checkpoint.set_defaults(run=_run_checkpoint)
-
-    _register_object(kinds)
-
-
-def _register_object(kinds: Subparsers) -> None:
-    parser = add_command(
-        kinds,
-        "object",
-        help="show frames, offsets, codec and damage of an object",
-        description="Reads an object without changing it: a local file; a URL such as "
-        "s3://bucket/key, with credentials from the config's options or the environment; or "
-        "a key or name in the log's bucket. Exit code 1 if it is damaged.",
-        examples=(
-            "ister inspect object data-0-999.dnb1 --data ./ister-data",
-            "ister inspect object s3://bucket/prefix/key --frames --limit 10 --json",
-        ),
-    )
-    parser.add_argument("object", metavar="URL-or-PATH", help="file, URL, key or object name")
-    _add_listing_arguments(parser)
-    add_place_arguments(parser)
-    parser.set_defaults(run=lambda options: answer(options, lambda: _inspect_object(options)))
-
-
-def _add_listing_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--frames`, `--limit` and `--from`."""
-    parser.add_argument("--frames", action="store_true", help="also list single frames")
-    parser.add_argument(
-        "--limit",
-        type=_parse_count,
-        default=_LISTED_FRAMES_DEFAULT,
-        metavar="N",
-        help=f"with --frames: list at most N (default {_LISTED_FRAMES_DEFAULT})",
-    )
-    parser.add_argument(
-        "--from",
-        dest="from_offset",
-        type=_parse_count,
-        default=0,
-        metavar="OFFSET",
-        help="with --frames: start at this offset",
-    )
-
-
-def _make_listing(options: argparse.Namespace) -> Listing:
-    """Which frames the arguments ask for."""
-    return Listing(
-        start_offset=options.from_offset, remaining=options.limit if options.frames else 0
-    )
-
-
 def _parse_count(text: str) -> int:
     """A number of frames or an offset, for argparse."""
     if not text.isascii() or not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 0 or higher")
     return int(text)
+
+
+Frames = Annotated[bool, Arg("also list single frames")]
+Limit = Annotated[
+    int, Arg(f"with --frames: list at most N (default {_LISTED_MAX})", "N", _parse_count)
+]
+From = Annotated[
+    int, Arg("with --frames: start at this offset", "OFFSET", _parse_count, flags=("--from",))
+]
+
+INSPECT = Group(
+    "inspect",
+    "inspect stored files and objects",
+    description="Shows what is stored on disk and in the bucket. Reads only, and can run while the "
+    "log is in use.",
+    examples=(
+        "ister inspect wal ./ister-data/wal/default/orders",
+        "ister inspect object data-0-999.dnb1 --data ./ister-data",
+    ),
+    metavar="KIND",
+)
+INSPECT.moved = {"topic": "use `ister topics describe`"}
+register = INSPECT.register
 
 
 def _resolve(path: str) -> str:
@@ -182,30 +108,43 @@ def _resolve(path: str) -> str:
 # -- wal ------------------------------------------------------------------------------------
 
 
-def _run_wal(options: argparse.Namespace) -> int:
-    path = _resolve(options.path)
-    listing = _make_listing(options)
-    if os.path.isdir(path):
-        topics = [survey(directory, listing=listing) for directory in find_topics(path)]
+@command(INSPECT, "wal")
+def inspect_wal(
+    path: Annotated[str, Arg("WAL file, topic directory or data directory", "PATH")],
+    *,
+    frames: Frames = False,
+    limit: Limit = _LISTED_MAX,
+    from_offset: From = 0,
+) -> Shown:
+    """Show files, frames, offsets and damage of a write-ahead log.
+
+    Reads WAL files without changing them, even while another process has the log open. Exit code 1
+    if there is damage; a torn tail, which a crash leaves, is not damage.
+
+    Examples:
+        ister inspect wal ./ister-data/wal
+        ister inspect wal ./ister-data/wal/default/orders --frames --limit 10
+        ister inspect wal ./ister-data/wal/default/orders/wal.0.log --json
+    """
+    real = _resolve(path)
+    listing = Listing(start_offset=from_offset, remaining=limit if frames else 0)
+    if os.path.isdir(real):
+        topics = [survey(directory, listing=listing) for directory in find_topics(real)]
     else:
-        directory, name = os.path.split(path)
+        directory, name = os.path.split(real)
         topics = [survey(directory, only=name, listing=listing)]
     files = [file for topic in topics for file in topic.files]
-    if options.json:
-        print(
-            json.dumps(
-                {
-                    "files": [_file_as_json(file, with_frames=options.frames) for file in files],
-                    "topics": [_topic_as_json(topic) for topic in topics],
-                }
-            )
-        )
-    else:
-        _print_topics(topics)
     damaged = sum(file.is_damaged for file in files)
-    if damaged:
-        print_error(f"damage in {damaged} of {len(files)} files")
-    return 1 if damaged else 0
+    error = CorruptDataError(f"damage in {damaged} of {len(files)} files")
+    return Shown(
+        {
+            "files": [_file_as_json(file, with_frames=frames) for file in files],
+            "topics": [_topic_as_json(topic) for topic in topics],
+        },
+        lambda: _print_topics(topics),
+        ok=not damaged,
+        errors=[error] if damaged else [],
+    )
 
 
 def _file_as_json(file: FileSurvey, *, with_frames: bool) -> JsonObject:
@@ -256,36 +195,47 @@ def _print_topics(topics: list[TopicSurvey]) -> None:
 # -- checkpoint -----------------------------------------------------------------------------
 
 
-def _run_checkpoint(options: argparse.Namespace) -> int:
-    path = _resolve(options.path)
+@command(INSPECT, "checkpoint")
+def inspect_checkpoint(
+    path: Annotated[str, Arg("checkpoint file or topic directory", "PATH")],
+) -> Shown:
+    """Show the fields of wal.ckpt or uploader.ckpt.
+
+    Shows a checkpoint file, or both checkpoints of a topic directory. Exit code 1 if one is damaged
+    or has a newer version.
+
+    Examples:
+        ister inspect checkpoint ./ister-data/wal/default/orders
+    """
+    real = _resolve(path)
     beside: str | None = None
-    if os.path.isdir(path):
-        beside = os.path.join(path, UPLOADER_CHECKPOINT_NAME)
-        path = os.path.join(path, CHECKPOINT_NAME)
-    found, uploader = load_checkpoint(path), None
-    shown: JsonObject = {"path": path, "damaged": found is None, **_checkpoint_fields(found)}
-    damaged = path if found is None else None
+    if os.path.isdir(real):
+        beside = os.path.join(real, UPLOADER_CHECKPOINT_NAME)
+        real = os.path.join(real, CHECKPOINT_NAME)
+    found, uploader = load_checkpoint(real), None
+    shown = _checkpoint_as_json(real, found)
+    damaged = real if found is None else None
     if beside is not None and not os.path.lexists(beside):
         shown["uploader"] = None  # nothing was uploaded yet
     elif beside is not None:
         uploader = load_checkpoint(beside)
-        shown["uploader"] = {
-            "path": beside,
-            "damaged": uploader is None,
-            **_checkpoint_fields(uploader),
-        }
+        shown["uploader"] = _checkpoint_as_json(beside, uploader)
         damaged = damaged or (beside if uploader is None else None)
-    if options.json:
-        print(json.dumps(shown))
-    else:
-        _print_checkpoints(found, uploader)
-    if damaged is not None:
-        raise CorruptDataError(
-            "the checkpoint is damaged",
-            path=damaged,
-            hint="opening the topic rebuilds it from the files",
-        )
-    return 0
+    error = CorruptDataError(
+        "the checkpoint is damaged",
+        path=damaged,
+        hint="opening the topic rebuilds it from the files",
+    )
+    return Shown(
+        shown,
+        lambda: _print_checkpoints(found, uploader),
+        damaged is None,
+        errors=[] if damaged is None else [error],
+    )
+
+
+def _checkpoint_as_json(path: str, found: WalState | UploaderCheckpoint | None) -> JsonObject:
+    return {"path": path, "damaged": found is None, **_checkpoint_fields(found)}
 
 
 def _print_checkpoints(*checkpoints: WalState | UploaderCheckpoint | None) -> None:
@@ -317,32 +267,49 @@ def _checkpoint_fields(found: WalState | UploaderCheckpoint | None) -> JsonObjec
 # -- object ---------------------------------------------------------------------------------
 
 
-def _inspect_object(options: argparse.Namespace) -> int:
-    with _opened(options) as file:
+@command(INSPECT, "object", failed={})
+def inspect_object(
+    place: Place,
+    object: Annotated[str, Arg("file, URL, key or object name", "URL-or-PATH")],
+    *,
+    frames: Frames = False,
+    limit: Limit = _LISTED_MAX,
+    from_offset: From = 0,
+) -> Shown:
+    """Show frames, offsets, codec and damage of an object.
+
+    Reads an object without changing it: a local file; a URL such as s3://bucket/key, with
+    credentials from the config's options or the environment; or a key or name in the log's bucket.
+    Exit code 1 if it is damaged.
+
+    Examples:
+        ister inspect object data-0-999.dnb1 --data ./ister-data
+        ister inspect object s3://bucket/prefix/key --frames --limit 10 --json
+    """
+    listing = Listing(start_offset=from_offset, remaining=limit if frames else 0)
+    with _opened(object, place) as file:
         path, is_express = file.path, file.path.endswith(_EXPRESS_SUFFIX)
-        seen = (
-            examine_express(file, _make_listing(options))
-            if is_express
-            else [examine_object(file, _make_listing(options))]
-        )
-    is_damaged = any(one.is_damaged for one in seen)
-    if options.json:
-        shown = [_object_as_json(one, with_frames=options.frames) for one in seen]
-        print_json(_express_as_json(path, seen, shown) if is_express else shown[0])
-    else:
-        print(path)
-        title = "topic" if is_express else "format"
-        titles = (title, "codec", "start", "next", "frames", "bytes", "published", "state")
-        rows = [(one.topic if is_express else one.format, *_file_cells(one)) for one in seen]
-        print_table(titles, rows)
+        seen = examine_express(file, listing) if is_express else [examine_object(file, listing)]
+    is_whole = not any(one.is_damaged for one in seen)
+    shown = [_object_as_json(one, with_frames=frames) for one in seen]
+    title = "topic" if is_express else "format"
+    titles = (title, "codec", "start", "next", "frames", "bytes", "published", "state")
+    rows = [(one.topic if is_express else one.format, *_file_cells(one)) for one in seen]
+
+    def rest() -> None:
         for one in seen:
             if one.kept:
                 print(f"messages kept: {one.kept}")
             _print_bad_ranges(one)
             _print_frames(one)
-    if is_damaged:
-        print_error(f"the object is damaged (path={path})")
-    return 1 if is_damaged else 0
+
+    error = CorruptDataError(f"the object is damaged (path={path})")
+    return Shown(
+        _express_as_json(path, seen, shown) if is_express else shown[0],
+        [path, Table(titles, rows), rest],
+        is_whole,
+        errors=[] if is_whole else [error],
+    )
 
 
 def _express_as_json(path: str, seen: list[ObjectSurvey], shown: list[JsonObject]) -> JsonObject:
@@ -362,14 +329,13 @@ def _express_as_json(path: str, seen: list[ObjectSurvey], shown: list[JsonObject
 
 
 @contextmanager
-def _opened(options: argparse.Namespace) -> Iterator[Readable]:
+def _opened(text: str, place: Place) -> Iterator[Readable]:
     """The object that the argument names.
 
     Raises:
         NotFoundError: There is none.
         InvalidRequestError: It is not clear which one.
     """
-    text: str = options.object
     scheme, is_url, rest = text.partition("://")
     if is_url and scheme in _LOCAL_SCHEMES:
         text, is_url = rest, ""
@@ -377,14 +343,14 @@ def _opened(options: argparse.Namespace) -> Iterator[Readable]:
         with closing(open_local(os.path.realpath(text))) as file:
             yield file
         return
-    store, key = _open_url(scheme, rest, options) if is_url else (_open_bucket(text, options), "")
+    store, key = _open_url(scheme, rest, place) if is_url else (_open_bucket(text, place), "")
     try:
         yield ObjectFile(store, key) if key else open_named(store, text)
     finally:
         store.close()
 
 
-def _open_url(scheme: str, rest: str, options: argparse.Namespace) -> tuple[ObjectStore, str]:
+def _open_url(scheme: str, rest: str, place: Place) -> tuple[ObjectStore, str]:
     from ister.objectstore.opendal_store import open_store  # noqa: PLC0415 - loads a large library
 
     backend = _BACKENDS.get(scheme)
@@ -393,7 +359,7 @@ def _open_url(scheme: str, rest: str, options: argparse.Namespace) -> tuple[Obje
         raise InvalidRequestError(
             "not the URL of an object", hint=f"known are {', '.join(_BACKENDS)}://bucket/key"
         )
-    cloud = load_place(options).storage.cloud if has_place(options) else CloudConfig()
+    cloud = place.load().storage.cloud if place.is_there else CloudConfig()
     store = open_store(
         backend,
         f"{scheme}://{bucket}",
@@ -411,14 +377,14 @@ def _environment_options(backend: str) -> dict[str, str]:
     return {"endpoint": address} if backend == "s3" and address else {}
 
 
-def _open_bucket(text: str, options: argparse.Namespace) -> ObjectStore:
-    if not has_place(options):
+def _open_bucket(text: str, place: Place) -> ObjectStore:
+    if not place.is_there:
         raise NotFoundError(
             "file not found",
             path=text,
             hint="pass --data DIR or --config FILE for an object in a log's bucket",
         )
-    return open_bucket(load_place(options).storage, SystemClock())
+    return open_bucket(place.load().storage, SystemClock())
 
 
 def _object_as_json(found: ObjectSurvey, *, with_frames: bool) -> JsonObject:

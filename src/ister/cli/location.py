@@ -55,6 +55,11 @@ class Place:
         """The log that was named."""
         return cls(options)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the log is named by the user, or in its default place."""
+        return has_place(self.options)
+
     def load(self) -> Config:
         """Its settings; see `load_place`."""
         return load_place(self.options)

@@ -6,22 +6,17 @@ processes cannot open the log meanwhile; a dry run takes no lock and writes noth
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import asdict
+from typing import Annotated
 
 from ister.base.clock import SystemClock
-from ister.base.model import JsonObject
-from ister.cli.errors_out import answer, error_as_json, print_errors, print_json
-from ister.cli.location import (
-    add_place_arguments,
-    load_place,
-    open_bucket,
-    parse_topic,
-    require_bucket,
-    wal_root,
-)
-from ister.cli.output import Subparsers, add_command, print_table, progress
+from ister.base.model import JsonObject, TopicName
+from ister.cli.command import Arg, Shown, command, register_command
+from ister.cli.errors_out import error_as_json
+from ister.cli.location import Place, open_bucket, parse_topic, require_bucket, wal_root
+from ister.cli.output import print_table, progress
 from ister.config import MetadataBackend
 from ister.errors import InvalidRequestError, IsterError
 from ister.rescue.rebuild import TopicReport
@@ -29,44 +24,38 @@ from ister.rescue.recover import MetadataFound, Recovery, lock_log
 from ister.topic.describe import count_messages
 
 
-def register(commands: Subparsers) -> None:
-    """Adds the command to the parser."""
-    parser = add_command(
-        commands,
-        "recover",
-        help="rebuild lost metadata from the bucket",
-        description="Rebuilds the metadata of topics from the objects in the bucket: after "
-        "the metadata store was lost, or for a bucket of Danube, or copied from elsewhere. Reads "
-        "and checks every object. Topics known to the metadata store are left unchanged. A "
-        "damaged SQLite file is renamed to a name with `.damaged-`. The positions of "
-        "subscriptions are not in the bucket and are lost. Exit code 1 if something is "
-        "damaged or missing, or if an object that Danube wrote was not taken.",
-        examples=(
-            "ister recover --data ./ister-data --dry-run",
-            "ister recover /default/orders --config ister.yml --json",
+@command(
+    None,
+    "recover",
+    failed={"ok": False, "job": "recover", "metadata": None, "topics": []},
+    echo=["dry_run"],
+)
+def recover(
+    place: Place,
+    topics: Annotated[
+        list[TopicName],
+        Arg(
+            "topic name, such as /default/orders (default: all topics in the bucket)",
+            "TOPIC",
+            parse_topic,
         ),
-    )
-    parser.add_argument(
-        "topics",
-        metavar="TOPIC",
-        nargs="*",
-        type=parse_topic,
-        help="topic name, such as /default/orders (default: all topics in the bucket)",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="report what would be done, without writing"
-    )
-    add_place_arguments(parser)
-    parser.set_defaults(run=_run)
+    ],
+    *,
+    dry_run: Annotated[bool, Arg("report what would be done, without writing")] = False,
+) -> Shown:
+    """Rebuild lost metadata from the bucket.
 
+    Rebuilds the metadata of topics from the objects in the bucket: after the metadata store was
+    lost, or for a bucket of Danube, or copied from elsewhere. Reads and checks every object. Topics
+    known to the metadata store are left unchanged. A damaged SQLite file is renamed to a name with
+    `.damaged-`. The positions of subscriptions are not in the bucket and are lost. Exit code 1 if
+    something is damaged or missing, or if an object that Danube wrote was not taken.
 
-def _run(options: argparse.Namespace) -> int:
-    facts = _as_json([], [], None, dry_run=options.dry_run)
-    return answer(options, lambda: _recover(options), {**facts, "ok": False})
-
-
-def _recover(options: argparse.Namespace) -> int:
-    storage = load_place(options).storage
+    Examples:
+        ister recover --data ./ister-data --dry-run
+        ister recover /default/orders --config ister.yml --json
+    """
+    storage = place.load().storage
     require_bucket(storage)
     if storage.metadata.backend is MetadataBackend.MEMORY:
         raise InvalidRequestError(
@@ -76,24 +65,27 @@ def _recover(options: argparse.Namespace) -> int:
     clock = SystemClock()
     with ExitStack() as stack:
         root = wal_root(storage)
-        if root is not None and not options.dry_run:
+        if root is not None and not dry_run:
             stack.enter_context(lock_log(root))
         store = stack.enter_context(closing(open_bucket(storage, clock)))
-        recovery = Recovery(storage, store, clock=clock, dry_run=options.dry_run)
+        recovery = Recovery(storage, store, clock=clock, dry_run=dry_run)
         stack.callback(recovery.close)
-        topics = recovery.topics(options.topics)
-        bar = stack.enter_context(progress("recover", sum(topics.values()), unit="objects"))
-        for name in topics:
+        counts = recovery.topics(topics)
+        bar = stack.enter_context(progress("recover", sum(counts.values()), unit="objects"))
+        for name in counts:
             bar.describe(f"recover {name}")
             rows.append(recovery.recover(name, on_object=bar.advance))
     found = recovery.metadata_found
     errors = [*recovery.errors, *(error for row in rows for error in row.errors)]
-    if options.json:
-        print_json(_as_json(rows, errors, found, dry_run=options.dry_run))
-    else:
-        _print_rows(rows, found, store.location)
-    print_errors(errors)
-    return 1 if errors else 0
+    return Shown(
+        _as_json(rows, errors, found, dry_run=dry_run),
+        lambda: _print_rows(rows, found, store.location),
+        not errors,
+        errors=errors,
+    )
+
+
+register = register_command(recover)
 
 
 # -- output ---------------------------------------------------------------------------------
@@ -102,7 +94,7 @@ def _recover(options: argparse.Namespace) -> int:
 def _as_json(
     rows: Sequence[TopicReport],
     errors: Sequence[IsterError],
-    found: MetadataFound | None,
+    found: MetadataFound,
     *,
     dry_run: bool,
 ) -> JsonObject:
@@ -110,9 +102,7 @@ def _as_json(
         "ok": not errors,
         "job": "recover",
         "dry_run": dry_run,
-        "metadata": None
-        if found is None
-        else {"location": found.location, "state": found.state, "set_aside": found.set_aside},
+        "metadata": asdict(found),
         "topics": [
             {
                 "topic": row.topic,

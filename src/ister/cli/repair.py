@@ -9,22 +9,17 @@ wrote last are skipped: their local files are not here, and claiming them would 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from typing import Annotated
 
 from ister.base.model import JsonObject, TopicName
-from ister.cli.errors_out import answer, error_as_json, print_errors, print_json
-from ister.cli.location import (
-    add_place_arguments,
-    load_place,
-    parse_topic,
-    require_bucket,
-    wal_root,
-)
-from ister.cli.output import Subparsers, add_command, confirm, print_table, progress
+from ister.cli.command import Arg, Shown, UsageError, command, confirmed, register_command
+from ister.cli.errors_out import error_as_json
+from ister.cli.location import Place, parse_topic, require_bucket, wal_root
+from ister.cli.output import print_table, progress
 from ister.config import Config, StorageConfig
 from ister.errors import DirectoryLockedError, InvalidRequestError, IsterError
 from ister.rescue.giving_up import GivenUp
@@ -39,93 +34,77 @@ from ister.rescue.repair import (
 from ister.topic.log import Log
 
 
-def register(commands: Subparsers) -> None:
-    """Adds the command to the parser."""
-    parser = add_command(
-        commands,
-        "repair",
-        help="restore damaged files from the bucket, and objects from files",
-        description="Checks topics in both tiers and repairs them: replaces damaged local "
-        "files if the bucket has their messages, and uploads lost and damaged objects again "
-        "if local files have theirs. Removes nothing: replaced files are kept under a name "
-        "with `.aside`. What neither tier has can be given up with --give-up. The log must not be "
-        "open: stop the broker first. Exit code 1 if something cannot be repaired.",
-        examples=(
-            "ister repair --data ./ister-data",
-            "ister repair /default/orders --quick --json",
-            "ister repair /default/orders --take-over --yes",
-            "ister repair /default/orders --give-up --dry-run",
+@command(None, "repair", failed={"ok": False, "job": "repair", "topics": []})
+def repair(
+    place: Place,
+    topics: Annotated[
+        list[TopicName],
+        Arg(
+            "topic name, such as /default/orders (default: all topics that this node wrote last)",
+            "TOPIC",
+            parse_topic,
         ),
-    )
-    parser.add_argument(
-        "topics",
-        metavar="TOPIC",
-        nargs="*",
-        type=parse_topic,
-        help="topic name, such as /default/orders (default: all topics that this node wrote last)",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="do not read contents: only check that objects exist with the right size",
-    )
-    losing = parser.add_mutually_exclusive_group()
-    losing.add_argument(
-        "--take-over",
-        action="store_true",
-        help="take over the named topics from a node whose disk is lost; messages that it "
-        "had not uploaded are lost",
-    )
-    losing.add_argument(
-        "--give-up",
-        action="store_true",
-        help="give up the messages of the named topics that neither tier has: readers pass over "
-        "them, and the topics accept messages again",
-    )
-    parser.add_argument(
-        "--yes", action="store_true", help="with --take-over and --give-up: skip the confirmation"
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="with --give-up: show what would be given up; change nothing",
-    )
-    add_place_arguments(parser)
+    ],
+    *,
+    quick: Annotated[
+        bool, Arg("do not read contents: only check that objects exist with the right size")
+    ] = False,
+    take_over: Annotated[
+        bool,
+        Arg(
+            "take over the named topics from a node whose disk is lost; messages that it had not "
+            "uploaded are lost",
+            one_of="losing",
+        ),
+    ] = False,
+    give_up: Annotated[
+        bool,
+        Arg(
+            "give up the messages of the named topics that neither tier has: readers pass over "
+            "them, and the topics accept messages again",
+            one_of="losing",
+        ),
+    ] = False,
+    yes: Annotated[bool, Arg("with --take-over and --give-up: skip the confirmation")] = False,
+    dry_run: Annotated[
+        bool, Arg("with --give-up: show what would be given up; change nothing")
+    ] = False,
+) -> Shown:
+    """Restore damaged files from the bucket, and objects from files.
 
-    def run(options: argparse.Namespace) -> int:
-        if (options.take_over or options.give_up) and not options.topics:
-            # Not for all topics: those of a node that is only restarting would lose messages.
-            parser.error(f"{'--take-over' if options.take_over else '--give-up'} needs topic names")
-        if options.dry_run and not options.give_up:
-            parser.error("--dry-run needs --give-up")
-        return _run(options)
+    Checks topics in both tiers and repairs them: replaces damaged local files if the bucket has
+    their messages, and uploads lost and damaged objects again if local files have theirs. Removes
+    nothing: replaced files are kept under a name with `.aside`. What neither tier has can be given
+    up with --give-up. The log must not be open: stop the broker first. Exit code 1 if something
+    cannot be repaired.
 
-    parser.set_defaults(run=run)
-
-
-def _run(options: argparse.Namespace) -> int:
-    return answer(options, lambda: _repair(options), {"ok": False, "job": "repair", "topics": []})
-
-
-def _repair(options: argparse.Namespace) -> int:
-    config = load_place(options)
-    if not options.give_up:
+    Examples:
+        ister repair --data ./ister-data
+        ister repair /default/orders --quick --json
+        ister repair /default/orders --take-over --yes
+        ister repair /default/orders --give-up --dry-run
+    """
+    if (take_over or give_up) and not topics:
+        # Not for all topics: those of a node that is only restarting would lose messages.
+        raise UsageError(f"{'--take-over' if take_over else '--give-up'} needs topic names")
+    if dry_run and not give_up:
+        raise UsageError("--dry-run needs --give-up")
+    config = place.load()
+    if not give_up:
         _require_bucket(config.storage)
     wal_root(config.storage)
     rows: list[Repaired] = []
-    names: Sequence[TopicName] = sorted(set(options.topics), key=str)
-    is_named = bool(names)
+    names: Sequence[TopicName] = sorted(set(topics), key=str)
     # Without the log's own threads: they would also upload, trim local files and remove orphans,
     # and a repair removes nothing that it may need. Only the lease is renewed meanwhile.
     with _open(config) as log, keep_lease(log), ExitStack() as stack:
         names = names or [TopicName.parse(name) for name in log.topics()]
         lost: dict[str, LostRange | GivenUp] = {}
-        if options.take_over:
+        if take_over:
             lost |= {str(name): one for name in names if (one := find_lost(log, name)) is not None}
-        elif options.give_up:
+        elif give_up:
             lost |= {str(name): find_given_up(log, name) for name in names}
-        if not _confirm(lost, options):
-            return 1
+        _confirm(lost, names, take_over=take_over, is_confirmed=yes or dry_run)
         bar = stack.enter_context(progress("repair", len(names), unit="topics"))
         for name in names:
             bar.describe(f"repair {name}")
@@ -133,22 +112,21 @@ def _repair(options: argparse.Namespace) -> int:
                 try_repair(
                     log,
                     name,
-                    take_over=options.take_over,
-                    content=not options.quick,
-                    is_named=is_named,
-                    gives_up=options.give_up,
+                    take_over=take_over,
+                    content=not quick,
+                    is_named=bool(topics),
+                    gives_up=give_up,
                 )
-                if not options.dry_run
+                if not dry_run
                 else _planned(str(name), lost)
             )
             bar.advance()
     errors = [error for row in rows for error in row.errors]
-    if options.json:
-        print_json(_as_json(rows, errors, lost, dry_run=options.dry_run))
-    else:
-        _print_rows(rows)
-    print_errors(errors)
-    return 1 if errors else 0
+    found = _as_json(rows, errors, lost, dry_run=dry_run)
+    return Shown(found, lambda: _print_rows(rows), not errors, errors=errors)
+
+
+register = register_command(repair)
 
 
 def _open(config: Config) -> Log:
@@ -167,27 +145,33 @@ def _require_bucket(storage: StorageConfig) -> None:
         raise
 
 
-def _confirm(lost: Mapping[str, LostRange | GivenUp], options: argparse.Namespace) -> bool:
-    """Lists what is lost, and asks; returns whether to continue.
+def _confirm(
+    lost: Mapping[str, LostRange | GivenUp],
+    names: Sequence[TopicName],
+    *,
+    take_over: bool,
+    is_confirmed: bool,
+) -> None:
+    """Lists what is lost, and asks.
 
     Raises:
         InvalidRequestError: There is no terminal to ask on, and --yes was not given.
+        DeclinedError: The user declined.
     """
     listed = [f"{name} loses {one}" for name, one in lost.items() if str(one)]
-    if options.yes or options.dry_run or not listed:
+    if is_confirmed or not listed:
         for line in listed:
             print(f"ister: {line}", file=sys.stderr)
-        return True
-    option = "--take-over" if options.take_over else "--give-up"
+        return
+    option = "--take-over" if take_over else "--give-up"
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise InvalidRequestError(
             f"{option} is not confirmed: {', '.join(listed)}", hint="pass --yes"
         )
     for line in listed:
         print(line, file=sys.stderr)
-    names = ", ".join(sorted(map(str, options.topics)))
-    what = f"Take {names} over, and lose" if options.take_over else "Give up"
-    return confirm(f"{what} these messages?", is_confirmed=False)
+    what = f"Take {', '.join(map(str, names))} over, and lose" if take_over else "Give up"
+    confirmed(f"{what} these messages?", yes=False)
 
 
 def _planned(name: str, lost: Mapping[str, LostRange | GivenUp]) -> Repaired:

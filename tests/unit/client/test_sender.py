@@ -69,6 +69,15 @@ class FakeTopic:
         return [payload for payload in self.log if payload is not None]
 
 
+class RefusingTopic(FakeTopic):
+    """One whose schema does not take `bad`."""
+
+    def append(self, payloads, opened, sequence):
+        if b"bad" in payloads:
+            raise InvalidRequestError("no schema")
+        return super().append(payloads, opened, sequence)
+
+
 class FakeNetwork:
     timeout = None
     can_renew_token = False
@@ -363,13 +372,7 @@ def test_a_producer_that_was_replaced_before_its_first_answer_does_not_double_an
 
 @pytest.mark.parametrize("bad", [0, 7, 49])
 def test_a_message_that_is_refused_fails_alone(topic, bad):
-    class Refusing(FakeTopic):
-        def append(self, payloads, opened, sequence):
-            if b"bad" in payloads:
-                raise InvalidRequestError("no schema")
-            return super().append(payloads, opened, sequence)
-
-    refusing = Refusing()
+    refusing = RefusingTopic()
     payloads = numbered(50)
     payloads[bad] = b"bad"
 
@@ -384,13 +387,7 @@ def test_a_message_that_is_refused_fails_alone(topic, bad):
 
 
 def test_a_refused_message_after_doubtful_ones_loses_none(topic):
-    class Refusing(FakeTopic):
-        def append(self, payloads, opened, sequence):
-            if b"bad" in payloads:
-                raise InvalidRequestError("no schema")
-            return super().append(payloads, opened, sequence)
-
-    refusing = Refusing()
+    refusing = RefusingTopic()
     steps = iter(["lost after", "lost after", "lost before"])
     refusing.plan = lambda topic, batch: next(steps, None)
 

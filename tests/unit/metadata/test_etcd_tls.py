@@ -32,6 +32,11 @@ class Files:
         self.server = (self.ca_file, *issued.write(directory, "server"))
         self.cert_file, self.key_file = self.authority.issue("ister").write(directory, "ister")
 
+    def with_certificate_of(self, authority, directory, **validity):
+        """The settings of a client with another certificate."""
+        cert_file, key_file = authority.issue("ister", **validity).write(directory, "wrong")
+        return EtcdTlsConfig(ca_file=self.ca_file, cert_file=cert_file, key_file=key_file)
+
     @property
     def config(self):
         return EtcdTlsConfig(ca_file=self.ca_file, cert_file=self.cert_file, key_file=self.key_file)
@@ -153,48 +158,34 @@ def test_calls_under_way_and_watches_outlive_new_certificates(
 # -- what is refused, and how it is said --------------------------------------------------------
 
 
+REFUSED = {
+    "requires a client certificate": lambda files, place: EtcdTlsConfig(ca_file=files.ca_file),
+    "rejects the client certificate": lambda files, place: files.with_certificate_of(
+        Authority("other"), place
+    ),
+    "rejects the client": lambda files, place: files.with_certificate_of(
+        files.authority, place, start=timedelta(days=-9), end=timedelta(days=-1)
+    ),
+    "its certificate is invalid": lambda files, place: EtcdTlsConfig(
+        ca_file=Authority("other").write(place, "other"),
+        cert_file=files.cert_file,
+        key_file=files.key_file,
+    ),
+}
+
+
 @pytest.mark.nightly
-def test_error_of_a_plain_client_says_that_etcd_uses_tls(server, open_store):
+@each("says", REFUSED)
+def test_error_says_what_is_wrong_with_certificates(tmp_path, files, open_store, says):
+    assert says in refusal(open_store(tls=REFUSED[says](files, tmp_path)))
+
+
+@pytest.mark.nightly
+def test_error_says_that_only_one_side_uses_tls(server, files, open_store):
     assert "uses TLS; use https://" in refusal(open_store(server.endpoint))
-
-
-@pytest.mark.nightly
-def test_error_of_a_tls_client_says_that_etcd_has_no_tls(files, open_store):
     with EtcdServer() as plain:
         store = open_store(f"https://{plain.endpoint}", tls=files.config)
         assert re.search(r"(not use|has no) TLS[;,].* use http://", refusal(store))
-
-
-@pytest.mark.nightly
-def test_error_names_the_missing_client_certificate(files, open_store):
-    store = open_store(tls=EtcdTlsConfig(ca_file=files.ca_file))
-    said = refusal(store)
-    assert "requires a client certificate" in said
-    assert "cert_file" in said
-
-
-@pytest.mark.nightly
-@each("is_expired", [False, True])
-def test_error_names_a_client_certificate_that_is_rejected(tmp_path, files, open_store, is_expired):
-    if is_expired:
-        issued = files.authority.issue("ister", start=timedelta(days=-9), end=timedelta(days=-1))
-    else:
-        issued = Authority("other").issue("ister")
-    cert_file, key_file = issued.write(tmp_path, "wrong")
-    config = EtcdTlsConfig(ca_file=files.ca_file, cert_file=cert_file, key_file=key_file)
-    assert "rejects the client certificate" in refusal(open_store(tls=config))
-
-
-@pytest.mark.nightly
-def test_error_names_a_server_of_another_authority(tmp_path, files, open_store):
-    config = EtcdTlsConfig(
-        ca_file=Authority("other").write(tmp_path, "other"),
-        cert_file=files.cert_file,
-        key_file=files.key_file,
-    )
-    said = refusal(open_store(tls=config))
-    assert "its certificate is invalid" in said
-    assert "storage.metadata.tls.ca_file" in said
 
 
 # -- files --------------------------------------------------------------------------------------
