@@ -11,6 +11,7 @@ clock           the only reader of time
 clock_guard     detects steps of the wall clock
 retry           the backoff of the whole project, and the loops that use it
 threads         starts background threads and records their unexpected exceptions
+guarded_lock    locks whose holder must not wait for messages, and the check before each wait
 forks           makes objects unusable in a forked child
 failpoints      points at which a test may stop a process or raise an error
 allocator       settings of the C library's allocator
