@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 import ister.bucket.membership
@@ -11,11 +9,9 @@ from ister.bucket.membership import Membership
 from ister.bucket.ownership import OwnedTopic
 from ister.metadata.base import Absent, Put
 from tests.sim.clone_world import run_seed
-from tests.sim.known_seeds import say_caught, seeds_for
-from tests.sim.world import find_break
+from tests.sim.known_seeds import Plant, catch, plants_of
 from tests.support.scale import first_seed, scaled
 
-Plant = Callable[[pytest.MonkeyPatch], None]
 RUNS = scaled(50, 10_000)
 SEEDS_MAX = 4000
 
@@ -99,21 +95,10 @@ def topics_count_before_they_are_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Membership, "_reclaim", reclaim)
 
 
-PLANTS: list[Plant] = [
-    a_copy_joins_at_once,
-    older_copies_join,
-    a_renewal_does_not_compare,
-    a_replaced_process_comes_back,
-    a_batch_ignores_a_topic_that_was_taken,
-    a_batch_does_not_compare_the_records,
-    topics_count_before_they_are_back,
-]
+PLANTS = plants_of(__name__)
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_worlds_of_copies_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    seed = find_break(seeds_for("clone", plant.__name__, SEEDS_MAX), run_seed)
-    say_caught("clone", plant.__name__, seed)
-    assert seed is not None
+    catch("clone", plant, monkeypatch, run_seed, SEEDS_MAX)

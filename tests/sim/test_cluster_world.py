@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from ister.base.model import TopicName
@@ -18,11 +16,10 @@ from ister.metadata.base import Absent, Put
 from ister.topic.log import Log
 from ister.topic.uploads import TopicUploads, UploadResult
 from tests.sim.cluster_world import run_seed
-from tests.sim.known_seeds import say_caught, seeds_for
+from tests.sim.known_seeds import Plant, catch, plants_of
 from tests.sim.world import find_break
 from tests.support.scale import first_seed, scaled
 
-Plant = Callable[[pytest.MonkeyPatch], None]
 RUNS = scaled(125, 20_000)
 DISKLESS_RUNS = scaled(40, 5000)
 TURNS = scaled(25, 60)
@@ -193,24 +190,11 @@ def assignments_in_vain_stay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Leader, "_kept", lambda self, assigned, owners, live: {})
 
 
-PLANTS: list[Plant] = [
-    a_leader_is_believed_too_long,
-    a_claim_takes_no_proof,
-    a_move_seals_what_was_uploaded_when_it_began,
-    an_owner_key_without_a_log_is_not_compared,
-    a_sweep_ignores_owners,
-    a_drain_forgets_a_topic,
-    a_rebalance_without_cooldown_never_settles,
-    requests_are_not_withdrawn,
-    assignments_in_vain_stay,
-]
+# The one has a test of its own.
+PLANTS = plants_of(__name__, but=(messages_are_acknowledged_before_the_commit,))
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_worlds_of_brokers_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    seeds = seeds_for("cluster", plant.__name__, SEEDS_MAX)
-    seed = find_break(seeds, lambda seed: run_seed(seed, turns=TURNS))
-    say_caught("cluster", plant.__name__, seed)
-    assert seed is not None
+    catch("cluster", plant, monkeypatch, lambda seed: run_seed(seed, turns=TURNS), SEEDS_MAX)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import pytest
 
@@ -11,15 +10,12 @@ from ister.topic.disk import DiskGuard
 from ister.topic.retention import Retention
 from ister.wal.log import Wal
 from tests.sim.disk_world import DiskMetadata, run_seed
-from tests.sim.known_seeds import say_caught, seeds_for
-from tests.sim.world import find_break
+from tests.sim.known_seeds import catch, plants_of
 from tests.support.scale import scaled
 
 WORLDS = scaled(4, 200)
 SEEDS_MAX = 40
 _FIRST_SEED = int(os.environ.get("ISTER_SIM_SEED", "0"))
-
-Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def test_full_disk_heals_and_nothing_acknowledged_is_lost():
@@ -88,22 +84,9 @@ def open_topics_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DiskGuard, "add", lambda self, topic: None)
 
 
-PLANTED: list[Plant] = [
-    no_reserve,
-    metadata_cannot_have_the_reserve,
-    appends_take_the_reserve,
-    hold_is_never_released,
-    watermark_is_ignored,
-    retention_keeps_what_the_bucket_has,
-    active_file_never_goes,
-    files_go_that_the_bucket_does_not_have,
-    open_topics_are_forgotten,
-]
+PLANTED = plants_of(__name__)
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_planted_bug_is_caught(monkeypatch, plant):
-    plant(monkeypatch)
-    seed = find_break(seeds_for("disk", plant.__name__, SEEDS_MAX), run_seed)
-    assert seed is not None, f"{plant.__name__} was not caught in {SEEDS_MAX} worlds"
-    say_caught("disk", plant.__name__, seed)
+    catch("disk", plant, monkeypatch, run_seed, SEEDS_MAX)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -32,14 +32,13 @@ from ister.wal.levels import Levels
 from ister.wal.log import Wal
 from ister.wal.recovery import Recovered, _Recovery
 from ister.wal.writer import WalWriter
-from tests.sim.known_seeds import say_caught, seeds_for
+from tests.sim.known_seeds import Plant, catch, plants_of
 from tests.sim.test_failing_operations import run_with_fault
 from tests.sim.world import BrokenPromiseError, find_break, read_all, run_seed
 from tests.support.machine import NAME, ROOT, Machine, numbered
 from tests.support.memory_fs import FaultPlan, MemoryFileSystem, SimulatedCrash
 from tests.support.scale import scaled
 
-Plant = Callable[[pytest.MonkeyPatch], None]
 SEEDS_MAX = 400
 PATH = f"{ROOT}{NAME}"
 
@@ -245,36 +244,19 @@ def given_up_offsets_are_used_again(patch: pytest.MonkeyPatch) -> None:
 
 
 BY_GIVING_UP: list[Plant] = [gaps_are_not_synced, given_up_offsets_are_used_again]
-BY_CRASHES: list[Plant] = [
-    ack_before_sync,
-    no_directory_sync_for_new_files,
-    no_sync_of_new_directories,
-    no_carry_over_chunks,
-    offsets_reused_after_a_restart,
-    offsets_begin_at_zero_after_a_restart,
-    recovery_does_not_sync_what_it_found,
-    torn_tail_is_not_cut,
-    rotation_before_the_old_file_is_synced,
-    readers_see_what_is_not_synced,
-    waiters_are_told_when_written,
-    trim_takes_the_last_proof_of_the_next_offset,
-    damage_is_cut_like_a_torn_tail,
-]
 BY_FAULTS: list[Plant] = [
     retry_after_failed_sync,
     trust_the_tail_after_a_failed_sync,
     a_write_error_is_only_logged,
     a_partial_write_is_followed_by_the_whole_again,
 ]
+BY_CRASHES = plants_of(__name__, but=[*BY_GIVING_UP, *BY_FAULTS])
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize("plant", BY_CRASHES, ids=lambda plant: plant.__name__)
 def test_crashes_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    seed = find_break(seeds_for("wal", plant.__name__, SEEDS_MAX), run_seed)
-    say_caught("wal", plant.__name__, seed)
-    assert seed is not None
+    catch("wal", plant, monkeypatch, run_seed, SEEDS_MAX)
 
 
 def give_up_and_crash(seed: int) -> None:
@@ -334,10 +316,7 @@ def test_giving_up_survives_crashes() -> None:
 @pytest.mark.sim
 @pytest.mark.parametrize("plant", BY_GIVING_UP, ids=lambda plant: plant.__name__)
 def test_crashes_of_giving_up_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    seed = find_break(seeds_for("gaps", plant.__name__, SEEDS_MAX), give_up_and_crash)
-    say_caught("gaps", plant.__name__, seed)
-    assert seed is not None
+    catch("gaps", plant, monkeypatch, give_up_and_crash, SEEDS_MAX)
 
 
 @pytest.mark.sim

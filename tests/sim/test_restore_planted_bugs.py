@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +16,9 @@ from ister.metadata.base import Put
 from ister.topic import heads, metadata_trust, reconcile
 from ister.topic.metadata_trust import MetadataTrust
 from ister.topic.stores import Stores
-from tests.sim.known_seeds import say_caught, seeds_for
+from tests.sim.known_seeds import Plant, catch, plants_of
 from tests.sim.test_restores import run
-from tests.sim.world import find_break
 
-Plant = Callable[[pytest.MonkeyPatch], None]
 SEEDS_MAX = 2000
 
 
@@ -107,30 +104,11 @@ def accepting_ignores_the_names_of_objects(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MetadataTrust, "_compare_objects", compare)
 
 
-PLANTS: list[tuple[str, Plant]] = [
-    ("tier", an_older_record_is_believed),
-    ("tier", the_bucket_is_not_asked_for_terms),
-    ("tier", claims_of_one_epoch_are_not_told_apart),
-    ("tier", a_term_is_never_recorded),
-    ("tier", what_the_node_knows_of_its_files_is_ignored),
-    ("tier", local_files_are_joined_to_any_catalog),
-    ("cluster", nothing_is_adopted),
-    ("tier", accepting_keeps_an_older_record),
-    ("tier", accepting_goes_on_below_the_highest_epoch),
-    ("tier", accepting_keeps_a_seal),
-    ("tier", runs_are_not_adopted),
-    ("tier", express_objects_of_forgotten_owners_are_collected),
-    ("tier", accepting_ignores_the_names_of_objects),
-]
+PLANTS = plants_of(__name__)
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize(("world", "plant"), PLANTS, ids=[plant.__name__ for _, plant in PLANTS])
-def test_worlds_of_restores_catch(
-    world: str, plant: Plant, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    seeds = seeds_for("restore", plant.__name__, SEEDS_MAX)
-    seed = find_break(seeds, lambda seed: run(world, seed))
-    say_caught("restore", plant.__name__, seed)
-    assert seed is not None
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_worlds_of_restores_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = "cluster" if plant is nothing_is_adopted else "tier"
+    catch("restore", plant, monkeypatch, lambda seed: run(world, seed), SEEDS_MAX)
