@@ -15,9 +15,6 @@ from typing import NamedTuple
 
 import pytest
 
-pytest.importorskip("pyarrow")
-pytest.importorskip("pyspark")
-
 from ister.base.model import COLUMNS, Codec
 from ister.client.flight import FlightClient
 from ister.config import load_config

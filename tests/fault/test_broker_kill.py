@@ -13,11 +13,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-import pytest
-
-pytest.importorskip("danube")
-
 import grpc
+import pytest
 
 from ister.wire import ister_api
 from tests.support.broker_load import (

@@ -12,11 +12,8 @@ import json
 import time
 from collections import Counter
 
-import pytest
-
-pytest.importorskip("danube")
-
 import grpc
+import pytest
 
 from ister.client import AsyncClient
 from ister.errors import UnavailableError, WaitTimeoutError

@@ -6,8 +6,6 @@ Runs and judge are those of `test_cluster`.
 
 import pytest
 
-pytest.importorskip("danube")
-
 from tests.fault.test_cluster import report
 from tests.servers.broker import lay_over
 from tests.servers.cluster import BrokerCluster

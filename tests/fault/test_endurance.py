@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("danube")
-
 from tests.endurance import Endurance
 from tests.support.writer_child import new_seed
 

@@ -13,11 +13,8 @@ import urllib.error
 import urllib.request
 from collections import Counter
 
-import pytest
-
-pytest.importorskip("danube")
-
 import grpc
+import pytest
 
 from ister.bucket.directory import read_owners
 from ister.client import AsyncClient, Client

@@ -15,9 +15,6 @@ from collections import Counter
 from contextlib import ExitStack, suppress
 
 import pytest
-
-pytest.importorskip("danube")
-
 from pyspark.errors import PySparkException
 
 from ister.errors import IsterError

@@ -8,8 +8,6 @@ import pyarrow as pa
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-pytest.importorskip("danube")
-
 from benchmarks.flight_publisher import publishing
 from ister.client import Client
 from ister.client.flight import FlightClient

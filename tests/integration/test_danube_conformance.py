@@ -13,11 +13,8 @@ import random
 from collections import Counter, defaultdict
 from itertools import chain
 
-import pytest
-
-pytest.importorskip("danube")
-
 import grpc
+import pytest
 from danube.message_router import MessageRouter
 
 from ister.wire import danube, danube_admin, ister_api

@@ -7,11 +7,8 @@ planned. How failures are judged is told in tests/unit/subscription/test_deliver
 
 import asyncio
 
-import pytest
-
-pytest.importorskip("danube")
-
 import grpc
+import pytest
 
 from ister.wire import danube_admin
 from tests.support.danube import (

@@ -6,8 +6,6 @@ import zlib
 
 import pytest
 
-pytest.importorskip("danube")
-
 from ister.base.model import Codec
 from ister.cli.main import main
 from ister.config import load_config

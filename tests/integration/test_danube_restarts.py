@@ -9,11 +9,8 @@ import asyncio
 import contextlib
 from itertools import chain
 
-import pytest
-
-pytest.importorskip("danube")
-
 import grpc
+import pytest
 
 from ister.wire import danube, danube_admin, ister_api
 from tests.servers.broker import BrokerProcess

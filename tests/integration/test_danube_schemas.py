@@ -12,12 +12,9 @@ import io
 import json
 from contextlib import asynccontextmanager
 
-import pytest
-
-pytest.importorskip("danube")
-
 import fastavro
 import grpc
+import pytest
 from danube import DispatchStrategy
 from danube.schema import CompatibilityMode, SchemaType
 

@@ -18,8 +18,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytest.importorskip("danube")
-
 from ister.base.limits import KIB, MIB
 from ister.client import AsyncClient
 from ister.errors import InvalidRequestError
