@@ -11,8 +11,9 @@ Owns: both records. Does not own: when they are compared (`ister.topic.stores`).
 
 The metadata store decides: an id is recorded there first (the commit point), in one transaction,
 and then put into the bucket. A crash in between leaves a bucket without an id, which the next
-process completes. A bucket without an id gets one only if it may be the right one: the metadata
-store names no objects, or the bucket has one of those that it names.
+process completes. A bucket without an id gets one only if it may be the right one: it has an object
+that the metadata store names, or the store names none, recorded no other location, and has no
+broker that is up although the id was in the bucket once.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class BucketRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     id: str
     location: str = ""
     """Where the bucket was when its id was recorded; only in the metadata store."""
+    is_put: bool = False
+    """Whether the bucket has had the id; only in the metadata store."""
 
 
 _HINT: Final = (
@@ -125,6 +128,8 @@ class BucketIdentity:
             if recorded is None:
                 recorded = self._record(found.id if found is not None else secrets.token_hex(16))
             self._compare(found or self._put_object(recorded.id), recorded)
+            if not recorded.is_put:
+                self._note_put()
             self._is_known = True
 
     def accept(self) -> BucketRecord:
@@ -174,6 +179,13 @@ class BucketIdentity:
         record = BucketRecord(bucket_id, self.location)
         is_done = self._metadata.transact([unchanged], [Put(self._key, _encode(record))])
         return record if is_done is not None else None
+
+    def _note_put(self) -> None:
+        old = self._metadata.get(self._key)
+        if old is not None:
+            record = msgspec.structs.replace(_decode(old.value, self._key), is_put=True)
+            # If it fails, another process has noted it.
+            self._metadata.transact([unchanged(self._key, old)], [Put(self._key, _encode(record))])
 
     def _named_objects(self) -> Iterator[str]:
         """The keys of objects that the metadata store names, one for each topic."""
@@ -225,11 +237,16 @@ class BucketIdentity:
             with suppress(NotFoundError, CorruptDataError):
                 self._objects.stat(key)
                 return
-        if named:
+        is_elsewhere = recorded is not None and (
+            recorded.location not in ("", self.location)
+            or (recorded.is_put and bool(read_members(self._metadata, self._root_prefix)))
+        )
+        if named or is_elsewhere:
             expected = f"expects the bucket {_describe(recorded)}" if recorded else "names objects"
+            lacks = " and none of the objects that were looked up" if named else ""
             raise ConflictError(
-                f"{self.location} has no id ({BUCKET_KEY}) and none of the objects that "
-                f"were looked up, but the metadata store {expected}",
+                f"{self.location} has no id ({BUCKET_KEY}){lacks}, but the metadata store "
+                f"{expected}",
                 path=self.location,
                 hint=f"{_HINT}. If its objects were deleted, restore them first",
             )

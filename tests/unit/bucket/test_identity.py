@@ -128,6 +128,23 @@ def test_first_start_without_objects_may_have_lost_the_bucket(tmp_path):
     assert read_ids(tmp_path) == (expected, expected)
 
 
+@pytest.mark.parametrize("is_up", [False, True])
+def test_cluster_without_objects_has_one_bucket_as_well(tmp_path, is_up):
+    """Goal: a second broker of a new cluster is refused, whether its bucket has another name or is
+    a directory of the same name on another machine."""
+    with open_log(tmp_path):
+        pass
+    config = ister.load_config({"storage": storage(tmp_path, "bucket")}).storage.metadata
+    if is_up:
+        shutil.rmtree(tmp_path / "bucket")
+        member = Member(node="n1", broker_url="a", connect_url="a", flight_url="")
+        with closing(open_metadata(config, SystemClock())) as metadata:
+            metadata.put(member_key(ROOT, "n1"), encode_member(member))
+    with pytest.raises(ConflictError, match=r"has no id .* expects the bucket"):
+        open_log(tmp_path, "bucket" if is_up else "other", wal="wal2")
+    assert not id_file(tmp_path, "bucket" if is_up else "other").exists()
+
+
 # -- the two stores ---------------------------------------------------------------------------
 
 
