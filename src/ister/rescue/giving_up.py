@@ -25,8 +25,10 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from ister.base import failpoints
-from ister.base.model import TopicState
+from ister.base.model import Codec, TopicState
+from ister.bucket.catalog import Catalog
 from ister.bucket.check import load_archives, verify_content
+from ister.bucket.claim import ClaimCheck
 from ister.bucket.history_reader import HistoryReader, ReaderSettings
 from ister.bucket.merge import Writer, write_object
 from ister.bucket.names import format_object_id, object_key
@@ -35,7 +37,7 @@ from ister.errors import CorruptDataError, InvalidRequestError, NotFoundError
 from ister.format.descriptor import FORMAT_PARQUET, KEPT_READABLE, ObjectDescriptor
 from ister.format.frame import FrameBatch, NothingLeftError
 from ister.format.offset_ranges import merge_ranges, missing_from
-from ister.rescue.local_log import JudgedLog, give_up, judge_log
+from ister.rescue.local_log import NO_FILES, JudgedLog, give_up, judge_log
 from ister.rescue.repair import abandoned, held
 from ister.topic.reconcile import set_aside
 from ister.topic.stores import Stores, upload_settings
@@ -85,8 +87,32 @@ def give_up_lost(
         judged = judge_log(directory, topic.name)
         if stores is None or topic.bucket is None:
             return _give_up_local(topic, directory, judged, at_least, is_dry=is_dry, retire=retire)
-        both = _BothTiers(topic, judged, topic.bucket.owned, stores, at_least)
-        return both.run(directory, is_dry=is_dry, retire=retire)
+        owned = topic.bucket.owned
+        both = _BothTiers(directory, judged, owned.catalog, topic.codec, stores)
+        return both.run(topic, owned, at_least, is_dry=is_dry, retire=retire)
+
+
+def foresee_lost(
+    catalog: Catalog, stores: Stores, seen: ClaimCheck, directory: WalDirectory, *, at_least: int
+) -> GivenUp:
+    """What `give_up_lost` would give up of a topic that only a take-over opens; changes nothing.
+
+    `seen`: the check before that take-over.
+    `directory`: the topic's.
+    """
+    known = seen.view.known
+    codec = known.codec if known is not None else stores.storage.codec
+    judged = judge_log(directory, str(catalog.keys.topic))
+    last = catalog.last()
+    tiered = max(one.end for one in (*seen.found, last)) if last is not None else 0
+    if not seen.is_current or judged.next_offset < tiered:
+        judged = NO_FILES  # a take-over sets them aside
+    next_offset = max(judged.next_offset, at_least, tiered)
+    both = _BothTiers(directory, judged, catalog, codec, stores)
+    lost = both.find_lost(tiered, next_offset)
+    if tiered == next_offset:  # nothing tells where the newer files ended
+        lost.append((next_offset, next_offset))
+    return GivenUp(ranges=tuple(lost), next_offset=next_offset)
 
 
 def _give_up_local(
@@ -113,60 +139,83 @@ class _BothTiers:
     """Gives up the lost offsets of a topic with a bucket."""
 
     def __init__(
-        self, topic: Topic, judged: JudgedLog, owned: OwnedTopic, stores: Stores, at_least: int
+        self,
+        directory: WalDirectory,
+        judged: JudgedLog,
+        catalog: Catalog,
+        codec: Codec,
+        stores: Stores,
     ) -> None:
-        self._topic = topic
+        self._directory = directory
         self._judged = judged
-        self._owned = owned
+        self._catalog = catalog
+        self._codec = codec
         self._stores = stores
         self._settings = upload_settings(stores.storage.uploader, stores.storage.cloud.layout)
+        self._lost: list[tuple[int, int]] = []
+
+    def find_lost(self, tiered: int, next_offset: int) -> list[tuple[int, int]]:
+        """What would be given up, if the bucket has messages up to `tiered`."""
+        self._replace_objects(None)
+        return merge_ranges([*self._lost, *self._judged.lost(tiered, next_offset)])
+
+    def run(
+        self,
+        topic: Topic,
+        owned: OwnedTopic,
+        at_least: int,
+        *,
+        is_dry: bool,
+        retire: Callable[[], None],
+    ) -> GivenUp:
         cursors = [
             one.progress.offset
             for one in owned.catalog.subscriptions()
             if one.progress.incarnation in ("", owned.record.incarnation)
         ]
-        self._next = max(judged.next_offset, topic.wal.next, owned.start, at_least, *cursors)
-        self._lost: list[tuple[int, int]] = []
-
-    def run(self, directory: WalDirectory, *, is_dry: bool, retire: Callable[[], None]) -> GivenUp:
-        self._replace_objects(is_dry=is_dry)
-        # Everything below this is in the bucket, or was given up there.
-        start = self._owned.tiered
-        local_lost = self._judged.lost(start, self._next)
+        judged = self._judged
+        end = max(judged.next_offset, topic.wal.next, owned.start, at_least, *cursors)
+        if is_dry:
+            return GivenUp(ranges=tuple(self.find_lost(owned.tiered, end)), next_offset=end)
+        self._replace_objects(owned)
+        # Everything below `tiered` is in the bucket, or was given up there.
+        local_lost = judged.lost(owned.tiered, end)
         self._lost += local_lost
-        if not is_dry and (local_lost or self._topic.state is TopicState.QUARANTINED):
-            with abandoned(self._topic, retire):
-                self._upload_rest()
+        if local_lost or topic.state is TopicState.QUARANTINED:
+            with abandoned(topic, retire):
+                self._upload_rest(owned, end)
                 set_aside(
-                    directory,
+                    self._directory,
                     "what it has is in the bucket, and what it lost was given up",
-                    self._owned,
-                    self._next,
+                    owned,
+                    end,
                 )
-        return GivenUp(ranges=tuple(merge_ranges(self._lost)), next_offset=self._next)
+        return GivenUp(ranges=tuple(merge_ranges(self._lost)), next_offset=end)
 
     # -- objects ----------------------------------------------------------------------------
 
-    def _replace_objects(self, *, is_dry: bool) -> None:
-        """Replaces objects that are lost or damaged, and fills gaps between them."""
-        owned = self._owned
-        first = owned.catalog.first()
+    def _replace_objects(self, owned: OwnedTopic | None) -> None:
+        """Replaces objects that are lost or damaged, and fills gaps between them.
+
+        Without `owned`, only counts what is lost.
+        """
+        first = self._catalog.first()
         at = first.start if first is not None else 0
-        for described, revision in list(owned.catalog.descriptors()):
+        for described, revision in list(self._catalog.descriptors()):
             if described.start > at:
-                made = self._salvage(at, described.start, None, is_dry=is_dry)
-                if made is not None:
+                made = self._salvage(at, described.start, None, owned)
+                if made is not None and owned is not None:
                     owned.insert(made)
             at = described.end
             if self._is_whole(described):
                 continue
-            made = self._salvage(described.start, described.end, described, is_dry=is_dry)
-            if made is not None:
+            made = self._salvage(described.start, described.end, described, owned)
+            if made is not None and owned is not None:
                 owned.replace(described, made, revision)
                 failpoints.reach("repair.after_commit")
 
     def _is_whole(self, described: ObjectDescriptor) -> bool:
-        key = object_key(self._owned.catalog.keys.topic, described.object_id)
+        key = object_key(self._catalog.keys.topic, described.object_id)
         try:
             verify_content(
                 self._stores.objects, key, described, chunk_bytes=self._settings.chunk_bytes
@@ -176,18 +225,23 @@ class _BothTiers:
         return True
 
     def _salvage(
-        self, start: int, end: int, described: ObjectDescriptor | None, *, is_dry: bool
+        self,
+        start: int,
+        end: int,
+        described: ObjectDescriptor | None,
+        owned: OwnedTopic | None,
     ) -> ObjectDescriptor | None:
         """Writes an object with what can be read of a range; counts the rest as lost.
 
-        Returns None in a dry run.
+        Returns None without `owned`.
         """
         frames = self._frames(start, end, described)
-        if is_dry:
+        if owned is None:
             for _ in frames:
                 pass
             return None
-        return self._write(start, end, frames, described.kept if described is not None else "")
+        kept = described.kept if described is not None else ""
+        return self._write(owned, start, end, frames, kept)
 
     def _frames(
         self, start: int, end: int, described: ObjectDescriptor | None
@@ -213,7 +267,7 @@ class _BothTiers:
 
     def _object_frames(self, start: int, end: int) -> Iterator[FrameBatch]:
         history = HistoryReader(
-            self._owned.catalog,
+            self._catalog,
             self._stores.objects,
             settings=ReaderSettings(chunk_bytes=self._settings.chunk_bytes, skips_damage=True),
             clock=self._stores.clock,
@@ -240,14 +294,14 @@ class _BothTiers:
 
     # -- messages that only local files have ------------------------------------------------
 
-    def _upload_rest(self) -> None:
+    def _upload_rest(self, owned: OwnedTopic, next_offset: int) -> None:
         """Uploads what only local files have, and empty objects for what they have lost."""
-        owned, uploader = self._owned, self._stores.uploader(self._owned, lambda: False)
-        missing = self._judged.lost(owned.tiered, self._next)
+        uploader = self._stores.uploader(owned, lambda: False)
+        missing = self._judged.lost(owned.tiered, next_offset)
         with closing(self._files()) as files:
-            for start, end in _alternate(missing, owned.tiered, self._next):
+            for start, end in _alternate(missing, owned.tiered, next_offset):
                 if (start, end) in missing:
-                    owned.commit(self._write(start, end, iter(()), KEPT_READABLE))
+                    owned.commit(self._write(owned, start, end, iter(()), KEPT_READABLE))
                     failpoints.reach("repair.after_commit")
                     continue
                 while owned.tiered < end:
@@ -255,10 +309,10 @@ class _BothTiers:
 
     def _files(self) -> WalReader:
         """A reader of the local files that were judged, in the order of their offsets."""
-        wal, judged = self._topic.wal, self._judged
+        judged = self._judged
         snapshot = WalSnapshot(
-            settings=SnapshotSettings(self._topic.name, self._topic.codec),
-            directory=wal.directory,
+            settings=SnapshotSettings(str(self._catalog.keys.topic), self._codec),
+            directory=self._directory,
             files=judged.files,
             synced=judged.next_offset,
             active_seq=-1,
@@ -272,13 +326,13 @@ class _BothTiers:
         )
 
     def _write(
-        self, start: int, end: int, frames: Iterator[FrameBatch], kept: str
+        self, owned: OwnedTopic, start: int, end: int, frames: Iterator[FrameBatch], kept: str
     ) -> ObjectDescriptor:
         """Writes a Parquet object that covers a range of offsets, with `frames` as its messages."""
         load_archives()  # raises an error that names the extra if it is missing
         from ister.format.archive_writer import ArchiveWriter  # noqa: PLC0415 - needs pyarrow, an extra
 
-        owned, topic = self._owned, self._owned.catalog.keys.topic
+        topic = self._catalog.keys.topic
 
         def write(writer: Writer) -> Callable[..., ObjectDescriptor]:
             archive = ArchiveWriter(writer, topic=str(topic), codec=owned.record.codec)

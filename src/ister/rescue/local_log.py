@@ -19,6 +19,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from typing import Final
 
 from ister.base import failpoints
 from ister.base.clock import Clock
@@ -160,6 +161,10 @@ class JudgedLog:
     def lost(self, start: int, end: int) -> list[tuple[int, int]]:
         """The parts of a range that the files do not have."""
         return missing_from(self.whole, start, end)
+
+
+NO_FILES: Final = JudgedLog(files=(), whole=(), start=0, next_offset=0, foreign=())
+"""What a log without files has."""
 
 
 def judge_log(directory: WalDirectory, topic: str) -> JudgedLog:

@@ -36,7 +36,7 @@ from ister.errors import (
 from ister.fs.base import FileSystem
 from ister.metadata.base import MetadataStore
 from ister.objectstore.base import ObjectStore
-from ister.rescue.giving_up import GivenUp, give_up_lost
+from ister.rescue.giving_up import GivenUp, foresee_lost, give_up_lost
 from ister.rescue.repair import Repaired, repair_topic
 from ister.topic.append import load_batches
 from ister.topic.arguments import check_ack, parse_ack, parse_codec
@@ -592,16 +592,23 @@ class Log:
         try:
             self.topic(name)
         except WaitsForDiskError as error:
-            if not error.known_end:
+            stores = self._stores
+            if stores is None or not error.known_end:
                 raise  # another node's disk, or all files are gone: that takes a take-over
             # This node's files are an older copy.
             at_least = max(at_least, error.known_end)
             if is_dry:
-                return GivenUp(ranges=((error.offset or 0, at_least),), next_offset=at_least)
+                return self._shielded(name, partial(self._foresee_lost, name, stores, at_least))
             self._expect(name, at_least)
             self.topic(name, take_over=True)
         work = partial(give_up_lost, stores=self._stores, at_least=at_least, is_dry=is_dry)
         return self._shielded(name, lambda: self._mend(name, work))
+
+    def _foresee_lost(self, name: str, stores: Stores, at_least: int) -> GivenUp:
+        parsed = TopicName.parse(name)
+        seen, directory = self._opener.foresee_take_over(stores, parsed)
+        catalog = stores.catalog(parsed)
+        return foresee_lost(catalog, stores, seen, directory, at_least=at_least)
 
     def expect_end(self, name: str, end: int) -> Topic:
         """Opens a topic of a log without a bucket again: it is quarantined if it ends before `end`.

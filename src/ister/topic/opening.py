@@ -325,6 +325,16 @@ class TopicOpener:
             self._metrics.count("wal.checkpoint_errors")
             _log.warning("checkpoint not saved", extra={"topic": topic.name, "error": str(error)})
 
+    def foresee_take_over(self, stores: Stores, name: TopicName) -> tuple[ClaimCheck, WalDirectory]:
+        """The check before a take-over, and the topic's directory; changes nothing."""
+        directories = self._directories
+        if directories is None:
+            raise InvalidRequestError("this log has no local files", topic=str(name))
+        directory = directories.directory_of(name)
+        local = read_local(directory, self._heads.get(str(name)))
+        seen = stores.check_claim(name, stores.view(name), new=None, local=local, take_over=True)
+        return seen, directory
+
     def open_read_only(self, name: TopicName) -> ReadOnlyTopic:
         """Opens the history of a topic that waits for a disk; see `Log.read_only_topic`."""
         stores, directories, text = self._stores, self._directories, str(name)

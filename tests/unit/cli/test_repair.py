@@ -329,6 +329,42 @@ def test_topic_of_which_the_bucket_has_nothing_left_is_given_up(cold, capsys):
     assert read(cold) == PAYLOADS[end:]
 
 
+@pytest.mark.parametrize("lost", ["objects", "metadata"])
+def test_giving_up_older_files_names_what_the_bucket_has_lost_and_not_what_it_has(
+    place, capsys, tmp_path, lost
+):
+    """Goal: what is confirmed is what is given up, whatever else was lost or rolled back."""
+    with place.open():
+        pass
+    copies = {name: tmp_path / name for name in ("files", "metadata.db")}
+    shutil.copytree(place.files, copies["files"])
+    shutil.copy(place.path / "metadata.db", copies["metadata.db"])
+    known = set(place.objects().iterdir())
+    with place.open() as log:
+        topic = log.topic(TOPIC)
+        topic.append_many([b"in the bucket"] * 10)
+        topic.upload()
+        topic.append_many([b"in files"] * 5)
+        topic.flush()
+    (made,) = set(place.objects().iterdir()) - known
+    shutil.rmtree(place.files)
+    shutil.copytree(copies["files"], place.files)
+    if lost == "objects":
+        made.unlink()
+    else:
+        shutil.copy(copies["metadata.db"], place.path / "metadata.db")
+        assert main(["metadata", "accept", "--yes", "--data", str(place.path)]) == 0
+    planned = give_up(place, capsys, "--dry-run")[1]["gives_up"]
+    first = TIERED if lost == "objects" else COUNT + 10
+    assert planned["ranges"][0][0] == first
+    code, topic = give_up(place, capsys, "--yes")
+    assert (code, topic["gives_up"]) == (0, planned)
+    with place.open() as log:
+        topic = log.topic(TOPIC)
+        assert topic.watermarks.next == planned["next_offset"]
+        assert len(list(topic.read())) == first
+
+
 def test_older_files_are_given_up(place, capsys, tmp_path):
     shutil.copytree(place.files, tmp_path / "older")
     with place.open() as log:
