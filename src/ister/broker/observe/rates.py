@@ -94,85 +94,55 @@ def parse_window(text: str) -> Interval:
     return window
 
 
+# Of a point: messages in, messages out and bytes in a second, lag, upload lag, bytes out a second.
+_VALUES: Final = 6
+_WIDTH: Final = 2 + _VALUES
+
+
 class _Ring:
-    """The last points of one thing, in the order of time: each a fixed number of values."""
+    """The last points of one thing, in the order of time: means of the samples of an interval.
 
-    __slots__ = ("_at", "_count", "_points", "_values", "_width")
+    A point is its time in seconds, how many samples it is of, and `_VALUES` numbers.
+    """
 
-    def __init__(self, width: int, points: int = POINTS) -> None:
-        self._width = width
-        self._points = points
-        self._values = array("d", bytes(8 * width * points))
+    __slots__ = ("_at", "_count", "_interval", "_numbers")
+
+    def __init__(self, interval: Interval) -> None:
+        self._interval = interval
+        self._numbers = array("d", bytes(8 * _WIDTH * interval.points))
         self._at = 0
         self._count = 0
 
-    def append(self, *values: float) -> None:
-        start = self._at * self._width
-        self._values[start : start + self._width] = array("d", values)
-        self._at = (self._at + 1) % self._points
-        self._count = min(self._count + 1, self._points)
-
-    def replace_last(self, *values: float) -> None:
-        start = (self._at - 1) % self._points * self._width
-        self._values[start : start + self._width] = array("d", values)
+    def add(self, now: float, values: Sequence[float]) -> None:
+        """Adds a sample. One of the last minutes is a point of its own."""
+        seconds = self._interval.seconds
+        time = now if self._interval is MINUTES else now // seconds * seconds
+        last = self.last(1)
+        count = 1.0
+        if last and last[0][0] == time:
+            count, known = last[0][1] + 1, last[0][2:]
+            values = [mean + (new - mean) / count for mean, new in zip(known, values, strict=True)]
+        else:
+            self._at = (self._at + 1) % self._interval.points
+            self._count = min(self._count + 1, self._interval.points)
+        start = self._at * _WIDTH
+        self._numbers[start : start + _WIDTH] = array("d", (time, count, *values))
 
     def last(self, count: int) -> list[list[float]]:
         """The last `count` points, or as many as there are."""
-        width = self._width
         found = []
-        for back in range(min(count, self._count), 0, -1):
-            start = (self._at - back) % self._points * width
-            found.append(list(self._values[start : start + width]))
+        for back in range(min(count, self._count) - 1, -1, -1):
+            start = (self._at - back) % self._interval.points * _WIDTH
+            found.append(list(self._numbers[start : start + _WIDTH]))
         return found
 
-
-class _Means:
-    """Means of the last hour and day: of all topics together (None), and of some."""
-
-    def __init__(self) -> None:
-        # The topic that was inactive for longest comes first.
-        self._series: dict[str | None, dict[Interval, _Ring]] = {}
-
-    def add(self, name: str | None, now: float, values: Sequence[float]) -> None:
-        """Adds a sample to the current points."""
-        series = self._series.pop(name, None)
-        if series is None:
-            if name is not None and not self._has_room(now):
-                return
-            series = {one: _Ring(2 + len(values), one.points) for one in (HOUR, DAY)}
-        self._series[name] = series
-        for interval, ring in series.items():
-            time = int(now) // interval.seconds * interval.seconds
-            last = ring.last(1)
-            if not last or last[0][0] != time:
-                ring.append(time, 1, *values)
-                continue
-            count = last[0][1] + 1
-            means = [
-                mean + (value - mean) / count
-                for mean, value in zip(last[0][2:], values, strict=True)
-            ]
-            ring.replace_last(time, count, *means)
-
-    def _has_room(self, now: float) -> bool:
-        names = [name for name in self._series if name is not None]
-        if len(names) < TOPICS_MAX:
-            return True
-        if self._series[names[0]][HOUR].last(1)[0][0] > now - 2 * HOUR.seconds:
-            return False  # all of them are active
-        del self._series[names[0]]
-        return True
-
-    def read(
-        self, name: str | None, interval: Interval, now: float
-    ) -> list[tuple[float, list[float]]]:
-        """The points of a window up to now, oldest first: the time in seconds, and the means."""
-        series = self._series.get(name)
-        if series is None:
-            return []
-        oldest = (int(now) // interval.seconds - interval.points + 1) * interval.seconds
-        points = series[interval].last(interval.points)
-        return [(one[0], one[2:]) for one in points if one[0] >= oldest]
+    def read(self, now: float) -> list[list[float]]:
+        """The points of the window that ends now."""
+        if self._interval is MINUTES:
+            return self.last(self._interval.points)
+        seconds = self._interval.seconds
+        oldest = (now // seconds - self._interval.points + 1) * seconds
+        return [one for one in self.last(self._interval.points) if one[0] >= oldest]
 
 
 class _Watched:
@@ -180,10 +150,11 @@ class _Watched:
 
     __slots__ = ("counted", "idle_looks", "ring", "topic")
 
-    def __init__(self, topic: ServedTopic, counted: tuple[int, int, int, int]) -> None:
+    def __init__(self, topic: ServedTopic, counted: tuple[int, ...], ring: _Ring | None) -> None:
         self.topic = topic
         self.counted = counted
-        self.ring: _Ring | None = None
+        self.ring = ring
+        """The last minutes; None while it is not used."""
         self.idle_looks = 0
 
 
@@ -194,10 +165,10 @@ class RateHistory:
         """Begins without samples."""
         self._topics = topics
         self._clock = clock
-        self._means = _Means()
         self._watched: dict[str, _Watched] = {}
-        # now, messages in, messages out, bytes in, lag, upload lag, bytes out
-        self._all = _Ring(7)
+        self._all = {window: _Ring(window) for window in WINDOWS.values()}
+        # The hour and the day of some topics; the one that was inactive for longest comes first.
+        self._kept: dict[str, dict[Interval, _Ring]] = {}
         self._sampled_at: float | None = None
         self._looking: asyncio.Task[None] | None = None
         self.totals = OpenTotals()
@@ -226,43 +197,36 @@ class RateHistory:
 
     async def sample(self) -> None:
         """Samples every topic once."""
-        now, now_ms = self._clock.monotonic(), self._clock.now_ns() / 1e6
+        now, wall = self._clock.monotonic(), self._clock.now_ns() / 1e9
         seconds = 0.0 if self._sampled_at is None else max(now - self._sampled_at, 1e-3)
         self._sampled_at = now
         loop_now = asyncio.get_running_loop().time()
-        totals, sums = OpenTotals(), [0.0, 0.0, 0.0, 0.0]
+        totals, sums = OpenTotals(), [0.0] * 4
         spread: _Spread = {}
         served = self._topics.served
         for at, topic in enumerate(served):
             if at % _TOPICS_AT_ONCE == _TOPICS_AT_ONCE - 1:
                 await asyncio.sleep(0)
             lag = _add(totals, topic, loop_now, spread)
-            self._sample_topic(topic, now_ms, seconds, lag, sums)
+            self._sample_topic(topic, wall, seconds, lag, sums)
         names = {topic.name for topic in served}
         for name in [name for name in self._watched if name not in names]:
             del self._watched[name]
         totals.producers += sum(map(len, spread.values()))
         self.totals = totals
         if seconds:
-            values = (
-                sums[0] / seconds,
-                sums[2] / seconds,
-                sums[1] / seconds,
-                totals.lag_messages,
-                totals.upload_lag_bytes,
-            )
-            self._all.append(now_ms, *values, sums[3] / seconds)
-            self._means.add(None, now_ms / 1000, values)
+            values = _values(sums, seconds, totals.lag_messages, totals.upload_lag_bytes)
+            for ring in self._all.values():
+                ring.add(wall, values)
 
     def _sample_topic(
-        self, topic: ServedTopic, now_ms: float, seconds: float, lag: int, sums: list[float]
+        self, topic: ServedTopic, wall: float, seconds: float, lag: int, sums: list[float]
     ) -> None:
         counted = _count(topic)
         watched = self._watched.get(topic.name)
         if watched is None or watched.topic is not topic:
             ring = watched.ring if watched is not None else None
-            self._watched[topic.name] = watched = _Watched(topic, counted)
-            watched.ring = ring
+            self._watched[topic.name] = _Watched(topic, counted, ring)
             return
         if counted == watched.counted and watched.ring is None:
             return
@@ -272,54 +236,64 @@ class RateHistory:
             return
         for number, gain in enumerate(gained):
             sums[number] += gain
-        if any(gained):
-            watched.idle_looks = 0
-        else:
-            watched.idle_looks += 1
-        if watched.ring is None:
-            watched.ring = _Ring(6)
-        rates = _per_second(gained, seconds)
-        watched.ring.append(now_ms, *rates, lag)
-        if any(gained):
-            self._means.add(topic.name, now_ms / 1000, (rates[0], rates[2], rates[1], lag, 0.0))
+        watched.idle_looks = 0 if any(gained) else watched.idle_looks + 1
         if watched.idle_looks >= POINTS:
             # A constant rate needs no ring.
             watched.ring = None
+            return
+        values = _values(gained, seconds, lag, 0)
+        if watched.ring is None:
+            watched.ring = _Ring(MINUTES)
+        watched.ring.add(wall, values)
+        if any(gained):
+            self._keep(topic.name, wall, values)
+
+    def _keep(self, name: str, now: float, values: Sequence[float]) -> None:
+        """Adds a sample to the hour and the day of a topic, if there is room for it."""
+        rings = self._kept.pop(name, None)
+        if rings is None:
+            oldest = next(iter(self._kept), "")
+            if len(self._kept) >= TOPICS_MAX:
+                if self._kept[oldest][HOUR].last(1)[0][0] > now - 2 * HOUR.seconds:
+                    return  # all of them are active
+                del self._kept[oldest]
+            rings = {window: _Ring(window) for window in (HOUR, DAY)}
+        self._kept[name] = rings
+        for ring in rings.values():
+            ring.add(now, values)
 
     # -- results ----------------------------------------------------------------------------
 
     def rates(self, name: str) -> Rates:
         """Returns a topic's current rates."""
         watched = self._watched.get(name)
-        points = watched.ring.last(_RATE_POINTS) if watched is not None and watched.ring else []
-        return _mean([(one[1], one[2], one[3], one[4]) for one in points])
+        return _mean(watched.ring if watched is not None else None)
 
     def points(self, name: str, window: Interval = MINUTES) -> list[list[float]]:
         """A topic's last minutes, hour or day: `[unix_ms, messages in/s, messages out/s, lag]`.
 
         Empty for a topic that was unused for that long.
         """
-        if window is not MINUTES:
-            return self._kept_points(name, window)
-        watched = self._watched.get(name)
-        if watched is None or watched.ring is None:
-            return []
+        now, watched = self._clock.now_ns() / 1e9, self._watched.get(name)
+        if window is MINUTES:
+            ring = watched.ring if watched is not None else None
+            points = [] if ring is None else ring.read(now)
+        else:
+            points = self._kept_points(name, window, now)
         return [
-            [round(one[0]), round(one[1], 2), round(one[3], 2), round(one[5])]
-            for one in watched.ring.last(POINTS)
+            [round(time * 1000), round(came, 2), round(gone, 2), round(lag)]
+            for time, _, came, gone, _, lag, *_ in points
         ]
 
-    def _kept_points(self, name: str, window: Interval) -> list[list[float]]:
-        now = self._clock.now_ns() / 1e9
-        known = dict(self._means.read(name, window, now))
-        if not known:
-            return []
+    def _kept_points(self, name: str, window: Interval, now: float) -> list[list[float]]:
+        rings = self._kept.get(name)
+        known = {one[0]: one for one in rings[window].read(now)} if rings is not None else {}
         found: list[list[float]] = []
         lag = 0.0
         # A topic without a point while the broker ran was unused then.
-        for time, _ in self._means.read(None, window, now):
-            came, gone, _, lag, _ = known.get(time, (0.0, 0.0, 0.0, lag, 0.0))
-            found.append([time * 1000, round(came, 2), round(gone, 2), round(lag)])
+        for time, *_ in self._all[window].read(now) if known else ():
+            found.append(known.get(time, [time, 0, 0.0, 0.0, 0.0, lag]))
+            lag = found[-1][5]
         return found
 
     def recent(self, name: str, count: int) -> list[float]:
@@ -327,27 +301,21 @@ class RateHistory:
         watched = self._watched.get(name)
         if watched is None or watched.ring is None:
             return []
-        return [round(one[1], 1) for one in watched.ring.last(count)]
+        return [round(one[2], 1) for one in watched.ring.last(count)]
 
     @property
     def all_rates(self) -> Rates:
         """Returns the rates of all topics together."""
-        points = self._all.last(_RATE_POINTS)
-        return _mean([(one[1], one[3], one[2], one[6]) for one in points])
+        return _mean(self._all[MINUTES])
 
     def all_points(self, window: Interval = MINUTES) -> list[list[float]]:
         """The last minutes, hour or day of all topics.
 
         `[unix_ms, messages in/s, messages out/s, bytes in/s, lag in messages, upload lag in bytes]`
         """
-        now = self._clock.now_ns() / 1e9
-        if window is MINUTES:
-            points = [one[:6] for one in self._all.last(POINTS)]
-        else:
-            kept = self._means.read(None, window, now)
-            points = [[time * 1000.0, *values] for time, values in kept]
+        points = self._all[window].read(self._clock.now_ns() / 1e9)
         return [
-            [round(one[0]), *(round(value, 2) for value in one[1:4]), round(one[4]), round(one[5])]
+            [round(one[0] * 1000), *(round(value, 2) for value in one[2:5]), *map(round, one[5:7])]
             for one in points
         ]
 
@@ -400,12 +368,15 @@ def _count(topic: ServedTopic) -> tuple[int, int, int, int]:
     return topic.next_offset, counters.bytes_in, counters.messages_out, counters.bytes_out
 
 
-def _per_second(gained: list[int], seconds: float) -> list[float]:
-    return [gain / seconds for gain in gained]
+def _values(gained: Sequence[float], seconds: float, lag: int, upload_lag: int) -> list[float]:
+    """The numbers of a point."""
+    came, bytes_in, gone, bytes_out = (one / seconds for one in gained)
+    return [came, gone, bytes_in, lag, upload_lag, bytes_out]
 
 
-def _mean(points: list[tuple[float, float, float, float]]) -> Rates:
+def _mean(ring: _Ring | None) -> Rates:
+    points = ring.last(_RATE_POINTS) if ring is not None else []
     if not points:
         return Rates()
-    means = [sum(column) / len(points) for column in zip(*points, strict=True)]
-    return Rates(messages_in=means[0], bytes_in=means[1], messages_out=means[2], bytes_out=means[3])
+    means = [sum(column) / len(points) for column in zip(*points, strict=True)][2:]
+    return Rates(messages_in=means[0], messages_out=means[1], bytes_in=means[2], bytes_out=means[5])
