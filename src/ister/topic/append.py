@@ -397,26 +397,6 @@ class Appender:
         """
         return self.wal.enlist(Waiter(offset, on_done), self.wal.settings.ack)
 
-    def commit_with(self, append: Callable[[], int | None]) -> tuple[int | None, bool]:
-        """Appends and commits in this thread, unless another one commits already.
-
-        `append`: appends messages; returns the last offset, or None if there is none.
-        Returns what `append` returned, and whether that message has reached the ack level.
-        """
-        # Before the append, which would otherwise wake a thread to commit.
-        has_turn = self.wal.committer.take_turn()
-        try:
-            last = append()
-            is_done = (
-                has_turn
-                and last is not None
-                and self.wal.committer.commit_in_turn(last, self.wal.settings.ack)
-            )
-            return last, is_done
-        finally:
-            if has_turn:
-                self.wal.committer.end_turn()
-
     def now_seconds(self) -> int:
         """The time in seconds since the Unix epoch, by the log's clock."""
         return self._now_ns() // 1_000_000_000

@@ -146,10 +146,8 @@ class Committer:
         self.synced_bytes_total = 0
         """Bytes synced so far by this writer."""
         self._inflight: list[Chunk] = []
-        # Between `take_turn` and `end_turn`: that a thread commits its own messages, and whether
-        # the log had an open file before.
+        # Whether a waiting thread commits its own messages.
         self._has_turn = False
-        self._had_open_file = False
         # The number of waiters that the last sync has woken.
         self._woken_count = 0
         self._is_scheduled = False
@@ -323,13 +321,22 @@ class Committer:
         """
         if self.levels.watermark(level) > offset:
             return True
-        if not self.take_turn():
+        if self._schedule.is_interruptible() or not self.commit_lock.acquire(blocking=False):
             return False
+        had_open_file = self.has_open_file
+        self._has_turn = True
         try:
             self._gather()
-            return self.commit_in_turn(offset, level)
+            return self._commit_up_to(offset, level)
         finally:
-            self.end_turn()
+            has_opened_file = not had_open_file and self.has_open_file
+            self._has_turn = False
+            self._release_commit()
+            if has_opened_file:
+                # The scheduler's thread counts the file: this one must not sync those of others.
+                with self.lock:
+                    if not self._is_scheduled:
+                        self._submit()
 
     def _gather(self) -> None:
         """Lets the threads that the last sync has woken append, so that they share the next sync.
@@ -343,22 +350,8 @@ class Committer:
             if self.buffer.next == seen:
                 return
 
-    def take_turn(self) -> bool:
-        """Makes the calling thread the one that commits, until `end_turn`.
-
-        For a thread that appends and then commits its own messages: no other thread is woken to
-        commit meanwhile.
-
-        Returns False if another thread is committing, or signal handlers may interrupt this one.
-        """
-        if self._schedule.is_interruptible() or not self.commit_lock.acquire(blocking=False):
-            return False
-        self._has_turn = True
-        self._had_open_file = self.has_open_file
-        return True
-
-    def commit_in_turn(self, offset: int, level: AckLevel) -> bool:
-        """Like `try_commit`, between `take_turn` and `end_turn`."""
+    def _commit_up_to(self, offset: int, level: AckLevel) -> bool:
+        """Commits in the thread that has the turn; returns as `try_commit`."""
         try:
             if self.levels.watermark(level) > offset:
                 return True
@@ -371,17 +364,6 @@ class Committer:
             self.gate.is_failure_told = True
             raise
         return self.levels.watermark(level) > offset
-
-    def end_turn(self) -> None:
-        """Ends the turn of the calling thread; other threads commit what was appended meanwhile."""
-        has_opened_file = not self._had_open_file and self.has_open_file
-        self._has_turn = False
-        self._release_commit()
-        if has_opened_file:
-            # The scheduler's thread counts the file: this one must not sync those of other topics.
-            with self.lock:
-                if not self._is_scheduled:
-                    self._submit()
 
     # -- commit --------------------------------------------------------------------------------
 

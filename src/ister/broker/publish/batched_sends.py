@@ -8,9 +8,7 @@ Owns: the fast path of a message, on which only the disk is waited for. Does not
 `ProducerService.SendMessage`: a topic that is not open, a new producer, a schema, a publish rate, a
 sequence, the level `tiered`, a full buffer.
 
-Used by any thread: the broker's loop, or a receiver thread of the native engine. A receiver may
-commit in its own thread instead of waking another one: what arrives during its sync is the next
-batch.
+Used by any thread. Which one commits is the engine's choice: see `Appended`.
 
 Invariant: a call is answered after its message has reached the topic's ack level, and never if the
 topic has another owner by then. A crash leaves what the log leaves: messages that were not answered
@@ -21,13 +19,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Final
 
 from ister.base import failpoints, threads
 from ister.base.model import AckLevel
 from ister.broker.dispatch.encoder import encode_answer
-from ister.broker.rpc.batch_calls import BatchCall, Blocking
+from ister.broker.rpc.batch_calls import BatchCall
 from ister.broker.rpc.handlers import status_of
 from ister.broker.security.guard import Guard, entered
 from ister.broker.security.rights import Permission
@@ -42,15 +39,82 @@ SEQUENCE_ATTRIBUTE: Final = "ister-sequence"
 
 
 class _TopicBatch:
-    """The messages of a batch that go to one topic, and their calls."""
+    """The messages of a batch that go to one topic, and their calls; an `Appended`."""
 
-    __slots__ = ("answers", "calls", "records", "topic")
+    __slots__ = ("_last", "_log", "_topic", "answers", "calls", "records")
 
-    def __init__(self, topic: ServedTopic) -> None:
-        self.topic = topic
+    def __init__(self, topic: ServedTopic, log: Topic) -> None:
+        self._topic = topic
+        self._log = log
+        self._last = -1
         self.calls: list[BatchCall] = []
         self.records: list[RecordParts] = []
         self.answers: list[bytes] = []
+
+    def append(self) -> bool:
+        """Appends the messages; returns whether their calls are still to be answered."""
+        try:
+            self._last = self._log.appender.append_records(self.records)[-1]
+        except (CapacityError, ClosedError):
+            # This may pass: the ordinary form waits, or opens the topic again.
+            for call in self.calls:
+                call.defer()
+            return False
+        except IsterError as error:
+            self._refuse(error)
+            return False
+        self._topic.counters.count_messages([len(payload) for _, payload, _, _ in self.records])
+        self.records.clear()
+        failpoints.reach("broker.after_append")
+        if self._log.ack is AckLevel.MEMORY:
+            self._answer(None)
+            return False
+        return True
+
+    def wait(self) -> None:
+        error: IsterError | None = None
+        try:
+            self._log.wait(self._last)
+        except IsterError as failed:
+            error = failed
+        self._finish(error)
+
+    def notify(self) -> None:
+        try:
+            is_waiting = self._log.appender.notify(self._last, self._finish)
+        except IsterError as error:
+            self._finish(error)
+            return
+        if not is_waiting:
+            self._finish(None)
+
+    def _finish(self, error: IsterError | None) -> None:
+        """Answers or refuses the calls; called in the thread that committed."""
+        try:
+            if error is None and self._log.bucket is not None:
+                self._log.bucket.check_owner()
+        except IsterError as fenced:
+            error = fenced
+        try:
+            self._answer(error)
+        except Exception as failed:  # noqa: BLE001 - a bug: recorded, and sent to the clients
+            threads.record("ister-sends", failed, topic=self._topic.name)
+            for call in self.calls:
+                call.refuse(failed)
+
+    def _answer(self, error: IsterError | None) -> None:
+        if error is not None:
+            self._refuse(error)
+            return
+        failpoints.reach("broker.before_answer")
+        calls = self.calls
+        self._topic.counters.count_sends(len(calls), time.monotonic() - calls[0].arrived)
+        calls[0].answer_all(calls, self.answers)
+
+    def _refuse(self, error: IsterError) -> None:
+        self._topic.counters.count_refused(status_of(error).name, len(self.calls))
+        for call in self.calls:
+            call.refuse(error)
 
 
 class BatchedSends:
@@ -65,11 +129,8 @@ class BatchedSends:
         self._size_max = size_max
         self._parse = danube.StreamMessage.FromString
 
-    def accept(self, calls: Sequence[BatchCall], blocking: Blocking | None = None) -> None:
-        """Answers, refuses or defers each of these calls, now or when its message is durable.
-
-        `blocking` lets this thread commit; None if it must not block.
-        """
+    def accept(self, calls: Sequence[BatchCall]) -> list[_TopicBatch]:
+        """Answers, refuses or defers each of these calls, or returns it among those to commit."""
         batches: dict[str, _TopicBatch] = {}
         for call in calls:
             try:
@@ -77,35 +138,7 @@ class BatchedSends:
                     call.defer()
             except Exception as error:  # noqa: BLE001 - sent to its client
                 call.refuse(error)
-        for batch in batches.values():
-            # Each of several topics needs a sync: the log's threads do those at the same time.
-            self._publish(batch, blocking if len(batches) == 1 else None)
-
-    def _publish(self, batch: _TopicBatch, blocking: Blocking | None) -> None:
-        """Appends the messages of one topic; their calls are answered once these are durable."""
-        assert batch.topic.topic is not None  # noqa: S101 - for mypy
-        topic = batch.topic.topic
-        if topic.ack is AckLevel.MEMORY:
-            if self._append(batch) is not None:
-                self._answer(batch, None)
-            return
-        if blocking is None or not blocking.begin():
-            last = self._append(batch)
-            if last is not None:
-                self._wait(batch, last, topic)
-            return
-        error: IsterError | None = None
-        last, is_done = None, False
-        try:
-            last, is_done = topic.appender.commit_with(partial(self._append, batch))
-        except IsterError as failed:
-            error = failed
-        finally:
-            blocking.end()
-        if error is not None or is_done:
-            self._finish(batch, error)
-        elif last is not None:
-            self._wait(batch, last, topic)
+        return [batch for batch in batches.values() if batch.append()]
 
     def _check(self, call: BatchCall, batches: dict[str, _TopicBatch]) -> bool:
         """Adds a message that may be appended at once to the batch of its topic.
@@ -143,7 +176,7 @@ class BatchedSends:
             return False
         batch = batches.get(name)
         if batch is None:
-            batch = batches[name] = _TopicBatch(topic)
+            batch = batches[name] = _TopicBatch(topic, topic.topic)
         batch.calls.append(call)
         batch.records.append(record)
         batch.answers.append(encode_answer(request.request_id))
@@ -191,61 +224,3 @@ class BatchedSends:
         with entered(caller):
             guard.check(caller.principal, Permission.PRODUCE, topic=topic)
         return str(caller.principal) if guard.is_on else ""
-
-    def _append(self, batch: _TopicBatch) -> int | None:
-        """Appends the messages of one topic; returns the last offset, or None if it failed."""
-        topic = batch.topic
-        assert topic.topic is not None  # noqa: S101 - for mypy
-        try:
-            offsets = topic.topic.appender.append_records(batch.records)
-        except (CapacityError, ClosedError):
-            # This may pass: the ordinary form waits, or opens the topic again.
-            for call in batch.calls:
-                call.defer()
-            return None
-        except IsterError as error:
-            self._refuse(batch, error)
-            return None
-        topic.counters.count_messages([len(payload) for _, payload, _, _ in batch.records])
-        batch.records.clear()
-        failpoints.reach("broker.after_append")
-        return offsets[-1]
-
-    def _wait(self, batch: _TopicBatch, last: int, topic: Topic) -> None:
-        """Answers the calls once their last message has reached the topic's ack level."""
-        try:
-            is_waiting = topic.appender.notify(last, partial(self._finish, batch))
-        except IsterError as error:
-            self._finish(batch, error)
-            return
-        if not is_waiting:
-            self._finish(batch, None)
-
-    def _finish(self, batch: _TopicBatch, error: IsterError | None) -> None:
-        """Answers or refuses the calls; called in the thread that committed."""
-        try:
-            bucket = batch.topic.topic.bucket if batch.topic.topic is not None else None
-            if error is None and bucket is not None:
-                bucket.check_owner()
-        except IsterError as fenced:
-            error = fenced
-        try:
-            self._answer(batch, error)
-        except Exception as failed:  # noqa: BLE001 - a bug: recorded, and sent to the clients
-            threads.record("ister-sends", failed, topic=batch.topic.name)
-            for call in batch.calls:
-                call.refuse(failed)
-
-    def _answer(self, batch: _TopicBatch, error: IsterError | None) -> None:
-        if error is not None:
-            self._refuse(batch, error)
-            return
-        failpoints.reach("broker.before_answer")
-        calls = batch.calls
-        batch.topic.counters.count_sends(len(calls), time.monotonic() - calls[0].arrived)
-        calls[0].answer_all(calls, batch.answers)
-
-    def _refuse(self, batch: _TopicBatch, error: IsterError) -> None:
-        batch.topic.counters.count_refused(status_of(error).name, len(batch.calls))
-        for call in batch.calls:
-            call.refuse(error)

@@ -1,9 +1,9 @@
 """Calls that arrive together and are handled together.
 
-A method of a service may have a second form that takes many calls: `Name_batch(calls)`, called on
-the broker's loop, or `Name_direct(calls, blocking)`, called by any thread. It does exactly one of
-three things with each call: answers it, refuses it, or defers it to the method's ordinary form,
-which may wait.
+A method of a service may have a second form that takes many calls, `Name_batch(calls)`. It does
+exactly one of three things with each call: answers it, refuses it, or defers it to the method's
+ordinary form, which may wait. Calls that wait for the disk are answered later: it returns them as
+`Appended`, for each of which the engine chooses which thread commits.
 
 Owns: the interface of such a call. Does not own: how a call arrives and how its answer leaves (the
 engines).
@@ -49,13 +49,16 @@ class BatchCall(ABC):
         """Answers calls of one method that arrived by the same engine."""
 
 
-class Blocking(Protocol):
-    """Lets a `Name_direct` block its thread while it syncs the disk."""
+class Appended(Protocol):
+    """Calls whose messages were appended to a topic, and are answered once these are durable.
 
-    def begin(self) -> bool:
-        """Asks to block the calling thread; if True, `end` has to be called."""
+    Exactly one of its methods is called, once.
+    """
+
+    def wait(self) -> None:
+        """Commits in this thread, or waits for the one that does, and answers the calls."""
         ...
 
-    def end(self) -> None:
-        """Ends the permission that `begin` gave."""
+    def notify(self) -> None:
+        """Has the calls answered by whichever thread commits; does not block."""
         ...

@@ -77,7 +77,8 @@ class _Batches:
         calls, self._calls = self._calls, []
         self._unanswered += len(calls)
         try:
-            self._batch.on_loop(calls)
+            for appended in self._batch.handle(calls):
+                appended.notify()
         except Exception as error:  # noqa: BLE001 - a bug, sent to the clients
             for call in calls:
                 call.refuse(error)

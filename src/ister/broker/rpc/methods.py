@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from ister.base import tracing
 from ister.broker.counters import CallCounters, Calls
-from ister.broker.rpc.batch_calls import BatchCall, Blocking
+from ister.broker.rpc.batch_calls import Appended, BatchCall
 from ister.broker.rpc.handlers import (
     Answer,
     CallGate,
@@ -41,9 +41,10 @@ Wrap = Callable[[str, UnaryCall], UnaryCall]
 class BatchForm:
     """A method's form that takes many calls; see `ister.broker.rpc.batch_calls`."""
 
-    on_loop: Callable[[Sequence[BatchCall]], None]
-    direct: Callable[[Sequence[BatchCall], Blocking | None], None] | None
-    """`Name_direct`, which any thread may call."""
+    handle: Callable[[Sequence[BatchCall]], Sequence[Appended]]
+    """`Name_batch`."""
+    is_thread_safe: bool
+    """Whether any thread may call it, and not only the loop's."""
     size_max: int | None
     """Larger requests are refused."""
 
@@ -132,11 +133,11 @@ def _method(  # noqa: PLR0917 - private, and called once
             call = wrap(f"/{name}/{method.name}", call)
         traced = tracing.traced_call(where, call, status_of)
         handle = unary_handler(traced, parse, where, gate, counters)
-        on_loop = getattr(instance, f"{method.name}_batch", None)
+        many = getattr(instance, f"{method.name}_batch", None)
         # A call that is traced has a span of its own.
-        if on_loop is not None and not tracing.is_on():
-            direct = getattr(instance, f"{method.name}_direct", None)
-            batch = BatchForm(on_loop=on_loop, direct=direct, size_max=size_max)
+        if many is not None and not tracing.is_on():
+            is_safe = method.name in getattr(instance, "THREAD_SAFE", ())
+            batch = BatchForm(handle=many, is_thread_safe=is_safe, size_max=size_max)
     return Method(
         service=f"{prefix}{name}",
         name=method.name,

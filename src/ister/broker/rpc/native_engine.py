@@ -1,7 +1,7 @@
 """The engine pygrpc-native: HTTP/2 and gRPC in Rust threads, outside of the interpreter lock.
 
-    call ─► front (Rust) ─► a receiver thread ─► `Name_direct`, answered from whichever thread
-                                          └────► the loop: `Name_batch`, or a task for the method
+    call ─► front (Rust) ─► a receiver thread ─► `Name_batch`, answered from whichever thread
+                                          └────► the loop: the same, or a task for the method
     streams in both directions, Flight ─► front ─► Unix socket ─► the server of grpcio
 
 The front is the package's server object, `NativeGrpcFront`.
@@ -200,7 +200,7 @@ class NativeEngine:
             self._dispatch(events)
 
     def _dispatch(self, events: list[_Event]) -> None:
-        """Handles the calls of direct methods, and passes all others to the loop at once."""
+        """Handles calls that any thread may handle, and passes all others to the loop at once."""
         arrived = time.monotonic()
         room = self._calls_max - self._gate.count - self._streams - self._passed
         left: list[tuple[int, _Served | None, bytes, _Details | None]] = []
@@ -220,14 +220,14 @@ class NativeEngine:
                 made = self._make_call(served, call, data, arrived, details)
                 if made is not None:
                     batches.setdefault(served, []).append(made)
-        direct = [(one, calls) for one, calls in batches.items() if one.is_direct]
-        loop = [(one, calls) for one, calls in batches.items() if not one.is_direct]
+        own = [(one, calls) for one, calls in batches.items() if one.is_thread_safe]
+        loop = [(one, calls) for one, calls in batches.items() if not one.is_thread_safe]
         if left or loop:
             with self._passed_lock:
                 self._passed += len(left)
-            # First, because the direct ones may keep this thread for a sync of the disk.
+            # First, because the others may keep this thread for a sync of the disk.
             self._loop.call_soon_threadsafe(self._on_loop, left, loop)
-        for served, calls in direct:
+        for served, calls in own:
             served.handle_batch(calls, self._receivers)
 
     def _make_call(
@@ -387,7 +387,7 @@ class _Served:
         self.engine = engine
         self.method = method
         self.batch: BatchForm | None = method.batch
-        self.is_direct = method.batch is not None and method.batch.direct is not None
+        self.is_thread_safe = method.batch is not None and method.batch.is_thread_safe
         self.size_max = None if method.batch is None else method.batch.size_max
         self.handle: Handler = method.handle
         if guard is not None:
@@ -403,13 +403,22 @@ class _Served:
             return answer
 
     def handle_batch(self, calls: Sequence[BatchCall], receivers: Receivers[_Event] | None) -> None:
-        """Handles calls together; if that fails, refuses those without an answer."""
+        """Handles calls together; if that fails, refuses those without an answer.
+
+        A receiver commits the messages of one topic itself: what arrives meanwhile is the next
+        batch. Each of several topics needs a sync, which the log's threads do at the same time.
+        """
         assert self.batch is not None  # noqa: S101 - for mypy
         try:
-            if self.batch.direct is not None:
-                self.batch.direct(calls, receivers)
-            else:
-                self.batch.on_loop(calls)
+            appended = self.batch.handle(calls)
+            if receivers is not None and len(appended) == 1 and receivers.begin():
+                try:
+                    appended[0].wait()
+                finally:
+                    receivers.end()
+                return
+            for one in appended:
+                one.notify()
         except Exception as error:  # noqa: BLE001 - a bug, sent to the clients
             for call in calls:
                 call.refuse(error)

@@ -28,7 +28,7 @@ _STUCK_SECONDS: Final = 0.05
 
 
 class Receivers(Generic[Event]):
-    """Threads that take calls; also the `Blocking` of those calls.
+    """Threads that take calls, and that may block for as long as another one is free.
 
     `receive` waits for the next calls and returns them, or None when there will be no more;
     `handle` handles them, and must not raise.

@@ -23,7 +23,7 @@ from ister.broker.dispatch.encoder import DeliveredEncoder, encode, encode_answe
 from ister.broker.dispatch.fanout import Fanout
 from ister.broker.dispatch.outbox import Outbox, Sent
 from ister.broker.operations import checks
-from ister.broker.rpc.batch_calls import BatchCall
+from ister.broker.rpc.batch_calls import Appended, BatchCall
 from ister.broker.rpc.handlers import ConsumerSlots, Refused
 from ister.broker.security.guard import Guard, current_principal, entered
 from ister.broker.security.principal import Principal, counted_as
@@ -172,7 +172,7 @@ class ConsumerService:
             raise refusal
         return danube.AckResponse(request_id=request.request_id)
 
-    def Ack_batch(self, calls: Sequence[BatchCall]) -> None:
+    def Ack_batch(self, calls: Sequence[BatchCall]) -> Sequence[Appended]:
         """Takes acknowledgements that arrived together, grouped by subscription."""
         parse = danube.AckRequest.FromString
         groups: dict[AnySubscription, _Acks] = {}
@@ -202,6 +202,7 @@ class ConsumerService:
                     call.refuse(error)
             else:
                 group.answer(refusals)
+        return ()
 
     def _take_acks(
         self, subscription: AnySubscription, ids: Sequence[_Id]

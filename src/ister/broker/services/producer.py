@@ -44,6 +44,9 @@ _NUMBER_MAX: Final = (1 << 63) - 1
 class ProducerService:
     """Serves producers."""
 
+    THREAD_SAFE: Final = frozenset({"SendMessage"})
+    """Methods whose batch form any thread may call."""
+
     def __init__(
         self, topics: Topics, schemas: SchemaRegistry, guard: Guard, *, size_max: int
     ) -> None:
@@ -53,8 +56,8 @@ class ProducerService:
         self.guard = guard
         # Larger requests take the slow path, which checks the exact size.
         sends = BatchedSends(topics, guard, size_max=size_max // 2)
-        self.SendMessage_batch = self.SendMessage_direct = sends.accept
-        """Append messages that arrived together, on the loop or in any thread."""
+        self.SendMessage_batch = sends.accept
+        """Appends messages that arrived together."""
 
     @checks("`produce` on the topic")
     async def CreateProducer(
