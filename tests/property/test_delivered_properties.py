@@ -88,6 +88,15 @@ def test_payloads_of_all_sizes(size):
     assert found == (encode(record, 3, 1, consumer, RECEIPTS), size)
 
 
+def test_message_that_was_decoded_is_left_to_its_fields():
+    record = StreamMessage(payload=b"a", producer_name="p")
+    message = in_chunk(encode_message(record, Codec.BINCODE2), 3, Codec.BINCODE2)
+    assert message.record == record
+    consumer = ConsumerIdentity(7, "/default/t", "s", "c")
+    assert DeliveredEncoder(consumer, RECEIPTS).encode(message, 1) is None
+    assert key_of(message) == "p"
+
+
 @EXAMPLES
 @given(value=U64)
 def test_varints_are_protobufs(value):

@@ -49,3 +49,12 @@ def test_logs_topics_and_tables(tmp_path):
     assert "closed" in log._repr_html_()
     with ister.open(tmp_path) as log:
         assert ">not open<" in log._repr_html_()
+
+
+def test_partitioned_topics(tmp_path):
+    with ister.open(tmp_path) as log:
+        for number in range(2):
+            log.topic(f"/default/p-part-{number}", create=True)
+        shown = log.partitioned("/default/p")._repr_html_()
+    assert "/default/p-part-0" in shown
+    assert "/default/p-part-1" in shown

@@ -35,6 +35,14 @@ def test_json_of_objects():
     assert JSON.serialize(math.nan) == b"null"
 
 
+def test_json_of_a_model_of_pydantic():
+    class Model:  # what pydantic's models have
+        def model_dump(self, *, mode):
+            return {"mode": mode}
+
+    assert JSON.serialize([Model()]) == b'[{"mode":"json"}]'
+
+
 @each("value", [object(), {1: object()}, {"a": {(1, 2): 3}}, "\ud800"])
 def test_json_of_anything_else_is_refused(value):
     with pytest.raises(InvalidRequestError):

@@ -93,6 +93,12 @@ def test_variables_that_make_no_sense_are_said_and_harm_nobody(monkeypatch, capl
     assert "no traces are sent" in caplog.text
 
 
+def test_a_protocol_that_is_not_spoken_is_said(caplog):
+    with caplog.at_level(logging.WARNING, logger="ister"):
+        tracing.start("service", {**ENDPOINT, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+    assert "spans are sent as http/protobuf" in caplog.text
+
+
 def test_complaints_are_in_our_log_and_seldom():
     written = io.StringIO()
     logs.configure(stream=written)

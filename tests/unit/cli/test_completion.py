@@ -248,6 +248,8 @@ def test_the_command_prints_names(broker, tmp_path, monkeypatch, capsys):
     arguments = ["--names", "topics", "--prefix=/shop", "--line=ister consume /shop"]
     assert main(["completion", "bash", *arguments]) == 0
     assert capsys.readouterr() == ("/shop/orders\n", "")
+    assert main(["completion", "zsh"]) == 0
+    assert "_ister_names topics" in capsys.readouterr().out
     arguments[-1] = "--line=ister consume --broker dead:1 /shop"
     assert main(["completion", "bash", *arguments]) == 0
     assert capsys.readouterr() == ("", "")

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+import sys
 
 import pytest
 import yaml
@@ -13,6 +15,7 @@ from ister.cli.main import main
 from ister.config import load_config
 from ister.config.reference import settings
 from ister.errors import ConflictError
+from tests.support.commands import Terminal
 
 SECRET = "hunter2"
 
@@ -86,6 +89,17 @@ def test_check_in_words_is_a_line_for_each_problem(file, capsys):
     assert f"{path}:4: unknown key 'storage.wal.dirr'; did you mean 'storage.wal.dir'?" in lines
     assert len(lines) == 7
     assert shown.err == f"ister: {path}: 7 problems\n"
+
+
+def test_check_on_a_terminal_says_what_to_do_below(file, capsys, monkeypatch):
+    path = file("storage: {wal: {dirr: x}}\n")
+    shown = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", shown)
+    assert main(["config", "check", path]) == 1
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()
+    assert lines[0] == f"{path}:1: unknown key 'storage.wal.dirr'"
+    assert lines[1] == "    did you mean 'storage.wal.dir'?"
 
 
 def test_check_asks_the_parts_as_well(file, capsys):
@@ -380,5 +394,7 @@ def test_example_is_a_config_file_with_the_defaults(file, capsys):
     path = file(text)
     assert load_config(path, {}) == load_config("./ister-data", {})
     assert run_json(["check", path], capsys)["ok"] is True
+    described = run_json(["example"], capsys)["settings"]
+    assert [item["key"] for item in described] == [setting.path for setting in settings()]
     changed = run_json(["show", path, "--only-changed"], capsys)["settings"]
     assert [item["key"] for item in changed] == ["storage.wal.dir"]

@@ -13,6 +13,7 @@ from ister.cli.connection import (
     explained,
     names_broker,
     parse_count,
+    parse_fixed_start,
     parse_seconds,
     parse_start,
 )
@@ -56,7 +57,9 @@ def test_the_broker_is_named_or_in_the_environment_or_here(monkeypatch):
 
 
 def test_start_is_a_position_or_an_age():
-    assert parse_start("12345") == 12345
+    assert parse_start("12345") == parse_fixed_start("12345") == 12345
+    with pytest.raises(argparse.ArgumentTypeError, match="a different time in every run"):
+        parse_fixed_start("7d")
     assert datetime.now(UTC) - parse_start("2h") >= timedelta(hours=2)
     with pytest.raises(argparse.ArgumentTypeError):
         parse_start("yesterday")

@@ -6,10 +6,11 @@ import pytest
 import yaml
 
 import ister
+from ister.base.limits import RECOVERY_CHUNK_BYTES
 from ister.base.model import Codec
 from ister.cli.main import main
 from ister.config import load_config
-from ister.format.frame import scan_frames
+from ister.format.frame import encode_frame, scan_frames
 from ister.topic.express import Express
 from ister.topic.log import Log
 from tests.servers.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, rclone_server
@@ -132,6 +133,14 @@ def test_file_of_another_name_is_taken_as_it_is(path, tmp_path, capsys):
     renamed.write_bytes(b"no frames at all, and nothing to go by")
     code, printed = inspect(renamed, capsys)
     assert (code, printed["frames"]) == (1, 0)
+
+
+def test_object_larger_than_a_chunk_is_read_whole(tmp_path, capsys):
+    path = tmp_path / "data-0-2.dnb1"
+    big = b"x" * (RECOVERY_CHUNK_BYTES + 1000)
+    path.write_bytes(b"".join(encode_frame(offset, big) for offset in range(3)))
+    code, printed = inspect(path, capsys)
+    assert (code, printed["frames"], printed["undecodable"]) == (0, 3, 3)
 
 
 def test_frames_are_listed_on_request_and_people_get_a_table(path, capsys):

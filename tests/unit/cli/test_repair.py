@@ -185,6 +185,12 @@ def test_take_over_in_a_script_needs_yes_and_lists_what_is_given_up(place, capsy
     assert read(other) == PAYLOADS[:TIERED]
 
 
+def test_take_over_that_gives_nothing_up_needs_no_yes(place, capsys):
+    code, topic = repaired(place, capsys, TOPIC, "--take-over")
+    assert (code, topic["gives_up"]) == (0, None)
+    assert read(place) == PAYLOADS
+
+
 def test_topic_whose_files_are_lost_says_so_and_goes_on_when_told_to(place, capsys):
     shutil.rmtree(place.files)
     code, printed = repair(place, capsys)

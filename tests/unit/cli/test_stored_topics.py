@@ -165,6 +165,16 @@ def test_descriptor_that_cannot_be_read_is_named(place, capsys):
     assert printed["errors"][0]["code"] == "DATA_LOSS"
 
 
+def test_unknown_topic_hints_at_near_names(place, capsys):
+    code, printed = inspect(place, capsys, topic="/default/order")
+    assert code == 1
+    (error,) = printed["errors"]
+    assert (error["code"], error["topic"]) == ("NOT_FOUND", "/default/order")
+    assert f"did you mean {TOPIC}?" in error["hint"]
+    assert main(["topics", "describe", "/x/y", "--config", str(place.config)]) == 1
+    assert f"there are: {TOPIC}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("is_open", [False, True])
 def test_log_without_a_bucket_has_files_alone(tmp_path, is_open, capsys):
     place = write(a_place(tmp_path / "data", mode="local_only"))

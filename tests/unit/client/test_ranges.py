@@ -124,6 +124,14 @@ def test_reading_goes_on_at_another_broker():
     assert all(one.is_closed for one in brokers.opened)
 
 
+def test_the_range_is_asked_for_again():
+    brokers = Brokers()
+    brokers.faults = [("watermarks", UnavailableError("gone"))]
+    assert offsets(brokers.read(start=7)) == [7, 8, 9]
+    assert brokers.located == 2
+    assert all(one.is_closed for one in brokers.opened)
+
+
 def test_what_cannot_be_retried_is_raised():
     brokers = Brokers()
     brokers.faults = [(4, ConflictError("deleted and made again"))]

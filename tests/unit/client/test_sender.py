@@ -456,6 +456,19 @@ def test_flush_tells_of_a_failure_that_nobody_has_seen(topic):
     run(topic, scenario, timeout=0.1)
 
 
+def test_columns_are_added_when_a_message_needs_them(topic):
+    async def scenario(core):
+        await send_one(core, b"a")
+        plain = topic.streams
+        batch, row = core.try_send(b"b", {"colour": "red"}, "key", 7, 2)
+        await offset_of(core, (batch, row))
+        await send_one(core, b"c")
+        return topic.streams - plain
+
+    assert run(topic, scenario) == 1
+    assert topic.published == [b"a", b"b", b"c"]
+
+
 def test_what_is_pending_is_bounded_and_room_comes_back(topic):
     async def scenario(core):
         accepted = 0

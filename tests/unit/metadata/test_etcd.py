@@ -13,6 +13,7 @@ from ister.errors import (
     CapacityError,
     CommitUnknownError,
     ConfigError,
+    InvariantError,
     NotFoundError,
     PermissionDeniedError,
     UnavailableError,
@@ -148,6 +149,11 @@ def test_endpoint_that_is_none_is_refused(endpoints):
     with pytest.raises(ConfigError) as refused:
         EtcdMetadata(endpoints, clock=SystemClock())
     assert "secret" not in str(refused.value)
+
+
+def test_user_without_password_is_refused():
+    with pytest.raises(ConfigError):
+        EtcdMetadata(["host:1"], clock=SystemClock(), username="someone")
 
 
 def test_missing_client_says_how_to_install_it(monkeypatch):
@@ -301,6 +307,21 @@ def test_watch_goes_on_after_its_connection_broke(open_store, server):
     other.put("/w/3", b"")
     eventually(lambda: {"/w/2", "/w/3"} <= set(heard))
     watch.close()
+
+
+def test_callback_that_uses_the_store_is_told_so(open_store):
+    store = open_store()
+    errors = []
+
+    def misuse(key):
+        try:
+            store.get(key)
+        except InvariantError as error:
+            errors.append(error)
+
+    store.watch("/misuse", misuse)
+    store.put("/misuse", b"")
+    eventually(lambda: errors)
 
 
 # -- threads ------------------------------------------------------------------------------------

@@ -28,6 +28,17 @@ def test_delayed_change_compares_when_it_lands(store):
     assert store.get("/a").value == b"2"
 
 
+def test_delayed_put_with_an_ended_lease_does_not_land(store, clock):
+    lease = store.grant_lease(1)
+    store.delay_next_change()
+    with pytest.raises(CommitUnknownError):
+        store.put("/a", b"", lease)
+    clock.advance(1)
+    [error] = store.deliver_delayed()
+    assert isinstance(error, NotFoundError)
+    assert store.get("/a") is None
+
+
 def test_lease_ends_by_the_clock(store, clock):
     lease = store.grant_lease(10)
     assert lease.valid_until == 10

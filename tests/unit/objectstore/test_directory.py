@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,15 @@ def test_folders_are_made_durable_once_whoever_made_them(tmp_path):
     assert synced.count(root) == 2, "the staging folder's name, and that of a"
     assert synced.count(f"{root}/a") == 3
     assert synced.count(os.path.dirname(root)) == 1
+
+
+def test_folder_that_somebody_removes_is_made_again(tmp_path):
+    root = str(tmp_path / "root")
+    files = StagedFiles(root, RecordingFileSystem())
+    files.publish(staged(files, root), "a/b/object")
+    shutil.rmtree(f"{root}/a")
+    files.publish(staged(files, root), "a/c/object")
+    assert Path(root, "a/c/object").read_bytes() == b"data"
 
 
 def test_exclusive_name_is_synced_too_and_when_it_was_taken(tmp_path):
@@ -192,6 +202,7 @@ os._exit(9)
     assert store.remove_stale_parts(3600) == 0
     clock.advance(3700)
     assert store.remove_stale_parts(3600) == 1
+    assert open_store("memory", "", {}, clock=clock).remove_stale_parts(0) == 0
     assert os.listdir(tmp_path / ".tmp") == []
 
 

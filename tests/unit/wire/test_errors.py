@@ -196,6 +196,11 @@ def test_what_a_broker_raises_comes_out_as_it_was():
         assert found.retriable == error.retriable
 
 
+def test_flights_errors_are_in_their_text():
+    text = f"Flight error: {encode_error(FencedError('moved', topic='/default/t'))}. Detail: x"
+    assert type(error_of(Failed(grpc.StatusCode.INTERNAL, text), "b:1")) is FencedError
+
+
 def test_a_broker_that_failed_is_told_from_a_connection_that_did():
     internal = grpc.StatusCode.INTERNAL
     assert type(error_of(Failed(internal, "the broker failed [12ab]"), "b:1")) is InvariantError

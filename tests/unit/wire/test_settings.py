@@ -167,6 +167,12 @@ def test_settings_that_would_give_away_the_clients_environment_are_refused():
             decode_settings(data)
 
 
+def test_settings_nested_without_an_end_are_refused():
+    data = b'{"version":1,"settings":' + b'{"a":' * 500 + b"1" + b"}" * 501
+    with pytest.raises(InvalidRequestError, match="deep"):
+        decode_settings(data)
+
+
 @each("backend", ["fs", "s3"])
 def test_paths_are_shown_to_administrators_alone(backend):
     root = "/srv/bucket" if backend == "fs" else "s3://bucket/prefix"

@@ -13,6 +13,7 @@ from ister.bucket.pipeline import PipelineKeys
 from ister.cli.pipeline import status
 from ister.cli.pipeline.status import print_status
 from ister.config import load_config
+from ister.errors import InvalidRequestError
 from ister.topic.stores import open_metadata
 from tests.support.clock import ManualClock
 
@@ -87,6 +88,17 @@ def test_pipeline_that_runs(home, capsys):
         assert json.loads(text)["is_running"] is False
     finally:
         store.close()
+
+
+def test_log_without_a_bucket(tmp_path, capsys):
+    config = tmp_path / "ister.yml"
+    config.write_text("storage: {mode: memory}")
+    parser = argparse.ArgumentParser()
+    status.register(parser.add_subparsers())
+    options = parser.parse_args(["status", "--config", str(config), "--json"])
+    with pytest.raises(InvalidRequestError, match="no pipeline"):
+        options.run(options)
+    assert json.loads(capsys.readouterr().out)["ok"] is False
 
 
 # -- in words ---------------------------------------------------------------------------------
