@@ -78,10 +78,6 @@ Names end with their unit, in Prometheus' base units: `_seconds`, `_bytes`; coun
 three of them are in milliseconds (`_ms`). In process, names and units are those of the last
 column."""
 
-_DEPRECATED_TEXT: Final = """\
-Both names are served in this release, with the same values in their units. The HELP text of the old
-one begins with `deprecated`. The next release has the new name alone."""
-
 _PERMISSIONS_TEXT: Final = """\
 What a caller needs, with `broker.auth.mode: token`. The HTTP paths lead to the operations beside
 them, which check, audit and forward to the broker that has the topic. A permission on a namespace
@@ -230,13 +226,6 @@ def metrics_page() -> str:
                     f"| `{metric.exposed}` | {metric.kind} | {metric.exposed_unit} | {labels} | "
                     f"{_cell(metric.description)} | {name} |"
                 )
-    lines += ["", "## Deprecated names", "", _DEPRECATED_TEXT, ""]
-    lines += ["| deprecated | unit | use | unit |", "|---|---|---|---|"]
-    lines += [
-        f"| `{metric.deprecated}` | {metric.unit} | `{metric.exposed}` | {metric.exposed_unit} |"
-        for metric in METRICS
-        if metric.deprecated is not None
-    ]
     lines += ["", "## Left out", "", "Metrics of Danube's broker that have no equivalent here:", ""]
     lines += ["| metric | why |", "|---|---|"]
     lines += [f"| `{name}` | {_cell(why)} |" for name, why in LEFT_OUT]

@@ -4,7 +4,7 @@
 
 - scope `log`: kept per open log (not per topic: a process may have thousands of topics) and read
   with `Metrics.snapshot`. On a broker's `/metrics` they are called `Metric.exposed`, in base units
-  (seconds, bytes) as Prometheus' conventions ask, and for one release also `Metric.deprecated`;
+  (seconds, bytes) as Prometheus' conventions ask;
 - scope `broker`: what a broker says beside these, by topic and subscription and of its process.
   They are collected on request (`broker.observe.prometheus`), from plain numbers on the
   objects concerned. Those that Danube has too have Danube's names.
@@ -31,12 +31,9 @@ _EXPOSED: Final = {
     "cloud_reader.bytes_read_total": "ister_cloud_reader_read_bytes_total",
     "cloud_reader.bytes_used": "ister_cloud_reader_used_bytes_total",
     "broker.bytes_in_total": "ister_broker_in_bytes_total",
-    # Not the old names with `_total`: to OpenMetrics, both would be one family of two kinds.
     "broker.schema_misfits": "ister_broker_schema_mismatches_total",
     "broker.delivery_releases": "ister_broker_delivery_memory_releases_total",
 }
-# Released as gauges, and never went down.
-_WERE_GAUGES: Final = frozenset({"broker.schema_misfits", "broker.delivery_releases"})
 # How many of a unit are a second, and how names in that unit end.
 _PER_SECOND: Final = {"ms": (1e3, "_ms"), "µs": (1e6, "_us")}
 
@@ -66,22 +63,11 @@ class Metric:
             return self.name
         if self.name in _EXPOSED:
             return _EXPOSED[self.name]
-        name = self._plain_name
+        name = "ister_" + self.name.replace(".", "_")
         if self.unit in _PER_SECOND:
             return name.removesuffix(_PER_SECOND[self.unit][1]) + "_seconds"
         is_bare = self.kind == "counter" and not name.endswith("_total")
         return f"{name}_total" if is_bare else name
-
-    @property
-    def deprecated(self) -> str | None:
-        """The name that `/metrics` had for it before, and has for one more release."""
-        if self.scope == "broker":
-            return None
-        name = self._plain_name
-        is_counter = self.kind == "counter" and self.name not in _WERE_GAUGES
-        if is_counter and not name.endswith("_total"):
-            name = f"{name}_total"
-        return name if name != self.exposed else None
 
     @property
     def exposed_unit(self) -> str:
@@ -93,10 +79,6 @@ class Metric:
     def exposed_divisor(self) -> float:
         """What a value is divided by to be one of `exposed_unit`."""
         return _PER_SECOND[self.unit][0] if self.exposed_unit != self.unit else 1.0
-
-    @property
-    def _plain_name(self) -> str:
-        return "ister_" + self.name.replace(".", "_")
 
 
 def _of_broker(

@@ -489,29 +489,19 @@ def format_families(families: Iterable[Family]) -> str:
 
 
 def _add_family(lines: list[str], metric: Metric, family: Family) -> None:
-    """Adds a family under its name, and under the one that it had before."""
-    for name, unit, divisor in (
-        (metric.exposed, metric.exposed_unit, metric.exposed_divisor),
-        (metric.deprecated, metric.unit, 1.0),
-    ):
-        if name is None:
-            continue
-        is_old = name == metric.deprecated
-        about = f"deprecated, use {metric.exposed}: " if is_old else ""
-        about += metric.description + ("" if unit == "1" else f" ({unit})")
-        # What was a gauge is not called a counter while its name does not say so.
-        is_bare = metric.kind == "counter" and not name.endswith("_total")
-        lines.append(f"# HELP {name} {_escape_help(about)}")
-        lines.append(f"# TYPE {name} {'gauge' if is_bare else metric.kind}")
-        for values, value in family.series.items():
-            pairs = [
-                f'{label}="{_escape_value(text)}"'
-                for label, text in zip(metric.labels, values, strict=True)
-            ]
-            if isinstance(value, Histogram):
-                _add_histogram(lines, name, pairs, value.divided(divisor))
-            else:
-                lines.append(f"{name}{_labels(pairs)} {_number(value)}")
+    name, unit = metric.exposed, metric.exposed_unit
+    about = metric.description + ("" if unit == "1" else f" ({unit})")
+    lines.append(f"# HELP {name} {_escape_help(about)}")
+    lines.append(f"# TYPE {name} {metric.kind}")
+    for values, value in family.series.items():
+        pairs = [
+            f'{label}="{_escape_value(text)}"'
+            for label, text in zip(metric.labels, values, strict=True)
+        ]
+        if isinstance(value, Histogram):
+            _add_histogram(lines, name, pairs, value.divided(metric.exposed_divisor))
+        else:
+            lines.append(f"{name}{_labels(pairs)} {_number(value)}")
 
 
 def _add_histogram(lines: list[str], name: str, pairs: list[str], histogram: Histogram) -> None:
