@@ -13,6 +13,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import pyarrow as pa
 import pytest
 
 from ister.base.model import COLUMNS, Codec
@@ -38,7 +39,7 @@ from ister.topic.history import BucketLog
 from ister.wire.contract import RangeTicket
 from tests.servers.flight import FlightTopics
 from tests.support.machine import NoThreads
-from tests.support.stores import NAME, Site, as_row
+from tests.support.stores import NAME, Site, as_row, merged
 
 TEXT = str(NAME)
 COUNT = 60
@@ -290,6 +291,39 @@ def test_index_is_only_a_hint(rows, by, shift):
         assert rows(rig) == rig.expected
         for start, end in [(7, 20), (33, 34), (59, 60)]:
             assert rows(rig, start, end) == rig.expected[start:end]
+
+
+@pytest.mark.parametrize(
+    ("kind", "removed"),
+    [
+        ("dnb1", []),
+        *(("parquet", gone) for gone in ([], range(20, 23), range(10, 40, 2), range(5, 60))),
+    ],
+    ids=str,
+)
+def test_merged_objects_are_read_with_the_holes_that_compaction_has_left(rows, kind, removed):
+    """Of some objects one is made, in either format; messages may be missing from an archive."""
+    with Rig() as rig:
+        objects = rig.objects()[1:-1]
+        gone = {n for n in removed if objects[0].start <= n < objects[-1].end}
+
+        def survives(batch):
+            return pa.array([offset not in gone for offset in batch["offset"].to_pylist()])
+
+        made = merged(
+            rig.site.objects,
+            objects,
+            format=kind,
+            survives=survives if gone else None,
+            row_group_bytes=2000,
+        )
+        for described in objects:
+            rig.site.metadata.delete(rig.site.catalog().keys.descriptor(described.start))
+        rig.describe(made)
+        left = [row for row in rig.expected if row["offset"] not in gone]
+        assert rows(rig) == left
+        for start, end in [(0, 1), (7, 20), (20, 23), (21, 22), (33, 34), (12, 59)]:
+            assert rows(rig, start, end) == [row for row in left if start <= row["offset"] < end]
 
 
 # -- damage -------------------------------------------------------------------------------------

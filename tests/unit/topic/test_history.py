@@ -26,11 +26,12 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.arrow.schema import HIDDEN
+from ister.format.descriptor import encode_descriptor
 from ister.topic.columns import Decoders
 from ister.topic.history import BucketLog, BucketTopic
 from tests.support.cases import each
 from tests.support.machine import NoThreads, numbered
-from tests.support.stores import NAME, Site
+from tests.support.stores import NAME, Site, merged
 
 TEXT = str(NAME)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -402,6 +403,33 @@ def test_parts_of_an_object_are_read_without_metadata(site):
         site.metadata.before = lambda kind, key: None
     assert [row for item in rows for row in item.batch.to_pylist()] == expected[20 : described.end]
     assert rows[-1].next_offset == described.end
+
+
+def test_part_of_an_archive_that_is_gone_or_damaged_is_looked_up_again(site):
+    """A task was told of an archive that is damaged, or has been replaced by frames since."""
+    a_cold_bucket(site, 200)
+    objects = [described for described, _ in site.catalog().descriptors()]
+    keys = site.catalog().keys
+
+    def merge(kind, tag):
+        made = merged(site.objects, objects, format=kind, tag=tag, row_group_bytes=4000)
+        for described in objects:
+            site.metadata.delete(keys.descriptor(described.start))
+        site.metadata.put(keys.descriptor(0), encode_descriptor(made))
+        return made
+
+    archive = merge("parquet", "00000001")
+    part = ObjectPart.overlapping(TEXT, archive, 3, 197)
+    merge("dnb1", "00000002")
+    key = object_key(NAME, archive.object_id)
+    site.objects.corrupt(key, archive.size_bytes // 2)
+    with a_history(site) as history:
+        seen = history.topic(TEXT)
+        for _ in range(2):
+            rows = seen.read_part(part, Decoders(TEXT, ("offset", "payload")))
+            found = [offset for item in rows for offset in item.batch["offset"].to_pylist()]
+            assert found == list(range(3, 197))
+            site.objects.delete(key)
 
 
 # -- threads and the end ------------------------------------------------------------------------
