@@ -11,7 +11,6 @@ pa = pytest.importorskip("pyarrow")
 
 import pyarrow.compute as pc  # noqa: E402
 
-from ister.base import failpoints  # noqa: E402
 from ister.base.model import Codec, Layout  # noqa: E402
 from ister.bucket.check import verify_content  # noqa: E402
 from ister.bucket.history_reader import NothingLeftError  # noqa: E402
@@ -253,19 +252,6 @@ def test_completion_whose_answer_is_lost_counts(cluster):
     cluster.objects.after = lose
     new = merged(cluster, [described])
     verify_content(cluster.objects, cluster.key(new.object_id), new, chunk_bytes=1000)
-
-
-def test_failpoints_are_passed(cluster):
-    a_topic(cluster, 100, 200)
-    seen = []
-    try:
-        for name in ("compact.after_part", "compact.after_object"):
-            failpoints.arm(name, lambda name=name: seen.append(name))
-        merged(cluster, cluster.descriptors())
-    finally:
-        failpoints.disarm()
-    assert seen.count("compact.after_part") > 2
-    assert seen[-1] == "compact.after_object"
 
 
 # -- reading ------------------------------------------------------------------------------------

@@ -578,21 +578,6 @@ def test_renewal_that_is_not_answered_leaves_the_lease_as_it_is(cluster):
     assert node.valid_until == until
 
 
-def test_new_lease_counts_only_when_every_owner_key_is_back(cluster):
-    node = cluster.node("a")
-    cluster.claim(node)
-    cluster.clock.advance(TTL_SECONDS + 1)
-
-    cluster.metadata.before = failing("transact")
-    with pytest.raises(UnavailableError):
-        node.renew()
-    assert not node.is_valid
-    cluster.heal()
-    node.renew()
-    assert node.is_valid
-    assert cluster.catalog().owner() is not None
-
-
 def test_member_that_leaves_owns_nothing_any_more(cluster):
     node = cluster.node("a")
     cluster.claim(node)

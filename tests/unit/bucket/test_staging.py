@@ -147,21 +147,6 @@ def test_manifest_that_cannot_be_read_keeps_everything(cluster, node, owned, con
     assert staged(cluster) == before
 
 
-def test_file_whose_age_is_not_known_stays(cluster, node, owned):
-    keys = put_files(cluster)
-    listed = cluster.objects.list
-
-    def ageless(prefix):
-        for info in listed(prefix):
-            object.__setattr__(info, "modified_at", None)
-            yield info
-
-    cluster.objects.list = ageless
-    grow_old(cluster, node)
-    assert sweep(cluster, owned) == []
-    assert staged(cluster) == keys
-
-
 def test_other_topics_and_other_objects_stay(cluster, node, owned):
     longer = TopicName(namespace=NAME.namespace, topic=f"{NAME.topic}2")
     keys = [

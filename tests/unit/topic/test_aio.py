@@ -114,22 +114,6 @@ def test_read_follows_and_ends(machine):
     assert not topic.readers
 
 
-def test_appends_from_threads_wake_tasks(machine):
-    topic = machine.topic()
-
-    async def work():
-        async def consume():
-            return [m.payload async for m in topic.aio.read(follow=True, end=50)]
-
-        tasks = [asyncio.create_task(consume()) for _ in range(20)]
-        await _until(lambda: _waiting(topic) == 20)
-        producer = Task(lambda: [topic.append(payload) for payload in numbered(50)])
-        assert await asyncio.gather(*tasks) == [numbered(50)] * 20
-        producer.result()
-
-    _run(work())
-
-
 def test_timeout_of_a_read_ends_it_and_of_a_wait_raises(machine):
     topic = machine.topic()
     machine.fs.before = gate = Gate("sync")
@@ -411,17 +395,6 @@ def test_held_append_ends_with_its_topic(machine):
         await asyncio.to_thread(topic.close)
         with pytest.raises(ClosedError):
             await task
-
-    _run(work())
-
-
-def test_hold_that_refuses_reaches_an_async_append(machine):
-    topic = machine.topic()
-    topic.wal.gate.hold("disk", _lag, waits=False)
-
-    async def work():
-        with pytest.raises(CapacityError):
-            await topic.aio.append(b"x")
 
     _run(work())
 

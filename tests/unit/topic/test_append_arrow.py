@@ -16,7 +16,7 @@ from ister.base.model import AckLevel, Codec, TopicState
 from ister.errors import CapacityError, ClosedError, InvalidRequestError, MessageTooLargeError
 from ister.format.payloads import Payloads
 from tests.support.clock import ManualClock
-from tests.support.machine import NAME, Gate, Machine, NoThreads, Task, numbered, payloads
+from tests.support.machine import NAME, Machine, NoThreads, Task, numbered, payloads
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 NOW_MS = 1_700_000_000_000
@@ -185,18 +185,6 @@ def test_field_that_the_codec_does_not_have_is_refused(machine):
     assert topic.watermarks.next == 0
 
 
-@pytest.mark.parametrize(
-    "given",
-    [pa.table({"payload": [b"x"]}), [b"x"], None, b"x", {"payload": [b"x"]}],
-    ids=lambda given: type(given).__name__,
-)
-def test_something_else_than_a_batch_is_refused(machine, given):
-    topic = a_topic(machine)
-    with pytest.raises(InvalidRequestError):
-        topic.append_arrow(given)
-    assert topic.append(b"x") == 0
-
-
 @pytest.mark.parametrize("ids", [{"producer_id": -1}, {"first_request_id": 2**64 - 1}])
 def test_ids_that_do_not_fit_are_refused(machine, ids):
     topic = a_topic(machine)
@@ -264,19 +252,6 @@ def test_follower_sees_every_row_at_every_level(machine, ack):
     assert follower.result() == sent
 
 
-def test_rows_are_not_seen_before_they_are_synced(machine):
-    topic = a_topic(machine)
-    reader = topic.reader()
-    topic.append_arrow(a_batch([b"x"]))
-    assert reader.poll() == []
-    assert topic.watermarks.synced == 0
-    topic.wait(0, AckLevel.WRITTEN)
-    assert reader.poll() == []
-    topic.wait(0)
-    assert payloads(reader.poll()) == [b"x"]
-    reader.close()
-
-
 def test_readers_at_the_tail_read_rows_from_the_cache(machine):
     """Batches of rows neither empty the cache nor go past it: no reader touches a file."""
     topic = a_topic(machine, cache_capacity=1000)
@@ -333,15 +308,6 @@ def test_log_in_memory_keeps_the_newest_rows():
         topic.append_arrow(a_batch(numbered(50)))
         assert topic.earliest == 30
         assert payloads(topic.read()) == numbered(20, first=30)
-
-
-def test_follower_in_memory_is_woken():
-    with ister.open() as log:
-        topic = log.topic(NAME, create=True)
-        follower = Task(lambda: payloads(topic.reader().next_batch(timeout=60)))
-        follower.join(0.05)
-        topic.append_arrow(a_batch([b"x", b"y"]))
-        assert follower.result() == [b"x", b"y"]
 
 
 # -- files --------------------------------------------------------------------------------------
@@ -411,22 +377,6 @@ def test_rows_that_were_waited_for_survive_a_power_cut(machine, seed):
     assert topic.append_arrow(a_batch([b"on"])) == range(len(found), len(found) + 1)
     topic.flush()
     assert payloads(topic.read(len(found))) == [b"on"]
-
-
-def test_producers_go_on_while_rows_are_being_written(machine):
-    topic = machine.topic()
-    topic.append(b"opens the file")
-    topic.flush()
-    gate = Gate("write")
-    machine.fs.before = gate
-    waiting = Task(lambda: topic.wait(topic.append_arrow(a_batch(numbered(10)))[-1]))
-    gate.wait_reached()
-    assert topic.append(b"meanwhile") == 11
-    assert topic.append_arrow(a_batch([b"and this"])) == range(12, 13)
-    gate.open()
-    waiting.result()
-    topic.flush()
-    assert payloads(topic.read()) == [b"opens the file", *numbered(10), b"meanwhile", b"and this"]
 
 
 def test_threads_that_append_rows_do_not_mix_them(machine):

@@ -1,6 +1,5 @@
 """A log's bucket read by anybody, without a lock, a broker or local files."""
 
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -433,15 +432,6 @@ def test_part_of_an_archive_that_is_gone_or_damaged_is_looked_up_again(site):
 
 
 # -- threads and the end ------------------------------------------------------------------------
-
-
-def test_threads_share_one(site):
-    topic = a_cold_bucket(site, 200)
-    expected = rows_of(topic)
-    reading = {"cloud_reader": {"fetch_chunk_size": 65_536, "read_ahead": True}}
-    with a_history(site, **reading) as history, ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda start: history_rows(history, start), range(0, 200, 20)))
-    assert found == [expected[start:] for start in range(0, 200, 20)]
 
 
 @pytest.mark.parametrize("ahead", [True, False])

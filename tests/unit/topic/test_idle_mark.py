@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ister.errors import CapacityError, CommitUnknownError, FencedError, UnavailableError
+from ister.errors import CapacityError, CommitUnknownError, UnavailableError
 from tests.support.machine import Task, eventually, numbered
 from tests.support.stores import NAME, TTL_SECONDS, calm, silent
 
@@ -193,17 +193,6 @@ def test_appends_stay_held_while_the_mark_cannot_be_removed(site):
 
 
 # -- crashes ------------------------------------------------------------------------------------
-
-
-def test_fenced_or_lapsed_owner_sets_no_mark(site):
-    _, topic = idle(site)
-    site.clock.advance(TTL_SECONDS + 1)
-    assert not topic.bucket.uploads.idle_mark.set(), "the lease has ended"
-    site.open("b").topic(TEXT, take_over=True)
-    with pytest.raises(FencedError):
-        topic.bucket.owned.check()
-    assert not topic.bucket.uploads.idle_mark.set()
-    assert acked_end(site) is None
 
 
 def test_retention_keeps_the_mark(site):

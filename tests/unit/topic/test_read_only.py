@@ -1,6 +1,5 @@
 """The history of a topic that waits for another node's disk: reads, cursors, and how it ends."""
 
-import asyncio
 from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa
@@ -98,20 +97,6 @@ def test_starts_are_found(site):
     assert topic.resolve_start(START + timedelta(days=9)) == 10
     with pytest.raises(OffsetOutOfRangeError):
         topic.resolve_start(11)
-
-
-def test_tasks_read_it(site):
-    topic = an_orphan(site)
-
-    async def read():
-        found = [message.payload async for message in topic.aio.read()]
-        reader = topic.aio.reader(7)
-        found += payloads(await reader.next_batch())
-        assert list(await reader.next_batch(timeout=0.01)) == []
-        reader.close()
-        return found
-
-    assert asyncio.run(read()) == numbered(10) + numbered(10)[7:]
 
 
 def test_appends_are_refused_with_the_node_whose_disk_is_waited_for(site):

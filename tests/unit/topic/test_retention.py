@@ -135,25 +135,6 @@ def test_floor_in_minutes_is_exact_to_the_millisecond():
     assert floored(just, minutes=60) == 10
 
 
-def test_both_floors_have_to_allow_it():
-    """Goal: neither an old file of a small log, nor a new one of a large log, is removed."""
-    assert floored(files(60, 60, 5, 0), minutes=30, size=2 * MIB) == 20
-    assert floored(files(60, 60, 60, 0), minutes=30, size=3 * MIB) == 10
-    assert floored(files(60, 60, 60, 0), minutes=30, size=4 * MIB) is None
-    assert floored(files(5, 5, 5, 0), minutes=30, size=0) is None
-
-
-@each(("safe", "expected"), [(0, None), (9, None), (10, 10), (19, 10), (20, 20), (35, 30)])
-def test_floors_do_not_remove_an_offset_that_is_not_safe(safe, expected):
-    assert floored(files(60, 60, 60, 60), safe=safe, minutes=0, size=0) == expected
-
-
-def test_by_floors_nothing_goes_behind_a_file_that_stays():
-    assert floored(files(5, 60, 60, 60), minutes=30) is None
-    assert floored(files(None, 60, 60, 60), minutes=30) is None
-    assert floored(files(10**6), minutes=0, size=0) is None
-
-
 @given(
     st.lists(st.tuples(st.none() | st.integers(0, 100), st.integers(0, 5)), max_size=8),
     st.integers(0, 90),
