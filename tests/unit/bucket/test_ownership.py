@@ -594,6 +594,8 @@ def test_deleted_topic_is_gone_and_its_epoch_goes_on(cluster):
     chain(owned, 10)
     cluster.metadata.put(cluster.keys.progress("s"), b"{}")
     owned.mark_deleting()
+    with pytest.raises(FencedError, match="being deleted"):
+        owned.begin(SESSION)
     with pytest.raises(NotFoundError, match="being deleted"):
         cluster.claim("a")
     owned.finish_delete()

@@ -230,6 +230,14 @@ def test_damage_is_an_error_that_says_where(cluster, offset, within):
         assert refused.value.topic == "/default/orders"
 
 
+def test_damage_at_the_end_of_an_object_is_left_out_and_the_next_one_follows(cluster):
+    frames = Frames(payloads(30))
+    cluster.filled(frames, 10, 20, 30)
+    damage(cluster, frames, 19)
+    found = read_all(cluster.reader(skips_damage=True), 0, 30)
+    assert found == as_pairs(frames, 0, 19) + as_pairs(frames, 20, 30)
+
+
 def test_large_message_behind_damage_is_not_left_out_with_it(cluster):
     size = CHUNK * 3 // 4
     frames = Frames([b"%d" % number * size for number in range(6)])

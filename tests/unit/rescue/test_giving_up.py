@@ -229,6 +229,14 @@ def test_files_from_before_are_trimmed_like_others():
         assert (topic.state, topic.earliest, topic.watermarks.next) == (TopicState.OPEN, 40, 41)
 
 
+def test_file_that_is_lost_after_that_is_damage():
+    with a_machine() as machine:
+        cut(machine)
+        gave_up(machine)
+        lose(machine, 4)
+        assert opened(machine)[1].state is TopicState.QUARANTINED
+
+
 @each("end_life", [Machine.kill, Machine.cut_power])
 @each("harm", ["a backup", "several", "all files"])
 def test_crash_at_any_step_is_followed_by_giving_up_the_same(harm, end_life):

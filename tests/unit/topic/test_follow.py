@@ -6,7 +6,7 @@ import pytest
 
 from ister.base import failpoints
 from ister.base.model import AckLevel
-from ister.errors import UnavailableError
+from ister.errors import ClosedError, UnavailableError
 from tests.support.cases import each
 from tests.support.machine import ROOT, Task, eventually, numbered, payloads, waiting
 from tests.support.stores import NAME, Pipeline, Site
@@ -184,6 +184,13 @@ def test_follow_does_not_wait_for_an_upload_under_way(site):
     between("tier.before_commit", lambda: found.append(topic.bucket.uploads.follow()))
     topic.upload()
     assert found == [0]
+
+
+def test_upload_after_the_end_is_refused(site):
+    topic = a_filled_topic(site)
+    topic.bucket.uploads.stop()
+    with pytest.raises(ClosedError):
+        topic.upload()
 
 
 # -- whose turn it is -----------------------------------------------------------------------------

@@ -14,7 +14,12 @@ import ister
 from ister.base.clock import SystemClock
 from ister.base.metrics import Metrics
 from ister.base.model import TopicName
-from ister.errors import OffsetOutOfRangeError, UnavailableError
+from ister.errors import (
+    CorruptDataError,
+    NotFoundError,
+    OffsetOutOfRangeError,
+    UnavailableError,
+)
 from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import decode_message
 from ister.fs.local import LocalFileSystem
@@ -397,6 +402,30 @@ def test_reading_ends_where_files_were_trimmed(place):
     assert read(tail, trimmed) == expected(trimmed, 100)
 
 
+def test_file_that_is_lost_is_not_taken_for_one_that_was_trimmed(place):
+    topic = place.open(rotate_max_bytes=4096)
+    fill(topic, 100, size=200)
+    place.log.close()
+    (place.directory / "wal.2.log").unlink()
+    with pytest.raises(NotFoundError):
+        read(place.tail())
+
+
+def test_damaged_frame_raises_behind_those_before_it(place):
+    topic = place.open()
+    fill(topic, 20, size=200)
+    place.log.close()
+    path = place.directory / "wal.log"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    found = []
+    with pytest.raises(CorruptDataError) as caught:
+        found.extend(place.tail().frames(0, 20, chunk_bytes=CHUNK))
+    assert decoded(found) == expected(0, caught.value.offset)
+    assert 5 < caught.value.offset < 15
+
+
 def a_timed_topic(place):
     topic = place.open(rotate_max_bytes=4096)
     for number in range(100):
@@ -454,6 +483,19 @@ def test_file_that_vanishes_under_a_look_for_a_time_is_out_of_range(place, monke
         tail.find_time(1050, 0, 100)
     assert (caught.value.offset, caught.value.topic) == (0, TEXT)
     assert topic.watermarks.trimmed > 5
+
+
+def test_topic_that_is_deleted_meanwhile_ends_the_reading(place):
+    topic = place.open(rotate_max_bytes=4096)
+    fill(topic, 100, size=200)
+    topic.wal.save_checkpoint()
+    tail = place.tail()
+    frames = tail.frames(0, 100, chunk_bytes=CHUNK)
+    found = decoded([next(frames)])
+    place.log.delete(TEXT)
+    found += decoded(frames)
+    assert found == expected(0, len(found))
+    assert tail.snapshot() is None
 
 
 # -- catching up --------------------------------------------------------------------------------

@@ -267,6 +267,17 @@ def test_messages_behind_damage_that_the_bucket_does_not_have_are_not_given_up(s
         assert payloads(topic.read(990)) == sent[990:]
 
 
+def test_cursors_ahead_of_what_is_left_are_put_back(site):
+    other, _ = overtaken(site)
+    keys = site.catalog().keys
+    for name, offset in {"behind": 4, "ahead": 99}.items():
+        site.metadata.put(keys.progress(name), b'{"offset":%d,"timestamp":0}' % offset)
+    other.seal(TEXT)
+    site.open("a").topic(TEXT)
+    found = {s.name: s.progress.offset for s in site.catalog().subscriptions()}
+    assert found == {"behind": 4, "ahead": 15}
+
+
 # -- who owns it ------------------------------------------------------------------------------
 
 

@@ -461,6 +461,12 @@ def test_level_of_a_topic_decides_when_readers_see_a_message(machine, ack, is_se
     committer.result()
 
 
+def test_memory_topic_overtaken_before_it_is_written_is_read_from_the_file(machine):
+    topic = machine.topic(ack="memory", cache_capacity=2)
+    topic.append_many(numbered(10))
+    assert payloads(topic.read()) == numbered(10)
+
+
 # -- readers ------------------------------------------------------------------------------------
 
 

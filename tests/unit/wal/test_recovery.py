@@ -337,6 +337,22 @@ def test_failed_sync_then_reopen_loses_nothing_acknowledged(
     assert payloads(again.read()) == kept
 
 
+def test_sync_that_fails_inside_of_recovery_is_reported_and_not_trusted_later(machine):
+    topic = machine.topic(ack="written")
+    topic.wait(topic.append(b"one"))
+    machine.kill()
+    machine.fs.before = _failing("sync")
+    log = machine.open()
+    with pytest.raises(DiskError):
+        log.topic(NAME)
+    topic = log.topic(NAME)
+    topic.wait(topic.append(b"two"), "synced")
+    kept = payloads(topic.read())
+    machine.cut_power(seed=1)
+    assert payloads(machine.reopened().read()) == kept
+    assert kept == [b"one", b"two"]
+
+
 # -- crashes inside of recovery -----------------------------------------------------------------
 
 

@@ -305,3 +305,12 @@ def test_measure_is_about_what_the_frames_take(machine):
     assert all(abs(part - whole / 10) < whole / 50 for part in parts)
     assert snapshot.measure(100, 200) == snapshot.measure(50, 50) == 0
     assert snapshot.measure(0, 1 << 60) == whole
+
+
+def test_measure_of_a_trimmed_file_is_nothing(machine):
+    topic = a_saved_topic(machine)
+    old = snapshot_of(machine)
+    topic.wal.trim(60)
+    new = snapshot_of(machine)
+    assert old.measure(0, new.trimmed) == 0
+    assert old.measure(0, 100) == new.measure(0, 100)
