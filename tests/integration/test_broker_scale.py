@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 
 import pytest
 
@@ -19,10 +18,8 @@ pytest.importorskip("danube")
 from tests.servers.broker import BrokerProcess
 from tests.support.danube import (
     FAILOVER,
-    SHARED,
     collect,
     connect,
-    eventually,
     run,
     texts,
 )
@@ -192,27 +189,3 @@ async def test_one_connection_carries_hundreds_of_consumers(session, topic):
         await producer.send(b"one")
     taken = await collect(inboxes, count)
     assert all(texts(part) == ["one"] for part in taken)
-
-
-@pytest.mark.nightly
-def test_a_burst_through_many_consumers_of_a_queue_is_delivered_once(broker, topic):
-    """200 consumers on one queue: each message to one of them, and to none twice."""
-
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inboxes = await asyncio.gather(
-                *(session.consumer(topic, f"c{number}", kind=SHARED) for number in range(CONSUMERS))
-            )
-            await eventually(lambda: all_attached(session, topic))
-            payloads = [str(number) for number in range(1000)]
-            for start in range(0, 1000, 100):
-                batch = payloads[start : start + 100]
-                await asyncio.gather(*(producer.send(text.encode()) for text in batch))
-            taken = await collect(inboxes, 1000)
-            assert Counter(text for part in taken for text in texts(part)) == Counter(payloads)
-
-    async def all_attached(session, topic):
-        return len((await session.describe(topic)).consumers) == CONSUMERS
-
-    run(scenario())

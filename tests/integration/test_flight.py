@@ -49,7 +49,6 @@ from ister.wire.errors import decode_error, encode_error
 from tests.servers.flight import FlightProcess, FlightServer, FlightTopics, LogSource
 from tests.support.builders import flip_byte
 from tests.support.cases import each
-from tests.support.memory_store import MemoryObjectStore
 
 TOPIC = "/default/orders"
 WRITER = "query-1"
@@ -455,29 +454,6 @@ def test_time_is_found_in_a_range(log, client):
         client.find_time("/default/nowhere", 0, 0, 0)
 
 
-def test_settings_carry_no_secret(tmp_path):
-    secrets = {"access_key": "AKIASECRET", "secret_key": "hidden-1", "session_token": "hidden-2"}
-    cloud = {
-        "backend": "s3",
-        "root": "s3://bucket/prefix",
-        "options": {**secrets, "region": "eu-1"},
-    }
-    metadata = {"username": "reader", "password": "hidden-3"}
-    config = load_config(settings_of(tmp_path, cloud=cloud, metadata=metadata), {})
-    with (
-        Log(config, objects=MemoryObjectStore()) as log,
-        FlightTopics(log) as server,
-        FlightClient(server.address) as client,
-    ):
-        tree = client.storage()
-    text = json.dumps(tree)
-    for secret in (*secrets.values(), "hidden-3"):
-        assert secret not in text
-    assert tree["storage"]["cloud"]["options"] == {"region": "eu-1"}
-    mine = {"ISTER_STORAGE__CLOUD__OPTIONS__SECRET_KEY": "mine"}
-    assert load_config(tree, mine).storage.cloud.options == {"region": "eu-1", "secret_key": "mine"}
-
-
 # -- batches ----------------------------------------------------------------------------------
 
 
@@ -855,26 +831,6 @@ def test_batch_that_would_crash_whoever_uses_it_is_refused(liar):
         found, error = read_from(liar, ("producer_name",))
         assert found == []
         assert error == matching(CorruptDataError, "a broken batch")
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        CorruptDataError("m" * 10_000, topic=TOPIC, offset=7, hint="read on"),
-        CorruptDataError("100 % ä\n\0\U0001f600" * 100, topic=TOPIC, offset=7, hint="read on"),
-        CorruptDataError("%" * 5000, topic=TOPIC, offset=7, hint="%" * 5000),
-    ],
-)
-def test_long_and_strange_texts_of_errors_arrive(liar, error):
-    liar.batches = [offsets(5, 6), flight.FlightServerError(encode_error(error))]
-    liar.results = liar.batches[1:]
-    found, arrived = read_from(liar)
-    assert found == [5, 6]
-    with FlightClient(liar.address) as client, pytest.raises(CorruptDataError) as caught:
-        client.topics()
-    for one in (arrived, caught.value):
-        assert (type(one), one.offset) == (CorruptDataError, 7)
-        assert one.message.removesuffix("...") == error.message[: len(one.message) - 3]
 
 
 @pytest.mark.parametrize(

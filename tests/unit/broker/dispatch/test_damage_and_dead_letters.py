@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from ister.base.limits import ENVELOPE_SIZE_BYTES_MAX
 from ister.base.model import Layout
 from ister.broker.dispatch import dispatcher
 from ister.broker.dispatch import prefetch as reading
@@ -19,7 +18,6 @@ from tests.support.broker import a_broker, eventually, settings_of
 from tests.support.broker_calls import (
     AT_ONCE,
     DEAD,
-    KEY_SHARED,
     NAME,
     PARSED,
     SHARED,
@@ -194,42 +192,6 @@ async def test_damage_of_a_message_that_comes_again_does_not_bring_another_one(
         await client.ack(*readable)
         # What nobody can read is owed to nobody.
         await eventually(lambda: subscription_of(broker).delivery.cursor == 20)
-
-
-async def test_a_dead_letter_is_published_whatever_its_attributes_take(tmp_path):
-    async with a_broker(tmp_path, mode="memory") as (broker, services, _):
-        client = Client(services)
-        send = await client.producer()
-        consumer = await client.subscribe(kind=KEY_SHARED)
-        subscription = subscription_of(broker)
-        await subscription.set_policy(
-            FailurePolicy(
-                max_redelivery_count=0, poison="dead_letter", dead_letter_topic=DEAD, **AT_ONCE
-            )
-        )
-        await send(b"big", key="k", large="x" * (ENVELOPE_SIZE_BYTES_MAX - 100))
-        await send(b"next", key="k")
-        stream = client.receive(consumer)
-        [first] = await read(stream, 1)
-        await client.nack(first.msg_id.topic_offset)
-        # Nothing of its key waits for it any more.
-        assert [m.payload for m in await read(stream, 1)] == [b"next"]
-        [letter] = records_of(broker, DEAD)
-        assert letter.payload == b"big"
-        assert letter.attributes["x-original-topic"] == NAME
-        assert letter.attributes["x-original-topic-offset"] == "0"
-        usual = {
-            "x-original-topic",
-            "x-original-subscription",
-            "x-original-topic-offset",
-            "x-original-producer-id",
-            "x-original-broker-addr",
-            "x-poison-policy",
-            "x-delivery-attempt",
-            "x-failure-reason",
-        }
-        assert "large" not in letter.attributes
-        assert letter.attributes.keys() - usual, "nothing says what is missing"
 
 
 async def test_a_dead_letter_stays_until_a_topic_that_keeps_nothing_has_a_consumer(

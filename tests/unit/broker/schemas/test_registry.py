@@ -505,26 +505,6 @@ def test_changes_of_other_brokers_are_seen(open_registry):
     eventually(lambda: other.is_unchecked(TOPIC))
 
 
-def test_what_was_known_stays_while_the_store_is_away(open_registry, metadata, caplog):
-    registry = open_registry(refresh_seconds=0.02)
-    registry.register("orders", "string", b"")
-    registry.configure_topic(TOPIC, "orders", ENFORCE, checks_payload=False)
-    registry.check_message(TOPIC, schema_id=1, schema_version=1, payload=b"x")
-    failed = []
-
-    def fail(kind, key):
-        failed.append(kind)
-        raise UnavailableError("away")
-
-    metadata.before = fail
-    eventually(lambda: len(failed) > 3)
-    assert not registry.is_unchecked(TOPIC)
-    registry.check_message(TOPIC, schema_id=1, schema_version=1, payload=b"x")
-    metadata.before = lambda kind, key: None
-    told = [one for one in caplog.records if "cannot be read" in one.getMessage()]
-    assert len(told) == 1
-
-
 def test_damaged_setting_of_one_topic_harms_no_other(orders, open_registry, metadata, caplog):
     orders.configure_topic(TOPIC, "orders", ENFORCE, checks_payload=False)
     metadata.put(f"{ROOT}/schemas/_topics/default/broken", b"not json")

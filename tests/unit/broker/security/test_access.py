@@ -230,24 +230,6 @@ def test_change_elsewhere_is_seen(store, access):
     eventually(lambda: not access.allows(who(), Permission.PRODUCE, topic="/default/orders"))
 
 
-def test_change_elsewhere_is_seen_without_a_watch(store, monkeypatch):
-    """A watch is a hint that may get lost."""
-    monkeypatch.setattr("ister.broker.security.access.REFRESH_SECONDS", 0.05)
-    monkeypatch.setattr(store, "watch", lambda _prefix, _call: _NoWatch())
-    access = open_access(store)
-    access.start()
-    try:
-        open_access(store).create_binding(bind())
-        eventually(lambda: access.allows(who(), Permission.PRODUCE, topic="/default/orders"))
-    finally:
-        access.close()
-
-
-class _NoWatch:
-    def close(self):
-        pass
-
-
 def test_many_change_at_once(store):
     """Eight threads with objects of their own: every change lands, none undoes another."""
     errors = []
@@ -335,27 +317,3 @@ def test_broker_that_cannot_read_rights_grants_nothing(store, caplog):
     assert access.allows(who("root"), Permission.PRODUCE, topic="/default/orders")
     access.roles()
     assert access.allows(who(), Permission.PRODUCE, topic="/default/orders")
-
-
-def test_keeping_up_survives_an_outage(store, monkeypatch, caplog):
-    monkeypatch.setattr("ister.broker.security.access.REFRESH_SECONDS", 0.02)
-    access = open_access(store)
-    access.start()
-    failures = []
-
-    def fail(kind, _key):
-        if kind in ("get", "range"):
-            failures.append(kind)
-            raise UnavailableError("down")
-
-    try:
-        store.before = fail
-        eventually(lambda: len(failures) > 3)
-        store.before = lambda *_: None
-        open_access(store).create_binding(bind())
-        eventually(lambda: access.allows(who(), Permission.PRODUCE, topic="/default/orders"))
-    finally:
-        access.close()
-        access.close()
-    said = [record for record in caplog.records if "cannot be read" in record.getMessage()]
-    assert len(said) == 1
