@@ -13,16 +13,19 @@ Without a bucket, the record `wal.gaps` says which offsets are gone (commit poin
 every lost or damaged object is replaced by one with the messages that are still readable, and gaps
 between objects are filled by such objects. Then the messages that only local files have are
 uploaded, with empty objects for those that the files have lost: the bucket has everything that is
-left, and the local files are set aside. Each object is a commit of its own and can be repeated: a
-crash leaves fewer offsets to give up, never others.
+left, and the local files are set aside. Files that were set aside earlier, such as an older copy
+that was put back, are read for what lost objects had. Each object is a commit of its own and can be
+repeated: a crash leaves fewer offsets to give up, never others.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count, takewhile
+from typing import NamedTuple
 
 from ister.base import failpoints
 from ister.base.model import Codec, TopicState
@@ -37,9 +40,10 @@ from ister.errors import CorruptDataError, InvalidRequestError, NotFoundError
 from ister.format.descriptor import FORMAT_PARQUET, KEPT_READABLE, ObjectDescriptor
 from ister.format.frame import FrameBatch, NothingLeftError
 from ister.format.offset_ranges import merge_ranges, missing_from
+from ister.format.records import TopicRecord
 from ister.rescue.local_log import NO_FILES, JudgedLog, give_up, judge_log
 from ister.rescue.repair import abandoned, held
-from ister.topic.reconcile import set_aside
+from ister.topic.reconcile import aside_path, set_aside
 from ister.topic.stores import Stores, upload_settings
 from ister.topic.topic import Topic
 from ister.wal.directory import WalDirectory
@@ -88,7 +92,8 @@ def give_up_lost(
         if stores is None or topic.bucket is None:
             return _give_up_local(topic, directory, judged, at_least, is_dry=is_dry, retire=retire)
         owned = topic.bucket.owned
-        both = _BothTiers(directory, judged, owned.catalog, topic.codec, stores)
+        files = [_Files(directory, judged), *_set_aside_files(directory, topic.name, owned.record)]
+        both = _BothTiers(files, owned.catalog, topic.codec, stores)
         return both.run(topic, owned, at_least, is_dry=is_dry, retire=retire)
 
 
@@ -102,13 +107,17 @@ def foresee_lost(
     """
     known = seen.view.known
     codec = known.codec if known is not None else stores.storage.codec
-    judged = judge_log(directory, str(catalog.keys.topic))
+    name = str(catalog.keys.topic)
+    judged = judge_log(directory, name)
+    older = _set_aside_files(directory, name, known)
     last = catalog.last()
     tiered = max(one.end for one in (*seen.found, last)) if last is not None else 0
     if not seen.is_current or judged.next_offset < tiered:
-        judged = NO_FILES  # a take-over sets them aside
+        # A take-over sets them aside.
+        older = [*_older_files(directory, name, known), *older]
+        judged = NO_FILES
     next_offset = max(judged.next_offset, at_least, tiered)
-    both = _BothTiers(directory, judged, catalog, codec, stores)
+    both = _BothTiers([_Files(directory, judged), *older], catalog, codec, stores)
     lost = both.find_lost(tiered, next_offset)
     if tiered == next_offset:  # nothing tells where the newer files ended
         lost.append((next_offset, next_offset))
@@ -135,19 +144,45 @@ def _give_up_local(
     return GivenUp(ranges=tuple(lost), next_offset=next_offset)
 
 
+class _Files(NamedTuple):
+    """Local files of a topic, and what they have."""
+
+    directory: WalDirectory
+    judged: JudgedLog
+
+
+def _set_aside_files(
+    directory: WalDirectory, topic: str, record: TopicRecord | None
+) -> list[_Files]:
+    """The files of a topic that were set aside, and still have messages of it."""
+    fs = directory.fs
+    paths = takewhile(fs.exists, (aside_path(directory.path, number) for number in count(1)))
+    return [one for path in paths for one in _older_files(WalDirectory(fs, path), topic, record)]
+
+
+def _older_files(directory: WalDirectory, topic: str, record: TopicRecord | None) -> list[_Files]:
+    """An older copy of a topic's files, up to where a later owner continued; or nothing."""
+    state = directory.load_state()
+    if state is None or record is None or state.incarnation != record.incarnation:
+        return []
+    if state.epoch not in {entry.epoch for entry in record.lineage}:
+        return []
+    judged = judge_log(directory, topic)
+    starts = [entry.start for entry in record.lineage if entry.epoch > state.epoch]
+    end = min([judged.next_offset, *starts])
+    whole = tuple((first, min(last, end)) for first, last in judged.whole if first < end)
+    return [_Files(directory, replace(judged, whole=whole))]
+
+
 class _BothTiers:
     """Gives up the lost offsets of a topic with a bucket."""
 
     def __init__(
-        self,
-        directory: WalDirectory,
-        judged: JudgedLog,
-        catalog: Catalog,
-        codec: Codec,
-        stores: Stores,
+        self, files: Sequence[_Files], catalog: Catalog, codec: Codec, stores: Stores
     ) -> None:
-        self._directory = directory
-        self._judged = judged
+        """`files`: the topic's, and behind them older copies."""
+        self._sources = files
+        self._judged = files[0].judged
         self._catalog = catalog
         self._codec = codec
         self._stores = stores
@@ -185,7 +220,7 @@ class _BothTiers:
             with abandoned(topic, retire):
                 self._upload_rest(owned, end)
                 set_aside(
-                    self._directory,
+                    self._sources[0].directory,
                     "what it has is in the bucket, and what it lost was given up",
                     owned,
                     end,
@@ -249,17 +284,17 @@ class _BothTiers:
         """The frames of a range that a tier still has, in order; counts the others as lost."""
         is_compacted = described is not None and bool(described.kept)
         # Not from local files, which may still have messages that compaction removed.
-        missing = [(start, end)] if is_compacted else self._judged.lost(start, end)
-        for part in _alternate(missing, start, end):
-            if part not in missing:
-                yield from self._local_frames(*part)
+        sources = () if is_compacted else self._sources
+        for part_start, part_end, source in _split(start, end, sources):
+            if source is not None:
+                yield from self._local_frames(source, part_start, part_end)
             elif described is not None:
-                yield from self._object_frames(*part)
+                yield from self._object_frames(part_start, part_end)
             else:
-                self._lost.append(part)
+                self._lost.append((part_start, part_end))
 
-    def _local_frames(self, start: int, end: int) -> Iterator[FrameBatch]:
-        with closing(self._files()) as files:
+    def _local_frames(self, source: _Files, start: int, end: int) -> Iterator[FrameBatch]:
+        with closing(self._open(source)) as files:
             while start < end:
                 batch = files.fetch(start, end, bytes_max=self._settings.read_bytes)
                 yield batch
@@ -298,7 +333,7 @@ class _BothTiers:
         """Uploads what only local files have, and empty objects for what they have lost."""
         uploader = self._stores.uploader(owned, lambda: False)
         missing = self._judged.lost(owned.tiered, next_offset)
-        with closing(self._files()) as files:
+        with closing(self._open(self._sources[0])) as files:
             for start, end in _alternate(missing, owned.tiered, next_offset):
                 if (start, end) in missing:
                     owned.commit(self._write(owned, start, end, iter(()), KEPT_READABLE))
@@ -307,12 +342,12 @@ class _BothTiers:
                 while owned.tiered < end:
                     uploader.upload(files, max(start, owned.tiered), end)
 
-    def _files(self) -> WalReader:
+    def _open(self, source: _Files) -> WalReader:
         """A reader of the local files that were judged, in the order of their offsets."""
-        judged = self._judged
+        judged = source.judged
         snapshot = WalSnapshot(
             settings=SnapshotSettings(str(self._catalog.keys.topic), self._codec),
-            directory=self._directory,
+            directory=source.directory,
             files=judged.files,
             synced=judged.next_offset,
             active_seq=-1,
@@ -360,6 +395,21 @@ class _BothTiers:
         )
         failpoints.reach("repair.after_object")
         return described
+
+
+def _split(
+    start: int, end: int, sources: Sequence[_Files]
+) -> Iterator[tuple[int, int, _Files | None]]:
+    """Splits a range by the first of the sources that has a part; None if none has it."""
+    if not sources:
+        yield start, end, None
+        return
+    missing = sources[0].judged.lost(start, end)
+    for part in _alternate(missing, start, end):
+        if part in missing:
+            yield from _split(*part, sources[1:])
+        else:
+            yield *part, sources[0]
 
 
 def _alternate(parts: list[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:

@@ -211,6 +211,11 @@ def _adopt(owned: OwnedTopic, stores: Stores, found: Sequence[ObjectDescriptor])
     return bool(found)
 
 
+def aside_path(path: str, number: int) -> str:
+    """Where a topic's directory is after it was set aside; numbers begin at 1, without a gap."""
+    return f"{path}.aside-{number}"
+
+
 def set_aside(
     directory: WalDirectory, reason: str, owned: OwnedTopic | None = None, end: int = 0
 ) -> str:
@@ -222,7 +227,7 @@ def set_aside(
     """
     fs, path = directory.fs, directory.path
     number = 1
-    while fs.exists(aside := f"{path}.aside-{number}"):
+    while fs.exists(aside := aside_path(path, number)):
         number += 1
     # The new directory is made first: a crash between the two names must not look like a loss.
     parent = path.rpartition("/")[0]
