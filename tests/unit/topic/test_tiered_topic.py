@@ -476,6 +476,33 @@ def test_subscription_that_is_not_active_keeps_nothing(site, gone):
     assert topic.bucket.retention.trim() > 2
 
 
+def test_files_that_an_active_subscription_keeps_are_read_after_their_objects_have_expired(site):
+    """Goal: the bucket's time limit takes nothing from a subscription that local files serve."""
+    expiring = {"cloud": {"retention": {"time_minutes": 60}}}
+    topic = a_topic(site, **ROTATE, **KEEP_NOTHING, storage=expiring)
+    sent = []
+    for _ in range(4):
+        sent += fill(topic, 10, size=500)
+        topic.upload()
+    later(site, topic, 3601)
+    cursor(site, "slow", 0)
+    assert topic.bucket.retention.expire() == 3
+    assert site.ranges() == [(30, 40)]
+    assert topic.bucket.retention.trim() == 0
+    assert topic.earliest == 0
+    assert payloads(topic.read()) == sent
+    cursor(site, "slow", 20)
+    assert topic.bucket.retention.trim() > 0
+    assert 0 < topic.watermarks.trimmed <= 20
+    assert payloads(topic.read()) == sent[topic.earliest :]
+    # Its grace is over: what is left is the bucket's.
+    later(site, topic, 301)
+    assert topic.bucket.retention.trim() > 0
+    assert topic.watermarks.trimmed > 20
+    assert topic.earliest == 30
+    assert payloads(topic.read()) == sent[30:]
+
+
 # -- lag ----------------------------------------------------------------------------------------
 
 LAG = {"uploader": {"max_lag_bytes": 5000}}

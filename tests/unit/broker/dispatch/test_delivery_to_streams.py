@@ -134,6 +134,31 @@ async def test_after_a_seek_nothing_from_before_it_comes_first(tmp_path, streami
         assert got[len(late) :] == list(range(50, 50 + len(got) - len(late)))
 
 
+async def test_acks_and_seeks_of_one_subscription_leave_another_as_it_was(tmp_path):
+    async with a_broker(tmp_path, mode="memory") as (broker, services, _):
+        client = Client(services)
+        send = await client.producer()
+        moved = client.receive(await client.subscribe("one", name="moved"))
+        left = client.receive(await client.subscribe("two", name="left"))
+        for _ in range(3):
+            await send()
+        assert await offsets(moved, 3) == [0, 1, 2]
+        await client.ack(0, 1, 2, name="moved")
+        assert subscription_of(broker, "moved").delivery.cursor == 3
+        assert subscription_of(broker, "left").delivery.cursor == 0
+        assert await offsets(left, 3) == [0, 1, 2]
+        await client.ack(0, 1, name="left")
+        await services.admin.Seek(
+            ister_api.SeekRequest(topic=NAME, subscription="moved", earliest=True)
+        )
+        assert await offsets(moved, 3) == [0, 1, 2]
+        await send()
+        # Nothing comes to it twice, and it still owes what it has not acknowledged.
+        assert await offsets(left, 1) == [3]
+        assert subscription_of(broker, "left").delivery.cursor == 2
+        assert subscription_of(broker, "moved").delivery.cursor == 0
+
+
 async def test_a_stream_that_is_refused_leaves_nobody_attached(tmp_path):
     settings = {"broker": {"limits": {"max_connections": 1}}}
     async with a_broker(tmp_path, settings, mode="memory") as (broker, services, _):
