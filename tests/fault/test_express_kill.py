@@ -9,7 +9,7 @@ import json
 import random
 import shutil
 import signal
-import time
+from contextlib import suppress
 
 import pytest
 
@@ -19,6 +19,7 @@ from ister.bucket.names import EXPRESS_PREFIX
 from tests.support.oracle import History
 from tests.support.scale import nightly, scaled
 from tests.support.tier_checks import check_catalog, memory_directory, read_bucket, tier_settings
+from tests.support.waiting import eventually
 from tests.support.writer_child import WriterChild, new_seed, say_replay
 
 TIERED = frozenset({"tiered"})
@@ -109,13 +110,13 @@ class Series:
 
 def claim(log: ister.Log, name: str) -> ister.Topic:
     """Opens a topic as soon as the lease of its last owner has ended."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
+
+    def opened() -> ister.Topic | None:
+        with suppress(ister.ConflictError):
             return log.topic(name, create=True)
-        except ister.ConflictError:
-            assert time.monotonic() < deadline, f"{name} has an owner still"
-            time.sleep(0.05)
+        return None
+
+    return eventually(opened, f"{name} has an owner still", every=0.05)
 
 
 def kill_at(series: Series, point: str, *, loses_disk: bool) -> None:
@@ -207,11 +208,11 @@ def test_garbage_of_killed_processes_goes(tmp_path, request):
             topic.wait(topic.append(b"last"), timeout=60)
             catalog = topic.bucket.owned.catalog
             names |= {d.object_id.partition("@")[0] for d, _ in catalog.descriptors()}
-        # The grace period is nothing, and still over: a file's time is not finer than this.
-        time.sleep(0.02)
-        deadline = time.monotonic() + 60
-        while log._background._express.collect() is None:
-            assert time.monotonic() < deadline, "a collection has not ended"
-            time.sleep(0.1)  # a process may have been killed in the middle of one
-        there = [info.key for info in log.stores.objects.list(EXPRESS_PREFIX)]
-        assert {key.removeprefix(EXPRESS_PREFIX) for key in there} <= names
+
+        def is_clean():
+            # A process may have been killed in the middle of a collection, which holds this one up.
+            log._background._express.collect()
+            there = {info.key for info in log.stores.objects.list(EXPRESS_PREFIX)}
+            return {key.removeprefix(EXPRESS_PREFIX) for key in there} <= names
+
+        eventually(is_clean, "objects that no descriptor names are left", every=0.1)
