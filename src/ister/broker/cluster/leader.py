@@ -148,11 +148,7 @@ class Leader:
     # -- unassigned topics ------------------------------------------------------------------
 
     def assign(self, topic: str) -> str:
-        """Assigns a topic that has no broker; returns the node.
-
-        Raises:
-            UnavailableError: No broker takes topics, or this process does not lead any more.
-        """
+        """Assigns a topic that has no broker; returns the node."""
         known = self._assignments.get(topic)
         members = self._members.recent()
         live = {one.node: one for one in members}

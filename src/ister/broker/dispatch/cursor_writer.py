@@ -123,11 +123,7 @@ class CursorWriter:
         self.update(self._loop.time())
 
     async def flush(self) -> None:
-        """Writes the cursor now.
-
-        Raises:
-            FencedError: Another broker has the topic.
-        """
+        """Writes the cursor now."""
         async with self._writing:
             delivery = self._delivery
             cursor, saved, version = delivery.cursor, delivery.saved(), delivery.version

@@ -389,9 +389,6 @@ class Dispatcher:
 
         `tokens` has the receipt of each; without receipts, only messages in flight to the consumer
         can be acknowledged.
-
-        Raises:
-            InvalidRequestError: There are more or fewer receipts than messages.
         """
         self._check_open()
         if tokens and len(tokens) != len(offsets):
@@ -632,11 +629,7 @@ class Dispatcher:
         return self._cursor.is_dirty
 
     async def flush(self) -> None:
-        """Writes the cursor.
-
-        Raises:
-            FencedError: Another broker has the topic.
-        """
+        """Writes the cursor."""
         await self._cursor.flush()
 
     # -- the end ----------------------------------------------------------------------------

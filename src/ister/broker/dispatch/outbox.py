@@ -68,11 +68,7 @@ class Outbox(Generic[Item]):
             self.wake()
 
     async def take(self, count_max: int = OUTBOX_MESSAGES) -> list[Item]:
-        """Returns the next items, at least one; [] when the stream has to end in order.
-
-        Raises:
-            IsterError: The stream has to end with this.
-        """
+        """Returns the next items, at least one; [] when the stream has to end in order."""
         while not self._items:
             if self.is_ended:
                 await asyncio.sleep(self._pause)

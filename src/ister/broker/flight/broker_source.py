@@ -220,11 +220,7 @@ class FlightAccess:
         self._guard = guard
 
     def caller(self) -> FlightCaller:
-        """Returns the caller of the call that the current task serves.
-
-        Raises:
-            UnauthenticatedError: The guard has not authenticated the caller.
-        """
+        """Returns the caller of the call that the current task serves."""
         caller = current_caller()
         if caller is None:
             if self._guard.is_needed:

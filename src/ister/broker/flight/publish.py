@@ -64,11 +64,7 @@ _REFERENCES: Final = (
 
 
 def check_schema(schema: pa.Schema) -> None:
-    """Refuses columns that no message has, before a row is read.
-
-    Raises:
-        InvalidRequestError: There are some, or `payload` is missing.
-    """
+    """Refuses columns that no message has, before a row is read."""
     names = schema.names
     if len(names) > len(COLUMNS) or len(set(names)) < len(names) or not set(names) <= set(COLUMNS):
         raise InvalidRequestError(

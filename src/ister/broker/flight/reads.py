@@ -52,11 +52,7 @@ def status_of(topic: Topic) -> TopicStatus:
 
 
 def check_incarnation(topic: Topic, incarnation: str) -> None:
-    """Refuses a topic that was deleted and created again.
-
-    Raises:
-        ConflictError: It is not the one that was meant.
-    """
+    """Refuses a topic that was deleted and created again."""
     if incarnation != _incarnation(topic):
         raise ConflictError(
             "the topic was deleted and created again",
@@ -86,11 +82,7 @@ def check_owner(topic: Topic, asked: PlanUpload | FramesTicket) -> None:
 
 
 def check_range(topic: Topic, start: int, end: int) -> None:
-    """Refuses a range that is not wholly stored, visible and synced.
-
-    Raises:
-        OffsetOutOfRangeError: Not all of the range is.
-    """
+    """Refuses a range that is not wholly stored, visible and synced."""
     earliest, readable = topic.earliest, min(topic.visible, topic.synced)
     if not earliest <= start <= end <= readable:
         raise OffsetOutOfRangeError(
@@ -152,12 +144,7 @@ def read_range(
 
 
 def plan_upload(topic: Topic, asked: PlanUpload) -> UploadPlanned:
-    """Which objects an upload of a topic would make now.
-
-    Raises:
-        As `check_owner`, `ister.topic.uploads.TopicUploads.begin_term` and
-        `ister.topic.upload_plan.plan_topic`.
-    """
+    """Which objects an upload of a topic would make now."""
     check_owner(topic, asked)
     if topic.bucket is not None:
         topic.bucket.uploads.begin_term()
@@ -187,11 +174,7 @@ def frames_schema(topic: Topic) -> pa.Schema:
 def read_frames(
     topic: Topic, asked: FramesTicket, still_allowed: Callable[[], None]
 ) -> Iterator[pa.RecordBatch]:
-    """The frames of a range, some whole ones a row; `still_allowed` raises to end it.
-
-    Raises:
-        As `check_owner`, which is asked again and again, and `ister.topic.upload_plan.read_frames`.
-    """
+    """The frames of a range, some whole ones a row; `still_allowed` raises to end it."""
     check_owner(topic, asked)
     schema = frames_schema(topic)
     for frames in read_stored(topic, asked.start, asked.end, chunk_bytes=_FRAMES_BYTES):

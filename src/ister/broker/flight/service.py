@@ -463,11 +463,7 @@ class _Streams:
             return sum(slot.idle is None for slot in self._slots)
 
     def take(self, caller: str) -> _Slot:
-        """Counts one more stream; `release` ends that.
-
-        Raises:
-            CapacityError: There are too many streams.
-        """
+        """Counts one more stream; `release` ends that."""
         limits = self._limits
         with self._lock:
             of_caller = self._by_caller[caller] if caller else 0

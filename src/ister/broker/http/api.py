@@ -241,11 +241,7 @@ class Api:
 
     @property
     def served(self) -> ApiContext:
-        """What the API uses.
-
-        Raises:
-            UnavailableError: The broker is starting or stopping.
-        """
+        """What the API uses."""
         if self._served is None:
             raise UnavailableError(
                 "the broker is starting or stopping", hint="retry when /ready returns 200"
@@ -337,9 +333,6 @@ class Api:
         """Refuses a request for another host name if callers are not authenticated.
 
         A foreign page may have pointed its name here (DNS rebinding).
-
-        Raises:
-            PermissionDeniedError: The request is for another host.
         """
         if self._is_open and not self.is_for_us(request):
             raise PermissionDeniedError(

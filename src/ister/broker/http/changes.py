@@ -420,11 +420,7 @@ class Changes:
 
 
 async def plain_topic(views: Views, request: web.Request) -> str:
-    """The topic of a request that must name a single topic.
-
-    Raises:
-        InvalidRequestError: The topic is partitioned.
-    """
+    """The topic of a request that must name a single topic."""
     name, topics = topic_of(request), views.topics
     if topics.find_open(name) is None:
         partitions = await topics.names.partitions(name)

@@ -140,9 +140,6 @@ class Connections:
         """Listens; returns the port.
 
         `make_context` makes the context of each connection; None for plaintext.
-
-        Raises:
-            OSError: The port is taken.
         """
         loop = asyncio.get_running_loop()
         accept: Callable[[], asyncio.Protocol] = self._accept

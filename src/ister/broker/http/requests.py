@@ -25,11 +25,7 @@ def topic_of(request: web.Request) -> str:
 
 
 async def read_body(request: web.Request) -> JsonObject:
-    """The JSON object of a request.
-
-    Raises:
-        InvalidRequestError: It is too large, not a JSON object, or not valid Unicode.
-    """
+    """The JSON object of a request."""
     data = b""
     async for chunk in request.content.iter_chunked(16 * KIB):
         data += chunk

@@ -196,9 +196,6 @@ class StorageCounts:
         """Counts a topic's objects in the bucket.
 
         A cached count that ends before `tiered` is too old. `with_details` lists the objects too.
-
-        Raises:
-            CorruptDataError: A descriptor is damaged.
         """
         self._check_silence()
         with self._lock:

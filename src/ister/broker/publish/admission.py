@@ -129,11 +129,7 @@ class Admission:
         await _wait_on_loop(topic, batch.count)
 
     async def claim(self, topic: ServedTopic, name: str, principal: str) -> None:
-        """Claims a producer name for a principal, before its first message.
-
-        Raises:
-            As `ProducerNames.claim`.
-        """
+        """Claims a producer name for a principal, before its first message."""
         if not topic.names.is_settled(name, principal):
             await asyncio.to_thread(topic.names.claim, name, principal)
 
@@ -264,11 +260,7 @@ async def _wait_on_loop(topic: ServedTopic, count: int) -> None:
 
 
 def check_unlogged_size(message: StreamMessage, size_max: int, *, topic: str) -> None:
-    """Checks the size of a message for a topic without a log; the log checks its own messages.
-
-    Raises:
-        MessageTooLargeError: The payload is larger than `size_max`, or the rest is too large.
-    """
+    """Checks the size of a message for a topic without a log; the log checks its own messages."""
     size = len(message.payload)
     if size > size_max:
         raise MessageTooLargeError(

@@ -72,11 +72,7 @@ class ProducerNames:
         )
 
     def claim(self, name: str, principal: str) -> None:
-        """Claims a name for a principal, unless it has it already. Blocks.
-
-        Raises:
-            PermissionDeniedError: It belongs to another principal.
-        """
+        """Claims a name for a principal, unless it has it already. Blocks."""
         if self.is_settled(name, principal):
             return
         with self._lock:
@@ -93,11 +89,7 @@ class ProducerNames:
                 self._refresh(name, principal)
 
     def check(self, names: Iterable[str], principal: str) -> None:
-        """Refuses names that belong to other principals; claims none. Blocks.
-
-        Raises:
-            PermissionDeniedError: One of them belongs to another principal.
-        """
+        """Refuses names that belong to other principals; claims none. Blocks."""
         if not principal:
             return
         with self._lock:

@@ -28,9 +28,6 @@ class SocketFile:
     """The path of the socket, and its removal.
 
     Without a data directory it is in a temporary one.
-
-    Raises:
-        ConfigError: There is no directory for it.
     """
 
     def __init__(self, directory: str | None) -> None:

@@ -128,9 +128,6 @@ class ConsumerSlots:
         """Refuses a consumer beyond the limit.
 
         `principal` is "" if it is not known.
-
-        Raises:
-            CapacityError: All slots are taken, or as many as the principal may have.
         """
         if self._limit is not None:
             self._limit.check(principal)
@@ -142,11 +139,7 @@ class ConsumerSlots:
 
     @contextmanager
     def taken(self, principal: str = "") -> Iterator[None]:
-        """Takes a slot for the time of the block.
-
-        Raises:
-            As `check`.
-        """
+        """Takes a slot for the time of the block."""
         self.check(principal)
         self.count += 1
         if self._limit is not None:

@@ -163,11 +163,7 @@ def _bounded(parse: Callable[[bytes], Message], size_max: int | None) -> Callabl
 
 
 def check_size(data: bytes, size_max: int | None) -> None:
-    """Refuses a request that is too large.
-
-    Raises:
-        Refused: It has more than `size_max` bytes.
-    """
+    """Refuses a request that is too large."""
     if size_max is not None and len(data) > size_max:
         raise Refused(
             grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -85,10 +85,6 @@ class NativeEngine:
         streams_per_connection: The most calls in progress on one connection; more wait in the
             client.
         metadata_bytes_max: The most bytes of a call's metadata; calls with more are refused.
-
-    Raises:
-        ConfigError: The engine cannot be used here.
-        UnavailableError: The port is in use.
     """
 
     def __init__(
@@ -501,10 +497,6 @@ class _Context:
     async def abort(
         self, status: grpc.StatusCode, text: str = "", metadata: Sequence[tuple[str, str]] = ()
     ) -> None:
-        """Ends the call with a status.
-
-        Raises:
-            AbortError: Always.
-        """
+        """Ends the call with a status."""
         self.status, self.text, self.metadata = status, text, metadata
         raise grpc.aio.AbortError

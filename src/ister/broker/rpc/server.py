@@ -36,11 +36,7 @@ _METADATA_BYTES_MAX: Final = 16 * KIB
 
 
 def choose_engine(config: BrokerConfig) -> GrpcEngine:
-    """Returns the engine that the settings ask for: `grpcio` or `native`.
-
-    Raises:
-        ConfigError: The engine cannot serve TLS, and `broker.tls` is set.
-    """
+    """Returns the engine that the settings ask for: `grpcio` or `native`."""
     engine = config.grpc.engine
     has_tls = config.tls.cert_file is not None
     if engine is GrpcEngine.NATIVE and has_tls:
@@ -69,9 +65,6 @@ class RpcServer:
     `tls` is None for plaintext, `guard` if authentication is off, `directory` without a data
     directory. `gate` counts unary calls, and can be closed to them; `message_bytes_max` is the
     largest request of any method.
-
-    Raises:
-        ConfigError: The engine cannot serve TLS, and `broker.tls` is set.
     """
 
     def __init__(
@@ -136,11 +129,7 @@ class RpcServer:
         )
 
     def bind(self) -> tuple[int, int]:
-        """Binds both ports, and returns them: gRPC, Flight.
-
-        Raises:
-            ConfigError: The native engine cannot be used here.
-        """
+        """Binds both ports, and returns them: gRPC, Flight."""
         ports = self._config.ports
         if self.engine is GrpcEngine.GRPCIO:
             return self._bind(ports.grpc), self._bind(ports.flight)

@@ -157,11 +157,7 @@ class SchemaCache:
     # -- the store's changes ----------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Reads the store now.
-
-        Raises:
-            UnavailableError: The store does not answer; the last known values stay.
-        """
+        """Reads the store now."""
         changes = self._changes
         configs = {}
         for found in self._metadata.range(self._keys.topics):

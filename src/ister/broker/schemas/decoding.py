@@ -41,9 +41,6 @@ def decode_payload(definition: Definition, payload: bytes) -> Json:
     """Decodes a payload into JSON values.
 
     Bytes become base64; times, decimals, and numbers that JSON cannot express become strings.
-
-    Raises:
-        InvalidRequestError: It does not match its schema, or is too large.
     """
     if len(payload) > DECODED_BYTES_MAX:
         raise InvalidRequestError(

@@ -66,11 +66,7 @@ class _Budget(threading.local):
     left = 0
 
     def spend(self, rules: int) -> None:
-        """Uses up rules.
-
-        Raises:
-            _TooCostlyError: None are left.
-        """
+        """Uses up rules."""
         self.left -= rules
         if self.left < 0:
             raise _TooCostlyError
@@ -122,11 +118,7 @@ class JsonDefinition:
 
 
 def read_json_schema(data: bytes) -> JsonDefinition:
-    """Parses a JSON Schema.
-
-    Raises:
-        InvalidRequestError: It is invalid or unsupported; see the module docstring.
-    """
+    """Parses a JSON Schema."""
     schema = read_json(data, "JSON Schema")
     if not isinstance(schema, dict | bool):
         raise InvalidRequestError("a JSON Schema must be an object, true or false")

@@ -155,11 +155,7 @@ class ProtobufDefinition:
 
 
 def read_protobuf(data: bytes) -> ProtobufDefinition | ProtoText:
-    """Reads a serialized FileDescriptorSet, or takes the text of a .proto file as it is.
-
-    Raises:
-        InvalidRequestError: It is neither, or it does not include its imports.
-    """
+    """Reads a serialized FileDescriptorSet, or takes the text of a .proto file as it is."""
     if _is_text(data):
         if not data.strip():
             raise InvalidRequestError("the Protobuf schema is empty", hint=_PROTOC_HINT)

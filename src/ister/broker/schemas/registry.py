@@ -280,11 +280,7 @@ class SchemaRegistry:
     def update_policy(
         self, topic: str, policy: ValidationPolicy, *, checks_payload: bool
     ) -> TopicConfig:
-        """Sets what happens to messages that do not match.
-
-        Raises:
-            ConflictError: The topic has no subject.
-        """
+        """Sets what happens to messages that do not match."""
 
         def change(known: TopicConfig | None) -> TopicConfig:
             if known is None:
@@ -406,11 +402,7 @@ class SchemaRegistry:
         return self._mismatches
 
     def refresh(self) -> None:
-        """Reads the settings and subjects from the store now; the registry does so by itself.
-
-        Raises:
-            UnavailableError: The store does not answer; the last known values stay.
-        """
+        """Reads the settings and subjects from the store now; the registry does so by itself."""
         self._cache.refresh()
 
     # -- internals --------------------------------------------------------------------------

@@ -74,11 +74,7 @@ class SubjectStore:
         return self._read(subject)[0]
 
     def get(self, subject: str) -> SubjectRecord:
-        """A subject with at least one version.
-
-        Raises:
-            NotFoundError: It does not exist, or has no versions.
-        """
+        """A subject with at least one version."""
         record = self.find(subject)
         if record is None or not record.versions:
             raise _unknown(subject)
@@ -160,19 +156,11 @@ class SubjectStore:
         return change_record(f"schema subject {subject!r}", attempt)
 
     def set_mode(self, subject: str, mode: CompatibilityMode) -> SubjectRecord:
-        """Sets the compatibility that new versions need.
-
-        Raises:
-            ConflictError: Other changes keep coming first.
-        """
+        """Sets the compatibility that new versions need."""
         return self._replace(subject, lambda record: (replace(record, compatibility_mode=mode), []))
 
     def delete_version(self, subject: str, version: int) -> SubjectRecord:
-        """Deletes a version. The subject keeps its id, even without versions.
-
-        Raises:
-            ConflictError: Other changes keep coming first.
-        """
+        """Deletes a version. The subject keeps its id, even without versions."""
 
         def change(record: SubjectRecord) -> tuple[SubjectRecord, list[Operation]]:
             if record.find(version) is None:

@@ -247,12 +247,7 @@ class AccessControl:
         return self._change(plan)
 
     def delete_role(self, name: str) -> None:
-        """Removes a role.
-
-        Raises:
-            InvalidRequestError: It is one of the system's.
-            ConflictError: A binding refers to it.
-        """
+        """Removes a role."""
 
         def plan(state: _State) -> list[Operation]:
             known = state.roles.get(name)
@@ -273,11 +268,7 @@ class AccessControl:
     # -- bindings ---------------------------------------------------------------------------
 
     def bindings(self, scope: Scope | None = None, resource: str = "") -> list[Binding]:
-        """All bindings, or those of one scope and resource, sorted by their ids.
-
-        Raises:
-            InvalidRequestError: The scope has no such resource.
-        """
+        """All bindings, or those of one scope and resource, sorted by their ids."""
         place = "" if scope is None else f"{resource_path(scope, resource)}/"
         prefix = f"{self._prefix}bindings/{place}"
         known = self._reload().bindings
@@ -288,11 +279,7 @@ class AccessControl:
         ]
 
     def binding(self, scope: Scope, resource: str, id: str) -> Binding:
-        """A binding.
-
-        Raises:
-            InvalidRequestError: The scope has no such resource.
-        """
+        """A binding."""
         found = self._reload().bindings.get(self._key(scope, resource, id))
         if found is None:
             raise NotFoundError(f"binding {id[:120]!r} does not exist in this scope")
@@ -326,12 +313,7 @@ class AccessControl:
         return self._change(plan)
 
     def delete_binding(self, scope: Scope, resource: str, id: str) -> None:
-        """Removes a binding; what it gave is gone at once in this process.
-
-        Raises:
-            InvalidRequestError: The scope has no such resource.
-            ConflictError: Others keep changing roles and bindings.
-        """
+        """Removes a binding; what it gave is gone at once in this process."""
         key = self._key(scope, resource, id)
 
         def plan(state: _State) -> list[Operation]:

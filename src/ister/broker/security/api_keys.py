@@ -90,11 +90,7 @@ def parse_line(line: str) -> ApiKey | None:
 
 
 class ApiKeyFile:
-    """The keys of a file, as it is now. Thread-safe.
-
-    Raises:
-        ConfigError: At the start the file cannot be read, or has a bad line.
-    """
+    """The keys of a file, as it is now. Thread-safe."""
 
     def __init__(self, path: str, *, clock: Clock) -> None:
         self._path = path

@@ -60,9 +60,6 @@ class AuditLog:
 
     Without a path, lines go to the log `ister.audit`. A file of `file_bytes_max` is set aside as
     `<path>.1`.
-
-    Raises:
-        ConfigError: The file cannot be written to.
     """
 
     def __init__(

@@ -100,9 +100,6 @@ class Authenticator:
     """Checks credentials. Thread-safe.
 
     `config` is `broker.auth`; tokens expire by `clock`.
-
-    Raises:
-        ConfigError: The settings do not make sense, or a file of theirs cannot be read.
     """
 
     def __init__(self, config: AuthConfig, *, clock: Clock) -> None:
@@ -239,9 +236,6 @@ def read_certificate(certificate: bytes) -> tuple[str, float]:
     authority that issues other kinds of names may not have verified the common name.
 
     `certificate` is PEM or DER, and TLS has verified it.
-
-    Raises:
-        UnauthenticatedError: There is no such name, or there are several common names.
     """
     try:
         load = (

@@ -199,11 +199,7 @@ class Guard:
 
     @classmethod
     def open(cls, config: Config, metadata: MetadataStore, *, clock: Clock) -> Self:
-        """The guard that the settings ask for; `start` comes next.
-
-        Raises:
-            ConfigError: `broker.auth` does not make sense, or a file of it cannot be used.
-        """
+        """The guard that the settings ask for; `start` comes next."""
         auth, tls = config.broker.auth, config.broker.tls
         if auth.mtls_principal and tls.client_auth is not ClientAuth.REQUIRED:
             raise ConfigError(
@@ -364,9 +360,6 @@ class Guard:
 
         Principals with MANAGE_NAMESPACE on the topic's namespace may use all of its subscriptions.
         Within a stream, the right is checked again for as long as the stream is open.
-
-        Raises:
-            PermissionDeniedError: The subscription is restricted to other principals.
         """
         if not self.is_on:
             return

@@ -66,9 +66,6 @@ def make_token(
         lifetime_seconds: How long it is good for: a year at most.
         kind: What stands behind the name.
         clock: Where the time comes from.
-
-    Raises:
-        InvalidRequestError: An argument makes no sense, or the key is not one for the algorithm.
     """
     check_principal_name(subject)
     if algorithm not in JWT_ALGORITHMS:

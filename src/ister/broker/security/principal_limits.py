@@ -72,11 +72,7 @@ class PrincipalLimit:
 
     @contextmanager
     def taken(self, principal: str) -> Iterator[None]:
-        """Counts one more for the time of the block.
-
-        Raises:
-            As `check`.
-        """
+        """Counts one more for the time of the block."""
         self.check(principal)
         self.add(principal)
         try:

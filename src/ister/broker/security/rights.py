@@ -200,11 +200,7 @@ def danube_kind(kind: PrincipalKind) -> str:
 
 
 def resource_path(scope: Scope, resource: str) -> str:
-    """A scope and its resource as a part of a key: `topic/default/orders`.
-
-    Raises:
-        InvalidRequestError: The scope has no such resource.
-    """
+    """A scope and its resource as a part of a key: `topic/default/orders`."""
     if scope is Scope.CLUSTER:
         if resource != "":
             raise InvalidRequestError(

@@ -60,9 +60,6 @@ def check_exposure(config: BrokerConfig) -> None:
 
     Protected means that callers must authenticate, with credentials sent over TLS, or that only
     clients with a certificate can connect.
-
-    Raises:
-        ConfigError: It would be exposed, and `broker.allow_insecure` is not set.
     """
     if is_loopback(config.host) or config.allow_insecure:
         return
@@ -100,9 +97,6 @@ class ServerTls:
     """The certificates in use, reloaded when the files change. Thread-safe.
 
     `config` is `broker.tls`; `clock` decides whether a certificate has expired.
-
-    Raises:
-        ConfigError: A file is missing or invalid, or they do not fit together.
     """
 
     def __init__(self, config: TlsConfig, *, clock: Clock) -> None:

@@ -168,9 +168,6 @@ class DeadLetterQueue:
         Returns:
             `pending` (all letters that are not resolved), `selected`, `groups`, `end` (the offset
             behind the last counted one) and `is_partial` (there may be more behind it).
-
-        Raises:
-            As `show`.
         """
         topic, core = await self._find(name)
         floor = await self._load(topic, core)
@@ -257,11 +254,7 @@ class DeadLetterQueue:
         return await run_to_completion(self._resolve(name, selection, publish))
 
     async def drop(self, name: str, selection: Selection) -> JsonObject:
-        """Resolves letters without publishing them; returns as `requeue`.
-
-        Raises:
-            As `show`.
-        """
+        """Resolves letters without publishing them; returns as `requeue`."""
 
         async def leave(letters: list[Message], _: Set[int]) -> list[IsterError | None]:
             return [None] * len(letters)

@@ -180,11 +180,7 @@ class _Confirmations:
         self._on_change()
 
     def take(self) -> ister_api.ConsumeResponse:
-        """Returns what to send next.
-
-        Raises:
-            Exception: That of `fail`.
-        """
+        """Returns what to send next."""
         if self._error is not None and not self._offsets and not self._refused:
             raise self._error
         if self._offsets:

@@ -179,22 +179,14 @@ class ClusterControl:
         return Drained(node=own.node, total=len(names), moved=len(moved), failed=tuple(failed))
 
     async def activate(self, broker: str) -> Member:
-        """Makes a broker take topics again.
-
-        Raises:
-            OtherBrokerError: It is another broker.
-        """
+        """Makes a broker take topics again."""
         await self._find_own(broker)
         await asyncio.to_thread(self._cluster.members.publish, state=MemberState.ACTIVE)
         self._state = None
         return self._cluster.own
 
     async def leader(self) -> str:
-        """The leader's node.
-
-        Raises:
-            UnavailableError: There is none at the moment, or the metadata store does not answer.
-        """
+        """The leader's node."""
         leadership = self._cluster.leadership
         if leadership is None:
             return self._cluster.own.node
@@ -247,11 +239,7 @@ class ClusterControl:
     # -- topics -----------------------------------------------------------------------------
 
     async def move(self, topic: str, to: str) -> Member:
-        """Moves a topic to a broker, whichever broker has it; returns when it is there.
-
-        Raises:
-            As `Topics.move`.
-        """
+        """Moves a topic to a broker, whichever broker has it; returns when it is there."""
         if not to:
             raise NotFoundError("no target broker was given", hint="ister brokers list")
         target = await self.find(to)
@@ -259,11 +247,7 @@ class ClusterControl:
         return target
 
     async def take_over(self, topic: str, *, confirm: bool) -> GivenUp:
-        """Takes over a topic; without `confirm`, only returns what that would give up.
-
-        Raises:
-            As `Topics.find_lost_tail`, `Topics.take_over`.
-        """
+        """Takes over a topic; without `confirm`, only returns what that would give up."""
         if not confirm:
             return await self._topics.find_lost_tail(topic)
         return await self._topics.take_over(topic)

@@ -83,11 +83,7 @@ class TopicNames:
         await asyncio.to_thread(self._records.create_namespace, name)
 
     async def delete_namespace(self, name: str) -> None:
-        """Removes an empty namespace.
-
-        Raises:
-            ConflictError: It has topics.
-        """
+        """Removes an empty namespace."""
         if name in (*_BUILT_IN_NAMESPACES, *self._config.broker.bootstrap_namespaces):
             raise ConflictError(f"the namespace {name!r} always exists")
         if topics := await self.of_namespace(name):

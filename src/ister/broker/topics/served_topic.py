@@ -342,11 +342,7 @@ class ServedTopic:
         return found
 
     def reliable_subscription(self, name: str) -> Dispatcher:
-        """Like `subscription`, for a topic with a log.
-
-        Raises:
-            InvalidRequestError: The topic keeps nothing, so it has no cursors.
-        """
+        """Like `subscription`, for a topic with a log."""
         found = self.subscription(name)
         if not isinstance(found, Dispatcher):
             raise InvalidRequestError(
@@ -567,9 +563,6 @@ class ServedTopic:
             name: The subscription's name.
             policy: The failure policy; None leaves it as it is.
             window: `max_unacked_messages`; None leaves it as it is.
-
-        Raises:
-            As `SubscriptionStore.plan` and `SubscriptionStore.save_options`.
         """
         async with self._subscribing:
             if name not in self.subscriptions:
@@ -589,11 +582,7 @@ class ServedTopic:
                 await found.set_window(window)
 
     async def settings(self, name: str) -> SubscriptionSettings:
-        """The settings of a subscription, or those that were stored for one to come.
-
-        Raises:
-            InvalidRequestError: The topic keeps nothing, so it has no cursors.
-        """
+        """The settings of a subscription, or those that were stored for one to come."""
         if name in self.subscriptions:
             found = self.reliable_subscription(name)
             return SubscriptionSettings(found.stored.policy, found.window, found.kind)
@@ -613,9 +602,6 @@ class ServedTopic:
         """Changes the principals that may use a subscription; None for all consumers of the topic.
 
         Streams of others end within a second.
-
-        Raises:
-            As `SubscriptionStore.save_options`.
         """
         async with self._subscribing:
             found = self.subscription(name)
@@ -657,11 +643,7 @@ class ServedTopic:
     # -- the end ----------------------------------------------------------------------------
 
     async def flush(self) -> None:
-        """Writes every cursor.
-
-        Raises:
-            FencedError: Another broker has the topic.
-        """
+        """Writes every cursor."""
         for one in list(self.subscriptions.values()):
             if isinstance(one, Dispatcher) and one.is_dirty:
                 await one.flush()

@@ -124,11 +124,7 @@ class TimeSearches:
         *,
         is_gone: Callable[[], bool] = lambda: False,
     ) -> int:
-        """The offset where a reader of a topic begins; only a point in time is searched for.
-
-        Raises:
-            As `run` and `Topic.resolve_start`.
-        """
+        """The offset where a reader of a topic begins; only a point in time is searched for."""
         if not isinstance(start, datetime):
             return await asyncio.to_thread(topic.resolve_start, start)
         principal = current_principal()

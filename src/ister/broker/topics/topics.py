@@ -597,11 +597,7 @@ class Topics:
         await topic.publish_dead_letter(message)
 
     async def take_dead_letter(self, name: str, message: StreamMessage) -> None:
-        """Publishes a dead letter of another broker.
-
-        Raises:
-            As `get_or_create`, and `ServedTopic.publish_dead_letter`.
-        """
+        """Publishes a dead letter of another broker."""
         topic = await self.get_or_create(name, is_reliable=True, is_implied=False)
         await topic.publish_dead_letter(message)
 
@@ -661,11 +657,7 @@ class Topics:
     async def create_anywhere(
         self, name: str, *, is_reliable: bool, ack: AckLevel | None, codec: Codec | None
     ) -> None:
-        """Creates a topic at the broker that should have it.
-
-        Raises:
-            As `get_or_create`.
-        """
+        """Creates a topic at the broker that should have it."""
         try:
             await self.get_or_create(
                 name,
@@ -883,11 +875,7 @@ class Topics:
         return GivenUp(topic=str(name), node=node, offset=last.end if last is not None else 0)
 
     async def take_over(self, name: str) -> GivenUp:
-        """Opens a topic whose newest messages are on a lost disk; returns what it gives up.
-
-        Raises:
-            As `find_lost_tail`, and `Log.topic`.
-        """
+        """Opens a topic whose newest messages are on a lost disk; returns what it gives up."""
         return await run_to_completion(self._take_over(TopicName.parse(name)))
 
     async def _take_over(self, name: TopicName) -> GivenUp:
@@ -925,11 +913,7 @@ class Topics:
                     )
 
     async def delete(self, name: str) -> None:
-        """Deletes a topic for good, or all partitions of one.
-
-        Raises:
-            As `Log.delete`.
-        """
+        """Deletes a topic for good, or all partitions of one."""
         await run_to_completion(self._delete_all(name))
 
     async def _delete_all(self, name: str) -> None:
